@@ -1,0 +1,275 @@
+#!/usr/bin/env -S python3 -m nox -f
+# SPDX-License-Identifier: Apache-2.0
+"""Everything this repository can do, one session each: ``nox -l`` lists them, ``nox -s NAME`` runs one.
+
+Every session works in its own fresh environment and uses *built wheels*, never the source tree, so that what is tested
+is what a user would install. The wheels are built once (session ``wheels``) and reused until a source file changes.
+
+Arguments after ``--`` go to the tool of the session: ``nox -s tests -- -k rms_norm``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import nox
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.error_on_external_run = True
+nox.options.sessions = ["lint", "typecheck", "tests", "docs"]
+
+ROOT = Path(__file__).resolve().parent
+DIST = ROOT / "dist"
+REPORTS = ROOT / "reports"
+CONSTRAINTS = ROOT / "constraints.txt"
+ISA_TABLE = ROOT / "packages" / "ipex-cpu-kernels" / "cmake" / "IsaLevels.cmake"
+
+# In the order of the import arrows: a package may need the ones before it to be built or installed.
+PACKAGES = {
+    "ipex-core": (),
+    "ipex-cpu-kernels": ("ipex-core",),
+    "ipex": ("ipex-core",),
+}
+BUILD_TOOLS = ("build", "hatchling", "scikit-build-core", "cmake", "ninja", "torch", "numpy")
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy")
+
+# Not the sources of a wheel, or products of a build.
+NOT_SOURCE = {"tests", "benchmarks", "build", "dist", "__pycache__"}
+
+
+def prepare(session: nox.Session) -> None:
+    """Set the environment variables that all sessions share."""
+    # As a URL, since pip splits the variable at blanks and a checkout may lie in a folder whose name has some.
+    session.env["PIP_CONSTRAINT"] = CONSTRAINTS.as_uri()
+    session.env["PIP_BUILD_CONSTRAINT"] = CONSTRAINTS.as_uri()
+    session.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    session.env.setdefault(
+        "CMAKE_BUILD_PARALLEL_LEVEL", os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(cpus))
+    )
+
+
+def isa_levels() -> list[str]:
+    """Return the ISA levels, lowest first, from the one file that lists them."""
+    if not ISA_TABLE.exists():
+        return []
+    return re.findall(r'^\s*"([a-z0-9_]+)\|', ISA_TABLE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+# -- wheels ---------------------------------------------------------------------------------------------------
+
+
+def sources(package: str) -> Iterator[Path]:
+    """Yield the files that a package's wheel is made of."""
+    for path in sorted((ROOT / "packages" / package).rglob("*")):
+        inside = path.relative_to(ROOT)
+        if path.is_file() and not NOT_SOURCE.intersection(inside.parts) and path.suffix != ".pyc":
+            yield path
+
+
+def source_hash(package: str) -> str:
+    """Return a digest of all that determines a package's wheel, its siblings and this Python included."""
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {CONSTRAINTS.read_text()}".encode())
+    for name in (*PACKAGES[package], package):
+        for path in sources(name):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def built() -> dict[str, dict[str, str]]:
+    """Return what dist/ holds: package -> {hash, wheel, sdist}; only entries whose files are there."""
+    record = DIST / ".built.json"
+    entries = json.loads(record.read_text()) if record.exists() else {}
+    return {
+        name: entry
+        for name, entry in entries.items()
+        if (DIST / entry["wheel"]).exists() and (DIST / entry["sdist"]).exists()
+    }
+
+
+def wheel(package: str, extras: str = "") -> str:
+    """Return the pip requirement for a built wheel: by path, so that no index can supply another one."""
+    path = DIST / built()[package]["wheel"]
+    return f"{package}{extras} @ {path.as_uri()}"
+
+
+def install_wheels(session: nox.Session, packages: Iterable[str], *more: str, extras: str = "") -> None:
+    """Install built wheels by path; the extras are those of the facade."""
+    requirements = [wheel(name, extras if name == "ipex" else "") for name in packages]
+    session.install(*requirements, *more)
+
+
+@nox.session(default=False, reuse_venv=True)
+def wheels(session: nox.Session) -> None:
+    """Build all wheels and sdists into dist/ (only what changed)."""
+    prepare(session)
+    entries = built()
+    hashes = {name: source_hash(name) for name in PACKAGES}
+    stale = [name for name in PACKAGES if entries.get(name, {}).get("hash") != hashes[name]]
+    if not stale:
+        session.log(f"dist/ is up to date: {', '.join(entry['wheel'] for entry in entries.values())}")
+        return
+    DIST.mkdir(exist_ok=True)
+    # No build isolation: an isolated environment would install torch once more for every single build.
+    session.install(*BUILD_TOOLS)
+    for name in stale:
+        session.log(f"building {name}")
+        stem = name.replace("-", "_")
+        for old in (*DIST.glob(f"{stem}-[0-9]*.whl"), *DIST.glob(f"{stem}-[0-9]*.tar.gz")):
+            old.unlink()
+        # The wheel is built from the unpacked sdist, which proves the sdist complete.
+        session.run(
+            "python", "-m", "build", "--no-isolation", "--outdir", str(DIST), str(ROOT / "packages" / name)
+        )
+        entries[name] = {
+            "hash": hashes[name],
+            "wheel": next(DIST.glob(f"{stem}-[0-9]*.whl")).name,
+            "sdist": next(DIST.glob(f"{stem}-[0-9]*.tar.gz")).name,
+        }
+        (DIST / ".built.json").write_text(json.dumps(entries, indent=2) + "\n")
+
+
+# -- the two front doors --------------------------------------------------------------------------------------
+
+
+@nox.session(default=False, requires=["wheels"])
+def demo(session: nox.Session) -> None:
+    """Build, install, and speed up a real model on real text: `ipex demo`."""
+    prepare(session)
+    install_wheels(session, PACKAGES, extras="[cpu,demo]")
+    REPORTS.mkdir(exist_ok=True)
+    session.run("ipex", "demo", *session.posargs)
+
+
+@nox.session(requires=["wheels"])
+def tests(session: nox.Session) -> None:
+    """Run all tests, of each package and across packages, from built wheels."""
+    prepare(session)
+    install_wheels(session, PACKAGES, *TEST_TOOLS, extras="[cpu,test]")
+    session.env["IPEX_TEST_WHEELS"] = str(DIST)
+    session.run("ipex", "doctor")
+    session.run("pytest", *session.posargs)
+
+
+def tests_of(package: str) -> Callable[[nox.Session], None]:
+    """Return the session function that tests one package with only the siblings it cannot do without."""
+
+    def tests_package(session: nox.Session) -> None:
+        prepare(session)
+        install_wheels(session, (*PACKAGES[package], package), *TEST_TOOLS)
+        session.run("pytest", f"packages/{package}/tests", *session.posargs)
+
+    company = f"with only {', '.join(PACKAGES[package])}" if PACKAGES[package] else "alone"
+    tests_package.__doc__ = f"Test {package} {company}."
+    return tests_package
+
+
+for _package in PACKAGES:
+    nox.session(tests_of(_package), name=f"tests-{_package}", default=False, requires=["wheels"])
+
+
+@nox.session(default=False, requires=["wheels"])
+@nox.parametrize("level", isa_levels())
+def tests_isa(session: nox.Session, level: str) -> None:
+    """Run the kernel tests forced to one ISA level; `-- sde` emulates the CPU with Intel SDE."""
+    prepare(session)
+    posargs = list(session.posargs)
+    emulator = ["sde64", "-future", "--"] if "sde" in posargs else []
+    posargs = [arg for arg in posargs if arg != "sde"]
+    install_wheels(session, ("ipex-core", "ipex-cpu-kernels"), *TEST_TOOLS)
+    session.env["IPEX_CPU_ISA"] = level
+    session.run(*emulator, "python", "-m", "pytest", "packages/ipex-cpu-kernels/tests", *posargs, external=bool(emulator))
+
+
+@nox.session(default=False, requires=["wheels"])
+def minimums(session: nox.Session) -> None:
+    """Run the tests with the oldest supported dependencies (torch excepted, see CONTRIBUTING.md)."""
+    prepare(session)
+    lowest = lower_bounds()
+    session.log("lower bounds: " + ", ".join(lowest))
+    # The constraints hold versions newer than the lower bounds: keep its torch only.
+    torch_only = Path(session.create_tmp()) / "constraints.txt"
+    torch_only.write_text("".join(f"{line}\n" for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch==")))
+    session.env["PIP_CONSTRAINT"] = torch_only.as_uri()
+    install_wheels(session, PACKAGES, *TEST_TOOLS, *lowest, extras="[cpu]")
+    session.run("pytest", *session.posargs)
+
+
+def lower_bounds() -> list[str]:
+    """Return `name==lowest` for each run-time dependency of the packages, siblings and torch excepted."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
+        for text in project.get("dependencies", ()):
+            requirement = Requirement(text)
+            if requirement.name not in PACKAGES and requirement.name != "torch":
+                found[requirement.name] = lower_bound(requirement.specifier)
+    return [f"{name}=={version}" for name, version in sorted(found.items()) if version]
+
+
+def lower_bound(specifier: SpecifierSet) -> str:
+    """Return the version a range starts with, or an empty string."""
+    return next((part.version for part in specifier if part.operator in {">=", "~=", "=="}), "")
+
+
+# -- checks ---------------------------------------------------------------------------------------------------
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, formatting, licence headers and versions (nothing is rewritten; `-- fix` does)."""
+    prepare(session)
+    fix = "fix" in session.posargs
+    session.install("ruff", "clang-format", "packaging", "tomli")
+    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+    native = sorted(
+        str(path.relative_to(ROOT))
+        for suffix in ("h", "cpp")
+        for path in ROOT.glob(f"packages/*/csrc/**/*.{suffix}")
+    )
+    if native:
+        session.run("clang-format", *(["-i"] if fix else ["--dry-run", "--Werror"]), *native)
+    session.run("python", "tools/check_spdx.py")
+    session.run("python", "tools/check_versions.py")
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """Check types with mypy: strictly in ipex-core, normally elsewhere."""
+    prepare(session)
+    session.install("mypy", "torch", "numpy", "rich", "typer", "packaging")
+    session.run("mypy", *session.posargs, *(f"packages/{name}/src" for name in PACKAGES), "tools", "docs/_ext")
+
+
+@nox.session(requires=["wheels"])
+def docs(session: nox.Session) -> None:
+    """Build the documentation with warnings as errors and run its examples."""
+    prepare(session)
+    install_wheels(session, PACKAGES, "sphinx", "myst-parser", "furo", extras="[cpu]")
+    common = ["-n", "-W", "--keep-going", "-d", "docs/_build/doctrees", "docs"]
+    session.run("sphinx-build", "-b", "html", *common, "docs/_build/html")
+    session.run("sphinx-build", "-b", "doctest", *common, "docs/_build/doctest")
+    session.log("open docs/_build/html/index.html")
+
+
+@nox.session(default=False, requires=["wheels"])
+def bench(session: nox.Session) -> None:
+    """Measure every op against stock torch: `ipex bench`."""
+    prepare(session)
+    install_wheels(session, PACKAGES, extras="[cpu,demo]")
+    REPORTS.mkdir(exist_ok=True)
+    session.run("ipex", "bench", *session.posargs)
+
+
+if __name__ == "__main__":
+    nox.main()
