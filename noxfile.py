@@ -62,7 +62,9 @@ def isa_levels() -> list[str]:
     """Return the ISA levels, lowest first, from the one file that lists them."""
     if not ISA_TABLE.exists():
         return []
-    return re.findall(r'^\s*"([a-z0-9_]+)\|', ISA_TABLE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return re.findall(
+        r'^\s*"([a-z0-9_]+)\|', ISA_TABLE.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
 
 
 # -- wheels ---------------------------------------------------------------------------------------------------
@@ -102,7 +104,9 @@ def wheel(package: str, extras: str = "") -> str:
     return f"{package}{extras} @ {path.as_uri()}"
 
 
-def install_wheels(session: nox.Session, packages: Iterable[str], *more: str, extras: str = "") -> None:
+def install_wheels(
+    session: nox.Session, packages: Iterable[str], *more: str, extras: str = ""
+) -> None:
     """Install built wheels by path; the extras are those of the facade."""
     requirements = [wheel(name, extras if name == "ipex" else "") for name in packages]
     session.install(*requirements, *more)
@@ -116,7 +120,9 @@ def wheels(session: nox.Session) -> None:
     hashes = {name: source_hash(name) for name in PACKAGES}
     stale = [name for name in PACKAGES if entries.get(name, {}).get("hash") != hashes[name]]
     if not stale:
-        session.log(f"dist/ is up to date: {', '.join(entry['wheel'] for entry in entries.values())}")
+        session.log(
+            f"dist/ is up to date: {', '.join(entry['wheel'] for entry in entries.values())}"
+        )
         return
     DIST.mkdir(exist_ok=True)
     # No build isolation: an isolated environment would install torch once more for every single build.
@@ -128,7 +134,13 @@ def wheels(session: nox.Session) -> None:
             old.unlink()
         # The wheel is built from the unpacked sdist, which proves the sdist complete.
         session.run(
-            "python", "-m", "build", "--no-isolation", "--outdir", str(DIST), str(ROOT / "packages" / name)
+            "python",
+            "-m",
+            "build",
+            "--no-isolation",
+            "--outdir",
+            str(DIST),
+            str(ROOT / "packages" / name),
         )
         entries[name] = {
             "hash": hashes[name],
@@ -187,7 +199,15 @@ def tests_isa(session: nox.Session, level: str) -> None:
     posargs = [arg for arg in posargs if arg != "sde"]
     install_wheels(session, ("ipex-core", "ipex-cpu-kernels"), *TEST_TOOLS)
     session.env["IPEX_CPU_ISA"] = level
-    session.run(*emulator, "python", "-m", "pytest", "packages/ipex-cpu-kernels/tests", *posargs, external=bool(emulator))
+    session.run(
+        *emulator,
+        "python",
+        "-m",
+        "pytest",
+        "packages/ipex-cpu-kernels/tests",
+        *posargs,
+        external=bool(emulator),
+    )
 
 
 @nox.session(default=False, requires=["wheels"])
@@ -198,7 +218,13 @@ def minimums(session: nox.Session) -> None:
     session.log("lower bounds: " + ", ".join(lowest))
     # The constraints hold versions newer than the lower bounds: keep its torch only.
     torch_only = Path(session.create_tmp()) / "constraints.txt"
-    torch_only.write_text("".join(f"{line}\n" for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch==")))
+    torch_only.write_text(
+        "".join(
+            f"{line}\n"
+            for line in CONSTRAINTS.read_text().splitlines()
+            if line.startswith("torch==")
+        )
+    )
     session.env["PIP_CONSTRAINT"] = torch_only.as_uri()
     install_wheels(session, PACKAGES, *TEST_TOOLS, *lowest, extras="[cpu]")
     session.run("pytest", *session.posargs)
@@ -248,7 +274,13 @@ def typecheck(session: nox.Session) -> None:
     """Check types with mypy: strictly in ipex-core, normally elsewhere."""
     prepare(session)
     session.install("mypy", "torch", "numpy", "rich", "typer", "packaging")
-    session.run("mypy", *session.posargs, *(f"packages/{name}/src" for name in PACKAGES), "tools", "docs/_ext")
+    session.run(
+        "mypy",
+        *session.posargs,
+        *(f"packages/{name}/src" for name in PACKAGES),
+        "tools",
+        "docs/_ext",
+    )
 
 
 @nox.session(requires=["wheels"])

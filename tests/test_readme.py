@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents tell people to type exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / ".ci/run",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("packages/*/README.md")),
+]
+
+
+@pytest.fixture(scope="module")
+def sessions() -> set[str]:
+    pytest.importorskip("nox")
+    command = [sys.executable, "-m", "nox", "-f", str(ROOT / "noxfile.py"), "--list", "--json"]
+    listed = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {entry["name"] for entry in listed} | {entry["session"] for entry in listed}
+
+
+def commands(text: str) -> set[str]:
+    """Return the session names in `nox -s a b` and `nox -s "c(d='e')"`."""
+    found: set[str] = set()
+    for rest in re.findall(r"nox -s ([^`\n;&#|)]*(?:\([^)]*\))?)", text):
+        words = rest.split(" -- ")[0].replace('"', "").split()
+        found.update(re.sub(r"\(.*", "", word) for word in words if not word.startswith(("-", "$")))
+    return found - {"NAME"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sessions_exist(document: Path, sessions: set[str]) -> None:
+    unknown = commands(document.read_text(encoding="utf-8")) - sessions
+    assert not unknown, f"{document.name} names nox sessions that do not exist: {sorted(unknown)}"
+
+
+def test_readme_has_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "pip install nox && nox -s demo" in text
+    assert "pip install nox && nox -s tests" in text
+
+
+def test_ci_runs_the_default_sessions() -> None:
+    assert "-s lint typecheck tests docs" in (ROOT / ".ci/run").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
+    generated = ("generated/",)
+    broken = [
+        target
+        for target in targets
+        if not target.startswith(generated) and not (document.parent / target).exists()
+    ]
+    assert not broken, f"{document.name}: broken links {broken}"
+
+
+def test_every_package_is_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for folder in ROOT.glob("packages/*/pyproject.toml"):
+        assert f"packages/{folder.parent.name}" in text
+
+
+def test_every_package_carries_the_licence() -> None:
+    licence = (ROOT / "LICENSE").read_bytes()
+    for project in ROOT.glob("packages/*/pyproject.toml"):
+        copy = project.parent / "LICENSE"
+        assert copy.exists() and copy.read_bytes() == licence, f"{copy} is not a copy of LICENSE"

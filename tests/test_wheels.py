@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in the built wheels. Runs in `nox -s tests`, which builds them and sets IPEX_TEST_WHEELS."""
+
+from __future__ import annotations
+
+import configparser
+import email
+import importlib.util
+import os
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from check_versions import load_project
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+FOLDER = os.environ.get("IPEX_TEST_WHEELS", "")
+
+pytestmark = pytest.mark.skipif(not FOLDER, reason="needs built wheels: nox -s tests")
+
+# Megabytes, uncompressed. A limit is raised on purpose, never by accident.
+SIZE_LIMIT = {"ipex-core": 2, "ipex-cpu-kernels": 60, "ipex": 4}
+
+
+def wheel_path(package: str) -> Path:
+    (path,) = Path(FOLDER).glob(f"{package.replace('-', '_')}-[0-9]*.whl")
+    return path
+
+
+def members(package: str) -> dict[str, int]:
+    with zipfile.ZipFile(wheel_path(package)) as archive:
+        return {info.filename: info.file_size for info in archive.infolist()}
+
+
+def read(package: str, ending: str) -> str:
+    with zipfile.ZipFile(wheel_path(package)) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(ending))
+        return archive.read(name).decode()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_only_what_belongs_there(package: str) -> None:
+    names = members(package)
+    top = {name.split("/")[0] for name in names}
+    modules = {
+        path.name for path in (ROOT / "packages" / package / "src").iterdir() if path.is_dir()
+    }
+    modules.discard("__pycache__")
+    assert {name for name in top if not name.endswith((".dist-info", ".data"))} == modules
+    unwanted = [
+        name
+        for name in names
+        if re.search(r"(^|/)(tests|benchmarks|__pycache__|CMakeFiles)/|\.(pyc|o|cpp)$", name)
+    ]
+    assert not unwanted
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_typed_licensed_and_small(package: str) -> None:
+    names = members(package)
+    for module in {name.split("/")[0] for name in names if name.endswith("/__init__.py")}:
+        if f"{module}/__init__.py" in names:
+            assert f"{module}/py.typed" in names
+    assert any(re.search(r"\.dist-info/(licenses/)?LICENSE", name) for name in names)
+    assert sum(names.values()) < SIZE_LIMIT[package] * 2**20
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_metadata_agrees_with_the_project(package: str) -> None:
+    project = load_project(ROOT / "packages" / package)
+    metadata = email.message_from_string(read(package, ".dist-info/METADATA"))
+    assert metadata["Name"] == project.name
+    assert metadata["Version"] == project.version
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "Apache-2.0"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_wheel_runs_on_every_python(package: str) -> None:
+    assert re.search(r"-py3-none-", wheel_path(package).name)
+
+
+def test_kernel_wheel_has_one_module_per_level_and_no_other_library() -> None:
+    table = (ROOT / "packages/ipex-cpu-kernels/cmake/IsaLevels.cmake").read_text(encoding="utf-8")
+    levels = re.findall(r'^\s*"([a-z0-9_]+)\|', table, flags=re.MULTILINE)
+    libraries = {Path(name).name for name in members("ipex-cpu-kernels") if ".so" in name}
+    assert levels
+    assert {f"libipex_cpu_{level}.so" for level in levels} <= libraries
+    # A second OpenMP runtime or a copy of torch in a wheel is the classic way to break a process.
+    assert not [name for name in libraries if not name.startswith(("libipex_", "_"))]
+
+
+def test_entry_points() -> None:
+    def groups(package: str) -> configparser.ConfigParser:
+        parser = configparser.ConfigParser(delimiters=("=",))
+        parser.optionxform = str  # type: ignore[assignment,method-assign]
+        parser.read_string(read(package, ".dist-info/entry_points.txt"))
+        return parser
+
+    assert groups("ipex-core")["torch_dynamo_backends"]["ipex"]
+    assert groups("ipex-cpu-kernels")["ipex.kernels"]["cpu"] == "ipex_cpu_kernels:register"
+    assert groups("ipex")["console_scripts"]["ipex"]
+    # torch runs this group at every import of torch: not for a CPU library.
+    for package in ("ipex-core", "ipex-cpu-kernels", "ipex"):
+        assert "torch.backends" not in groups(package).sections()
+
+
+@pytest.mark.parametrize("module", ["ipex", "ipex_core", "ipex_cpu_kernels"])
+def test_the_tests_run_on_the_installed_wheel(module: str) -> None:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    assert Path(spec.origin).is_relative_to(sys.prefix), f"{module} comes from {spec.origin}"
