@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile(backend="ipex") and ipex.compile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+from ipex_core import compile_backend, config
+from ipex_core.compile_backend import compile as ipex_compile
+from ipex_core.compile_backend import ipex_backend
+from ipex_core.errors import FallbackError
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache_dir(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+
+
+@pytest.fixture
+def inductor_patches(monkeypatch):
+    """Record the config patches of every Inductor compilation, without compiling anything."""
+    seen = []
+
+    def record(gm, example_inputs, config_patches=None):
+        frozen = not gm.graph.find_nodes(op="placeholder") or all(
+            "param" not in n.name for n in gm.graph.find_nodes(op="placeholder")
+        )
+        seen.append({**(config_patches or {}), "lifted": frozen, "grad": torch.is_grad_enabled()})
+        return gm
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", record)
+    return seen
+
+
+def test_works_without_importing_ipex(tmp_path):
+    code = """
+        import sys, torch
+        model = torch.nn.Linear(8, 8).eval()
+        x = torch.randn(2, 8)
+        with torch.no_grad():
+            got = torch.compile(model, backend="ipex")(x)
+            torch.testing.assert_close(got, model(x))
+        assert "ipex_core" in sys.modules and "ipex" not in sys.modules
+        assert "ipex" in torch._dynamo.list_backends()
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        check=True,
+        timeout=120,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+    )
+
+
+def test_same_result_frozen_in_every_inference_mode():
+    model, x = mlp(), torch.randn(3, 16)
+    expected = model(x).detach()
+    compiled = torch.compile(model, backend=ipex_backend)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(compiled(x), expected)
+
+
+def test_parameters_become_constants(inductor_patches):
+    with torch.no_grad():
+        torch.compile(mlp(), backend=ipex_backend)(torch.randn(2, 16))
+    assert inductor_patches == [{"freezing": True, "lifted": True, "grad": False}]
+
+
+def test_no_freezing_when_a_gradient_is_needed(inductor_patches):
+    torch.compile(mlp(), backend=ipex_backend)(torch.randn(2, 16))
+    assert inductor_patches == [{"lifted": False, "grad": True}]
+
+
+def test_grad_mode_on_but_nothing_requires_grad(inductor_patches):
+    torch.compile(mlp().requires_grad_(False), backend=ipex_backend)(torch.randn(2, 16))
+    assert inductor_patches == [{"freezing": True, "lifted": True, "grad": False}]
+    assert torch.is_grad_enabled()
+
+
+def test_enable_grad_inside_a_no_grad_graph(inductor_patches):
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def function(x):
+        with torch.enable_grad():
+            y = x @ weight
+        return y
+
+    with torch.no_grad():
+        y = torch.compile(function, backend=ipex_backend)(torch.randn(2, 4))
+    assert "freezing" not in inductor_patches[0]
+    assert y.requires_grad
+
+
+def test_two_models_of_one_class_keep_their_own_weights():
+    a, b, x = mlp(), mlp(), torch.randn(2, 16)
+    compiled_a, compiled_b = (torch.compile(m, backend=ipex_backend) for m in (a, b))
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(compiled_a(x), a(x))
+            torch.testing.assert_close(compiled_b(x), b(x))
+
+
+def test_layers_compiled_one_by_one_stay_below_the_recompile_limit(inductor_patches):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x).relu()
+
+    layers = nn.Sequential(*(Layer() for _ in range(12))).eval()
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        expected = layers(x)
+        for layer in layers:
+            layer.compile(backend=ipex_backend)
+        torch.testing.assert_close(layers(x), expected)
+    assert sum("freezing" in p and p["lifted"] for p in inductor_patches) >= 4
+    assert len(inductor_patches) <= torch._dynamo.config.recompile_limit
+    assert not inductor_patches[-1]["lifted"]
+
+
+@pytest.mark.parametrize("change", ["load_state_dict", "data"])
+def test_changed_weights_are_noticed(change, caplog):
+    model, other, x = mlp(), mlp(), torch.randn(2, 16)
+    compiled = torch.compile(model, backend=ipex_backend)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="ipex"):
+        compiled(x)
+        if change == "data":
+            for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                mine.data = theirs.data.clone()
+        else:
+            model.load_state_dict(other.state_dict())
+        torch.testing.assert_close(compiled(x), other(x))
+        torch.testing.assert_close(compiled(x), other(x))
+        assert sum("weights changed" in r.message for r in caplog.records) == 1
+        torch.compiler.reset()
+        torch.testing.assert_close(compiled(x), other(x))
+        model[0].weight.mul_(2)
+        with config.override(strict=True), pytest.raises(FallbackError, match="weights changed"):
+            compiled(x)
+
+
+def test_buffers_that_the_graph_writes_are_not_frozen():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3))
+
+        def forward(self, x):
+            self.count.add_(1)
+            return x + self.count
+
+    model, x = Counter().eval(), torch.zeros(3)
+    compiled = torch.compile(model, backend=ipex_backend)
+    with torch.no_grad():
+        assert [compiled(x)[0].item() for _ in range(3)] == [1, 2, 3]
+
+
+def test_twenty_lengths_need_two_compilations():
+    model = mlp()
+    counter = CompileCounterWithBackend("ipex")
+    compiled = torch.compile(model, backend=counter)
+    with torch.no_grad():
+        for length in range(2, 22):
+            x = torch.randn(2, length, 16)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert counter.frame_count <= 2
+
+
+def test_training_step_matches_eager():
+    model, reference = mlp().train(), mlp().train()
+    reference.load_state_dict(model.state_dict())
+    x, target = torch.randn(4, 16), torch.randn(4, 8)
+    compiled = torch.compile(model, backend=ipex_backend)
+    F.mse_loss(compiled(x), target).backward()
+    F.mse_loss(reference(x), target).backward()
+    for got, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+    compiled(x).sum().backward()  # weights change between steps: nothing may be frozen here
+
+
+def test_autocast():
+    model, x = mlp(), torch.randn(3, 16)
+    compiled = torch.compile(model, backend=ipex_backend)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        got, expected = compiled(x), model(x)
+    assert got.dtype is torch.bfloat16
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_ipex_compile_on_a_graph_module():
+    model, x = mlp(), torch.randn(3, 16)
+    gm = torch.fx.symbolic_trace(model)
+    with torch.no_grad():
+        torch.testing.assert_close(ipex_compile(gm, [x])(x), model(x))
+
+
+def test_options_reach_inductor(inductor_patches):
+    gm = torch.fx.symbolic_trace(mlp().requires_grad_(False))
+    ipex_compile(
+        gm, [torch.randn(2, 16)], mode="max-autotune", options={"cpp.simdlen": 8, "freezing": False}
+    )
+    assert inductor_patches[0]["max_autotune"] is True
+    assert inductor_patches[0]["cpp.simdlen"] == 8
+    assert inductor_patches[0]["freezing"] is False
+    assert not any(name.startswith("triton") for name in inductor_patches[0])
+
+
+def test_bad_mode_and_options():
+    gm, x = torch.fx.symbolic_trace(mlp()), torch.randn(2, 16)
+    with pytest.raises(ValueError, match=r"mode must be one of .*got 'turbo'"):
+        ipex_compile(gm, [x], mode="turbo")
+    with pytest.raises(ValueError, match="unknown option 'freezin', did you mean freezing"):
+        ipex_compile(gm, [x], options={"freezin": True})
+    with pytest.raises(ValueError, match="'freezing' must be a bool, got 'yes'"):
+        ipex_compile(gm, [x], options={"freezing": "yes"})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="unknown option 'bogus'"):
+        torch.compile(mlp(), backend="ipex", options={"bogus": 1})(x)
+
+
+def test_compiler_backend():
+    assert compile_backend._get_compiler_backend() == "inductor"
+    compile_backend._set_compiler_backend("inductor")
+    for name in ("torchscript", "tvm"):
+        with pytest.raises(ValueError, match=rf"backend must be one of .*got '{name}'"):
+            compile_backend._set_compiler_backend(name)
+    assert compile_backend._get_compiler_backend() == "inductor"
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention_graph(function, *tensors):
+    """Return the graph that Dynamo gives a backend for the function, after the attention pass."""
+    graphs = []
+
+    def capture(gm, inputs):
+        compile_backend.replace_attention(gm)
+        graphs.append(gm)
+        return gm
+
+    torch.compile(function, backend=capture)(*tensors)
+    return [n.target for n in graphs[0].graph.nodes if n.op == "call_function"]
+
+
+@pytest.fixture
+def attention_preferred(monkeypatch):
+    monkeypatch.setattr(compile_backend, "_attention_available", lambda: True)
+    monkeypatch.setattr(compile_backend, "prefer_ipex_attention", lambda *args: True)
+    if not hasattr(torch.ops.ipex, "attention"):
+        pytest.skip("the op ipex::attention is not registered")
+
+
+@torch.no_grad()
+def test_attention_is_replaced_and_equal(attention_preferred):
+    q, k, v = (torch.randn(2, 4, 6, 16) for _ in range(3))
+    mask = torch.rand(2, 1, 6, 6) > 0.3
+    mask[..., 0] = True
+
+    def function(q, k, v, mask):
+        plain = F.scaled_dot_product_attention(q, k, v)
+        masked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+        return plain, masked, F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    targets = attention_graph(function, q, k, v, mask)
+    assert targets.count(torch.ops.ipex.attention.default) == 3
+    torch.testing.assert_close(
+        torch.compile(function, backend=ipex_backend)(q, k, v, mask), function(q, k, v, mask)
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "case", ["3-D", "float64", "dropout", "other head size", "float mask of another dtype"]
+)
+def test_attention_that_must_stay_stock(attention_preferred, case):
+    shape = (4, 6, 16) if case == "3-D" else (2, 4, 6, 16)
+    dtype = torch.float64 if case == "float64" else torch.bfloat16
+    q, k, v = (torch.randn(shape, dtype=dtype) for _ in range(3))
+    if case == "other head size":
+        v = torch.randn(2, 4, 6, 8, dtype=dtype)
+    mask = torch.zeros(6, 6) if case == "float mask of another dtype" else None
+    dropout = 0.5 if case == "dropout" else 0.0
+
+    def function(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+
+    try:
+        targets = attention_graph(function, q, k, v)
+    except RuntimeError:
+        assert mask is not None  # newer torch refuses the mix itself
+        return
+    assert torch.ops.ipex.attention.default not in targets
