@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Core of ipex: op specifications, plug-in discovery, configuration and the optimize pipeline.
+
+Importing it checks the configuration and registers the op schemas. Kernel packages are loaded at the first op call;
+everything else is imported when it is named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ipex_core import config, errors
+from ipex_core._version import __version__
+
+_OLDEST_TORCH = (2, 11)
+
+
+def _check_torch() -> None:
+    # Before anything else of torch is used: a name an old torch lacks would fail with a message that helps nobody.
+    import re
+
+    import torch
+
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found is None or (int(found[1]), int(found[2])) < _OLDEST_TORCH:
+        wanted = ".".join(map(str, _OLDEST_TORCH))
+        raise errors.TorchVersionError(
+            f"ipex-core {__version__} needs torch >= {wanted}, but torch {torch.__version__} is installed:"
+            f" pip install 'torch>={wanted}'"
+        )
+
+
+_check_torch()
+
+from ipex_core import ops as _ops  # noqa: E402, F401  (registers the op schemas)
+
+#: Public name -> module it comes from.
+_LAZY = {
+    "BenchCase": "ipex_core._spec",
+    "OpSpec": "ipex_core._spec",
+    "Sample": "ipex_core._spec",
+    "KERNEL_API": "ipex_core._plugins",
+    "ProviderInfo": "ipex_core._plugins",
+    "disable_auto_channels_last": "ipex_core.optimize",
+    "enable_auto_channels_last": "ipex_core.optimize",
+    "doctor": "ipex_core.doctor",
+    "explain": "ipex_core.explain",
+    "op_info": "ipex_core.introspect",
+    "optimize": "ipex_core.optimize",
+    "restore": "ipex_core.optimize",
+    "show_config": "ipex_core.introspect",
+}
+
+__all__ = ["__version__", "config", "errors", *_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    # Importing the submodule has bound the module under its own name; the public name is what it contains.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

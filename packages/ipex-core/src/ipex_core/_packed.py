@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packed format of dense linear weights, described in plain PyTorch.
+
+A packed weight is a 1-D ``uint8`` tensor: a 64-byte header, then panels of 32 output features. Inside a panel the
+weights lie in the order in which a kernel needs them: ``[K][32]`` for float32 and float16, ``[K/2][32][2]`` for bfloat16
+(pairs along K, the operand order of the dot-product and tile instructions). N is padded to a multiple of 32 and, for
+bfloat16, K to a multiple of 2, with zeros. The format is the same at every ISA level, so packed weights are portable.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+__all__ = ["HEADER_BYTES", "PANEL", "pack", "packed_bytes", "read_header", "unpack"]
+
+HEADER_BYTES = 64
+PANEL = 32
+_MAGIC = 0x57585049  # "IPXW", little endian
+_VERSION = 1
+#: Format ids, part of the binary format.
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_HEADER = struct.Struct("<IIIIqq")  # magic, version, format, panel width, N, K
+
+
+def _inner(dtype: torch.dtype) -> int:
+    """Return how many neighbours along K lie side by side."""
+    return 2 if dtype == torch.bfloat16 else 1
+
+
+def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
+    """Return the size of a packed weight in bytes."""
+    inner = _inner(dtype)
+    columns = -(-out_features // PANEL) * PANEL
+    rows = -(-in_features // inner) * inner
+    return HEADER_BYTES + columns * rows * dtype.itemsize
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Pack a ``[N, K]`` weight."""
+    n, k = weight.shape
+    inner = _inner(weight.dtype)
+    columns, rows = -(-n // PANEL) * PANEL, -(-k // inner) * inner
+    padded = torch.zeros(columns, rows, dtype=weight.dtype)
+    padded[:n, :k] = weight
+    panels = padded.view(columns // PANEL, PANEL, rows // inner, inner).transpose(1, 2)
+    header = _HEADER.pack(_MAGIC, _VERSION, FORMATS[weight.dtype], PANEL, n, k)
+    head = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    head[: len(header)] = torch.tensor(list(header), dtype=torch.uint8)
+    return torch.cat([head, panels.contiguous().view(-1).view(torch.uint8)])
+
+
+def unpack(
+    packed: torch.Tensor, out_features: int, in_features: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the ``[N, K]`` weight of a packed tensor, exactly as it was."""
+    inner = _inner(dtype)
+    columns = -(-out_features // PANEL) * PANEL
+    rows = -(-in_features // inner) * inner
+    # A copy puts the payload on an address that is aligned for the dtype.
+    panels = packed[HEADER_BYTES:].clone().view(dtype)
+    panels = panels.view(columns // PANEL, rows // inner, PANEL, inner).transpose(1, 2)
+    return panels.reshape(columns, rows)[:out_features, :in_features].contiguous()
+
+
+def read_header(packed: torch.Tensor) -> tuple[int, int, int] | None:
+    """Return ``(format id, N, K)`` of a packed tensor, or None if it is not one."""
+    if packed.dim() != 1 or packed.dtype != torch.uint8 or packed.numel() < HEADER_BYTES:
+        return None
+    magic, version, layout, panel, n, k = _HEADER.unpack(
+        bytes(packed[: _HEADER.size].tolist())
+    )
+    if magic != _MAGIC or version != _VERSION or panel != PANEL:
+        return None
+    return layout, n, k

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Op specifications: the one place where an op of ``torch.ops.ipex`` is described.
+
+A module in `ipex_core.ops` defines one or more `OpSpec` objects and passes each to `register`. Registration gives
+torch the schema, the reference as the kernel of every device, the fake kernel, the derivative and the autocast rule.
+Kernel packages add nothing but faster kernels for a dispatch key. The wheel that brings them is loaded at the first
+call of any op, so that importing ipex stays cheap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch.library import Library
+
+from ipex_core.errors import OpArgumentError
+
+__all__ = ["BenchCase", "OpSpec", "Sample", "check", "register", "specs"]
+
+NAMESPACE = "ipex"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Devices whose autocast the rules of a spec apply to.
+_AUTOCAST_DEVICES = ("cpu", "xpu")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """One call of an op, used to check kernels against the reference.
+
+    Attributes:
+        args: Positional arguments; tensors are on the CPU.
+        kwargs: Keyword arguments.
+        id: Short name shown in test reports.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    id: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BenchCase:
+    """One shape of an op's benchmark.
+
+    Attributes:
+        id: Short name, for instance ``"512x4096"``.
+        make: Returns the op's arguments for a dtype.
+        bytes: Bytes that must move at the least, each input read once and each output written once.
+        flops: Floating-point operations, or 0 for an op that is bound by memory.
+    """
+
+    id: str
+    make: Callable[[torch.dtype], tuple[Any, ...]]
+    bytes: Callable[[torch.dtype], int]
+    flops: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpSpec:
+    """Everything there is to know about one op.
+
+    Attributes:
+        name: Name under ``torch.ops.ipex``.
+        schema: Schema without the name: ``"(Tensor x, float eps) -> Tensor"``.
+        reference: The op in plain PyTorch, for any device. It is the meaning of the op.
+        check: Validates the arguments; raises `OpArgumentError`. Kernels repeat the same checks with the same text.
+        fake: Shapes, dtypes and strides of the result, without data.
+        samples: Calls on which every kernel is compared with the reference, for one dtype.
+        stock: What a user of stock PyTorch would write; the baseline of the benchmark.
+        dtypes: Dtypes of the leading tensor argument that the op accepts.
+        backward: ``"reference"`` differentiates the reference; ``None`` makes ``requires_grad`` an error.
+        autocast: ``"lower_precision"``, ``"float32"`` or ``None`` (the op runs in the dtype of its inputs).
+        tolerance: ``(rtol, atol)`` per dtype for comparing a kernel with the reference in float64.
+        bench: Shapes of the benchmark.
+        summary: One line for tables; the docstring of the reference is the long text.
+    """
+
+    name: str
+    schema: str
+    reference: Callable[..., Any]
+    check: Callable[..., None]
+    fake: Callable[..., Any]
+    samples: Callable[[torch.dtype], Iterable[Sample]]
+    stock: Callable[..., Any] | None = None
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    backward: Literal["reference"] | None = "reference"
+    autocast: Literal["lower_precision", "float32"] | None = None
+    tolerance: Mapping[torch.dtype, tuple[float, float]] = dataclasses.field(
+        default_factory=lambda: {
+            torch.float32: (1e-5, 1e-5),
+            torch.bfloat16: (1.6e-2, 1e-2),
+            torch.float16: (2e-3, 1e-3),
+        }
+    )
+    bench: Callable[[], Iterable[BenchCase]] | None = None
+    summary: str = ""
+
+    @property
+    def op(self) -> Any:
+        """The callable ``torch.ops.ipex.<name>``."""
+        return getattr(getattr(torch.ops, NAMESPACE), self.name)
+
+
+_SPECS: dict[str, OpSpec] = {}
+_LIBRARY = Library(NAMESPACE, "FRAGMENT")  # kept alive: its end would remove the registrations
+
+
+def specs() -> Mapping[str, OpSpec]:
+    """Return all registered op specifications by name."""
+    return MappingProxyType(_SPECS)
+
+
+def check(condition: bool, op: str, argument: str, expected: str, got: object) -> None:
+    """Raise `OpArgumentError` with the project's one message form if ``condition`` is false.
+
+    Example:
+        >>> check(False, "rms_norm", "weight", "be 1-D", [3, 4])
+        Traceback (most recent call last):
+        ipex_core.errors.OpArgumentError: rms_norm: weight must be 1-D, got [3, 4]
+    """
+    if not condition:
+        raise OpArgumentError(f"{op}: {argument} must {expected}, got {got}")
+
+
+def register(spec: OpSpec) -> OpSpec:
+    """Make ``spec`` known to torch and return it.
+
+    Raises:
+        ValueError: An op of this name is registered already.
+    """
+    if spec.name in _SPECS:
+        raise ValueError(f"op {spec.name!r} is registered twice")
+    _LIBRARY.define(spec.name + spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    overload = spec.op.default
+    qualname = f"{NAMESPACE}::{spec.name}"
+    _LIBRARY.impl(spec.name, _first_call_kernel(spec, overload), "CompositeExplicitAutograd")
+    torch.library.register_fake(qualname, _fake_kernel(spec), lib=_LIBRARY)
+    if spec.backward == "reference":
+        setup, backward = _vjp_of_reference(spec)
+        torch.library.register_autograd(qualname, backward, setup_context=setup, lib=_LIBRARY)
+    else:
+        torch.library.register_autograd(
+            qualname, _no_backward(spec), setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
+        )
+    if spec.autocast is not None:
+        for device in _AUTOCAST_DEVICES:
+            kernel = _autocast_kernel(overload, spec.autocast, device)
+            _LIBRARY.impl(spec.name, kernel, f"Autocast{device.upper()}")
+    _SPECS[spec.name] = spec
+    return spec
+
+
+def _first_call_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
+    """Return the kernel torch runs where no kernel package provides one.
+
+    The first call of any op loads the installed packages; the call is then dispatched again and may land in a
+    kernel that has just been registered.
+    """
+    from ipex_core import _plugins
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if not _plugins.providers_loaded():
+            _plugins.load_providers()
+            return overload(*args, **kwargs)
+        spec.check(*args, **kwargs)
+        _plugins.note_reference_call(spec.name, args)
+        return spec.reference(*args, **kwargs)
+
+    return kernel
+
+
+def _fake_kernel(spec: OpSpec) -> Callable[..., Any]:
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        spec.check(*args, **kwargs)
+        return spec.fake(*args, **kwargs)
+
+    return fake
+
+
+def _vjp_of_reference(spec: OpSpec) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """Return ``setup_context`` and ``backward`` that differentiate the reference at the saved inputs."""
+
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None
+    ) -> None:
+        ctx.is_tensor = [isinstance(value, torch.Tensor) for value in inputs]
+        ctx.constants = [None if tensor else v for v, tensor in zip(inputs, ctx.is_tensor, strict=True)]
+        ctx.save_for_backward(*(v for v in inputs if isinstance(v, torch.Tensor)))
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        saved = iter(ctx.saved_tensors)
+        inputs: list[Any] = []
+        wanted: list[int] = []
+        for index, tensor in enumerate(ctx.is_tensor):
+            if not tensor:
+                inputs.append(ctx.constants[index])
+                continue
+            value = next(saved).detach()
+            if ctx.needs_input_grad[index]:
+                value.requires_grad_(True)
+                wanted.append(index)
+            inputs.append(value)
+        result: list[Any] = [None] * len(inputs)
+        with torch.enable_grad():
+            output = spec.reference(*inputs)
+        outputs = output if isinstance(output, tuple) else (output,)
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        if pairs and wanted:
+            found = torch.autograd.grad(
+                [o for o, _ in pairs],
+                [inputs[i] for i in wanted],
+                [g for _, g in pairs],
+                allow_unused=True,
+            )
+            for index, grad in zip(wanted, found, strict=True):
+                result[index] = grad
+        return tuple(result)
+
+    return setup_context, backward
+
+
+def _no_backward(spec: OpSpec) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f"{spec.name}: is not differentiable; call it on detached tensors")
+
+    return backward
+
+
+def _autocast_kernel(overload: Any, rule: str, device: str) -> Callable[..., Any]:
+    key = getattr(torch._C.DispatchKey, f"Autocast{device.upper()}")
+    excluded = torch._C.DispatchKeySet(key)
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype in FLOATS and value.device.type == device:
+            return value.to(dtype)
+        return value
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.float32 if rule == "float32" else torch.get_autocast_dtype(device)
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return overload(
+                *(cast(value, dtype) for value in args),
+                **{name: cast(value, dtype) for name, value in kwargs.items()},
+            )
+
+    return kernel

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers to "which kernel will run, and why": `op_info` and `show_config`."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from ipex_core import _plugins
+from ipex_core._spec import specs
+from ipex_core.errors import UnknownOpError
+
+__all__ = ["op_info", "show_config"]
+
+
+def op_info(name: str) -> dict[str, Any]:
+    """Tell which kernels stand behind an op.
+
+    Args:
+        name: Name of the op, for instance ``"rms_norm"``.
+
+    Returns:
+        A dictionary with ``op``, ``schema``, ``summary``, ``dtypes``, ``autocast``, ``backward``, ``provider`` (the
+        package whose kernel runs on the CPU, or ``"reference"``), ``kernels`` (symbol -> ``current`` level and
+        ``available`` levels) and ``stock_when`` (conditions under which the stock op is used instead, or None).
+
+    Raises:
+        UnknownOpError: No op has this name.
+
+    Example:
+        >>> op_info("rms_norm")["op"]
+        'rms_norm'
+    """
+    import ipex_core.ops  # registers all ops
+
+    spec = specs().get(name)
+    if spec is None:
+        near = difflib.get_close_matches(name, specs(), n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else f"; known ops: {', '.join(sorted(specs()))}"
+        raise UnknownOpError(f"no op is named {name!r}{hint}")
+    provider = _plugins.provider_for("cpu")
+    implements = provider is not None and name in provider.ops
+    kernels = provider.kernels(name) if provider is not None and implements else ()
+    return {
+        "op": name,
+        "schema": spec.name + spec.schema,
+        "summary": spec.summary,
+        "dtypes": [str(d).removeprefix("torch.") for d in spec.dtypes],
+        "autocast": spec.autocast,
+        "backward": spec.backward,
+        "provider": provider.name if provider is not None and implements else "reference",
+        "kernels": {
+            k.symbol: {"current": k.current, "available": list(k.available)} for k in kernels
+        },
+        "stock_when": provider.stock_when.get(name) if provider is not None else None,
+    }
+
+
+def show_config() -> str:
+    """Return the configuration and the state of all packages as text, for bug reports."""
+    import torch
+
+    from ipex_core import _version, config
+
+    lines = [f"ipex-core {_version.__version__}, torch {torch.__version__}", "", "configuration:"]
+    for setting in config.settings():
+        lines.append(f"  {setting.variable.name} = {setting.value!r} ({setting.source})")
+    lines += ["", "kernel packages:"]
+    for status in _plugins.load_providers():
+        text = f"  {status.name}: {status.state}"
+        if status.info is not None:
+            text += f", {status.distribution} {status.info.version}, ISA level {status.info.isa}"
+        if status.cause is not None:
+            text += f", {status.distribution}: {status.cause}"
+        lines.append(text)
+    lines += ["", "components:"]
+    for component in _plugins.components():
+        version = f" {component.version}" if component.version else ""
+        lines.append(f"  {component.name}: {component.state}, {component.distribution}{version}")
+    return "\n".join(lines)

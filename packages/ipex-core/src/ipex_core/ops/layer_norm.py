@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer normalisation over the last dimension, alone and fused with a residual addition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ipex_core._spec import BenchCase, OpSpec, Sample, register
+from ipex_core.ops._common import (
+    acc,
+    check_like,
+    check_tensor,
+    check_vector,
+    fake_like,
+    randn,
+    row_samples,
+)
+
+Tensor = torch.Tensor
+
+
+def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    y = acc(x)
+    y = y - y.mean(-1, keepdim=True)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * acc(weight)
+    if bias is not None:
+        y = y + acc(bias)
+    return y.to(x.dtype)
+
+
+def _layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
+) -> Tensor:
+    """Normalise each row of ``x`` to mean 0 and variance 1, then scale and shift it.
+
+    Computed in float32 and rounded once; the variance is the biased one, taken around the mean.
+
+    Args:
+        x: ``[..., C]``, float32, bfloat16 or float16.
+        weight: ``[C]`` in the dtype of ``x`` or float32, or None.
+        bias: ``[C]`` in the dtype of ``x`` or float32, or None.
+        eps: Added to the variance.
+
+    Returns:
+        A contiguous tensor like ``x``.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
+    """
+    return _normalise(x, weight, bias, eps)
+
+
+def _add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Add ``residual`` to ``x`` and normalise the sum as `layer_norm` does.
+
+    The sum is rounded to the dtype before it is normalised, as the two ops in a row would do.
+
+    Args:
+        x: ``[..., C]``, float32, bfloat16 or float16.
+        residual: Like ``x``.
+        weight: ``[C]`` in the dtype of ``x`` or float32, or None.
+        bias: ``[C]`` in the dtype of ``x`` or float32, or None.
+        eps: Added to the variance.
+
+    Returns:
+        The normalised sum and the sum itself, both contiguous and like ``x``.
+    """
+    total = x + residual
+    return _normalise(total, weight, bias, eps), total
+
+
+def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> None:
+    check_tensor("layer_norm", "x", x)
+    check_vector("layer_norm", "weight", weight, x)
+    check_vector("layer_norm", "bias", bias, x)
+
+
+def _add_check(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+) -> None:
+    check_tensor("add_layer_norm", "x", x)
+    check_like("add_layer_norm", "residual", residual, x)
+    check_vector("add_layer_norm", "weight", weight, x)
+    check_vector("add_layer_norm", "bias", bias, x)
+
+
+def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return fake_like(x)
+
+
+def _add_fake(x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    return fake_like(x), fake_like(x)
+
+
+def _samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for name, x in row_samples(dtype):
+        columns = x.shape[-1]
+        weight = randn(columns, dtype=dtype, seed=21)
+        bias = randn(columns, dtype=dtype, seed=22)
+        # A single column has variance 0: eps keeps the division from amplifying rounding.
+        yield Sample((x, weight, bias, 1e-5), id=name)
+    x = randn(5, 96, dtype=dtype, seed=23)
+    yield Sample((x, None, None, 1e-5), id="no_weight_no_bias")
+    yield Sample((x, randn(96, dtype=dtype, seed=24), None, 1e-12), id="no_bias")
+    yield Sample((x, None, randn(96, dtype=dtype, seed=25)), id="no_weight")
+    yield Sample((x, randn(96, seed=26), randn(96, seed=27), 1e-5), id="float32_weight")
+    yield Sample((x + 30, randn(96, dtype=dtype, seed=28), None, 1e-5), id="large_mean")
+
+
+def _add_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for sample in _samples(dtype):
+        x, *rest = sample.args
+        residual = randn(*x.shape, dtype=dtype, seed=29)
+        yield Sample((x, residual, *rest), id=sample.id)
+
+
+def _stock(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    return torch.nn.functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def _add_stock(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return torch.nn.functional.layer_norm(total, (x.shape[-1],), weight, bias, eps), total
+
+
+_SHAPES = ((1, 4096), (32, 4096), (512, 4096), (4096, 384))
+
+
+def _bench() -> Iterator[BenchCase]:
+    for rows, columns in _SHAPES:
+        yield BenchCase(
+            f"{rows}x{columns}",
+            lambda dtype, r=rows, c=columns: (
+                randn(r, c, dtype=dtype),
+                randn(c, dtype=dtype),
+                randn(c, dtype=dtype, seed=1),
+                1e-5,
+            ),
+            lambda dtype, n=rows * columns: 2 * n * dtype.itemsize,
+        )
+
+
+def _add_bench() -> Iterator[BenchCase]:
+    for rows, columns in _SHAPES:
+        yield BenchCase(
+            f"{rows}x{columns}",
+            lambda dtype, r=rows, c=columns: (
+                randn(r, c, dtype=dtype),
+                randn(r, c, dtype=dtype, seed=1),
+                randn(c, dtype=dtype),
+                randn(c, dtype=dtype, seed=2),
+                1e-5,
+            ),
+            lambda dtype, n=rows * columns: 4 * n * dtype.itemsize,
+        )
+
+
+_TOLERANCE = {
+    torch.float32: (1e-4, 1e-4),
+    torch.bfloat16: (1.6e-2, 1e-2),
+    torch.float16: (2e-3, 2e-3),
+}
+
+register(
+    OpSpec(
+        name="layer_norm",
+        schema="(Tensor x, Tensor? weight, Tensor? bias, float eps=1e-5) -> Tensor",
+        reference=_layer_norm,
+        check=_check,
+        fake=_fake,
+        samples=_samples,
+        stock=_stock,
+        tolerance=_TOLERANCE,
+        bench=_bench,
+        summary="Layer normalisation over the last dimension",
+    )
+)
+register(
+    OpSpec(
+        name="add_layer_norm",
+        schema=(
+            "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps=1e-5)"
+            " -> (Tensor, Tensor)"
+        ),
+        reference=_add_layer_norm,
+        check=_add_check,
+        fake=_add_fake,
+        samples=_add_samples,
+        stock=_add_stock,
+        tolerance=_TOLERANCE,
+        bench=_add_bench,
+        summary="Residual addition followed by layer normalisation",
+    )
+)

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense linear layer on packed weights, with fused bias, activation and residual addition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional
+
+from ipex_core import _packed
+from ipex_core._spec import FLOATS, BenchCase, OpSpec, Sample, check, register
+from ipex_core.ops._common import acc, check_tensor, randn, strided
+
+Tensor = torch.Tensor
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+
+
+def activate(y: Tensor, activation: str) -> Tensor:
+    """Apply one of `ACTIVATIONS`."""
+    if activation == "relu":
+        return functional.relu(y)
+    if activation == "gelu":
+        return functional.gelu(y)
+    if activation == "gelu_tanh":
+        return functional.gelu(y, approximate="tanh")
+    if activation == "silu":
+        return functional.silu(y)
+    return y
+
+
+def _linear(
+    x: Tensor,
+    packed_weight: Tensor,
+    out_features: int,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    """Compute ``activation(x @ weight.T + bias) + residual`` with a packed weight.
+
+    Products are accumulated in float32 and the result is rounded once.
+
+    Args:
+        x: ``[..., K]``, float32, bfloat16 or float16.
+        packed_weight: Result of `pack_linear_weight` for a ``[N, K]`` weight in the dtype of ``x``.
+        out_features: N.
+        bias: ``[N]`` in the dtype of ``x`` or float32, or None.
+        residual: ``[..., N]`` in the dtype of ``x``, or None.
+        activation: ``"none"``, ``"relu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"silu"``.
+
+    Returns:
+        A contiguous ``[..., N]`` tensor in the dtype of ``x``.
+    """
+    stored = x.dtype
+    if stored == torch.float64:  # the check of a kernel in higher precision; the weight keeps its dtype
+        header = _packed.read_header(packed_weight)
+        assert header is not None
+        stored = next(d for d, f in _packed.FORMATS.items() if f == header[0])
+    weight = _packed.unpack(packed_weight, out_features, x.shape[-1], stored)
+    y = functional.linear(acc(x), acc(weight), None if bias is None else acc(bias))
+    y = activate(y, activation)
+    if residual is not None:
+        y = y + acc(residual)
+    return y.to(x.dtype)
+
+
+def _check(
+    x: Tensor,
+    packed_weight: Tensor,
+    out_features: int,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> None:
+    op = "linear"
+    check_tensor(op, "x", x)
+    name = str(x.dtype).removeprefix("torch.")
+    check(
+        packed_weight.device == x.device,
+        op,
+        "packed_weight",
+        f"be on the device of x = {x.device}",
+        packed_weight.device,
+    )
+    check(out_features > 0, op, "out_features", "be positive", out_features)
+    size = _packed.packed_bytes(out_features, x.shape[-1], x.dtype)
+    check(
+        packed_weight.dtype == torch.uint8
+        and packed_weight.dim() == 1
+        and packed_weight.shape[0] == size,
+        op,
+        "packed_weight",
+        f"be a {name} weight of shape [{out_features}, {x.shape[-1]}] packed by pack_linear_weight"
+        f" ({size} bytes)",
+        f"{str(packed_weight.dtype).removeprefix('torch.')} {list(packed_weight.shape)}",
+    )
+    if bias is not None:
+        check(
+            bias.device == x.device, op, "bias", f"be on the device of x = {x.device}", bias.device
+        )
+        check(
+            bias.dtype in (x.dtype, torch.float32),
+            op,
+            "bias",
+            f"have the dtype of x = {name} or float32",
+            str(bias.dtype).removeprefix("torch."),
+        )
+        check(
+            bias.dim() == 1 and bias.shape[0] == out_features,
+            op,
+            "bias",
+            f"be 1-D of size out_features = {out_features}",
+            list(bias.shape),
+        )
+    if residual is not None:
+        shape = [*x.shape[:-1], out_features]
+        check(
+            residual.device == x.device,
+            op,
+            "residual",
+            f"be on the device of x = {x.device}",
+            residual.device,
+        )
+        check(
+            residual.dtype == x.dtype,
+            op,
+            "residual",
+            f"have the dtype of x = {name}",
+            str(residual.dtype).removeprefix("torch."),
+        )
+        check(list(residual.shape) == shape, op, "residual", f"have shape {shape}", list(residual.shape))
+    check(activation in ACTIVATIONS, op, "activation", f"be one of {', '.join(ACTIVATIONS)}", activation)
+
+
+def _fake(
+    x: Tensor,
+    packed_weight: Tensor,
+    out_features: int,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+def _case(
+    dtype: torch.dtype, m: int, k: int, n: int, seed: int = 0
+) -> tuple[Tensor, Tensor, int, Tensor, Tensor]:
+    x = randn(m, k, dtype=dtype, seed=seed)
+    weight = randn(n, k, dtype=dtype, seed=seed + 1, scale=max(k, 1) ** -0.5)
+    bias = randn(n, dtype=dtype, seed=seed + 2)
+    residual = randn(m, n, dtype=dtype, seed=seed + 3)
+    return x, _packed.pack(weight), n, bias, residual
+
+
+def _samples(dtype: torch.dtype) -> Iterator[Sample]:
+    sizes = (
+        (1, 1, 1),
+        (1, 64, 32),
+        (1, 100, 50),
+        (2, 33, 65),
+        (3, 128, 96),
+        (4, 17, 33),
+        (5, 384, 128),
+        (7, 31, 200),
+        (13, 258, 64),
+        (16, 64, 160),
+        (32, 96, 48),
+        (33, 512, 130),
+        (70, 384, 384),
+    )
+    for m, k, n in sizes:
+        x, packed, n, bias, _ = _case(dtype, m, k, n)
+        yield Sample((x, packed, n, bias), id=f"{m}x{k}x{n}")
+    x, packed, n, bias, residual = _case(dtype, 9, 80, 72, seed=5)
+    yield Sample((x, packed, n), id="no_bias")
+    yield Sample((x, packed, n, bias.float()), id="float32_bias")
+    for activation in ACTIVATIONS:
+        yield Sample((x, packed, n, bias, None, activation), id=activation)
+        yield Sample((x, packed, n, bias, residual, activation), id=f"{activation}-residual")
+    x3 = randn(2, 3, 80, dtype=dtype, seed=9)
+    yield Sample((x3, packed, n, bias), id="3d")
+    yield Sample((randn(80, dtype=dtype, seed=9), packed, n, bias), id="1d")
+    yield Sample((strided(x), packed, n, bias, strided(residual)), id="noncontiguous")
+    yield Sample((randn(9, 160, dtype=dtype)[:, 40:120], packed, n, bias), id="rows_strided")
+    yield Sample((randn(0, 80, dtype=dtype), packed, n, bias), id="no_rows")
+    special = x.clone()
+    special[0, 3] = float("nan")
+    special[1, 5] = float("inf")
+    yield Sample((special, packed, n, bias, None, "silu"), id="special_values")
+
+
+_SHAPES = (
+    *((m, 4096, 4096) for m in (1, 2, 4, 8, 16, 32, 128)),
+    *((m, 384, 1536) for m in (1, 16, 128, 4096)),
+    (128, 1536, 384),
+)
+
+
+def _bench() -> Iterator[BenchCase]:
+    for m, k, n in _SHAPES:
+        yield BenchCase(
+            f"{m}x{k}x{n}",
+            lambda dtype, m=m, k=k, n=n: _case(dtype, m, k, n)[:4],
+            lambda dtype, m=m, k=k, n=n: (m * k + n * k + m * n) * dtype.itemsize,
+            flops=2 * m * k * n,
+        )
+
+
+def stock_linear(
+    x: Tensor,
+    packed_weight: Tensor,
+    out_features: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Stock baseline; the plain weight is unpacked once per packed tensor, outside the timing."""
+    key = packed_weight.data_ptr()
+    weight = _PLAIN.get(key)
+    if weight is None:
+        _PLAIN.clear()
+        weight = _packed.unpack(packed_weight, out_features, x.shape[-1], x.dtype)
+        _PLAIN[key] = weight
+    return functional.linear(x, weight, bias)
+
+
+_PLAIN: dict[int, Tensor] = {}
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """Pack a linear weight for `linear`.
+
+    Args:
+        weight: ``[N, K]``, float32, bfloat16 or float16.
+
+    Returns:
+        A 1-D uint8 tensor; `unpack_linear_weight` gives the weight back exactly. The format is described in the
+        developer documentation and is the same at every ISA level.
+    """
+    return _packed.pack(weight)
+
+
+def _pack_check(weight: Tensor) -> None:
+    op = "pack_linear_weight"
+    check_tensor(op, "weight", weight)
+    check(
+        weight.dim() == 2 and 0 not in weight.shape,
+        op,
+        "weight",
+        "be 2-D and not empty",
+        list(weight.shape),
+    )
+
+
+def _pack_fake(weight: Tensor) -> Tensor:
+    size = _packed.packed_bytes(weight.shape[0], weight.shape[1], weight.dtype)
+    return weight.new_empty(size, dtype=torch.uint8)
+
+
+def _pack_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for n, k in ((1, 1), (32, 64), (33, 65), (50, 7), (200, 129)):
+        yield Sample((randn(n, k, dtype=dtype, seed=61),), id=f"{n}x{k}")
+    yield Sample((randn(40, 24, dtype=dtype, seed=62).t(),), id="transposed")
+    special = randn(3, 5, dtype=dtype, seed=63)
+    special[0, 0], special[1, 1], special[2, 2] = float("nan"), float("inf"), -0.0
+    yield Sample((special,), id="special_values")
+
+
+def _unpack(packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
+    """Return the plain weight of a packed one, bit for bit.
+
+    Args:
+        packed: Result of `pack_linear_weight`.
+        out_features: N.
+        in_features: K.
+        dtype: The dtype of the weight that was packed.
+
+    Returns:
+        A contiguous ``[N, K]`` tensor.
+    """
+    return _packed.unpack(packed, out_features, in_features, dtype)
+
+
+def _unpack_check(packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    op = "unpack_linear_weight"
+    check(
+        dtype in FLOATS,
+        op,
+        "dtype",
+        "be float32, bfloat16 or float16",
+        str(dtype).removeprefix("torch."),
+    )
+    check(out_features > 0, op, "out_features", "be positive", out_features)
+    check(in_features > 0, op, "in_features", "be positive", in_features)
+    size = _packed.packed_bytes(out_features, in_features, dtype)
+    check(
+        packed.dtype == torch.uint8 and packed.dim() == 1 and packed.shape[0] == size,
+        op,
+        "packed",
+        f"be a {str(dtype).removeprefix('torch.')} weight of shape [{out_features}, {in_features}]"
+        f" packed by pack_linear_weight ({size} bytes)",
+        f"{str(packed.dtype).removeprefix('torch.')} {list(packed.shape)}",
+    )
+
+
+def _unpack_fake(packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty(out_features, in_features, dtype=dtype)
+
+
+def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for sample in _pack_samples(dtype):
+        weight = sample.args[0]
+        yield Sample((_packed.pack(weight), *weight.shape, dtype), id=sample.id)
+
+
+register(
+    OpSpec(
+        name="linear",
+        schema=(
+            "(Tensor x, Tensor packed_weight, int out_features, Tensor? bias=None,"
+            ' Tensor? residual=None, str activation="none") -> Tensor'
+        ),
+        reference=_linear,
+        check=_check,
+        fake=_fake,
+        samples=_samples,
+        stock=stock_linear,
+        tolerance={
+            torch.float32: (1e-4, 1e-4),
+            torch.bfloat16: (1.6e-2, 2e-2),
+            torch.float16: (4e-3, 4e-3),
+        },
+        bench=_bench,
+        summary="Linear layer on a packed weight with bias, activation and residual",
+    )
+)
+register(
+    OpSpec(
+        name="pack_linear_weight",
+        schema="(Tensor weight) -> Tensor",
+        reference=_pack,
+        check=_pack_check,
+        fake=_pack_fake,
+        samples=_pack_samples,
+        backward=None,
+        summary="Pack a linear weight for `linear`",
+    )
+)
+register(
+    OpSpec(
+        name="unpack_linear_weight",
+        schema="(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor",
+        reference=_unpack,
+        check=_unpack_check,
+        fake=_unpack_fake,
+        samples=_unpack_samples,
+        backward=None,
+        summary="Give back the weight of a packed one, bit for bit",
+    )
+)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Root-mean-square normalisation, alone and fused with a residual addition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ipex_core._spec import BenchCase, OpSpec, Sample, register
+from ipex_core.ops._common import (
+    acc,
+    check_like,
+    check_tensor,
+    check_vector,
+    fake_like,
+    randn,
+    row_samples,
+)
+
+Tensor = torch.Tensor
+
+
+def _normalise(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:
+    y = acc(x)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * (acc(weight) + weight_offset)
+    return y.to(x.dtype)
+
+
+def _rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, weight_offset: float = 0.0
+) -> Tensor:
+    """Normalise each row of ``x`` by its root mean square: ``x * rsqrt(mean(x^2) + eps) * (weight + offset)``.
+
+    Computed in float32 and rounded once. ``weight_offset=1`` is the form of models that store ``weight - 1``.
+
+    Args:
+        x: ``[..., C]``, float32, bfloat16 or float16.
+        weight: ``[C]`` in the dtype of ``x`` or float32, or None.
+        eps: Added to the mean square.
+        weight_offset: Added to ``weight``; ignored without a weight.
+
+    Returns:
+        A contiguous tensor like ``x``.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    return _normalise(x, weight, eps, weight_offset)
+
+
+def _add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Add ``residual`` to ``x`` and normalise the sum as `rms_norm` does.
+
+    The sum is rounded to the dtype before it is normalised, as the two ops in a row would do.
+
+    Args:
+        x: ``[..., C]``, float32, bfloat16 or float16.
+        residual: Like ``x``.
+        weight: ``[C]`` in the dtype of ``x`` or float32, or None.
+        eps: Added to the mean square.
+        weight_offset: Added to ``weight``; ignored without a weight.
+
+    Returns:
+        The normalised sum and the sum itself, both contiguous and like ``x``.
+    """
+    total = x + residual
+    return _normalise(total, weight, eps, weight_offset), total
+
+
+def _check(x: Tensor, weight: Tensor | None, eps: float = 1e-6, weight_offset: float = 0.0) -> None:
+    check_tensor("rms_norm", "x", x)
+    check_vector("rms_norm", "weight", weight, x)
+
+
+def _add_check(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> None:
+    check_tensor("add_rms_norm", "x", x)
+    check_like("add_rms_norm", "residual", residual, x)
+    check_vector("add_rms_norm", "weight", weight, x)
+
+
+def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return fake_like(x)
+
+
+def _add_fake(x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    return fake_like(x), fake_like(x)
+
+
+def _samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for name, x in row_samples(dtype):
+        weight = randn(x.shape[-1], dtype=dtype, seed=11)
+        yield Sample((x, weight, 1e-6), id=name)
+    x = randn(5, 96, dtype=dtype, seed=12)
+    yield Sample((x, None, 1e-5), id="no_weight")
+    yield Sample((x, randn(96, seed=13), 1e-6), id="float32_weight")
+    yield Sample((x, randn(96, dtype=dtype, seed=14, scale=0.1), 1e-6, 1.0), id="weight_offset")
+
+
+def _add_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for sample in _samples(dtype):
+        x, *rest = sample.args
+        residual = randn(*x.shape, dtype=dtype, seed=15)
+        yield Sample((x, residual, *rest), id=sample.id)
+
+
+def _stock(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def _add_stock(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return torch.nn.functional.rms_norm(total, (x.shape[-1],), weight, eps), total
+
+
+def _bench() -> Iterator[BenchCase]:
+    for rows, columns in ((1, 4096), (32, 4096), (512, 4096), (4096, 384)):
+        yield BenchCase(
+            f"{rows}x{columns}",
+            lambda dtype, r=rows, c=columns: (
+                randn(r, c, dtype=dtype),
+                randn(c, dtype=dtype),
+                1e-6,
+            ),
+            lambda dtype, n=rows * columns: 2 * n * dtype.itemsize,
+        )
+
+
+def _add_bench() -> Iterator[BenchCase]:
+    for rows, columns in ((1, 4096), (32, 4096), (512, 4096), (4096, 384)):
+        yield BenchCase(
+            f"{rows}x{columns}",
+            lambda dtype, r=rows, c=columns: (
+                randn(r, c, dtype=dtype),
+                randn(r, c, dtype=dtype, seed=1),
+                randn(c, dtype=dtype),
+                1e-6,
+            ),
+            lambda dtype, n=rows * columns: 4 * n * dtype.itemsize,
+        )
+
+
+register(
+    OpSpec(
+        name="rms_norm",
+        schema="(Tensor x, Tensor? weight, float eps=1e-6, float weight_offset=0.0) -> Tensor",
+        reference=_rms_norm,
+        check=_check,
+        fake=_fake,
+        samples=_samples,
+        stock=_stock,
+        bench=_bench,
+        summary="RMS normalisation over the last dimension",
+    )
+)
+register(
+    OpSpec(
+        name="add_rms_norm",
+        schema=(
+            "(Tensor x, Tensor residual, Tensor? weight, float eps=1e-6, float weight_offset=0.0)"
+            " -> (Tensor, Tensor)"
+        ),
+        reference=_add_rms_norm,
+        check=_add_check,
+        fake=_add_fake,
+        samples=_add_samples,
+        stock=_add_stock,
+        bench=_add_bench,
+        summary="Residual addition followed by RMS normalisation",
+    )
+)
