@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// A small vector layer: one `f32v` of kLanes floats per ISA level, with loads and stores that convert.
+//
+// A kernel is written once against this header and compiled once per level. Everything sits in an
+// anonymous namespace: every level is a shared module of its own and must not export or merge inline
+// code. `+ - * /` are the compiler's own vector operators; the rest are the functions below.
+//
+// Lanes:    kLanes = 16 (AVX-512), 8 (AVX2) or 4 (x86-64 baseline, SSE2).
+// Elements: float, BFloat16, Half. Arithmetic is always in float; storing rounds to nearest even.
+// NaN:      max(a, b) and min(a, b) give b if either operand is NaN (that is what the instruction
+//           does). Put the value whose NaN must survive last: max(limit, x). Conversions keep NaN.
+// Denormals: kept by fp32 and fp16 code. The bf16 conversion instruction (IPEX_HAVE_AVX512_BF16)
+//           flushes them to zero.
+#pragma once
+
+#include <cstdint>
+
+#include "ipex/isa.h"
+#include "ipex/kernel.h"
+
+// GCC keeps large lambdas and templates out of line otherwise, and a vector then passes through memory.
+#define IPEX_INLINE inline __attribute__((always_inline))
+#define IPEX_LAMBDA __attribute__((always_inline))
+
+#if IPEX_HAVE_AVX512
+#include "ipex/vec/avx512.h"
+#elif IPEX_HAVE_AVX2
+#include "ipex/vec/avx2.h"
+#else
+#include "ipex/vec/sse2.h"
+#endif
+
+namespace ipex {
+namespace {
+
+// True if results are rounded to a 16-bit type, so that the short polynomials of vec_math.h are enough.
+template <typename T>
+inline constexpr bool kReducedPrecision = true;
+template <>
+inline constexpr bool kReducedPrecision<float> = false;
+
+IPEX_INLINE f32v zero() { return set1(0.0f); }
+IPEX_INLINE f32v abs(f32v a) { return clear_bits(a, INT32_MIN); }
+
+// Loads kLanes elements as float.
+IPEX_INLINE f32v load(const float* p) { return loadu(p); }
+IPEX_INLINE f32v load(const BFloat16* p) { return bf16_to_f32(load_u16(&p->bits)); }
+IPEX_INLINE f32v load(const Half* p) { return f16_to_f32(load_u16(&p->bits)); }
+
+// Loads n elements, 0 < n < kLanes; nothing behind them is touched and the other lanes are 0.
+IPEX_INLINE f32v load_n(const float* p, int64_t n) { return loadu_n(p, n); }
+IPEX_INLINE f32v load_n(const BFloat16* p, int64_t n) {
+  return bf16_to_f32(load_u16_n(&p->bits, n));
+}
+IPEX_INLINE f32v load_n(const Half* p, int64_t n) { return f16_to_f32(load_u16_n(&p->bits, n)); }
+
+// Stores kLanes elements, rounded to nearest even.
+IPEX_INLINE void store(float* p, f32v a) { storeu(p, a); }
+IPEX_INLINE void store(BFloat16* p, f32v a) { store_u16(&p->bits, f32_to_bf16(a)); }
+IPEX_INLINE void store(Half* p, f32v a) { store_u16(&p->bits, f32_to_f16(a)); }
+
+// Stores the first n lanes, 0 < n < kLanes; nothing behind them is touched.
+IPEX_INLINE void store_n(float* p, f32v a, int64_t n) { storeu_n(p, a, n); }
+IPEX_INLINE void store_n(BFloat16* p, f32v a, int64_t n) {
+  store_u16_n(&p->bits, f32_to_bf16(a), n);
+}
+IPEX_INLINE void store_n(Half* p, f32v a, int64_t n) { store_u16_n(&p->bits, f32_to_f16(a), n); }
+
+// The value that a store followed by a load would give.
+IPEX_INLINE f32v round_to(const float*, f32v a) { return a; }
+IPEX_INLINE f32v round_to(const BFloat16*, f32v a) { return bf16_to_f32(f32_to_bf16(a)); }
+IPEX_INLINE f32v round_to(const Half*, f32v a) { return f16_to_f32(f32_to_f16(a)); }
+
+// Keeps the first n lanes and sets the others to `fill`, 0 < n <= kLanes.
+IPEX_INLINE f32v keep_n(f32v a, int64_t n, f32v fill) { return select(first_n(n), a, fill); }
+
+}  // namespace
+}  // namespace ipex

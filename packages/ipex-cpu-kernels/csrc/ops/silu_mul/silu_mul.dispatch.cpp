@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "silu_mul.h"
+
+#include "ipex/vec_loops.h"
+#include "ipex/vec_math.h"
+
+namespace ipex {
+namespace {
+
+template <typename T>
+IPEX_INLINE void run(const T* gate, const T* up, T* y, int64_t n) {
+  map(gate, up, y, n,
+      [](f32v a, f32v b) IPEX_LAMBDA { return silu<kReducedPrecision<T>>(a) * b; });
+}
+
+}  // namespace
+}  // namespace ipex
+
+void ipex_k_silu_mul_f32(const float* gate, const float* up, float* y, int64_t n) {
+  ipex::run(gate, up, y, n);
+}
+void ipex_k_silu_mul_bf16(const ipex::BFloat16* gate, const ipex::BFloat16* up, ipex::BFloat16* y,
+                          int64_t n) {
+  ipex::run(gate, up, y, n);
+}
+void ipex_k_silu_mul_f16(const ipex::Half* gate, const ipex::Half* up, ipex::Half* y, int64_t n) {
+  ipex::run(gate, up, y, n);
+}
