@@ -199,15 +199,8 @@ def tests_isa(session: nox.Session, level: str) -> None:
     posargs = [arg for arg in posargs if arg != "sde"]
     install_wheels(session, ("ipex-core", "ipex-cpu-kernels"), *TEST_TOOLS)
     session.env["IPEX_CPU_ISA"] = level
-    session.run(
-        *emulator,
-        "python",
-        "-m",
-        "pytest",
-        "packages/ipex-cpu-kernels/tests",
-        *posargs,
-        external=bool(emulator),
-    )
+    command = [*emulator, "python", "-m", "pytest", "packages/ipex-cpu-kernels/tests", *posargs]
+    session.run(*command, external=bool(emulator))
 
 
 @nox.session(default=False, requires=["wheels"])
@@ -217,14 +210,9 @@ def minimums(session: nox.Session) -> None:
     lowest = lower_bounds()
     session.log("lower bounds: " + ", ".join(lowest))
     # The constraints hold versions newer than the lower bounds: keep its torch only.
+    torch = re.findall(r"^torch==.*$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
     torch_only = Path(session.create_tmp()) / "constraints.txt"
-    torch_only.write_text(
-        "".join(
-            f"{line}\n"
-            for line in CONSTRAINTS.read_text().splitlines()
-            if line.startswith("torch==")
-        )
-    )
+    torch_only.write_text("\n".join(torch) + "\n", encoding="utf-8")
     session.env["PIP_CONSTRAINT"] = torch_only.as_uri()
     install_wheels(session, PACKAGES, *TEST_TOOLS, *lowest, extras="[cpu]")
     session.run("pytest", *session.posargs)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of the documentation. `nox -s docs` builds it, with warnings as errors, and runs the examples."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+project = "ipex"
+author = "The ipex developers"
+project_copyright = "The ipex developers, Apache-2.0"
+release = version = importlib.metadata.version("ipex-core")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx.ext.napoleon",
+    "generated_pages",
+]
+exclude_patterns = ["_build", "generated/parts"]
+
+html_theme = "furo"
+html_title = "ipex"
+html_show_sphinx = False
+
+myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
+myst_heading_anchors = 3
+
+# Single backticks in docstrings are code; what is meant as a link is written as one.
+default_role = "code"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Source", "params_style")]
+
+# Types of other libraries are named, not linked: the build needs no network. References to our own names must resolve.
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!ipex).*"),
+    (r"py:(class|obj|data)", r"ipex_core\.(_|optimize\.|config\.|errors\.).*"),
+]
+
+doctest_global_setup = "import torch\n_ = torch.manual_seed(0)"
+# Only blocks that ask for it, and the docstrings of documented objects.
+doctest_test_doctest_blocks = "default"
+trim_doctest_flags = True
