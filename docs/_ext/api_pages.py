@@ -22,7 +22,9 @@ def pages() -> dict[str, str]:
             value = getattr(ipex, name)
         except ImportError:
             continue  # the name belongs to a component that is not installed for this build
-        if isinstance(value, ModuleType) or (inspect.isclass(value) and issubclass(value, Exception)):
+        if isinstance(value, ModuleType) or (
+            inspect.isclass(value) and issubclass(value, Exception)
+        ):
             continue
         if inspect.isclass(value):
             classes += [f".. autoclass:: ipex.{name}", "   :members:", ""]
@@ -33,7 +35,12 @@ def pages() -> dict[str, str]:
     errors: list[str] = []
     for name in ipex_core.errors.__all__:
         errors += [f".. autoexception:: ipex_core.errors.{name}", "   :show-inheritance:", ""]
-    lines = ["# Python reference", "", "What `import ipex` offers. Generated from the docstrings, whose examples are run.", ""]
+    lines = [
+        "# Python reference",
+        "",
+        "What `import ipex` offers. Generated from the docstrings, whose examples are run.",
+        "",
+    ]
     for title, body in (("Functions", functions), ("Classes", classes), ("Errors", errors)):
         if body:
             lines += [f"## {title}", "", "```{eval-rst}", *body, "```", ""]

@@ -12,7 +12,10 @@ __all__ = ["pages"]
 
 def pages() -> dict[str, str]:
     """Return the pages by file name."""
-    found = {f"config/{variable.name.lower()}.md": variable_page(variable) for variable in VARIABLES.values()}
+    found = {
+        f"config/{variable.name.lower()}.md": variable_page(variable)
+        for variable in VARIABLES.values()
+    }
     found["config/index.md"] = index_page()
     return found
 
@@ -27,14 +30,14 @@ def index_page() -> str:
         [
             "# Configuration",
             "",
-            "Environment variables are read once, when `ipex_core` is imported, and checked strictly: a value that is not",
+            "Environment variables are read once, when `ipex_core` is imported, and checked strictly: a value not",
             "allowed raises `ConfigError`, which names the variable and the allowed values. In Python the same values",
             "are read with `ipex_core.config.get`, set with `set_value`, and changed for a block with `override`:",
             "",
             "```{doctest}",
             ">>> from ipex_core import config",
             ">>> with config.override(strict=True):",
-            "...     config.get(\"strict\")",
+            '...     config.get("strict")',
             "True",
             "```",
             "",
@@ -64,7 +67,7 @@ def variable_page(variable: Variable) -> str:
         "",
         "| | |",
         "|---|---|",
-        f"| In Python | `ipex_core.config.get(\"{variable.attribute}\")` |",
+        f'| In Python | `ipex_core.config.get("{variable.attribute}")` |',
         f"| Type | {variable.type} |",
         f"| Default | {default(variable)} |",
         f"| Allowed | {variable.allowed} |",

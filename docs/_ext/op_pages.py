@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from ipex_core._spec import OpSpec, specs
-from ipex_core.introspect import op_info
 from sphinx.ext.napoleon import Config
 from sphinx.ext.napoleon.docstring import GoogleDocstring
+
+from ipex_core._spec import OpSpec, specs
+from ipex_core.introspect import op_info
 
 __all__ = ["pages"]
 
@@ -86,7 +87,10 @@ def op_page(spec: OpSpec) -> str:
         "",
         "| Dtype | Relative tolerance | Absolute tolerance |",
         "|---|---|---|",
-        *(f"| {name(dtype)} | {rtol:g} | {atol:g} |" for dtype, (rtol, atol) in spec.tolerance.items()),
+        *(
+            f"| {name(dtype)} | {rtol:g} | {atol:g} |"
+            for dtype, (rtol, atol) in spec.tolerance.items()
+        ),
         "",
         *kernels(spec),
         *benchmark(spec),
@@ -117,10 +121,14 @@ def kernels(spec: OpSpec) -> list[str]:
     symbols: dict[str, dict[str, Any]] = info["kernels"]
     lines = ["## Kernels", ""]
     if not symbols:
-        return [*lines, "No package installed for this build has a native kernel: the reference runs.", ""]
+        return [
+            *lines,
+            "No package installed for this build has a native kernel: the reference runs.",
+            "",
+        ]
     lines += [
         "Native kernels of `ipex-cpu-kernels` and the ISA levels each is compiled for. The best level the CPU can run",
-        f"is chosen; `ipex.op_info(\"{spec.name}\")` shows which one that is on your machine.",
+        f'is chosen; `ipex.op_info("{spec.name}")` shows which one that is on your machine.',
         "",
         "| Kernel | Levels |",
         "|---|---|",

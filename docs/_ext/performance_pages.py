@@ -47,5 +47,5 @@ def table(entry: dict[str, Any]) -> str:
 def cell(value: object) -> str:
     """Return a value as it is printed: numbers with three digits that matter."""
     if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"  # noqa: PLR2004
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
     return str(value)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports which ISA levels of the CPU kernels a test run has exercised, so that a level nobody ran is seen.
+
+A test counts for a level if it is parametrised with one (parameter ``level`` or ``isa``) and lies in the tests of
+``ipex-cpu-kernels``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACKAGE = Path(__file__).parent / "packages" / "ipex-cpu-kernels"
+TABLE = PACKAGE / "cmake" / "IsaLevels.cmake"
+PARAMETERS = ("level", "isa", "isa_level")
+PROPERTY = "isa_level"
+
+
+def levels() -> list[str]:
+    """Return the levels, lowest first, from the one file that lists them."""
+    if not TABLE.exists():
+        return []
+    return re.findall(r'^\s*"([a-z0-9_]+)\|', TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    known = set(levels())
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or not item.path.is_relative_to(PACKAGE):
+            continue
+        for name in PARAMETERS:
+            level = callspec.params.get(name)
+            if isinstance(level, str) and level in known:
+                # A property of the item travels in its reports, from the workers of pytest-xdist too.
+                item.user_properties.append((PROPERTY, level))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    reasons: dict[str, Counter[str]] = defaultdict(Counter)
+    for outcome in ("passed", "failed", "error", "skipped", "xfailed"):
+        for report in terminalreporter.stats.get(outcome, ()):
+            level = dict(getattr(report, "user_properties", ())).get(PROPERTY)
+            if level is None:
+                continue
+            counts[level][outcome] += 1
+            if outcome == "skipped" and isinstance(report.longrepr, tuple):
+                reasons[level][str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
+    if not counts:
+        return
+    terminalreporter.section("ISA levels of the CPU kernels")
+    for level in levels():
+        count = counts[level]
+        if count["passed"] or count["failed"] or count["error"]:
+            numbers = ", ".join(f"{number} {outcome}" for outcome, number in count.items())
+            terminalreporter.line(f"{level:14} run      {numbers}")
+        else:
+            reason = reasons[level].most_common(1)
+            text = reason[0][0] if reason else "no test was collected for it"
+            terminalreporter.line(f"{level:14} NOT RUN  {text}")
