@@ -244,17 +244,32 @@ def lint(session: nox.Session) -> None:
     prepare(session)
     fix = "fix" in session.posargs
     session.install("ruff", "clang-format", "packaging", "tomli")
-    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
-    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
     native = sorted(
         str(path.relative_to(ROOT))
         for suffix in ("h", "cpp")
         for path in ROOT.glob(f"packages/*/csrc/**/*.{suffix}")
     )
+    commands = [
+        ["ruff", "check", *(["--fix"] if fix else []), "."],
+        ["ruff", "format", *([] if fix else ["--check"]), "."],
+        ["python", "tools/check_spdx.py"],
+        ["python", "tools/check_versions.py"],
+    ]
     if native:
-        session.run("clang-format", *(["-i"] if fix else ["--dry-run", "--Werror"]), *native)
-    session.run("python", "tools/check_spdx.py")
-    session.run("python", "tools/check_versions.py")
+        commands.append(["clang-format", *(["-i"] if fix else ["--dry-run", "--Werror"]), *native])
+    # All of them, so that one run shows everything there is to mend.
+    failed = [command for command in commands if not succeeds(session, command)]
+    if failed:
+        session.error(f"failed: {', '.join(' '.join(command[:2]) for command in failed)}")
+
+
+def succeeds(session: nox.Session, command: list[str]) -> bool:
+    """Run a command and return whether it succeeded."""
+    try:
+        session.run(*command)
+    except nox.command.CommandFailed:
+        return False
+    return True
 
 
 @nox.session
