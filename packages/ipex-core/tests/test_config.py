@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from ipex_core import config
 from ipex_core.errors import ConfigError, MissingComponentError
 
@@ -272,7 +273,7 @@ def test_logging_level():
 def test_verbose_prints_onednn_lines_and_nests():
     code = (
         "import torch; from ipex_core import config as c; from torch.nn import functional as F\n"
-        "run = lambda: F.conv2d(torch.ones(1, 4, 9, 9), torch.ones(4, 4, 3, 3))\n"
+        "run = lambda: F.conv2d(torch.ones(4, 16, 64, 64), torch.ones(16, 16, 3, 3))\n"
         "with c.verbose(c.VERBOSE_ON):\n"
         "    with c.verbose(c.VERBOSE_ON_CREATION): pass\n"
         "    with c.verbose(c.VERBOSE_OFF): run()\n"
