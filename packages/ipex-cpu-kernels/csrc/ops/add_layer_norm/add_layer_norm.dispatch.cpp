@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "add_layer_norm.h"
+
+#include "../layer_norm/layer_norm_row.h"
+
+namespace ipex {
+namespace {
+
+// Writes sum = x + residual and returns the sum of the rounded values.
+template <typename T>
+IPEX_INLINE float add_rows(const T* x, const T* residual, T* sum, int64_t n) {
+  Sum total;
+  for_vectors(
+      n,
+      [&](int64_t i, int k) IPEX_LAMBDA {
+        const f32v a = load(x + i) + load(residual + i);
+        store(sum + i, a);
+        total.part[k] = total.part[k] + round_to(sum, a);
+      },
+      [&](int64_t i, int64_t count) IPEX_LAMBDA {
+        const f32v a = load_n(x + i, count) + load_n(residual + i, count);
+        store_n(sum + i, a, count);
+        total.part[0] = total.part[0] + round_to(sum, a);
+      });
+  return total.total();
+}
+
+template <typename T>
+IPEX_INLINE void run(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride,
+                     const void* weight, const void* bias, bool params_are_f32, float eps, T* y,
+                     T* sum, int64_t cols, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) {
+    T* s = sum + r * cols;
+    const float total = add_rows(x + r * x_stride, residual + r * residual_stride, s, cols);
+    finish_layer_norm(s, total, weight, bias, params_are_f32, eps, y + r * cols, cols);
+  }
+}
+
+}  // namespace
+}  // namespace ipex
+
+void ipex_k_add_layer_norm_f32(const float* x, int64_t x_stride, const float* residual,
+                               int64_t residual_stride, const void* weight, const void* bias,
+                               bool params_are_f32, float eps, float* y, float* sum, int64_t cols,
+                               int64_t begin, int64_t end) {
+  ipex::run(x, x_stride, residual, residual_stride, weight, bias, params_are_f32, eps, y, sum, cols,
+            begin, end);
+}
+
+void ipex_k_add_layer_norm_bf16(const ipex::BFloat16* x, int64_t x_stride, const ipex::BFloat16* residual,
+                               int64_t residual_stride, const void* weight, const void* bias,
+                               bool params_are_f32, float eps, ipex::BFloat16* y, ipex::BFloat16* sum, int64_t cols,
+                               int64_t begin, int64_t end) {
+  ipex::run(x, x_stride, residual, residual_stride, weight, bias, params_are_f32, eps, y, sum, cols,
+            begin, end);
+}
+
+void ipex_k_add_layer_norm_f16(const ipex::Half* x, int64_t x_stride, const ipex::Half* residual,
+                               int64_t residual_stride, const void* weight, const void* bias,
+                               bool params_are_f32, float eps, ipex::Half* y, ipex::Half* sum, int64_t cols,
+                               int64_t begin, int64_t end) {
+  ipex::run(x, x_stride, residual, residual_stride, weight, bias, params_are_f32, eps, y, sum, cols,
+            begin, end);
+}

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "add_rms_norm.h"
+
+#include "../rms_norm/rms_norm_row.h"
+
+namespace ipex {
+namespace {
+
+// Writes sum = x + residual and returns the sum of squares of the rounded values.
+template <typename T>
+IPEX_INLINE float add_rows(const T* x, const T* residual, T* sum, int64_t n) {
+  Sum squares;
+  for_vectors(
+      n,
+      [&](int64_t i, int k) IPEX_LAMBDA {
+        const f32v a = load(x + i) + load(residual + i);
+        store(sum + i, a);
+        const f32v rounded = round_to(sum, a);
+        squares.part[k] = fma(rounded, rounded, squares.part[k]);
+      },
+      [&](int64_t i, int64_t count) IPEX_LAMBDA {
+        const f32v a = load_n(x + i, count) + load_n(residual + i, count);
+        store_n(sum + i, a, count);
+        const f32v rounded = round_to(sum, a);
+        squares.part[0] = fma(rounded, rounded, squares.part[0]);
+      });
+  return squares.total();
+}
+
+template <typename T>
+IPEX_INLINE void run(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride,
+                     const void* weight, bool weight_is_f32, float eps, float weight_offset, T* y,
+                     T* sum, int64_t cols, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) {
+    T* s = sum + r * cols;
+    const float squares = add_rows(x + r * x_stride, residual + r * residual_stride, s, cols);
+    finish_rms_norm(s, squares, weight, weight_is_f32, eps, weight_offset, y + r * cols, cols);
+  }
+}
+
+}  // namespace
+}  // namespace ipex
+
+void ipex_k_add_rms_norm_f32(const float* x, int64_t x_stride, const float* residual,
+                             int64_t residual_stride, const void* weight, bool weight_is_f32,
+                             float eps, float weight_offset, float* y, float* sum, int64_t cols,
+                             int64_t begin, int64_t end) {
+  ipex::run(x, x_stride, residual, residual_stride, weight, weight_is_f32, eps, weight_offset, y,
+            sum, cols, begin, end);
+}
+
+void ipex_k_add_rms_norm_bf16(const ipex::BFloat16* x, int64_t x_stride, const ipex::BFloat16* residual,
+                             int64_t residual_stride, const void* weight, bool weight_is_f32,
+                             float eps, float weight_offset, ipex::BFloat16* y, ipex::BFloat16* sum, int64_t cols,
+                             int64_t begin, int64_t end) {
+  ipex::run(x, x_stride, residual, residual_stride, weight, weight_is_f32, eps, weight_offset, y,
+            sum, cols, begin, end);
+}
+
+void ipex_k_add_rms_norm_f16(const ipex::Half* x, int64_t x_stride, const ipex::Half* residual,
+                             int64_t residual_stride, const void* weight, bool weight_is_f32,
+                             float eps, float weight_offset, ipex::Half* y, ipex::Half* sum, int64_t cols,
+                             int64_t begin, int64_t end) {
+  ipex::run(x, x_stride, residual, residual_stride, weight, weight_is_f32, eps, weight_offset, y,
+            sum, cols, begin, end);
+}

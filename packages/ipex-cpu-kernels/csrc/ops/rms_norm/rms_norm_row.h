@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two sweeps over one row that rms_norm and add_rms_norm share. The second reads the cache.
+#pragma once
+
+#include "ipex/vec_loops.h"
+
+namespace ipex {
+namespace {
+
+template <typename T>
+IPEX_INLINE float sum_of_squares(const T* x, int64_t n) {
+  Sum sum;
+  for_vectors(
+      n,
+      [&](int64_t i, int k) IPEX_LAMBDA {
+        const f32v a = load(x + i);
+        sum.part[k] = fma(a, a, sum.part[k]);
+      },
+      [&](int64_t i, int64_t count) IPEX_LAMBDA {
+        const f32v a = load_n(x + i, count);
+        sum.part[0] = fma(a, a, sum.part[0]);
+      });
+  return sum.total();
+}
+
+// y = x * factor * (weight + offset)
+template <typename T, typename W>
+__attribute__((noinline)) void scale_row(const T* x, const W* weight, float factor, float offset,
+                                         T* y, int64_t n) {
+  const f32v f = set1(factor);
+  const f32v shift = set1(offset);
+  for_vectors(
+      n,
+      [&](int64_t i, int) IPEX_LAMBDA {
+        store(y + i, load(x + i) * (f * (load_or(weight, i, set1(1.0f)) + shift)));
+      },
+      [&](int64_t i, int64_t count) IPEX_LAMBDA {
+        const f32v w = load_n_or(weight, i, count, set1(1.0f)) + shift;
+        store_n(y + i, load_n(x + i, count) * (f * w), count);
+      });
+}
+
+template <typename T>
+IPEX_INLINE void finish_rms_norm(const T* x, float squares, const void* weight, bool weight_is_f32,
+                                 float eps, float weight_offset, T* y, int64_t n) {
+  const float factor = 1.0f / sqrt_of(squares / static_cast<float>(n) + eps);
+  if (weight == nullptr) {
+    scale_row(x, static_cast<const None*>(nullptr), factor, 0.0f, y, n);
+  } else if (weight_is_f32) {
+    scale_row(x, static_cast<const float*>(weight), factor, weight_offset, y, n);
+  } else {
+    scale_row(x, static_cast<const T*>(weight), factor, weight_offset, y, n);
+  }
+}
+
+}  // namespace
+}  // namespace ipex
