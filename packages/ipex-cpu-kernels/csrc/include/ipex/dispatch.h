@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an op's glue (<op>.op.cpp) needs: argument checks, kernel handles, output tensors.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <initializer_list>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "ipex/kernel.h"
+#include "runtime/loader.h"
+
+// Raises RuntimeError in Python with exactly this text. torch's own check macro adds the source position.
+#define IPEX_CHECK(condition, ...)                 \
+  do {                                             \
+    if (__builtin_expect(!(condition), 0)) {       \
+      ::ipex::fail(__VA_ARGS__);                   \
+    }                                              \
+  } while (0)
+
+namespace ipex {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+template <class... Args>
+[[noreturn]] void fail(const Args&... args) {
+  std::ostringstream text;
+  (text << ... << args);
+  throw std::runtime_error(text.str());
+}
+
+// "bfloat16", as users write it.
+const char* dtype_name(ScalarType dtype);
+// "[3, 4]"
+std::string shape_text(const Tensor& tensor);
+
+inline bool is_kernel_dtype(ScalarType dtype) {
+  return dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
+}
+
+// The checks that most ops share; the texts are those of ipex_core.ops._common.
+void check_tensor(const char* op, const char* name, const Tensor& x, int64_t min_dim = 1);
+void check_like(const char* op, const char* name, const Tensor& value, const Tensor& x);
+// Optional per-feature vector: 1-D, size x.shape[-1], dtype of x or float32.
+void check_vector(const char* op, const char* name, const OptionalTensor& value, const Tensor& x);
+
+// New CPU tensors. empty_strided of the C shim costs a third of a dispatcher call.
+Tensor new_tensor(const int64_t* sizes, const int64_t* strides, int64_t dim, ScalarType dtype);
+Tensor new_contiguous(const int64_t* sizes, int64_t dim, ScalarType dtype);
+Tensor new_contiguous_like(const Tensor& x);
+
+// The tensor itself if it is contiguous, else a contiguous copy.
+Tensor as_contiguous(const Tensor& x);
+
+// A matrix view of x: rows = product of the leading dimensions, consecutive columns, rows `stride` elements apart.
+// Copies x only if its rows are not equally spaced or its columns not consecutive.
+struct Rows {
+  Tensor tensor;  // keeps the memory alive
+  const void* data = nullptr;
+  int64_t rows = 0, columns = 0, stride = 0;
+};
+Rows as_rows(const Tensor& x);
+
+// Every kernel handle of the library, for introspection.
+class KernelBase {
+ public:
+  KernelBase(const char* op, const char* symbol);
+  const char* op() const { return op_; }
+  const char* symbol() const { return symbol_; }
+  static const KernelBase* first();
+  const KernelBase* next() const { return next_; }
+
+ protected:
+  void* resolve() const;
+
+  const char* op_;
+  const char* symbol_;
+  const KernelBase* next_;
+  mutable std::atomic<uint64_t> epoch_{0};
+  mutable std::atomic<void*> function_{nullptr};
+};
+
+// A kernel, found at its first use and again when the active level changes. Resolve it before a parallel loop: it may
+// throw, and nothing may throw inside one.
+template <class F>
+class Kernel : public KernelBase {
+ public:
+  using KernelBase::KernelBase;
+  F* get() const {
+    if (__builtin_expect(epoch_.load(std::memory_order_acquire) == cpu::epoch(), 1))
+      return reinterpret_cast<F*>(function_.load(std::memory_order_relaxed));
+    return reinterpret_cast<F*>(resolve());
+  }
+};
+
+#define IPEX_KERNEL(op, symbol) ::ipex::Kernel<decltype(symbol)>(op, #symbol)
+
+// The kernels of one op for the three storage types, which take the same void pointers.
+// Runs f(begin, end) over [0, n) on torch's threads; at least `grain` items go to one thread.
+template <class F>
+void parallel_for(int64_t n, int64_t grain, const F& f) {
+  if (n <= 0) return;
+  if (n <= grain) return f(int64_t{0}, n);  // no region for work that one thread does faster
+  torch::stable::parallel_for(0, n, grain, f);
+}
+
+}  // namespace ipex

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ipex/dispatch.h"
+
+namespace ipex {
+namespace {
+
+const KernelBase* first_kernel = nullptr;
+std::mutex resolve_mutex;
+
+}  // namespace
+
+KernelBase::KernelBase(const char* op, const char* symbol)
+    : op_(op), symbol_(symbol), next_(first_kernel) {
+  first_kernel = this;
+}
+
+const KernelBase* KernelBase::first() { return first_kernel; }
+
+void* KernelBase::resolve() const {
+  std::lock_guard lock(resolve_mutex);
+  const uint64_t now = cpu::epoch();
+  void* function = cpu::resolve(symbol_).function;
+  function_.store(function, std::memory_order_relaxed);
+  // Release: a reader that sees this epoch sees the pointer stored before it.
+  epoch_.store(now, std::memory_order_release);
+  return function;
+}
+
+const char* dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Half: return "float16";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
+    default: return "another dtype";
+  }
+}
+
+std::string shape_text(const Tensor& tensor) {
+  std::string text = "[";
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (i) text += ", ";
+    text += std::to_string(tensor.size(i));
+  }
+  return text + "]";
+}
+
+void check_tensor(const char* op, const char* name, const Tensor& x, int64_t min_dim) {
+  IPEX_CHECK(is_kernel_dtype(x.scalar_type()), op, ": ", name,
+             " must have dtype float32, bfloat16, float16, got ", dtype_name(x.scalar_type()));
+  IPEX_CHECK(x.dim() >= min_dim, op, ": ", name, " must have at least ", min_dim,
+             " dimension(s), got ", x.dim(), "-D");
+}
+
+void check_like(const char* op, const char* name, const Tensor& value, const Tensor& x) {
+  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of x = cpu, got another");
+  IPEX_CHECK(value.scalar_type() == x.scalar_type(), op, ": ", name,
+             " must have the dtype of x = ", dtype_name(x.scalar_type()), ", got ",
+             dtype_name(value.scalar_type()));
+  bool same = value.dim() == x.dim();
+  for (int64_t i = 0; same && i < x.dim(); ++i) same = value.size(i) == x.size(i);
+  IPEX_CHECK(same, op, ": ", name, " must have the shape of x = ", shape_text(x), ", got ",
+             shape_text(value));
+}
+
+void check_vector(const char* op, const char* name, const OptionalTensor& value, const Tensor& x) {
+  if (!value) return;
+  IPEX_CHECK(value->is_cpu(), op, ": ", name, " must be on the device of x = cpu, got another");
+  const ScalarType dtype = value->scalar_type();
+  IPEX_CHECK(dtype == x.scalar_type() || dtype == ScalarType::Float, op, ": ", name,
+             " must have the dtype of x = ", dtype_name(x.scalar_type()), " or float32, got ",
+             dtype_name(dtype));
+  const int64_t size = x.size(x.dim() - 1);
+  IPEX_CHECK(value->dim() == 1 && value->size(0) == size, op, ": ", name,
+             " must be 1-D of size x.shape[-1] = ", size, ", got ", shape_text(*value));
+}
+
+Tensor new_tensor(const int64_t* sizes, const int64_t* strides, int64_t dim, ScalarType dtype) {
+  AtenTensorHandle handle;
+  const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      dim, sizes, strides, shim_dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+Tensor new_contiguous(const int64_t* sizes, int64_t dim, ScalarType dtype) {
+  constexpr int64_t kMaxDim = 64;
+  IPEX_CHECK(dim <= kMaxDim, "tensors of more than ", kMaxDim, " dimensions are not supported");
+  int64_t strides[kMaxDim];
+  int64_t stride = 1;
+  for (int64_t i = dim - 1; i >= 0; --i) {
+    strides[i] = stride;
+    // As torch does: a dimension of size 0 counts as 1, so strides stay positive.
+    stride *= sizes[i] > 0 ? sizes[i] : 1;
+  }
+  return new_tensor(sizes, strides, dim, dtype);
+}
+
+Tensor new_contiguous_like(const Tensor& x) {
+  return new_contiguous(x.sizes().data(), x.dim(), x.scalar_type());
+}
+
+Tensor as_contiguous(const Tensor& x) {
+  return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+Rows as_rows(const Tensor& x) {
+  Rows view;
+  const int64_t dim = x.dim();
+  if (dim == 0) {
+    view = {x, x.const_data_ptr(), 1, 1, 1};
+    return view;
+  }
+  view.columns = x.size(dim - 1);
+  view.rows = 1;
+  for (int64_t i = 0; i + 1 < dim; ++i) view.rows *= x.size(i);
+  bool equal = x.stride(dim - 1) == 1 || view.columns <= 1;
+  view.stride = view.columns;
+  int64_t next = -1;  // stride that the next outer dimension must have
+  for (int64_t i = dim - 2; equal && i >= 0; --i) {
+    if (x.size(i) == 1) continue;
+    if (next < 0) {
+      view.stride = x.stride(i);
+      next = view.stride;
+    } else {
+      equal = x.stride(i) == next;
+    }
+    next *= x.size(i);
+  }
+  view.tensor = x;
+  if (!equal && !x.is_contiguous()) {
+    view.tensor = torch::stable::contiguous(x);
+    view.stride = view.columns;
+  }
+  view.data = view.tensor.const_data_ptr();
+  return view;
+}
+
+}  // namespace ipex

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU kernels of ipex, one native module per ISA level.
+
+The package is found through the entry point group ``ipex.kernels``; nobody needs to import it. Importing it loads no
+native code: `register` does, when the core calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ipex_core import config
+from ipex_core._plugins import KernelInfo, ProviderInfo
+from ipex_core.errors import IsaError, KernelApiError
+
+from ipex_cpu_kernels._version import __version__
+
+__all__ = ["KERNEL_API", "__version__", "isa", "register"]
+
+#: Contract version of these kernels; must equal that of the core.
+KERNEL_API = 1
+
+
+def register(api: int) -> ProviderInfo:
+    """Load the native library and register its kernels with torch; called once by the core.
+
+    Args:
+        api: ``KERNEL_API`` of the core.
+
+    Raises:
+        KernelApiError: Core and kernels were built for different contracts.
+        IsaError: The level in ``IPEX_CPU_ISA`` is not in this build or cannot be used on this machine.
+        ImportError: The native library is missing.
+        OSError: The native library cannot be loaded.
+    """
+    if api != KERNEL_API:
+        raise KernelApiError(
+            f"ipex-cpu-kernels {__version__} has KERNEL_API {KERNEL_API}, but the installed ipex-core has {api}:"
+            " pip install --upgrade ipex-core ipex-cpu-kernels"
+        )
+    from ipex_cpu_kernels import _native
+    from ipex_cpu_kernels._choice import STOCK_WHEN
+
+    native = _native.load()
+    if native.kernel_api() != KERNEL_API:
+        raise KernelApiError(
+            f"libipex_cpu.so has KERNEL_API {native.kernel_api()}, its Python package {KERNEL_API}:"
+            " pip install --force-reinstall ipex-cpu-kernels"
+        )
+    native.enable_huge_pages(config.get("huge_pages"))
+    _apply_request(native)
+    return ProviderInfo(
+        name="cpu",
+        version=__version__,
+        device="cpu",
+        kernel_api=KERNEL_API,
+        isa=native.level(),
+        isa_available=native.levels_available(),
+        isa_built=native.levels_built(),
+        ops=native.ops(),
+        kernels=_kernels,
+        stock_when=STOCK_WHEN,
+    )
+
+
+def _apply_request(native: object) -> None:
+    from ipex_cpu_kernels import _native
+
+    assert isinstance(native, _native.Native)
+    request = config.isa_request()
+    if request.kind == "auto":
+        return
+    built, available = native.levels_built(), native.levels_available()
+    level = request.level
+    if request.kind == "cap":
+        # A limit, not a demand: the highest usable level that is not above it.
+        order = list(built)
+        limit = order.index(level) if level in order else len(order) - 1
+        level = next(name for name in reversed(order[: limit + 1]) if name in available)
+    elif level not in available:
+        raise IsaError(
+            f"{request.source}={level} cannot be used: {native.why_unavailable(level)};"
+            f" usable levels: {', '.join(available)}"
+        )
+    native.set_level(level)
+
+
+def _kernels(op: str) -> tuple[KernelInfo, ...]:
+    from ipex_cpu_kernels import _native
+
+    return tuple(KernelInfo(*row) for row in _native.load().kernels(op))
+
+
+@contextlib.contextmanager
+def isa(level: str) -> Iterator[None]:
+    """Run a block at another ISA level, process-wide; for tests and benchmarks.
+
+    Args:
+        level: A level of this build.
+
+    Raises:
+        IsaError: The level is unknown or cannot be used on this machine.
+
+    Example:
+        >>> with isa("default"):
+        ...     pass
+    """
+    from ipex_core._plugins import load_providers
+
+    from ipex_cpu_kernels import _native
+
+    load_providers()
+    native = _native.load()
+    before = native.level()
+    try:
+        native.set_level(level)
+    except _native.NativeError as error:
+        raise IsaError(str(error)) from None
+    try:
+        yield
+    finally:
+        native.set_level(before)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed face of the C functions of ``libipex_cpu.so``."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+__all__ = ["Native", "NativeError", "load"]
+
+
+def _find_library() -> Path:
+    import ipex_cpu_kernels
+
+    # An editable installation has two places: the sources and the built files.
+    places = [Path(place) / "lib" / "libipex_cpu.so" for place in ipex_cpu_kernels.__path__]
+    return next((place for place in places if place.is_file()), places[0])
+
+
+class NativeError(RuntimeError):
+    """A native function reported an error."""
+
+
+class Native:
+    """The loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise ImportError(f"{path.name} is missing from the installation of ipex-cpu-kernels")
+        # Not torch.ops.load_library alone: it gives no handle. Both name the same file, so it is loaded once.
+        torch.ops.load_library(str(path))
+        self._library = ctypes.CDLL(str(path))
+        for name in ("levels_built", "levels_available", "level", "ops", "features"):
+            self._declare(name, [])
+        for name in ("why_unavailable", "set_level", "kernels"):
+            self._declare(name, [ctypes.c_char_p])
+
+    def _declare(self, name: str, arguments: list[type]) -> None:
+        function = getattr(self._library, f"ipex_cpu_{name}")
+        function.restype = ctypes.c_char_p
+        function.argtypes = arguments
+
+    def _text(self, name: str, *arguments: str) -> str:
+        raw: bytes = getattr(self._library, f"ipex_cpu_{name}")(*(a.encode() for a in arguments))
+        text = raw.decode()
+        if text.startswith("!"):
+            raise NativeError(text[1:])
+        return text
+
+    def kernel_api(self) -> int:
+        """Return the contract version the library was built for."""
+        return int(self._library.ipex_cpu_kernel_api())
+
+    def levels_built(self) -> tuple[str, ...]:
+        """Return the levels in this build, lowest first."""
+        return tuple(self._text("levels_built").split(","))
+
+    def levels_available(self) -> tuple[str, ...]:
+        """Return the levels this machine can run, lowest first."""
+        return tuple(self._text("levels_available").split(","))
+
+    def level(self) -> str:
+        """Return the active level."""
+        return self._text("level")
+
+    def set_level(self, level: str) -> None:
+        """Make ``level`` the active one; "" means the best. Raises `NativeError` if that is impossible."""
+        self._text("set_level", level)
+
+    def why_unavailable(self, level: str) -> str:
+        """Return why a level cannot be used here, or ""."""
+        return self._text("why_unavailable", level)
+
+    def ops(self) -> tuple[str, ...]:
+        """Return the names of the ops with kernels."""
+        return tuple(sorted(set(self._text("ops").split(","))))
+
+    def features(self) -> dict[str, str]:
+        """Return each CPU feature with the reason why it cannot be used, "" if it can."""
+        found = {}
+        for line in self._text("features").splitlines():
+            name, _, reason = line.removeprefix("-").partition(": ")
+            found[name] = reason
+        return found
+
+    def kernels(self, op: str) -> list[tuple[str, str, tuple[str, ...]]]:
+        """Return ``(symbol, current level, available levels)`` of an op's kernels."""
+        rows = [line.split(" ") for line in self._text("kernels", op).splitlines()]
+        return [(row[1], row[2], tuple(row[3].split(","))) for row in rows]
+
+    def enable_huge_pages(self, enabled: bool) -> None:
+        """Let the arena of packed weights use huge pages or not."""
+        self._library.ipex_cpu_enable_huge_pages(int(enabled))
+
+    def arena_bytes(self) -> int:
+        """Return the bytes the arena of packed weights has mapped."""
+        self._library.ipex_cpu_arena_bytes.restype = ctypes.c_int64
+        return int(self._library.ipex_cpu_arena_bytes())
+
+
+def load() -> Native:
+    """Load the library; a second call returns the same one."""
+    global _loaded
+    if _loaded is None:
+        _loaded = Native(_find_library())
+    return _loaded
+
+
+_loaded: Native | None = None
