@@ -303,7 +303,8 @@ def bench(session: nox.Session) -> None:
     prepare(session)
     install_wheels(session, PACKAGES, extras="[cpu,demo]")
     REPORTS.mkdir(exist_ok=True)
-    session.run("ipex", "bench", *session.posargs)
+    files = ["--json", str(REPORTS / "bench.json"), "--plot", str(REPORTS / "bench.png")]
+    session.run("ipex", "bench", *(session.posargs or files))
 
 
 if __name__ == "__main__":

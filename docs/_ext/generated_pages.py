@@ -6,7 +6,7 @@ Before anything is read it writes, under ``docs/generated/`` (not committed):
 * a page per op, from its specification,
 * a page per configuration variable, from the table of `ipex_core.config`,
 * the reference of the public names, from ``ipex.__all__``,
-* the table of measured performance, from ``docs/data/performance.json`` if it exists.
+* the table of measured performance, from the files in ``docs/data/``.
 
 Each of them is a module beside this one. A file is only rewritten when its text changes, so that a rebuild is quick.
 """
@@ -30,7 +30,7 @@ def write_all(app: Any) -> None:
     pages: dict[str, str] = {}
     for module in (op_pages, config_pages, api_pages):
         pages.update(module.pages())
-    pages.update(performance_pages.pages(Path(app.srcdir) / "data" / "performance.json"))
+    pages.update(performance_pages.pages(Path(app.srcdir) / "data"))
     for name, text in pages.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -151,7 +151,7 @@ def benchmark(spec: OpSpec) -> list[str]:
     lines = [
         "## Benchmark",
         "",
-        f"`ipex bench --op {spec.name}` measures these shapes against stock PyTorch.",
+        f"`ipex bench {spec.name}` measures these shapes against stock PyTorch.",
         "",
         "| Shape | Bytes moved (bfloat16) | Floating-point operations |",
         "|---|---|---|",

@@ -1,51 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of measured performance, from ``docs/data/performance.json``.
+"""The tables of measured performance, from the files in ``docs/data/``.
 
-The file holds what was measured, with the machine and the command, and nothing that is computed from it::
+Each file is what a measuring command wrote (``ipex bench --json``, ``ipex demo``), unchanged except for keys that say
+what it is: ``title``, ``command``, ``note``. A file with ``tables`` holds finished tables::
 
-    {"tables": [{"title": "...", "machine": "...", "command": "...", "note": "...",
-                 "columns": ["Op", "ratio"], "rows": [["rms_norm", 4.2]]}]}
+    {"tables": [{"title": "...", "command": "...", "note": "...", "machine": "...",
+                 "columns": ["Model", "Ratio"], "rows": [["resnet", 1.4]]}]}
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["pages", "table"]
+__all__ = ["pages", "tables"]
 
 NOTHING = "No measurements are recorded in this tree yet. The commands above produce them.\n"
 
 
-def pages(data: Path) -> dict[str, str]:
+def pages(folder: Path) -> dict[str, str]:
     """Return the part that ``performance.md`` includes."""
-    if not data.exists():
-        return {"parts/performance.md": NOTHING}
-    tables = json.loads(data.read_text(encoding="utf-8"))["tables"]
-    return {"parts/performance.md": "\n".join(table(entry) for entry in tables)}
+    parts = [
+        render(table)
+        for path in sorted(folder.glob("*.json"))
+        for table in tables(json.loads(path.read_text(encoding="utf-8")), path.stem)
+    ]
+    return {"parts/performance.md": "\n".join(parts) or NOTHING}
 
 
-def table(entry: dict[str, Any]) -> str:
+def tables(data: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return the tables of one file, as dictionaries with title, machine, command, note, columns and rows."""
+    if "tables" in data:
+        return list(data["tables"])
+    results = data.get("results") or []
+    if not results or "op" not in results[0]:
+        raise ValueError(f"docs/data/{name}.json: neither tables nor the results of ipex bench")
+    return [bench_table(data, name)]
+
+
+def bench_table(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the table of a result file of ``ipex bench``."""
+    rows = [
+        [
+            f"`{r['op']}`",
+            r["case"],
+            r["dtype"],
+            r["threads"],
+            r["level"],
+            microseconds(r["stock_us"]),
+            microseconds(r["ipex_us"]),
+            f"**{r['ratio']:.2f}**",
+            f"{r['ratio_low']:.2f}-{r['ratio_high']:.2f}",
+            "-" if r["limit_percent"] is None else f"{r['limit_percent']:.0f} % ({r['limit']})",
+        ]
+        for r in data["results"]
+    ]
+    return {
+        "title": data.get("title", f"Ops against stock PyTorch ({name})"),
+        "machine": machine(data.get("machine", {})),
+        "command": data.get("command", "ipex bench"),
+        "note": data.get("note", ""),
+        "columns": [
+            *("Op", "Shape", "Dtype", "Threads", "Level", "Stock µs", "ipex µs"),
+            *("Ratio", "10-90 %", "Of the limit"),
+        ],
+        "rows": rows,
+    }
+
+
+def machine(facts: Mapping[str, Any]) -> str:
+    """Return the machine in one line."""
+    parts = [str(facts[key]) for key in ("cpu", "system") if facts.get(key)]
+    if facts.get("cpus"):
+        parts.insert(1, f"{facts['cpus']} CPUs")
+    parts += [f"{key} {facts[key]}" for key in ("torch", "python") if facts.get(key)]
+    return ", ".join(parts)
+
+
+def render(table: Mapping[str, Any]) -> str:
     """Return one table as Markdown."""
-    lines = [f"### {entry['title']}", ""]
-    if entry.get("machine"):
-        lines += [entry["machine"], ""]
+    columns = list(table["columns"])
+    lines = [f"### {table['title']}", ""]
+    if table.get("machine"):
+        lines += [f"{table['machine']}.", ""]
+    if table.get("command"):
+        lines += ["```bash", table["command"], "```", ""]
     lines += [
-        "| " + " | ".join(entry["columns"]) + " |",
-        "|---" + "|---:" * (len(entry["columns"]) - 1) + "|",
-        *("| " + " | ".join(map(cell, row)) + " |" for row in entry["rows"]),
+        "| " + " | ".join(columns) + " |",
+        "|---" * len(columns) + "|",
+        *("| " + " | ".join(map(cell, row)) + " |" for row in table["rows"]),
         "",
     ]
-    if entry.get("command"):
-        lines += ["```bash", entry["command"], "```", ""]
-    if entry.get("note"):
-        lines += [entry["note"], ""]
+    if table.get("note"):
+        lines += [table["note"], ""]
     return "\n".join(lines)
 
 
+def microseconds(value: float) -> str:
+    """Return a time with a precision that suits its size."""
+    return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
 def cell(value: object) -> str:
-    """Return a value as it is printed: numbers with three digits that matter."""
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
-    return str(value)
+    """Return a value as it is printed; numbers with three digits."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
