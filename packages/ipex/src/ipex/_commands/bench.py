@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ipex bench``: every op against stock torch, and against what the machine could do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ipex_core.benchmark import Result
+
+__all__ = ["app", "bench"]
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+#: A ratio that is lower than the one of the earlier run by more than this share counts as a regression.
+TOLERANCE = 0.15
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@app.command()
+def bench(
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(help="Ops to measure (default: all).", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Element types, separated by commas: float32, bfloat16, float16.")
+    ] = "bfloat16,float32",
+    case: Annotated[str, typer.Option(help="Only shapes whose name contains this.")] = "",
+    threads: Annotated[
+        str, typer.Option(help="Numbers of threads, separated by commas (default: torch's).")
+    ] = "",
+    levels: Annotated[
+        str,
+        typer.Option(
+            help="ISA levels to force, separated by commas, or 'all' (default: the best)."
+        ),
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=0.001, help="Time per measurement.")] = 0.4,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a chart here (needs matplotlib).")
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Earlier --json file; exit 1 if a ratio fell."
+        ),
+    ] = None,
+) -> None:
+    """Measure ops against the stock op of torch, in pairs, at the shapes of their specs.
+
+    The ratio is the median over rounds in which both ran once; above 1 ipex is faster. "limit" is the share of what the
+    machine did in the same rounds: copying or reading that many bytes, or multiplying matrices in that dtype.
+
+    Exit codes: 0, 1 if --compare finds a ratio more than 15 % lower, 2 for bad arguments.
+    """
+    console = Console()
+    names = list(ops or ())
+    request: dict[str, Any] = {
+        "ops": names,
+        "dtypes": _parse_dtypes(dtype),
+        "case": case,
+        "seconds": seconds,
+    }
+    _check_ops(names)
+    thread_counts = _parse_threads(threads)
+    level_names = _parse_levels(levels)
+    earlier = _read_results(compare) if compare is not None else []
+
+    results: list[Result] = []
+    for level in level_names:
+        for count in thread_counts:
+            results += _run({**request, "threads": count}, level, console)
+    if not results:
+        raise typer.BadParameter("nothing to measure: no shape of these ops fits the options")
+    console.print(results_table(results))
+    for row in (r for r in results if r.slower):
+        console.print(
+            f"[yellow]slower than stock:[/] {row.op} {row.case} {row.dtype} {row.ratio:.2f}x"
+        )
+
+    regressed = find_regressions(earlier, results)
+    if regressed:
+        # Measure what looks worse a second time, longer: a busy moment must not fail a build.
+        results = [_confirm(r, request, console) if r.key in regressed else r for r in results]
+        regressed = find_regressions(earlier, results)
+    if json_file is not None:
+        write_json(json_file, results)
+        console.print(f"wrote {json_file}")
+    if plot is not None:
+        write_plot(plot, results)
+        console.print(f"wrote {plot}")
+    if compare is not None:
+        for key, (before, now) in regressed.items():
+            console.print(
+                f"[red]regression:[/] {' '.join(map(str, key))}: {before:.2f}x -> {now:.2f}x"
+            )
+        if regressed:
+            raise typer.Exit(1)
+        console.print(f"no ratio is more than {TOLERANCE:.0%} below {compare}")
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def _parse_dtypes(text: str) -> list[str]:
+    names = [_SHORT.get(part.strip(), part.strip()) for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in _DTYPES:
+            raise typer.BadParameter(
+                f"must be one of {', '.join(_DTYPES)}, got {name!r}", param_hint="--dtype"
+            )
+    return names
+
+
+def _parse_threads(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        counts = [0]
+    if any(count < 1 for count in counts):
+        raise typer.BadParameter(f"must be positive numbers, got {text!r}", param_hint="--threads")
+    return counts or [0]  # 0: as torch has it
+
+
+def _parse_levels(text: str) -> list[str]:
+    if not text:
+        return [""]
+    from ipex_core._plugins import provider_for
+
+    provider = provider_for("cpu")
+    available = list(provider.isa_available) if provider is not None else []
+    if provider is not None:
+        available = [level for level in available if level in provider.isa_built]
+    if text == "all":
+        return available or [""]
+    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    for level in wanted:
+        if level not in available:
+            raise typer.BadParameter(
+                f"{level!r} is not among the levels this machine can run: {', '.join(available) or 'none'}",
+                param_hint="--levels",
+            )
+    return wanted
+
+
+def _check_ops(names: list[str]) -> None:
+    from ipex_core.benchmark import select
+    from ipex_core.errors import UnknownOpError
+
+    try:
+        select(names)
+    except UnknownOpError as error:
+        raise typer.BadParameter(str(error), param_hint="OPS") from None
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def _run(request: dict[str, Any], level: str, console: Console) -> list[Result]:
+    if not level:
+        return _measure(request, console)
+    # The level is chosen once, when the kernels are loaded: another one needs another process.
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "results.json"
+        code = "import sys; from ipex._commands.bench import child; child(*sys.argv[1:])"
+        console.print(f"level {level}")
+        subprocess.run(
+            [sys.executable, "-c", code, json.dumps(request), str(answer)],
+            env={**os.environ, "IPEX_CPU_ISA": level},
+            check=True,
+        )
+        return _read_results(answer)
+
+
+def child(request: str, answer: str) -> None:
+    """Measure in this process and write the results to a file; what `_run` starts for a forced level."""
+    write_json(Path(answer), _measure(json.loads(request), Console()))
+
+
+def _measure(request: dict[str, Any], console: Console) -> list[Result]:
+    import torch
+
+    from ipex_core.benchmark import run_bench, select
+
+    before = torch.get_num_threads()
+    if request["threads"]:
+        torch.set_num_threads(request["threads"])
+    dtypes = [getattr(torch, name) for name in request["dtypes"]]
+    total = sum(
+        request["case"] in case.id
+        for spec in select(request["ops"])
+        for dtype in dtypes
+        if dtype in spec.dtypes and spec.bench is not None
+        for case in spec.bench()
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=total)
+            results = []
+            for result in run_bench(
+                request["ops"],
+                dtypes=dtypes,
+                cases=request["case"],
+                seconds=request["seconds"],
+                on_case=lambda spec, case, dtype: progress.update(
+                    task, description=f"{spec.name} {case.id}"
+                ),
+            ):
+                results.append(result)
+                progress.advance(task)
+    finally:
+        torch.set_num_threads(before)
+    return results
+
+
+def _confirm(result: Result, request: dict[str, Any], console: Console) -> Result:
+    again = {
+        **request,
+        "ops": [result.op],
+        "dtypes": [result.dtype],
+        "case": result.case,
+        "threads": result.threads,
+        "seconds": 3 * request["seconds"],
+    }
+    from ipex_core.benchmark import active_level
+
+    level = "" if result.level == active_level() else result.level
+    found = [r for r in _run(again, level, console) if r.key == result.key]
+    return max([result, *found], key=lambda r: r.ratio)
+
+
+def find_regressions(
+    earlier: Iterable[Result], now: Iterable[Result]
+) -> dict[tuple[Any, ...], tuple[float, float]]:
+    """Return key -> (earlier ratio, ratio now) for what became slower against stock by more than the tolerance."""
+    before = {r.key: r.ratio for r in earlier}
+    return {
+        r.key: (before[r.key], r.ratio)
+        for r in now
+        if r.key in before and r.ratio < before[r.key] * (1 - TOLERANCE)
+    }
+
+
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+def results_table(results: list[Result]) -> Table:
+    """Return the table that the command prints."""
+    table = Table(title="ipex against stock torch (ratio above 1: ipex is faster)")
+    several_levels = len({r.level for r in results}) > 1
+    several_threads = len({r.threads for r in results}) > 1
+    table.add_column("op", no_wrap=True)
+    table.add_column("case", no_wrap=True)
+    table.add_column("dtype")
+    if several_threads:
+        table.add_column("threads", justify="right")
+    if several_levels:
+        table.add_column("level")
+    for name in ("stock us", "ipex us", "ratio", "p10-p90", "GB/s", "GFLOP/s", "% of limit"):
+        table.add_column(name, justify="right")
+    last = ""
+    for r in results:
+        if last and r.op != last:
+            table.add_section()
+        last = r.op
+        colour = "yellow" if r.slower else "green" if r.ratio_low > 1.0 else "default"
+        limit = "call" if r.limit_percent is None else f"{r.limit_percent:.0f} {r.limit[:3]}"
+        table.add_row(
+            r.op,
+            r.case,
+            r.dtype,
+            *([str(r.threads)] if several_threads else []),
+            *([r.level] if several_levels else []),
+            f"{r.stock_us:,.1f}",
+            f"{r.ipex_us:,.1f}",
+            f"[{colour}]{r.ratio:.2f}x[/]",
+            f"{r.ratio_low:.2f}-{r.ratio_high:.2f}",
+            f"{r.gb_per_s:.1f}",
+            f"{r.gflop_per_s:.0f}" if r.gflop_per_s else "",
+            limit,
+        )
+    first = results[0]
+    table.caption = (
+        f"{first.threads} thread(s), level {first.level}; mem/com: memory or compute bound"
+    )
+    return table
+
+
+def write_json(path: Path, results: list[Result]) -> None:
+    """Write the results and what machine they are from."""
+    from ipex_core.benchmark import machine
+
+    rows = [dataclasses.asdict(result) for result in results]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), "results": rows}, indent=2) + "\n")
+
+
+def _read_results(path: Path) -> list[Result]:
+    from ipex_core.benchmark import Result
+
+    try:
+        return [Result(**row) for row in json.loads(path.read_text())["results"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise typer.BadParameter(f"{path} is not a result file of ipex bench: {error}") from None
+
+
+def write_plot(path: Path, results: list[Result]) -> None:
+    """Draw the ratios as bars with their spread."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise typer.BadParameter(
+            "needs matplotlib: pip install 'ipex[demo]'", param_hint="--plot"
+        ) from None
+    figure = Figure(figsize=(9, 1.2 + 0.22 * len(results)), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(results))
+    low = [max(r.ratio - r.ratio_low, 0) for r in results]
+    high = [max(r.ratio_high - r.ratio, 0) for r in results]
+    axes.barh(
+        list(places),
+        [r.ratio for r in results],
+        xerr=[low, high],
+        color=["#c0392b" if r.slower else "#2a7f9e" for r in results],
+        error_kw={"elinewidth": 0.8},
+    )
+    axes.set_yticks(list(places), [f"{r.op} {r.case} {r.dtype}" for r in results], fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("times as fast as stock torch (median; line: p10-p90)")
+    axes.set_title(
+        f"ipex bench, {results[0].threads} thread(s), level {results[0].level}", fontsize=10
+    )
+    axes.margins(y=0.01)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    app()

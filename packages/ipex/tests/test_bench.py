@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `ipex bench`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ipex._commands import bench
+from ipex_core import _spec
+from ipex_core.benchmark import Ratio, paired, quantile, ratio, run_bench
+from ipex_core.errors import UnknownOpError
+
+OP = "silu_mul"
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Give the op one small shape."""
+    import dataclasses
+
+    spec = _spec.specs()[OP]
+    case = _spec.BenchCase(
+        "4x64",
+        lambda dtype: (torch.ones(4, 64, dtype=dtype), torch.ones(4, 64, dtype=dtype)),
+        lambda dtype: 3 * 4 * 64 * dtype.itemsize,
+    )
+    large = _spec.BenchCase(
+        "512x512",
+        lambda dtype: (torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)),
+        lambda dtype: 3 * 512 * 512 * dtype.itemsize,
+        flops=20_000_000,
+    )
+    monkeypatch.setitem(_spec._SPECS, OP, dataclasses.replace(spec, bench=lambda: [case, large]))
+
+
+def run(*arguments):
+    return CliRunner().invoke(bench.app, [OP, "--seconds", "0.01", *map(str, arguments)])
+
+
+def test_paired_calls_everything_once_per_round():
+    calls = []
+    times = paired(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")},
+        seconds=0,
+        warmup=1,
+        min_rounds=3,
+    )
+    assert "".join(calls) == "ab" + "abbaab"
+    assert [len(times[name]) for name in "ab"] == [3, 3]
+
+
+def test_ratio_is_the_median_of_paired_ratios():
+    assert ratio([2.0, 4.0, 60.0], [1.0, 2.0, 10.0]) == Ratio(2.0, 2.0, 5.2)
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+
+
+def test_run_bench_rejects_an_unknown_op():
+    with pytest.raises(UnknownOpError, match="unknown op 'nosuch'"):
+        list(run_bench(["nosuch"]))
+
+
+def test_table_json_and_plot(tiny, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = run("--dtype", "fp32", "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png")
+    assert result.exit_code == 0, result.output
+    assert "silu_mul" in result.output and "4x64" in result.output
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert data["machine"]["torch"] == torch.__version__
+    small, large = data["results"]
+    assert small["limit"] == "call" and small["limit_percent"] is None
+    assert large["limit"] in {"memory", "compute"} and large["limit_percent"] > 0
+    assert small["rounds"] >= 7 and small["ratio_low"] <= small["ratio"] <= small["ratio_high"]
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_compare_finds_a_regression(tiny, tmp_path):
+    file = tmp_path / "before.json"
+    assert run("--dtype", "fp32", "--case", "4x64", "--json", file).exit_code == 0
+    data = json.loads(file.read_text())
+    data["results"][0]["ratio"] = 0.001
+    file.write_text(json.dumps(data))
+    assert run("--dtype", "fp32", "--case", "4x64", "--compare", file).exit_code == 0
+    data["results"][0]["ratio"] = 1000.0
+    file.write_text(json.dumps(data))
+    result = run("--dtype", "fp32", "--case", "4x64", "--compare", file)
+    assert result.exit_code == 1
+    assert "regression" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "int8"], "must be one of float32"),
+        (["--threads", "0"], "positive"),
+        (["--threads", "x"], "positive"),
+        (["--levels", "mmx"], "mmx"),
+        (["--case", "no such case"], "nothing to measure"),
+        (["nosuch"], "unknown op"),
+    ],
+)
+def test_bad_arguments_exit_with_2(tiny, arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_threads_are_restored(tiny):
+    before = torch.get_num_threads()
+    assert run("--threads", "1", "--dtype", "fp32", "--case", "4x64").exit_code == 0
+    assert torch.get_num_threads() == before
