@@ -127,6 +127,8 @@ def wheels(session: nox.Session) -> None:
     DIST.mkdir(exist_ok=True)
     # No build isolation: an isolated environment would install torch once more for every single build.
     session.install(*BUILD_TOOLS)
+    if os.environ.get("CI"):
+        session.env["SKBUILD_CMAKE_DEFINE"] = "IPEX_WERROR=ON"
     for name in stale:
         session.log(f"building {name}")
         stem = name.replace("-", "_")

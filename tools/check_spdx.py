@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["main", "missing"]
 
 LINE = "SPDX-License-Identifier: Apache-2.0"
-SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".c", ".cmake", ".in", ".map", ".sh"}
+SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".c", ".cmake", ".in", ".sh"}
 NAMES = {"CMakeLists.txt"}
 SKIPPED_FOLDERS = {"build", "dist", "generated", "_build", "__pycache__"}
 

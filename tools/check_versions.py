@@ -30,7 +30,7 @@ __all__ = ["Project", "load_project", "main", "problems"]
 
 _VERSION = re.compile(r"""^__version__(?:\s*:\s*\w+)?\s*=\s*["']([^"']+)["']""", re.MULTILINE)
 _PYTHON_API = re.compile(r"^KERNEL_API(?:\s*:\s*\w+)?\s*=\s*(\d+)", re.MULTILINE)
-_NATIVE_API = re.compile(r"\b(?:kKernelApi|IPEX_KERNEL_API_VERSION|KERNEL_API)\b\s*=?\s*(\d+)")
+_NATIVE_API = re.compile(r"\b(?:kKernelApi|IPEX_KERNEL_API_VERSION)\b\s*=?\s*(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +103,16 @@ def api_problems(root: Path) -> list[str]:
             for path in sorted(native.glob("csrc/**/*.h"))
             if (number := _NATIVE_API.search(path.read_text(encoding="utf-8")))
         }
+        in_python = {
+            path.relative_to(root).as_posix(): number.group(1)
+            for path in sorted(native.glob("src/*/*.py"))
+            if (number := _PYTHON_API.search(path.read_text(encoding="utf-8")))
+        }
         if not numbers:
             found.append(f"{native.name}: no header defines the KERNEL_API number")
         found += [
             f"{path}: KERNEL_API is {number}, ipex_core has {match.group(1)}"
-            for path, number in numbers.items()
+            for path, number in {**numbers, **in_python}.items()
             if number != match.group(1)
         ]
     return found
