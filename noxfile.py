@@ -159,7 +159,7 @@ def wheels(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Build, install, and speed up a real model on real text: `ipex demo`."""
     prepare(session)
-    install_wheels(session, PACKAGES, extras="[cpu,demo]")
+    install_wheels(session, PACKAGES, extras="[demo]")
     REPORTS.mkdir(exist_ok=True)
     session.run("ipex", "demo", *session.posargs)
 
@@ -168,7 +168,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run all tests, of each package and across packages, from built wheels."""
     prepare(session)
-    install_wheels(session, PACKAGES, *TEST_TOOLS, extras="[cpu,test]")
+    install_wheels(session, PACKAGES, *TEST_TOOLS, extras="[demo]")
     session.env["IPEX_TEST_WHEELS"] = str(DIST)
     session.run("ipex", "doctor")
     session.run("pytest", *session.posargs)
@@ -303,7 +303,7 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure every op against stock torch: `ipex bench`."""
     prepare(session)
-    install_wheels(session, PACKAGES, extras="[cpu,demo]")
+    install_wheels(session, PACKAGES, extras="[demo]")
     REPORTS.mkdir(exist_ok=True)
     files = ["--json", str(REPORTS / "bench.json"), "--plot", str(REPORTS / "bench.png")]
     session.run("ipex", "bench", *(session.posargs or files))

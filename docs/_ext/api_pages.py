@@ -7,43 +7,71 @@ import inspect
 from types import ModuleType
 
 import ipex
+import ipex_core._spec
 import ipex_core.errors
+import ipex_core.testing
 
 __all__ = ["pages"]
 
 
 def pages() -> dict[str, str]:
     """Return the pages by file name."""
+    return {"api.md": user_page(), "authors.md": author_page()}
+
+
+def user_page() -> str:
+    """Return the reference of ``import ipex``."""
     functions: list[str] = []
     classes: list[str] = []
-    others: list[str] = []
+    constants: list[str] = []
     for name in sorted(ipex.__all__, key=str.lower):
-        try:
-            value = getattr(ipex, name)
-        except ImportError:
-            continue  # the name belongs to a component that is not installed for this build
-        if isinstance(value, ModuleType) or (
-            inspect.isclass(value) and issubclass(value, Exception)
-        ):
+        value = getattr(ipex, name)
+        if name.startswith("__") or isinstance(value, ModuleType):
             continue
-        if inspect.isclass(value):
-            classes += [f".. autoclass:: ipex.{name}", "   :members:", ""]
-        elif callable(value):
-            functions += [f".. autofunction:: ipex.{name}", ""]
+        if inspect.isclass(value) or callable(value):
+            (classes if inspect.isclass(value) else functions).extend(entry("ipex", name, value))
         else:
-            others.append(f"| `ipex.{name}` | `{value!r}` |")
+            constants.append(f"| `ipex.{name}` | `{value!r}` |")
     errors: list[str] = []
     for name in ipex_core.errors.__all__:
         errors += [f".. autoexception:: ipex_core.errors.{name}", "   :show-inheritance:", ""]
     lines = [
         "# Python reference",
         "",
-        "What `import ipex` offers. Generated from the docstrings, whose examples are run.",
+        "What `import ipex` offers, generated from the docstrings.",
         "",
     ]
-    for title, body in (("Functions", functions), ("Classes", classes), ("Errors", errors)):
-        if body:
-            lines += [f"## {title}", "", "```{eval-rst}", *body, "```", ""]
-    if others:
-        lines += ["## Constants", "", "| Name | Value |", "|---|---|", *others, ""]
-    return {"api.md": "\n".join(lines)}
+    lines += section("Functions", functions) + section("Classes", classes)
+    if constants:
+        lines += ["## Constants", "", "| Name | Value |", "|---|---|", *constants, ""]
+    lines += section("Errors", errors)
+    return "\n".join(lines)
+
+
+def author_page() -> str:
+    """Return the reference for those who add ops or kernels."""
+    lines = ["# For authors of ops and kernels", ""]
+    lines += [
+        "What an op's specification is made of, and the checks that a kernel package can use.",
+        "",
+    ]
+    for title, module in (("Specifications", ipex_core._spec), ("Tests", ipex_core.testing)):
+        body: list[str] = []
+        for name in module.__all__:
+            value = getattr(module, name)
+            if callable(value):
+                body += entry(module.__name__, name, value)
+        lines += section(title, body)
+    return "\n".join(lines)
+
+
+def entry(module: str, name: str, value: object) -> list[str]:
+    """Return the autodoc directive of one object."""
+    if inspect.isclass(value):
+        return [f".. autoclass:: {module}.{name}", "   :members:", ""]
+    return [f".. autofunction:: {module}.{name}", ""]
+
+
+def section(title: str, body: list[str]) -> list[str]:
+    """Return a titled block of reStructuredText, or nothing."""
+    return [f"## {title}", "", "```{eval-rst}", *body, "```", ""] if body else []
