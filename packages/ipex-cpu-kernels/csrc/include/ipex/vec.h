@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small vector layer: one `f32v` of kLanes floats per ISA level, with loads and stores that convert.
+// A small vector layer: one `f32v` of kLanes floats per ISA level, with loads and stores that
+// convert.
 //
 // A kernel is written once against this header and compiled once per level. Everything sits in an
-// anonymous namespace: every level is a shared module of its own and must not export or merge inline
-// code. `+ - * /` are the compiler's own vector operators; the rest are the functions below.
+// anonymous namespace: every level is a shared module of its own and must not export or merge
+// inline code. `+ - * /` are the compiler's own vector operators; the rest are the functions below.
 //
 // Lanes:    kLanes = 16 (AVX-512), 8 (AVX2) or 4 (x86-64 baseline, SSE2).
 // Elements: float, BFloat16, Half. Arithmetic is always in float; storing rounds to nearest even.
@@ -18,7 +19,8 @@
 #include "ipex/isa.h"
 #include "ipex/kernel.h"
 
-// GCC keeps large lambdas and templates out of line otherwise, and a vector then passes through memory.
+// GCC keeps large lambdas and templates out of line otherwise, and a vector then passes through
+// memory.
 #define IPEX_INLINE inline __attribute__((always_inline))
 #define IPEX_LAMBDA __attribute__((always_inline))
 
@@ -33,7 +35,8 @@
 namespace ipex {
 namespace {
 
-// True if results are rounded to a 16-bit type, so that the short polynomials of vec_math.h are enough.
+// True if results are rounded to a 16-bit type, so that the short polynomials of vec_math.h are
+// enough.
 template <typename T>
 inline constexpr bool kReducedPrecision = true;
 template <>

@@ -9,8 +9,8 @@
 namespace ipex {
 namespace {
 
-// Vectors per iteration. Four independent chains hide the latency of a polynomial; with 16 registers
-// (AVX2, SSE2) two already fill the register file.
+// Vectors per iteration. Four independent chains hide the latency of a polynomial; with 16
+// registers (AVX2, SSE2) two already fill the register file.
 inline constexpr int kUnroll = kLanes == 16 ? 4 : 2;
 
 // The inputs of one group are all read before its outputs are written, so y may be an input.
@@ -42,8 +42,8 @@ IPEX_INLINE void map(const T* a, const T* b, T* y, int64_t n, const F& f) {
   if (i < n) store_n(y + i, f(load_n(a + i, n - i), load_n(b + i, n - i)), n - i);
 }
 
-// Calls body(i, k) for each full vector at element i and tail(i, count) for the rest, if any. k counts
-// 0 .. kUnroll - 1 so that a reduction can keep that many independent accumulators.
+// Calls body(i, k) for each full vector at element i and tail(i, count) for the rest, if any. k
+// counts 0 .. kUnroll - 1 so that a reduction can keep that many independent accumulators.
 template <typename Body, typename Tail>
 IPEX_INLINE void for_vectors(int64_t n, const Body& body, const Tail& tail) {
   int64_t i = 0;
@@ -76,9 +76,13 @@ struct None {};
 IPEX_INLINE f32v load_or(const None*, int64_t, f32v absent) { return absent; }
 IPEX_INLINE f32v load_n_or(const None*, int64_t, int64_t, f32v absent) { return absent; }
 template <typename T>
-IPEX_INLINE f32v load_or(const T* p, int64_t i, f32v) { return load(p + i); }
+IPEX_INLINE f32v load_or(const T* p, int64_t i, f32v) {
+  return load(p + i);
+}
 template <typename T>
-IPEX_INLINE f32v load_n_or(const T* p, int64_t i, int64_t n, f32v) { return load_n(p + i, n); }
+IPEX_INLINE f32v load_n_or(const T* p, int64_t i, int64_t n, f32v) {
+  return load_n(p + i, n);
+}
 
 IPEX_INLINE float sqrt_of(float a) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(a))); }
 

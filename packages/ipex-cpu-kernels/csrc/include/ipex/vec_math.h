@@ -133,8 +133,8 @@ IPEX_INLINE f32v erf(f32v x) {
 
 // Standard normal distribution function Phi(x) = (1 + erf(x / sqrt(2))) / 2, the weight of GELU.
 // log2 Phi(-a) is nearly a parabola: a polynomial in a = |x| and one exp2 give Phi with a small
-// *relative* error on the negative side too, where 1 + erf cancels. Both polynomials have a negative
-// leading coefficient and fall to -infinity, so no clamp is needed.
+// *relative* error on the negative side too, where 1 + erf cancels. Both polynomials have a
+// negative leading coefficient and fall to -infinity, so no clamp is needed.
 IPEX_INLINE f32v normal_cdf_fast(f32v x) {
   constexpr float kPoly[] = {-1.000202417e+00f, -1.148108840e+00f, -4.662921727e-01f,
                              -4.672383890e-02f, 5.403923336e-03f,  -2.796045155e-04f};  // 1.4e-4
@@ -151,7 +151,7 @@ IPEX_INLINE f32v normal_cdf(f32v x) {
 }
 
 // The tanh form of GELU is x * sigmoid(2 s), s = sqrt(2 / pi) (x + 0.044715 x^3).
-inline constexpr float kGeluTanh = 1.595769122f;                // 2 sqrt(2 / pi)
+inline constexpr float kGeluTanh = 1.595769122f;  // 2 sqrt(2 / pi)
 inline constexpr float kGeluTanhCubic = 1.595769122f * 0.044715f;
 
 template <bool kFast>

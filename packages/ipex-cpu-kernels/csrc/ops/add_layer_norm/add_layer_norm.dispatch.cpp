@@ -6,23 +6,26 @@
 namespace ipex {
 namespace {
 
-// Writes sum = x + residual and returns the sum of the rounded values.
+// Writes sum = x + residual and returns the moments of the rounded values.
 template <typename T>
-IPEX_INLINE float add_rows(const T* x, const T* residual, T* sum, int64_t n) {
-  Sum total;
+IPEX_INLINE Moments add_rows(const T* x, const T* residual, T* sum, int64_t n) {
+  const auto at = [&](int64_t i) IPEX_LAMBDA { return load(x + i) + load(residual + i); };
+  const auto tail = [&](int64_t i, int64_t count)
+                        IPEX_LAMBDA { return load_n(x + i, count) + load_n(residual + i, count); };
+  Moments moments(n, at, tail);
   for_vectors(
       n,
       [&](int64_t i, int k) IPEX_LAMBDA {
-        const f32v a = load(x + i) + load(residual + i);
+        const f32v a = at(i);
         store(sum + i, a);
-        total.part[k] = total.part[k] + round_to(sum, a);
+        moments.add(round_to(sum, a), k);
       },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
-        const f32v a = load_n(x + i, count) + load_n(residual + i, count);
+        const f32v a = tail(i, count);
         store_n(sum + i, a, count);
-        total.part[0] = total.part[0] + round_to(sum, a);
+        moments.add_tail(round_to(sum, a), count);
       });
-  return total.total();
+  return moments;
 }
 
 template <typename T>
@@ -31,8 +34,8 @@ IPEX_INLINE void run(const T* x, int64_t x_stride, const T* residual, int64_t re
                      T* sum, int64_t cols, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
     T* s = sum + r * cols;
-    const float total = add_rows(x + r * x_stride, residual + r * residual_stride, s, cols);
-    finish_layer_norm(s, total, weight, bias, params_are_f32, eps, y + r * cols, cols);
+    Moments moments = add_rows(x + r * x_stride, residual + r * residual_stride, s, cols);
+    finish_layer_norm(s, moments, weight, bias, params_are_f32, eps, y + r * cols, cols);
   }
 }
 
@@ -47,18 +50,19 @@ void ipex_k_add_layer_norm_f32(const float* x, int64_t x_stride, const float* re
             begin, end);
 }
 
-void ipex_k_add_layer_norm_bf16(const ipex::BFloat16* x, int64_t x_stride, const ipex::BFloat16* residual,
-                               int64_t residual_stride, const void* weight, const void* bias,
-                               bool params_are_f32, float eps, ipex::BFloat16* y, ipex::BFloat16* sum, int64_t cols,
-                               int64_t begin, int64_t end) {
+void ipex_k_add_layer_norm_bf16(const ipex::BFloat16* x, int64_t x_stride,
+                                const ipex::BFloat16* residual, int64_t residual_stride,
+                                const void* weight, const void* bias, bool params_are_f32,
+                                float eps, ipex::BFloat16* y, ipex::BFloat16* sum, int64_t cols,
+                                int64_t begin, int64_t end) {
   ipex::run(x, x_stride, residual, residual_stride, weight, bias, params_are_f32, eps, y, sum, cols,
             begin, end);
 }
 
 void ipex_k_add_layer_norm_f16(const ipex::Half* x, int64_t x_stride, const ipex::Half* residual,
                                int64_t residual_stride, const void* weight, const void* bias,
-                               bool params_are_f32, float eps, ipex::Half* y, ipex::Half* sum, int64_t cols,
-                               int64_t begin, int64_t end) {
+                               bool params_are_f32, float eps, ipex::Half* y, ipex::Half* sum,
+                               int64_t cols, int64_t begin, int64_t end) {
   ipex::run(x, x_stride, residual, residual_stride, weight, bias, params_are_f32, eps, y, sum, cols,
             begin, end);
 }

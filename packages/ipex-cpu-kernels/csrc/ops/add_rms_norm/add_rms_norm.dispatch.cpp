@@ -49,18 +49,19 @@ void ipex_k_add_rms_norm_f32(const float* x, int64_t x_stride, const float* resi
             sum, cols, begin, end);
 }
 
-void ipex_k_add_rms_norm_bf16(const ipex::BFloat16* x, int64_t x_stride, const ipex::BFloat16* residual,
-                             int64_t residual_stride, const void* weight, bool weight_is_f32,
-                             float eps, float weight_offset, ipex::BFloat16* y, ipex::BFloat16* sum, int64_t cols,
-                             int64_t begin, int64_t end) {
+void ipex_k_add_rms_norm_bf16(const ipex::BFloat16* x, int64_t x_stride,
+                              const ipex::BFloat16* residual, int64_t residual_stride,
+                              const void* weight, bool weight_is_f32, float eps,
+                              float weight_offset, ipex::BFloat16* y, ipex::BFloat16* sum,
+                              int64_t cols, int64_t begin, int64_t end) {
   ipex::run(x, x_stride, residual, residual_stride, weight, weight_is_f32, eps, weight_offset, y,
             sum, cols, begin, end);
 }
 
 void ipex_k_add_rms_norm_f16(const ipex::Half* x, int64_t x_stride, const ipex::Half* residual,
                              int64_t residual_stride, const void* weight, bool weight_is_f32,
-                             float eps, float weight_offset, ipex::Half* y, ipex::Half* sum, int64_t cols,
-                             int64_t begin, int64_t end) {
+                             float eps, float weight_offset, ipex::Half* y, ipex::Half* sum,
+                             int64_t cols, int64_t begin, int64_t end) {
   ipex::run(x, x_stride, residual, residual_stride, weight, weight_is_f32, eps, weight_offset, y,
             sum, cols, begin, end);
 }

@@ -9,18 +9,19 @@
 //   x, residual  [rows, cols], rows x_stride and residual_stride elements apart
 //   weight       as in rms_norm.h
 //   y, sum       [rows, cols], row-major
-IPEX_KERNEL_API void ipex_k_add_rms_norm_f32(const float* x, int64_t x_stride, const float* residual,
-                                            int64_t residual_stride, const void* weight,
-                                            bool weight_is_f32, float eps, float weight_offset,
-                                            float* y, float* sum, int64_t cols, int64_t begin,
-                                            int64_t end);
-IPEX_KERNEL_API void ipex_k_add_rms_norm_bf16(const ipex::BFloat16* x, int64_t x_stride, const ipex::BFloat16* residual,
-                                            int64_t residual_stride, const void* weight,
-                                            bool weight_is_f32, float eps, float weight_offset,
-                                            ipex::BFloat16* y, ipex::BFloat16* sum, int64_t cols, int64_t begin,
-                                            int64_t end);
-IPEX_KERNEL_API void ipex_k_add_rms_norm_f16(const ipex::Half* x, int64_t x_stride, const ipex::Half* residual,
-                                            int64_t residual_stride, const void* weight,
-                                            bool weight_is_f32, float eps, float weight_offset,
-                                            ipex::Half* y, ipex::Half* sum, int64_t cols, int64_t begin,
-                                            int64_t end);
+IPEX_KERNEL_API void ipex_k_add_rms_norm_f32(const float* x, int64_t x_stride,
+                                             const float* residual, int64_t residual_stride,
+                                             const void* weight, bool weight_is_f32, float eps,
+                                             float weight_offset, float* y, float* sum,
+                                             int64_t cols, int64_t begin, int64_t end);
+IPEX_KERNEL_API void ipex_k_add_rms_norm_bf16(const ipex::BFloat16* x, int64_t x_stride,
+                                              const ipex::BFloat16* residual,
+                                              int64_t residual_stride, const void* weight,
+                                              bool weight_is_f32, float eps, float weight_offset,
+                                              ipex::BFloat16* y, ipex::BFloat16* sum, int64_t cols,
+                                              int64_t begin, int64_t end);
+IPEX_KERNEL_API void ipex_k_add_rms_norm_f16(const ipex::Half* x, int64_t x_stride,
+                                             const ipex::Half* residual, int64_t residual_stride,
+                                             const void* weight, bool weight_is_f32, float eps,
+                                             float weight_offset, ipex::Half* y, ipex::Half* sum,
+                                             int64_t cols, int64_t begin, int64_t end);

@@ -12,8 +12,13 @@ IPEX_INLINE void run(const T* x, int64_t x_stride, const void* weight, const voi
                      int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
     const T* row = x + r * x_stride;
-    finish_layer_norm(row, sum_of(row, cols), weight, bias, params_are_f32, eps, y + r * cols,
-                      cols);
+    const auto at = [&](int64_t i) IPEX_LAMBDA { return load(row + i); };
+    const auto tail = [&](int64_t i, int64_t count) IPEX_LAMBDA { return load_n(row + i, count); };
+    Moments moments(cols, at, tail);
+    for_vectors(
+        cols, [&](int64_t i, int k) IPEX_LAMBDA { moments.add(at(i), k); },
+        [&](int64_t i, int64_t count) IPEX_LAMBDA { moments.add_tail(tail(i, count), count); });
+    finish_layer_norm(row, moments, weight, bias, params_are_f32, eps, y + r * cols, cols);
   }
 }
 
@@ -26,14 +31,14 @@ void ipex_k_layer_norm_f32(const float* x, int64_t x_stride, const void* weight,
   ipex::run(x, x_stride, weight, bias, params_are_f32, eps, y, cols, begin, end);
 }
 
-void ipex_k_layer_norm_bf16(const ipex::BFloat16* x, int64_t x_stride, const void* weight, const void* bias,
-                           bool params_are_f32, float eps, ipex::BFloat16* y, int64_t cols, int64_t begin,
-                           int64_t end) {
+void ipex_k_layer_norm_bf16(const ipex::BFloat16* x, int64_t x_stride, const void* weight,
+                            const void* bias, bool params_are_f32, float eps, ipex::BFloat16* y,
+                            int64_t cols, int64_t begin, int64_t end) {
   ipex::run(x, x_stride, weight, bias, params_are_f32, eps, y, cols, begin, end);
 }
 
-void ipex_k_layer_norm_f16(const ipex::Half* x, int64_t x_stride, const void* weight, const void* bias,
-                           bool params_are_f32, float eps, ipex::Half* y, int64_t cols, int64_t begin,
-                           int64_t end) {
+void ipex_k_layer_norm_f16(const ipex::Half* x, int64_t x_stride, const void* weight,
+                           const void* bias, bool params_are_f32, float eps, ipex::Half* y,
+                           int64_t cols, int64_t begin, int64_t end) {
   ipex::run(x, x_stride, weight, bias, params_are_f32, eps, y, cols, begin, end);
 }

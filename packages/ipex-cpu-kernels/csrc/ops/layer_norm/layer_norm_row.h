@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sweeps over one row that layer_norm and add_layer_norm share. All but the first read the cache.
+// The two sweeps over one row that layer_norm and add_layer_norm share. The second reads the cache.
 #pragma once
 
 #include "ipex/vec_loops.h"
@@ -7,35 +7,48 @@
 namespace ipex {
 namespace {
 
-template <typename T>
-IPEX_INLINE float sum_of(const T* x, int64_t n) {
-  Sum sum;
-  for_vectors(
-      n,
-      [&](int64_t i, int k) IPEX_LAMBDA { sum.part[k] = sum.part[k] + load(x + i); },
-      [&](int64_t i, int64_t count) IPEX_LAMBDA {
-        sum.part[0] = sum.part[0] + load_n(x + i, count);
-      });
-  return sum.total();
-}
+// Mean and variance in one sweep, from the sums of d and d^2 with d = x - pivot. The pivot is the
+// mean of the first m elements of the row. As they are part of it, (mean - pivot)^2 <= n / m *
+// variance whatever the data: the subtraction in variance() costs at most a factor n / m of float's
+// precision, and almost nothing unless a row goes on quite unlike it begins.
+class Moments {
+ public:
+  // at(i) is the vector at element i, tail(i, count) the incomplete one there.
+  template <typename At, typename Tail>
+  IPEX_INLINE Moments(int64_t n, const At& at, const Tail& tail) : n_(static_cast<float>(n)) {
+    f32v sum = n < kLanes ? keep_n(tail(int64_t{0}, n), n, zero()) : at(int64_t{0});
+    int64_t count = n < kLanes ? n : kLanes;
+    for (; count + kLanes <= n && count < 4 * kLanes; count += kLanes) sum = sum + at(count);
+    pivot_ = reduce_add(sum) / static_cast<float>(count);
+    shift_ = set1(pivot_);
+  }
+  IPEX_INLINE void add(f32v a, int k) { add_difference(a - shift_, k); }
+  IPEX_INLINE void add_tail(f32v a, int64_t count) {
+    add_difference(keep_n(a - shift_, count, zero()), 0);
+  }
+  IPEX_INLINE void finish() {
+    const float mean = first_.total() / n_;
+    const float variance = second_.total() / n_ - mean * mean;
+    mean_ = pivot_ + mean;
+    variance_ = variance < 0.0f ? 0.0f : variance;  // rounding; NaN stays NaN
+  }
+  float mean() const { return mean_; }
+  float variance() const { return variance_; }
 
-// Around the mean, in a sweep of its own: mean(x^2) - mean^2 would cancel for a large mean.
-template <typename T>
-IPEX_INLINE float sum_of_squared_differences(const T* x, float mean, int64_t n) {
-  const f32v m = set1(mean);
-  Sum sum;
-  for_vectors(
-      n,
-      [&](int64_t i, int k) IPEX_LAMBDA {
-        const f32v a = load(x + i) - m;
-        sum.part[k] = fma(a, a, sum.part[k]);
-      },
-      [&](int64_t i, int64_t count) IPEX_LAMBDA {
-        const f32v a = keep_n(load_n(x + i, count) - m, count, zero());
-        sum.part[0] = fma(a, a, sum.part[0]);
-      });
-  return sum.total();
-}
+ private:
+  IPEX_INLINE void add_difference(f32v d, int k) {
+    first_.part[k] = first_.part[k] + d;
+    second_.part[k] = fma(d, d, second_.part[k]);
+  }
+
+  Sum first_;
+  Sum second_;
+  f32v shift_;
+  float n_;
+  float pivot_;
+  float mean_ = 0.0f;
+  float variance_ = 0.0f;
+};
 
 // y = (x - mean) * factor * weight + bias
 template <typename T, typename W, typename B>
@@ -69,12 +82,12 @@ IPEX_INLINE void normalise_with(const T* x, const void* weight, const void* bias
 }
 
 template <typename T>
-IPEX_INLINE void finish_layer_norm(const T* x, float sum, const void* weight, const void* bias,
-                                   bool params_are_f32, float eps, T* y, int64_t n) {
-  const float count = static_cast<float>(n);
-  const float mean = sum / count;
-  const float variance = sum_of_squared_differences(x, mean, n) / count;
-  const float factor = 1.0f / sqrt_of(variance + eps);
+IPEX_INLINE void finish_layer_norm(const T* x, Moments& moments, const void* weight,
+                                   const void* bias, bool params_are_f32, float eps, T* y,
+                                   int64_t n) {
+  moments.finish();
+  const float mean = moments.mean();
+  const float factor = 1.0f / sqrt_of(moments.variance() + eps);
   if (params_are_f32) return normalise_with<T, float>(x, weight, bias, mean, factor, y, n);
   normalise_with<T, T>(x, weight, bias, mean, factor, y, n);
 }

@@ -26,14 +26,14 @@ void ipex_k_rms_norm_f32(const float* x, int64_t x_stride, const void* weight, b
   ipex::run(x, x_stride, weight, weight_is_f32, eps, weight_offset, y, cols, begin, end);
 }
 
-void ipex_k_rms_norm_bf16(const ipex::BFloat16* x, int64_t x_stride, const void* weight, bool weight_is_f32,
-                         float eps, float weight_offset, ipex::BFloat16* y, int64_t cols, int64_t begin,
-                         int64_t end) {
+void ipex_k_rms_norm_bf16(const ipex::BFloat16* x, int64_t x_stride, const void* weight,
+                          bool weight_is_f32, float eps, float weight_offset, ipex::BFloat16* y,
+                          int64_t cols, int64_t begin, int64_t end) {
   ipex::run(x, x_stride, weight, weight_is_f32, eps, weight_offset, y, cols, begin, end);
 }
 
-void ipex_k_rms_norm_f16(const ipex::Half* x, int64_t x_stride, const void* weight, bool weight_is_f32,
-                         float eps, float weight_offset, ipex::Half* y, int64_t cols, int64_t begin,
-                         int64_t end) {
+void ipex_k_rms_norm_f16(const ipex::Half* x, int64_t x_stride, const void* weight,
+                         bool weight_is_f32, float eps, float weight_offset, ipex::Half* y,
+                         int64_t cols, int64_t begin, int64_t end) {
   ipex::run(x, x_stride, weight, weight_is_f32, eps, weight_offset, y, cols, begin, end);
 }

@@ -9,8 +9,7 @@ namespace {
 
 template <typename T>
 IPEX_INLINE void run(const T* gate, const T* up, T* y, int64_t n) {
-  map(gate, up, y, n,
-      [](f32v a, f32v b) IPEX_LAMBDA { return silu<kReducedPrecision<T>>(a) * b; });
+  map(gate, up, y, n, [](f32v a, f32v b) IPEX_LAMBDA { return silu<kReducedPrecision<T>>(a) * b; });
 }
 
 }  // namespace

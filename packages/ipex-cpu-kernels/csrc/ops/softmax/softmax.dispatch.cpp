@@ -19,7 +19,8 @@ IPEX_INLINE float max_of(const f32v (&part)[kUnroll]) {
   return reduce_max(m);
 }
 
-// A NaN may get lost in the maximum, but not in the sum: its exponential is NaN whatever the maximum.
+// A NaN may get lost in the maximum, but not in the sum: its exponential is NaN whatever the
+// maximum.
 template <typename T, typename M>
 __attribute__((noinline)) void short_row(const T* x, const M* mask, float scale, T* y, int64_t n) {
   constexpr bool kFast = kReducedPrecision<T>;
@@ -45,20 +46,18 @@ __attribute__((noinline)) void short_row(const T* x, const M* mask, float scale,
   const f32v m = set1(max_of(top));
   const auto no_tail = [](int64_t, int64_t) IPEX_LAMBDA {};
   Sum sum;
-  for_vectors(
-      (n + kLanes - 1) / kLanes * kLanes,
-      [&](int64_t i, int k) IPEX_LAMBDA {
-        const f32v e = exp_as<kFast>(loadu(scores + i) - m);
-        storeu(scores + i, e);
-        sum.part[k] = sum.part[k] + e;
-      },
-      no_tail);
+  for_vectors((n + kLanes - 1) / kLanes * kLanes,
+              [&](int64_t i, int k) IPEX_LAMBDA {
+                const f32v e = exp_as<kFast>(loadu(scores + i) - m);
+                storeu(scores + i, e);
+                sum.part[k] = sum.part[k] + e;
+              },
+              no_tail);
   const f32v factor = set1(1.0f / sum.total());
   for_vectors(
       n, [&](int64_t i, int) IPEX_LAMBDA { store(y + i, loadu(scores + i) * factor); },
-      [&](int64_t i, int64_t count) IPEX_LAMBDA {
-        store_n(y + i, loadu(scores + i) * factor, count);
-      });
+      [&](int64_t i, int64_t count)
+          IPEX_LAMBDA { store_n(y + i, loadu(scores + i) * factor, count); });
 }
 
 // Rows that do not fit the buffer. float keeps the exponentials in y; the 16-bit types would lose
@@ -67,9 +66,8 @@ template <typename T, typename M>
 __attribute__((noinline)) void long_row(const T* x, const M* mask, float scale, T* y, int64_t n) {
   constexpr bool kFast = kReducedPrecision<T>;
   const f32v s = set1(scale);
-  const auto score = [&](int64_t i) IPEX_LAMBDA {
-    return fma(load(x + i), s, load_or(mask, i, zero()));
-  };
+  const auto score = [&](int64_t i)
+                         IPEX_LAMBDA { return fma(load(x + i), s, load_or(mask, i, zero())); };
   const auto last_score = [&](int64_t i, int64_t count) IPEX_LAMBDA {
     const f32v a = fma(load_n(x + i, count), s, load_n_or(mask, i, count, zero()));
     return keep_n(a, count, minus_infinity());
@@ -159,9 +157,10 @@ void ipex_k_softmax_f32(const float* x, int64_t x_stride, const void* mask, bool
   ipex::run(x, x_stride, mask, mask_is_f32, sizes, strides, dims, scale, y, cols, begin, end);
 }
 
-void ipex_k_softmax_bf16(const ipex::BFloat16* x, int64_t x_stride, const void* mask, bool mask_is_f32,
-                        const int64_t* sizes, const int64_t* strides, int64_t dims, float scale,
-                        ipex::BFloat16* y, int64_t cols, int64_t begin, int64_t end) {
+void ipex_k_softmax_bf16(const ipex::BFloat16* x, int64_t x_stride, const void* mask,
+                         bool mask_is_f32, const int64_t* sizes, const int64_t* strides,
+                         int64_t dims, float scale, ipex::BFloat16* y, int64_t cols, int64_t begin,
+                         int64_t end) {
   ipex::run(x, x_stride, mask, mask_is_f32, sizes, strides, dims, scale, y, cols, begin, end);
 }
 

@@ -2,7 +2,8 @@
 // AVX-512 (F, BW, VL, DQ) backend of vec.h; include vec.h instead.
 #pragma once
 
-// The "undefined" operand of GCC's unmasked intrinsics is reported as used uninitialized (GCC PR 105593).
+// The "undefined" operand of GCC's unmasked intrinsics is reported as used uninitialized (GCC PR
+// 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -51,12 +52,8 @@ IPEX_INLINE f32v rcp_fast(f32v a) { return _mm512_rcp14_ps(a); }
 
 IPEX_INLINE f32v loadu(const float* p) { return _mm512_loadu_ps(p); }
 IPEX_INLINE void storeu(float* p, f32v a) { _mm512_storeu_ps(p, a); }
-IPEX_INLINE f32v loadu_n(const float* p, int64_t n) {
-  return _mm512_maskz_loadu_ps(first_n(n), p);
-}
-IPEX_INLINE void storeu_n(float* p, f32v a, int64_t n) {
-  _mm512_mask_storeu_ps(p, first_n(n), a);
-}
+IPEX_INLINE f32v loadu_n(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first_n(n), p); }
+IPEX_INLINE void storeu_n(float* p, f32v a, int64_t n) { _mm512_mask_storeu_ps(p, first_n(n), a); }
 IPEX_INLINE u16v load_u16(const uint16_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }

@@ -79,7 +79,8 @@ IPEX_INLINE void store_u16_n(uint16_t* p, u16v a, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = lanes[i];
 }
 
-// The low 16 bits of each lane; SSE2 packs only with signed saturation, so the sign is spread first.
+// The low 16 bits of each lane; SSE2 packs only with signed saturation, so the sign is spread
+// first.
 IPEX_INLINE u16v narrow(i32v a) {
   const __m128i r = _mm_srai_epi32(_mm_slli_epi32(raw(a), 16), 16);
   return _mm_packs_epi32(r, r);
@@ -110,8 +111,9 @@ IPEX_INLINE f32v f16_to_f32(u16v a) {
   r = select(exponent == iset1(0), as_int(denormal), r);
   return as_float(r | sign);
 }
-// Rounds to nearest even: for normal results by an integer addition (a carry into the exponent gives
-// infinity where it should), for denormal results by the float addition of 0.5, whose last bit is 2^-24.
+// Rounds to nearest even: for normal results by an integer addition (a carry into the exponent
+// gives infinity where it should), for denormal results by the float addition of 0.5, whose last
+// bit is 2^-24.
 IPEX_INLINE u16v f32_to_f16(f32v a) {
   const i32v bits = as_int(a);
   const i32v sign = bits & iset1(INT32_MIN);
