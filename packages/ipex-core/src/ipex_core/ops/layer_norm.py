@@ -124,6 +124,8 @@ def _add_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for sample in _samples(dtype):
         x, *rest = sample.args
         residual = randn(*x.shape, dtype=dtype, seed=29)
+        if sample.id == "large_mean":  # a sum that is exact: its rounding is part of the op
+            residual = torch.zeros_like(residual)
         yield Sample((x, residual, *rest), id=sample.id)
 
 

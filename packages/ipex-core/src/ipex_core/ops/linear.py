@@ -59,7 +59,8 @@ def _linear(
         assert header is not None
         stored = next(d for d, f in _packed.FORMATS.items() if f == header[0])
     weight = _packed.unpack(packed_weight, out_features, x.shape[-1], stored)
-    y = functional.linear(acc(x), acc(weight), None if bias is None else acc(bias))
+    wide = acc(x)
+    y = functional.linear(wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype))
     y = activate(y, activation)
     if residual is not None:
         y = y + acc(residual)

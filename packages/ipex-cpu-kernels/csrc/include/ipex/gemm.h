@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0
+// Matrix product with a packed right-hand side: C[rows][columns] = A[rows][K] * W, C in float.
+//
+// W lies in panels of 32 columns (see ops/linear/packed.h): [K][32] for float and Half, [K/2][32][2] for BFloat16. One or two
+// panels are multiplied at a time. Every level has one way per type: AMX tiles or VDPBF16PS for BFloat16 where they
+// exist, float FMA with weights converted in registers everywhere else.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "ipex/vec.h"
+
+namespace ipex {
+namespace {
+
+inline constexpr int kPanel = 32;
+
+// Register tile of the vector kernels: kTileRows x (kTileVectors * kLanes) accumulators. AVX-512 keeps 24 of its 32
+// registers as accumulators; the others have 16 registers.
+inline constexpr int kTileRows = kLanes == 16 ? 6 : 4;
+inline constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
+
+// Rows that callers should pass at a time: a multiple of every tile height, small enough for C to stay in L1.
+inline constexpr int kRowStep = IPEX_HAVE_AMX ? 32 : 24;
+
+// Rows from which AMX beats the vector kernel, whose time grows with every row.
+inline constexpr int kAmxRows = 8;
+
+// Elements along K for which A is converted to float at a time, so that the copy stays in L1.
+inline constexpr int64_t kDepth = 512;
+
+// Where vector v of a group of columns starts in one or two panels.
+template <class W>
+IPEX_INLINE const W* column(const W* p0, const W* p1, int64_t vector, int64_t inner) {
+  const int64_t at = vector * kLanes;
+  return (at < kPanel ? p0 + at * inner : p1 + (at - kPanel) * inner);
+}
+
+template <int kRows, int kVectors>
+IPEX_INLINE void load_tile(f32v (&acc)[kRows][kVectors], const float* c, int64_t ldc,
+                           bool accumulate) {
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v)
+      acc[r][v] = accumulate ? load(c + r * ldc + v * kLanes) : zero();
+}
+
+template <int kRows, int kVectors>
+IPEX_INLINE void store_tile(const f32v (&acc)[kRows][kVectors], float* c, int64_t ldc) {
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) store(c + r * ldc + v * kLanes, acc[r][v]);
+}
+
+// A in float, W converted on the way; `first` is the first vector of the panels' columns.
+template <int kRows, int kVectors, class W>
+IPEX_INLINE void tile_fma(const float* a, int64_t lda, const W* p0, const W* p1, int first, int64_t k,
+                          float* c, int64_t ldc, bool accumulate) {
+  f32v acc[kRows][kVectors];
+  load_tile(acc, c, ldc, accumulate);
+  const W* w[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) w[v] = column(p0, p1, first + v, 1);
+  for (int64_t i = 0; i < k; ++i) {
+    f32v b[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) b[v] = load(w[v] + i * kPanel);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const f32v x = set1(a[r * lda + i]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(x, b[v], acc[r][v]);
+    }
+  }
+  store_tile(acc, c, ldc);
+}
+
+// The same for pairs of bfloat16: a 32-bit word holds two of them, and a bfloat16 is the upper half of a float.
+template <int kRows, int kVectors>
+IPEX_INLINE void tile_fma(const float* a, int64_t lda, const BFloat16* p0, const BFloat16* p1,
+                          int first, int64_t k, float* c, int64_t ldc, bool accumulate) {
+  f32v acc[kRows][kVectors];
+  load_tile(acc, c, ldc, accumulate);
+  const float* w[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v)
+    w[v] = reinterpret_cast<const float*>(column(p0, p1, first + v, 2));
+  for (int64_t i = 0; i < k; i += 2) {
+    f32v even[kVectors], odd[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const f32v pair = load(w[v] + i / 2 * kPanel);
+      even[v] = as_float(as_int(pair) << 16);
+      odd[v] = clear_bits(pair, 0xffff);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const f32v x0 = set1(a[r * lda + i]), x1 = set1(a[r * lda + i + 1]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v)
+        acc[r][v] = fma(x1, odd[v], fma(x0, even[v], acc[r][v]));
+    }
+  }
+  store_tile(acc, c, ldc);
+}
+
+// Calls f(integral_constant) for the number of rows 1 .. kTileRows.
+template <int kRows = kTileRows, class F>
+IPEX_INLINE void with_rows(int64_t rows, const F& f) {
+  if constexpr (kRows == 1) {
+    f.template operator()<1>();
+  } else {
+    if (rows == kRows) {
+      f.template operator()<kRows>();
+    } else {
+      with_rows<kRows - 1>(rows, f);
+    }
+  }
+}
+
+// All rows and all columns of one (p1 == nullptr) or two panels, A in float.
+template <class W>
+void panels_fma(const float* a, int64_t lda, int64_t rows, const W* p0, const W* p1, int64_t k,
+                float* c, int64_t ldc, bool accumulate) {
+  const int vectors = (p1 ? 2 : 1) * kPanel / static_cast<int>(kLanes);
+  for (int64_t r = 0; r < rows; r += kTileRows) {
+    const int64_t n = rows - r < kTileRows ? rows - r : kTileRows;
+    int v = 0;
+    for (; v + kTileVectors <= vectors; v += kTileVectors)
+      with_rows(n, [&]<int kRows>() IPEX_LAMBDA {
+        tile_fma<kRows, kTileVectors>(a + r * lda, lda, p0, p1, v, k, c + r * ldc + v * kLanes, ldc,
+                                      accumulate);
+      });
+    if constexpr (kTileVectors > 2) {
+      for (; v < vectors; v += 2)
+        with_rows(n, [&]<int kRows>() IPEX_LAMBDA {
+          tile_fma<kRows, 2>(a + r * lda, lda, p0, p1, v, k, c + r * ldc + v * kLanes, ldc,
+                             accumulate);
+        });
+    }
+  }
+}
+
+// Copies rows of A as float, `k` elements each; an odd `k` gets a zero behind it for the pairs of bfloat16.
+template <class T>
+void convert_rows(const T* a, int64_t lda, int64_t rows, int64_t k, float* to) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* from = a + r * lda;
+    float* row = to + r * kDepth;
+    int64_t i = 0;
+    for (; i + kLanes <= k; i += kLanes) store(row + i, load(from + i));
+    if (i < k) store_n(row + i, load_n(from + i, k - i), k - i);
+    if (k % 2) row[k] = 0.0f;
+  }
+}
+
+// Any type, with A converted piece by piece.
+template <class T>
+void panels_converted(const T* a, int64_t lda, int64_t rows, const T* p0, const T* p1, int64_t k,
+                      float* c, int64_t ldc, bool accumulate) {
+  alignas(64) float row_copy[kTileRows * kDepth];
+  for (int64_t r = 0; r < rows; r += kTileRows) {
+    const int64_t n = rows - r < kTileRows ? rows - r : kTileRows;
+    for (int64_t d = 0; d < k; d += kDepth) {
+      const int64_t depth = k - d < kDepth ? k - d : kDepth;
+      convert_rows(a + r * lda + d, lda, n, depth, row_copy);
+      const int64_t skip = d * kPanel;
+      panels_fma(row_copy, kDepth, n, p0 + skip, p1 ? p1 + skip : nullptr, depth, c + r * ldc, ldc,
+                 accumulate || d > 0);
+    }
+  }
+}
+
+#if IPEX_HAVE_AVX512_BF16
+
+// Pairs of bfloat16 of one row as the broadcast operand.
+IPEX_INLINE __m512bh broadcast_pair(const BFloat16* a) {
+  int32_t pair;
+  std::memcpy(&pair, a, sizeof(pair));
+  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+}
+
+template <int kRows, int kVectors>
+IPEX_INLINE void tile_dot(const BFloat16* a, int64_t lda, const BFloat16* p0, const BFloat16* p1,
+                          int64_t k, float* c, int64_t ldc, bool accumulate) {
+  f32v acc[kRows][kVectors];
+  load_tile(acc, c, ldc, accumulate);
+  const BFloat16* w[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) w[v] = column(p0, p1, v, 2);
+  const auto step = [&](int64_t i, const auto& operand) IPEX_LAMBDA {
+    __m512bh b[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v)
+      b[v] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(w[v] + i * kPanel));
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const __m512bh x = operand(a + r * lda + i);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], x, b[v]);
+    }
+  };
+  int64_t i = 0;
+  for (; i + 2 <= k; i += 2) step(i, broadcast_pair);
+  if (i < k)  // the second half of the last pair would lie behind the row
+    step(i, [](const BFloat16* p) IPEX_LAMBDA {
+      return reinterpret_cast<__m512bh>(_mm512_set1_epi32(p->bits));
+    });
+  store_tile(acc, c, ldc);
+}
+
+inline void panels_dot(const BFloat16* a, int64_t lda, int64_t rows, const BFloat16* p0,
+                       const BFloat16* p1, int64_t k, float* c, int64_t ldc, bool accumulate) {
+  for (int64_t r = 0; r < rows; r += kTileRows) {
+    const int64_t n = rows - r < kTileRows ? rows - r : kTileRows;
+    with_rows(n, [&]<int kRows>() IPEX_LAMBDA {
+      if (p1)
+        tile_dot<kRows, 4>(a + r * lda, lda, p0, p1, k, c + r * ldc, ldc, accumulate);
+      else
+        tile_dot<kRows, 2>(a + r * lda, lda, p0, p1, k, c + r * ldc, ldc, accumulate);
+    });
+  }
+}
+
+#endif  // IPEX_HAVE_AVX512_BF16
+
+#if IPEX_HAVE_AMX
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 0, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tile registers: 0..3 C (2 x 2), 4..5 A, 6..7 W.
+// The tile configuration is per thread and belongs to whoever set it last (oneDNN keeps one across calls): it is saved
+// and put back.
+class TileScope {
+ public:
+  TileScope() { _tile_storeconfig(&saved_); }
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
+  ~TileScope() {
+    if (saved_.palette)
+      _tile_loadconfig(&saved_);
+    else
+      _tile_release();
+  }
+
+  // Tiles for `rows` rows of A and C, 1 .. 32.
+  void configure(int64_t rows) {
+    if (rows == configured_) return;
+    TileConfig config;
+    config.palette = 1;
+    const auto upper = static_cast<uint8_t>(rows < 16 ? rows : 16);
+    const auto lower = static_cast<uint8_t>(rows > 16 ? rows - 16 : 1);
+    for (int t = 0; t < 8; ++t) config.bytes_per_row[t] = 64;
+    config.rows[0] = config.rows[1] = config.rows[4] = upper;
+    config.rows[2] = config.rows[3] = config.rows[5] = lower;
+    config.rows[6] = config.rows[7] = 16;
+    _tile_loadconfig(&config);
+    configured_ = rows;
+  }
+
+ private:
+  TileConfig saved_;
+  int64_t configured_ = 0;
+};
+
+// One panel, up to 32 rows, k a multiple of 32.
+inline void panel_amx(const BFloat16* a, int64_t lda, int64_t rows, const BFloat16* p, int64_t k,
+                      float* c, int64_t ldc, bool accumulate) {
+  const int64_t a_stride = lda * 2, c_stride = ldc * 4;
+  constexpr int64_t w_stride = kPanel * 4;
+  const bool two = rows > 16;
+  if (accumulate) {
+    _tile_loadd(0, c, c_stride);
+    _tile_loadd(1, c + 16, c_stride);
+    if (two) {
+      _tile_loadd(2, c + 16 * ldc, c_stride);
+      _tile_loadd(3, c + 16 * ldc + 16, c_stride);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  if (two) {
+    for (int64_t i = 0; i < k; i += 32) {
+      _tile_loadd(6, p + i * kPanel, w_stride);
+      _tile_loadd(4, a + i, a_stride);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, p + i * kPanel + 32, w_stride);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, a + 16 * lda + i, a_stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  } else {
+    for (int64_t i = 0; i < k; i += 32) {
+      _tile_loadd(4, a + i, a_stride);
+      _tile_loadd(6, p + i * kPanel, w_stride);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, p + i * kPanel + 32, w_stride);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+  }
+  _tile_stored(0, c, c_stride);
+  _tile_stored(1, c + 16, c_stride);
+  if (two) {
+    _tile_stored(2, c + 16 * ldc, c_stride);
+    _tile_stored(3, c + 16 * ldc + 16, c_stride);
+  }
+}
+
+#else
+
+// Without AMX there is nothing to save.
+class TileScope {};
+
+#endif  // IPEX_HAVE_AMX
+
+// C[rows][32 or 64] (+)= A[rows][k] * panels. `scope` must live around a series of calls.
+IPEX_INLINE void multiply(TileScope&, const float* a, int64_t lda, int64_t rows, const float* p0,
+                          const float* p1, int64_t k, float* c, int64_t ldc, bool accumulate) {
+  panels_fma(a, lda, rows, p0, p1, k, c, ldc, accumulate);
+}
+
+IPEX_INLINE void multiply(TileScope&, const Half* a, int64_t lda, int64_t rows, const Half* p0,
+                          const Half* p1, int64_t k, float* c, int64_t ldc, bool accumulate) {
+  panels_converted(a, lda, rows, p0, p1, k, c, ldc, accumulate);
+}
+
+inline void multiply([[maybe_unused]] TileScope& scope, const BFloat16* a, int64_t lda, int64_t rows,
+                     const BFloat16* p0, const BFloat16* p1, int64_t k, float* c, int64_t ldc,
+                     bool accumulate) {
+#if IPEX_HAVE_AMX
+  const int64_t whole = k / 32 * 32;
+  if (rows >= kAmxRows && whole) {
+    for (int64_t r = 0; r < rows; r += 32) {
+      const int64_t n = rows - r < 32 ? rows - r : 32;
+      scope.configure(n);
+      panel_amx(a + r * lda, lda, n, p0, whole, c + r * ldc, ldc, accumulate);
+      if (p1) panel_amx(a + r * lda, lda, n, p1, whole, c + r * ldc + kPanel, ldc, accumulate);
+    }
+    if (whole < k)
+      panels_dot(a + whole, lda, rows, p0 + whole * kPanel, p1 ? p1 + whole * kPanel : nullptr,
+                 k - whole, c, ldc, true);
+    return;
+  }
+#endif
+#if IPEX_HAVE_AVX512_BF16
+  panels_dot(a, lda, rows, p0, p1, k, c, ldc, accumulate);
+#else
+  panels_converted(a, lda, rows, p0, p1, k, c, ldc, accumulate);
+#endif
+}
+
+// Elements between two panels.
+template <class T>
+IPEX_INLINE int64_t panel_size(int64_t k) {
+  return kPanel * k;
+}
+template <>
+IPEX_INLINE int64_t panel_size<BFloat16>(int64_t k) {
+  return kPanel * ((k + 1) / 2 * 2);
+}
+
+}  // namespace
+}  // namespace ipex

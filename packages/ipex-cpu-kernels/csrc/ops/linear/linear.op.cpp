@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <vector>
+
+#include "ipex/dispatch.h"
+#include "linear.h"
+#include "packed.h"
+
+namespace ipex {
+namespace {
+
+const auto linear_f32 = IPEX_KERNEL("linear", ipex_k_linear_f32);
+const auto linear_bf16 = IPEX_KERNEL("linear", ipex_k_linear_bf16);
+const auto linear_f16 = IPEX_KERNEL("linear", ipex_k_linear_f16);
+
+uint32_t format_of(ScalarType dtype) {
+  return dtype == ScalarType::Float ? 0u : dtype == ScalarType::BFloat16 ? 1u : 2u;
+}
+
+Activation parse_activation(const std::string& name) {
+  if (name == "none") return Activation::kNone;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "silu") return Activation::kSilu;
+  fail("linear: activation must be one of none, relu, gelu, gelu_tanh, silu, got ", name);
+}
+
+void check_weight(const Tensor& x, const Tensor& packed, int64_t n, int64_t k) {
+  const uint32_t format = format_of(x.scalar_type());
+  const int64_t size = packed_bytes(n, k, format);
+  IPEX_CHECK(packed.is_cpu(), "linear: packed_weight must be on the device of x = cpu, got another");
+  IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 && packed.size(0) == size &&
+                 packed.is_contiguous(),
+             "linear: packed_weight must be a ", dtype_name(x.scalar_type()), " weight of shape [", n,
+             ", ", k, "] packed by pack_linear_weight (", size, " bytes), got ",
+             dtype_name(packed.scalar_type()), " ", shape_text(packed));
+  const auto* header = static_cast<const PackedHeader*>(packed.const_data_ptr());
+  // Equal sizes do not make equal formats: bfloat16 and float16 weights are equally long.
+  IPEX_CHECK(header->magic == kPackedMagic && header->version == kPackedVersion &&
+                 header->format == format && header->n == n && header->k == k,
+             "linear: packed_weight must be a ", dtype_name(x.scalar_type()), " weight of shape [", n,
+             ", ", k, "] packed by pack_linear_weight, got a tensor with another header");
+}
+
+void check_bias(const Tensor& x, const OptionalTensor& bias, int64_t n) {
+  if (!bias) return;
+  const ScalarType dtype = bias->scalar_type();
+  IPEX_CHECK(bias->is_cpu(), "linear: bias must be on the device of x = cpu, got another");
+  IPEX_CHECK(dtype == x.scalar_type() || dtype == ScalarType::Float,
+             "linear: bias must have the dtype of x = ", dtype_name(x.scalar_type()),
+             " or float32, got ", dtype_name(dtype));
+  IPEX_CHECK(bias->dim() == 1 && bias->size(0) == n,
+             "linear: bias must be 1-D of size out_features = ", n, ", got ", shape_text(*bias));
+}
+
+void check_residual(const Tensor& x, const OptionalTensor& residual, const std::vector<int64_t>& shape) {
+  if (!residual) return;
+  IPEX_CHECK(residual->is_cpu(), "linear: residual must be on the device of x = cpu, got another");
+  IPEX_CHECK(residual->scalar_type() == x.scalar_type(), "linear: residual must have the dtype of x = ",
+             dtype_name(x.scalar_type()), ", got ", dtype_name(residual->scalar_type()));
+  bool same = residual->dim() == static_cast<int64_t>(shape.size());
+  for (int64_t i = 0; same && i < residual->dim(); ++i)
+    same = residual->size(i) == shape[static_cast<size_t>(i)];
+  if (same) return;
+  std::string text;
+  for (int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  fail("linear: residual must have shape [", text, "], got ", shape_text(*residual));
+}
+
+Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features,
+              const OptionalTensor& bias, const OptionalTensor& residual, std::string activation) {
+  check_tensor("linear", "x", x);
+  IPEX_CHECK(out_features > 0, "linear: out_features must be positive, got ", out_features);
+  const int64_t k = x.size(x.dim() - 1);
+  check_weight(x, packed_weight, out_features, k);
+  check_bias(x, bias, out_features);
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = out_features;
+  check_residual(x, residual, shape);
+
+  LinearArgs args{};
+  args.activation = parse_activation(activation);
+  Tensor y = new_contiguous(shape.data(), static_cast<int64_t>(shape.size()), x.scalar_type());
+  const Rows rows = as_rows(x);
+  Rows residual_rows;
+  if (residual) residual_rows = as_rows(*residual);
+  Tensor bias_contiguous;
+  if (bias) bias_contiguous = as_contiguous(*bias);
+  args.x = rows.data;
+  args.x_stride = rows.stride;
+  args.weight = static_cast<const char*>(packed_weight.const_data_ptr()) + sizeof(PackedHeader);
+  args.bias = bias ? bias_contiguous.const_data_ptr() : nullptr;
+  args.bias_is_f32 = bias && bias->scalar_type() == ScalarType::Float;
+  args.residual = residual_rows.data;
+  args.residual_stride = residual_rows.stride;
+  args.y = y.mutable_data_ptr();
+  args.n = out_features;
+  args.k = k;
+
+  const auto kernel = x.scalar_type() == ScalarType::Float      ? linear_f32.get()
+                      : x.scalar_type() == ScalarType::BFloat16 ? linear_bf16.get()
+                                                                : linear_f16.get();
+  const int64_t m = rows.rows;
+  const int64_t panels = (out_features + kPackedPanel - 1) / kPackedPanel;
+  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  // Blocks of rows are multiples of every tile height. Small products get smaller blocks so that all threads have work.
+  int64_t block = 192;
+  while (block > 24 && (m + block - 1) / block * panels < 4 * threads) block /= 2;
+  const int64_t blocks = (m + block - 1) / block;
+  // A region costs about as much as 60 thousand multiplications on one thread.
+  const int64_t work = std::max<int64_t>(1, std::min(m, block) * k * kPackedPanel);
+  const int64_t grain = std::max<int64_t>(1, 60000 / work);
+  parallel_for(blocks * panels, grain, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t b = begin / panels, p = begin % panels;
+      const int64_t stop = std::min(panels, p + end - begin);
+      kernel(&args, b * block, std::min(m, (b + 1) * block), p, stop);
+      begin += stop - p;
+    }
+  });
+  return y;
+}
+
+}  // namespace
+}  // namespace ipex
+
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("linear", TORCH_BOX(&ipex::linear)); }

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// The packed format of dense linear weights; ipex_core._packed describes the same format in Python.
+//
+// 64-byte header, then ceil(N / 32) panels. Panel: [K][32] for float and Half, [ceil(K / 2)][32][2] for BFloat16. Padding is
+// zero. The format does not depend on the ISA level.
+#pragma once
+
+#include <cstdint>
+
+namespace ipex {
+
+struct PackedHeader {
+  uint32_t magic;
+  uint32_t version;
+  uint32_t format;  // 0 float, 1 BFloat16, 2 Half
+  uint32_t panel;
+  int64_t n;
+  int64_t k;
+  uint8_t reserved[32];
+};
+static_assert(sizeof(PackedHeader) == 64);
+
+inline constexpr uint32_t kPackedMagic = 0x57585049;  // "IPXW"
+inline constexpr uint32_t kPackedVersion = 1;
+inline constexpr int64_t kPackedPanel = 32;
+
+// Neighbours along K that lie side by side.
+inline int64_t packed_inner(uint32_t format) { return format == 1 ? 2 : 1; }
+
+inline int64_t packed_bytes(int64_t n, int64_t k, uint32_t format) {
+  const int64_t inner = packed_inner(format);
+  const int64_t columns = (n + kPackedPanel - 1) / kPackedPanel * kPackedPanel;
+  return static_cast<int64_t>(sizeof(PackedHeader)) +
+         columns * ((k + inner - 1) / inner * inner) * (format == 0 ? 4 : 2);
+}
+
+}  // namespace ipex

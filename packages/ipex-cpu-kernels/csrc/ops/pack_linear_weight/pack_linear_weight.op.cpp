@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packing and unpacking of linear weights. Pure data movement that is done once per weight: one version for all levels.
+#include <algorithm>
+#include <cstring>
+
+#include "ipex/dispatch.h"
+#include "linear/packed.h"
+#include "runtime/arena.h"
+
+namespace ipex {
+namespace {
+
+uint32_t format_of(ScalarType dtype) {
+  return dtype == ScalarType::Float ? 0u : dtype == ScalarType::BFloat16 ? 1u : 2u;
+}
+
+// Moves one panel between the plain [n, k] weight and its packed place.
+template <class T, bool kPack>
+void move_panel(T* plain, T* panel, int64_t columns, int64_t k, int64_t inner) {
+  for (int64_t i = 0; i < k; ++i) {
+    T* row = panel + i / inner * inner * kPackedPanel + i % inner;
+    for (int64_t j = 0; j < columns; ++j) {
+      if constexpr (kPack)
+        row[j * inner] = plain[j * k + i];
+      else
+        plain[j * k + i] = row[j * inner];
+    }
+  }
+}
+
+template <class T, bool kPack>
+void move_all(void* plain, void* packed, int64_t n, int64_t k, uint32_t format) {
+  const int64_t inner = packed_inner(format);
+  const int64_t size = (k + inner - 1) / inner * inner * kPackedPanel;
+  T* panels = reinterpret_cast<T*>(static_cast<char*>(packed) + sizeof(PackedHeader));
+  // In parallel over panels: the thread that will read a panel is the one that touches its memory first.
+  parallel_for((n + kPackedPanel - 1) / kPackedPanel, 1, [=](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const int64_t columns = std::min(kPackedPanel, n - p * kPackedPanel);
+      T* panel = panels + p * size;
+      if (kPack && (columns < kPackedPanel || k % inner))
+        std::memset(panel, 0, static_cast<size_t>(size) * sizeof(T));
+      move_panel<T, kPack>(static_cast<T*>(plain) + p * kPackedPanel * k, panel, columns, k, inner);
+    }
+  });
+}
+
+Tensor pack(const Tensor& weight) {
+  const char* op = "pack_linear_weight";
+  check_tensor(op, "weight", weight);
+  IPEX_CHECK(weight.dim() == 2 && weight.numel() > 0, op, ": weight must be 2-D and not empty, got ",
+             shape_text(weight));
+  const int64_t n = weight.size(0), k = weight.size(1);
+  const uint32_t format = format_of(weight.scalar_type());
+  const Tensor plain = as_contiguous(weight);
+  Tensor packed = arena::allocate(packed_bytes(n, k, format));
+  void* to = packed.mutable_data_ptr();
+  PackedHeader header{kPackedMagic, kPackedVersion, format, static_cast<uint32_t>(kPackedPanel), n, k, {}};
+  std::memcpy(to, &header, sizeof(header));
+  void* from = const_cast<void*>(plain.const_data_ptr());
+  if (format == 0)
+    move_all<uint32_t, true>(from, to, n, k, format);
+  else
+    move_all<uint16_t, true>(from, to, n, k, format);
+  return packed;
+}
+
+Tensor unpack(const Tensor& packed, int64_t n, int64_t k, ScalarType dtype) {
+  const char* op = "unpack_linear_weight";
+  IPEX_CHECK(is_kernel_dtype(dtype), op, ": dtype must be float32, bfloat16 or float16, got ",
+             dtype_name(dtype));
+  IPEX_CHECK(n > 0, op, ": out_features must be positive, got ", n);
+  IPEX_CHECK(k > 0, op, ": in_features must be positive, got ", k);
+  const uint32_t format = format_of(dtype);
+  const int64_t size = packed_bytes(n, k, format);
+  IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 && packed.size(0) == size &&
+                 packed.is_contiguous(),
+             op, ": packed must be a ", dtype_name(dtype), " weight of shape [", n, ", ", k,
+             "] packed by pack_linear_weight (", size, " bytes), got ",
+             dtype_name(packed.scalar_type()), " ", shape_text(packed));
+  const auto* header = static_cast<const PackedHeader*>(packed.const_data_ptr());
+  IPEX_CHECK(header->magic == kPackedMagic && header->version == kPackedVersion &&
+                 header->format == format && header->n == n && header->k == k,
+             op, ": packed must be a ", dtype_name(dtype), " weight of shape [", n, ", ", k,
+             "] packed by pack_linear_weight, got a tensor with another header");
+  const int64_t sizes[2] = {n, k};
+  Tensor plain = new_contiguous(sizes, 2, dtype);
+  void* from = const_cast<void*>(packed.const_data_ptr());
+  if (format == 0)
+    move_all<uint32_t, false>(plain.mutable_data_ptr(), from, n, k, format);
+  else
+    move_all<uint16_t, false>(plain.mutable_data_ptr(), from, n, k, format);
+  return plain;
+}
+
+}  // namespace
+}  // namespace ipex
+
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
+  m.impl("pack_linear_weight", TORCH_BOX(&ipex::pack));
+  m.impl("unpack_linear_weight", TORCH_BOX(&ipex::unpack));
+}
