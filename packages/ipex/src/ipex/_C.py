@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that scripts look up in the native module of Intel Extension for PyTorch, answered from the loaded kernels.
+
+Levels are written as there, in capitals (``"AVX512_BF16"``). Without a kernel package the ops run their reference:
+current and highest built level are then ``"DEFAULT"``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ipex_core import _machine, _plugins, config
+from ipex_core.config import FP32MathMode, get_fp32_math_mode, set_fp32_math_mode
+
+__all__ = [
+    "FP32MathMode",
+    "get_fp32_math_mode",
+    "isa_has_amx_support",
+    "isa_has_avx2_support",
+    "isa_has_avx2_vnni_support",
+    "isa_has_avx512_bf16_support",
+    "isa_has_avx512_fp16_support",
+    "isa_has_avx512_support",
+    "isa_has_avx512_vnni_support",
+    "onednn_has_bf16_support",
+    "onednn_has_fp16_support",
+    "set_fp32_math_mode",
+]
+
+
+def _cpu_levels() -> tuple[str, ...]:
+    """Return the levels this CPU can run, lowest first: from the kernels' cpuid check, else from procfs."""
+    provider = _plugins.provider_for("cpu")
+    if provider is not None:
+        return provider.isa_available
+    features = set(_machine.cpu_info().features)
+    return tuple(n for n in config.ISA_LEVELS if features.issuperset(_machine.LEVEL_FEATURES[n]))
+
+
+def _get_current_isa_level() -> str:
+    """Return the level in use."""
+    return _current().upper()
+
+
+def _current() -> str:
+    provider = _plugins.provider_for("cpu")
+    if provider is None:
+        return "default"
+    # The level may have been changed since the package was loaded (tests, benchmarks).
+    native = sys.modules.get("ipex_cpu_kernels._native")
+    return str(native.load().level()) if native is not None else provider.isa
+
+
+def _get_highest_cpu_support_isa_level() -> str:
+    """Return the highest level this CPU can run."""
+    return _cpu_levels()[-1].upper()
+
+
+def _get_highest_binary_support_isa_level() -> str:
+    """Return the highest level the installed kernels were built for."""
+    provider = _plugins.provider_for("cpu")
+    return provider.isa_built[-1].upper() if provider is not None else "DEFAULT"
+
+
+def _has_cpu() -> bool:
+    """Return whether CPU kernels are loaded."""
+    return _plugins.provider_for("cpu") is not None
+
+
+def _has_xpu() -> bool:
+    """Return whether XPU kernels are loaded."""
+    return _plugins.provider_for("xpu") is not None
+
+
+def isa_has_avx2_support() -> bool:
+    """Return whether the level avx2 can run here."""
+    return "avx2" in _cpu_levels()
+
+
+def isa_has_avx2_vnni_support() -> bool:
+    """Return whether the level avx2_vnni can run here."""
+    return "avx2_vnni" in _cpu_levels()
+
+
+def isa_has_avx512_support() -> bool:
+    """Return whether the level avx512 can run here."""
+    return "avx512" in _cpu_levels()
+
+
+def isa_has_avx512_vnni_support() -> bool:
+    """Return whether the level avx512_vnni can run here."""
+    return "avx512_vnni" in _cpu_levels()
+
+
+def isa_has_avx512_bf16_support() -> bool:
+    """Return whether the level avx512_bf16 can run here."""
+    return "avx512_bf16" in _cpu_levels()
+
+
+def isa_has_amx_support() -> bool:
+    """Return whether the level amx can run here."""
+    return "amx" in _cpu_levels()
+
+
+def isa_has_avx512_fp16_support() -> bool:
+    """Return whether the level avx512_fp16 can run here."""
+    return "avx512_fp16" in _cpu_levels()
+
+
+def onednn_has_bf16_support() -> bool:
+    """Return whether oneDNN computes bfloat16 on this CPU."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def onednn_has_fp16_support() -> bool:
+    """Return whether oneDNN computes float16 on this CPU."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ipex: makes PyTorch models faster on CPUs.
+
+Importing it imports torch and registers the ops ``torch.ops.ipex.*``; every other name is imported from the package it
+lives in when it is first used.
+
+Example:
+    >>> import torch, ipex
+    >>> model = torch.nn.Linear(8, 8).eval()
+    >>> fast = ipex.optimize(model, dtype=torch.bfloat16)
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ipex import _alias
+from ipex._version import __version__
+
+if TYPE_CHECKING:
+    from ipex import cpu as cpu
+    from ipex_core import config as config
+    from ipex_core import errors as errors
+    from ipex_core import nn as nn
+    from ipex_core import testing as testing
+    from ipex_core._optimize import disable_auto_channels_last as disable_auto_channels_last
+    from ipex_core._optimize import enable_auto_channels_last as enable_auto_channels_last
+    from ipex_core._optimize import optimize as optimize
+    from ipex_core._optimize import restore as restore
+    from ipex_core.compile_backend import _get_compiler_backend as _get_compiler_backend
+    from ipex_core.compile_backend import _set_compiler_backend as _set_compiler_backend
+    from ipex_core.compile_backend import compile as compile
+    from ipex_core.config import VERBOSE_OFF as VERBOSE_OFF
+    from ipex_core.config import VERBOSE_ON as VERBOSE_ON
+    from ipex_core.config import VERBOSE_ON_CREATION as VERBOSE_ON_CREATION
+    from ipex_core.config import FP32MathMode as FP32MathMode
+    from ipex_core.config import get_fp32_math_mode as get_fp32_math_mode
+    from ipex_core.config import set_fp32_math_mode as set_fp32_math_mode
+    from ipex_core.config import set_logging_level as set_logging_level
+    from ipex_core.config import verbose as verbose
+    from ipex_core.doctor import doctor as doctor
+    from ipex_core.explain import explain as explain
+    from ipex_core.introspect import op_info as op_info
+    from ipex_core.introspect import show_config as show_config
+
+_MODES = "ipex_core.config"
+_BACKEND = "ipex_core.compile_backend"
+
+#: Public name -> module that has it.
+_NAMES = {
+    "optimize": "ipex_core",
+    "restore": "ipex_core",
+    "explain": "ipex_core",
+    "op_info": "ipex_core",
+    "show_config": "ipex_core",
+    "doctor": "ipex_core",
+    "enable_auto_channels_last": "ipex_core",
+    "disable_auto_channels_last": "ipex_core",
+    "FP32MathMode": _MODES,
+    "get_fp32_math_mode": _MODES,
+    "set_fp32_math_mode": _MODES,
+    "VERBOSE_OFF": _MODES,
+    "VERBOSE_ON": _MODES,
+    "VERBOSE_ON_CREATION": _MODES,
+    "verbose": _MODES,
+    "set_logging_level": _MODES,
+    "compile": _BACKEND,
+    "_get_compiler_backend": _BACKEND,
+    "_set_compiler_backend": _BACKEND,
+}
+
+_SUBMODULES = ("_C", "_isa_help", "cli", "cpu", *_alias.SUBMODULES)
+
+__all__ = [
+    "FP32MathMode",
+    "VERBOSE_OFF",
+    "VERBOSE_ON",
+    "VERBOSE_ON_CREATION",
+    "__version__",
+    "compile",
+    "config",
+    "cpu",
+    "disable_auto_channels_last",
+    "doctor",
+    "enable_auto_channels_last",
+    "errors",
+    "explain",
+    "get_fp32_math_mode",
+    "nn",
+    "op_info",
+    "optimize",
+    "restore",
+    "set_fp32_math_mode",
+    "set_logging_level",
+    "show_config",
+    "testing",
+    "verbose",
+    "version",
+]
+
+
+def version() -> None:
+    """Print the versions of ipex, of its installed packages and of torch."""
+    import importlib.metadata
+
+    print(f"ipex {__version__}")
+    for name in ("ipex-core", "ipex-cpu-kernels", "torch"):
+        try:
+            print(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{name} not installed")
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module 'ipex' has no attribute {name!r}")
+    value: Any
+    if name in _NAMES:
+        module = importlib.import_module(_NAMES[name])
+        value = getattr(module, name)
+        if type(value) is type(module):
+            # A function and the module it lives in share a name; the module may have been imported first.
+            value = getattr(value, name)
+    elif _is_submodule(name):
+        return importlib.import_module(f"ipex.{name}")
+    else:
+        raise _unknown(name)
+    globals()[name] = value
+    return value
+
+
+def _is_submodule(name: str) -> bool:
+    if name in _SUBMODULES:
+        return True
+    return not name.startswith("_") and name in _alias.component_names()
+
+
+def _unknown(name: str) -> AttributeError:
+    import difflib
+
+    from ipex_core.errors import UnknownComponentError
+
+    known = [*__all__, *_alias.component_names()]
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    hint = f"; did you mean {', '.join(close)}?" if close else ""
+    return UnknownComponentError(f"ipex {__version__} has no {name!r}{hint}")
+
+
+def __dir__() -> list[str]:
+    # Without components that are not installed: who walks over all names must not meet an ImportError.
+    from ipex_core import _plugins
+
+    return sorted({*__all__, *(c.name for c in _plugins.components() if c.state == "active")})
+
+
+def _is_command() -> bool:
+    argv = getattr(sys, "argv", None) or [""]
+    if argv[0] == "-m":
+        return "ipex" in getattr(sys, "orig_argv", ())[1:]
+    return os.path.basename(argv[0]) in ("ipex", "ipex.exe", "ipex-script.py")
+
+
+_alias.install()
+if not _is_command():
+    # The command decides by itself: it shows its help without torch, and runs the diagnosis when core cannot start.
+    import ipex_core  # noqa: F401

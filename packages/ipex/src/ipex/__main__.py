@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m ipex``: the ``ipex`` command."""
+
+from __future__ import annotations
+
+from ipex.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Second names of modules: ``ipex.nn`` is `ipex_core.nn`, ``intel_extension_for_pytorch.nn`` is ``ipex.nn``.
+
+A finder on ``sys.meta_path`` answers only for names below the two prefixes, imports the real module and enters the same
+object under the second name. Nothing is imported before it is named.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+
+__all__ = ["SUBMODULES", "AliasFinder", "component_names", "install"]
+
+OLD_NAME = "intel_extension_for_pytorch"
+
+#: Submodules of the facade that live in another package.
+SUBMODULES: Mapping[str, str] = {
+    "config": "ipex_core.config",
+    "errors": "ipex_core.errors",
+    "nn": "ipex_core.nn",
+    "testing": "ipex_core.testing",
+}
+
+
+def component_names() -> frozenset[str]:
+    """Return the names under which components appear here, installed or not."""
+    from ipex_core import _plugins
+
+    return frozenset({*_plugins.KNOWN_COMPONENTS, *(c.name for c in _plugins.components()), "xpu"})
+
+
+def load_component(name: str) -> types.ModuleType:
+    """Import the component ``name``; raises Missing-, Broken- or UnknownComponentError."""
+    from ipex_core import _plugins, errors
+
+    if name == "xpu" and "xpu" not in {c.name for c in _plugins.components()}:
+        # A kernel package and not a component: until it offers a Python part, naming it can only tell what to install.
+        known = _plugins.KNOWN_PROVIDERS["xpu"]
+        raise errors.MissingComponentError(
+            f"ipex.xpu needs the package {known.distribution}: pip install 'ipex[{known.extra}]'"
+        )
+    loaded = _plugins.load_component(name)
+    if not isinstance(loaded, types.ModuleType):
+        raise errors.BrokenComponentError(
+            f"ipex.{name}: its entry point must name a module, but names a {type(loaded).__name__}"
+        )
+    return loaded
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, real: str) -> None:
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        # The import system takes what sys.modules holds afterwards, so the second name gets the real module itself,
+        # with its own name and spec.
+        assert module.__spec__ is not None
+        sys.modules[module.__spec__.name] = importlib.import_module(self._real)
+
+
+class AliasFinder(importlib.abc.MetaPathFinder):
+    """Finds modules under their second names."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Return a spec for a second name, None for every other name.
+
+        Raises:
+            MissingComponentError: The name belongs to a component that is not installed.
+            BrokenComponentError: The component is installed, but cannot be imported.
+        """
+        package, _, rest = fullname.partition(".")
+        if not rest or package not in ("ipex", OLD_NAME):
+            return None
+        real = f"ipex.{rest}" if package == OLD_NAME else _real_name(rest)
+        if real is None or importlib.util.find_spec(real) is None:
+            return None
+        return ModuleSpec(fullname, _Loader(real), is_package=True)
+
+
+def _real_name(name: str) -> str | None:
+    if name == "cpu.runtime" or name.startswith("cpu.runtime."):
+        name = name.removeprefix("cpu.")
+    first, _, rest = name.partition(".")
+    if first in SUBMODULES:
+        return SUBMODULES[first] + (f".{rest}" if rest else "")
+    if first in _OWN or first not in component_names():
+        return None
+    return load_component(first).__name__ + (f".{rest}" if rest else "")
+
+
+#: Files of this package, known without a look at the entry points.
+_OWN = frozenset({"_C", "_alias", "_commands", "_isa_help", "_version", "cli", "cpu"})
+
+
+def install() -> None:
+    """Put the finder in front of the usual ones, once."""
+    if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
+        # In front: the usual finder would load the files of ipex a second time under the old name.
+        sys.meta_path.insert(0, AliasFinder())
