@@ -79,11 +79,10 @@ def sources(package: str) -> Iterator[Path]:
 
 
 def source_hash(package: str) -> str:
-    """Return a digest of all that determines a package's wheel, its siblings and this Python included."""
+    """Return a digest of all that determines a package's wheel."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} {CONSTRAINTS.read_text()}".encode())
-    for name in (*PACKAGES[package], package):
-        for path in sources(name):
-            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in sources(package):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -168,7 +167,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run all tests, of each package and across packages, from built wheels."""
     prepare(session)
-    install_wheels(session, PACKAGES, *TEST_TOOLS, extras="[demo]")
+    install_wheels(session, PACKAGES, *TEST_TOOLS, "nox", extras="[demo]")
     session.env["IPEX_TEST_WHEELS"] = str(DIST)
     session.run("ipex", "doctor")
     session.run("pytest", *session.posargs)
