@@ -97,13 +97,13 @@ def _real_name(name: str) -> str | None:
     first, _, rest = name.partition(".")
     if first in SUBMODULES:
         return SUBMODULES[first] + (f".{rest}" if rest else "")
-    if first in _OWN or first not in component_names():
+    if first in _OWN or first.startswith("_") or first not in component_names():
         return None
     return load_component(first).__name__ + (f".{rest}" if rest else "")
 
 
-#: Files of this package, known without a look at the entry points.
-_OWN = frozenset({"_C", "_alias", "_commands", "_isa_help", "_version", "cli", "cpu"})
+#: Files of this package, known without a look at the entry points; so are all private names.
+_OWN = frozenset({"cli", "cpu"})
 
 
 def install() -> None:

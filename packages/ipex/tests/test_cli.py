@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``ipex`` command: output, JSON, exit codes, commands of other packages."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from ipex import cli
+from ipex_core import _plugins, config
+from ipex_core.doctor import Report
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    config.reload({})
+    yield
+    config.reload({})
+    sys._xoptions.pop("ipex-tolerant", None)
+
+
+def _ipex(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("IPEX_", "ATEN_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "ipex", *args],
+        env={**clean, "TERM": "dumb", **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def _providers(monkeypatch):
+    def use(*statuses: _plugins.ProviderStatus) -> None:
+        monkeypatch.setattr(_plugins, "load_providers", lambda: statuses)
+
+    return use
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_table(_providers):
+    _providers(_plugins.ProviderStatus("cpu", "missing", "ipex-cpu-kernels"))
+    done = runner.invoke(cli.app, ["doctor"])
+    assert done.exit_code == 0, done.output
+    for text in ("CPU features", "OpenMP runtime", "ISA level", "IPEX_STRICT", "nothing is broken"):
+        assert text in done.output
+    assert "pip install 'ipex[cpu]'" in done.output
+
+
+def test_doctor_json_is_the_report(_providers):
+    _providers()
+    done = runner.invoke(cli.app, ["doctor", "--json"])
+    assert done.exit_code == 0
+    data = json.loads(done.output)
+    assert set(data) == {"schema", "ok", *(f.name for f in dataclasses.fields(Report))}
+    assert data["ok"] is True
+    assert isinstance(data["advice"], list)
+
+
+def test_doctor_exits_with_1_when_something_is_broken(_providers):
+    _providers(_plugins.ProviderStatus("cpu", "broken", "ipex-cpu-kernels", cause=OSError("gone")))
+    done = runner.invoke(cli.app, ["doctor"])
+    assert done.exit_code == 1
+    assert "OSError: gone" in done.output
+    assert "nothing is broken" not in done.output
+    assert json.loads(runner.invoke(cli.app, ["doctor", "--json"]).output)["ok"] is False
+
+
+def test_doctor_runs_in_a_bad_environment_and_shows_it():
+    done = _ipex("doctor", "--json", IPEX_STRICT="maybe", IPEX_STRIKT="1")
+    assert done.returncode == 1, done.stderr
+    data = json.loads(done.stdout)
+    assert any("IPEX_STRICT=maybe" in line for line in data["problems"])
+    setting = next(s for s in data["settings"] if s["name"] == "IPEX_STRICT")
+    assert (setting["value"], setting["source"]) == ("maybe", "error")
+    assert "did you mean IPEX_STRICT" in done.stderr
+
+
+def test_doctor_without_a_usable_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: no such file')\n")
+    done = _ipex("doctor", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "libtorch.so: no such file" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = _ipex("doctor", "--json", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "libtorch.so" in json.loads(done.stdout)["problems"][0]
+
+
+def test_doctor_with_a_torch_that_is_too_old(tmp_path):
+    (tmp_path / "torch.py").write_text("__version__ = '2.3.0'\n")
+    done = _ipex("doctor", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "2.3.0" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+
+
+def test_other_commands_refuse_a_bad_environment_in_one_line():
+    done = _ipex("op-info", "rms_norm", IPEX_STRICT="maybe")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: IPEX_STRICT=maybe is not allowed")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_help_needs_no_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('not needed')\n")
+    for args in (["--help"], ["doctor", "--help"], []):
+        done = _ipex(*args, PYTHONPATH=str(tmp_path))
+        assert "Usage" in done.stdout + done.stderr
+        assert "not needed" not in done.stderr
+
+
+def test_version():
+    for args in (["version"], ["--version"]):
+        done = runner.invoke(cli.app, args)
+        assert done.exit_code == 0
+        assert "ipex-core" in done.output
+
+
+def test_show_config():
+    done = runner.invoke(cli.app, ["show-config"])
+    assert done.exit_code == 0
+    assert "IPEX_HUGE_PAGES" in done.output
+    done = runner.invoke(cli.app, ["show-config", "--json"])
+    rows = {row["name"]: row for row in json.loads(done.output)}
+    assert set(rows) == {v.name for v in config.VARIABLES.values()}
+    assert rows["IPEX_FP32_MATH_MODE"]["value"] == "FP32"
+
+
+def test_op_info():
+    done = runner.invoke(cli.app, ["op-info"])
+    assert done.exit_code == 0
+    assert "rms_norm" in done.output
+    done = runner.invoke(cli.app, ["op-info", "rms_norm", "--json"])
+    assert json.loads(done.output)["op"] == "rms_norm"
+    done = runner.invoke(cli.app, ["op-info", "rms_norm"])
+    assert "schema" in done.output
+    assert len(json.loads(runner.invoke(cli.app, ["op-info", "--json"]).output)) >= 12
+
+
+def test_an_unknown_op_is_one_line_and_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ipex", "op-info", "rmsnorm"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert "did you mean rms_norm" in capsys.readouterr().err
+
+
+# --- commands of other packages ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _commands(monkeypatch, tmp_path):
+    (tmp_path / "madeup_cli.py").write_text(
+        "import typer\napp = typer.Typer(help='A tool.')\n"
+        "@app.command()\ndef one(n: int = 1):\n    print('one', n)\n"
+        "@app.command()\ndef two():\n    print('two')\n"
+        "def plain(text: str):\n    '''A function.'''\n    print('plain', text)\n"
+    )
+    (tmp_path / "madeup_broken_cli.py").write_text("raise RuntimeError('boom')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = {
+        "tool": "madeup_cli:app",
+        "plain": "madeup_cli:plain",
+        "bad": "madeup_broken_cli:app",
+        "doctor": "madeup_broken_cli:app",
+    }
+    entries = {n: importlib.metadata.EntryPoint(n, v, cli.COMMAND_GROUP) for n, v in names.items()}
+    monkeypatch.setattr(cli, "_entry_points", lambda: entries)
+
+
+def test_commands_of_other_packages(_commands):
+    done = runner.invoke(cli.app, ["tool", "one", "--n", "3"])
+    assert done.output.strip() == "one 3"
+    assert runner.invoke(cli.app, ["plain", "x"]).output.strip() == "plain x"
+
+
+def test_a_command_is_imported_only_when_it_is_named(_commands):
+    sys.modules.pop("madeup_cli", None)
+    runner.invoke(cli.app, ["version"])
+    assert "madeup_cli" not in sys.modules
+
+
+def test_a_broken_command_takes_no_other_along(_commands):
+    done = runner.invoke(cli.app, ["--help"])
+    assert done.exit_code == 0
+    assert "broken" in done.output
+    assert "A tool." in done.output
+    done = runner.invoke(cli.app, ["bad", "--some-option", "x"])
+    assert done.exit_code == 2
+    assert "RuntimeError: boom" in done.output
+
+
+def test_built_in_commands_cannot_be_replaced(_commands, _providers):
+    _providers()
+    assert runner.invoke(cli.app, ["doctor", "--json"]).exit_code == 0
+
+
+def test_unknown_command():
+    done = runner.invoke(cli.app, ["doktor"])
+    assert done.exit_code == 2
+    assert "doctor" in done.output
+
+
+def test_own_commands_are_registered_as_entry_points():
+    found = {e.name: e.value for e in importlib.metadata.entry_points(group="ipex.commands")}
+    assert found["bench"] == "ipex._commands.bench:app"
+    assert found["demo"] == "ipex._commands.demo:app"

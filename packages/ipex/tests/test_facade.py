@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of the facade, the alias of the old import name, and the three ways a name can be unusable."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import ipex
+from ipex_core import _plugins, config
+from ipex_core.errors import (
+    BrokenComponentError,
+    MissingComponentError,
+    UnknownComponentError,
+)
+
+
+def _python(code: str, *options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *options, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        check=False,
+    )
+
+
+def _check(code: str, *options: str, cwd: Path | None = None) -> str:
+    done = _python(code, *options, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(ipex.__all__))
+def test_every_public_name_resolves(name):
+    assert getattr(ipex, name) is not None
+
+
+def test_names_are_the_objects_of_core():
+    assert ipex.set_fp32_math_mode is config.set_fp32_math_mode
+    assert ipex.config is config
+    assert callable(ipex.doctor)
+    assert ipex.doctor.__module__ == "ipex_core.doctor"
+    assert (ipex.VERBOSE_OFF, ipex.VERBOSE_ON, ipex.VERBOSE_ON_CREATION) == (0, 1, 2)
+    assert [m.name for m in ipex.FP32MathMode] == ["FP32", "TF32", "BF32"]
+
+
+def test_functions_win_over_modules_of_the_same_name():
+    code = """
+        import ipex_core.doctor, ipex_core.explain
+        import ipex
+        assert callable(ipex.doctor) and callable(ipex.explain), (ipex.doctor, ipex.explain)
+    """
+    _check(code)
+
+
+def test_compiler_backend_names():
+    assert ipex._get_compiler_backend() == "inductor"
+    with pytest.raises(ValueError, match="bogus"):
+        ipex._set_compiler_backend("bogus")
+
+
+def test_version(capsys):
+    assert ipex.__version__ == importlib.metadata.version("ipex")
+    assert ipex.version() is None
+    out = capsys.readouterr().out
+    assert f"ipex {ipex.__version__}" in out
+    assert "torch 2." in out
+
+
+def test_submodules_are_the_modules_of_core():
+    import ipex.config
+    import ipex.errors
+    import ipex.nn
+    from ipex.nn import __name__ as name
+
+    assert ipex.config is config
+    assert sys.modules["ipex.config"] is sys.modules["ipex_core.config"]
+    assert config.__name__ == "ipex_core.config"
+    assert config.__spec__.name == "ipex_core.config"
+    assert ipex.errors.MissingComponentError is MissingComponentError
+    assert name == "ipex_core.nn"
+
+
+def test_walking_over_all_names_raises_nothing():
+    found = dict(inspect.getmembers(ipex))
+    assert "optimize" in found
+    assert set(ipex.__all__) <= set(dir(ipex))
+
+
+# --- three ways a name can be unusable --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _entry_points(monkeypatch):
+    """Replace the installed components by made-up ones."""
+
+    def use(**entries: str) -> None:
+        found = tuple(
+            importlib.metadata.EntryPoint(name, value, _plugins.COMPONENT_GROUP)
+            for name, value in entries.items()
+        )
+        real = _plugins._entry_points.__wrapped__
+        monkeypatch.setattr(
+            _plugins,
+            "_entry_points",
+            lambda group: found if group == _plugins.COMPONENT_GROUP else real(group),
+        )
+
+    yield use
+    for name in [
+        n for n in sys.modules if n.startswith(("ipex.llm", "ipex.madeup", "ipex.runtime"))
+    ]:
+        del sys.modules[name]
+    for name in ("llm", "madeup", "runtime"):
+        vars(ipex).pop(name, None)
+
+
+def test_unknown_name():
+    with pytest.raises(UnknownComponentError, match=r"no 'optimise'; did you mean optimize"):
+        ipex.optimise  # noqa: B018
+    with pytest.raises(UnknownComponentError, match="quantization"):
+        ipex.quantisation  # noqa: B018
+    assert not hasattr(ipex, "bogus_name")
+    assert not hasattr(ipex, "__wrapped__")
+    assert not hasattr(ipex, "_private")
+    with pytest.raises(ImportError):
+        from ipex import bogus_name  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [
+        ("llm", "ipex-llm", "llm"),
+        ("quantization", "ipex-quant", "quant"),
+        ("xpu", "ipex-xpu-kernels", "xpu"),
+    ],
+)
+def test_known_but_not_installed(_entry_points, name, package, extra):
+    _entry_points()
+    text = rf"ipex\.{name} needs the package {package}: pip install 'ipex\[{extra}\]'"
+    with pytest.raises(MissingComponentError, match=text):
+        getattr(ipex, name)
+    with pytest.raises(MissingComponentError, match=text):
+        importlib.import_module(f"ipex.{name}")
+    with pytest.raises(MissingComponentError, match=text):
+        importlib.import_module(f"ipex.{name}.modules")
+    with pytest.raises(MissingComponentError, match=text):
+        importlib.import_module(f"intel_extension_for_pytorch.{name}")
+    with pytest.raises(ImportError):
+        exec(f"from ipex import {name}")
+    assert name not in dir(ipex)
+
+
+def test_runtime_is_found_below_cpu(_entry_points):
+    _entry_points()
+    with pytest.raises(MissingComponentError, match="ipex-runtime"):
+        ipex.cpu.runtime  # noqa: B018
+    with pytest.raises(MissingComponentError, match="ipex-runtime"):
+        importlib.import_module("intel_extension_for_pytorch.cpu.runtime")
+
+
+def test_installed_but_broken(_entry_points, tmp_path, monkeypatch):
+    (tmp_path / "madeup_broken.py").write_text("raise OSError('libx.so is gone')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _entry_points(llm="madeup_broken")
+    with pytest.raises(
+        BrokenComponentError, match=r"installed but cannot be imported: libx\.so is gone"
+    ) as e:
+        ipex.llm  # noqa: B018
+    assert isinstance(e.value.__cause__, OSError)
+    with pytest.raises(BrokenComponentError):
+        importlib.import_module("ipex.llm")
+
+
+def test_an_entry_point_that_names_no_module(_entry_points):
+    _entry_points(llm="ipex_core.doctor:doctor")
+    with pytest.raises(BrokenComponentError, match="must name a module"):
+        ipex.llm  # noqa: B018
+
+
+def test_installed_component_is_the_module_itself(_entry_points, tmp_path, monkeypatch):
+    package = tmp_path / "madeup_llm"
+    package.mkdir()
+    (package / "__init__.py").write_text("X = object()\n")
+    (package / "modules.py").write_text("Y = object()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _entry_points(llm="madeup_llm", madeup="madeup_llm")
+    assert ipex.llm is importlib.import_module("madeup_llm")
+    assert importlib.import_module("ipex.llm.modules") is importlib.import_module(
+        "madeup_llm.modules"
+    )
+    assert importlib.import_module("ipex.madeup") is ipex.llm  # components of others, too
+    assert "llm" in dir(ipex)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("ipex.llm.bogus")
+
+
+# --- the old import name ----------------------------------------------------------------------------------------------
+
+
+def test_old_name_is_the_same_module():
+    import intel_extension_for_pytorch as old
+
+    assert old is ipex
+    assert sys.modules["intel_extension_for_pytorch"] is ipex
+    assert ipex.__name__ == "ipex"
+
+
+@pytest.mark.parametrize("name", ["nn", "cpu", "config", "_C", "_isa_help", "errors", "cli"])
+def test_old_dotted_names_are_the_same_modules(name):
+    old = importlib.import_module(f"intel_extension_for_pytorch.{name}")
+    assert old is importlib.import_module(f"ipex.{name}")
+    assert old is getattr(ipex, name)
+
+
+def test_old_dotted_names_in_a_fresh_process():
+    code = """
+        import intel_extension_for_pytorch.cpu as cpu
+        from intel_extension_for_pytorch.nn import __name__ as nn_name
+        import intel_extension_for_pytorch as ipex
+        from intel_extension_for_pytorch import optimize, FP32MathMode
+        import importlib.util
+        import ipex as new
+        assert ipex is new and new.cpu is cpu and nn_name == "ipex_core.nn"
+        assert new.optimize is optimize
+        assert importlib.util.find_spec("intel_extension_for_pytorch") is not None
+        assert importlib.util.find_spec("intel_extension_for_pytorch.bogus") is None
+        assert importlib.util.find_spec("ipex.bogus") is None
+        import ipex_core.config, pickle
+        assert pickle.loads(pickle.dumps(FP32MathMode.BF32)) is FP32MathMode.BF32
+    """
+    _check(code)
+
+
+def test_unknown_old_dotted_name():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("intel_extension_for_pytorch.bogus")
+
+
+def test_every_module_of_core_nn_keeps_one_copy():
+    code = """
+        import sys, pkgutil, importlib
+        import intel_extension_for_pytorch, ipex_core.nn
+        for info in pkgutil.walk_packages(ipex_core.nn.__path__, "ipex_core.nn."):
+            tail = info.name.removeprefix("ipex_core.")
+            real = importlib.import_module(info.name)
+            assert importlib.import_module("intel_extension_for_pytorch." + tail) is real
+            assert importlib.import_module("ipex." + tail) is real
+    """
+    _check(code)
+
+
+# --- names of the native module of IPEX -------------------------------------------------------------------------------
+
+
+def _provider(monkeypatch, **changes):
+    info = _plugins.ProviderInfo(
+        name="cpu",
+        version="0.1.0",
+        device="cpu",
+        kernel_api=1,
+        isa="avx512",
+        isa_available=config.ISA_LEVELS[:6],
+        isa_built=config.ISA_LEVELS,
+        ops=(),
+        kernels=lambda op: (),
+    )
+    monkeypatch.setattr(_plugins, "provider_for", lambda device: info if device == "cpu" else None)
+    monkeypatch.delitem(sys.modules, "ipex_cpu_kernels._native", raising=False)
+
+
+def test_isa_levels_with_kernels(monkeypatch):
+    _provider(monkeypatch)
+    assert ipex._C._get_current_isa_level() == "AVX512"
+    assert ipex._C._get_highest_cpu_support_isa_level() == "AVX512_BF16"
+    assert ipex._C._get_highest_binary_support_isa_level() == "AVX512_FP16"
+    assert ipex.cpu._get_current_isa_level is ipex._C._get_current_isa_level
+    assert ipex._isa_help._check_isa_avx2() is True
+    assert ipex._C.isa_has_amx_support() is False
+    assert ipex._C._has_cpu() is True
+    assert ipex._C._has_xpu() is False
+
+
+def test_isa_levels_without_kernels(monkeypatch):
+    monkeypatch.setattr(_plugins, "provider_for", lambda device: None)
+    assert ipex._C._get_current_isa_level() == "DEFAULT"
+    assert ipex._C._get_highest_binary_support_isa_level() == "DEFAULT"
+    assert ipex._C._get_highest_cpu_support_isa_level().lower() in config.ISA_LEVELS
+    assert isinstance(ipex._isa_help._check_isa_avx512(), bool)
+    assert ipex._C._has_cpu() is False
+
+
+def test_isa_levels_of_what_is_installed():
+    assert ipex._C._get_current_isa_level().lower() in (*config.ISA_LEVELS, "default")
+    assert isinstance(ipex._C.onednn_has_bf16_support(), bool)
+    assert ipex._C.get_fp32_math_mode() == ipex.FP32MathMode.FP32
+
+
+# --- what the import does not do --------------------------------------------------------------------------------------
+
+
+def test_import_loads_core_and_nothing_optional():
+    code = """
+        import sys, torch
+        before = set(sys.modules)
+        import ipex
+        new = sorted(set(sys.modules) - before)
+        optional = ("rich", "typer", "click", "transformers", "matplotlib", "scipy", "pandas", "psutil", "sklearn")
+        assert not [m for m in new if m.split(".")[0] in optional], new
+        own = [m for m in new if m.split(".")[0].startswith("ipex")]
+        assert "ipex_core" in own and "ipex_cpu_kernels" not in own, own
+        assert not {"ipex.cli", "ipex_core.doctor", "ipex_core.compile_backend", "ipex_core.nn"} & set(own), own
+        assert torch.ops.ipex.rms_norm is not None
+    """
+    _check(code, "-W", "error")
+
+
+def test_import_patches_nothing():
+    code = """
+        import logging, sys, warnings, builtins
+        import torch, torch.fx, torch.jit
+
+        def state():
+            owners = [torch, torch.Tensor, torch.nn, torch.nn.functional, torch.nn.Module, torch.jit, torch.fx,
+                      torch.fx.Tracer, torch.backends, torch.autocast, torch._C, torch.utils.data, torch.optim,
+                      logging, builtins]
+            found = {}
+            for owner in owners:
+                for key, value in vars(owner).items():
+                    found[owner.__name__, key] = value
+            return found
+
+        def globals_():
+            return (torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_default_dtype(),
+                    torch.backends.mkldnn.matmul.fp32_precision, torch.backends.mkldnn.enabled,
+                    logging.root.level, tuple(logging.root.handlers), logging.getLoggerClass(), sys.excepthook,
+                    warnings.showwarning, tuple(warnings.filters), torch.is_grad_enabled())
+
+        before, settings, modules = state(), globals_(), dict(sys.modules)
+        import ipex, intel_extension_for_pytorch
+        after = state()
+        assert [k for k in before if before[k] is not after.get(k)] == []
+        assert globals_() == settings
+        assert [m for m in modules if sys.modules.get(m) is not modules[m]] == []
+    """
+    _check(code)
+
+
+def test_modules_under_second_names_survive_threads():
+    code = """
+        import sys, threading, importlib
+        sys.setswitchinterval(1e-6)
+        import ipex
+        found = []
+        def get():
+            found.append((importlib.import_module("intel_extension_for_pytorch.nn"), ipex.nn, ipex.optimize))
+        threads = [threading.Thread(target=get) for _ in range(8)]
+        [t.start() for t in threads]; [t.join() for t in threads]
+        assert len(set(found)) == 1 and len(found) == 8
+    """
+    _check(code)
+
+
+def test_the_command_starts_without_core():
+    code = "import sys; sys.argv = ['/usr/bin/ipex', 'doctor']; import ipex; print('torch' in sys.modules)"
+    assert _check(code).strip() == "False"
