@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,6 +200,16 @@ def _info(isa: str = "avx512_bf16", **changes) -> _plugins.ProviderInfo:
 
 def _active(info: _plugins.ProviderInfo) -> _plugins.ProviderStatus:
     return _plugins.ProviderStatus("cpu", "active", "ipex-cpu-kernels", info=info)
+
+
+def test_the_public_name_can_be_called_whatever_was_imported_before():
+    import ipex_core
+
+    ipex_core.__dict__.pop("doctor", None)
+    ipex_core.doctor = importlib.import_module("ipex_core.doctor")
+    assert isinstance(ipex_core.doctor(), Report)
+    del ipex_core.doctor
+    assert ipex_core.doctor is doctor
 
 
 def test_this_machine():

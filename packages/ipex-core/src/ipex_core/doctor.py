@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import sys
+import types
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -342,3 +343,12 @@ def _why_not(
     if level.startswith("amx") or "amx_tile" in _machine.LEVEL_FEATURES.get(level, ()):
         return "the operating system does not let this process use AMX"
     return "the kernels' own check of CPU and operating system says no"
+
+
+class _CallableModule(types.ModuleType):
+    # ``ipex_core.doctor`` is the public function and, once somebody has imported it, this module. Both can be called.
+    def __call__(self, *args: Any, **kwargs: Any) -> Report:
+        return doctor(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
