@@ -291,7 +291,7 @@ def typecheck(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation with warnings as errors and run its examples."""
     prepare(session)
-    install_wheels(session, PACKAGES, "sphinx", "myst-parser", "furo", extras="[cpu]")
+    install_wheels(session, PACKAGES, "sphinx", "myst-parser", "furo", "numpy", extras="[cpu]")
     common = ["-n", "-W", "--keep-going", "-d", "docs/_build/doctrees", "docs"]
     session.run("sphinx-build", "-b", "html", *common, "docs/_build/html")
     session.run("sphinx-build", "-b", "doctest", *common, "docs/_build/doctest")

@@ -26,7 +26,12 @@ def user_page() -> str:
     constants: list[str] = []
     for name in sorted(ipex.__all__, key=str.lower):
         value = getattr(ipex, name)
-        if name.startswith("__") or isinstance(value, ModuleType):
+        if name.startswith("__"):
+            continue
+        if isinstance(value, ModuleType):
+            # A module that can be called: the function of its name is what the call does.
+            if callable(value):
+                functions += entry(value.__name__, name, getattr(value, name))
             continue
         if inspect.isclass(value) or callable(value):
             (classes if inspect.isclass(value) else functions).extend(entry("ipex", name, value))
