@@ -17,8 +17,8 @@ from ipex_core.doctor import Report, doctor
 from ipex_core.errors import IsaError
 
 AMX_FLAGS = (
-    "fpu sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16 "
-    "avx512_fp16"
+    "fpu sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512cd avx512_vnni avx512_bf16 "
+    "amx_tile amx_int8 amx_bf16 avx512_fp16"
 )
 
 

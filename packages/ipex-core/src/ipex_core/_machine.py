@@ -38,7 +38,7 @@ ROOT = Path("/")
 #: Features each level of `ipex_core.config.ISA_LEVELS` adds or needs, by their names in ``/proc/cpuinfo``. Used only to
 #: explain; the choice is made by the kernel package from cpuid.
 _AVX2 = ("avx2", "fma", "f16c")
-_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd")
 _AVX512_BF16 = (*_AVX512, "avx512_vnni", "avx512_bf16")
 _AMX = (*_AVX512_BF16, "amx_tile", "amx_int8", "amx_bf16")
 LEVEL_FEATURES: dict[str, tuple[str, ...]] = {

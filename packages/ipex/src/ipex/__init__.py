@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ipex_core import errors as errors
     from ipex_core import nn as nn
     from ipex_core import testing as testing
+    from ipex_core._explain import explain as explain
     from ipex_core._optimize import disable_auto_channels_last as disable_auto_channels_last
     from ipex_core._optimize import enable_auto_channels_last as enable_auto_channels_last
     from ipex_core._optimize import optimize as optimize
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from ipex_core.config import set_logging_level as set_logging_level
     from ipex_core.config import verbose as verbose
     from ipex_core.doctor import doctor as doctor
-    from ipex_core.explain import explain as explain
     from ipex_core.introspect import op_info as op_info
     from ipex_core.introspect import show_config as show_config
 
