@@ -360,6 +360,14 @@ inline void multiply([[maybe_unused]] TileScope& scope, const BFloat16* a, int64
 #endif
 }
 
+// A in float whatever the panels hold: for operands that were computed in float anyway. An odd k needs a zero behind
+// each row of A.
+template <class W>
+IPEX_INLINE void multiply_float(const float* a, int64_t lda, int64_t rows, const W* p0, const W* p1,
+                                int64_t k, float* c, int64_t ldc, bool accumulate) {
+  panels_fma(a, lda, rows, p0, p1, k, c, ldc, accumulate);
+}
+
 // Elements between two panels.
 template <class T>
 IPEX_INLINE int64_t panel_size(int64_t k) {
