@@ -42,13 +42,13 @@ _LAZY = {
     "Sample": "ipex_core._spec",
     "KERNEL_API": "ipex_core._plugins",
     "ProviderInfo": "ipex_core._plugins",
-    "disable_auto_channels_last": "ipex_core.optimize",
-    "enable_auto_channels_last": "ipex_core.optimize",
+    "disable_auto_channels_last": "ipex_core._optimize",
+    "enable_auto_channels_last": "ipex_core._optimize",
     "doctor": "ipex_core.doctor",
-    "explain": "ipex_core.explain",
+    "explain": "ipex_core._explain",
     "op_info": "ipex_core.introspect",
-    "optimize": "ipex_core.optimize",
-    "restore": "ipex_core.optimize",
+    "optimize": "ipex_core._optimize",
+    "restore": "ipex_core._optimize",
     "show_config": "ipex_core.introspect",
 }
 

@@ -272,8 +272,11 @@ class _FrozenGraph:
 
     def _weight_state(self) -> list[tuple[int, int]]:
         # Versions catch in-place updates (load_state_dict), pointers catch `p.data = ...`. Inference tensors have no
-        # version counter. About 0.1 us per weight.
-        return [(0 if w.is_inference() else w._version, w.data_ptr()) for w in self._weights]
+        # version counter, packed oneDNN weights have no pointer. About 0.1 us per weight.
+        return [
+            (0 if w.is_inference() else w._version, id(w) if w.is_mkldnn else w.data_ptr())
+            for w in self._weights
+        ]
 
     def __call__(self, *args: Any) -> Any:
         # Dynamo reads the inputs to pass from the graph that was edited, and so leaves the lifted ones out. A wrapper

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`explain`: what `ipex.optimize` did to a model, module by module, and what it did not and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_core._optimize._passes import ORDER
+from ipex_core._optimize._records import Log, Record, log_of
+from ipex_core.nn._state import state_of
+
+__all__ = ["Explanation", "explain"]
+
+#: Classes that `optimize` has something to offer for.
+_CANDIDATES = (
+    nn.Linear,
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._BatchNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.LSTM,
+    nn.modules.dropout._DropoutNd,
+    nn.GELU,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`; ``str()`` gives a table.
+
+    Attributes:
+        optimized: Whether the model was optimized.
+        model: Class of the model.
+        dtype: The dtype asked for, or None.
+        level: The level, or None.
+        isa: ISA level of the CPU kernel package, or None without one.
+        capability: The ISA that torch's own kernels use.
+        rows: One `Record` per decision, in module order.
+        notes: Remarks on the whole.
+        extra_bytes: Memory kept to give the exact originals back.
+    """
+
+    optimized: bool
+    model: str
+    dtype: str | None
+    level: str | None
+    isa: str | None
+    capability: str
+    rows: tuple[Record, ...]
+    notes: tuple[str, ...]
+    extra_bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain dictionaries and lists, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def for_module(self, path: str) -> tuple[Record, ...]:
+        """Return the records of one module."""
+        return tuple(row for row in self.rows if row.module == path)
+
+    def __str__(self) -> str:
+        head = f"{self.model}: " + ("optimized" if self.optimized else "not optimized")
+        if self.optimized:
+            head += f", level {self.level}, dtype {self.dtype or 'unchanged'}"
+        kernels = f"kernel package at ISA level {self.isa}" if self.isa else "no kernel package"
+        lines = [head, f"{kernels}; torch kernels at {self.capability}"]
+        if self.extra_bytes:
+            lines.append(f"{self.extra_bytes / 2**20:.1f} MiB keep the exact originals")
+        lines += [f"note: {note}" for note in self.notes]
+        lines += ["", *_table(self.rows)] if self.rows else []
+        return "\n".join(lines)
+
+
+def _table(rows: tuple[Record, ...]) -> list[str]:
+    header = ("module", "class", "step", "", "what", "kernel")
+    body = [
+        (r.module or "(model)", r.kind, r.step, "done" if r.done else "skipped", r.text, r.kernel)
+        for r in rows
+    ]
+    widths = [min(44, max(len(row[i]) for row in [header, *body])) for i in range(4)]
+    lines = []
+    for row in [header, *body]:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        tail = row[4] + (f"  [{row[5]}]" if row[5] and row[5] != "kernel" else "")
+        lines.append("  ".join([*cells, tail]).rstrip())
+    return lines
+
+
+def explain(model: nn.Module) -> Explanation:
+    """Tell what `ipex.optimize` did to a model, or could do.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        An `Explanation`; printing it shows a table.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+
+    Example:
+        >>> import torch
+        >>> explain(torch.nn.Sequential(torch.nn.Linear(256, 256))).optimized
+        False
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain: model must be a torch.nn.Module, got {type(model).__name__}")
+    from ipex_core import _plugins
+
+    provider = _plugins.provider_for("cpu")
+    log = log_of(model)
+    common: dict[str, Any] = {
+        "model": type(model).__name__,
+        "isa": provider.isa if provider is not None else None,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    if log is None:
+        return Explanation(False, rows=(), notes=_advice(model), dtype=None, level=None, **common)
+    dtype = log.options.dtype
+    return Explanation(
+        True,
+        rows=_ordered(model, log),
+        notes=tuple(log.notes),
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        level=log.options.level,
+        extra_bytes=_extra_bytes(model),
+        **common,
+    )
+
+
+def _ordered(model: nn.Module, log: Log) -> tuple[Record, ...]:
+    place = {path: i for i, (path, _) in enumerate(model.named_modules())}
+    steps = {name: i for i, name in enumerate(ORDER)}
+    return tuple(
+        sorted(log.records, key=lambda r: (place.get(r.module, -1), steps.get(r.step, -1)))
+    )
+
+
+def _extra_bytes(model: nn.Module) -> int:
+    seen: dict[int, int] = {}
+    for module in model.modules():
+        state = state_of(module)
+        for saved in state.saved.values() if state is not None else ():
+            seen[id(saved)] = saved.nbytes
+    return sum(seen.values())
+
+
+def _advice(model: nn.Module) -> tuple[str, ...]:
+    inner = [path for path, module in model.named_modules() if log_of(module) is not None]
+    if inner:
+        return (f"parts of it are optimized: {', '.join(inner)}; explain those",)
+    kinds = Counter(type(m).__name__ for m in model.modules() if isinstance(m, _CANDIDATES))
+    if not kinds:
+        return ("ipex.optimize has nothing to offer for this model",)
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    if model.training:
+        return (f"call model.eval(), then ipex.optimize(model) can work on: {listed}",)
+    return (f"ipex.optimize(model) can work on: {listed}",)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cast of the parameters to bfloat16 or float16.
+
+All floating parameters are cast, as ``model.to(dtype)`` would do, except those of batch norms; buffers stay, since
+rotary frequencies and position tables need their precision. Stock layers with cast weights convert their input, so the
+model takes float32 inputs with or without autocast. The originals are remembered exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from ipex_core import nn as inn
+from ipex_core._optimize._passes import Context, Pass, register, swap_reason
+from ipex_core._optimize._records import Log
+from ipex_core.nn._state import attach, swap_class
+
+__all__ = ["Cast"]
+
+#: Exact class -> optimized class, for layers that compute with their own weights.
+LEAVES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: inn.OptimizedLinear,
+    nn.Conv1d: inn.OptimizedConv1d,
+    nn.Conv2d: inn.OptimizedConv2d,
+    nn.Conv3d: inn.OptimizedConv3d,
+    nn.ConvTranspose1d: inn.OptimizedConvTranspose1d,
+    nn.ConvTranspose2d: inn.OptimizedConvTranspose2d,
+    nn.ConvTranspose3d: inn.OptimizedConvTranspose3d,
+    nn.LayerNorm: inn.OptimizedLayerNorm,
+    nn.RMSNorm: inn.OptimizedRMSNorm,
+    nn.GroupNorm: inn.OptimizedGroupNorm,
+    nn.LSTM: inn.OptimizedLSTM,
+    nn.GRU: inn.OptimizedGRU,
+    nn.RNN: inn.OptimizedRNN,
+    nn.MultiheadAttention: inn.OptimizedMultiheadAttention,
+}
+_KEPT = (nn.modules.batchnorm._NormBase,)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def cast_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of a layer that computes its weight: give the input the dtype of the cast parameters."""
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    if dtype is None or not args or not isinstance(args[0], torch.Tensor):
+        return None
+    if not args[0].is_floating_point() or args[0].dtype == dtype:
+        return None
+    return (args[0].to(dtype), *args[1:])
+
+
+@register
+class Cast(Pass):
+    """Cast parameters."""
+
+    name = "cast"
+
+    def applies(self, context: Context) -> bool:
+        """Return whether a reduced dtype was asked for."""
+        return context.options.reduced is not None
+
+    def apply(self, context: Context) -> None:
+        """Plan the cast of each module."""
+        dtype = context.options.reduced
+        assert dtype is not None
+        name = str(dtype).removeprefix("torch.")
+        for path, module in context.modules():
+            parameters = [p for p in module._parameters.values() if p is not None]
+            if not any(p.is_floating_point() for p in parameters):
+                continue
+            reason = self._reason(context, module)
+            if reason is not None:
+                context.log.add(path, module, self.name, False, reason)
+                continue
+            new = LEAVES.get(type(module))
+            text = f"parameters cast to {name}"
+            if new is not None and swap_reason(module) is None:
+                swap_class(module, new)
+            elif isinstance(module, tuple(LEAVES)):
+                module.register_forward_pre_hook(cast_input)
+                text += ", input cast by a hook"
+            attach(module).dtype = dtype
+            context.log.add(path, module, self.name, True, text)
+
+    def _reason(self, context: Context, module: nn.Module) -> str | None:
+        for owner in (
+            o for p in module._parameters.values() if p is not None for o in context.owners[id(p)]
+        ):
+            if isinstance(owner, _KEPT):
+                return (
+                    "kept in float32: running statistics need it"
+                    if owner is module
+                    else ("shares a parameter with a module that is kept in float32")
+                )
+            if id(owner) in context.old:
+                return "shares a parameter with a module that is already optimized"
+        for parameter in module._parameters.values():
+            if parameter is None or not parameter.is_floating_point():
+                continue
+            if isinstance(parameter, UninitializedParameter):
+                return "parameters are not initialized yet"
+            if parameter.dtype not in _FLOATS:
+                return f"a parameter has dtype {parameter.dtype}"
+        return None
+
+    def undo(self, model: nn.Module, log: Log) -> None:
+        """Remove the input hooks."""
+        for module in model.modules():
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if hook is cast_input:
+                    del module._forward_pre_hooks[key]

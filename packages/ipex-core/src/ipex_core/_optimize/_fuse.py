@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fusion inside one module: its forward is traced with its children as leaves, matched, and regenerated.
+
+Structure is matched, not class names. The rewritten forward is installed on the instance; the class, the children and
+their names stay. A forward that cannot be traced is left alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from typing import Any
+
+from torch import fx, nn
+
+from ipex_core._optimize._fused_forward import FusedForward, import_names
+from ipex_core._optimize._passes import Context, Pass, register
+from ipex_core._optimize._patterns import Rewriter
+from ipex_core._optimize._records import Log
+from ipex_core._optimize._rms import find_rms_norm
+from ipex_core.nn._leaf import has_hooks, has_kernel
+
+__all__ = ["Fuse", "install", "trace"]
+
+
+class _Tracer(fx.Tracer):
+    """Traces with children as leaves and optional arguments at their defaults."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        # An activation written as a module of its own (no parameters, no children) is looked into.
+        plain = not m._parameters and not m._buffers and not m._modules and not has_hooks(m)
+        library = type(m).__module__.startswith(("torch.nn", "ipex_core.nn"))
+        return library or not plain or "." in module_qualified_name
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        proxies = [self.create_proxy("placeholder", name, (), {}) for name in self._names]
+        return root_fn, [self.root, *proxies]
+
+
+def required_arguments(module: nn.Module) -> list[str] | None:
+    """Return the names of the arguments without default, or None if the signature cannot be served."""
+    names = []
+    for parameter in inspect.signature(type(module).forward).parameters.values():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
+            return None
+        if parameter.default is parameter.empty:
+            names.append(parameter.name)
+    return names[1:]
+
+
+def trace(module: nn.Module) -> tuple[fx.Graph, list[str]]:
+    """Trace the forward of one module.
+
+    Raises:
+        Exception: Whatever the forward does with a stand-in for a tensor; RuntimeError if it changes the module.
+    """
+    names = required_arguments(module)
+    if names is None:
+        raise RuntimeError("a keyword-only argument is required")
+    before = {k: (dict(v) if isinstance(v, dict) else v) for k, v in module.__dict__.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph = _Tracer(names).trace(module)
+    finally:
+        changed = _restore(module, before)
+    if changed:
+        raise RuntimeError("the forward changes attributes of the module")
+    return graph, names
+
+
+def _restore(module: nn.Module, before: dict[str, Any]) -> bool:
+    """Undo attribute changes that tracing made; return whether there were any."""
+    changed = False
+    for key in [k for k in module.__dict__ if k not in before]:
+        del module.__dict__[key]
+        changed = True
+    for key, old in before.items():
+        new = module.__dict__.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            if new.keys() != old.keys() or any(new[k] is not old[k] for k in old):
+                new.clear()
+                new.update(old)
+                changed = True
+        elif new is not old:
+            module.__dict__[key] = old
+            changed = True
+    return changed
+
+
+def install(
+    module: nn.Module, graph: fx.Graph, names: list[str], children: list[str]
+) -> str | None:
+    """Generate the code of a graph and put it in front of the class's forward; return why not, or None."""
+    code = graph.python_code("self")
+    # torch.fx offers more names than the code uses.
+    words = set(re.findall(r"\w+", code.src))
+    imports = import_names({k: v for k, v in code.globals.items() if k in words})
+    if imports is None:
+        return "the forward uses something that has no importable name"
+    used = tuple((name, module._modules[name]) for name in sorted(set(children)))
+    pairs = tuple((name, child) for name, child in used if child is not None)
+    module.__dict__["forward"] = FusedForward(module, code.src, imports, tuple(names), pairs)
+    return None
+
+
+@register
+class Fuse(Pass):
+    """Fuse what the ops can compute together."""
+
+    name = "fuse"
+
+    def applies(self, context: Context) -> bool:
+        """Return whether the level asks for fusion."""
+        return context.options.level == "O1"
+
+    def apply(self, context: Context) -> None:
+        """Rewrite the forward of each module in which something matches."""
+        for path, module in context.modules():
+            library = type(module).__module__.startswith(("torch.nn", "ipex_core.nn"))
+            if (library and type(module) is not nn.Sequential) or "forward" in module.__dict__:
+                continue
+            self._module(context, path, module)
+
+    def _module(self, context: Context, path: str, module: nn.Module) -> None:
+        try:
+            graph, names = trace(module)
+        except Exception as error:
+            if any(isinstance(c, (nn.Linear, nn.LayerNorm)) for c in module.children()):
+                first = (str(error).splitlines() or [type(error).__name__])[0]
+                text = f"the forward cannot be traced: {first[:100]}"
+                context.log.add(path, module, self.name, False, text)
+            return
+        norm = find_rms_norm(module, graph)
+        if norm is not None:
+            if not has_kernel("rms_norm"):
+                text = "an RMS norm, but no kernel package implements rms_norm"
+                context.log.add(path, module, self.name, False, text)
+                return
+            graph, done = norm, ["ipex::rms_norm"]
+            children: list[str] = []
+        else:
+            rewriter = Rewriter(graph, module, context.options)
+            done, children = rewriter.run()
+        if not done:
+            return
+        reason = install(module, graph, names, children)
+        text = "fused: " + ", ".join(done) if reason is None else reason
+        context.log.add(path, module, self.name, reason is None, text, ", ".join(done))
+
+    def undo(self, model: nn.Module, log: Log) -> None:
+        """Remove the rewritten forwards."""
+        for module in model.modules():
+            if isinstance(module.__dict__.get("forward"), FusedForward):
+                del module.__dict__["forward"]

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rewritten forward that sits on an instance and leaves its class alone."""
+
+from __future__ import annotations
+
+import importlib
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ipex_core.nn._leaf import has_hooks
+
+__all__ = ["FusedForward", "import_names"]
+
+
+def import_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return ``name -> "module:attribute"`` for a namespace, or None if a value cannot be imported again."""
+    names = {}
+    for name, value in namespace.items():
+        if isinstance(value, types.ModuleType):
+            names[name] = f"{value.__name__}:"
+            continue
+        module, attribute = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        if module is None or attribute is None:
+            return None
+        names[name] = f"{module}:{attribute}"
+        try:
+            if _resolve(names[name]) is not value:
+                return None
+        except (ImportError, AttributeError):
+            return None
+    return names
+
+
+def _resolve(name: str) -> Any:
+    module, _, attributes = name.partition(":")
+    value: Any = importlib.import_module(module)
+    for attribute in filter(None, attributes.split(".")):
+        value = getattr(value, attribute)
+    return value
+
+
+class FusedForward:
+    """Runs generated code in place of a module's forward; installed as ``module.__dict__["forward"]``.
+
+    The original forward runs instead whenever the generated code would not be equivalent: optional arguments are given,
+    the module is in training mode, or a child whose call was fused away was replaced or got a hook.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        source: str,
+        names: dict[str, str],
+        arguments: tuple[str, ...],
+        children: tuple[tuple[str, nn.Module], ...],
+    ) -> None:
+        # Weak: a strong reference would make a cycle that keeps the weights alive until the garbage collector runs.
+        self._module = weakref.ref(module)
+        self.source = source
+        self.names = names
+        self.arguments = arguments
+        self.children = children
+        namespace = {name: _resolve(path) for name, path in names.items()}
+        exec(compile(source, "<ipex fused forward>", "exec"), namespace)
+        self._function: Callable[..., Any] = namespace["forward"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        if kwargs and len(args) + len(kwargs) == len(self.arguments):
+            rest = self.arguments[len(args) :]
+            if all(name in kwargs for name in rest):
+                args, kwargs = (*args, *(kwargs[name] for name in rest)), {}
+        if kwargs or len(args) != len(self.arguments) or module.training or self._changed(module):
+            return type(module).forward(module, *args, **kwargs)
+        return self._function(module, *args)
+
+    def _changed(self, module: nn.Module) -> bool:
+        return any(
+            module._modules.get(name) is not child or has_hooks(child)
+            for name, child in self.children
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy
+
+        module = copy.deepcopy(self._module(), memo)
+        assert module is not None
+        children = tuple((name, copy.deepcopy(child, memo)) for name, child in self.children)
+        return FusedForward(module, self.source, self.names, self.arguments, children)
+
+    def __reduce__(self) -> Any:
+        return FusedForward, (
+            self._module(),
+            self.source,
+            self.names,
+            self.arguments,
+            self.children,
+        )

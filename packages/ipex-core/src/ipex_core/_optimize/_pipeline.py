@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`optimize` and `restore`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ipex_core._optimize._arguments import Options, check_model, parse
+from ipex_core._optimize._layout import auto_channels_last
+from ipex_core._optimize._passes import Context, passes
+from ipex_core._optimize._records import KEY, Log, log_of
+from ipex_core.errors import OpArgumentError
+from ipex_core.nn._state import detach
+
+__all__ = ["optimize", "restore"]
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+def optimize(
+    model: Any,
+    dtype: torch.dtype | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    level: str = "O1",
+    inplace: bool = False,
+    conv_bn_folding: bool | None = None,
+    linear_bn_folding: bool | None = None,
+    weights_prepack: bool | None = None,
+    replace_dropout_with_identity: bool | None = None,
+    optimize_lstm: bool | None = None,
+    split_master_weight_for_bf16: bool | None = None,
+    fuse_update_step: bool | None = None,
+    auto_kernel_selection: bool | None = None,
+    sample_input: Any = None,
+    graph_mode: bool | None = None,
+    concat_linear: bool | None = None,
+) -> Any:
+    """Make a model faster on this CPU.
+
+    The result is a model of the same class with the same modules under the same names; its ``state_dict`` has the
+    original names, shapes, dtypes and values. `ipex.explain` tells what was done and `ipex.restore` undoes it.
+
+    Args:
+        model: Module in inference mode (``model.eval()``). With ``optimizer``, module in training mode. A
+            ``torch.jit.ScriptModule`` is returned untouched.
+        dtype: ``torch.bfloat16`` or ``torch.float16`` to cast the parameters, ``torch.float32`` or None to leave them.
+        optimizer: Optimizer of a model in training mode.
+        level: ``"O1"`` turns on what is marked below, ``"O0"`` nothing. Knobs that are not None win over the level.
+        inplace: Change ``model`` itself. Otherwise a deep copy is changed and ``model`` stays as it is.
+        conv_bn_folding: Fold batch norms into convolutions. (O1)
+        linear_bn_folding: Fold batch norms into linear layers. (O1)
+        weights_prepack: Store weights in the layout of the kernel. (O1)
+        replace_dropout_with_identity: Make dropout free in inference. (O1)
+        optimize_lstm: Prepare LSTM layers. (O1)
+        split_master_weight_for_bf16: Training only. (O1)
+        fuse_update_step: Training only. (O1)
+        auto_kernel_selection: Choose kernels by timing them on this machine instead of by a table.
+        sample_input: Tensor or tuple of tensors. The model is run on it once to learn the shapes that kernels are
+            chosen for.
+        graph_mode: Compile the model at its first call. Parts that cannot be captured run eagerly.
+        concat_linear: Merge linear layers that are fed by the same input, such as query, key and value.
+
+    Returns:
+        The model, or ``(model, optimizer)`` if an optimizer was given.
+
+    Raises:
+        TypeError: An argument has the wrong type (for the model it is an AttributeError too).
+        ValueError: An unknown ``level`` or ``dtype`` (also a RuntimeError); a model in training mode without optimizer
+            or in inference mode with one (also an AssertionError).
+        NotImplementedError: Training in a reduced dtype.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()).eval()
+        >>> fast = optimize(model, dtype=torch.bfloat16)
+        >>> type(fast) is type(model), fast.state_dict()["0.weight"].dtype
+        (True, torch.float32)
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        return model if optimizer is None else (model, optimizer)
+    check_model(model, optimizer)
+    knobs = {
+        "conv_bn_folding": conv_bn_folding,
+        "linear_bn_folding": linear_bn_folding,
+        "weights_prepack": weights_prepack,
+        "replace_dropout_with_identity": replace_dropout_with_identity,
+        "optimize_lstm": optimize_lstm,
+        "split_master_weight_for_bf16": split_master_weight_for_bf16,
+        "fuse_update_step": fuse_update_step,
+        "auto_kernel_selection": auto_kernel_selection,
+        "graph_mode": graph_mode,
+        "concat_linear": concat_linear,
+    }
+    for name, value in (("inplace", inplace),):
+        if not isinstance(value, bool):
+            raise TypeError(f"optimize: {name} must be True or False, got {value!r}")
+    options = parse(level, dtype, knobs, auto_channels_last())
+    if optimizer is not None:
+        return _training(model, optimizer, options, inplace)
+    if not inplace:
+        model = _copy(model)
+    return _inference(model, options, sample_input)
+
+
+def restore(model: _M) -> _M:
+    """Undo `ipex.optimize`, in place.
+
+    Args:
+        model: A model that `optimize` returned.
+
+    Returns:
+        The same object with its original classes, configuration and bit-equal parameters.
+
+    Raises:
+        ValueError: The model was never optimized.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256)).eval()
+        >>> back = restore(optimize(model, dtype=torch.bfloat16))
+        >>> torch.equal(back[0].weight, model[0].weight)
+        True
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"restore: model must be a torch.nn.Module, got {type(model).__name__}")
+    log = log_of(model)
+    if log is None:
+        raise OpArgumentError(
+            "restore: the model is not optimized: ipex.optimize has not returned this object"
+        )
+    for step in reversed(passes()):
+        step.undo(model, log)
+    for module in model.modules():
+        inner = log_of(module)
+        if inner is not None:  # a part that was optimized on its own before
+            for step in reversed(passes()):
+                step.undo(module, inner)
+            module.__dict__.pop(KEY)
+    for module in model.modules():
+        detach(module)
+    return model
+
+
+def _copy(what: Any) -> Any:
+    try:
+        return copy.deepcopy(what)
+    except Exception as error:
+        raise TypeError(
+            "optimize: the model cannot be copied; pass inplace=True to change the model itself"
+        ) from error
+
+
+def _training(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, inplace: bool
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if options.reduced is not None:
+        raise NotImplementedError(
+            f"optimize: training in {options.reduced} is not available yet: leave dtype out and train under"
+            " torch.autocast('cpu', dtype=torch.bfloat16); inference in bfloat16 and float16 is available"
+        )
+    if not inplace:
+        # Together, so that the copied optimizer holds the copied parameters.
+        model, optimizer = _copy((model, optimizer))
+    if options.channels_last:
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        for module in model.modules():
+            if isinstance(module, nn.modules.conv._ConvNd) and module.weight.dim() in formats:
+                weight = module.weight
+                weight.data = weight.data.contiguous(memory_format=formats[weight.dim()])
+    return model, optimizer
+
+
+def _inference(model: nn.Module, options: Options, sample_input: Any) -> nn.Module:
+    former = log_of(model)
+    if former is not None:
+        if former.options == options:
+            return model
+        restore(model)
+    context = Context(model, options, Log(options))
+    context.rows = _rows(model, sample_input)
+    _notes(context)
+    for path, module in model.named_modules():
+        if id(module) in context.old:
+            context.log.add(path, module, "optimize", False, "already optimized by an earlier call")
+    model.__dict__[KEY] = context.log
+    try:
+        for step in passes():
+            if step.applies(context):
+                step.apply(context)
+    except BaseException:
+        restore(model)
+        raise
+    return model
+
+
+def _notes(context: Context) -> None:
+    dtype = context.options.reduced
+    ops: Any = torch.ops.mkldnn
+    if dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported():
+        context.log.notes.append(
+            "this CPU has no bfloat16 support in oneDNN: bfloat16 may be slower than float32"
+        )
+    if dtype == torch.float16 and not ops._is_mkldnn_fp16_supported():
+        context.log.notes.append(
+            "this CPU has no float16 support in oneDNN: float16 may be slower than float32"
+        )
+
+
+def _rows(model: nn.Module, sample_input: Any) -> dict[nn.Module, int]:
+    """Run the model once and return the number of input rows of each linear layer."""
+    if sample_input is None:
+        return {}
+    if isinstance(sample_input, torch.Tensor):
+        sample_input = (sample_input,)
+    if not isinstance(sample_input, (tuple, list, dict)):
+        raise TypeError(
+            "optimize: sample_input must be a tensor, a tuple or list of arguments or a dict of keyword"
+            f" arguments, got {type(sample_input).__name__}"
+        )
+    rows: dict[nn.Module, int] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], torch.Tensor):
+            rows[module] = max(rows.get(module, 0), math.prod(args[0].shape[:-1]))
+
+    handles = [
+        m.register_forward_pre_hook(note) for m in model.modules() if isinstance(m, nn.Linear)
+    ]
+    try:
+        with torch.no_grad():
+            if isinstance(sample_input, dict):
+                model(**sample_input)
+            else:
+                model(*sample_input)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return rows

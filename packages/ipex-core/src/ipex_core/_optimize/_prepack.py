@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choice of the packed format of linear and convolution weights. The stock op is always a candidate."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ipex_core import nn as inn
+from ipex_core._optimize._cast import LEAVES
+from ipex_core._optimize._passes import Context, Pass, register, swap_reason
+from ipex_core.nn import _mkldnn
+from ipex_core.nn._leaf import has_kernel
+from ipex_core.nn._packed import pack
+from ipex_core.nn._state import attach, state_of, swap_class
+
+__all__ = ["LinearChoice", "Prepack", "choose_linear", "measure_linear"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearChoice:
+    """A format (``"mkldnn"``, ``"ipex"`` or None for the stock op) and why."""
+
+    form: str | None
+    reason: str
+
+
+#: Rows up to which the own kernel is faster than oneDNN on a packed weight.
+SMALL_ROWS = 32
+#: Below this many weights the call overhead decides, and the stock op has the smallest.
+_TINY = 4096
+
+
+def choose_linear(dtype: torch.dtype, n: int, k: int, m: int | None) -> LinearChoice:
+    """Choose the format of a linear weight from a table.
+
+    Args:
+        dtype: dtype of the weight in use.
+        n: out_features.
+        k: in_features.
+        m: Rows of the input, or None if unknown.
+    """
+    own = has_kernel("linear") and has_kernel("pack_linear_weight")
+    if n * k < _TINY:
+        return LinearChoice(None, f"the weight has fewer than {_TINY} elements")
+    if own and m is not None and m <= SMALL_ROWS:
+        return LinearChoice("ipex", f"{m} rows: own kernel")
+    if _mkldnn.supports(dtype):
+        rows = "any number of rows" if m is None else f"{m} rows"
+        return LinearChoice("mkldnn", f"{rows}: oneDNN on a prepacked weight")
+    if own and dtype == torch.float16:
+        return LinearChoice("ipex", "oneDNN has no float16 kernel on this CPU")
+    return LinearChoice(
+        None, f"oneDNN has no {str(dtype).removeprefix('torch.')} kernel on this CPU"
+    )
+
+
+_measured: dict[tuple[torch.dtype, int, int, int], LinearChoice] = {}
+
+
+@torch.no_grad()
+def measure_linear(dtype: torch.dtype, n: int, k: int, m: int) -> LinearChoice:
+    """Choose the format by timing all candidates on random data, once per shape and process."""
+    key = (dtype, n, k, m)
+    if key in _measured:
+        return _measured[key]
+    x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+    bias = torch.zeros(n, dtype=dtype)
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        "stock": lambda: torch.nn.functional.linear(x, weight, bias)
+    }
+    if _mkldnn.supports(dtype):
+        one = pack(weight, "mkldnn")
+        runs["mkldnn"] = lambda: _mkldnn.linear(x, one, bias)
+    if has_kernel("linear"):
+        two = pack(weight, "ipex")
+        runs["ipex"] = lambda: torch.ops.ipex.linear(x, two, n, bias, None, "none")
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    deadline = time.perf_counter() + 0.2
+    for turn in range(30):
+        for name, run in runs.items():  # taken in turns, so that noise meets all alike
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+        if turn >= 4 and time.perf_counter() > deadline:
+            break
+    medians = {name: statistics.median(values[1:]) * 1e6 for name, values in times.items()}
+    best = min(medians, key=lambda name: medians[name])
+    if medians[best] > 0.98 * medians["stock"]:
+        best = "stock"
+    text = ", ".join(f"{name} {value:.0f} us" for name, value in medians.items())
+    choice = LinearChoice(None if best == "stock" else best, f"measured at {m} rows: {text}")
+    _measured[key] = choice
+    return choice
+
+
+@register
+class Prepack(Pass):
+    """Pack the weights of linear layers and convolutions."""
+
+    name = "prepack"
+
+    def applies(self, context: Context) -> bool:
+        """Return the knob."""
+        return context.options.weights_prepack
+
+    def apply(self, context: Context) -> None:
+        """Plan the format of each weight."""
+        for path, module in context.modules():
+            state = state_of(module)
+            kind = (state.original_class if state is not None else None) or type(module)
+            if kind not in (nn.Linear, nn.Conv2d, nn.Conv3d):
+                if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
+                    context.log.add(
+                        path, module, self.name, False, "a subclass with a forward of its own"
+                    )
+                continue
+            reason = swap_reason(module) if kind is type(module) else None
+            if reason is None and context.shared(module):
+                reason = "parameters are shared with another module"
+            if reason is None:
+                reason = (
+                    self._linear(context, path, module)
+                    if kind is nn.Linear
+                    else self._conv(context, path, module)
+                )
+            if reason is not None:
+                context.log.add(path, module, self.name, False, reason, "stock")
+
+    def _dtype(self, context: Context, module: nn.Module) -> torch.dtype:
+        state = state_of(module)
+        weight = module._parameters["weight"]
+        assert weight is not None
+        return state.dtype if state is not None and state.dtype is not None else weight.dtype
+
+    def _linear(self, context: Context, path: str, module: nn.Module) -> str | None:
+        assert isinstance(module, nn.Linear)
+        dtype = self._dtype(context, module)
+        rows = context.rows.get(module)
+        n, k = module.out_features, module.in_features
+        if context.options.auto_kernel_selection and n * k >= _TINY:
+            sizes = [rows] if rows is not None else [1, 128]
+            choices = [measure_linear(dtype, n, k, m) for m in sizes]
+            choice = choices[-1]
+        else:
+            choice = choose_linear(dtype, n, k, rows)
+        if choice.form is None:
+            return choice.reason
+        swap_class(module, LEAVES[nn.Linear])
+        state = attach(module)
+        state.packing = choice.form
+        state.kernel_op = "linear" if choice.form == "ipex" else None
+        kernel = "ipex::linear" if choice.form == "ipex" else "mkldnn::_linear_pointwise"
+        context.log.add(path, module, self.name, True, choice.reason, kernel)
+        return None
+
+    def _conv(self, context: Context, path: str, module: nn.Module) -> str | None:
+        assert isinstance(module, (nn.Conv2d, nn.Conv3d))
+        dtype = self._dtype(context, module)
+        if not _mkldnn.supports(dtype):
+            return f"oneDNN has no {str(dtype).removeprefix('torch.')} kernel on this CPU"
+        if isinstance(module.padding, str) or module.padding_mode != "zeros":
+            return "padding is not a plain number of zeros"
+        if module.weight.numel() == 0:
+            return "the weight is empty"
+        swap_class(
+            module, inn.OptimizedConv2d if isinstance(module, nn.Conv2d) else inn.OptimizedConv3d
+        )
+        state = attach(module)
+        state.packing = "mkldnn"
+        state.conv = (
+            list(module.padding),
+            list(module.stride),
+            list(module.dilation),
+            module.groups,
+        )
+        text = "oneDNN on a prepacked weight"
+        context.log.add(path, module, self.name, True, text, "mkldnn::_convolution_pointwise")
+        return None

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes that exchange one layer for one: dropout, recurrent layers, norms and activations; and graph capture."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ipex_core import nn as inn
+from ipex_core._optimize._passes import Context, Pass, register, swap_reason
+from ipex_core._optimize._records import Log
+from ipex_core.nn._leaf import has_kernel
+from ipex_core.nn._state import attach, realize, swap_class
+from ipex_core.nn.layers import identity_dropout
+
+__all__ = ["Dropout", "GraphMode", "Kernels", "Realize", "Recurrent"]
+
+_RECURRENT: dict[type[nn.Module], type[nn.Module]] = {nn.LSTM: inn.OptimizedLSTM}
+
+#: Layers with a kernel of ours -> (optimized class, op).
+_KERNELS: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
+    nn.LayerNorm: (inn.OptimizedLayerNorm, "layer_norm"),
+    nn.RMSNorm: (inn.OptimizedRMSNorm, "rms_norm"),
+    nn.GELU: (inn.OptimizedGELU, "gelu"),
+    nn.Softmax: (inn.OptimizedSoftmax, "softmax"),
+}
+
+
+@register
+class Dropout(Pass):
+    """Make dropout layers free in inference."""
+
+    name = "dropout"
+
+    def applies(self, context: Context) -> bool:
+        """Return the knob."""
+        return context.options.replace_dropout_with_identity
+
+    def apply(self, context: Context) -> None:
+        """Exchange the classes."""
+        for path, module in context.modules():
+            new = identity_dropout(type(module))
+            if new is None:
+                continue
+            reason = swap_reason(module)
+            if reason is None:
+                swap_class(module, new)
+                context.log.add(
+                    path, module, self.name, True, "identity in inference", "none (identity)"
+                )
+            else:
+                context.log.add(path, module, self.name, False, reason)
+
+
+@register
+class Recurrent(Pass):
+    """LSTM layers: the stock op, whose oneDNN path is the fast one, made to accept any input dtype."""
+
+    name = "lstm"
+
+    def applies(self, context: Context) -> bool:
+        """Return the knob."""
+        return context.options.optimize_lstm
+
+    def apply(self, context: Context) -> None:
+        """Exchange the classes."""
+        for path, module in context.modules():
+            new = _RECURRENT.get(type(module))
+            if new is None:
+                continue
+            reason = swap_reason(module)
+            if reason is None:
+                swap_class(module, new)
+                text = "stock op: its oneDNN path needs no gradients"
+                context.log.add(
+                    path, module, self.name, True, text, "aten::lstm (mkldnn_rnn_layer)"
+                )
+            else:
+                context.log.add(path, module, self.name, False, reason)
+
+
+@register
+class Kernels(Pass):
+    """Norms and activations with a kernel of ours."""
+
+    name = "kernels"
+
+    def applies(self, context: Context) -> bool:
+        """Return whether the level asks for kernels."""
+        return context.options.level == "O1"
+
+    def apply(self, context: Context) -> None:
+        """Exchange the classes."""
+        for path, module in context.modules():
+            state = module.__dict__.get("_ipex_state")
+            kind = (state.original_class if state is not None else None) or type(module)
+            new, op = _KERNELS.get(kind, (None, ""))
+            if new is None:
+                continue
+            reason = self._reason(module, op)
+            if reason is not None:
+                context.log.add(path, module, self.name, False, reason, "stock")
+                continue
+            swap_class(module, new)
+            attach(module).kernel_op = op
+            context.log.add(
+                path, module, self.name, True, "kernel of a kernel package", f"ipex::{op}"
+            )
+
+    def _reason(self, module: nn.Module, op: str) -> str | None:
+        if not has_kernel(op):
+            return f"no kernel package implements {op}"
+        shape = getattr(module, "normalized_shape", (1,))
+        if len(shape) != 1:
+            return "normalizes over several dimensions"
+        if type(module) in _KERNELS:
+            return swap_reason(module)
+        return None
+
+
+@register
+class Realize(Pass):
+    """Carry out the plans: one module at a time, so that at most one weight exists twice."""
+
+    name = "realize"
+
+    def applies(self, context: Context) -> bool:
+        """Return True: passes before this one only plan."""
+        return True
+
+    def apply(self, context: Context) -> None:
+        """Fold, cast, lay out and pack."""
+        from ipex_core._optimize._progress import progress
+        from ipex_core.nn._saved import SavedTensor
+
+        registry: dict[int, SavedTensor] = {}
+        todo = [(p, m) for p, m in context.modules() if "_ipex_state" in m.__dict__]
+        for _, module in progress(todo):
+            realize(module, registry)
+
+
+@register
+class GraphMode(Pass):
+    """Compile the model in place; its class and forward stay."""
+
+    name = "graph_mode"
+
+    def applies(self, context: Context) -> bool:
+        """Return the knob."""
+        return context.options.graph_mode
+
+    def apply(self, context: Context) -> None:
+        """Compile lazily: graphs are built at the first call for each input kind, parts that cannot stay eager."""
+        backend = "ipex" if "ipex" in torch._dynamo.list_backends(()) else "inductor"
+        context.model.compile(backend=backend)
+        text = "compiled at the first call; what cannot be captured runs eagerly"
+        context.log.add("", context.model, self.name, True, text, f"torch.compile({backend})")
+
+    def undo(self, model: nn.Module, log: Log) -> None:
+        """Call the forward directly again."""
+        if log.options.graph_mode:
+            model._compiled_call_impl = None

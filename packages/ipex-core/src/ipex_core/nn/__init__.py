@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that `ipex.optimize` puts in place of stock ones.
+
+They are subclasses of the stock layers and are made by changing the class of an existing layer, never constructed.
+"""
+
+from __future__ import annotations
+
+from ipex_core.nn._leaf import OptimizedModule
+from ipex_core.nn._packed import PackedWeight
+from ipex_core.nn.conv import (
+    OptimizedConv1d,
+    OptimizedConv2d,
+    OptimizedConv3d,
+    OptimizedConvTranspose1d,
+    OptimizedConvTranspose2d,
+    OptimizedConvTranspose3d,
+)
+from ipex_core.nn.layers import (
+    FoldedBatchNorm1d,
+    FoldedBatchNorm2d,
+    FoldedBatchNorm3d,
+    OptimizedGELU,
+    OptimizedGroupNorm,
+    OptimizedGRU,
+    OptimizedLayerNorm,
+    OptimizedLSTM,
+    OptimizedMultiheadAttention,
+    OptimizedRMSNorm,
+    OptimizedRNN,
+    OptimizedSoftmax,
+)
+from ipex_core.nn.linear import OptimizedLinear
+
+__all__ = [
+    "FoldedBatchNorm1d",
+    "FoldedBatchNorm2d",
+    "FoldedBatchNorm3d",
+    "OptimizedConv1d",
+    "OptimizedConv2d",
+    "OptimizedConv3d",
+    "OptimizedConvTranspose1d",
+    "OptimizedConvTranspose2d",
+    "OptimizedConvTranspose3d",
+    "OptimizedGELU",
+    "OptimizedGRU",
+    "OptimizedGroupNorm",
+    "OptimizedLSTM",
+    "OptimizedLayerNorm",
+    "OptimizedLinear",
+    "OptimizedModule",
+    "OptimizedMultiheadAttention",
+    "OptimizedRMSNorm",
+    "OptimizedRNN",
+    "OptimizedSoftmax",
+    "PackedWeight",
+]

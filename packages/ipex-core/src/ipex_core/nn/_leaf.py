@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Common parts of the optimized layers.
+
+An optimized layer is a subclass of the layer it replaces, and the *same object*: only ``__class__`` changes. So
+``isinstance`` tests, names, hooks and references stay valid, and undoing is exact. Nobody constructs one directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_core.nn._packed import PackedWeight
+from ipex_core.nn._state import ModuleState, pack_weight, set_runtime, state_of, unpack_weight
+
+__all__ = ["OptimizedModule", "has_hooks", "has_kernel"]
+
+
+# A plain global and no functools.cache: Dynamo traces through this module and warns about caches.
+_native_ops: frozenset[str] | None = None
+
+
+def has_kernel(op: str) -> bool:
+    """Return whether a kernel package implements ``torch.ops.ipex.<op>`` for CPU tensors."""
+    if _native_ops is None:
+        _load()
+    return _native_ops is not None and op in _native_ops
+
+
+def _load() -> None:
+    global _native_ops
+    from ipex_core import _plugins
+
+    provider = _plugins.provider_for("cpu")
+    _native_ops = frozenset(provider.ops) if provider is not None else frozenset()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether calling the module does more than its forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+class OptimizedModule(nn.Module):
+    """Mixin of all optimized layers: copying, pickling, moving."""
+
+    _packed: torch.Tensor | None = None
+    _dtype: torch.dtype | None = None
+    _kernel: bool = False
+
+    def _cast(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Bring an activation to the dtype of a reduced weight; float32 weights take any activation."""
+        if weight is not None and x.dtype is not weight.dtype and x.is_floating_point():
+            return x.to(weight.dtype)
+        return x
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state with a plain weight: packed forms belong to one machine."""
+        content: dict[str, Any] = dict(super().__getstate__())  # type: ignore[no-untyped-call]
+        weight = self._parameters.get("weight")
+        content.pop("_lowered", None)
+        if isinstance(weight, PackedWeight):
+            parameters = dict(content["_parameters"])
+            parameters["weight"] = nn.Parameter(weight.plain(), weight.requires_grad)
+            content["_parameters"] = parameters
+            content["_packed"] = None
+            state = ModuleState()
+            state.__dict__.update(content["_ipex_state"].__dict__)
+            state.plain = None
+            content["_ipex_state"] = state
+        return content
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        """Take the state over and pack for this machine."""
+        super().__setstate__(content)  # type: ignore[no-untyped-call]
+        state = state_of(self)
+        if state is not None:
+            set_runtime(self, state)
+            pack_weight(self, state)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        state = state_of(self)
+        if state is None or not isinstance(self._parameters.get("weight"), PackedWeight):
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        unpack_weight(self, state)
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            pack_weight(self, state)

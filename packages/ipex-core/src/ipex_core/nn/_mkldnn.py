@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""oneDNN ops on prepacked weights, wrapped so that ``torch.compile`` can trace them.
+
+The stock ops (``torch.ops.mkldnn._linear_pointwise`` ...) take an opaque packed weight. Inductor knows them by name and
+insists on packing the weight itself, which a weight that is already packed makes impossible. The wrappers have names of
+their own, so a compiled graph calls them as they are; eager code calls the stock ops directly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["conv", "linear", "supports"]
+
+Tensor = torch.Tensor
+
+_LIBRARY = torch.library.Library("ipex_core", "FRAGMENT")
+_LIBRARY.define(
+    "packed_linear(Tensor x, Tensor weight, Tensor? bias, int out_features, str post,"
+    " Tensor? residual) -> Tensor"
+)
+_LIBRARY.define(
+    "packed_conv(Tensor x, Tensor weight, Tensor? bias, int[] size, int[] padding, int[] stride,"
+    " int[] dilation, int groups) -> Tensor"
+)
+
+#: Our activation name -> (attr, algorithm) of the oneDNN post-op.
+POST_OPS: dict[str, tuple[str, str]] = {
+    "none": ("none", ""),
+    "relu": ("relu", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "silu": ("swish", ""),
+}
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has packed kernels for this dtype on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.float32:
+        return True
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return False
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    post: str = "none",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Compute ``post(x @ weight.T + bias)``, or ``x @ weight.T + bias + residual``."""
+    ops: Any = torch.ops.mkldnn
+    if residual is not None:
+        result: Tensor = ops._linear_pointwise(x, residual, weight, bias, "add")
+        return result
+    attr, algorithm = POST_OPS[post]
+    result = ops._linear_pointwise(x, weight, bias, attr, [], algorithm)
+    return result
+
+
+def conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: list[int],
+    stride: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """Convolve with a packed weight."""
+    ops: Any = torch.ops.mkldnn
+    result: Tensor = ops._convolution_pointwise(
+        x, weight, bias, padding, stride, dilation, groups, "none", [], ""
+    )
+    return result
+
+
+def _linear_kernel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    post: str,
+    residual: Tensor | None,
+) -> Tensor:
+    return linear(x, weight, bias, post, residual)
+
+
+def _conv_kernel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    size: list[int],
+    padding: list[int],
+    stride: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    # The fake kernel has promised this layout.
+    return conv(x, weight, bias, padding, stride, dilation, groups).contiguous(
+        memory_format=_conv_format(x)
+    )
+
+
+for _key in ("CPU", "MkldnnCPU"):
+    _LIBRARY.impl("packed_linear", _linear_kernel, _key)
+    _LIBRARY.impl("packed_conv", _conv_kernel, _key)
+
+
+@torch.library.register_fake("ipex_core::packed_linear")  # type: ignore[untyped-decorator]
+def _linear_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    post: str,
+    residual: Tensor | None,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def _conv_format(x: Tensor) -> torch.memory_format:
+    last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    channels_last = x.dim() in (4, 5) and x.is_contiguous(memory_format=last)
+    return last if channels_last else torch.contiguous_format
+
+
+@torch.library.register_fake("ipex_core::packed_conv")  # type: ignore[untyped-decorator]
+def _conv_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    size: list[int],
+    padding: list[int],
+    stride: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    space = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, p, d, k, s in zip(x.shape[2:], padding, dilation, size[2:], stride, strict=True)
+    ]
+    return torch.empty(
+        (x.shape[0], size[0], *space), dtype=x.dtype, device=x.device, memory_format=_conv_format(x)
+    )

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions on packed weights, and convolutions that cast their input."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ipex_core.nn import _mkldnn
+from ipex_core.nn._leaf import OptimizedModule
+from ipex_core.nn._packed import PackedWeight
+from ipex_core.nn._state import state_of
+
+__all__ = [
+    "OptimizedConv1d",
+    "OptimizedConv2d",
+    "OptimizedConv3d",
+    "OptimizedConvTranspose1d",
+    "OptimizedConvTranspose2d",
+    "OptimizedConvTranspose3d",
+]
+
+Tensor = torch.Tensor
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
+    """Common part of the convolutions.
+
+    With gradients the weight is unpacked and the stock convolution runs.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve."""
+        packed = self._packed
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if packed is None:
+            return self._stock(input, weight, bias)
+        if torch.compiler.is_compiling():
+            batched = input.dim() == len(self.kernel_size) + 2
+            state = state_of(self)
+            assert state is not None and state.conv is not None
+            padding, stride, dilation, groups = state.conv
+            assert self._dtype is not None
+            x = self._layout((input if batched else input.unsqueeze(0)).to(self._dtype))
+            y: Tensor = torch.ops.ipex_core.packed_conv(
+                x,
+                packed,
+                bias.detach() if bias is not None else None,
+                [self.out_channels, self.in_channels // self.groups, *self.kernel_size],
+                padding,
+                stride,
+                dilation,
+                groups,
+            )
+            return y if batched else y.squeeze(0)
+        usable = (
+            isinstance(weight, PackedWeight)
+            and input.dim() == len(self.kernel_size) + 2
+            and input.numel() > 0
+            and not (torch.is_grad_enabled() and self._needs_grad(input))
+            and not (self._dtype is torch.float32 and torch.is_autocast_enabled("cpu"))
+        )
+        if not usable:
+            plain = weight.plain() if isinstance(weight, PackedWeight) else weight
+            if (
+                isinstance(weight, PackedWeight)
+                and weight.requires_grad
+                and torch.is_grad_enabled()
+            ):
+                plain = _Unpack.apply(weight)
+            return self._stock(input, plain, bias)
+        state = state_of(self)
+        assert state is not None and state.conv is not None
+        assert self._dtype is not None
+        x = self._layout(input.to(self._dtype))
+        return _mkldnn.conv(x, packed, bias, *state.conv)
+
+    def _layout(self, x: Tensor) -> Tensor:
+        state = state_of(self)
+        if state is not None and state.memory_format is not None and x.dim() in _LAST:
+            return x.contiguous(memory_format=_LAST[x.dim()])
+        return x
+
+    def _needs_grad(self, x: Tensor) -> bool:
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        return (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        )
+
+    def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        assert weight is not None
+        y: Tensor = self._conv_forward(self._cast(x, weight), weight, bias)
+        return y
+
+    def extra_repr(self) -> str:
+        """Add the packing to the line of the stock layer."""
+        form = "mkldnn" if self._packed is not None else "plain"
+        base = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{base}, format={form}"
+
+
+class _Unpack(torch.autograd.Function):
+    """Unpack a weight so that its gradient flows to the packed parameter."""
+
+    @staticmethod
+    def forward(ctx: object, weight: PackedWeight) -> Tensor:
+        return weight.plain()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class OptimizedConv1d(_OptimizedConv, nn.Conv1d):
+    """`torch.nn.Conv1d` that casts its input to the dtype of its weight."""
+
+
+class OptimizedConv2d(_OptimizedConv, nn.Conv2d):
+    """`torch.nn.Conv2d` on a packed weight."""
+
+
+class OptimizedConv3d(_OptimizedConv, nn.Conv3d):
+    """`torch.nn.Conv3d` on a packed weight."""
+
+
+class _OptimizedConvTranspose(OptimizedModule):
+    def _fit(self, x: Tensor) -> Tensor:
+        return self._cast(x, self._parameters["weight"])
+
+
+class OptimizedConvTranspose1d(_OptimizedConvTranspose, nn.ConvTranspose1d):
+    """`torch.nn.ConvTranspose1d` that casts its input to the dtype of its weight."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Convolve."""
+        return super().forward(self._fit(input), output_size)
+
+
+class OptimizedConvTranspose2d(_OptimizedConvTranspose, nn.ConvTranspose2d):
+    """`torch.nn.ConvTranspose2d` that casts its input to the dtype of its weight."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Convolve."""
+        return super().forward(self._fit(input), output_size)
+
+
+class OptimizedConvTranspose3d(_OptimizedConvTranspose, nn.ConvTranspose3d):
+    """`torch.nn.ConvTranspose3d` that casts its input to the dtype of its weight."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Convolve."""
+        return super().forward(self._fit(input), output_size)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused functions that rewritten forwards call.
+
+Each takes the kernel where one exists for the operands at hand and otherwise computes the same with stock ops, so a
+rewritten forward is valid for every input its original was valid for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ipex_core.nn._leaf import has_hooks, has_kernel
+
+__all__ = [
+    "KERNEL_DTYPES",
+    "act_mul",
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "rms_norm",
+]
+
+Tensor = torch.Tensor
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _native(op: str, *tensors: Tensor | None) -> bool:
+    first = tensors[0]
+    assert first is not None
+    if first.dtype not in KERNEL_DTYPES or first.device.type != "cpu" or not has_kernel(op):
+        return False
+    return all(t is None or t.dtype is first.dtype or t.dtype is torch.float32 for t in tensors[1:])
+
+
+def linear(
+    module: nn.Module, x: Tensor, post: str = "none", residual: Tensor | None = None
+) -> Tensor:
+    """Run a linear layer with an activation or a residual addition."""
+    from ipex_core.nn.linear import OptimizedLinear, activate
+
+    if isinstance(module, OptimizedLinear) and not has_hooks(module):
+        return module.fused(x, post, residual)
+    y = activate(module(x), post)
+    return y if residual is None else y + residual
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Apply GELU."""
+    if _native("gelu", x):
+        y: Tensor = torch.ops.ipex.gelu(x, approximate)
+        return y
+    return F.gelu(x, approximate=approximate)
+
+
+def act_mul(gate: Tensor, up: Tensor, post: str) -> Tensor:
+    """Compute ``activation(gate) * up``."""
+    if gate.shape == up.shape and gate.dtype is up.dtype:
+        y: Tensor
+        if post == "silu" and _native("silu_mul", gate, up):
+            y = torch.ops.ipex.silu_mul(gate, up)
+            return y
+        if post in ("gelu", "gelu_tanh") and _native("gelu_mul", gate, up):
+            y = torch.ops.ipex.gelu_mul(gate, up, "tanh" if post == "gelu_tanh" else "none")
+            return y
+    from ipex_core.nn.linear import activate
+
+    return activate(gate, post) * up
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Normalise over the last dimension."""
+    if _native("layer_norm", x, weight, bias):
+        y: Tensor = torch.ops.ipex.layer_norm(x, weight, bias, eps)
+        return y
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    """Normalise over the last dimension by the root mean square, in float32."""
+    if _native("rms_norm", x, weight):
+        y: Tensor = torch.ops.ipex.rms_norm(x, weight, eps, offset)
+        return y
+    wide = x.float()
+    y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    if weight is None:
+        return y
+    return (weight if offset == 0.0 else weight + offset) * y
+
+
+def _addable(op: str, x: Tensor, residual: Tensor, *rest: Tensor | None) -> bool:
+    return x.dtype is residual.dtype and x.shape == residual.shape and _native(op, x, *rest)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the layer norm of ``x + residual``, and the sum."""
+    assert isinstance(norm, nn.LayerNorm)
+    weight, bias = norm._parameters["weight"], norm._parameters["bias"]
+    plain = has_hooks(norm) or len(norm.normalized_shape) != 1
+    if not plain and _addable("add_layer_norm", x, residual, weight, bias):
+        y, total = torch.ops.ipex.add_layer_norm(x, residual, weight, bias, norm.eps)
+        return y, total
+    total = x + residual
+    return norm(total), total
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm of ``x + residual``, and the sum."""
+    assert isinstance(norm, nn.RMSNorm)
+    weight = norm._parameters["weight"]
+    plain = has_hooks(norm) or len(norm.normalized_shape) != 1
+    if not plain and _addable("add_rms_norm", x, residual, weight):
+        eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+        y, total = torch.ops.ipex.add_rms_norm(x, residual, weight, eps)
+        return y, total
+    total = x + residual
+    return norm(total), total
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention with the signature of the stock function."""
+    if attention_supported(query, key, value, attn_mask, dropout_p, is_causal):
+        y: Tensor = torch.ops.ipex.attention(
+            query, key, value, attn_mask, 0.0 if scale is None else scale, is_causal
+        )
+        return y
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+
+
+def attention_supported(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+) -> bool:
+    """Return whether the native attention computes this call and is the better choice."""
+    if dropout_p or query.dim() != 4 or key.dim() != 4 or not _native("attention", query):
+        return False
+    if key.shape != value.shape or query.dtype is not key.dtype or key.dtype is not value.dtype:
+        return False
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        return False
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        return False
+    if mask is not None and (
+        is_causal or mask.dtype not in (torch.bool, torch.float32, query.dtype)
+    ):
+        return False
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    ):
+        return False  # the stock op has a fused backward
+    return _attention_preferred(query, key, mask)
+
+
+def _attention_preferred(query: Any, key: Any, mask: Any) -> bool:
+    """Return whether the kernel is faster than the stock op at these shapes."""
+    return True

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms, activations and other layers without a packed weight.
+
+The norms and activations run ``torch.ops.ipex`` kernels where a kernel package has them and the stock op otherwise. All
+layers with weights convert an input of another floating dtype to the dtype of a reduced weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ipex_core.nn._leaf import OptimizedModule
+from ipex_core.nn.functional import KERNEL_DTYPES, layer_norm, rms_norm
+
+__all__ = [
+    "FoldedBatchNorm1d",
+    "FoldedBatchNorm2d",
+    "FoldedBatchNorm3d",
+    "OptimizedGELU",
+    "OptimizedGRU",
+    "OptimizedGroupNorm",
+    "OptimizedLSTM",
+    "OptimizedLayerNorm",
+    "OptimizedMultiheadAttention",
+    "OptimizedRMSNorm",
+    "OptimizedRNN",
+    "OptimizedSoftmax",
+    "identity_dropout",
+]
+
+Tensor = torch.Tensor
+
+
+class OptimizedLayerNorm(OptimizedModule, nn.LayerNorm):
+    """`torch.nn.LayerNorm`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise over the last dimensions."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        x = self._cast(input, weight) if self._dtype is not None else input
+        if self._kernel:
+            return layer_norm(x, weight, bias, self.eps)
+        return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class OptimizedRMSNorm(OptimizedModule, nn.RMSNorm):
+    """`torch.nn.RMSNorm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over the last dimensions."""
+        weight = self._parameters["weight"]
+        x = self._cast(x, weight) if self._dtype is not None else x
+        eps = self.eps
+        if self._kernel:
+            return rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+        return functional.rms_norm(x, self.normalized_shape, weight, eps)
+
+
+class OptimizedGroupNorm(OptimizedModule, nn.GroupNorm):
+    """`torch.nn.GroupNorm`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise over groups of channels."""
+        return super().forward(self._cast(input, self._parameters["weight"]))
+
+
+class OptimizedGELU(OptimizedModule, nn.GELU):
+    """`torch.nn.GELU`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the activation."""
+        if input.dtype in KERNEL_DTYPES and input.device.type == "cpu":
+            y: Tensor = torch.ops.ipex.gelu(input, self.approximate)
+            return y
+        return super().forward(input)
+
+
+class OptimizedSoftmax(OptimizedModule, nn.Softmax):
+    """`torch.nn.Softmax`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise over ``dim``."""
+        last = self.dim is not None and self.dim in (-1, input.dim() - 1)
+        if last and input.dtype in KERNEL_DTYPES and input.device.type == "cpu":
+            y: Tensor = torch.ops.ipex.softmax(input)
+            return y
+        return super().forward(input)
+
+
+class _Recurrent(OptimizedModule):
+    def _fit(self, x: Any) -> Any:
+        weight = next(iter(self._parameters.values()))
+        if isinstance(x, torch.Tensor):
+            return self._cast(x, weight)
+        if isinstance(x, nn.utils.rnn.PackedSequence):
+            return x._replace(data=self._cast(x.data, weight))
+        if isinstance(x, tuple):
+            return tuple(self._fit(part) for part in x)
+        return x
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Run the stock recurrence in the dtype of the weights."""
+        return super().forward(self._fit(input), self._fit(hx))
+
+
+class OptimizedLSTM(_Recurrent, nn.LSTM):
+    """`torch.nn.LSTM`; without gradients the stock op takes oneDNN's fused path."""
+
+
+class OptimizedGRU(_Recurrent, nn.GRU):
+    """`torch.nn.GRU`."""
+
+
+class OptimizedRNN(_Recurrent, nn.RNN):
+    """`torch.nn.RNN`."""
+
+
+class OptimizedMultiheadAttention(OptimizedModule, nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` that takes activations of any floating dtype."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Attend in the dtype of the weights."""
+        weight = self.out_proj.weight
+        same = key is query and value is query
+        query = self._cast(query, weight)
+        if same:  # the stock code recognizes self-attention by identity
+            return super().forward(query, query, query, *args, **kwargs)
+        return super().forward(
+            query, self._cast(key, weight), self._cast(value, weight), *args, **kwargs
+        )
+
+
+class _FoldedBatchNorm(OptimizedModule):
+    """A batch norm whose arithmetic has moved into the layer before it."""
+
+    _folded_into: nn.Module
+
+    def refold(self) -> None:
+        """Give the layer before this one the present scale and shift."""
+        from ipex_core.nn._state import realize, revert, state_of
+
+        state = state_of(self._folded_into)
+        if state is not None and state.fold is not None:
+            revert(self._folded_into)
+            state.fold = scale_and_shift(self)
+            realize(self._folded_into)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input."""
+        if self.training:
+            raise RuntimeError(
+                "this batch norm was folded into the layer before it for inference:"
+                " call ipex.restore(model) before training"
+            )
+        if isinstance(self._folded_into, nn.Linear) and input.dim() > 2:
+            # Channels are dimension 1 here, but the fold scaled the last one: take it back and normalise.
+            scale, shift = scale_and_shift(self)
+            plain = ((input.float() - shift) / scale).to(input.dtype)
+            return self._stock(plain)
+        return input
+
+    def _stock(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y
+
+
+def scale_and_shift(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the per-channel ``(scale, shift)`` of an inference batch norm in float32."""
+    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+    mean, variance = module.running_mean, module.running_var
+    assert mean is not None and variance is not None
+    with torch.no_grad():
+        # In double: the folded weight is then as near to the unfolded arithmetic as float32 allows.
+        scale = torch.rsqrt(variance.double() + module.eps)
+        if module.weight is not None:
+            scale = scale * module.weight.double()
+        shift = -mean.double() * scale
+        if module.bias is not None:
+            shift = shift + module.bias.double()
+        return scale.float(), shift.float()
+
+
+class FoldedBatchNorm1d(_FoldedBatchNorm, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` folded into the layer before it."""
+
+
+class FoldedBatchNorm2d(_FoldedBatchNorm, nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` folded into the layer before it."""
+
+
+class FoldedBatchNorm3d(_FoldedBatchNorm, nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d` folded into the layer before it."""
+
+
+class _IdentityDropout(OptimizedModule):
+    """A dropout that costs nothing in inference; in training it still drops."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input."""
+        return super().forward(input) if self.training else input
+
+
+class OptimizedDropout(_IdentityDropout, nn.Dropout):
+    """`torch.nn.Dropout`."""
+
+
+class OptimizedDropout1d(_IdentityDropout, nn.Dropout1d):
+    """`torch.nn.Dropout1d`."""
+
+
+class OptimizedDropout2d(_IdentityDropout, nn.Dropout2d):
+    """`torch.nn.Dropout2d`."""
+
+
+class OptimizedDropout3d(_IdentityDropout, nn.Dropout3d):
+    """`torch.nn.Dropout3d`."""
+
+
+class OptimizedAlphaDropout(_IdentityDropout, nn.AlphaDropout):
+    """`torch.nn.AlphaDropout`."""
+
+
+class OptimizedFeatureAlphaDropout(_IdentityDropout, nn.FeatureAlphaDropout):
+    """`torch.nn.FeatureAlphaDropout`."""
+
+
+_DROPOUTS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Dropout: OptimizedDropout,
+    nn.Dropout1d: OptimizedDropout1d,
+    nn.Dropout2d: OptimizedDropout2d,
+    nn.Dropout3d: OptimizedDropout3d,
+    nn.AlphaDropout: OptimizedAlphaDropout,
+    nn.FeatureAlphaDropout: OptimizedFeatureAlphaDropout,
+}
+
+
+def identity_dropout(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the class that replaces a dropout class, or None."""
+    return _DROPOUTS.get(kind)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layer on a packed weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ipex_core.nn import _mkldnn
+from ipex_core.nn._leaf import OptimizedModule
+from ipex_core.nn._packed import PackedWeight, pack
+from ipex_core.nn._state import state_of
+
+__all__ = ["OptimizedLinear", "activate"]
+
+Tensor = torch.Tensor
+
+
+def activate(y: Tensor, post: str) -> Tensor:
+    """Apply an activation by name."""
+    if post == "relu":
+        return functional.relu(y)
+    if post == "gelu":
+        return functional.gelu(y)
+    if post == "gelu_tanh":
+        return functional.gelu(y, approximate="tanh")
+    if post == "silu":
+        return functional.silu(y)
+    return y
+
+
+class OptimizedLinear(OptimizedModule, nn.Linear):
+    """`torch.nn.Linear` whose weight is packed for the CPU, or cast, or both.
+
+    Without gradients a call is one op. With gradients the same op runs in an autograd function whose backward unpacks
+    the weight. Inputs of another floating dtype are converted to the dtype of the weight; under autocast a float32
+    layer uses a packed copy in the autocast dtype.
+    """
+
+    _lowered: tuple[torch.dtype, Tensor, Tensor | None] | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute ``input @ weight.T + bias``."""
+        return self.fused(input)
+
+    def fused(self, x: Tensor, post: str = "none", residual: Tensor | None = None) -> Tensor:
+        """Compute ``activation(x @ weight.T + bias)`` or ``x @ weight.T + bias + residual``.
+
+        Args:
+            x: ``[..., in_features]``.
+            post: ``"none"``, ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
+            residual: ``[..., out_features]`` or None; not together with an activation.
+        """
+        packed, dtype = self._packed, self._dtype
+        bias = self._parameters["bias"]
+        if packed is None:
+            return self._plain(x, bias, post, residual)
+        if torch.compiler.is_compiling():
+            x = x.to(dtype)
+            if residual is not None and (
+                residual.dtype != dtype or residual.shape[:-1] != x.shape[:-1]
+            ):
+                return self._graph(x, packed, bias, post, None) + residual
+            return self._graph(x, packed, bias, post, residual)
+        if not isinstance(self._parameters["weight"], PackedWeight):  # assigned by the user
+            return self._plain(x, bias, post, residual)
+        if dtype is torch.float32 and torch.is_autocast_enabled("cpu"):
+            lowered = self._autocast(x, post, residual)
+            if lowered is not None:
+                return lowered
+        if x.dtype is not dtype:
+            x = x.to(dtype)
+        if torch.is_grad_enabled() and self._needs_grad(x):
+            y: Tensor = _PackedLinear.apply(x, self._parameters["weight"], bias, self)
+            y = activate(y, post)
+            return y if residual is None else y + residual
+        return self._run(x, packed, bias, post, residual)
+
+    def _run(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, post: str, residual: Tensor | None
+    ) -> Tensor:
+        if residual is not None and (
+            residual.dtype is not x.dtype or residual.shape[:-1] != x.shape[:-1]
+        ):
+            return self._run(x, packed, bias, post, None) + residual
+        if self._kernel:
+            y: Tensor = torch.ops.ipex.linear(x, packed, self.out_features, bias, residual, post)
+            return y
+        if x.dim() < 2 or x.numel() == 0:
+            return self._plain(x, bias, post, residual)
+        return _mkldnn.linear(x, packed, bias, post, residual)
+
+    def _graph(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, post: str, residual: Tensor | None
+    ) -> Tensor:
+        bias = bias.detach() if bias is not None else None
+        y: Tensor
+        if self._kernel:
+            y = torch.ops.ipex.linear(x, packed, self.out_features, bias, residual, post)
+        else:
+            y = torch.ops.ipex_core.packed_linear(
+                x, packed, bias, self.out_features, post, residual
+            )
+        return y
+
+    def _plain(self, x: Tensor, bias: Tensor | None, post: str, residual: Tensor | None) -> Tensor:
+        weight: Any = self._parameters["weight"]
+        if isinstance(weight, PackedWeight):
+            weight = weight.plain()
+        y = activate(functional.linear(self._cast(x, weight), weight, bias), post)
+        return y if residual is None else y + residual
+
+    def _needs_grad(self, x: Tensor) -> bool:
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        return (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        )
+
+    def _autocast(self, x: Tensor, post: str, residual: Tensor | None) -> Tensor | None:
+        dtype = torch.get_autocast_dtype("cpu")
+        if dtype is torch.float32 or not _mkldnn.supports(dtype):
+            return None
+        if torch.is_grad_enabled() and self._needs_grad(x):
+            return self._plain(x, self._parameters["bias"], post, residual)
+        lowered = self._lowered
+        if lowered is None or lowered[0] is not dtype:
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+            assert isinstance(weight, PackedWeight)
+            packed = pack(weight.plain().to(dtype), "ipex" if self._kernel else "mkldnn")
+            lowered = (dtype, packed, bias.detach().to(dtype) if bias is not None else None)
+            self.__dict__["_lowered"] = lowered
+        return self._run(x.to(dtype), lowered[1], lowered[2], post, residual)
+
+    def extra_repr(self) -> str:
+        """Add the packing to the line of `torch.nn.Linear`."""
+        state = state_of(self)
+        form = state.packing if state is not None and self._packed is not None else "plain"
+        return f"{super().extra_repr()}, dtype={self._dtype or self.weight.dtype}, format={form}"
+
+
+class _PackedLinear(torch.autograd.Function):
+    """A packed linear layer under autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: OptimizedLinear
+    ) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        assert module._packed is not None
+        return module._run(x, module._packed, bias, "none", None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (grad,) = gradients
+        (x,) = ctx.saved_tensors
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        weight = ctx.module._parameters["weight"]
+        grad_x = grad @ weight.plain() if need_x else None
+        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if need_weight else None
+        return grad_x, grad_weight, rows.sum(0) if need_bias else None, None
