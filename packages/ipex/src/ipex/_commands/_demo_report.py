@@ -110,10 +110,9 @@ def results_table(found: Sequence[Row], sizes: Sequence[int], result: dict[str, 
     table.add_column("candidate", no_wrap=True)
     for n in sizes:
         table.add_column(f"batch\n{n}, ms", justify="right", no_wrap=True)
-        table.add_column("x stock\n(p10-p90)", justify="right", no_wrap=True)
+        table.add_column("x stock\np10-p90", justify="right", no_wrap=True)
     table.add_column("least\ncosine", justify="right", no_wrap=True)
     table.add_column("peak\nMB", justify="right", no_wrap=True)
-    table.add_column("set-\nup s", justify="right", no_wrap=True)
     for index, row in enumerate(found):
         cells: list[str] = []
         for n in sizes:
@@ -123,7 +122,7 @@ def results_table(found: Sequence[Row], sizes: Sequence[int], result: dict[str, 
             ]
         cosine = "-" if math.isnan(row.cosine_min) else _floor(row.cosine_min)
         name = f"[red]{row.name}: failed[/]" if row.error else row.name
-        table.add_row(name, *cells, cosine, _number(row.peak_mb, 0), _number(row.prepare_s, 1))
+        table.add_row(name, *cells, cosine, _number(row.peak_mb, 0))
         if index + 1 < len(found) and bool(found[index + 1].stock) != bool(row.stock):
             table.add_section()
     pairs = ", ".join(f"{r.name} / {r.stock}" for r in found if r.stock)
@@ -144,7 +143,7 @@ def _ratio_text(value: Ratio | None, has_stock: bool) -> str:
     if value is None:
         return "-" if has_stock else ""
     colour = "yellow" if slower(value) else "green" if value.low > 1 else "default"
-    return f"[{colour}]{value.median:.2f}x[/]\n({value.low:.2f}-{value.high:.2f})"
+    return f"[{colour}]{value.median:.2f}x[/]\n{value.low:.2f}-{value.high:.2f}"
 
 
 def _number(value: float, digits: int) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def demo(
     try:
         encoder = dm.Encoder(quick)
     except ModuleNotFoundError as error:
-        console.print(f"[red]ipex demo:[/] {error}")
+        console.print(f"[red]ipex demo:[/] {escape(str(error))}")
         raise typer.Exit(2) from None
     if threads:
         torch.set_num_threads(threads)
@@ -125,7 +126,7 @@ def demo(
             step(f"measuring batch {n}")
             functions = {name: _call(run, inputs[n]) for name, run in runners.items()}
             with torch.inference_mode():
-                times = paired(functions, seconds=seconds, min_rounds=5, warmup=1)
+                times = paired(functions, seconds=seconds, min_rounds=3, warmup=1)
             for name, values in times.items():
                 outcomes[name].seconds[n] = values
             progress.advance(task)
@@ -145,7 +146,7 @@ def demo(
     console.print(report.results_table(rows, sizes, result))
     for row in rows:
         if row.error:
-            console.print(f"[red]{row.name} failed:[/] {row.error}")
+            console.print(f"[red]{row.name} failed:[/] {escape(row.error)}")
     report.write(out, rows, outcomes.values(), sizes, hits, result)
     console.print(
         f"wrote {', '.join(str(p) for p in report.files(out))} after {result['duration_s']:.0f} s"
