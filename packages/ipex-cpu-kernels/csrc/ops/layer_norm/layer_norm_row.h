@@ -8,9 +8,9 @@ namespace ipex {
 namespace {
 
 // Mean and variance in one sweep, from the sums of d and d^2 with d = x - pivot. The pivot is the
-// mean of the first m elements of the row. As they are part of it, (mean - pivot)^2 <= n / m *
-// variance whatever the data: the subtraction in variance() costs at most a factor n / m of float's
-// precision, and almost nothing unless a row goes on quite unlike it begins.
+// mean of the first m >= n / 32 elements of the row. As they are part of it, (mean - pivot)^2 <=
+// n / m * variance whatever the data: the subtraction in finish() costs at most a factor 32 of
+// float's precision, and almost nothing unless a row goes on quite unlike it begins.
 class Moments {
  public:
   // at(i) is the vector at element i, tail(i, count) the incomplete one there.
@@ -18,7 +18,8 @@ class Moments {
   IPEX_INLINE Moments(int64_t n, const At& at, const Tail& tail) : n_(static_cast<float>(n)) {
     f32v sum = n < kLanes ? keep_n(tail(int64_t{0}, n), n, zero()) : at(int64_t{0});
     int64_t count = n < kLanes ? n : kLanes;
-    for (; count + kLanes <= n && count < 4 * kLanes; count += kLanes) sum = sum + at(count);
+    const int64_t enough = n / 32 > 128 ? n / 32 : 128;
+    for (; count + kLanes <= n && count < enough; count += kLanes) sum = sum + at(count);
     pivot_ = reduce_add(sum) / static_cast<float>(count);
     shift_ = set1(pivot_);
   }
