@@ -121,7 +121,7 @@ def __getattr__(name: str) -> Any:
     if name in _NAMES:
         module = importlib.import_module(_NAMES[name])
         value = getattr(module, name)
-        if type(value) is type(module):
+        if isinstance(value, type(sys)):
             # A function and the module it lives in share a name; the module may have been imported first.
             value = getattr(value, name)
     elif _is_submodule(name):
