@@ -236,7 +236,12 @@ void test_functions() {
   test_function("tanh", [](f32v x) { return ipex::tanh(x); }, tanh, within_ulps(2.5));
   test_function("erf", [](f32v x) { return ipex::erf(x); }, erf, within_ulps(2.5));
   test_function(
-      "sigmoid", [](f32v x) { return ipex::sigmoid(x); }, sigmoid_reference, within_ulps(3));
+      "sigmoid", [](f32v x) { return ipex::sigmoid(x); }, sigmoid_reference,
+      [](float x, float got, double want, double* error) {
+        if (x < -88.7f) return static_cast<double>(got) <= 2.95e-39;  // exp(-x) overflows
+        *error = ulps(got, want);
+        return *error <= 3;
+      });
   test_function(
       "exp2_nonpositive", [](f32v x) { return ipex::exp2_nonpositive(ipex::min(ipex::zero(), x)); },
       exp2_down,
@@ -247,7 +252,7 @@ void test_functions() {
   // In the far left tail the exponent itself is rounded: what counts there is x * Phi(x).
   test_function(
       "normal_cdf", [](f32v x) { return ipex::normal_cdf(x); }, normal_cdf_reference,
-      within(2e-5, 1e-8));
+      within(2e-6, 1e-8));
   test_function("exp_fast", [](f32v x) { return ipex::exp_fast(x); }, exp, within(fast, 2e-38));
   test_function("tanh_fast", [](f32v x) { return ipex::tanh_fast(x); }, tanh, within(fast, 2e-38));
   test_function("erf_fast", [](f32v x) { return ipex::erf_fast(x); }, erf, within(fast, 2e-38));

@@ -92,6 +92,7 @@ IPEX_INLINE f32v sigmoid2_fast(f32v t) { return rcp_fast(set1(1.0f) + exp2_fast(
 IPEX_INLINE f32v sigmoid_fast(f32v x) {
   return rcp_fast(set1(1.0f) + exp2_fast(x * set1(-kLog2E)));
 }
+// 0 below -88.7, where exp(-x) overflows and the result would be a denormal.
 IPEX_INLINE f32v sigmoid(f32v x) { return set1(1.0f) / (set1(1.0f) + exp(-x)); }
 
 IPEX_INLINE f32v tanh_fast(f32v x) {
