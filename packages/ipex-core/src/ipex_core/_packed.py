@@ -13,7 +13,9 @@ import struct
 
 import torch
 
-__all__ = ["HEADER_BYTES", "PANEL", "pack", "packed_bytes", "read_header", "unpack"]
+from ipex_core._spec import check
+
+__all__ = ["HEADER_BYTES", "PANEL", "check_header", "pack", "packed_bytes", "read_header", "unpack"]
 
 HEADER_BYTES = 64
 PANEL = 32
@@ -74,3 +76,23 @@ def read_header(packed: torch.Tensor) -> tuple[int, int, int] | None:
     if magic != _MAGIC or version != _VERSION or panel != PANEL:
         return None
     return layout, n, k
+
+
+def check_header(
+    op: str, name: str, packed: torch.Tensor, out_features: int, in_features: int, dtype: torch.dtype
+) -> None:
+    """Check that a packed tensor holds the weight it should; equal sizes do not make equal formats.
+
+    Only the data tell, so tensors without data (fake tensors during a trace) pass.
+    """
+    if type(packed) is not torch.Tensor or packed.is_meta:
+        return
+    found = read_header(packed)
+    check(
+        found == (FORMATS[dtype], out_features, in_features),
+        op,
+        name,
+        f"be a {str(dtype).removeprefix('torch.')} weight of shape [{out_features}, {in_features}]"
+        " packed by pack_linear_weight",
+        "a tensor with another header",
+    )

@@ -58,6 +58,7 @@ def _linear(
         header = _packed.read_header(packed_weight)
         assert header is not None
         stored = next(d for d, f in _packed.FORMATS.items() if f == header[0])
+    _packed.check_header("linear", "packed_weight", packed_weight, out_features, x.shape[-1], stored)
     weight = _packed.unpack(packed_weight, out_features, x.shape[-1], stored)
     wide = acc(x)
     y = functional.linear(wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype))
@@ -280,6 +281,7 @@ def _unpack(packed: Tensor, out_features: int, in_features: int, dtype: torch.dt
     Returns:
         A contiguous ``[N, K]`` tensor.
     """
+    _packed.check_header("unpack_linear_weight", "packed", packed, out_features, in_features, dtype)
     return _packed.unpack(packed, out_features, in_features, dtype)
 
 

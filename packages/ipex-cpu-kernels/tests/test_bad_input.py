@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong arguments: the native kernels raise RuntimeError with the text of the Python checks."""
+
+from __future__ import annotations
+
+import ipex_core  # noqa: F401
+import pytest
+import torch
+from ipex_core._spec import specs
+from ipex_core.errors import OpArgumentError
+
+ops = torch.ops.ipex
+X = torch.ones(3, 8)
+W = torch.ones(8)
+PACKED = ops.pack_linear_weight(torch.ones(5, 8))
+Q = torch.ones(1, 2, 3, 8)
+
+
+def bad_calls():
+    yield "rms_norm", (X.double(), None), "x must have dtype"
+    yield "rms_norm", (X.int(), None), "x must have dtype"
+    yield "rms_norm", (torch.tensor(1.0), None), "at least 1 dimension"
+    yield "rms_norm", (X, torch.ones(7)), "weight must be 1-D of size x.shape\\[-1\\] = 8, got \\[7\\]"
+    yield "rms_norm", (X, torch.ones(3, 8)), "weight must be 1-D"
+    yield "rms_norm", (X, W.double()), "weight must have the dtype"
+    yield "rms_norm", (X.bfloat16(), W.half()), "weight must have the dtype"
+    yield "add_rms_norm", (X, torch.ones(3, 9), W), "residual must have the shape"
+    yield "add_rms_norm", (X, X.bfloat16(), W), "residual must have the dtype"
+    yield "layer_norm", (X, W, torch.ones(9)), "bias must be 1-D"
+    yield "layer_norm", (X.long(), W, W), "x must have dtype"
+    yield "add_layer_norm", (X, X[:2], W, W), "residual must have the shape"
+    yield "gelu", (X, "sigmoid"), "approximate must be 'none' or 'tanh'"
+    yield "gelu", (X.double(),), "x must have dtype"
+    yield "gelu_mul", (X, X[:1]), "up must have the shape"
+    yield "gelu_mul", (X, X, "no"), "approximate must be"
+    yield "silu_mul", (X, X.half()), "up must have the dtype"
+    yield "silu_mul", (X.bool(), X.bool()), "gate must have dtype"
+    yield "softmax", (X, torch.ones(2, 8)), "mask must be broadcastable"
+    yield "softmax", (X, torch.ones(3, 8, dtype=torch.int32)), "mask must have the dtype"
+    yield "softmax", (X, torch.ones(1, 1, 3, 8)), "mask must be broadcastable"
+    yield "linear", (X, torch.ones(5, 8), 5), "packed_weight must be"
+    yield "linear", (X, PACKED, 6), "header"  # the same padded size
+    yield "linear", (X, PACKED, 0), "out_features must be positive"
+    yield "linear", (X, PACKED, -1), "out_features must be positive"
+    yield "linear", (X.bfloat16(), PACKED, 5), "packed_weight must be"
+    yield "linear", (X, PACKED, 5, torch.ones(4)), "bias must be 1-D"
+    yield "linear", (X, PACKED, 5, torch.ones(5).half()), "bias must have the dtype"
+    yield "linear", (X, PACKED, 5, None, torch.ones(3, 4)), "residual must have shape \\[3, 5\\]"
+    yield "linear", (X, PACKED, 5, None, torch.ones(3, 5).half()), "residual must have the dtype"
+    yield "linear", (X, PACKED, 5, None, None, "swish"), "activation must be one of"
+    yield "linear", (X, torch.zeros_like(PACKED), 5), "header"
+    yield "pack_linear_weight", (torch.ones(4),), "weight must be 2-D"
+    yield "pack_linear_weight", (torch.ones(0, 4),), "not empty"
+    yield "pack_linear_weight", (torch.ones(4, 4).int(),), "weight must have dtype"
+    yield "unpack_linear_weight", (PACKED, 5, 9, torch.float32), "packed must be"
+    yield "unpack_linear_weight", (PACKED, 5, 8, torch.int8), "dtype must be"
+    yield "unpack_linear_weight", (PACKED, 0, 8, torch.float32), "out_features must be positive"
+    yield "attention", (Q[0], Q, Q), "query must be 4-D"
+    yield "attention", (Q, Q[..., :4], Q[..., :4]), "key must have shape"
+    yield "attention", (Q, Q, Q[:, :, :2]), "value must have the shape"
+    yield "attention", (Q, Q.half(), Q), "key must have the dtype"
+    yield "attention", (torch.ones(1, 3, 3, 8), Q, Q), "heads that divides"
+    yield "attention", (Q, Q, Q, torch.ones(4, 3)), "mask must be broadcastable"
+    yield "attention", (Q, Q, Q, torch.ones(3, 3).int()), "mask must have dtype"
+
+
+CALLS = list(bad_calls())
+IDS = [f"{op}-{i}" for i, (op, _, _) in enumerate(CALLS)]
+
+
+@pytest.mark.parametrize(("op", "args", "text"), CALLS, ids=IDS)
+def test_native_kernel_raises(op, args, text):
+    with pytest.raises(RuntimeError, match=text) as caught:
+        getattr(ops, op)(*args)
+    assert str(caught.value).startswith(f"{op}: ")
+    assert ".cpp" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("op", "args", "text"), CALLS, ids=IDS)
+def test_python_check_raises_the_same(op, args, text):
+    """The reference path (core alone) and the fake say the same as the kernel."""
+    with pytest.raises(OpArgumentError, match=text) as caught:
+        specs()[op].check(*args)
+        specs()[op].reference(*args)  # the header of a packed weight is data: only the reference sees it
+    assert isinstance(caught.value, ValueError)
+    with pytest.raises(RuntimeError) as native:
+        getattr(ops, op)(*args)
+    assert str(native.value) == str(caught.value)
+
+
+def test_bfloat16_and_float16_packings_are_told_apart():
+    weight = torch.ones(32, 64)
+    packed = ops.pack_linear_weight(weight.half())
+    with pytest.raises(RuntimeError, match="packed_weight must be a bfloat16 weight"):
+        ops.linear(torch.ones(2, 64, dtype=torch.bfloat16), packed, 32)
+
+
+@pytest.mark.parametrize("op", [name for name, spec in specs().items()])
+def test_meta_tensors(op):
+    spec = specs()[op]
+    sample = list(spec.samples(torch.bfloat16))[2]
+    meta = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in sample.args]
+    got, want = spec.op(*meta), spec.op(*sample.args)
+    for g, w in zip(*(o if isinstance(o, tuple) else (o,) for o in (got, want)), strict=True):
+        assert g.is_meta
+        assert g.shape == w.shape
+        assert g.dtype == w.dtype
+
+
+def test_mixed_devices():
+    with pytest.raises(RuntimeError, match="device"):
+        ops.rms_norm(X, W.to("meta"))
+
+
+@pytest.mark.parametrize("op", ["pack_linear_weight", "unpack_linear_weight"])
+def test_requires_grad_without_a_derivative_raises(op):
+    if op == "unpack_linear_weight":
+        assert not ops.unpack_linear_weight(PACKED, 5, 8, torch.float32).requires_grad
+        return
+    packed = ops.pack_linear_weight(torch.ones(4, 4, requires_grad=True))
+    assert packed.dtype == torch.uint8  # bytes cannot carry a gradient
+    assert not packed.requires_grad

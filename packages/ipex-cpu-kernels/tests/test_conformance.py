@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every op at every level this machine can run, on every sample of its spec, against the reference in float64."""
+
+from __future__ import annotations
+
+import ipex_core  # noqa: F401  (registers the ops)
+import pytest
+import torch
+from ipex_core._plugins import provider_for
+from ipex_core._spec import specs
+from ipex_core.introspect import op_info
+from ipex_core.testing import (
+    assert_inputs_unchanged,
+    assert_matches_reference,
+    assert_same_for_any_thread_count,
+    samples,
+)
+
+OPS = list(specs())
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("op", OPS)
+def test_matches_reference(op, dtype, level):
+    checked = 0
+    for spec, sample in samples(op, dtype):
+        try:
+            assert_matches_reference(spec, sample)
+            assert_inputs_unchanged(spec, sample)
+        except AssertionError as error:
+            raise AssertionError(f"sample {sample.id}: {error}") from None
+        checked += 1
+    assert checked > 3
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_threads_do_not_change_the_result(op, level):
+    for dtype in DTYPES:
+        for spec, sample in samples(op, dtype):
+            assert_same_for_any_thread_count(spec, sample)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_level_really_ran(op, level):
+    """The kernel of each symbol comes from the active level, or from a lower one if the active has none."""
+    info = op_info(op)
+    if not info["kernels"]:
+        # Packing moves bytes once per weight: one version, in the glue.
+        assert op in ("pack_linear_weight", "unpack_linear_weight")
+        return
+    assert info["provider"] == "cpu"
+    built = list(provider_for("cpu").isa_built)
+    for symbol, kernel in info["kernels"].items():
+        available = kernel["available"]
+        allowed = [name for name in available if built.index(name) <= built.index(level)]
+        assert kernel["current"] == allowed[-1], symbol
+        # All kernels of this release exist at all levels: a missing one is a mistake in the build.
+        assert kernel["current"] == level, symbol
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernel_exists_for_each_dtype(op):
+    kernels = op_info(op)["kernels"]
+    if not kernels:
+        return
+    for suffix in ("f32", "bf16", "f16"):
+        assert any(symbol.endswith(suffix) for symbol in kernels), f"{op} has no kernel for {suffix}"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_equal_those_of_the_reference(op):
+    spec = specs()[op]
+    if spec.backward is None:
+        pytest.skip("not differentiable by design")
+    for sample in list(spec.samples(torch.float32))[2:7]:
+        with torch.enable_grad():
+            mine = _leaves(sample.args)
+            theirs = _leaves(sample.args)
+            got = spec.op(*mine, **sample.kwargs)
+            want = spec.reference(*theirs, **sample.kwargs)
+            outs = zip(*(o if isinstance(o, tuple) else (o,) for o in (got, want)), strict=True)
+            for g, w in outs:
+                weight = torch.ones_like(w)
+                g.backward(weight, retain_graph=True)
+                w.backward(weight, retain_graph=True)
+        for a, b in zip(mine, theirs, strict=True):
+            if isinstance(a, torch.Tensor) and a.requires_grad:
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def _leaves(args):
+    return [
+        v.detach().clone().requires_grad_()
+        if isinstance(v, torch.Tensor) and v.is_floating_point()
+        else v
+        for v in args
+    ]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op):
+    for dtype in (torch.float32, torch.bfloat16):
+        for spec, sample in list(samples(op, dtype))[:4]:
+            torch.library.opcheck(spec.op.default, sample.args, sample.kwargs)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiles_without_graph_break(op):
+    spec = specs()[op]
+    sample = list(spec.samples(torch.float32))[2]
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *args: spec.op(*args, **sample.kwargs), fullgraph=True, backend="aot_eager"
+    )
+    got, want = compiled(*sample.args), spec.op(*sample.args, **sample.kwargs)
+    torch.testing.assert_close(got, want, equal_nan=True)
