@@ -45,7 +45,16 @@ nitpick_ignore_regex = [
     (r"py:(class|obj|data)", r"ipex_core\..*"),  # types in signatures that have no page
 ]
 
-doctest_global_setup = "import torch\n_ = torch.manual_seed(0)"
+# Examples in docstrings use names as their module has them.
+doctest_global_setup = """
+import ipex
+import ipex_core
+import torch
+from ipex import *
+from ipex_core._spec import *
+from ipex_core.testing import *
+_ = torch.manual_seed(0)
+"""
 # Only blocks that ask for it, and the docstrings of documented objects.
 doctest_test_doctest_blocks = "default"
 trim_doctest_flags = True
