@@ -99,9 +99,10 @@ def compile(
     The arguments and errors are those of `ipex_backend`. Most users want ``torch.compile(model, backend="ipex")``.
 
     Example:
-        >>> import torch, ipex_core
+        >>> import torch
+        >>> from ipex_core.compile_backend import compile
         >>> gm = torch.fx.symbolic_trace(torch.nn.Linear(4, 4).eval().requires_grad_(False))
-        >>> ipex_core.compile(gm, [torch.ones(2, 4)])(torch.ones(2, 4)).shape
+        >>> compile(gm, [torch.ones(2, 4)])(torch.ones(2, 4)).shape
         torch.Size([2, 4])
     """
     return ipex_backend(model, example_inputs, mode=mode, options=options)
