@@ -62,5 +62,20 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.line(f"{level:14} run      {numbers}")
         else:
             reason = reasons[level].most_common(1)
-            text = reason[0][0] if reason else "no test was collected for it"
+            text = reason[0][0] if reason else why_not(level)
             terminalreporter.line(f"{level:14} NOT RUN  {text}")
+
+
+def why_not(level: str) -> str:
+    """Return why no test was collected for a level."""
+    try:
+        from ipex_core._plugins import provider_for
+
+        provider = provider_for("cpu")
+    except Exception as error:
+        return f"the kernels cannot be loaded: {error}"
+    if provider is None:
+        return "the kernels are not installed"
+    if level not in provider.isa_built:
+        return "not in this build"
+    return "not selected" if level in provider.isa_available else "this CPU cannot run it"
