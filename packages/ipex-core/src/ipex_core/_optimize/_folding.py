@@ -38,19 +38,28 @@ _LINEAR: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: nn.BatchNorm1d}
 _Pairs = list[tuple[str, nn.Module, str, nn.Module]]
 
 
+def release(tracer: fx.Tracer) -> None:
+    """Let go of the module: nodes and proxies of a trace are cycles that would keep it alive until they are collected."""
+    for name in ("root", "tensor_attrs", "submodule_paths", "module_stack", "scope", "root_module_name"):
+        tracer.__dict__.pop(name, None)
+
+
 def adjacent(
     root: nn.Module, first: dict[type[nn.Module], type[nn.Module]], prefix: str = ""
 ) -> _Pairs:
     """Return ``(path, layer, path, batch norm)`` for every layer whose only consumer is a batch norm."""
     if not any(type(m) in _FOLDED for m in root.modules()):
         return []
+    tracer = fx.Tracer()
     try:
-        graph = fx.Tracer().trace(root)
+        graph = tracer.trace(root)
     except Exception:
         pairs: _Pairs = []
         for name, child in root.named_children():
             pairs += adjacent(child, first, f"{prefix}{name}.")
         return pairs
+    finally:
+        release(tracer)
     modules = dict(root.named_modules(remove_duplicate=False))
     calls = Counter(id(modules[str(n.target)]) for n in graph.nodes if n.op == "call_module")
     pairs = []

@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx, nn
 
 from ipex_core._optimize._fused_forward import FusedForward, import_names
+from ipex_core._optimize._folding import release
 from ipex_core._optimize._passes import Context, Pass, register
 from ipex_core._optimize._patterns import Rewriter
 from ipex_core._optimize._records import Log
@@ -67,11 +68,13 @@ def trace(module: nn.Module) -> tuple[fx.Graph, list[str]]:
     if names is None:
         raise RuntimeError("a keyword-only argument is required")
     before = {k: (dict(v) if isinstance(v, dict) else v) for k, v in module.__dict__.items()}
+    tracer = _Tracer(names)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            graph = _Tracer(names).trace(module)
+            graph = tracer.trace(module)
     finally:
+        release(tracer)
         changed = _restore(module, before)
     if changed:
         raise RuntimeError("the forward changes attributes of the module")
