@@ -7,8 +7,14 @@
 namespace ipex {
 namespace {
 
-// Longest row whose scores are kept on the stack (32 KiB) between the sweeps.
+// Longest row of a 16-bit type whose scores are kept on the stack (32 KiB) between the sweeps.
 constexpr int64_t kBuffer = 8192;
+
+template <bool kFast>
+IPEX_INLINE f32v exponential(f32v difference) {
+  if constexpr (kFast) return exp_fast(difference);
+  return exp_nonpositive(difference);
+}
 
 IPEX_INLINE f32v minus_infinity() { return set1(-__builtin_inff()); }
 
@@ -21,9 +27,11 @@ IPEX_INLINE float max_of(const f32v (&part)[kUnroll]) {
 
 // A NaN may get lost in the maximum, but not in the sum: its exponential is NaN whatever the
 // maximum.
+
+// Keeps the scores and then the exponentials in a buffer, in float.
 template <typename T, typename M>
-__attribute__((noinline)) void short_row(const T* x, const M* mask, float scale, T* y, int64_t n) {
-  constexpr bool kFast = kReducedPrecision<T>;
+__attribute__((noinline)) void buffered_row(const T* x, const M* mask, float scale, T* y,
+                                            int64_t n) {
   alignas(64) float scores[kBuffer];
   const f32v s = set1(scale);
   f32v top[kUnroll];
@@ -48,7 +56,7 @@ __attribute__((noinline)) void short_row(const T* x, const M* mask, float scale,
   Sum sum;
   for_vectors((n + kLanes - 1) / kLanes * kLanes,
               [&](int64_t i, int k) IPEX_LAMBDA {
-                const f32v e = exp_as<kFast>(loadu(scores + i) - m);
+                const f32v e = exp_fast(loadu(scores + i) - m);
                 storeu(scores + i, e);
                 sum.part[k] = sum.part[k] + e;
               },
@@ -60,10 +68,11 @@ __attribute__((noinline)) void short_row(const T* x, const M* mask, float scale,
           IPEX_LAMBDA { store_n(y + i, loadu(scores + i) * factor, count); });
 }
 
-// Rows that do not fit the buffer. float keeps the exponentials in y; the 16-bit types would lose
-// precision there and compute them a second time.
+// Without a buffer: float keeps the exponentials in y, which leaves more of the L1 cache to x. The
+// 16-bit types would lose precision there and compute them a second time.
 template <typename T, typename M>
-__attribute__((noinline)) void long_row(const T* x, const M* mask, float scale, T* y, int64_t n) {
+__attribute__((noinline)) void unbuffered_row(const T* x, const M* mask, float scale, T* y,
+                                              int64_t n) {
   constexpr bool kFast = kReducedPrecision<T>;
   const f32v s = set1(scale);
   const auto score = [&](int64_t i)
@@ -83,12 +92,12 @@ __attribute__((noinline)) void long_row(const T* x, const M* mask, float scale, 
   for_vectors(
       n,
       [&](int64_t i, int k) IPEX_LAMBDA {
-        const f32v e = exp_as<kFast>(score(i) - m);
+        const f32v e = exponential<kFast>(score(i) - m);
         if constexpr (!kFast) store(y + i, e);
         sum.part[k] = sum.part[k] + e;
       },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
-        const f32v e = exp_as<kFast>(last_score(i, count) - m);
+        const f32v e = exponential<kFast>(last_score(i, count) - m);
         if constexpr (!kFast) store_n(y + i, e, count);
         sum.part[0] = sum.part[0] + e;
       });
@@ -97,14 +106,14 @@ __attribute__((noinline)) void long_row(const T* x, const M* mask, float scale, 
       n,
       [&](int64_t i, int) IPEX_LAMBDA {
         if constexpr (kFast) {
-          store(y + i, exp_as<kFast>(score(i) - m) * factor);
+          store(y + i, exponential<kFast>(score(i) - m) * factor);
         } else {
           store(y + i, load(y + i) * factor);
         }
       },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
         if constexpr (kFast) {
-          store_n(y + i, exp_as<kFast>(last_score(i, count) - m) * factor, count);
+          store_n(y + i, exponential<kFast>(last_score(i, count) - m) * factor, count);
         } else {
           store_n(y + i, load_n(y + i, count) * factor, count);
         }
@@ -113,8 +122,10 @@ __attribute__((noinline)) void long_row(const T* x, const M* mask, float scale, 
 
 template <typename T, typename M>
 IPEX_INLINE void softmax_row(const T* x, const M* mask, float scale, T* y, int64_t n) {
-  if (n <= kBuffer) return short_row(x, mask, scale, y, n);
-  long_row(x, mask, scale, y, n);
+  if constexpr (kReducedPrecision<T>) {
+    if (n <= kBuffer) return buffered_row(x, mask, scale, y, n);
+  }
+  unbuffered_row(x, mask, scale, y, n);
 }
 
 // Element offset of the mask row that belongs to row r of x.
