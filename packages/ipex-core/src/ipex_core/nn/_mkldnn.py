@@ -57,12 +57,14 @@ def linear(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Compute ``post(x @ weight.T + bias)``, or ``x @ weight.T + bias + residual``."""
-    ops: Any = torch.ops.mkldnn
+    # The overloads by name: left to find the right one, torch tries the first and, when that does not fit, formats an
+    # error message with all weights in it, which takes milliseconds.
+    op: Any = torch.ops.mkldnn._linear_pointwise
     if residual is not None:
-        result: Tensor = ops._linear_pointwise(x, residual, weight, bias, "add")
+        result: Tensor = op.binary(x, residual, weight, bias, "add")
         return result
     attr, algorithm = POST_OPS[post]
-    result = ops._linear_pointwise(x, weight, bias, attr, [], algorithm)
+    result = op.default(x, weight, bias, attr, [], algorithm)
     return result
 
 
