@@ -131,7 +131,7 @@ IPEX_INLINE f32v tanh(f32v x) {
   const f32v u = x * x;
   const f32v small = fma(x * u, polynomial(u, kPoly), x);
   const f32v large = set1(1.0f) - set1(2.0f) / (exp(a + a) + set1(1.0f));
-  return select(lt(a, set1(0.625f)), small, copysign(large, x));
+  return copysign(select(lt(a, set1(0.625f)), small, large), x);  // also tanh(-0) = -0
 }
 
 IPEX_INLINE f32v erf_fast(f32v x) {
@@ -175,6 +175,19 @@ IPEX_INLINE f32v normal_cdf(f32v x) {
 // The tanh form of GELU is x * sigmoid(2 s), s = sqrt(2 / pi) (x + 0.044715 x^3).
 inline constexpr float kGeluTanh = 1.595769122f;  // 2 sqrt(2 / pi)
 inline constexpr float kGeluTanhCubic = 1.595769122f * 0.044715f;
+
+template <bool kFast>
+IPEX_INLINE f32v exp_as(f32v x) {
+  if constexpr (kFast) return exp_fast(x);
+  return exp(x);
+}
+
+// The same for x <= 0.
+template <bool kFast>
+IPEX_INLINE f32v exp_nonpositive_as(f32v x) {
+  if constexpr (kFast) return exp_fast(x);
+  return exp_nonpositive(x);
+}
 
 template <bool kFast>
 IPEX_INLINE f32v silu(f32v x) {

@@ -10,12 +10,6 @@ namespace {
 // Longest row of a 16-bit type whose scores are kept on the stack (32 KiB) between the sweeps.
 constexpr int64_t kBuffer = 8192;
 
-template <bool kFast>
-IPEX_INLINE f32v exponential(f32v difference) {
-  if constexpr (kFast) return exp_fast(difference);
-  return exp_nonpositive(difference);
-}
-
 IPEX_INLINE f32v minus_infinity() { return set1(-__builtin_inff()); }
 
 IPEX_INLINE float max_of(const f32v (&part)[kUnroll]) {
@@ -92,12 +86,12 @@ __attribute__((noinline)) void unbuffered_row(const T* x, const M* mask, float s
   for_vectors(
       n,
       [&](int64_t i, int k) IPEX_LAMBDA {
-        const f32v e = exponential<kFast>(score(i) - m);
+        const f32v e = exp_nonpositive_as<kFast>(score(i) - m);
         if constexpr (!kFast) store(y + i, e);
         sum.part[k] = sum.part[k] + e;
       },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
-        const f32v e = exponential<kFast>(last_score(i, count) - m);
+        const f32v e = exp_nonpositive_as<kFast>(last_score(i, count) - m);
         if constexpr (!kFast) store_n(y + i, e, count);
         sum.part[0] = sum.part[0] + e;
       });
@@ -106,14 +100,14 @@ __attribute__((noinline)) void unbuffered_row(const T* x, const M* mask, float s
       n,
       [&](int64_t i, int) IPEX_LAMBDA {
         if constexpr (kFast) {
-          store(y + i, exponential<kFast>(score(i) - m) * factor);
+          store(y + i, exp_nonpositive_as<kFast>(score(i) - m) * factor);
         } else {
           store(y + i, load(y + i) * factor);
         }
       },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
         if constexpr (kFast) {
-          store_n(y + i, exponential<kFast>(last_score(i, count) - m) * factor, count);
+          store_n(y + i, exp_nonpositive_as<kFast>(last_score(i, count) - m) * factor, count);
         } else {
           store_n(y + i, load_n(y + i, count) * factor, count);
         }
