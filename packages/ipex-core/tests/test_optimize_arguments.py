@@ -209,7 +209,7 @@ def test_unknown_dtype(dtype):
 
 
 def test_dtype_of_wrong_type():
-    with pytest.raises(TypeError, match="dtype must be a torch.dtype"):
+    with pytest.raises(TypeError, match="dtype must be a torch"):
         optimize(make(), dtype="bfloat16")
 
 

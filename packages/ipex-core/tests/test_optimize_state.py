@@ -124,7 +124,7 @@ def test_load_errors_are_those_of_torch():
     result = optimize(make(), dtype=torch.bfloat16)
     state = result.state_dict()
     state["block.up.weight"] = torch.zeros(3, 3)
-    with pytest.raises(RuntimeError, match="size mismatch for block.up.weight"):
+    with pytest.raises(RuntimeError, match="size mismatch for block"):
         result.load_state_dict(state)
     del state["block.up.weight"]
     with pytest.raises(RuntimeError, match="Missing key"):
@@ -292,8 +292,24 @@ def test_only_packed_layers_still_have_parameters():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_special_values_are_given_back(dtype):
     patterns = torch.tensor(
-        [0, -2147483648, 1, -1, 0x7F800000, -0x800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF]
-        + [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF, 0x00008000, 0x00018000],
+        [  # zeros, subnormals, infinities, NaNs, ties, neighbours of ties, overflow to infinity
+            0,
+            -2147483648,
+            1,
+            -1,
+            0x7F800000,
+            -0x800000,
+            0x7FC00000,
+            0x7F800001,
+            0x7FFFFFFF,
+            0x3F808000,
+            0x3F818000,
+            0x3F807FFF,
+            0x3F808001,
+            0x7F7FFFFF,
+            0x00008000,
+            0x00018000,
+        ],
         dtype=torch.int64,
     ).to(torch.int32)
     random = torch.randint(-(2**31), 2**31 - 1, (4080,), dtype=torch.int64).to(torch.int32)

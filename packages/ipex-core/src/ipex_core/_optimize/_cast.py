@@ -43,13 +43,23 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cast_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Forward pre-hook of a layer that computes its weight: give the input the dtype of the cast parameters."""
+    """Forward pre-hook of a layer with a forward of its own: give the input the dtype of the parameters."""
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
     if dtype is None or not args or not isinstance(args[0], torch.Tensor):
         return None
     if not args[0].is_floating_point() or args[0].dtype == dtype:
         return None
     return (args[0].to(dtype), *args[1:])
+
+
+def _computes_weight(module: nn.Module) -> bool:
+    if "parametrizations" in module._modules:
+        return True
+    return (
+        isinstance(module, tuple(LEAVES))
+        and "weight" in module.__dict__
+        and "weight" not in module._parameters
+    )
 
 
 @register
@@ -67,7 +77,16 @@ class Cast(Pass):
         dtype = context.options.reduced
         assert dtype is not None
         name = str(dtype).removeprefix("torch.")
+        kept: set[int] = set()
         for path, module in context.modules():
+            if _computes_weight(module):
+                kept |= {id(m) for m in module.modules()}
+                text = "kept in float32: a hook or a parametrization computes its weight"
+                context.log.add(path, module, self.name, False, text)
+                if isinstance(module, tuple(LEAVES)):
+                    module.register_forward_pre_hook(cast_input)
+            if id(module) in kept:
+                continue
             parameters = [p for p in module._parameters.values() if p is not None]
             if not any(p.is_floating_point() for p in parameters):
                 continue

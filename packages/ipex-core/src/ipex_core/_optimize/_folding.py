@@ -39,8 +39,15 @@ _Pairs = list[tuple[str, nn.Module, str, nn.Module]]
 
 
 def release(tracer: fx.Tracer) -> None:
-    """Let go of the module: nodes and proxies of a trace are cycles that would keep it alive until they are collected."""
-    for name in ("root", "tensor_attrs", "submodule_paths", "module_stack", "scope", "root_module_name"):
+    """Let go of the module: nodes and proxies of a trace are cycles and would keep it alive."""
+    for name in (
+        "root",
+        "tensor_attrs",
+        "submodule_paths",
+        "module_stack",
+        "scope",
+        "root_module_name",
+    ):
         tracer.__dict__.pop(name, None)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from ipex_core._optimize._fused_forward import FusedForward, import_names
 from ipex_core._optimize._folding import release
+from ipex_core._optimize._fused_forward import FusedForward, import_names
 from ipex_core._optimize._passes import Context, Pass, register
 from ipex_core._optimize._patterns import Rewriter
 from ipex_core._optimize._records import Log

@@ -147,8 +147,15 @@ def restore(model: _M) -> _M:
 
 
 def _copy(what: Any) -> Any:
+    # Weights that a hook computes (weight_norm) are not leaves of autograd, which torch refuses to copy.
+    model = what[0] if isinstance(what, tuple) else what
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in module.__dict__.values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
     try:
-        return copy.deepcopy(what)
+        return copy.deepcopy(what, memo)
     except Exception as error:
         raise TypeError(
             "optimize: the model cannot be copied; pass inplace=True to change the model itself"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ipex_core._choice import prefer_ipex_attention
 from ipex_core.nn._leaf import has_hooks, has_kernel
 
 __all__ = [
@@ -182,4 +183,4 @@ def attention_supported(
 
 def _attention_preferred(query: Any, key: Any, mask: Any) -> bool:
     """Return whether the kernel is faster than the stock op at these shapes."""
-    return True
+    return prefer_ipex_attention(query.shape, key.shape, query.dtype)

@@ -60,9 +60,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
             return self._plain(x, bias, post, residual)
         if torch.compiler.is_compiling():
             x = x.to(dtype)
-            if residual is not None and (
-                residual.dtype != dtype or residual.shape[:-1] != x.shape[:-1]
-            ):
+            if residual is not None and not self._fits(residual, x):
                 return self._graph(x, packed, bias, post, None) + residual
             return self._graph(x, packed, bias, post, residual)
         if not isinstance(self._parameters["weight"], PackedWeight):  # assigned by the user
@@ -82,9 +80,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
     def _run(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, post: str, residual: Tensor | None
     ) -> Tensor:
-        if residual is not None and (
-            residual.dtype is not x.dtype or residual.shape[:-1] != x.shape[:-1]
-        ):
+        if residual is not None and not self._fits(residual, x):
             return self._run(x, packed, bias, post, None) + residual
         if self._kernel:
             y: Tensor = torch.ops.ipex.linear(x, packed, self.out_features, bias, residual, post)
@@ -92,6 +88,16 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         if x.dim() < 2 or x.numel() == 0:
             return self._plain(x, bias, post, residual)
         return _mkldnn.linear(x, packed, bias, post, residual)
+
+    def _fits(self, residual: Tensor, x: Tensor) -> bool:
+        """Return whether the op can add this residual."""
+        shape = residual.shape
+        return (
+            residual.dtype is x.dtype
+            and len(shape) == x.dim()
+            and shape[-1] == self.out_features
+            and shape[:-1] == x.shape[:-1]
+        )
 
     def _graph(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, post: str, residual: Tensor | None

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of transformers, small and with random weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from ipex_core._explain import explain
+from ipex_core._optimize import optimize, restore
+from ipex_core.nn._leaf import has_kernel
+
+transformers = pytest.importorskip("transformers")
+
+
+def bert():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=100,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=64,
+    )
+    return transformers.BertModel(config).eval()
+
+
+def llama(**changes):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        **changes,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+IDS = torch.randint(1, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS)
+MASK[1, 8:] = 0
+
+
+def outputs(model):
+    with torch.no_grad():
+        return [model(IDS, attention_mask=mask)[0].float() for mask in (None, MASK)]
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("concat", [False, True])
+def test_outputs(make, dtype, concat):
+    model = make()
+    before = copy.deepcopy(model.config.to_dict())
+    result = optimize(model, dtype=dtype, concat_linear=concat)
+    assert type(result) is type(model) and model.config.to_dict() == before
+    assert model.config._attn_implementation == "sdpa"
+    tolerance = 2e-4 if dtype is None else 8e-2
+    keep = MASK.bool()
+    for (got, want), rows in zip(
+        zip(outputs(result), outputs(model), strict=True), (keep | True, keep), strict=True
+    ):
+        torch.testing.assert_close(got[rows], want[rows], rtol=tolerance, atol=tolerance)
+    for name, value in result.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert result(IDS)[0].isfinite().all()
+    restore(result)
+    assert result.config._attn_implementation == "sdpa"
+    for got, want in zip(outputs(result), outputs(model), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_what_is_fused_in_bert():
+    report = str(explain(optimize(bert())))
+    assert "linear + gelu" in report and "linear + add" in report
+
+
+@pytest.mark.skipif(not has_kernel("rms_norm"), reason="no kernel package")
+def test_what_is_fused_in_llama():
+    report = str(explain(optimize(llama())))
+    assert "ipex::rms_norm" in report and "ipex::silu_mul" in report
+
+
+@pytest.mark.skipif(not has_kernel("attention"), reason="no kernel package")
+def test_attention_interface():
+    model = bert()
+    result = optimize(model)
+    assert result.config._attn_implementation == "ipex"
+    eager = bert()
+    eager.set_attn_implementation("eager")
+    assert optimize(eager).config._attn_implementation == "eager"
+
+
+def test_generate_gives_the_same_tokens():
+    model = llama()
+    result = optimize(model)
+    kwargs = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(IDS, attention_mask=torch.ones_like(IDS), **kwargs)
+    assert torch.equal(result.generate(IDS, attention_mask=torch.ones_like(IDS), **kwargs), want)
+
+
+def test_hidden_states_are_still_reported():
+    model = bert()
+    with torch.no_grad():
+        want = model(IDS, output_hidden_states=True).hidden_states
+        got = optimize(model)(IDS, output_hidden_states=True).hidden_states
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+
+
+def test_save_pretrained(tmp_path):
+    model = bert()
+    optimize(model, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    loaded = transformers.BertModel.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+
+
+def test_tied_weights_stay_tied():
+    model = llama(tie_word_embeddings=True)
+    result = optimize(model, dtype=torch.bfloat16)
+    assert result.lm_head.weight is result.model.embed_tokens.weight
+
+
+def test_compile_fullgraph():
+    torch._dynamo.reset()
+    result = optimize(bert())
+    with torch.no_grad():
+        want = result(IDS)[0]
+        got = torch.compile(result, fullgraph=True)(IDS)[0]
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
