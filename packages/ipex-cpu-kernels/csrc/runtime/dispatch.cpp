@@ -86,7 +86,7 @@ void check_vector(const char* op, const char* name, const OptionalTensor& value,
 Tensor new_tensor(const int64_t* sizes, const int64_t* strides, int64_t dim, ScalarType dtype) {
   AtenTensorHandle handle;
   const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  IPEX_SHIM_CALL(aoti_torch_empty_strided(
       dim, sizes, strides, shim_dtype, aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }

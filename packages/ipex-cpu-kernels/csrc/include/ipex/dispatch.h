@@ -26,6 +26,9 @@
     }                                              \
   } while (0)
 
+// Calls a function of torch's C shim. torch's own macro for this has another name in each release.
+#define IPEX_SHIM_CALL(call) IPEX_CHECK((call) == 0, "torch reported an error in " #call)
+
 namespace ipex {
 
 using torch::headeronly::ScalarType;
