@@ -321,3 +321,15 @@ def test_attention_that_must_stay_stock(attention_preferred, case):
         assert mask is not None  # newer torch refuses the mix itself
         return
     assert torch.ops.ipex.attention.default not in targets
+
+
+@torch.no_grad()
+def test_attention_with_grouped_heads_and_dynamic_length(attention_preferred):
+    def function(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    compiled = torch.compile(function, backend=ipex_backend, dynamic=True)
+    for length in (5, 9, 12):
+        q, k, v = (torch.randn(2, heads, length, 16) for heads in (4, 2, 2))
+        torch.testing.assert_close(compiled(q, k, v), function(q, k, v))
+    assert torch.ops.ipex.attention.default in attention_graph(function, q, k, v)

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from ipex_core._choice import prefer_ipex_attention
 from ipex_core.errors import FallbackError
 
 __all__ = ["compile", "ipex_backend", "prefer_ipex_attention"]
@@ -307,17 +308,6 @@ class _FrozenGraph:
 # Attention
 
 
-def prefer_ipex_attention(query: Sequence[int], key: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether `torch.ops.ipex.attention` is expected to be at least as fast as the stock op.
-
-    Args:
-        query: sizes ``[batch, heads, query length, head size]``.
-        key: sizes of the key (and value) likewise.
-        dtype: the element type of all three.
-    """
-    return False
-
-
 def replace_attention(gm: fx.GraphModule) -> int:
     """Replace eligible ``scaled_dot_product_attention`` nodes by ``ipex::attention``; return how many."""
     target = F.scaled_dot_product_attention
@@ -372,9 +362,13 @@ def _attention_arguments(
         return None
     if autocast and query.dtype is torch.float32:
         return None  # autocast would lower the stock op to 16 bit
-    if query.shape[-1] != value.shape[-1]:
+    if not _same(key.shape, value.shape) or not _same(query.shape[::3], key.shape[::3]):
+        return None  # the stock op broadcasts batches and allows another head size for the values
+    if not given.get("enable_gqa", False) and not _same(query.shape[1:2], key.shape[1:2]):
         return None
     mask = given.get("attn_mask")
+    if mask is not None and given.get("is_causal", False):
+        return None  # an error of the stock op
     if mask is not None:
         example = _example(mask)
         if example is None or example.requires_grad or not 2 <= example.dim() <= 4:
@@ -396,6 +390,15 @@ def _attention_arguments(
             given.get("is_causal", False),
         ),
         {},
+    )
+
+
+def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether the sizes are known to be equal, without adding a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return len(left) == len(right) and all(
+        statically_known_true(a == b) for a, b in zip(left, right, strict=True)
     )
 
 
