@@ -332,4 +332,5 @@ def test_attention_with_grouped_heads_and_dynamic_length(attention_preferred):
     for length in (5, 9, 12):
         q, k, v = (torch.randn(2, heads, length, 16) for heads in (4, 2, 2))
         torch.testing.assert_close(compiled(q, k, v), function(q, k, v))
+    torch._dynamo.reset()
     assert torch.ops.ipex.attention.default in attention_graph(function, q, k, v)
