@@ -11,6 +11,7 @@ from torch import nn
 
 from ipex_core._explain import explain
 from ipex_core._optimize import (
+    _prepack,
     disable_auto_channels_last,
     enable_auto_channels_last,
     optimize,
@@ -130,8 +131,10 @@ def test_knob(knob, on):
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_weights_prepack(on):
-    result = optimize(make(), weights_prepack=on)
+def test_weights_prepack(on, monkeypatch):
+    always = _prepack.LinearChoice("mkldnn", "always")
+    monkeypatch.setattr(_prepack, "measure_conv", lambda *_: always)
+    result = optimize(make(), weights_prepack=on, sample_input=torch.randn(2, 3, 9, 9))
     assert isinstance(result.fc.weight, PackedWeight) == on
     assert isinstance(result.conv.weight, PackedWeight) == on
 

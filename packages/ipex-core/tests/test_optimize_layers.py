@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from ipex_core._explain import explain
-from ipex_core._optimize import optimize, restore
+from ipex_core._optimize import _prepack, optimize, restore
 from ipex_core.nn import OptimizedConv2d, OptimizedLinear, PackedWeight
 
 TOLERANCE = {None: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -25,6 +25,12 @@ def randomize(model):
                 nn.init.uniform_(module.weight, 0.5, 1.5)
                 nn.init.normal_(module.bias)
     return model.eval()
+
+
+@pytest.fixture
+def packed_convs(monkeypatch):
+    always = _prepack.LinearChoice("mkldnn", "always")
+    monkeypatch.setattr(_prepack, "measure_conv", lambda *_: always)
 
 
 def texts(model, path):
@@ -73,16 +79,32 @@ def test_conv_batch_norm(case, dtype):
 
 
 @pytest.mark.parametrize("case", CONVS)
-def test_conv_inputs(case):
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_packed_conv_batch_norm(case, dtype, packed_convs):
+    conv, norm, shape = CONVS[case]
+    model = randomize(nn.Sequential(conv(), norm(8), nn.ReLU()))
+    x = torch.randn(shape)
+    result = check(model, x, dtype=dtype, sample_input=x)
+    packable = case.startswith(("2d", "3d")) and case not in ("2d-same", "2d-reflect")
+    if dtype != torch.float16:
+        assert isinstance(result[0].weight, PackedWeight) == packable
+    for name, value in result.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+
+
+@pytest.mark.parametrize("case", CONVS)
+def test_conv_inputs(case, packed_convs):
     conv, _, shape = CONVS[case]
     model = nn.Sequential(conv()).eval()
     x = torch.randn(shape)
-    result = check(model, x)
+    result = check(model, x, sample_input=x)
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    others = [x[0], x[:0], torch.cat([x, x], -1)]
     if last is not None:
-        check(model, x.to(memory_format=last))
-    check(model, x[0])  # no batch
-    check(model, x[:0])
+        others.append(x.to(memory_format=last))
+    for other in others:
+        with torch.no_grad():
+            torch.testing.assert_close(result(other), model(other), rtol=1e-4, atol=1e-4)
     y, z = x.clone().requires_grad_(), x.clone().requires_grad_()
     model(y).square().sum().backward()
     result(z).square().sum().backward()
@@ -405,5 +427,8 @@ def test_plain_layers_with_own_parameters():
     assert result.state_dict()["token"].dtype == torch.float32
 
 
-def test_conv_class():
-    assert isinstance(optimize(nn.Conv2d(3, 8, 3).eval()), OptimizedConv2d)
+def test_measured_convolution():
+    x = torch.randn(1, 3, 9, 9)
+    result = optimize(nn.Conv2d(3, 8, 3).eval(), sample_input=x)
+    assert "measured at input [1, 3, 9, 9]" in str(explain(result))
+    assert isinstance(optimize(nn.Conv2d(3, 8, 3).eval(), dtype=torch.bfloat16), OptimizedConv2d)

@@ -26,7 +26,7 @@ class Context:
         model: The model, already copied if a copy was asked for.
         options: Checked options.
         log: Where each decision is recorded.
-        rows: Module -> rows of its input (product of the leading dimensions), from ``sample_input``.
+        shapes: Module -> shape of its largest input, from ``sample_input``.
         owners: Parameter id -> the modules that hold it.
         paths: Module id -> all paths of the module.
         old: Ids of modules that an earlier call had already optimized.
@@ -35,7 +35,7 @@ class Context:
     model: nn.Module
     options: Options
     log: Log
-    rows: dict[nn.Module, int] = dataclasses.field(default_factory=dict)
+    shapes: dict[nn.Module, torch.Size] = dataclasses.field(default_factory=dict)
     owners: dict[int, list[nn.Module]] = dataclasses.field(default_factory=dict)
     paths: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     old: set[int] = dataclasses.field(default_factory=set)

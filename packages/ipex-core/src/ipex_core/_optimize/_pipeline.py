@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any, TypeVar
 
 import torch
@@ -189,7 +188,7 @@ def _inference(model: nn.Module, options: Options, sample_input: Any) -> nn.Modu
             return model
         restore(model)
     context = Context(model, options, Log(options))
-    context.rows = _rows(model, sample_input)
+    context.shapes = _shapes(model, sample_input)
     _notes(context)
     for path, module in model.named_modules():
         if id(module) in context.old:
@@ -218,8 +217,8 @@ def _notes(context: Context) -> None:
         )
 
 
-def _rows(model: nn.Module, sample_input: Any) -> dict[nn.Module, int]:
-    """Run the model once and return the number of input rows of each linear layer."""
+def _shapes(model: nn.Module, sample_input: Any) -> dict[nn.Module, torch.Size]:
+    """Run the model once and return the shape of the largest input of each linear layer and convolution."""
     if sample_input is None:
         return {}
     if isinstance(sample_input, torch.Tensor):
@@ -229,14 +228,18 @@ def _rows(model: nn.Module, sample_input: Any) -> dict[nn.Module, int]:
             "optimize: sample_input must be a tensor, a tuple or list of arguments or a dict of keyword"
             f" arguments, got {type(sample_input).__name__}"
         )
-    rows: dict[nn.Module, int] = {}
+    shapes: dict[nn.Module, torch.Size] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], torch.Tensor):
-            rows[module] = max(rows.get(module, 0), math.prod(args[0].shape[:-1]))
+            shape = args[0].shape
+            if module not in shapes or shape.numel() > shapes[module].numel():
+                shapes[module] = shape
 
     handles = [
-        m.register_forward_pre_hook(note) for m in model.modules() if isinstance(m, nn.Linear)
+        m.register_forward_pre_hook(note)
+        for m in model.modules()
+        if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))
     ]
     try:
         with torch.no_grad():
@@ -247,4 +250,4 @@ def _rows(model: nn.Module, sample_input: Any) -> dict[nn.Module, int]:
     finally:
         for handle in handles:
             handle.remove()
-    return rows
+    return shapes

@@ -19,7 +19,7 @@ from ipex_core.nn._leaf import has_kernel
 from ipex_core.nn._packed import pack
 from ipex_core.nn._state import attach, state_of, swap_class
 
-__all__ = ["LinearChoice", "Prepack", "choose_linear", "measure_linear"]
+__all__ = ["LinearChoice", "Prepack", "choose_linear", "measure_conv", "measure_linear"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +80,46 @@ def measure_linear(dtype: torch.dtype, n: int, k: int, m: int) -> LinearChoice:
     if has_kernel("linear"):
         two = pack(weight, "ipex")
         runs["ipex"] = lambda: torch.ops.ipex.linear(x, two, n, bias, None, "none")
+    best, text = fastest(runs)
+    choice = LinearChoice(None if best == "stock" else best, f"measured at {m} rows: {text}")
+    _measured[key] = choice
+    return choice
+
+
+@torch.no_grad()
+def measure_conv(
+    module: nn.Conv2d | nn.Conv3d, dtype: torch.dtype, size: list[int], channels_last: bool
+) -> LinearChoice:
+    """Choose the format of a convolution weight by timing at one input size.
+
+    A weight packed for one size can be much slower than the stock op at another, and the stock op on a channels-last
+    weight is at most a few percent slower than a packed weight; so this is the only way to a packed convolution.
+    """
+    order = torch.contiguous_format
+    if channels_last:
+        order = torch.channels_last if len(size) == 4 else torch.channels_last_3d
+    x = torch.randn(size).to(dtype).contiguous(memory_format=order)
+    weight = module.weight.detach().to(dtype).contiguous(memory_format=order)
+    bias = None if module.bias is None else module.bias.detach().to(dtype)
+    arguments = conv_arguments(module)
+    packed = pack(weight, "mkldnn", arguments, size)
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        "stock": lambda: module._conv_forward(x, weight, bias),
+        "mkldnn": lambda: _mkldnn.conv(x, packed, bias, *arguments),
+    }
+    best, text = fastest(runs)
+    reason = f"measured at input {size}: {text}"
+    return LinearChoice(None if best == "stock" else best, reason)
+
+
+def conv_arguments(module: nn.Conv2d | nn.Conv3d) -> tuple[list[int], list[int], list[int], int]:
+    """Return ``(padding, stride, dilation, groups)`` as the packed op takes them."""
+    padding = [int(p) for p in module.padding]
+    return padding, list(module.stride), list(module.dilation), module.groups
+
+
+def fastest(runs: dict[str, Callable[[], torch.Tensor]]) -> tuple[str, str]:
+    """Time candidates in turns; return the fastest (the stock op unless beaten by 2 %) and the medians as text."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     deadline = time.perf_counter() + 0.2
     for turn in range(30):
@@ -93,10 +133,7 @@ def measure_linear(dtype: torch.dtype, n: int, k: int, m: int) -> LinearChoice:
     best = min(medians, key=lambda name: medians[name])
     if medians[best] > 0.98 * medians["stock"]:
         best = "stock"
-    text = ", ".join(f"{name} {value:.0f} us" for name, value in medians.items())
-    choice = LinearChoice(None if best == "stock" else best, f"measured at {m} rows: {text}")
-    _measured[key] = choice
-    return choice
+    return best, ", ".join(f"{name} {value:.0f} us" for name, value in medians.items())
 
 
 @register
@@ -141,7 +178,8 @@ class Prepack(Pass):
     def _linear(self, context: Context, path: str, module: nn.Module) -> str | None:
         assert isinstance(module, nn.Linear)
         dtype = self._dtype(context, module)
-        rows = context.rows.get(module)
+        shape = context.shapes.get(module)
+        rows = None if shape is None else shape[:-1].numel()
         n, k = module.out_features, module.in_features
         if context.options.auto_kernel_selection and n * k >= _TINY:
             sizes = [rows] if rows is not None else [1, 128]
@@ -168,17 +206,16 @@ class Prepack(Pass):
             return "padding is not a plain number of zeros"
         if module.weight.numel() == 0:
             return "the weight is empty"
-        swap_class(
-            module, inn.OptimizedConv2d if isinstance(module, nn.Conv2d) else inn.OptimizedConv3d
-        )
+        size = context.shapes.get(module)
+        if size is None or len(size) != module.weight.dim():
+            return "the stock op on a channels-last weight; pass sample_input to try a packed one"
+        choice = measure_conv(module, dtype, list(size), context.options.channels_last)
+        if choice.form is None:
+            return choice.reason
+        kind = inn.OptimizedConv2d if isinstance(module, nn.Conv2d) else inn.OptimizedConv3d
+        swap_class(module, kind)
         state = attach(module)
-        state.packing = "mkldnn"
-        state.conv = (
-            list(module.padding),
-            list(module.stride),
-            list(module.dilation),
-            module.groups,
-        )
-        text = "oneDNN on a prepacked weight"
-        context.log.add(path, module, self.name, True, text, "mkldnn::_convolution_pointwise")
+        state.packing, state.conv, state.input_size = "mkldnn", conv_arguments(module), list(size)
+        kernel = "mkldnn::_convolution_pointwise"
+        context.log.add(path, module, self.name, True, choice.reason, kernel)
         return None

@@ -22,19 +22,27 @@ Tensor = torch.Tensor
 _ROWS_HINT = 128
 
 
-def pack(weight: Tensor, form: str, conv: tuple[Any, ...] | None = None) -> Tensor:
+def pack(
+    weight: Tensor,
+    form: str,
+    conv: tuple[Any, ...] | None = None,
+    input_size: list[int] | None = None,
+) -> Tensor:
     """Pack a plain weight.
 
     Args:
         weight: Plain weight of a linear or convolution layer.
         form: ``"mkldnn"`` or ``"ipex"``.
         conv: ``(padding, stride, dilation, groups)`` of a convolution, else None.
+        input_size: Size of the input to lay out a convolution weight for.
     """
     packed: Tensor
     if form == "ipex":
         packed = torch.ops.ipex.pack_linear_weight(weight.contiguous())
     elif conv is not None:
-        packed = torch.ops.mkldnn._reorder_convolution_weight(weight.contiguous(), *conv, None)
+        packed = torch.ops.mkldnn._reorder_convolution_weight(
+            weight.contiguous(), *conv, input_size
+        )
     else:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
     return packed

@@ -33,6 +33,7 @@ class ModuleState:
         memory_format: Name of the memory format of ``weight`` (the object cannot be pickled everywhere), or None.
         packing: ``"mkldnn"`` or ``"ipex"``, or None for a plain weight.
         conv: Arguments that packing a convolution weight needs.
+        input_size: Size of the input a packed convolution weight is laid out for, or None.
         saved: Originals by parameter name.
         added: Names of parameters that the original module does not have.
         plain: The plain parameter whose place a packed one has taken.
@@ -46,6 +47,7 @@ class ModuleState:
         self.memory_format: str | None = None
         self.packing: str | None = None
         self.conv: tuple[Any, ...] | None = None
+        self.input_size: list[int] | None = None
         self.saved: dict[str, SavedTensor] = {}
         self.added: set[str] = set()
         self.plain: nn.Parameter | None = None
@@ -206,7 +208,7 @@ def pack_weight(module: nn.Module, state: ModuleState) -> None:
     if form == "mkldnn" and not _mkldnn.supports(weight.dtype):
         return
     assert isinstance(weight, nn.Parameter)
-    packed = pack(weight.detach(), form, state.conv)
+    packed = pack(weight.detach(), form, state.conv, state.input_size)
     module.__dict__["_packed"] = packed
     module.__dict__["_dtype"] = weight.dtype
     wrapper: Any = PackedWeight(packed, form, weight.shape, weight.dtype, weight.requires_grad)
