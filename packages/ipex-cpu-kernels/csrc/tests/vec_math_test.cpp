@@ -72,18 +72,69 @@ uint16_t nearest_even(float a, Value value, uint16_t infinity) {
 
 template <typename T>
 void store_and_compare(float a, uint16_t want, bool flushes_denormals) {
-  float in[kLanes];
-  for (float& lane : in) lane = a;
-  T out[kLanes];
-  ipex::store(out, ipex::loadu(in));
-  const uint16_t got = out[kLanes - 1].bits;
-  bool ok = got == want || (flushes_denormals && got == (want & 0x8000));
-  expect(ok, sizeof(T) == 2 ? "store" : "", static_cast<double>(a), got, want);
+  T out[2 * kLanes];
+  const auto same = [&](uint16_t got) {
+    const bool ok = got == want || (flushes_denormals && got == (want & 0x8000));
+    expect(ok, "store", static_cast<double>(a), got, want);
+  };
+  ipex::store(out, ipex::set1(a));
+  same(out[kLanes - 1].bits);
+  const ipex::f32v2 stored = ipex::store2(out, {ipex::set1(a), ipex::set1(a)});
+  same(out[0].bits);
+  same(out[2 * kLanes - 1].bits);
+  float lanes[2 * kLanes];
+  float expected[kLanes];
+  ipex::storeu(lanes, stored.a);
+  ipex::storeu(lanes + kLanes, stored.b);
+  ipex::storeu(expected, ipex::load(out));
+  expect(lanes[0] == expected[0] && lanes[2 * kLanes - 1] == expected[0], "store2 result",
+         static_cast<double>(a), static_cast<double>(lanes[0]), static_cast<double>(expected[0]));
+}
+
+// Pairs: store2 undoes the lane order of load2, and load2_as meets it.
+template <typename T>
+void test_pairs() {
+  T in[2 * kLanes];
+  T out[2 * kLanes];
+  float wide[2 * kLanes];
+  for (int64_t i = 0; i < 2 * kLanes; ++i) wide[i] = static_cast<float>(3 * i + 1);
+  for (int64_t i = 0; i < 2 * kLanes; i += kLanes) ipex::store(in + i, ipex::loadu(wide + i));
+  const ipex::f32v2 a = ipex::load2(in);
+  const ipex::f32v2 b = ipex::load2_as<T>(wide);
+  float first[2 * kLanes];
+  float second[2 * kLanes];
+  ipex::store2(first, a);
+  ipex::store2(second, b);
+  for (int64_t i = 0; i < 2 * kLanes; ++i) {
+    expect(first[i] == second[i], "load2_as", static_cast<double>(i),
+           static_cast<double>(second[i]), static_cast<double>(first[i]));
+  }
+  ipex::store2(out, a);
+  float back[2 * kLanes];
+  for (int64_t i = 0; i < 2 * kLanes; i += kLanes) ipex::storeu(back + i, ipex::load(out + i));
+  for (int64_t i = 0; i < 2 * kLanes; ++i) {
+    expect(back[i] == wide[i], "store2", static_cast<double>(i), static_cast<double>(back[i]),
+           static_cast<double>(wide[i]));
+  }
 }
 
 template <typename T, typename Value>
 void test_conversion(const char* name, Value value, uint16_t infinity) {
   const bool bf16 = infinity == 0x7f80;
+  for (uint32_t p = 0; p < 65536; p += static_cast<uint32_t>(2 * kLanes)) {
+    T in[2 * kLanes];
+    T out[2 * kLanes];
+    for (uint32_t i = 0; i < 2 * kLanes; ++i) in[i].bits = static_cast<uint16_t>(p + i);
+    ipex::store2(out, ipex::load2(in));
+    for (uint32_t i = 0; i < 2 * kLanes; ++i) {
+      const uint16_t pattern = in[i].bits;
+      const bool nan = (pattern & 0x7fff) > infinity;
+      const bool flushed = IPEX_HAVE_AVX512_BF16 && bf16 && (pattern & 0x7f80) == 0 &&
+                           out[i].bits == (pattern & 0x8000);
+      const bool ok = nan ? (out[i].bits & 0x7fff) > infinity : out[i].bits == pattern || flushed;
+      expect(ok, "load2/store2", pattern, out[i].bits, pattern);
+    }
+  }
   for (uint32_t p = 0; p < 65536; p += static_cast<uint32_t>(kLanes)) {
     T in[kLanes];
     T out[kLanes];
@@ -330,6 +381,9 @@ void test_reductions() {
 int main() {
   test_conversion<BFloat16>("bf16", bf16_value, 0x7f80);
   test_conversion<Half>("fp16", half_value, 0x7c00);
+  test_pairs<float>();
+  test_pairs<BFloat16>();
+  test_pairs<Half>();
   test_partial<float>();
   test_partial<BFloat16>();
   test_partial<Half>();

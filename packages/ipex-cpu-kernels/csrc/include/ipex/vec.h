@@ -42,6 +42,11 @@ inline constexpr bool kReducedPrecision = true;
 template <>
 inline constexpr bool kReducedPrecision<float> = false;
 
+template <typename T>
+inline constexpr bool kIsBFloat16 = false;
+template <>
+inline constexpr bool kIsBFloat16<BFloat16> = true;
+
 IPEX_INLINE f32v zero() { return set1(0.0f); }
 IPEX_INLINE f32v abs(f32v a) { return clear_bits(a, INT32_MIN); }
 
@@ -50,7 +55,7 @@ IPEX_INLINE f32v load(const float* p) { return loadu(p); }
 IPEX_INLINE f32v load(const BFloat16* p) { return bf16_to_f32(load_u16(&p->bits)); }
 IPEX_INLINE f32v load(const Half* p) { return f16_to_f32(load_u16(&p->bits)); }
 
-// Loads n elements, 0 < n < kLanes; nothing behind them is touched and the other lanes are 0.
+// Loads n elements, 0 < n <= kLanes; nothing behind them is touched and the other lanes are 0.
 IPEX_INLINE f32v load_n(const float* p, int64_t n) { return loadu_n(p, n); }
 IPEX_INLINE f32v load_n(const BFloat16* p, int64_t n) {
   return bf16_to_f32(load_u16_n(&p->bits, n));
@@ -62,7 +67,7 @@ IPEX_INLINE void store(float* p, f32v a) { storeu(p, a); }
 IPEX_INLINE void store(BFloat16* p, f32v a) { store_u16(&p->bits, f32_to_bf16(a)); }
 IPEX_INLINE void store(Half* p, f32v a) { store_u16(&p->bits, f32_to_f16(a)); }
 
-// Stores the first n lanes, 0 < n < kLanes; nothing behind them is touched.
+// Stores the first n lanes, 0 < n <= kLanes; nothing behind them is touched.
 IPEX_INLINE void store_n(float* p, f32v a, int64_t n) { storeu_n(p, a, n); }
 IPEX_INLINE void store_n(BFloat16* p, f32v a, int64_t n) {
   store_u16_n(&p->bits, f32_to_bf16(a), n);
@@ -73,6 +78,33 @@ IPEX_INLINE void store_n(Half* p, f32v a, int64_t n) { store_u16_n(&p->bits, f32
 IPEX_INLINE f32v round_to(const float*, f32v a) { return a; }
 IPEX_INLINE f32v round_to(const BFloat16*, f32v a) { return bf16_to_f32(f32_to_bf16(a)); }
 IPEX_INLINE f32v round_to(const Half*, f32v a) { return f16_to_f32(f32_to_f16(a)); }
+
+// Two vectors at once, 2 * kLanes elements in an order of lanes that depends on T (bf16: even
+// places, then odd places), which is the cheapest one. store2 undoes it and returns the values as
+// stored. load2_as<T> reads p in the order of T, so that it can meet elements of T lane by lane.
+IPEX_INLINE f32v2 load2(const float* p) { return {load(p), load(p + kLanes)}; }
+IPEX_INLINE f32v2 load2(const BFloat16* p) { return load2_bf16(&p->bits); }
+IPEX_INLINE f32v2 load2(const Half* p) { return {load(p), load(p + kLanes)}; }
+
+IPEX_INLINE f32v2 store2(float* p, f32v2 v) {
+  storeu(p, v.a);
+  storeu(p + kLanes, v.b);
+  return v;
+}
+IPEX_INLINE f32v2 store2(BFloat16* p, f32v2 v) { return store2_bf16(&p->bits, v); }
+IPEX_INLINE f32v2 store2(Half* p, f32v2 v) {
+  const u16v a = f32_to_f16(v.a);
+  const u16v b = f32_to_f16(v.b);
+  store_u16(&p->bits, a);
+  store_u16(&p[kLanes].bits, b);
+  return {f16_to_f32(a), f16_to_f32(b)};
+}
+
+template <typename T, typename P>
+IPEX_INLINE f32v2 load2_as(const P* p) {
+  if constexpr (kIsBFloat16<T> && !kIsBFloat16<P>) return deinterleave(load2(p));
+  return load2(p);
+}
 
 // Keeps the first n lanes and sets the others to `fill`, 0 < n <= kLanes.
 IPEX_INLINE f32v keep_n(f32v a, int64_t n, f32v fill) { return select(first_n(n), a, fill); }

@@ -9,20 +9,24 @@
 namespace ipex {
 namespace {
 
-// Vectors per iteration. Four independent chains hide the latency of a polynomial; with 16
-// registers (AVX2, SSE2) two already fill the register file.
-inline constexpr int kUnroll = kLanes == 16 ? 4 : 2;
+// Pairs of vectors per iteration of an element-wise loop. Independent chains hide the latency of a
+// polynomial; with 16 registers (AVX2, SSE2) one pair already fills the register file.
+inline constexpr int kMapPairs = kLanes == 16 ? 2 : 1;
 
 // The inputs of one group are all read before its outputs are written, so y may be an input.
 template <typename T, typename F>
 IPEX_INLINE void map(const T* a, T* y, int64_t n, const F& f) {
+  constexpr int64_t kStep = 2 * kLanes;
   int64_t i = 0;
-  for (; i + kUnroll * kLanes <= n; i += kUnroll * kLanes) {
-    f32v r[kUnroll];
-#pragma GCC unroll 4
-    for (int k = 0; k < kUnroll; ++k) r[k] = f(load(a + i + k * kLanes));
-#pragma GCC unroll 4
-    for (int k = 0; k < kUnroll; ++k) store(y + i + k * kLanes, r[k]);
+  for (; i + kMapPairs * kStep <= n; i += kMapPairs * kStep) {
+    f32v2 r[kMapPairs];
+#pragma GCC unroll 2
+    for (int k = 0; k < kMapPairs; ++k) {
+      const f32v2 u = load2(a + i + k * kStep);
+      r[k] = {f(u.a), f(u.b)};
+    }
+#pragma GCC unroll 2
+    for (int k = 0; k < kMapPairs; ++k) store2(y + i + k * kStep, r[k]);
   }
   for (; i + kLanes <= n; i += kLanes) store(y + i, f(load(a + i)));
   if (i < n) store_n(y + i, f(load_n(a + i, n - i)), n - i);
@@ -30,57 +34,92 @@ IPEX_INLINE void map(const T* a, T* y, int64_t n, const F& f) {
 
 template <typename T, typename F>
 IPEX_INLINE void map(const T* a, const T* b, T* y, int64_t n, const F& f) {
+  constexpr int64_t kStep = 2 * kLanes;
   int64_t i = 0;
-  for (; i + kUnroll * kLanes <= n; i += kUnroll * kLanes) {
-    f32v r[kUnroll];
-#pragma GCC unroll 4
-    for (int k = 0; k < kUnroll; ++k) r[k] = f(load(a + i + k * kLanes), load(b + i + k * kLanes));
-#pragma GCC unroll 4
-    for (int k = 0; k < kUnroll; ++k) store(y + i + k * kLanes, r[k]);
+  for (; i + kMapPairs * kStep <= n; i += kMapPairs * kStep) {
+    f32v2 r[kMapPairs];
+#pragma GCC unroll 2
+    for (int k = 0; k < kMapPairs; ++k) {
+      const f32v2 u = load2(a + i + k * kStep);
+      const f32v2 v = load2(b + i + k * kStep);
+      r[k] = {f(u.a, v.a), f(u.b, v.b)};
+    }
+#pragma GCC unroll 2
+    for (int k = 0; k < kMapPairs; ++k) store2(y + i + k * kStep, r[k]);
   }
   for (; i + kLanes <= n; i += kLanes) store(y + i, f(load(a + i), load(b + i)));
   if (i < n) store_n(y + i, f(load_n(a + i, n - i), load_n(b + i, n - i)), n - i);
 }
 
-// Calls body(i, k) for each full vector at element i and tail(i, count) for the rest, if any. k
-// counts 0 .. kUnroll - 1 so that a reduction can keep that many independent accumulators.
-template <typename Body, typename Tail>
-IPEX_INLINE void for_vectors(int64_t n, const Body& body, const Tail& tail) {
+// Accumulators of a reduction: enough to hide the latency of an addition.
+inline constexpr int kParts = 4;
+
+// Calls pair(i, k) for each two full vectors at element i and tail(i, count), count <= kLanes, for
+// what is left (up to two times). k is 0 or 2: the first of two accumulators to use.
+template <typename Pair, typename Tail>
+IPEX_INLINE void for_pairs(int64_t n, const Pair& pair, const Tail& tail) {
+  constexpr int64_t kStep = 2 * kLanes;
   int64_t i = 0;
-  for (; i + kUnroll * kLanes <= n; i += kUnroll * kLanes) {
-#pragma GCC unroll 4
-    for (int k = 0; k < kUnroll; ++k) body(i + k * kLanes, k);
+  for (; i + 2 * kStep <= n; i += 2 * kStep) {
+    pair(i, 0);
+    pair(i + kStep, 2);
   }
-  for (; i + kLanes <= n; i += kLanes) body(i, 0);
-  if (i < n) tail(i, n - i);
+  if (i + kStep <= n) {
+    pair(i, 0);
+    i += kStep;
+  }
+  for (; i < n; i += kLanes) tail(i, n - i < kLanes ? n - i : kLanes);
 }
 
-// kUnroll accumulators of a sum.
 struct Sum {
-  f32v part[kUnroll];
+  f32v part[kParts];
 
   IPEX_INLINE Sum() {
 #pragma GCC unroll 4
-    for (int k = 0; k < kUnroll; ++k) part[k] = zero();
+    for (int k = 0; k < kParts; ++k) part[k] = zero();
+  }
+  IPEX_INLINE void add(f32v2 v, int k) {
+    part[k] = part[k] + v.a;
+    part[k + 1] = part[k + 1] + v.b;
+  }
+  IPEX_INLINE void add_squares(f32v2 v, int k) {
+    part[k] = fma(v.a, v.a, part[k]);
+    part[k + 1] = fma(v.b, v.b, part[k + 1]);
+  }
+  IPEX_INLINE float total() const { return reduce_add((part[0] + part[1]) + (part[2] + part[3])); }
+};
+
+struct Maximum {
+  f32v part[kParts];
+
+  IPEX_INLINE Maximum() {
+#pragma GCC unroll 4
+    for (int k = 0; k < kParts; ++k) part[k] = set1(-__builtin_inff());
+  }
+  IPEX_INLINE void add(f32v2 v, int k) {
+    part[k] = max(part[k], v.a);
+    part[k + 1] = max(part[k + 1], v.b);
   }
   IPEX_INLINE float total() const {
-    f32v sum = part[0];
-#pragma GCC unroll 4
-    for (int k = 1; k < kUnroll; ++k) sum = sum + part[k];
-    return reduce_add(sum);
+    return reduce_max(max(max(part[0], part[1]), max(part[2], part[3])));
   }
 };
 
-// Tag for an absent weight or bias row.
+// Tag for an absent row of weights, of biases or of a mask.
 struct None {};
-IPEX_INLINE f32v load_or(const None*, int64_t, f32v absent) { return absent; }
-IPEX_INLINE f32v load_n_or(const None*, int64_t, int64_t, f32v absent) { return absent; }
+
+// The pair at element i of p in the lane order of T, or `absent`.
 template <typename T>
-IPEX_INLINE f32v load_or(const T* p, int64_t i, f32v) {
-  return load(p + i);
+IPEX_INLINE f32v2 load2_or(const None*, int64_t, f32v absent) {
+  return {absent, absent};
 }
-template <typename T>
-IPEX_INLINE f32v load_n_or(const T* p, int64_t i, int64_t n, f32v) {
+template <typename T, typename P>
+IPEX_INLINE f32v2 load2_or(const P* p, int64_t i, f32v) {
+  return load2_as<T>(p + i);
+}
+IPEX_INLINE f32v load_n_or(const None*, int64_t, int64_t, f32v absent) { return absent; }
+template <typename P>
+IPEX_INLINE f32v load_n_or(const P* p, int64_t i, int64_t n, f32v) {
   return load_n(p + i, n);
 }
 

@@ -13,12 +13,12 @@ IPEX_INLINE Moments add_rows(const T* x, const T* residual, T* sum, int64_t n) {
   const auto tail = [&](int64_t i, int64_t count)
                         IPEX_LAMBDA { return load_n(x + i, count) + load_n(residual + i, count); };
   Moments moments(n, at, tail);
-  for_vectors(
+  for_pairs(
       n,
       [&](int64_t i, int k) IPEX_LAMBDA {
-        const f32v a = at(i);
-        store(sum + i, a);
-        moments.add(round_to(sum, a), k);
+        const f32v2 a = load2(x + i);
+        const f32v2 b = load2(residual + i);
+        moments.add(store2(sum + i, {a.a + b.a, a.b + b.b}), k);
       },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
         const f32v a = tail(i, count);

@@ -10,13 +10,12 @@ namespace {
 template <typename T>
 IPEX_INLINE float add_rows(const T* x, const T* residual, T* sum, int64_t n) {
   Sum squares;
-  for_vectors(
+  for_pairs(
       n,
       [&](int64_t i, int k) IPEX_LAMBDA {
-        const f32v a = load(x + i) + load(residual + i);
-        store(sum + i, a);
-        const f32v rounded = round_to(sum, a);
-        squares.part[k] = fma(rounded, rounded, squares.part[k]);
+        const f32v2 a = load2(x + i);
+        const f32v2 b = load2(residual + i);
+        squares.add_squares(store2(sum + i, {a.a + b.a, a.b + b.b}), k);
       },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
         const f32v a = load_n(x + i, count) + load_n(residual + i, count);

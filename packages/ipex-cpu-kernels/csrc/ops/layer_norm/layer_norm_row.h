@@ -23,9 +23,15 @@ class Moments {
     pivot_ = reduce_add(sum) / static_cast<float>(count);
     shift_ = set1(pivot_);
   }
-  IPEX_INLINE void add(f32v a, int k) { add_difference(a - shift_, k); }
+  IPEX_INLINE void add(f32v2 v, int k) {
+    const f32v2 d = {v.a - shift_, v.b - shift_};
+    first_.add(d, k);
+    second_.add_squares(d, k);
+  }
   IPEX_INLINE void add_tail(f32v a, int64_t count) {
-    add_difference(keep_n(a - shift_, count, zero()), 0);
+    const f32v d = keep_n(a - shift_, count, zero());
+    first_.part[0] = first_.part[0] + d;
+    second_.part[0] = fma(d, d, second_.part[0]);
   }
   IPEX_INLINE void finish() {
     const float mean = first_.total() / n_;
@@ -37,11 +43,6 @@ class Moments {
   float variance() const { return variance_; }
 
  private:
-  IPEX_INLINE void add_difference(f32v d, int k) {
-    first_.part[k] = first_.part[k] + d;
-    second_.part[k] = fma(d, d, second_.part[k]);
-  }
-
   Sum first_;
   Sum second_;
   f32v shift_;
@@ -57,14 +58,17 @@ __attribute__((noinline)) void normalise_row(const T* x, const W* weight, const 
                                              float factor, T* y, int64_t n) {
   const f32v m = set1(mean);
   const f32v f = set1(factor);
-  for_vectors(
+  const f32v one = set1(1.0f);
+  for_pairs(
       n,
       [&](int64_t i, int) IPEX_LAMBDA {
-        const f32v w = f * load_or(weight, i, set1(1.0f));
-        store(y + i, fma(load(x + i) - m, w, load_or(bias, i, zero())));
+        const f32v2 a = load2(x + i);
+        const f32v2 w = load2_or<T>(weight, i, one);
+        const f32v2 b = load2_or<T>(bias, i, zero());
+        store2(y + i, {fma(a.a - m, f * w.a, b.a), fma(a.b - m, f * w.b, b.b)});
       },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
-        const f32v w = f * load_n_or(weight, i, count, set1(1.0f));
+        const f32v w = f * load_n_or(weight, i, count, one);
         const f32v b = load_n_or(bias, i, count, zero());
         store_n(y + i, fma(load_n(x + i, count) - m, w, b), count);
       });

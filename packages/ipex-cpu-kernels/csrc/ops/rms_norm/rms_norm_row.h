@@ -10,12 +10,8 @@ namespace {
 template <typename T>
 IPEX_INLINE float sum_of_squares(const T* x, int64_t n) {
   Sum sum;
-  for_vectors(
-      n,
-      [&](int64_t i, int k) IPEX_LAMBDA {
-        const f32v a = load(x + i);
-        sum.part[k] = fma(a, a, sum.part[k]);
-      },
+  for_pairs(
+      n, [&](int64_t i, int k) IPEX_LAMBDA { sum.add_squares(load2(x + i), k); },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
         const f32v a = load_n(x + i, count);
         sum.part[0] = fma(a, a, sum.part[0]);
@@ -29,13 +25,16 @@ __attribute__((noinline)) void scale_row(const T* x, const W* weight, float fact
                                          T* y, int64_t n) {
   const f32v f = set1(factor);
   const f32v shift = set1(offset);
-  for_vectors(
+  const f32v one = set1(1.0f);
+  for_pairs(
       n,
       [&](int64_t i, int) IPEX_LAMBDA {
-        store(y + i, load(x + i) * (f * (load_or(weight, i, set1(1.0f)) + shift)));
+        const f32v2 a = load2(x + i);
+        const f32v2 w = load2_or<T>(weight, i, one);
+        store2(y + i, {a.a * (f * (w.a + shift)), a.b * (f * (w.b + shift))});
       },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
-        const f32v w = load_n_or(weight, i, count, set1(1.0f)) + shift;
+        const f32v w = load_n_or(weight, i, count, one) + shift;
         store_n(y + i, load_n(x + i, count) * (f * w), count);
       });
 }

@@ -10,56 +10,71 @@ namespace {
 // Longest row of a 16-bit type whose scores are kept on the stack (32 KiB) between the sweeps.
 constexpr int64_t kBuffer = 8192;
 
-IPEX_INLINE f32v minus_infinity() { return set1(-__builtin_inff()); }
+// The scores x * scale + mask of a row. A lane behind the end of the row is -infinity: it does not
+// touch the maximum and its exponential is 0.
+template <typename T, typename M>
+struct Scores {
+  const T* x;
+  const M* mask;
+  f32v scale;
 
-IPEX_INLINE float max_of(const f32v (&part)[kUnroll]) {
-  f32v m = part[0];
-#pragma GCC unroll 4
-  for (int k = 1; k < kUnroll; ++k) m = max(m, part[k]);
-  return reduce_max(m);
-}
+  IPEX_INLINE f32v2 pair(int64_t i) const {
+    const f32v2 a = load2(x + i);
+    const f32v2 b = load2_or<T>(mask, i, zero());
+    return {fma(a.a, scale, b.a), fma(a.b, scale, b.b)};
+  }
+  IPEX_INLINE f32v tail(int64_t i, int64_t count) const {
+    const f32v a = fma(load_n(x + i, count), scale, load_n_or(mask, i, count, zero()));
+    return keep_n(a, count, set1(-__builtin_inff()));
+  }
+};
 
 // A NaN may get lost in the maximum, but not in the sum: its exponential is NaN whatever the
 // maximum.
 
-// Keeps the scores and then the exponentials in a buffer, in float.
+// Keeps the scores and then the exponentials in a buffer, in float and in the lane order of T.
 template <typename T, typename M>
 __attribute__((noinline)) void buffered_row(const T* x, const M* mask, float scale, T* y,
                                             int64_t n) {
-  alignas(64) float scores[kBuffer];
-  const f32v s = set1(scale);
-  f32v top[kUnroll];
-#pragma GCC unroll 4
-  for (int k = 0; k < kUnroll; ++k) top[k] = minus_infinity();
-  for_vectors(
+  alignas(64) float buffer[kBuffer];
+  const Scores<T, M> scores{x, mask, set1(scale)};
+  Maximum top;
+  for_pairs(
       n,
       [&](int64_t i, int k) IPEX_LAMBDA {
-        const f32v score = fma(load(x + i), s, load_or(mask, i, zero()));
-        storeu(scores + i, score);
-        top[k] = max(top[k], score);
+        const f32v2 score = scores.pair(i);
+        store2(buffer + i, score);
+        top.add(score, k);
       },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
-        f32v score = fma(load_n(x + i, count), s, load_n_or(mask, i, count, zero()));
-        score = keep_n(score, count, minus_infinity());
-        storeu(scores + i, score);
-        top[0] = max(top[0], score);
+        const f32v score = scores.tail(i, count);
+        storeu(buffer + i, score);
+        top.part[0] = max(top.part[0], score);
       });
-  // The scores are padded with -infinity to whole vectors, which adds exp(-infinity) = 0.
-  const f32v m = set1(max_of(top));
-  const auto no_tail = [](int64_t, int64_t) IPEX_LAMBDA {};
+  const f32v m = set1(top.total());
   Sum sum;
-  for_vectors((n + kLanes - 1) / kLanes * kLanes,
-              [&](int64_t i, int k) IPEX_LAMBDA {
-                const f32v e = exp_fast(loadu(scores + i) - m);
-                storeu(scores + i, e);
-                sum.part[k] = sum.part[k] + e;
-              },
-              no_tail);
+  for_pairs(
+      n,
+      [&](int64_t i, int k) IPEX_LAMBDA {
+        const f32v2 score = load2(buffer + i);
+        const f32v2 e = {exp_fast(score.a - m), exp_fast(score.b - m)};
+        store2(buffer + i, e);
+        sum.add(e, k);
+      },
+      [&](int64_t i, int64_t) IPEX_LAMBDA {
+        const f32v e = exp_fast(loadu(buffer + i) - m);
+        storeu(buffer + i, e);
+        sum.part[0] = sum.part[0] + e;
+      });
   const f32v factor = set1(1.0f / sum.total());
-  for_vectors(
-      n, [&](int64_t i, int) IPEX_LAMBDA { store(y + i, loadu(scores + i) * factor); },
+  for_pairs(
+      n,
+      [&](int64_t i, int) IPEX_LAMBDA {
+        const f32v2 e = load2(buffer + i);
+        store2(y + i, {e.a * factor, e.b * factor});
+      },
       [&](int64_t i, int64_t count)
-          IPEX_LAMBDA { store_n(y + i, loadu(scores + i) * factor, count); });
+          IPEX_LAMBDA { store_n(y + i, loadu(buffer + i) * factor, count); });
 }
 
 // Without a buffer: float keeps the exponentials in y, which leaves more of the L1 cache to x. The
@@ -68,49 +83,50 @@ template <typename T, typename M>
 __attribute__((noinline)) void unbuffered_row(const T* x, const M* mask, float scale, T* y,
                                               int64_t n) {
   constexpr bool kFast = kReducedPrecision<T>;
-  const f32v s = set1(scale);
-  const auto score = [&](int64_t i)
-                         IPEX_LAMBDA { return fma(load(x + i), s, load_or(mask, i, zero())); };
-  const auto last_score = [&](int64_t i, int64_t count) IPEX_LAMBDA {
-    const f32v a = fma(load_n(x + i, count), s, load_n_or(mask, i, count, zero()));
-    return keep_n(a, count, minus_infinity());
+  const Scores<T, M> scores{x, mask, set1(scale)};
+  Maximum top;
+  for_pairs(
+      n, [&](int64_t i, int k) IPEX_LAMBDA { top.add(scores.pair(i), k); },
+      [&](int64_t i, int64_t count)
+          IPEX_LAMBDA { top.part[0] = max(top.part[0], scores.tail(i, count)); });
+  const f32v m = set1(top.total());
+  const auto exponentials = [&](int64_t i) IPEX_LAMBDA -> f32v2 {
+    const f32v2 score = scores.pair(i);
+    return {exp_nonpositive_as<kFast>(score.a - m), exp_nonpositive_as<kFast>(score.b - m)};
   };
-  f32v top[kUnroll];
-#pragma GCC unroll 4
-  for (int k = 0; k < kUnroll; ++k) top[k] = minus_infinity();
-  for_vectors(
-      n, [&](int64_t i, int k) IPEX_LAMBDA { top[k] = max(top[k], score(i)); },
-      [&](int64_t i, int64_t count) IPEX_LAMBDA { top[0] = max(top[0], last_score(i, count)); });
-  const f32v m = set1(max_of(top));
   Sum sum;
-  for_vectors(
+  for_pairs(
       n,
       [&](int64_t i, int k) IPEX_LAMBDA {
-        const f32v e = exp_nonpositive_as<kFast>(score(i) - m);
-        if constexpr (!kFast) store(y + i, e);
-        sum.part[k] = sum.part[k] + e;
+        const f32v2 e = exponentials(i);
+        if constexpr (!kFast) store2(y + i, e);
+        sum.add(e, k);
       },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
-        const f32v e = exp_nonpositive_as<kFast>(last_score(i, count) - m);
+        const f32v e = exp_nonpositive_as<kFast>(scores.tail(i, count) - m);
         if constexpr (!kFast) store_n(y + i, e, count);
         sum.part[0] = sum.part[0] + e;
       });
   const f32v factor = set1(1.0f / sum.total());
-  for_vectors(
+  for_pairs(
       n,
       [&](int64_t i, int) IPEX_LAMBDA {
+        f32v2 e;
         if constexpr (kFast) {
-          store(y + i, exp_nonpositive_as<kFast>(score(i) - m) * factor);
+          e = exponentials(i);
         } else {
-          store(y + i, load(y + i) * factor);
+          e = load2(y + i);
         }
+        store2(y + i, {e.a * factor, e.b * factor});
       },
       [&](int64_t i, int64_t count) IPEX_LAMBDA {
+        f32v e;
         if constexpr (kFast) {
-          store_n(y + i, exp_nonpositive_as<kFast>(last_score(i, count) - m) * factor, count);
+          e = exp_fast(scores.tail(i, count) - m);
         } else {
-          store_n(y + i, load_n(y + i, count) * factor, count);
+          e = load_n(y + i, count);
         }
+        store_n(y + i, e * factor, count);
       });
 }
 

@@ -12,6 +12,9 @@ namespace {
 inline constexpr int64_t kLanes = 8;
 typedef float f32v __attribute__((vector_size(32)));
 typedef int32_t i32v __attribute__((vector_size(32)));
+struct f32v2 {
+  f32v a, b;
+};
 using u16v = __m128i;  // kLanes 16-bit patterns
 using Mask = i32v;     // all bits of a lane set, or none
 
@@ -75,14 +78,40 @@ IPEX_INLINE void store_u16_n(uint16_t* p, u16v a, int64_t n) {
 IPEX_INLINE f32v bf16_to_f32(u16v a) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16));
 }
-IPEX_INLINE u16v f32_to_bf16(f32v a) {
+// Adds what makes a truncation to the upper half round to nearest even; NaN becomes 0x7fc0....
+IPEX_INLINE __m256i round_bf16_bits(f32v a) {
   const __m256i bits = raw(as_int(a));
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-  __m256i r = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
-  r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), raw(is_nan(a)));
+  const __m256i r = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  return _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc00000), raw(is_nan(a)));
+}
+IPEX_INLINE u16v f32_to_bf16(f32v a) {
+  const __m256i r = _mm256_srli_epi32(round_bf16_bits(a), 16);
   return _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
 }
+
+// 2 * kLanes bf16 numbers as two vectors: those at even places and those at odd places. One cheap
+// operation per vector where the natural order takes a widening and a shift.
+IPEX_INLINE f32v2 load2_bf16(const uint16_t* p) {
+  const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i odd = _mm256_and_si256(v, _mm256_set1_epi32(-65536));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(v, 16)), _mm256_castsi256_ps(odd)};
+}
+// Returns the numbers as stored.
+IPEX_INLINE f32v2 store2_bf16(uint16_t* p, f32v2 v) {
+  const __m256i even = _mm256_srli_epi32(round_bf16_bits(v.a), 16);
+  const __m256i r = _mm256_blend_epi16(even, round_bf16_bits(v.b), 0xaa);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), r);
+  const __m256i odd = _mm256_and_si256(r, _mm256_set1_epi32(-65536));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(r, 16)), _mm256_castsi256_ps(odd)};
+}
+IPEX_INLINE f32v2 deinterleave(f32v2 v) {
+  const __m256d even = _mm256_castps_pd(_mm256_shuffle_ps(v.a, v.b, 0x88));
+  const __m256d odd = _mm256_castps_pd(_mm256_shuffle_ps(v.a, v.b, 0xdd));
+  return {_mm256_castpd_ps(_mm256_permute4x64_pd(even, 0xd8)),
+          _mm256_castpd_ps(_mm256_permute4x64_pd(odd, 0xd8))};
+}
+
 IPEX_INLINE f32v f16_to_f32(u16v a) { return _mm256_cvtph_ps(a); }
 IPEX_INLINE u16v f32_to_f16(f32v a) {
   return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

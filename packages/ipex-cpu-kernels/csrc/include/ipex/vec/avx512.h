@@ -18,6 +18,9 @@ namespace {
 inline constexpr int64_t kLanes = 16;
 typedef float f32v __attribute__((vector_size(64)));
 typedef int32_t i32v __attribute__((vector_size(64)));
+struct f32v2 {
+  f32v a, b;
+};
 using u16v = __m256i;  // kLanes 16-bit patterns
 using Mask = __mmask16;
 
@@ -82,6 +85,43 @@ IPEX_INLINE u16v f32_to_bf16(f32v a) {
   return _mm512_cvtepi32_epi16(r);
 #endif
 }
+
+// 2 * kLanes bf16 numbers as two vectors: those at even places and those at odd places. One cheap
+// operation per vector where the natural order takes a widening and a shift.
+IPEX_INLINE f32v2 load2_bf16(const uint16_t* p) {
+  const __m512i v = _mm512_loadu_si512(p);
+  const __m512i odd = _mm512_and_si512(v, _mm512_set1_epi32(-65536));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16)), _mm512_castsi512_ps(odd)};
+}
+// Adds what makes a truncation to the upper half round to nearest even; NaN becomes 0x7fc0....
+IPEX_INLINE __m512i round_bf16_bits(f32v a) {
+  const __m512i bits = raw(as_int(a));
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i r = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  return _mm512_mask_mov_epi32(r, is_nan(a), _mm512_set1_epi32(0x7fc00000));
+}
+// Returns the numbers as stored.
+IPEX_INLINE f32v2 store2_bf16(uint16_t* p, f32v2 v) {
+#if IPEX_HAVE_AVX512_BF16
+  const __m512i places =
+      _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                       21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v.b, v.a));
+  const __m512i r = _mm512_permutexvar_epi16(places, halves);
+#else
+  const __m512i even = _mm512_srli_epi32(round_bf16_bits(v.a), 16);
+  const __m512i r = _mm512_mask_mov_epi16(even, 0xaaaaaaaa, round_bf16_bits(v.b));
+#endif
+  _mm512_storeu_si512(p, r);
+  const __m512i odd = _mm512_and_si512(r, _mm512_set1_epi32(-65536));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(r, 16)), _mm512_castsi512_ps(odd)};
+}
+IPEX_INLINE f32v2 deinterleave(f32v2 v) {
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+  return {_mm512_permutex2var_ps(v.a, even, v.b), _mm512_permutex2var_ps(v.a, odd, v.b)};
+}
+
 IPEX_INLINE f32v f16_to_f32(u16v a) { return _mm512_cvtph_ps(a); }
 IPEX_INLINE u16v f32_to_f16(f32v a) {
   return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

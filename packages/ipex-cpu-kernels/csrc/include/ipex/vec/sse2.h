@@ -12,6 +12,9 @@ namespace {
 inline constexpr int64_t kLanes = 4;
 typedef float f32v __attribute__((vector_size(16)));
 typedef int32_t i32v __attribute__((vector_size(16)));
+struct f32v2 {
+  f32v a, b;
+};
 using u16v = __m128i;  // kLanes 16-bit patterns in the low half
 using Mask = i32v;     // all bits of a lane set, or none
 
@@ -89,12 +92,34 @@ IPEX_INLINE u16v narrow(i32v a) {
 IPEX_INLINE f32v bf16_to_f32(u16v a) {
   return _mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), a));
 }
-IPEX_INLINE u16v f32_to_bf16(f32v a) {
+// Adds what makes a truncation to the upper half round to nearest even; NaN becomes 0x7fc0....
+IPEX_INLINE i32v round_bf16_bits(f32v a) {
   const __m128i bits = raw(as_int(a));
   const __m128i odd = _mm_and_si128(_mm_srli_epi32(bits, 16), _mm_set1_epi32(1));
-  const __m128i bias = _mm_add_epi32(odd, _mm_set1_epi32(0x7fff));
-  const i32v r = ints(_mm_srli_epi32(_mm_add_epi32(bits, bias), 16));
-  return narrow(select(is_nan(a), iset1(0x7fc0), r));
+  const __m128i r = _mm_add_epi32(bits, _mm_add_epi32(odd, _mm_set1_epi32(0x7fff)));
+  return select(is_nan(a), iset1(0x7fc00000), ints(r));
+}
+IPEX_INLINE u16v f32_to_bf16(f32v a) {
+  const __m128i r = _mm_srai_epi32(raw(round_bf16_bits(a)), 16);
+  return _mm_packs_epi32(r, r);
+}
+
+// 2 * kLanes bf16 numbers as two vectors: those at even places and those at odd places. One cheap
+// operation per vector where the natural order takes a widening and a shift.
+IPEX_INLINE f32v2 load2_bf16(const uint16_t* p) {
+  const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m128i odd = _mm_and_si128(v, _mm_set1_epi32(-65536));
+  return {_mm_castsi128_ps(_mm_slli_epi32(v, 16)), _mm_castsi128_ps(odd)};
+}
+// Returns the numbers as stored.
+IPEX_INLINE f32v2 store2_bf16(uint16_t* p, f32v2 v) {
+  const __m128i even = _mm_srli_epi32(raw(round_bf16_bits(v.a)), 16);
+  const __m128i odd = _mm_and_si128(raw(round_bf16_bits(v.b)), _mm_set1_epi32(-65536));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_or_si128(even, odd));
+  return {_mm_castsi128_ps(_mm_slli_epi32(even, 16)), _mm_castsi128_ps(odd)};
+}
+IPEX_INLINE f32v2 deinterleave(f32v2 v) {
+  return {_mm_shuffle_ps(v.a, v.b, 0x88), _mm_shuffle_ps(v.a, v.b, 0xdd)};
 }
 
 // The exponent is moved from bias 15 to bias 127. A half denormal becomes 1.m * 2^-14 and loses the
