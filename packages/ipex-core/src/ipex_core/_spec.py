@@ -140,13 +140,7 @@ def register(spec: OpSpec) -> OpSpec:
     qualname = f"{NAMESPACE}::{spec.name}"
     _LIBRARY.impl(spec.name, _first_call_kernel(spec, overload), "CompositeExplicitAutograd")
     torch.library.register_fake(qualname, _fake_kernel(spec), lib=_LIBRARY)
-    if spec.backward == "reference":
-        setup, backward = _vjp_of_reference(spec)
-        torch.library.register_autograd(qualname, backward, setup_context=setup, lib=_LIBRARY)
-    else:
-        torch.library.register_autograd(
-            qualname, _no_backward(spec), setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
-        )
+    _LIBRARY.impl(spec.name, _autograd_kernel(spec, overload), "Autograd", with_keyset=True)
     if spec.autocast is not None:
         for device in _AUTOCAST_DEVICES:
             kernel = _autocast_kernel(overload, spec.autocast, device)
@@ -182,26 +176,55 @@ def _fake_kernel(spec: OpSpec) -> Callable[..., Any]:
     return fake
 
 
-def _vjp_of_reference(spec: OpSpec) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """Return ``setup_context`` and ``backward`` that differentiate the reference at the saved inputs."""
+def _autograd_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
+    """Return the kernel of the Autograd key: go on below it, or record the derivative if one is wanted.
 
-    def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None
-    ) -> None:
-        ctx.is_tensor = [isinstance(value, torch.Tensor) for value in inputs]
-        ctx.constants = [None if tensor else v for v, tensor in zip(inputs, ctx.is_tensor, strict=True)]
-        ctx.save_for_backward(*(v for v in inputs if isinstance(v, torch.Tensor)))
+    `torch.library.register_autograd` does the same, but costs some 5 us per call even when nothing requires a
+    gradient: as much as a small op itself.
+    """
+    redispatch = overload._handle.redispatch_boxed
+    below = torch._C._after_autograd_keyset
+    any_requires_grad = torch._C._any_requires_grad
+    grad_enabled = torch.is_grad_enabled
 
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if grad_enabled() and any_requires_grad(*args):
+            return _VjpOfReference.apply(spec, redispatch, keyset & below, *args)  # type: ignore[no-untyped-call]
+        return redispatch(keyset & below, *args)
+
+    return kernel
+
+
+class _VjpOfReference(torch.autograd.Function):
+    """Forward: the op below autograd. Backward: the vector-Jacobian product of the reference at the saved inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: OpSpec, redispatch: Any, keyset: Any, *args: Any) -> Any:
+        ctx.spec = spec
+        ctx.tensors = [isinstance(value, torch.Tensor) for value in args]
+        ctx.constants = [None if t else v for v, t in zip(args, ctx.tensors, strict=True)]
+        ctx.save_for_backward(*(v for v in args if isinstance(v, torch.Tensor)))
+        with torch._C._AutoDispatchBelowAutograd():
+            output = redispatch(keyset, *args)
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+        return output
+
+    @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        spec = ctx.spec
+        if spec.backward is None:
+            raise RuntimeError(f"{spec.name}: is not differentiable; call it on detached tensors")
         saved = iter(ctx.saved_tensors)
         inputs: list[Any] = []
         wanted: list[int] = []
-        for index, tensor in enumerate(ctx.is_tensor):
-            if not tensor:
+        needed = ctx.needs_input_grad[-len(ctx.tensors) :]
+        for index, is_tensor in enumerate(ctx.tensors):
+            if not is_tensor:
                 inputs.append(ctx.constants[index])
                 continue
             value = next(saved).detach()
-            if ctx.needs_input_grad[index]:
+            if needed[index]:
                 value.requires_grad_(True)
                 wanted.append(index)
             inputs.append(value)
@@ -219,16 +242,7 @@ def _vjp_of_reference(spec: OpSpec) -> tuple[Callable[..., None], Callable[..., 
             )
             for index, grad in zip(wanted, found, strict=True):
                 result[index] = grad
-        return tuple(result)
-
-    return setup_context, backward
-
-
-def _no_backward(spec: OpSpec) -> Callable[..., Any]:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(f"{spec.name}: is not differentiable; call it on detached tensors")
-
-    return backward
+        return (None, None, None, *result)
 
 
 def _autocast_kernel(overload: Any, rule: str, device: str) -> Callable[..., Any]:

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Op specifications: references against stock PyTorch, registration, autocast, derivatives. No kernels needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import ipex_core  # noqa: F401
+import pytest
+import torch
+from ipex_core import _spec
+from ipex_core._spec import BenchCase, OpSpec, Sample, check, register, specs
+from ipex_core.errors import OpArgumentError
+from ipex_core.testing import reference_result, samples
+
+OPS = list(specs())
+
+
+@pytest.mark.parametrize("op", [name for name in OPS if specs()[name].stock is not None])
+def test_reference_means_what_stock_pytorch_does(op):
+    """The stock chain of each bench case and the reference agree in float32."""
+    spec = specs()[op]
+    checked = 0
+    for case in spec.bench():
+        args = case.make(torch.float32)
+        if max(a.numel() for a in args if isinstance(a, torch.Tensor)) > 2**22:
+            continue
+        got, want = spec.reference(*args), spec.stock(*args)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert case.bytes(torch.float32) > 0
+        checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_samples_are_valid_and_named(op):
+    for dtype in specs()[op].dtypes:
+        ids = []
+        for spec, sample in samples(op, dtype):
+            spec.check(*sample.args, **sample.kwargs)
+            ids.append(sample.id)
+        assert all(ids)
+        assert len(set(ids)) == len(ids), "two samples have one name"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fake_agrees_with_reference(op):
+    for spec, sample in samples(op, torch.bfloat16):
+        fake = spec.fake(*sample.args, **sample.kwargs)
+        got = spec.reference(*sample.args, **sample.kwargs)
+        for f, g in zip(*(o if isinstance(o, tuple) else (o,) for o in (fake, got)), strict=True):
+            assert f.shape == g.shape, sample.id
+            assert f.dtype == g.dtype, sample.id
+
+
+@pytest.mark.parametrize("op", [name for name in OPS if specs()[name].backward == "reference"])
+def test_gradients_flow(op):
+    spec = specs()[op]
+    sample = list(spec.samples(torch.float32))[3]
+    args = [
+        a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in sample.args
+    ]
+    out = spec.op(*args, **sample.kwargs)
+    out = out if isinstance(out, tuple) else (out,)
+    sum(o.float().sum() for o in out).backward()
+    for a in args:
+        if isinstance(a, torch.Tensor) and a.requires_grad:
+            assert a.grad is not None
+            assert a.grad.shape == a.shape
+
+
+def test_gradient_through_a_compiled_op():
+    x = torch.randn(4, 16, requires_grad=True)
+    w = torch.randn(16, requires_grad=True)
+
+    def f(x, w):
+        return torch.ops.ipex.rms_norm(x, w, 1e-6).square().sum()
+
+    torch._dynamo.reset()
+    torch.compile(f, backend="aot_eager", fullgraph=True)(x, w).backward()
+    got = x.grad.clone(), w.grad.clone()
+    x.grad = w.grad = None
+    f(x, w).backward()
+    torch.testing.assert_close(got, (x.grad, w.grad))
+
+
+def test_no_gradient_graph_without_need():
+    x = torch.randn(4, 16, requires_grad=True)
+    assert torch.ops.ipex.gelu(x).requires_grad
+    with torch.no_grad():
+        assert not torch.ops.ipex.gelu(x).requires_grad
+    with torch.inference_mode():
+        assert torch.ops.ipex.gelu(x).is_inference()
+    assert not torch.ops.ipex.gelu(x.detach()).requires_grad
+
+
+def test_autocast_lower_precision():
+    q = torch.randn(1, 2, 4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.ops.ipex.attention(q, q, q).dtype == torch.bfloat16
+        assert torch.ops.ipex.rms_norm(q, None).dtype == torch.float32  # no rule: the dtype of the input
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.ops.ipex.attention(q, q, q).dtype == torch.float16
+    assert torch.ops.ipex.attention(q, q, q).dtype == torch.float32
+
+
+def test_autocast_keeps_the_gradient():
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = torch.ops.ipex.attention(q, q, q)
+    out.float().sum().backward()
+    assert q.grad is not None
+    assert q.grad.dtype == torch.float32
+
+
+def test_outputs_are_contiguous_for_any_input():
+    x = torch.randn(8, 6).t()
+    for op in ("rms_norm", "layer_norm"):
+        args = (x, None) if op == "rms_norm" else (x, None, None)
+        assert getattr(torch.ops.ipex, op)(*args).is_contiguous()
+
+
+def test_check_message():
+    with pytest.raises(OpArgumentError, match=r"^rms_norm: weight must be 1-D, got \[3, 4\]$"):
+        check(False, "rms_norm", "weight", "be 1-D", [3, 4])
+
+
+def test_registering_an_op_of_ones_own():
+    """What a plug-in author does: one spec gives schema, reference, fake, derivative and opcheck."""
+    spec = OpSpec(
+        name="test_double",
+        schema="(Tensor x) -> Tensor",
+        reference=lambda x: x * 2,
+        check=lambda x: check(x.is_floating_point(), "test_double", "x", "be floating", x.dtype),
+        fake=lambda x: torch.empty_like(x),
+        samples=lambda dtype: [Sample((torch.ones(3, dtype=dtype),), id="ones")],
+        autocast="float32",
+        bench=lambda: [BenchCase("3", lambda d: (torch.ones(3, dtype=d),), lambda d: 6 * d.itemsize)],
+    )
+    try:
+        register(spec)
+        x = torch.ones(3, requires_grad=True)
+        spec.op(x).sum().backward()
+        assert x.grad.tolist() == [2.0, 2.0, 2.0]
+        torch.library.opcheck(spec.op.default, (x,))
+        with pytest.raises(OpArgumentError):
+            spec.op(torch.ones(3, dtype=torch.int32))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert spec.op(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.float32
+        assert reference_result(spec, Sample((torch.ones(2),)))[0].dtype == torch.float64
+        with pytest.raises(ValueError, match="twice"):
+            register(spec)
+    finally:
+        _spec._SPECS.pop("test_double", None)
+
+
+def test_op_without_a_derivative_raises_in_backward():
+    spec = OpSpec(
+        name="test_no_backward",
+        schema="(Tensor x) -> Tensor",
+        reference=lambda x: x * 2,
+        check=lambda x: None,
+        fake=lambda x: torch.empty_like(x),
+        samples=lambda dtype: [],
+        backward=None,
+    )
+    try:
+        register(spec)
+        out = spec.op(torch.ones(3, requires_grad=True))
+        with pytest.raises(RuntimeError, match="test_no_backward: is not differentiable"):
+            out.sum().backward()
+    finally:
+        _spec._SPECS.pop("test_no_backward", None)
+
+
+def test_strict_mode_forbids_the_reference():
+    """Without a kernel package, IPEX_STRICT=1 turns the silent reference into an error."""
+    code = (
+        "import torch, ipex_core, ipex_core._plugins as p\n"
+        "p._entry_points = lambda group: ()\n"
+        "torch.ops.ipex.gelu(torch.ones(3))"
+    )
+    for strict, fails in (("0", False), ("1", True)):
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "IPEX_STRICT": strict},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (result.returncode != 0) == fails, result.stderr
+        if fails:
+            assert "FallbackError" in result.stderr
+            assert "pip install 'ipex[cpu]'" in result.stderr
