@@ -15,13 +15,14 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ipex_core._spec import BenchCase, OpSpec, specs
 
-__all__ = ["Ratio", "Result", "machine", "paired", "quantile", "ratio", "run_bench"]
+__all__ = ["Ratio", "Result", "busy", "machine", "paired", "quantile", "ratio", "run_bench"]
 
 #: Below these sizes a call is all overhead, and "% of the limit" would say nothing.
 _LEAST_BYTES = 1 << 20
@@ -283,6 +284,28 @@ def active_level() -> str:
     return provider.isa if provider is not None else "reference"
 
 
+def busy(seconds: float = 0.5) -> float | None:
+    """Return the share of the machine's CPU time that other processes take right now; None where it is unknown.
+
+    The caller sleeps meanwhile, so all of it is others'. With more than a tenth, timings of several threads mean
+    little: at the end of each parallel region all threads wait for the one that was held up.
+    """
+
+    def times() -> tuple[int, int]:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        numbers = [int(field) for field in fields]
+        return sum(numbers), numbers[3] + numbers[4]  # all, idle and waiting for input
+
+    try:
+        total, idle = times()
+        time.sleep(seconds)
+        total_then, idle_then = times()
+    except (OSError, ValueError, IndexError):
+        return None
+    passed = total_then - total
+    return None if passed <= 0 else round(1 - (idle_then - idle) / passed, 3)
+
+
 def machine() -> dict[str, Any]:
     """Return what a reader of results must know about where they come from; all values can go into JSON."""
     from ipex_core._machine import cpu_info
@@ -304,5 +327,6 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "ipex_core": __version__,
         "allocator": allocator,
+        "busy": busy(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

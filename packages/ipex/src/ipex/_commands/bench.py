@@ -85,6 +85,9 @@ def bench(
     level_names = _parse_levels(levels)
     earlier = _read_results(compare) if compare is not None else []
 
+    from ipex_core.benchmark import busy
+
+    others = busy()
     results: list[Result] = []
     for level in level_names:
         for count in thread_counts:
@@ -92,6 +95,11 @@ def bench(
     if not results:
         raise typer.BadParameter("nothing to measure: no shape of these ops fits the options")
     console.print(results_table(results))
+    if (others or 0) > 0.1:
+        console.print(
+            f"[yellow]Other processes took {others:.0%} of the CPUs when this started:[/] repeat it on an idle"
+            " machine, or with --threads 1."
+        )
     for row in (r for r in results if r.slower):
         console.print(
             f"[yellow]slower than stock:[/] {row.op} {row.case} {row.dtype} {row.ratio:.2f}x"

@@ -28,6 +28,9 @@ app = typer.Typer(add_completion=False, help=__doc__)
 #: The least cosine between an embedding and the one of stock float32.
 LEAST_COSINE = 0.999
 
+#: Share of the CPUs that others may take before the user is warned.
+BUSY = 0.1
+
 
 @app.command()
 def demo(
@@ -68,6 +71,7 @@ def demo(
         raise typer.Exit(2) from None
     if threads:
         torch.set_num_threads(threads)
+    facts = machine()
     if quick:
         seconds = min(seconds, 0.5)
     candidates = [c for c in dm.CANDIDATES if compile or not c.compiled]
@@ -132,7 +136,7 @@ def demo(
             progress.advance(task)
 
     result: dict[str, Any] = {
-        "machine": {**machine(), "transformers": _version("transformers")},
+        "machine": {**facts, "transformers": _version("transformers")},
         "model": encoder.name,
         "text": {
             "sentences": len(sentences),
@@ -144,6 +148,11 @@ def demo(
     rows = report.rows(outcomes.values(), sizes)
     console.print(report.search_text(hits))
     console.print(report.results_table(rows, sizes, result))
+    if (facts["busy"] or 0) > BUSY:
+        console.print(
+            f"[yellow]Other processes took {facts['busy']:.0%} of the CPUs when this started:[/] latencies and ratios"
+            " are not to be relied on. Repeat it on an idle machine, or with --threads 1."
+        )
     for row in rows:
         if row.error:
             console.print(f"[red]{row.name} failed:[/] {escape(row.error)}")
@@ -243,7 +252,7 @@ def _compare(
     truth = embeddings.get("stock eager fp32")
     for name, vectors in embeddings.items():
         if truth is not None:
-            cosines = (vectors.double() * truth.double()).sum(-1)
+            cosines = torch.nn.functional.cosine_similarity(vectors.double(), truth.double())
             outcomes[name].cosine_min = cosines.min().item()
             outcomes[name].cosine_mean = statistics.fmean(cosines.tolist())
             outcomes[name].compared = len(cosines)
