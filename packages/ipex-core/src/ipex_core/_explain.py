@@ -135,7 +135,7 @@ def explain(model: nn.Module) -> Explanation:
 
 def _ordered(model: nn.Module, log: Log) -> tuple[Record, ...]:
     place = {path: i for i, (path, _) in enumerate(model.named_modules())}
-    steps = {name: i for i, name in enumerate(ORDER)}
+    steps = {name: i for i, name in enumerate((*ORDER, "concat_linear"))}
     return tuple(
         sorted(log.records, key=lambda r: (place.get(r.module, -1), steps.get(r.step, -1)))
     )

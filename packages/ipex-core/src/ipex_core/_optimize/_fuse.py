@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from ipex_core._optimize._concat import merge_by_source
 from ipex_core._optimize._folding import release
 from ipex_core._optimize._fused_forward import FusedForward, import_names
 from ipex_core._optimize._passes import Context, Pass, register
@@ -124,7 +125,7 @@ class Fuse(Pass):
 
     def applies(self, context: Context) -> bool:
         """Return whether the level asks for fusion."""
-        return context.options.level == "O1"
+        return context.options.level == "O1" or context.options.concat_linear
 
     def apply(self, context: Context) -> None:
         """Rewrite the forward of each module in which something matches."""
@@ -142,6 +143,8 @@ class Fuse(Pass):
                 first = (str(error).splitlines() or [type(error).__name__])[0]
                 text = f"the forward cannot be traced: {first[:100]}"
                 context.log.add(path, module, self.name, False, text)
+                if context.options.concat_linear:
+                    self._merge(context, path, module)
             return
         norm = find_rms_norm(module, graph)
         if norm is not None:
@@ -159,6 +162,14 @@ class Fuse(Pass):
         reason = install(module, graph, names, children)
         text = "fused: " + ", ".join(done) if reason is None else reason
         context.log.add(path, module, self.name, reason is None, text, ", ".join(done))
+
+    def _merge(self, context: Context, path: str, module: nn.Module) -> None:
+        groups, reason = merge_by_source(module)
+        for names in groups:
+            text = f"{', '.join(names)} computed as one layer"
+            context.log.add(path, module, "concat_linear", True, text)
+        if reason is not None and sum(isinstance(c, nn.Linear) for c in module.children()) > 1:
+            context.log.add(path, module, "concat_linear", False, reason)
 
     def undo(self, model: nn.Module, log: Log) -> None:
         """Remove the rewritten forwards."""

@@ -46,8 +46,9 @@ def _resolve(name: str) -> Any:
 class FusedForward:
     """Runs generated code in place of a module's forward; installed as ``module.__dict__["forward"]``.
 
-    The original forward runs instead whenever the generated code would not be equivalent: optional arguments are given,
-    the module is in training mode, or a child whose call was fused away was replaced or got a hook.
+    With ``arguments=None`` the code takes whatever the original forward takes. Otherwise it takes the named arguments
+    only, and the original forward runs instead whenever the generated code would not be equivalent: optional arguments
+    are given, the module is in training mode, or a child whose call was fused away was replaced or got a hook.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class FusedForward:
         module: nn.Module,
         source: str,
         names: dict[str, str],
-        arguments: tuple[str, ...],
+        arguments: tuple[str, ...] | None,
         children: tuple[tuple[str, nn.Module], ...],
     ) -> None:
         # Weak: a strong reference would make a cycle that keeps the weights alive until the garbage collector runs.
@@ -66,11 +67,23 @@ class FusedForward:
         self.children = children
         namespace = {name: _resolve(path) for name, path in names.items()}
         exec(compile(source, "<ipex fused forward>", "exec"), namespace)
+        self._off = False
         self._function: Callable[..., Any] = namespace["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None
+        if self.arguments is None:
+            if self._off or module.training:
+                return type(module).forward(module, *args, **kwargs)
+            try:
+                return self._function(module, *args, **kwargs)
+            except RuntimeError as error:
+                # The parts of a merged layer are views, which not every reshaping accepts.
+                if "view size is not compatible" not in str(error):
+                    raise
+                self._off = True
+                return type(module).forward(module, *args, **kwargs)
         if kwargs and len(args) + len(kwargs) == len(self.arguments):
             rest = self.arguments[len(args) :]
             if all(name in kwargs for name in rest):

@@ -93,7 +93,6 @@ def passes() -> tuple[Pass, ...]:
     """Return the passes in the order in which they run."""
     from ipex_core._optimize import (  # noqa: F401  (each module registers its passes)
         _cast,
-        _concat,
         _folding,
         _fuse,
         _hf_attention,
@@ -117,7 +116,6 @@ ORDER = (
     "prepack",
     "kernels",
     "realize",
-    "concat_linear",
     "fuse",
     "attention",
     "graph_mode",

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ipex_core._optimize._arguments import Options
 from ipex_core.nn import OptimizedLinear, functional
+from ipex_core.nn._group import linears, may_merge, merge
 from ipex_core.nn._leaf import has_hooks, has_kernel
 from ipex_core.nn._state import state_of
 from ipex_core.nn.layers import identity_dropout
@@ -38,6 +39,10 @@ class Rewriter:
         """Apply all patterns; return what was fused and the children that are bypassed."""
         if self.options.replace_dropout_with_identity:
             self._each(self._dropout)
+        if self.options.concat_linear:
+            self._each(self._concat)
+        if self.options.level == "O0":
+            return self.done, self.children
         self._each(self._gated)
         self._each(self._linear_activation)
         self._each(self._linear_add)
@@ -130,6 +135,29 @@ class Rewriter:
         if child is not None and identity_dropout(self._kind(child)) is not None:
             node.replace_all_uses_with(node.all_input_nodes[0])
             self._drop(node)
+
+    def _concat(self, node: fx.Node) -> None:
+        """Merge the linear layers among the users of a node."""
+        users = [
+            u
+            for u in node.users
+            if u.op == "call_module" and u.args == (node,) and not u.kwargs and self._child(u)
+        ]
+        users.sort(key=list(self.graph.nodes).index)
+        names = [str(u.target) for u in users]
+        members = tuple(self.root.get_submodule(name) for name in names)
+        if len(set(names)) != len(names) or not may_merge(members) or not merge(members):
+            return
+        with self.graph.inserting_before(users[0]):
+            layers = [self.graph.create_node("get_attr", str(u.target)) for u in users]
+            both = self.graph.call_function(linears, (node, *layers))
+            parts = [
+                self.graph.call_function(operator.getitem, (both, i)) for i in range(len(users))
+            ]
+        for user, part in zip(users, parts, strict=True):
+            user.replace_all_uses_with(part)
+            self.graph.erase_node(user)
+        self.done.append(f"concat of {', '.join(names)}")
 
     def _gated(self, node: fx.Node) -> None:
         operands = self._operands(node, _MUL)

@@ -63,6 +63,8 @@ class PackedWeight(torch.Tensor):
 
     packed: Tensor
     form: str
+    start: int
+    rows: int | None
     _is_param = True
 
     @staticmethod
@@ -73,20 +75,28 @@ class PackedWeight(torch.Tensor):
         shape: torch.Size,
         dtype: torch.dtype,
         requires_grad: bool = False,
+        start: int = 0,
+        rows: int | None = None,
     ) -> PackedWeight:
-        """Wrap a packed tensor; see `pack`."""
+        """Wrap a packed tensor (see `pack`), or the rows from ``start`` of a packed tensor with ``rows`` rows."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=torch.device("cpu"), requires_grad=requires_grad
         )
         assert isinstance(self, PackedWeight)
         self.packed = packed
         self.form = form
+        self.start = start
+        self.rows = rows
         return self
 
     def plain(self) -> Tensor:
         """Return the unpacked weight, a new tensor without gradient."""
         with torch.no_grad():
-            return unpack(self.packed, self.form, self.shape, self.dtype)
+            if self.rows is None:
+                return unpack(self.packed, self.form, self.shape, self.dtype)
+            wide = torch.Size((self.rows, *self.shape[1:]))
+            plain = unpack(self.packed, self.form, wide, self.dtype)
+            return plain[self.start : self.start + self.shape[0]].clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedWeight(shape={list(self.shape)}, dtype={self.dtype}, format={self.form!r})"
@@ -108,7 +118,14 @@ class PackedWeight(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func in _KEEP and isinstance(first, PackedWeight):
-            return PackedWeight(first.packed, first.form, first.shape, first.dtype)
+            return PackedWeight(
+                first.packed,
+                first.form,
+                first.shape,
+                first.dtype,
+                start=first.start,
+                rows=first.rows,
+            )
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if (
                 isinstance(value, PackedWeight)

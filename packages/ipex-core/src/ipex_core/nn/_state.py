@@ -101,7 +101,7 @@ def detach(module: nn.Module) -> None:
 
 
 #: Attributes of an optimized module that are not part of the original.
-_RUNTIME_KEYS = (KEY, "_packed", "_dtype", "_lowered", "_kernel", "_folded_into")
+_RUNTIME_KEYS = (KEY, "_packed", "_dtype", "_lowered", "_kernel", "_folded_into", "_ipex_group")
 
 
 # --------------------------------------------------------------------------------------------------------------------
