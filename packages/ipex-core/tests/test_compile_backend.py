@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
+import ipex_core
 from ipex_core import compile_backend, config
 from ipex_core.compile_backend import compile as ipex_compile
 from ipex_core.compile_backend import ipex_backend
@@ -216,6 +217,15 @@ def test_autocast():
         got, expected = compiled(x), model(x)
     assert got.dtype is torch.bfloat16
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_optimized_model_compiles_without_a_graph_break():
+    model = ipex_core.optimize(mlp(), dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend=ipex_backend, fullgraph=True)
+    with torch.no_grad():
+        for length in (3, 5, 9):
+            x = torch.randn(length, 16, dtype=torch.bfloat16)
+            torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=2e-2)
 
 
 def test_ipex_compile_on_a_graph_module():

@@ -146,7 +146,9 @@ class Encoder:
         import transformers
 
         if not self.quick:
-            model: Any = transformers.AutoModel.from_pretrained(self.folder, dtype=dtype)
+            major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
+            name = "dtype" if (major, minor) >= (4, 56) else "torch_dtype"
+            model: Any = transformers.AutoModel.from_pretrained(self.folder, **{name: dtype})
             return model.eval()
         config = transformers.BertConfig(
             vocab_size=1000,
