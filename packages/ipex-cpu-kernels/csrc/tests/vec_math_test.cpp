@@ -297,8 +297,10 @@ void test_functions() {
       "exp2_nonpositive", [](f32v x) { return ipex::exp2_nonpositive(ipex::min(ipex::zero(), x)); },
       exp2_down,
       [](float x, float got, double want, double* error) {
-        *error = std::isnan(x) ? 0 : ulps(got, want);
-        return *error <= 2 && std::isnan(x) == std::isnan(got);
+        if (std::isnan(x)) return std::isnan(got);
+        if (x < -126 && got == 0.0f) return true;  // flushed
+        *error = ulps(got, want);
+        return *error <= 2;
       });
   // In the far left tail the exponent itself is rounded: what counts there is x * Phi(x).
   test_function(

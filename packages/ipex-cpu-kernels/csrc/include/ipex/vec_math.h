@@ -58,7 +58,7 @@ IPEX_INLINE f32v exp2_fast(f32v x) {
 #endif
 }
 
-// 2^x for x <= 0 to about 1 ulp, 0 below 2^-150.
+// 2^x for x <= 0 to about 1 ulp. Below 2^-126 the result is 0 (AVX-512: denormal).
 IPEX_INLINE f32v exp2_nonpositive(f32v x) {
   constexpr float kPoly[] = {1.0f,
                              6.931471825e-01f,
@@ -67,9 +67,16 @@ IPEX_INLINE f32v exp2_nonpositive(f32v x) {
                              9.618436918e-03f,
                              1.339887385e-03f,
                              1.535336196e-04f};  // 2.0e-9
+#if IPEX_HAVE_AVX512
   x = max(set1(-151.0f), x);
   const f32v n = round(x);
   return scale_by_pow2(polynomial(x - n, kPoly), n);
+#else
+  // One factor is enough where denormals are not wanted: at the limit it is the number 0.
+  x = max(set1(-127.0f), x);
+  const f32v n = round(x);
+  return polynomial(x - n, kPoly) * as_float((to_int(n) + iset1(127)) << 23);
+#endif
 }
 
 IPEX_INLINE f32v exp_fast(f32v x) { return exp2_fast(x * set1(kLog2E)); }
