@@ -8,11 +8,15 @@ rounding ties and NaNs, which are listed. Other changes (float16, folding) keep 
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 __all__ = ["SavedTensor"]
 
 Tensor = torch.Tensor
+#: Position of the low half in a 32-bit number.
+_LOW = 0 if sys.byteorder == "little" else 1
 
 
 class SavedTensor:
@@ -40,7 +44,7 @@ class SavedTensor:
         self.dtype = self.cast_dtype = torch.float32
         self.stride: tuple[int, ...] = ()
         self.form = "same"
-        self.rest: Tensor | None = None  # int16 differences, or the original
+        self.rest: Tensor | None = None  # low halves, or the original
         self.index: Tensor | None = None  # flat positions of the exceptions
         self.patterns: Tensor | None = None  # their bit patterns
         self.folded = False  # the replacement is not a mere conversion of the original
@@ -63,16 +67,17 @@ class SavedTensor:
             self.form, self.rest = "copy", original
 
     def _split(self, original: Tensor, replacement: Tensor) -> None:
-        bits = original.contiguous().view(torch.int32)
-        rounded = _high_bits(replacement.contiguous())
-        difference = bits - rounded
-        if not bool(difference.any()):
+        halves = original.contiguous().view(-1).view(torch.int16)
+        low, high = halves[_LOW::2].contiguous(), halves[1 - _LOW :: 2]
+        if not bool(low.any()):
             return
-        rest = difference.to(torch.int16)
-        wrong = ((rounded + rest.to(torch.int32)) != bits).flatten().nonzero().flatten()
-        self.form, self.rest = "split", rest
-        if wrong.numel():
-            self.index, self.patterns = wrong, bits.flatten()[wrong]
+        # As a signed number the low half is the distance to the neighbour that rounding to nearest picks: a negative
+        # one means that the high half was rounded up.
+        wrong = (high + (low < 0)) != replacement.contiguous().view(-1).view(torch.int16)
+        self.form, self.rest = "split", low
+        if bool(wrong.any()):
+            self.index = wrong.nonzero().flatten()
+            self.patterns = original.contiguous().view(-1).view(torch.int32)[self.index]
 
     @torch.no_grad()
     def original(self, current: Tensor) -> Tensor:
@@ -84,10 +89,11 @@ class SavedTensor:
             unchanged = self.folded or _same_bits(kept.to(current.dtype), current)
             value = kept if unchanged else current.to(self.dtype)
         elif self.form == "split" and self.rest is not None:
-            bits = _high_bits(current.contiguous()) + self.rest.to(current.device, torch.int32)
+            bits = current.contiguous().view(-1).view(torch.int16).to(torch.int32) << 16
+            bits += self.rest.to(current.device)
             if self.index is not None and self.patterns is not None:
-                bits.view(-1)[self.index.to(current.device)] = self.patterns.to(current.device)
-            value = bits.view(torch.float32)
+                bits[self.index.to(current.device)] = self.patterns.to(current.device)
+            value = bits.view(torch.float32).view(current.shape)
         else:
             value = current.to(self.dtype)
         if tuple(value.stride()) != self.stride and len(self.stride) == value.dim():
@@ -103,10 +109,6 @@ class SavedTensor:
         """Memory kept beside the replacement, in bytes."""
         kept = (self.rest, self.index, self.patterns)
         return sum(t.numel() * t.element_size() for t in kept if t is not None)
-
-
-def _high_bits(value: Tensor) -> Tensor:
-    return value.view(torch.int16).to(torch.int32) << 16
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
