@@ -221,7 +221,7 @@ def minimums(session: nox.Session) -> None:
     session.log("lower bounds: " + ", ".join(lowest))
     # The constraints hold versions newer than the lower bounds: keep its torch only.
     torch = re.findall(r"^torch==.*$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
-    torch_only = Path(session.create_tmp()) / "constraints.txt"
+    torch_only = Path(session.create_tmp()).resolve() / "constraints.txt"
     torch_only.write_text("\n".join(torch) + "\n", encoding="utf-8")
     session.env["PIP_CONSTRAINT"] = torch_only.as_uri()
     install_wheels(session, PACKAGES, *TEST_TOOLS, *lowest, extras="[cpu]")

@@ -79,3 +79,11 @@ def test_every_package_carries_the_licence() -> None:
     for project in ROOT.glob("packages/*/pyproject.toml"):
         copy = project.parent / "LICENSE"
         assert copy.exists() and copy.read_bytes() == licence, f"{copy} is not a copy of LICENSE"
+
+
+def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ipex")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {})
+    assert "Linear" in capsys.readouterr().out
