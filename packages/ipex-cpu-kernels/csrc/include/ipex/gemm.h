@@ -24,8 +24,9 @@ inline constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
 // Rows that callers should pass at a time: a multiple of every tile height, small enough for C to stay in L1.
 inline constexpr int kRowStep = IPEX_HAVE_AMX ? 32 : 24;
 
-// Rows from which AMX beats the vector kernel, whose time grows with every row.
-inline constexpr int kAmxRows = 8;
+// Bytes that the weights of a product with few rows are fetched ahead of their use. Intel's cores need it to reach the rate
+// of the memory (a third more on a 5th-generation Xeon); AMD's Zen 4 loses a tenth by it and has no AMX.
+inline constexpr int64_t kFetchAhead = 4096;
 
 // Elements along K for which A is converted to float at a time, so that the copy stays in L1.
 inline constexpr int64_t kDepth = 512;
@@ -302,6 +303,8 @@ inline void panel_amx(const BFloat16* a, int64_t lda, int64_t rows, const BFloat
     }
   } else {
     for (int64_t i = 0; i < k; i += 32) {
+      const char* ahead = reinterpret_cast<const char*>(p + i * kPanel) + kFetchAhead;
+      for (int64_t line = 0; line < 2048; line += 64) __builtin_prefetch(ahead + line);
       _tile_loadd(4, a + i, a_stride);
       _tile_loadd(6, p + i * kPanel, w_stride);
       _tile_dpbf16ps(0, 4, 6);
@@ -340,7 +343,8 @@ inline void multiply([[maybe_unused]] TileScope& scope, const BFloat16* a, int64
                      bool accumulate) {
 #if IPEX_HAVE_AMX
   const int64_t whole = k / 32 * 32;
-  if (rows >= kAmxRows && whole) {
+  // For a single row too: the tiles stream the weights faster than VDPBF16PS does on the same cores.
+  if (whole) {
     for (int64_t r = 0; r < rows; r += 32) {
       const int64_t n = rows - r < 32 ? rows - r : 32;
       scope.configure(n);
