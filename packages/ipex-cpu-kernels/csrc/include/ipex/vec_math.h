@@ -183,13 +183,7 @@ IPEX_INLINE f32v normal_cdf(f32v x) {
 inline constexpr float kGeluTanh = 1.595769122f;  // 2 sqrt(2 / pi)
 inline constexpr float kGeluTanhCubic = 1.595769122f * 0.044715f;
 
-template <bool kFast>
-IPEX_INLINE f32v exp_as(f32v x) {
-  if constexpr (kFast) return exp_fast(x);
-  return exp(x);
-}
-
-// The same for x <= 0.
+// e^x for x <= 0.
 template <bool kFast>
 IPEX_INLINE f32v exp_nonpositive_as(f32v x) {
   if constexpr (kFast) return exp_fast(x);

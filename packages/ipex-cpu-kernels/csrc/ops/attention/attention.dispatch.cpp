@@ -36,7 +36,7 @@ struct Packed {
 template <class T>
 IPEX_INLINE Packed<T> packed_head(const AttentionArgs& args, int64_t kv) {
   const int64_t keys = packed_keys(args.keys, args.size);
-  T* base = reinterpret_cast<T*>(args.packed) + kv * (keys + packed_values(args.keys, args.size));
+  T* base = reinterpret_cast<T*>(args.packed) + (kv - args.packed_first) * (keys + packed_values(args.keys, args.size));
   return {base, base + keys};
 }
 
@@ -112,12 +112,12 @@ IPEX_INLINE float exponentiate(const float* s, W* weights, float largest, int64_
   const f32v shift = set1(largest);
   int64_t j = 0;
   for (; j + kLanes <= count; j += kLanes) {
-    const f32v e = exp_as<kFast>(load(s + j) - shift);
+    const f32v e = exp_nonpositive_as<kFast>(load(s + j) - shift);
     total = total + e;
     store(weights + j, e);
   }
   if (j < count) {
-    const f32v e = keep_n(exp_as<kFast>(load_n(s + j, count - j) - shift), count - j, zero());
+    const f32v e = keep_n(exp_nonpositive_as<kFast>(load_n(s + j, count - j) - shift), count - j, zero());
     total = total + e;
     store(weights + j, e);  // padding is a multiple of kLanes: the row has room
     j += kLanes;

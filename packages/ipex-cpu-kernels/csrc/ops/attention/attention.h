@@ -18,7 +18,8 @@ struct AttentionArgs {
   const void* value;
   const void* mask;
   void* out;
-  char* packed;  // room for the packed keys and values of all heads, attention_packed_bytes each
+  char* packed;          // the packed keys and values of the heads from packed_first on
+  int64_t packed_first;
   HeadStrides query_strides, key_strides, value_strides, out_strides, mask_strides;
   int64_t mask_key_stride;  // 0 or 1
   int64_t batch, heads, kv_heads, queries, keys, size;

@@ -79,6 +79,64 @@ void set_mask(AttentionArgs& args, const Tensor& mask, ScalarType dtype) {
   args.mask_key_stride = mask_stride(mask, 0);
 }
 
+struct Plan {
+  decltype(ipex_k_attention_pack_f32)* pack;
+  decltype(ipex_k_attention_f32)* run;
+  int64_t head_bytes;     // packed keys and values of one head
+  int64_t scratch_bytes;  // working memory of one thread
+  int64_t threads;
+};
+
+// A task should be worth some 60 thousand multiplications, or a region costs more than it brings.
+int64_t grain_for(int64_t work) { return std::max<int64_t>(1, 60000 / std::max<int64_t>(1, work)); }
+
+Tensor working_memory(int64_t bytes) { return new_contiguous(&bytes, 1, ScalarType::Byte); }
+
+// Tasks are heads of keys and values with all their queries.
+void run_by_head(const AttentionArgs& args, const Plan& plan) {
+  const int64_t each = plan.head_bytes + plan.scratch_bytes;
+  const Tensor room = working_memory(plan.threads * each);
+  char* base = static_cast<char*>(room.mutable_data_ptr());
+  const int64_t key_blocks = (args.keys + kKeyBlock - 1) / kKeyBlock;
+  const int64_t group = args.heads / args.kv_heads;
+  const int64_t tasks = group * ((args.queries + kQueryBlock - 1) / kQueryBlock);
+  std::atomic<int64_t> next{0};
+  parallel_for(args.batch * args.kv_heads, grain_for(group * args.queries * args.keys * args.size),
+               [&](int64_t begin, int64_t end) {
+                 // torch starts at most one chunk per thread.
+                 const int64_t slot = next.fetch_add(1, std::memory_order_relaxed) % plan.threads;
+                 AttentionArgs mine = args;
+                 mine.packed = base + slot * each;
+                 for (int64_t kv = begin; kv < end; ++kv) {
+                   mine.packed_first = kv;
+                   plan.pack(&mine, kv * key_blocks, (kv + 1) * key_blocks);
+                   plan.run(&mine, kQueryBlock, kv * tasks, (kv + 1) * tasks, mine.packed + plan.head_bytes);
+                 }
+               });
+}
+
+// All heads are packed first; tasks are blocks of queries.
+void run_by_block(AttentionArgs args, const Plan& plan) {
+  const int64_t kv_heads = args.batch * args.kv_heads, heads = args.batch * args.heads;
+  const int64_t packed_bytes = kv_heads * plan.head_bytes;
+  const Tensor room = working_memory(packed_bytes + plan.threads * plan.scratch_bytes);
+  args.packed = static_cast<char*>(room.mutable_data_ptr());
+  char* scratch = args.packed + packed_bytes;
+  const int64_t key_blocks = (args.keys + kKeyBlock - 1) / kKeyBlock;
+  parallel_for(kv_heads * key_blocks, grain_for(std::min(args.keys, kKeyBlock) * args.size),
+               [&](int64_t begin, int64_t end) { plan.pack(&args, begin, end); });
+
+  int64_t rows = kQueryBlock;
+  while (rows > 8 && heads * ((args.queries + rows - 1) / rows) < 2 * plan.threads) rows /= 2;
+  const int64_t blocks = (args.queries + rows - 1) / rows;
+  std::atomic<int64_t> next{0};
+  parallel_for(heads * blocks, grain_for(std::min(rows, args.queries) * args.keys * args.size),
+               [&](int64_t begin, int64_t end) {
+                 const int64_t slot = next.fetch_add(1, std::memory_order_relaxed) % plan.threads;
+                 plan.run(&args, rows, begin, end, scratch + slot * plan.scratch_bytes);
+               });
+}
+
 Tensor attention(const Tensor& query0, const Tensor& key0, const Tensor& value0,
                  const OptionalTensor& mask, double scale, bool is_causal) {
   check_arguments(query0, key0, value0);
@@ -116,37 +174,18 @@ Tensor attention(const Tensor& query0, const Tensor& key0, const Tensor& value0,
   }
 
   const int64_t width = dtype == ScalarType::Float ? 4 : 2;
-  const int64_t head_bytes =
-      (packed_keys(args.keys, args.size) + packed_values(args.keys, args.size)) * width;
-  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  const int64_t scratch_bytes = round_up(attention_scratch_bytes(args.size), 64);
-  const int64_t packed_size = round_up(args.batch * args.kv_heads * head_bytes, 64);
-  // One allocation: packed heads, then working memory of each thread.
-  const int64_t bytes[1] = {packed_size + threads * scratch_bytes};
-  const Tensor room = new_contiguous(bytes, 1, ScalarType::Byte);
-  args.packed = static_cast<char*>(room.mutable_data_ptr());
-
   const bool is_f32 = dtype == ScalarType::Float, is_bf16 = dtype == ScalarType::BFloat16;
-  const auto pack = is_f32 ? pack_f32.get() : is_bf16 ? pack_bf16.get() : pack_f16.get();
-  const auto run = is_f32 ? run_f32.get() : is_bf16 ? run_bf16.get() : run_f16.get();
-  const int64_t key_blocks = (args.keys + kKeyBlock - 1) / kKeyBlock;
-  // A task should be worth some 60 thousand multiplications, or a region costs more than it brings.
-  const int64_t pack_grain = std::max<int64_t>(1, 40000 / std::max<int64_t>(1, std::min(args.keys, kKeyBlock) * args.size));
-  parallel_for(args.batch * args.kv_heads * key_blocks, pack_grain,
-               [&](int64_t begin, int64_t end) { pack(&args, begin, end); });
-
-  int64_t rows = kQueryBlock;
-  // Few heads and many threads: smaller blocks of queries.
-  while (rows > 8 && args.batch * args.heads * ((args.queries + rows - 1) / rows) < 2 * threads) rows /= 2;
-  const int64_t query_blocks = (args.queries + rows - 1) / rows;
-  const int64_t work = std::max<int64_t>(1, std::min(rows, args.queries) * args.keys * args.size);
-  const int64_t grain = std::max<int64_t>(1, 60000 / work);
-  std::atomic<int64_t> next{0};
-  parallel_for(args.batch * args.heads * query_blocks, grain, [&](int64_t begin, int64_t end) {
-    // torch starts at most one chunk per thread.
-    const int64_t slot = next.fetch_add(1, std::memory_order_relaxed) % threads;
-    run(&args, rows, begin, end, args.packed + packed_size + slot * scratch_bytes);
-  });
+  const Plan plan{
+      is_f32 ? pack_f32.get() : is_bf16 ? pack_bf16.get() : pack_f16.get(),
+      is_f32 ? run_f32.get() : is_bf16 ? run_bf16.get() : run_f16.get(),
+      round_up((packed_keys(args.keys, args.size) + packed_values(args.keys, args.size)) * width, 64),
+      round_up(attention_scratch_bytes(args.size), 64), static_cast<int64_t>(torch::stable::get_num_threads())};
+  // With heads for every thread, a thread packs a head and uses it at once, while it is in its cache. With fewer, all
+  // threads pack first and then share the queries.
+  if (args.batch * args.kv_heads >= 4 * plan.threads)
+    run_by_head(args, plan);
+  else
+    run_by_block(args, plan);
   return out;
 }
 
