@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import io
 import pickle
 
 import pytest
@@ -12,13 +14,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipex_core._explain import explain
-from ipex_core._optimize import optimize, restore
+from ipex_core._optimize import _prepack, optimize, restore
 from ipex_core.nn._leaf import has_kernel
 
 needs = {
     op: pytest.mark.skipif(not has_kernel(op), reason=f"no kernel for {op}")
     for op in ("rms_norm", "silu_mul", "attention", "add_layer_norm")
 }
+
+
+@pytest.fixture(autouse=True)
+def small_weights_are_packed(monkeypatch):
+    least = dict.fromkeys(_prepack.MIN_WEIGHTS, 2048)
+    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", least)
 
 
 def fused(model, path=""):
@@ -414,3 +422,26 @@ def test_concat_when_views_do_not_fit_or_the_input_changes():
         x = torch.randn(4, 96)
         with torch.no_grad():
             torch.testing.assert_close(result(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_jit_trace_and_export(dtype):
+    model = nn.Sequential(Intermediate(nn.GELU()), nn.Linear(128, 96), nn.ReLU()).eval()
+    x = torch.randn(3, 96)
+    result = optimize(model, dtype=dtype, concat_linear=True)
+    with torch.no_grad():
+        want = result(x)
+        traced = torch.jit.freeze(torch.jit.trace(result, x).eval())
+        buffer = io.BytesIO()
+        torch.jit.save(traced, buffer)
+        buffer.seek(0)
+        exported = torch.export.export(result, (x,)).module()
+        for program in (traced, torch.jit.load(buffer), exported):
+            torch.testing.assert_close(program(x), want, rtol=2e-2, atol=2e-2)
+
+
+def test_signature_of_a_fused_forward_is_the_original():
+    result = optimize(Output().eval())
+    assert "forward" in result.__dict__
+    assert list(inspect.signature(result.forward).parameters) == ["states", "residual"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -97,6 +98,18 @@ class FusedForward:
             module._modules.get(name) is not child or has_hooks(child)
             for name, child in self.children
         )
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the original forward, which callers such as ``generate`` look up."""
+        signature = inspect.signature(type(self._module()).forward)  # type: ignore[union-attr]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """The code of the original forward; ``torch.export`` reads names and lines from it."""
+        code: types.CodeType = type(self._module()).forward.__code__  # type: ignore[union-attr]
+        return code
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         import copy

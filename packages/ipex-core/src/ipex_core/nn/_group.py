@@ -16,7 +16,7 @@ from torch import nn
 
 from ipex_core.nn import _mkldnn
 from ipex_core.nn._leaf import has_hooks
-from ipex_core.nn._packed import PackedWeight, pack
+from ipex_core.nn._packed import PackedWeight, captured, pack
 from ipex_core.nn._state import state_of, unpack_weight
 from ipex_core.nn.linear import OptimizedLinear
 
@@ -74,7 +74,7 @@ class LinearGroup:
 def linears(x: Tensor, *members: nn.Module) -> tuple[Tensor, ...]:
     """Run linear layers on the same input, as one layer where that is possible."""
     group = members[0].__dict__.get(KEY)
-    if isinstance(group, LinearGroup):
+    if isinstance(group, LinearGroup) and not captured():
         if torch.compiler.is_compiling():
             if group.wide is not None:
                 return group.run(x)

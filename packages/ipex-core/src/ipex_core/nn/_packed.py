@@ -13,13 +13,21 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["PackedWeight", "pack", "unpack"]
+__all__ = ["PackedWeight", "captured", "pack", "unpack"]
 
 Tensor = torch.Tensor
 
 #: Rows for which oneDNN lays out a linear weight. Measured: a hint of 1 costs up to 10 % at large M, no hint costs a
 #: look-up per call; 128 is within 2 % of the best at every M from 1 to 4096.
 _ROWS_HINT = 128
+
+
+def captured() -> bool:
+    """Return whether the call is recorded by ``torch.jit.trace`` or ``torch.export``.
+
+    Their programs run elsewhere, perhaps without Python: they get plain weights.
+    """
+    return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
 
 
 def pack(
@@ -90,7 +98,18 @@ class PackedWeight(torch.Tensor):
         return self
 
     def plain(self) -> Tensor:
-        """Return the unpacked weight, a new tensor without gradient."""
+        """Return the unpacked weight, a new tensor without gradient; a constant to ``torch.jit.trace``."""
+        interpreter: Any = torch._C
+        tracing = interpreter._get_tracing_state()
+        if tracing is None:
+            return self._plain()
+        interpreter._set_tracing_state(None)
+        try:
+            return self._plain()
+        finally:
+            interpreter._set_tracing_state(tracing)
+
+    def _plain(self) -> Tensor:
         with torch.no_grad():
             if self.rows is None:
                 return unpack(self.packed, self.form, self.shape, self.dtype)

@@ -8,7 +8,7 @@ from torch import nn
 
 from ipex_core.nn import _mkldnn
 from ipex_core.nn._leaf import OptimizedModule
-from ipex_core.nn._packed import PackedWeight
+from ipex_core.nn._packed import PackedWeight, captured
 from ipex_core.nn._state import state_of
 
 __all__ = [
@@ -34,8 +34,9 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
         """Convolve."""
         packed = self._packed
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        if packed is None:
-            return self._stock(input, weight, bias)
+        if packed is None or captured():
+            plain = weight.plain() if isinstance(weight, PackedWeight) else weight
+            return self._stock(input, plain, bias)
         if torch.compiler.is_compiling():
             batched = input.dim() == len(self.kernel_size) + 2
             state = state_of(self)

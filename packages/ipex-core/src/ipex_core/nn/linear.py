@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ipex_core.nn import _mkldnn
 from ipex_core.nn._leaf import OptimizedModule
-from ipex_core.nn._packed import PackedWeight, pack
+from ipex_core.nn._packed import PackedWeight, captured, pack
 from ipex_core.nn._state import state_of
 
 __all__ = ["OptimizedLinear", "activate"]
@@ -56,7 +56,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         """
         packed, dtype = self._packed, self._dtype
         bias = self._parameters["bias"]
-        if packed is None:
+        if packed is None or captured():
             return self._plain(x, bias, post, residual)
         if torch.compiler.is_compiling():
             x = x.to(dtype)
