@@ -102,6 +102,7 @@ class ProviderInfo:
         ops: Names of the ops it implements.
         kernels: Returns the kernels behind one op; a function, because the active level can be changed by tests.
         stock_when: Conditions, per op, under which the stock op is used because it is faster.
+        why_unavailable: Tells why a level cannot be used on this machine; "" if it can or if nothing is known.
     """
 
     name: str
@@ -114,6 +115,7 @@ class ProviderInfo:
     ops: tuple[str, ...]
     kernels: Callable[[str], tuple[KernelInfo, ...]]
     stock_when: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    why_unavailable: Callable[[str], str] = lambda level: ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

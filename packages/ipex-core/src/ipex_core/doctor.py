@@ -336,6 +336,10 @@ def _why_not(
             return "eligible, but a test or tool chose a lower level"
         verb = "forces" if request.kind == "force" else "limits to"
         return f"{request.source} {verb} {request.level}"
+    # The kernels' own detection knows more than /proc/cpuinfo: registers the system saves, permissions it grants.
+    reason = provider.why_unavailable(level) if level in provider.isa_built else ""
+    if reason:
+        return reason
     if missing:
         return f"this CPU has no {', '.join(missing)}"
     if level not in provider.isa_built:
