@@ -52,7 +52,7 @@ _LAZY = {
     "show_config": "ipex_core.introspect",
 }
 
-__all__ = ["__version__", "config", "errors", *_LAZY]
+__all__ = ["__version__", "config", "errors", *_LAZY]  # noqa: PLE0604  (the keys are strings)
 
 
 def __getattr__(name: str) -> Any:

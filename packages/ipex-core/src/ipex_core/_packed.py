@@ -2,9 +2,10 @@
 """The packed format of dense linear weights, described in plain PyTorch.
 
 A packed weight is a 1-D ``uint8`` tensor: a 64-byte header, then panels of 32 output features. Inside a panel the
-weights lie in the order in which a kernel needs them: ``[K][32]`` for float32 and float16, ``[K/2][32][2]`` for bfloat16
-(pairs along K, the operand order of the dot-product and tile instructions). N is padded to a multiple of 32 and, for
-bfloat16, K to a multiple of 2, with zeros. The format is the same at every ISA level, so packed weights are portable.
+weights lie in the order in which a kernel needs them: ``[K][32]`` for float32 and float16, ``[K/2][32][2]`` for
+bfloat16 (pairs along K, the operand order of the dot-product and tile instructions). N is padded to a multiple of 32
+and, for bfloat16, K to a multiple of 2, with zeros. The format is the same at every ISA level, so packed weights are
+portable.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ import torch
 
 from ipex_core._spec import check
 
-__all__ = ["HEADER_BYTES", "PANEL", "check_header", "pack", "packed_bytes", "read_header", "unpack"]
+__all__ = [
+    "HEADER_BYTES",
+    "PANEL",
+    "check_header",
+    "check_packed",
+    "pack",
+    "packed_bytes",
+    "read_header",
+    "unpack",
+]
 
 HEADER_BYTES = 64
 PANEL = 32
@@ -70,16 +80,39 @@ def read_header(packed: torch.Tensor) -> tuple[int, int, int] | None:
     """Return ``(format id, N, K)`` of a packed tensor, or None if it is not one."""
     if packed.dim() != 1 or packed.dtype != torch.uint8 or packed.numel() < HEADER_BYTES:
         return None
-    magic, version, layout, panel, n, k = _HEADER.unpack(
-        bytes(packed[: _HEADER.size].tolist())
-    )
+    magic, version, layout, panel, n, k = _HEADER.unpack(bytes(packed[: _HEADER.size].tolist()))
     if magic != _MAGIC or version != _VERSION or panel != PANEL:
         return None
     return layout, n, k
 
 
+def check_packed(
+    op: str,
+    name: str,
+    packed: torch.Tensor,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+) -> None:
+    """Check that a tensor has the dtype and size of a packed ``[out_features, in_features]`` weight."""
+    size = packed_bytes(out_features, in_features, dtype)
+    check(
+        packed.dtype == torch.uint8 and packed.dim() == 1 and packed.shape[0] == size,
+        op,
+        name,
+        f"be a {str(dtype).removeprefix('torch.')} weight of shape [{out_features}, {in_features}]"
+        f" packed by pack_linear_weight ({size} bytes)",
+        f"{str(packed.dtype).removeprefix('torch.')} {list(packed.shape)}",
+    )
+
+
 def check_header(
-    op: str, name: str, packed: torch.Tensor, out_features: int, in_features: int, dtype: torch.dtype
+    op: str,
+    name: str,
+    packed: torch.Tensor,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
 ) -> None:
     """Check that a packed tensor holds the weight it should; equal sizes do not make equal formats.
 

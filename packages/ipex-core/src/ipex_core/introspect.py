@@ -7,6 +7,7 @@ import difflib
 from typing import Any
 
 from ipex_core import _plugins
+from ipex_core import ops as _ops  # noqa: F401  (registers all ops)
 from ipex_core._spec import specs
 from ipex_core.errors import UnknownOpError
 
@@ -31,8 +32,6 @@ def op_info(name: str) -> dict[str, Any]:
         >>> op_info("rms_norm")["op"]
         'rms_norm'
     """
-    import ipex_core.ops  # registers all ops
-
     spec = specs().get(name)
     if spec is None:
         near = difflib.get_close_matches(name, specs(), n=3)

@@ -4,19 +4,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from ipex_core._spec import FLOATS, Sample, check
+from ipex_core._spec import FLOATS, BenchCase, check
 
 __all__ = [
+    "ROW_SHAPES",
     "acc",
+    "check_broadcastable",
+    "check_device",
+    "check_dtype",
     "check_like",
     "check_tensor",
     "check_vector",
+    "dtype_name",
     "fake_like",
     "randn",
+    "row_bench",
+    "row_samples",
     "strided",
 ]
 
@@ -30,42 +38,87 @@ def check_tensor(
     op: str, name: str, x: torch.Tensor, dtypes: Sequence[torch.dtype] = FLOATS, min_dim: int = 1
 ) -> None:
     """Check the dtype and the number of dimensions of a leading argument."""
-    names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-    check(x.dtype in dtypes, op, name, f"have dtype {names}", str(x.dtype).removeprefix("torch."))
+    names = ", ".join(dtype_name(d) for d in dtypes)
+    check(x.dtype in dtypes, op, name, f"have dtype {names}", dtype_name(x.dtype))
     check(x.dim() >= min_dim, op, name, f"have at least {min_dim} dimension(s)", f"{x.dim()}-D")
 
 
-def check_like(op: str, name: str, value: torch.Tensor, x: torch.Tensor) -> None:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as messages write it: ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_device(op: str, name: str, value: torch.Tensor, x: torch.Tensor, of: str = "x") -> None:
+    """Check that ``value`` lies on the device of ``x``, which the message calls ``of``."""
+    check(
+        value.device == x.device, op, name, f"be on the device of {of} = {x.device}", value.device
+    )
+
+
+def check_dtype(
+    op: str,
+    name: str,
+    value: torch.Tensor,
+    x: torch.Tensor,
+    of: str = "x",
+    *,
+    or_float32: bool = False,
+) -> None:
+    """Check that ``value`` has the dtype of ``x``, or float32 where that is allowed."""
+    check(
+        value.dtype == x.dtype or (or_float32 and value.dtype == torch.float32),
+        op,
+        name,
+        f"have the dtype of {of} = {dtype_name(x.dtype)}" + (" or float32" if or_float32 else ""),
+        dtype_name(value.dtype),
+    )
+
+
+def check_like(op: str, name: str, value: torch.Tensor, x: torch.Tensor, of: str = "x") -> None:
     """Check that ``value`` has the device, dtype and shape of ``x``."""
-    check(value.device == x.device, op, name, f"be on the device of x = {x.device}", value.device)
-    check(value.dtype == x.dtype, op, name, f"have the dtype of x = {_dtype(x)}", _dtype(value))
-    check(value.shape == x.shape, op, name, f"have the shape of x = {list(x.shape)}", list(value.shape))
+    check_device(op, name, value, x, of)
+    check_dtype(op, name, value, x, of)
+    shape = list(x.shape)
+    check(value.shape == x.shape, op, name, f"have the shape of {of} = {shape}", list(value.shape))
 
 
-def check_vector(op: str, name: str, value: torch.Tensor | None, x: torch.Tensor) -> None:
-    """Check an optional per-feature vector: 1-D of size ``x.shape[-1]``, in the dtype of ``x`` or float32."""
+def check_vector(
+    op: str, name: str, value: torch.Tensor | None, x: torch.Tensor, size: int | None = None
+) -> None:
+    """Check an optional vector in the dtype of ``x`` or float32: 1-D, one value per feature of ``x``.
+
+    ``size`` is the length where that is not ``x.shape[-1]`` but the op's ``out_features``.
+    """
     if value is None:
         return
-    check(value.device == x.device, op, name, f"be on the device of x = {x.device}", value.device)
+    check_device(op, name, value, x)
+    check_dtype(op, name, value, x, or_float32=True)
+    wanted = x.shape[-1] if size is None else size
+    source = "x.shape[-1]" if size is None else "out_features"
     check(
-        value.dtype in (x.dtype, torch.float32),
+        value.dim() == 1 and value.shape[0] == wanted,
         op,
         name,
-        f"have the dtype of x = {_dtype(x)} or float32",
-        _dtype(value),
-    )
-    size = x.shape[-1]
-    check(
-        value.dim() == 1 and value.shape[0] == size,
-        op,
-        name,
-        f"be 1-D of size x.shape[-1] = {size}",
+        f"be 1-D of size {source} = {wanted}",
         list(value.shape),
     )
 
 
-def _dtype(x: torch.Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def check_broadcastable(
+    op: str, name: str, value: torch.Tensor, shape: Sequence[int], of: str
+) -> None:
+    """Check that ``value`` broadcasts to ``shape`` and not beyond it."""
+    check(
+        value.dim() <= len(shape)
+        and all(
+            have in (1, want)
+            for have, want in zip(reversed(value.shape), reversed(shape), strict=False)
+        ),
+        op,
+        name,
+        f"be broadcastable to {of} of shape {list(shape)}",
+        list(value.shape),
+    )
 
 
 def fake_like(x: torch.Tensor) -> torch.Tensor:
@@ -123,4 +176,24 @@ def row_samples(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     yield "large", randn(4, 70, dtype=dtype, seed=7, scale=100.0)
 
 
-__all__ += ["ROW_SHAPES", "Sample", "row_samples"]
+def row_bench(
+    make: Callable[[int, int, torch.dtype], tuple[Any, ...]],
+    *,
+    moves: int,
+    shapes: Sequence[tuple[int, int]] = ((1, 4096), (32, 4096), (512, 4096), (4096, 384)),
+    prefix: str = "",
+) -> Iterator[BenchCase]:
+    """Yield the benchmark of an op on ``[rows, columns]``.
+
+    Args:
+        make: ``(rows, columns, dtype)`` -> arguments of the op.
+        moves: How many matrices of that shape are read or written.
+        shapes: Rows and columns; the default is an LLM's and an encoder's.
+        prefix: Put before the shape in the name of the case.
+    """
+    for rows, columns in shapes:
+        yield BenchCase(
+            f"{prefix}{rows}x{columns}",
+            lambda dtype, r=rows, c=columns: make(r, c, dtype),
+            lambda dtype, n=rows * columns: moves * n * dtype.itemsize,
+        )

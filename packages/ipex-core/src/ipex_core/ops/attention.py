@@ -9,7 +9,15 @@ import torch
 from torch.nn import functional
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import acc, check_tensor, randn
+from ipex_core.ops._common import (
+    acc,
+    check_broadcastable,
+    check_device,
+    check_dtype,
+    check_tensor,
+    dtype_name,
+    randn,
+)
 
 Tensor = torch.Tensor
 
@@ -73,22 +81,9 @@ def _check(
     op = "attention"
     check_tensor(op, "query", query)
     check(query.dim() == 4, op, "query", "be 4-D [B, H, S, D]", f"{query.dim()}-D")
-    dtype = str(query.dtype).removeprefix("torch.")
     for name, tensor in (("key", key), ("value", value)):
-        check(
-            tensor.device == query.device,
-            op,
-            name,
-            f"be on the device of query = {query.device}",
-            tensor.device,
-        )
-        check(
-            tensor.dtype == query.dtype,
-            op,
-            name,
-            f"have the dtype of query = {dtype}",
-            str(tensor.dtype).removeprefix("torch."),
-        )
+        check_device(op, name, tensor, query, "query")
+        check_dtype(op, name, tensor, query, "query")
     batch, heads, q_length, size = query.shape
     check(
         key.dim() == 4 and key.shape[0] == batch and key.shape[3] == size,
@@ -97,7 +92,13 @@ def _check(
         f"have shape [{batch}, H, S, {size}]",
         list(key.shape),
     )
-    check(list(value.shape) == list(key.shape), op, "value", f"have the shape of key = {list(key.shape)}", list(value.shape))
+    check(
+        list(value.shape) == list(key.shape),
+        op,
+        "value",
+        f"have the shape of key = {list(key.shape)}",
+        list(value.shape),
+    )
     check(
         key.shape[1] > 0 and heads % key.shape[1] == 0,
         op,
@@ -106,29 +107,16 @@ def _check(
         key.shape[1],
     )
     if mask is not None:
-        check(
-            mask.device == query.device,
-            op,
-            "mask",
-            f"be on the device of query = {query.device}",
-            mask.device,
-        )
+        check_device(op, "mask", mask, query, "query")
         check(
             mask.dtype in (torch.bool, torch.float32, query.dtype),
             op,
             "mask",
-            f"have dtype bool, float32 or the dtype of query = {dtype}",
-            str(mask.dtype).removeprefix("torch."),
+            f"have dtype bool, float32 or the dtype of query = {dtype_name(query.dtype)}",
+            dtype_name(mask.dtype),
         )
         scores = (batch, heads, q_length, key.shape[2])
-        check(
-            mask.dim() <= 4
-            and all(m in (1, s) for m, s in zip(reversed(mask.shape), reversed(scores), strict=False)),
-            op,
-            "mask",
-            f"be broadcastable to the scores of shape {list(scores)}",
-            list(mask.shape),
-        )
+        check_broadcastable(op, "mask", mask, scores, "the scores")
 
 
 def _fake(
@@ -184,7 +172,10 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     blocked[0, 1, 3] = False
     yield Sample((q, k, v, blocked), id="blocked_query")
     # The layout of transformers: heads taken from a [B, S, H * D] projection.
-    split = [randn(2, 11, 4 * 24, dtype=dtype, seed=75 + i).view(2, 11, 4, 24).transpose(1, 2) for i in range(3)]
+    split = [
+        randn(2, 11, 4 * 24, dtype=dtype, seed=75 + i).view(2, 11, 4, 24).transpose(1, 2)
+        for i in range(3)
+    ]
     yield Sample(tuple(split), id="heads_from_projection")
     yield Sample((q.transpose(2, 3).contiguous().transpose(2, 3), k, v), id="noncontiguous")
     yield Sample((q[:, :, :0], k, v), id="no_queries")

@@ -15,6 +15,7 @@ from ipex_core.ops._common import (
     check_tensor,
     fake_like,
     randn,
+    row_bench,
     row_samples,
     strided,
 )
@@ -65,7 +66,7 @@ def _check(x: Tensor, approximate: str = "none") -> None:
 
 def _mul_check(gate: Tensor, up: Tensor, approximate: str = "none") -> None:
     check_tensor("gelu_mul", "gate", gate, min_dim=0)
-    check_like("gelu_mul", "up", up, gate)
+    check_like("gelu_mul", "up", up, gate, of="gate")
     check_approximate("gelu_mul", approximate)
 
 
@@ -100,26 +101,26 @@ _SHAPES = ((1, 11008), (512, 4096), (4096, 1536))
 
 def _bench() -> Iterator[BenchCase]:
     for approximate in APPROXIMATE:
-        for rows, columns in _SHAPES:
-            yield BenchCase(
-                f"{approximate}-{rows}x{columns}",
-                lambda dtype, r=rows, c=columns, a=approximate: (randn(r, c, dtype=dtype), a),
-                lambda dtype, n=rows * columns: 2 * n * dtype.itemsize,
-            )
+        yield from row_bench(
+            lambda r, c, dtype, a=approximate: (randn(r, c, dtype=dtype), a),
+            moves=2,
+            shapes=_SHAPES,
+            prefix=f"{approximate}-",
+        )
 
 
 def _mul_bench() -> Iterator[BenchCase]:
     for approximate in APPROXIMATE:
-        for rows, columns in _SHAPES:
-            yield BenchCase(
-                f"{approximate}-{rows}x{columns}",
-                lambda dtype, r=rows, c=columns, a=approximate: (
-                    randn(r, c, dtype=dtype),
-                    randn(r, c, dtype=dtype, seed=1),
-                    a,
-                ),
-                lambda dtype, n=rows * columns: 3 * n * dtype.itemsize,
-            )
+        yield from row_bench(
+            lambda r, c, dtype, a=approximate: (
+                randn(r, c, dtype=dtype),
+                randn(r, c, dtype=dtype, seed=1),
+                a,
+            ),
+            moves=3,
+            shapes=_SHAPES,
+            prefix=f"{approximate}-",
+        )
 
 
 register(

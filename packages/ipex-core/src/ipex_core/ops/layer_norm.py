@@ -15,6 +15,7 @@ from ipex_core.ops._common import (
     check_vector,
     fake_like,
     randn,
+    row_bench,
     row_samples,
 )
 
@@ -32,9 +33,7 @@ def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return y.to(x.dtype)
 
 
-def _layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
-) -> Tensor:
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
     """Normalise each row of ``x`` to mean 0 and variance 1, then scale and shift it.
 
     Computed in float32 and rounded once; the variance is the biased one, taken around the mean.
@@ -140,36 +139,29 @@ def _add_stock(
     return torch.nn.functional.layer_norm(total, (x.shape[-1],), weight, bias, eps), total
 
 
-_SHAPES = ((1, 4096), (32, 4096), (512, 4096), (4096, 384))
-
-
 def _bench() -> Iterator[BenchCase]:
-    for rows, columns in _SHAPES:
-        yield BenchCase(
-            f"{rows}x{columns}",
-            lambda dtype, r=rows, c=columns: (
-                randn(r, c, dtype=dtype),
-                randn(c, dtype=dtype),
-                randn(c, dtype=dtype, seed=1),
-                1e-5,
-            ),
-            lambda dtype, n=rows * columns: 2 * n * dtype.itemsize,
-        )
+    return row_bench(
+        lambda r, c, dtype: (
+            randn(r, c, dtype=dtype),
+            randn(c, dtype=dtype),
+            randn(c, dtype=dtype, seed=1),
+            1e-5,
+        ),
+        moves=2,
+    )
 
 
 def _add_bench() -> Iterator[BenchCase]:
-    for rows, columns in _SHAPES:
-        yield BenchCase(
-            f"{rows}x{columns}",
-            lambda dtype, r=rows, c=columns: (
-                randn(r, c, dtype=dtype),
-                randn(r, c, dtype=dtype, seed=1),
-                randn(c, dtype=dtype),
-                randn(c, dtype=dtype, seed=2),
-                1e-5,
-            ),
-            lambda dtype, n=rows * columns: 4 * n * dtype.itemsize,
-        )
+    return row_bench(
+        lambda r, c, dtype: (
+            randn(r, c, dtype=dtype),
+            randn(r, c, dtype=dtype, seed=1),
+            randn(c, dtype=dtype),
+            randn(c, dtype=dtype, seed=2),
+            1e-5,
+        ),
+        moves=4,
+    )
 
 
 _TOLERANCE = {

@@ -9,8 +9,17 @@ import torch
 from torch.nn import functional
 
 from ipex_core import _packed
-from ipex_core._spec import FLOATS, BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import acc, check_tensor, randn, strided
+from ipex_core._packed import check_packed
+from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.ops._common import (
+    acc,
+    check_device,
+    check_dtype,
+    check_tensor,
+    check_vector,
+    randn,
+    strided,
+)
 
 Tensor = torch.Tensor
 
@@ -84,60 +93,14 @@ def _check(
 ) -> None:
     op = "linear"
     check_tensor(op, "x", x)
-    name = str(x.dtype).removeprefix("torch.")
-    check(
-        packed_weight.device == x.device,
-        op,
-        "packed_weight",
-        f"be on the device of x = {x.device}",
-        packed_weight.device,
-    )
+    check_device(op, "packed_weight", packed_weight, x)
     check(out_features > 0, op, "out_features", "be positive", out_features)
-    size = _packed.packed_bytes(out_features, x.shape[-1], x.dtype)
-    check(
-        packed_weight.dtype == torch.uint8
-        and packed_weight.dim() == 1
-        and packed_weight.shape[0] == size,
-        op,
-        "packed_weight",
-        f"be a {name} weight of shape [{out_features}, {x.shape[-1]}] packed by pack_linear_weight"
-        f" ({size} bytes)",
-        f"{str(packed_weight.dtype).removeprefix('torch.')} {list(packed_weight.shape)}",
-    )
-    if bias is not None:
-        check(
-            bias.device == x.device, op, "bias", f"be on the device of x = {x.device}", bias.device
-        )
-        check(
-            bias.dtype in (x.dtype, torch.float32),
-            op,
-            "bias",
-            f"have the dtype of x = {name} or float32",
-            str(bias.dtype).removeprefix("torch."),
-        )
-        check(
-            bias.dim() == 1 and bias.shape[0] == out_features,
-            op,
-            "bias",
-            f"be 1-D of size out_features = {out_features}",
-            list(bias.shape),
-        )
+    check_packed(op, "packed_weight", packed_weight, out_features, x.shape[-1], x.dtype)
+    check_vector(op, "bias", bias, x, out_features)
     if residual is not None:
         shape = [*x.shape[:-1], out_features]
-        check(
-            residual.device == x.device,
-            op,
-            "residual",
-            f"be on the device of x = {x.device}",
-            residual.device,
-        )
-        check(
-            residual.dtype == x.dtype,
-            op,
-            "residual",
-            f"have the dtype of x = {name}",
-            str(residual.dtype).removeprefix("torch."),
-        )
+        check_device(op, "residual", residual, x)
+        check_dtype(op, "residual", residual, x)
         check(
             list(residual.shape) == shape,
             op,
@@ -248,93 +211,6 @@ def stock_linear(
 _last_plain: tuple[Tensor, Tensor] | None = None
 
 
-def _pack(weight: Tensor) -> Tensor:
-    """Pack a linear weight for `linear`.
-
-    Args:
-        weight: ``[N, K]``, float32, bfloat16 or float16.
-
-    Returns:
-        A 1-D uint8 tensor; `unpack_linear_weight` gives the weight back exactly. The format is described in the
-        developer documentation and is the same at every ISA level.
-    """
-    return _packed.pack(weight)
-
-
-def _pack_check(weight: Tensor) -> None:
-    op = "pack_linear_weight"
-    check_tensor(op, "weight", weight)
-    check(
-        weight.dim() == 2 and 0 not in weight.shape,
-        op,
-        "weight",
-        "be 2-D and not empty",
-        list(weight.shape),
-    )
-
-
-def _pack_fake(weight: Tensor) -> Tensor:
-    size = _packed.packed_bytes(weight.shape[0], weight.shape[1], weight.dtype)
-    return weight.new_empty(size, dtype=torch.uint8)
-
-
-def _pack_samples(dtype: torch.dtype) -> Iterator[Sample]:
-    for n, k in ((1, 1), (32, 64), (33, 65), (50, 7), (200, 129)):
-        yield Sample((randn(n, k, dtype=dtype, seed=61),), id=f"{n}x{k}")
-    yield Sample((randn(40, 24, dtype=dtype, seed=62).t(),), id="transposed")
-    special = randn(3, 5, dtype=dtype, seed=63)
-    special[0, 0], special[1, 1], special[2, 2] = float("nan"), float("inf"), -0.0
-    yield Sample((special,), id="special_values")
-
-
-def _unpack(packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    """Return the plain weight of a packed one, bit for bit.
-
-    Args:
-        packed: Result of `pack_linear_weight`.
-        out_features: N.
-        in_features: K.
-        dtype: The dtype of the weight that was packed.
-
-    Returns:
-        A contiguous ``[N, K]`` tensor.
-    """
-    _packed.check_header("unpack_linear_weight", "packed", packed, out_features, in_features, dtype)
-    return _packed.unpack(packed, out_features, in_features, dtype)
-
-
-def _unpack_check(packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype) -> None:
-    op = "unpack_linear_weight"
-    check(
-        dtype in FLOATS,
-        op,
-        "dtype",
-        "be float32, bfloat16 or float16",
-        str(dtype).removeprefix("torch."),
-    )
-    check(out_features > 0, op, "out_features", "be positive", out_features)
-    check(in_features > 0, op, "in_features", "be positive", in_features)
-    size = _packed.packed_bytes(out_features, in_features, dtype)
-    check(
-        packed.dtype == torch.uint8 and packed.dim() == 1 and packed.shape[0] == size,
-        op,
-        "packed",
-        f"be a {str(dtype).removeprefix('torch.')} weight of shape [{out_features}, {in_features}]"
-        f" packed by pack_linear_weight ({size} bytes)",
-        f"{str(packed.dtype).removeprefix('torch.')} {list(packed.shape)}",
-    )
-
-
-def _unpack_fake(packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty(out_features, in_features, dtype=dtype)
-
-
-def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
-    for sample in _pack_samples(dtype):
-        weight = sample.args[0]
-        yield Sample((_packed.pack(weight), *weight.shape, dtype), id=sample.id)
-
-
 register(
     OpSpec(
         name="linear",
@@ -354,29 +230,5 @@ register(
         },
         bench=_bench,
         summary="Linear layer on a packed weight with bias, activation and residual",
-    )
-)
-register(
-    OpSpec(
-        name="pack_linear_weight",
-        schema="(Tensor weight) -> Tensor",
-        reference=_pack,
-        check=_pack_check,
-        fake=_pack_fake,
-        samples=_pack_samples,
-        backward=None,
-        summary="Pack a linear weight for `linear`",
-    )
-)
-register(
-    OpSpec(
-        name="unpack_linear_weight",
-        schema="(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor",
-        reference=_unpack,
-        check=_unpack_check,
-        fake=_unpack_fake,
-        samples=_unpack_samples,
-        backward=None,
-        summary="Give back the weight of a packed one, bit for bit",
     )
 )

@@ -15,6 +15,7 @@ from ipex_core.ops._common import (
     check_vector,
     fake_like,
     randn,
+    row_bench,
     row_samples,
 )
 
@@ -129,30 +130,21 @@ def _add_stock(
 
 
 def _bench() -> Iterator[BenchCase]:
-    for rows, columns in ((1, 4096), (32, 4096), (512, 4096), (4096, 384)):
-        yield BenchCase(
-            f"{rows}x{columns}",
-            lambda dtype, r=rows, c=columns: (
-                randn(r, c, dtype=dtype),
-                randn(c, dtype=dtype),
-                1e-6,
-            ),
-            lambda dtype, n=rows * columns: 2 * n * dtype.itemsize,
-        )
+    return row_bench(
+        lambda r, c, dtype: (randn(r, c, dtype=dtype), randn(c, dtype=dtype), 1e-6), moves=2
+    )
 
 
 def _add_bench() -> Iterator[BenchCase]:
-    for rows, columns in ((1, 4096), (32, 4096), (512, 4096), (4096, 384)):
-        yield BenchCase(
-            f"{rows}x{columns}",
-            lambda dtype, r=rows, c=columns: (
-                randn(r, c, dtype=dtype),
-                randn(r, c, dtype=dtype, seed=1),
-                randn(c, dtype=dtype),
-                1e-6,
-            ),
-            lambda dtype, n=rows * columns: 4 * n * dtype.itemsize,
-        )
+    return row_bench(
+        lambda r, c, dtype: (
+            randn(r, c, dtype=dtype),
+            randn(r, c, dtype=dtype, seed=1),
+            randn(c, dtype=dtype),
+            1e-6,
+        ),
+        moves=4,
+    )
 
 
 register(

@@ -15,6 +15,7 @@ from ipex_core.ops._common import (
     check_tensor,
     fake_like,
     randn,
+    row_bench,
     row_samples,
     strided,
 )
@@ -39,7 +40,7 @@ def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 def _check(gate: Tensor, up: Tensor) -> None:
     check_tensor("silu_mul", "gate", gate, min_dim=0)
-    check_like("silu_mul", "up", up, gate)
+    check_like("silu_mul", "up", up, gate, of="gate")
 
 
 def _fake(gate: Tensor, up: Tensor) -> Tensor:
@@ -56,15 +57,11 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _bench() -> Iterator[BenchCase]:
-    for rows, columns in ((1, 11008), (512, 4096), (4096, 1536)):
-        yield BenchCase(
-            f"{rows}x{columns}",
-            lambda dtype, r=rows, c=columns: (
-                randn(r, c, dtype=dtype),
-                randn(r, c, dtype=dtype, seed=1),
-            ),
-            lambda dtype, n=rows * columns: 3 * n * dtype.itemsize,
-        )
+    return row_bench(
+        lambda r, c, dtype: (randn(r, c, dtype=dtype), randn(r, c, dtype=dtype, seed=1)),
+        moves=3,
+        shapes=((1, 11008), (512, 4096), (4096, 1536)),
+    )
 
 
 register(

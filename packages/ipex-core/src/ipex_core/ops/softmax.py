@@ -7,8 +7,19 @@ from collections.abc import Iterator
 
 import torch
 
-from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import acc, check_tensor, fake_like, randn, row_samples, strided
+from ipex_core._spec import BenchCase, OpSpec, Sample, register
+from ipex_core.ops._common import (
+    acc,
+    check_broadcastable,
+    check_device,
+    check_dtype,
+    check_tensor,
+    fake_like,
+    randn,
+    row_bench,
+    row_samples,
+    strided,
+)
 
 Tensor = torch.Tensor
 
@@ -36,31 +47,9 @@ def _check(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> None:
     check_tensor("softmax", "x", x)
     if mask is None:
         return
-    check(
-        mask.device == x.device,
-        "softmax",
-        "mask",
-        f"be on the device of x = {x.device}",
-        mask.device,
-    )
-    name = str(x.dtype).removeprefix("torch.")
-    check(
-        mask.dtype in (x.dtype, torch.float32),
-        "softmax",
-        "mask",
-        f"have the dtype of x = {name} or float32",
-        str(mask.dtype).removeprefix("torch."),
-    )
-    broadcastable = mask.dim() <= x.dim() and all(
-        m in (1, n) for m, n in zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    )
-    check(
-        broadcastable,
-        "softmax",
-        "mask",
-        f"be broadcastable to x of shape {list(x.shape)}",
-        list(mask.shape),
-    )
+    check_device("softmax", "mask", mask, x)
+    check_dtype("softmax", "mask", mask, x, or_float32=True)
+    check_broadcastable("softmax", "mask", mask, x.shape, "x")
 
 
 def _fake(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -94,12 +83,11 @@ def _stock(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
 
 
 def _bench() -> Iterator[BenchCase]:
-    for rows, columns in ((32, 128), (512, 4096), (49152, 128)):
-        yield BenchCase(
-            f"{rows}x{columns}",
-            lambda dtype, r=rows, c=columns: (randn(r, c, dtype=dtype),),
-            lambda dtype, n=rows * columns: 2 * n * dtype.itemsize,
-        )
+    yield from row_bench(
+        lambda r, c, dtype: (randn(r, c, dtype=dtype),),
+        moves=2,
+        shapes=((32, 128), (512, 4096), (49152, 128)),
+    )
     yield BenchCase(
         "mask-8x12x128x128",
         lambda dtype: (
