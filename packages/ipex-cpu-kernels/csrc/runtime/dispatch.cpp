@@ -60,14 +60,14 @@ void check_tensor(const char* op, const char* name, const Tensor& x, int64_t min
              " dimension(s), got ", x.dim(), "-D");
 }
 
-void check_like(const char* op, const char* name, const Tensor& value, const Tensor& x) {
-  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of x = cpu, got another");
-  IPEX_CHECK(value.scalar_type() == x.scalar_type(), op, ": ", name,
-             " must have the dtype of x = ", dtype_name(x.scalar_type()), ", got ",
-             dtype_name(value.scalar_type()));
+void check_like(const char* op, const char* name, const Tensor& value, const Tensor& x,
+                const char* of) {
+  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of, " = cpu, got another");
+  IPEX_CHECK(value.scalar_type() == x.scalar_type(), op, ": ", name, " must have the dtype of ", of,
+             " = ", dtype_name(x.scalar_type()), ", got ", dtype_name(value.scalar_type()));
   bool same = value.dim() == x.dim();
   for (int64_t i = 0; same && i < x.dim(); ++i) same = value.size(i) == x.size(i);
-  IPEX_CHECK(same, op, ": ", name, " must have the shape of x = ", shape_text(x), ", got ",
+  IPEX_CHECK(same, op, ": ", name, " must have the shape of ", of, " = ", shape_text(x), ", got ",
              shape_text(value));
 }
 

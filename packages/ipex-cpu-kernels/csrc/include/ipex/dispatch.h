@@ -53,7 +53,8 @@ inline bool is_kernel_dtype(ScalarType dtype) {
 
 // The checks that most ops share; the texts are those of ipex_core.ops._common.
 void check_tensor(const char* op, const char* name, const Tensor& x, int64_t min_dim = 1);
-void check_like(const char* op, const char* name, const Tensor& value, const Tensor& x);
+void check_like(const char* op, const char* name, const Tensor& value, const Tensor& x,
+                const char* of = "x");
 // Optional per-feature vector: 1-D, size x.shape[-1], dtype of x or float32.
 void check_vector(const char* op, const char* name, const OptionalTensor& value, const Tensor& x);
 

@@ -20,7 +20,7 @@ void run(const Kernel<F>& handle, const Rows& gate, const Rows& up, Tensor& y, b
 
 Tensor gelu_mul(const Tensor& gate, const Tensor& up, const std::string& approximate) {
   check_tensor("gelu_mul", "gate", gate, 0);
-  check_like("gelu_mul", "up", up, gate);
+  check_like("gelu_mul", "up", up, gate, "gate");
   const bool tanh_form = is_tanh_form("gelu_mul", approximate);
   Tensor y = new_contiguous_like(gate);
   if (gate.numel() == 0) return y;

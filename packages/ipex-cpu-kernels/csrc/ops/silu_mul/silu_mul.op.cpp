@@ -17,7 +17,7 @@ void run(const Kernel<F>& handle, const Rows& gate, const Rows& up, Tensor& y) {
 
 Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   check_tensor("silu_mul", "gate", gate, 0);
-  check_like("silu_mul", "up", up, gate);
+  check_like("silu_mul", "up", up, gate, "gate");
   Tensor y = new_contiguous_like(gate);
   if (gate.numel() == 0) return y;
   const Rows a = as_rows(gate);
