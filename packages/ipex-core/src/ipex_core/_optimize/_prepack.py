@@ -49,7 +49,7 @@ def choose_linear(dtype: torch.dtype, n: int, k: int, m: int | None) -> LinearCh
         k: in_features.
         m: Rows of the input, or None if unknown.
     """
-    own = has_kernel("linear") and has_kernel("pack_linear_weight")
+    own = has_kernel("linear")  # packing itself has a reference in the same format
     least = MIN_WEIGHTS[dtype]
     if n * k < least:
         return LinearChoice(None, f"the weight has fewer than {least} elements")

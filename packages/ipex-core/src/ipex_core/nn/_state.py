@@ -197,6 +197,7 @@ def set_runtime(module: nn.Module, state: ModuleState) -> None:
 
 def pack_weight(module: nn.Module, state: ModuleState) -> None:
     """Replace the plain weight by a packed one, if this machine has the kernels."""
+    from ipex_core._packed import FORMATS
     from ipex_core.nn import _mkldnn
 
     weight = module._parameters.get("weight")
@@ -206,6 +207,8 @@ def pack_weight(module: nn.Module, state: ModuleState) -> None:
     if weight.device.type != "cpu" or weight.numel() == 0:
         return
     if form == "mkldnn" and not _mkldnn.supports(weight.dtype):
+        return
+    if form == "ipex" and weight.dtype not in FORMATS:
         return
     assert isinstance(weight, nn.Parameter)
     packed = pack(weight.detach(), form, state.conv, state.input_size)
