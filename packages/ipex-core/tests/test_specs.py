@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 
-import ipex_core  # noqa: F401
 import pytest
 import torch
+
+import ipex_core  # noqa: F401
 from ipex_core import _spec
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register, specs
 from ipex_core.errors import OpArgumentError
@@ -101,7 +102,9 @@ def test_autocast_lower_precision():
     q = torch.randn(1, 2, 4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.ops.ipex.attention(q, q, q).dtype == torch.bfloat16
-        assert torch.ops.ipex.rms_norm(q, None).dtype == torch.float32  # no rule: the dtype of the input
+        assert (
+            torch.ops.ipex.rms_norm(q, None).dtype == torch.float32
+        )  # no rule: the dtype of the input
     with torch.autocast("cpu", dtype=torch.float16):
         assert torch.ops.ipex.attention(q, q, q).dtype == torch.float16
     assert torch.ops.ipex.attention(q, q, q).dtype == torch.float32
@@ -138,7 +141,9 @@ def test_registering_an_op_of_ones_own():
         fake=lambda x: torch.empty_like(x),
         samples=lambda dtype: [Sample((torch.ones(3, dtype=dtype),), id="ones")],
         autocast="float32",
-        bench=lambda: [BenchCase("3", lambda d: (torch.ones(3, dtype=d),), lambda d: 6 * d.itemsize)],
+        bench=lambda: [
+            BenchCase("3", lambda d: (torch.ones(3, dtype=d),), lambda d: 6 * d.itemsize)
+        ],
     )
     try:
         register(spec)

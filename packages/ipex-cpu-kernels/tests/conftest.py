@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from ipex_core import _plugins
 
 _STATUS = next(s for s in _plugins.load_providers() if s.name == "cpu")
@@ -15,9 +16,13 @@ INFO = _STATUS.info
 #: IPEX_TEST_ISA=<level> limits the conformance tests to one level (nox -s tests_isa).
 _ONLY = os.environ.get("IPEX_TEST_ISA", "")
 if _ONLY and _ONLY not in INFO.isa_built:
-    raise pytest.UsageError(f"IPEX_TEST_ISA={_ONLY}: levels of this build are {', '.join(INFO.isa_built)}")
+    raise pytest.UsageError(
+        f"IPEX_TEST_ISA={_ONLY}: levels of this build are {', '.join(INFO.isa_built)}"
+    )
 if _ONLY and _ONLY not in INFO.isa_available:
-    raise pytest.UsageError(f"IPEX_TEST_ISA={_ONLY}: this CPU can run {', '.join(INFO.isa_available)}")
+    raise pytest.UsageError(
+        f"IPEX_TEST_ISA={_ONLY}: this CPU can run {', '.join(INFO.isa_available)}"
+    )
 LEVELS = [_ONLY] if _ONLY else list(INFO.isa_available)
 
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import ipex_core  # noqa: F401
 import pytest
 import torch
+
+import ipex_core  # noqa: F401
 from ipex_core._spec import specs
 from ipex_core.errors import OpArgumentError
 
@@ -20,7 +21,11 @@ def bad_calls():
     yield "rms_norm", (X.double(), None), "x must have dtype"
     yield "rms_norm", (X.int(), None), "x must have dtype"
     yield "rms_norm", (torch.tensor(1.0), None), "at least 1 dimension"
-    yield "rms_norm", (X, torch.ones(7)), "weight must be 1-D of size x.shape\\[-1\\] = 8, got \\[7\\]"
+    yield (
+        "rms_norm",
+        (X, torch.ones(7)),
+        "weight must be 1-D of size x.shape\\[-1\\] = 8, got \\[7\\]",
+    )
     yield "rms_norm", (X, torch.ones(3, 8)), "weight must be 1-D"
     yield "rms_norm", (X, W.double()), "weight must have the dtype"
     yield "rms_norm", (X.bfloat16(), W.half()), "weight must have the dtype"
@@ -81,7 +86,9 @@ def test_python_check_raises_the_same(op, args, text):
     """The reference path (core alone) and the fake say the same as the kernel."""
     with pytest.raises(OpArgumentError, match=text) as caught:
         specs()[op].check(*args)
-        specs()[op].reference(*args)  # the header of a packed weight is data: only the reference sees it
+        specs()[op].reference(
+            *args
+        )  # the header of a packed weight is data: only the reference sees it
     assert isinstance(caught.value, ValueError)
     with pytest.raises(RuntimeError) as native:
         getattr(ops, op)(*args)

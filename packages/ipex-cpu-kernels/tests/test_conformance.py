@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import ipex_core  # noqa: F401  (registers the ops)
 import pytest
 import torch
+
+import ipex_core  # noqa: F401  (registers the ops)
 from ipex_core._plugins import provider_for
 from ipex_core._spec import specs
 from ipex_core.introspect import op_info
@@ -71,7 +72,9 @@ def test_kernel_exists_for_each_dtype(op):
     if not kernels:
         return
     for suffix in ("f32", "bf16", "f16"):
-        assert any(symbol.endswith(suffix) for symbol in kernels), f"{op} has no kernel for {suffix}"
+        assert any(symbol.endswith(suffix) for symbol in kernels), (
+            f"{op} has no kernel for {suffix}"
+        )
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 
-import ipex_cpu_kernels
 import pytest
 import torch
+
+import ipex_cpu_kernels
 from ipex_core._plugins import KERNEL_API, provider_for
 from ipex_core.errors import IsaError, KernelApiError
 from ipex_cpu_kernels import _native

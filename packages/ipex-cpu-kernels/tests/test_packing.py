@@ -8,9 +8,10 @@ import gc
 import io
 import pickle
 
-import ipex_core  # noqa: F401
 import pytest
 import torch
+
+import ipex_core  # noqa: F401
 from ipex_core import _packed
 from ipex_cpu_kernels import _native
 

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from ipex_core._plugins import provider_for
 from ipex_cpu_kernels import _native
 
@@ -31,7 +32,10 @@ def module(level: str) -> Path:
 @needs_binutils
 @pytest.mark.parametrize("built", LEVELS)
 def test_modules_export_only_kernels(built):
-    names = [line.split()[-1] for line in output("nm", "-D", "--defined-only", str(module(built))).splitlines()]
+    names = [
+        line.split()[-1]
+        for line in output("nm", "-D", "--defined-only", str(module(built))).splitlines()
+    ]
     assert names
     assert all(name.startswith("ipex_k_") for name in names), names
 
@@ -41,13 +45,18 @@ def test_modules_export_only_kernels(built):
 def test_modules_need_only_libc(built):
     """No libstdc++, no torch: nothing an ISA module could merge inline code with."""
     needed = re.findall(r"NEEDED\s+(\S+)", output("objdump", "-p", str(module(built))))
-    assert set(needed) <= {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}, needed
+    assert set(needed) <= {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}, (
+        needed
+    )
 
 
 @needs_binutils
 def test_all_levels_have_the_same_kernels():
     def exported(level):
-        return {line.split()[-1] for line in output("nm", "-D", "--defined-only", str(module(level))).splitlines()}
+        return {
+            line.split()[-1]
+            for line in output("nm", "-D", "--defined-only", str(module(level))).splitlines()
+        }
 
     first = exported(LEVELS[0])
     assert all(exported(level) == first for level in LEVELS)
@@ -65,14 +74,19 @@ def test_baseline_has_no_vector_extensions(path):
 
 @needs_binutils
 def test_glue_exports_its_c_functions_only():
-    names = [line.split()[-1] for line in output("nm", "-D", "--defined-only", str(LIBRARY)).splitlines()]
+    names = [
+        line.split()[-1] for line in output("nm", "-D", "--defined-only", str(LIBRARY)).splitlines()
+    ]
     assert all(name.startswith("ipex_cpu_") for name in names), names
 
 
 @needs_binutils
 def test_glue_uses_the_stable_abi_only():
     """No C++ symbol of torch and none of Python: one binary for every torch >= 2.11 and every Python."""
-    names = [line.split()[-1] for line in output("nm", "-D", "--undefined-only", str(LIBRARY)).splitlines()]
+    names = [
+        line.split()[-1]
+        for line in output("nm", "-D", "--undefined-only", str(LIBRARY)).splitlines()
+    ]
     torch_cpp = [n for n in names if re.match(r"_ZN?K?(2at|3c10|5torch)", n)]
     python = [n for n in names if n.startswith(("Py", "_Py"))]
     assert not torch_cpp

@@ -232,7 +232,9 @@ class _VjpOfReference(torch.autograd.Function):
         with torch.enable_grad():
             output = spec.reference(*inputs)
         outputs = output if isinstance(output, tuple) else (output,)
-        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        pairs = [
+            (o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad
+        ]
         if pairs and wanted:
             found = torch.autograd.grad(
                 [o for o, _ in pairs],
@@ -250,7 +252,11 @@ def _autocast_kernel(overload: Any, rule: str, device: str) -> Callable[..., Any
     excluded = torch._C.DispatchKeySet(key)
 
     def cast(value: Any, dtype: torch.dtype) -> Any:
-        if isinstance(value, torch.Tensor) and value.dtype in FLOATS and value.device.type == device:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dtype in FLOATS
+            and value.device.type == device
+        ):
             return value.to(dtype)
         return value
 

@@ -35,7 +35,11 @@ def op_info(name: str) -> dict[str, Any]:
     spec = specs().get(name)
     if spec is None:
         near = difflib.get_close_matches(name, specs(), n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else f"; known ops: {', '.join(sorted(specs()))}"
+        hint = (
+            f"; did you mean {', '.join(near)}?"
+            if near
+            else f"; known ops: {', '.join(sorted(specs()))}"
+        )
         raise UnknownOpError(f"no op is named {name!r}{hint}")
     provider = _plugins.provider_for("cpu")
     implements = provider is not None and name in provider.ops

@@ -101,9 +101,11 @@ def assert_inputs_unchanged(spec: OpSpec, sample: Sample) -> None:
     before = [t.clone() for t in tensors]
     outputs = _call(spec, sample)
     for tensor, copy in zip(tensors, before, strict=True):
-        assert torch.equal(tensor.view(-1).view(torch.uint8), copy.view(-1).view(torch.uint8)) if (
-            tensor.is_contiguous()
-        ) else torch.allclose(tensor, copy, equal_nan=True), "an input was written to"
+        assert (
+            torch.equal(tensor.view(-1).view(torch.uint8), copy.view(-1).view(torch.uint8))
+            if (tensor.is_contiguous())
+            else torch.allclose(tensor, copy, equal_nan=True)
+        ), "an input was written to"
     for out in outputs:
         for tensor in tensors:
             if out.numel() and tensor.numel():

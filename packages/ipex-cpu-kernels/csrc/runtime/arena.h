@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory for packed weights: on huge pages, which are worth 16 to 45 % of DRAM bandwidth to a streaming kernel.
+// Memory for packed weights: on huge pages, which are worth 16 to 45 % of DRAM bandwidth to a
+// streaming kernel.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +9,8 @@
 
 namespace ipex::arena {
 
-// A new uninitialised 1-D uint8 tensor, 64-byte aligned. Large ones get a mapping of their own; small ones share one,
-// so that many small layers do not each waste most of a huge page.
+// A new uninitialised 1-D uint8 tensor, 64-byte aligned. Large ones get a mapping of their own;
+// small ones share one, so that many small layers do not each waste most of a huge page.
 Tensor allocate(int64_t bytes);
 
 void enable_huge_pages(bool enabled);

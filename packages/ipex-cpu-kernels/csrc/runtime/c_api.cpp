@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// C functions that the Python package calls through ctypes: queries and the choice of the level. Strings stay valid until
-// the next call on the same thread.
+// C functions that the Python package calls through ctypes: queries and the choice of the level.
+// Strings stay valid until the next call on the same thread.
 #include <string>
 
 #include "ipex/dispatch.h"
@@ -69,8 +69,9 @@ IPEX_C_API const char* ipex_cpu_kernels(const char* op) {
     const std::string wanted = op;
     for (const ipex::KernelBase* k = ipex::KernelBase::first(); k; k = k->next()) {
       if (!wanted.empty() && wanted != k->op()) continue;
-      text += std::string(k->op()) + " " + k->symbol() + " " + ipex::cpu::resolve(k->symbol()).level +
-              " " + join(ipex::cpu::levels_with(k->symbol())) + "\n";
+      text += std::string(k->op()) + " " + k->symbol() + " " +
+              ipex::cpu::resolve(k->symbol()).level + " " +
+              join(ipex::cpu::levels_with(k->symbol())) + "\n";
     }
     return text;
   });
@@ -102,6 +103,8 @@ IPEX_C_API const char* ipex_cpu_features() {
   });
 }
 
-IPEX_C_API void ipex_cpu_enable_huge_pages(int enabled) { ipex::arena::enable_huge_pages(enabled != 0); }
+IPEX_C_API void ipex_cpu_enable_huge_pages(int enabled) {
+  ipex::arena::enable_huge_pages(enabled != 0);
+}
 
 IPEX_C_API int64_t ipex_cpu_arena_bytes() { return ipex::arena::mapped_bytes(); }

@@ -84,19 +84,27 @@ std::string why_unusable(Feature feature) {
   const std::string name = feature_name(feature);
   if (!(d.on_cpu & feature)) return "the CPU lacks " + name;
   if (!(d.os_saves & feature)) return "the operating system does not save the registers of " + name;
-  if (feature == kAmx && !d.amx_granted) return "the operating system refused the permission for " + name;
+  if (feature == kAmx && !d.amx_granted)
+    return "the operating system refused the permission for " + name;
   return "";
 }
 
 const char* feature_name(Feature feature) {
   switch (feature) {
-    case kAvx2: return "avx2+fma+f16c";
-    case kAvxVnni: return "avx_vnni";
-    case kAvx512: return "avx512 f+bw+vl+dq+cd";
-    case kAvx512Vnni: return "avx512_vnni";
-    case kAvx512Bf16: return "avx512_bf16";
-    case kAmx: return "amx tile+int8+bf16";
-    case kAvx512Fp16: return "avx512_fp16";
+    case kAvx2:
+      return "avx2+fma+f16c";
+    case kAvxVnni:
+      return "avx_vnni";
+    case kAvx512:
+      return "avx512 f+bw+vl+dq+cd";
+    case kAvx512Vnni:
+      return "avx512_vnni";
+    case kAvx512Bf16:
+      return "avx512_bf16";
+    case kAmx:
+      return "amx tile+int8+bf16";
+    case kAvx512Fp16:
+      return "avx512_fp16";
   }
   return "?";
 }

@@ -28,19 +28,32 @@ void* KernelBase::resolve() const {
 
 const char* dtype_name(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::Float: return "float32";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Half: return "float16";
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Byte: return "uint8";
-    case ScalarType::Char: return "int8";
-    case ScalarType::Short: return "int16";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Bool: return "bool";
-    case ScalarType::ComplexFloat: return "complex64";
-    case ScalarType::ComplexDouble: return "complex128";
-    default: return "another dtype";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    default:
+      return "another dtype";
   }
 }
 
@@ -62,7 +75,8 @@ void check_tensor(const char* op, const char* name, const Tensor& x, int64_t min
 
 void check_like(const char* op, const char* name, const Tensor& value, const Tensor& x,
                 const char* of) {
-  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of, " = cpu, got another");
+  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of,
+             " = cpu, got another");
   IPEX_CHECK(value.scalar_type() == x.scalar_type(), op, ": ", name, " must have the dtype of ", of,
              " = ", dtype_name(x.scalar_type()), ", got ", dtype_name(value.scalar_type()));
   bool same = value.dim() == x.dim();
@@ -86,8 +100,8 @@ void check_vector(const char* op, const char* name, const OptionalTensor& value,
 Tensor new_tensor(const int64_t* sizes, const int64_t* strides, int64_t dim, ScalarType dtype) {
   AtenTensorHandle handle;
   const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  IPEX_SHIM_CALL(aoti_torch_empty_strided(
-      dim, sizes, strides, shim_dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  IPEX_SHIM_CALL(aoti_torch_empty_strided(dim, sizes, strides, shim_dtype,
+                                          aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
 

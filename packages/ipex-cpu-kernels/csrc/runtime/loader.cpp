@@ -117,7 +117,8 @@ Resolved resolve(const char* symbol) {
     if (!eligible(i)) continue;
     if (void* function = dlsym(module(i), symbol)) return {function, kLevels[i].name};
   }
-  throw std::runtime_error(std::string("ipex-cpu-kernels: no usable ISA level has the kernel ") + symbol);
+  throw std::runtime_error(std::string("ipex-cpu-kernels: no usable ISA level has the kernel ") +
+                           symbol);
 }
 
 std::vector<std::string> levels_with(const char* symbol) {

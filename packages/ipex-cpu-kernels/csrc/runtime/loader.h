@@ -16,10 +16,12 @@ std::string active_level();
 // Why a level cannot be used here; "" if it can.
 std::string why_unavailable(const std::string& level);
 
-// Makes `level` the highest one that kernels come from; "" means the best available. Returns an error text or "".
+// Makes `level` the highest one that kernels come from; "" means the best available. Returns an
+// error text or "".
 std::string set_level(const std::string& level);
 
-// Changes with every successful set_level; cached kernel pointers of an older epoch are resolved again.
+// Changes with every successful set_level; cached kernel pointers of an older epoch are resolved
+// again.
 uint64_t epoch();
 
 struct Resolved {

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from ipex_core import config
 from ipex_core._plugins import KernelInfo, ProviderInfo
 from ipex_core.errors import IsaError, KernelApiError
-
 from ipex_cpu_kernels._version import __version__
 
 __all__ = ["KERNEL_API", "__version__", "isa", "register"]
@@ -108,7 +107,6 @@ def isa(level: str) -> Iterator[None]:
         ...     pass
     """
     from ipex_core._plugins import load_providers
-
     from ipex_cpu_kernels import _native
 
     load_providers()

@@ -18,12 +18,13 @@
 #include "ipex/kernel.h"
 #include "runtime/loader.h"
 
-// Raises RuntimeError in Python with exactly this text. torch's own check macro adds the source position.
-#define IPEX_CHECK(condition, ...)                 \
-  do {                                             \
-    if (__builtin_expect(!(condition), 0)) {       \
-      ::ipex::fail(__VA_ARGS__);                   \
-    }                                              \
+// Raises RuntimeError in Python with exactly this text. torch's own check macro adds the source
+// position.
+#define IPEX_CHECK(condition, ...)           \
+  do {                                       \
+    if (__builtin_expect(!(condition), 0)) { \
+      ::ipex::fail(__VA_ARGS__);             \
+    }                                        \
   } while (0)
 
 // Calls a function of torch's C shim. torch's own macro for this has another name in each release.
@@ -66,8 +67,8 @@ Tensor new_contiguous_like(const Tensor& x);
 // The tensor itself if it is contiguous, else a contiguous copy.
 Tensor as_contiguous(const Tensor& x);
 
-// A matrix view of x: rows = product of the leading dimensions, consecutive columns, rows `stride` elements apart.
-// Copies x only if its rows are not equally spaced or its columns not consecutive.
+// A matrix view of x: rows = product of the leading dimensions, consecutive columns, rows `stride`
+// elements apart. Copies x only if its rows are not equally spaced or its columns not consecutive.
 struct Rows {
   Tensor tensor;  // keeps the memory alive
   const void* data = nullptr;
@@ -94,8 +95,8 @@ class KernelBase {
   mutable std::atomic<void*> function_{nullptr};
 };
 
-// A kernel, found at its first use and again when the active level changes. Resolve it before a parallel loop: it may
-// throw, and nothing may throw inside one.
+// A kernel, found at its first use and again when the active level changes. Resolve it before a
+// parallel loop: it may throw, and nothing may throw inside one.
 template <class F>
 class Kernel : public KernelBase {
  public:

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Matrix product with a packed right-hand side: C[rows][columns] = A[rows][K] * W, C in float.
 //
-// W lies in panels of 32 columns (see ops/linear/packed.h): [K][32] for float and Half, [K/2][32][2] for BFloat16. One or two
-// panels are multiplied at a time. Every level has one way per type: AMX tiles or VDPBF16PS for BFloat16 where they
-// exist, float FMA with weights converted in registers everywhere else.
+// W lies in panels of 32 columns (see ops/linear/packed.h): [K][32] for float and Half,
+// [K/2][32][2] for BFloat16. One or two panels are multiplied at a time. Every level has one way
+// per type: AMX tiles or VDPBF16PS for BFloat16 where they exist, float FMA with weights converted
+// in registers everywhere else.
 #pragma once
 
 #include <cstdint>
@@ -16,16 +17,18 @@ namespace {
 
 inline constexpr int kPanel = 32;
 
-// Register tile of the vector kernels: kTileRows x (kTileVectors * kLanes) accumulators. AVX-512 keeps 24 of its 32
-// registers as accumulators; the others have 16 registers.
+// Register tile of the vector kernels: kTileRows x (kTileVectors * kLanes) accumulators. AVX-512
+// keeps 24 of its 32 registers as accumulators; the others have 16 registers.
 inline constexpr int kTileRows = kLanes == 16 ? 6 : 4;
 inline constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
 
-// Rows that callers should pass at a time: a multiple of every tile height, small enough for C to stay in L1.
+// Rows that callers should pass at a time: a multiple of every tile height, small enough for C to
+// stay in L1.
 inline constexpr int kRowStep = IPEX_HAVE_AMX ? 32 : 24;
 
-// Bytes that the weights of a product with few rows are fetched ahead of their use. Intel's cores need it to reach the rate
-// of the memory (a third more on a 5th-generation Xeon); AMD's Zen 4 loses a tenth by it and has no AMX.
+// Bytes that the weights of a product with few rows are fetched ahead of their use. Intel's cores
+// need it to reach the rate of the memory (a third more on a 5th-generation Xeon); AMD's Zen 4
+// loses a tenth by it and has no AMX.
 inline constexpr int64_t kFetchAhead = 4096;
 
 // Elements along K for which A is converted to float at a time, so that the copy stays in L1.
@@ -58,8 +61,8 @@ IPEX_INLINE void store_tile(const f32v (&acc)[kRows][kVectors], float* c, int64_
 
 // A in float, W converted on the way; `first` is the first vector of the panels' columns.
 template <int kRows, int kVectors, class W>
-IPEX_INLINE void tile_fma(const float* a, int64_t lda, const W* p0, const W* p1, int first, int64_t k,
-                          float* c, int64_t ldc, bool accumulate) {
+IPEX_INLINE void tile_fma(const float* a, int64_t lda, const W* p0, const W* p1, int first,
+                          int64_t k, float* c, int64_t ldc, bool accumulate) {
   f32v acc[kRows][kVectors];
   load_tile(acc, c, ldc, accumulate);
   const W* w[kVectors];
@@ -79,7 +82,8 @@ IPEX_INLINE void tile_fma(const float* a, int64_t lda, const W* p0, const W* p1,
   store_tile(acc, c, ldc);
 }
 
-// The same for pairs of bfloat16: a 32-bit word holds two of them, and a bfloat16 is the upper half of a float.
+// The same for pairs of bfloat16: a 32-bit word holds two of them, and a bfloat16 is the upper half
+// of a float.
 template <int kRows, int kVectors>
 IPEX_INLINE void tile_fma(const float* a, int64_t lda, const BFloat16* p0, const BFloat16* p1,
                           int first, int64_t k, float* c, int64_t ldc, bool accumulate) {
@@ -101,8 +105,7 @@ IPEX_INLINE void tile_fma(const float* a, int64_t lda, const BFloat16* p0, const
     for (int r = 0; r < kRows; ++r) {
       const f32v x0 = set1(a[r * lda + i]), x1 = set1(a[r * lda + i + 1]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v)
-        acc[r][v] = fma(x1, odd[v], fma(x0, even[v], acc[r][v]));
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(x1, odd[v], fma(x0, even[v], acc[r][v]));
     }
   }
   store_tile(acc, c, ldc);
@@ -145,7 +148,8 @@ void panels_fma(const float* a, int64_t lda, int64_t rows, const W* p0, const W*
   }
 }
 
-// Copies rows of A as float, `k` elements each; an odd `k` gets a zero behind it for the pairs of bfloat16.
+// Copies rows of A as float, `k` elements each; an odd `k` gets a zero behind it for the pairs of
+// bfloat16.
 template <class T>
 void convert_rows(const T* a, int64_t lda, int64_t rows, int64_t k, float* to) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -207,9 +211,8 @@ IPEX_INLINE void tile_dot(const BFloat16* a, int64_t lda, const BFloat16* p0, co
   int64_t i = 0;
   for (; i + 2 <= k; i += 2) step(i, broadcast_pair);
   if (i < k)  // the second half of the last pair would lie behind the row
-    step(i, [](const BFloat16* p) IPEX_LAMBDA {
-      return reinterpret_cast<__m512bh>(_mm512_set1_epi32(p->bits));
-    });
+    step(i, [](const BFloat16* p)
+                IPEX_LAMBDA { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(p->bits)); });
   store_tile(acc, c, ldc);
 }
 
@@ -237,8 +240,8 @@ struct alignas(64) TileConfig {
 };
 
 // Tile registers: 0..3 C (2 x 2), 4..5 A, 6..7 W.
-// The tile configuration is per thread and belongs to whoever set it last (oneDNN keeps one across calls): it is saved
-// and put back.
+// The tile configuration is per thread and belongs to whoever set it last (oneDNN keeps one across
+// calls): it is saved and put back.
 class TileScope {
  public:
   TileScope() { _tile_storeconfig(&saved_); }
@@ -338,12 +341,13 @@ IPEX_INLINE void multiply(TileScope&, const Half* a, int64_t lda, int64_t rows, 
   panels_converted(a, lda, rows, p0, p1, k, c, ldc, accumulate);
 }
 
-inline void multiply([[maybe_unused]] TileScope& scope, const BFloat16* a, int64_t lda, int64_t rows,
-                     const BFloat16* p0, const BFloat16* p1, int64_t k, float* c, int64_t ldc,
-                     bool accumulate) {
+inline void multiply([[maybe_unused]] TileScope& scope, const BFloat16* a, int64_t lda,
+                     int64_t rows, const BFloat16* p0, const BFloat16* p1, int64_t k, float* c,
+                     int64_t ldc, bool accumulate) {
 #if IPEX_HAVE_AMX
   const int64_t whole = k / 32 * 32;
-  // For a single row too: the tiles stream the weights faster than VDPBF16PS does on the same cores.
+  // For a single row too: the tiles stream the weights faster than VDPBF16PS does on the same
+  // cores.
   if (whole) {
     for (int64_t r = 0; r < rows; r += 32) {
       const int64_t n = rows - r < 32 ? rows - r : 32;
@@ -364,8 +368,8 @@ inline void multiply([[maybe_unused]] TileScope& scope, const BFloat16* a, int64
 #endif
 }
 
-// A in float whatever the panels hold: for operands that were computed in float anyway. An odd k needs a zero behind
-// each row of A.
+// A in float whatever the panels hold: for operands that were computed in float anyway. An odd k
+// needs a zero behind each row of A.
 template <class W>
 IPEX_INLINE void multiply_float(const float* a, int64_t lda, int64_t rows, const W* p0, const W* p1,
                                 int64_t k, float* c, int64_t ldc, bool accumulate) {

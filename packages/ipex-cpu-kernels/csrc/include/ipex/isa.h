@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the level this file is compiled for may use. Derived from the compiler's own macros, never set by hand, so that
-// the flags in cmake/IsaLevels.cmake are the only switch.
+// What the level this file is compiled for may use. Derived from the compiler's own macros, never
+// set by hand, so that the flags in cmake/IsaLevels.cmake are the only switch.
 #pragma once
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)

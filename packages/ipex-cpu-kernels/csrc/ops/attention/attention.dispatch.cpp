@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over whole sequences with an online softmax: scores never leave the cache.
 //
-// Keys and values are packed once and shared by all queries (and by the heads of a group). A task takes up to 32
-// queries of one head through the key blocks: scores = Q K^T, running maximum and sum per query, out += P V.
+// Keys and values are packed once and shared by all queries (and by the heads of a group). A task
+// takes up to 32 queries of one head through the key blocks: scores = Q K^T, running maximum and
+// sum per query, out += P V.
 #include "attention.h"
 
 #include <cmath>
@@ -15,7 +16,8 @@
 namespace ipex {
 namespace {
 
-// With VDPBF16PS or AMX the weights of a bfloat16 product are bfloat16; everywhere else they stay float.
+// With VDPBF16PS or AMX the weights of a bfloat16 product are bfloat16; everywhere else they stay
+// float.
 template <class T>
 inline constexpr bool kRoundWeights = false;
 #if IPEX_HAVE_AVX512_BF16
@@ -36,7 +38,8 @@ struct Packed {
 template <class T>
 IPEX_INLINE Packed<T> packed_head(const AttentionArgs& args, int64_t kv) {
   const int64_t keys = packed_keys(args.keys, args.size);
-  T* base = reinterpret_cast<T*>(args.packed) + (kv - args.packed_first) * (keys + packed_values(args.keys, args.size));
+  T* base = reinterpret_cast<T*>(args.packed) +
+            (kv - args.packed_first) * (keys + packed_values(args.keys, args.size));
   return {base, base + keys};
 }
 
@@ -49,15 +52,16 @@ IPEX_INLINE void pack(const AttentionArgs& args, int64_t begin, int64_t end) {
     const int64_t b = kv / args.kv_heads, h = kv % args.kv_heads;
     const int64_t last = first + kKeyBlock < args.keys ? first + kKeyBlock : args.keys;
     const Packed<T> to = packed_head<T>(args, kv);
-    const T* keys = static_cast<const T*>(args.key) + b * args.key_strides.batch + h * args.key_strides.head;
+    const T* keys =
+        static_cast<const T*>(args.key) + b * args.key_strides.batch + h * args.key_strides.head;
     for (int64_t j = first; j < last; j += kPanel)
       pack_keys(keys + j * args.key_strides.row, args.key_strides.row,
                 last - j < kPanel ? last - j : kPanel, args.size,
                 to.keys + j / kPanel * panel_size<T>(args.size));
-    const T* values =
-        static_cast<const T*>(args.value) + b * args.value_strides.batch + h * args.value_strides.head;
-    pack_values(values, args.value_strides.row, first, round_up(last, 32), args.keys, args.size, depth,
-                to.values);
+    const T* values = static_cast<const T*>(args.value) + b * args.value_strides.batch +
+                      h * args.value_strides.head;
+    pack_values(values, args.value_strides.row, first, round_up(last, 32), args.keys, args.size,
+                depth, to.values);
   }
 }
 
@@ -107,7 +111,8 @@ IPEX_INLINE float scale_scores(float* s, const float* mask, float scale, int64_t
 
 // weights = exp(s - largest), zero from `count` to `padded`; returns their sum.
 template <bool kFast, class W>
-IPEX_INLINE float exponentiate(const float* s, W* weights, float largest, int64_t count, int64_t padded) {
+IPEX_INLINE float exponentiate(const float* s, W* weights, float largest, int64_t count,
+                               int64_t padded) {
   f32v total = zero();
   const f32v shift = set1(largest);
   int64_t j = 0;
@@ -117,7 +122,8 @@ IPEX_INLINE float exponentiate(const float* s, W* weights, float largest, int64_
     store(weights + j, e);
   }
   if (j < count) {
-    const f32v e = keep_n(exp_nonpositive_as<kFast>(load_n(s + j, count - j) - shift), count - j, zero());
+    const f32v e =
+        keep_n(exp_nonpositive_as<kFast>(load_n(s + j, count - j) - shift), count - j, zero());
     total = total + e;
     store(weights + j, e);  // padding is a multiple of kLanes: the row has room
     j += kLanes;
@@ -131,8 +137,8 @@ IPEX_INLINE void scale_row(float* row, float factor, int64_t count) {
 }
 
 template <class T>
-IPEX_INLINE void run_block(const AttentionArgs& args, const Head& at, int64_t first_query, int64_t rows,
-                           char* scratch, TileScope& scope) {
+IPEX_INLINE void run_block(const AttentionArgs& args, const Head& at, int64_t first_query,
+                           int64_t rows, char* scratch, TileScope& scope) {
   using W = std::conditional_t<kRoundWeights<T>, T, float>;
   constexpr bool kFast = kReducedPrecision<T>;
   const int64_t columns = round_up(args.size, kPanel), depth = round_up(args.keys, 32);
@@ -151,7 +157,8 @@ IPEX_INLINE void run_block(const AttentionArgs& args, const Head& at, int64_t fi
                    at.head * args.query_strides.head + first_query * args.query_strides.row;
   const Packed<T> packed = packed_head<T>(args, at.kv);
   const int64_t panel = panel_size<T>(args.size);
-  const int64_t seen = args.is_causal && first_query + rows < args.keys ? first_query + rows : args.keys;
+  const int64_t seen =
+      args.is_causal && first_query + rows < args.keys ? first_query + rows : args.keys;
   for (int64_t first = 0; first < seen; first += kKeyBlock) {
     const int64_t count = seen - first < kKeyBlock ? seen - first : kKeyBlock;
     const int64_t padded = round_up(count, 32);
@@ -171,7 +178,8 @@ IPEX_INLINE void run_block(const AttentionArgs& args, const Head& at, int64_t fi
       const bool masked = args.mask_kind != MaskKind::kNone;
       if (masked && (r == 0 || args.mask_strides.row != 0))
         load_mask<T>(args, at, first_query + r, first, count, mask);
-      const float block = visible > 0 ? scale_scores(s, masked ? mask : nullptr, args.scale, visible) : -INFINITY;
+      const float block =
+          visible > 0 ? scale_scores(s, masked ? mask : nullptr, args.scale, visible) : -INFINITY;
       const float before = largest[r];
       // Written so that a NaN takes the first branch: it shall reach the result.
       const float now = block <= before ? before : block;
@@ -199,8 +207,8 @@ IPEX_INLINE void run_block(const AttentionArgs& args, const Head& at, int64_t fi
     }
   }
 
-  T* y = static_cast<T*>(args.out) + at.batch * args.out_strides.batch + at.head * args.out_strides.head +
-         first_query * args.out_strides.row;
+  T* y = static_cast<T*>(args.out) + at.batch * args.out_strides.batch +
+         at.head * args.out_strides.head + first_query * args.out_strides.row;
   for (int64_t r = 0; r < rows; ++r) {
     // A query that sees no key gives zeros.
     const f32v factor = set1(largest[r] == -INFINITY ? 0.0f : 1.0f / total[r]);
@@ -213,7 +221,8 @@ IPEX_INLINE void run_block(const AttentionArgs& args, const Head& at, int64_t fi
 }
 
 template <class T>
-IPEX_INLINE void run(const AttentionArgs& args, int64_t rows, int64_t begin, int64_t end, char* scratch) {
+IPEX_INLINE void run(const AttentionArgs& args, int64_t rows, int64_t begin, int64_t end,
+                     char* scratch) {
   const int64_t blocks = (args.queries + rows - 1) / rows;
   TileScope scope;
   for (int64_t i = begin; i < end; ++i) {
@@ -222,7 +231,8 @@ IPEX_INLINE void run(const AttentionArgs& args, int64_t rows, int64_t begin, int
     at.head = i / blocks % args.heads;
     at.kv = at.batch * args.kv_heads + at.head / (args.heads / args.kv_heads);
     int64_t block = i % blocks;
-    // Later queries of a causal mask see more keys: short and long tasks alternate so that threads finish together.
+    // Later queries of a causal mask see more keys: short and long tasks alternate so that threads
+    // finish together.
     if (args.is_causal) block = block % 2 ? blocks - 1 - block / 2 : block / 2;
     const int64_t first = block * rows;
     const int64_t count = args.queries - first < rows ? args.queries - first : rows;
@@ -233,13 +243,14 @@ IPEX_INLINE void run(const AttentionArgs& args, int64_t rows, int64_t begin, int
 }  // namespace
 }  // namespace ipex
 
-#define IPEX_DEFINE_ATTENTION(suffix, type)                                                            \
-  void ipex_k_attention_pack_##suffix(const ipex::AttentionArgs* args, int64_t begin, int64_t end) {   \
-    ipex::pack<ipex::type>(*args, begin, end);                                                         \
-  }                                                                                                    \
-  void ipex_k_attention_##suffix(const ipex::AttentionArgs* args, int64_t rows, int64_t begin,         \
-                                 int64_t end, char* scratch) {                                         \
-    ipex::run<ipex::type>(*args, rows, begin, end, scratch);                                           \
+#define IPEX_DEFINE_ATTENTION(suffix, type)                                                    \
+  void ipex_k_attention_pack_##suffix(const ipex::AttentionArgs* args, int64_t begin,          \
+                                      int64_t end) {                                           \
+    ipex::pack<ipex::type>(*args, begin, end);                                                 \
+  }                                                                                            \
+  void ipex_k_attention_##suffix(const ipex::AttentionArgs* args, int64_t rows, int64_t begin, \
+                                 int64_t end, char* scratch) {                                 \
+    ipex::run<ipex::type>(*args, rows, begin, end, scratch);                                   \
   }
 namespace ipex {
 using Float = float;

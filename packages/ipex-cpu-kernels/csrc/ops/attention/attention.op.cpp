@@ -25,12 +25,13 @@ void check_device_and_dtype(const char* name, const Tensor& x, const Tensor& que
 
 void check_arguments(const Tensor& query, const Tensor& key, const Tensor& value) {
   check_tensor("attention", "query", query);
-  IPEX_CHECK(query.dim() == 4, "attention: query must be 4-D [B, H, S, D], got ", query.dim(), "-D");
+  IPEX_CHECK(query.dim() == 4, "attention: query must be 4-D [B, H, S, D], got ", query.dim(),
+             "-D");
   check_device_and_dtype("key", key, query);
   check_device_and_dtype("value", value, query);
   IPEX_CHECK(key.dim() == 4 && key.size(0) == query.size(0) && key.size(3) == query.size(3),
-             "attention: key must have shape [", query.size(0), ", H, S, ", query.size(3), "], got ",
-             shape_text(key));
+             "attention: key must have shape [", query.size(0), ", H, S, ", query.size(3),
+             "], got ", shape_text(key));
   bool same = value.dim() == 4;
   for (int64_t i = 0; same && i < 4; ++i) same = value.size(i) == key.size(i);
   IPEX_CHECK(same, "attention: value must have the shape of key = ", shape_text(key), ", got ",
@@ -43,17 +44,18 @@ void check_arguments(const Tensor& query, const Tensor& key, const Tensor& value
 void check_mask(const Tensor& mask, const Tensor& query, int64_t keys) {
   IPEX_CHECK(mask.is_cpu(), "attention: mask must be on the device of query = cpu, got another");
   const ScalarType dtype = mask.scalar_type();
-  IPEX_CHECK(dtype == ScalarType::Bool || dtype == ScalarType::Float || dtype == query.scalar_type(),
-             "attention: mask must have dtype bool, float32 or the dtype of query = ",
-             dtype_name(query.scalar_type()), ", got ", dtype_name(dtype));
+  IPEX_CHECK(
+      dtype == ScalarType::Bool || dtype == ScalarType::Float || dtype == query.scalar_type(),
+      "attention: mask must have dtype bool, float32 or the dtype of query = ",
+      dtype_name(query.scalar_type()), ", got ", dtype_name(dtype));
   const int64_t scores[4] = {query.size(0), query.size(1), query.size(2), keys};
   bool fits = mask.dim() <= 4;
   for (int64_t i = 0; fits && i < mask.dim(); ++i) {
     const int64_t size = mask.size(mask.dim() - 1 - i);
     fits = size == 1 || size == scores[3 - i];
   }
-  IPEX_CHECK(fits, "attention: mask must be broadcastable to the scores of shape [", scores[0], ", ",
-             scores[1], ", ", scores[2], ", ", scores[3], "], got ", shape_text(mask));
+  IPEX_CHECK(fits, "attention: mask must be broadcastable to the scores of shape [", scores[0],
+             ", ", scores[1], ", ", scores[2], ", ", scores[3], "], got ", shape_text(mask));
 }
 
 // The last dimension contiguous, which kernels need; heads split off a projection are so already.
@@ -74,7 +76,8 @@ void set_mask(AttentionArgs& args, const Tensor& mask, ScalarType dtype) {
   args.mask_kind = mask.scalar_type() == ScalarType::Bool    ? MaskKind::kBool
                    : mask.scalar_type() == ScalarType::Float ? MaskKind::kFloat
                                                              : MaskKind::kSame;
-  if (dtype == ScalarType::Float && args.mask_kind == MaskKind::kSame) args.mask_kind = MaskKind::kFloat;
+  if (dtype == ScalarType::Float && args.mask_kind == MaskKind::kSame)
+    args.mask_kind = MaskKind::kFloat;
   args.mask_strides = {mask_stride(mask, 3), mask_stride(mask, 2), mask_stride(mask, 1)};
   args.mask_key_stride = mask_stride(mask, 0);
 }
@@ -110,7 +113,8 @@ void run_by_head(const AttentionArgs& args, const Plan& plan) {
                  for (int64_t kv = begin; kv < end; ++kv) {
                    mine.packed_first = kv;
                    plan.pack(&mine, kv * key_blocks, (kv + 1) * key_blocks);
-                   plan.run(&mine, kQueryBlock, kv * tasks, (kv + 1) * tasks, mine.packed + plan.head_bytes);
+                   plan.run(&mine, kQueryBlock, kv * tasks, (kv + 1) * tasks,
+                            mine.packed + plan.head_bytes);
                  }
                });
 }
@@ -155,7 +159,8 @@ Tensor attention(const Tensor& query0, const Tensor& key0, const Tensor& value0,
   Tensor out = torch::stable::transpose(stored, 1, 2);
   if (out.numel() == 0) return out;
 
-  const Tensor query = rows_contiguous(query0), key = rows_contiguous(key0), value = rows_contiguous(value0);
+  const Tensor query = rows_contiguous(query0), key = rows_contiguous(key0),
+               value = rows_contiguous(value0);
   args.query = query.const_data_ptr();
   args.key = key.const_data_ptr();
   args.value = value.const_data_ptr();
@@ -164,7 +169,8 @@ Tensor attention(const Tensor& query0, const Tensor& key0, const Tensor& value0,
   args.key_strides = strides_of(key);
   args.value_strides = strides_of(value);
   args.out_strides = strides_of(out);
-  args.scale = static_cast<float>(scale != 0.0 ? scale : 1.0 / std::sqrt(static_cast<double>(args.size)));
+  args.scale =
+      static_cast<float>(scale != 0.0 ? scale : 1.0 / std::sqrt(static_cast<double>(args.size)));
   args.is_causal = is_causal;
   Tensor mask_rows;
   if (mask) {
@@ -176,12 +182,18 @@ Tensor attention(const Tensor& query0, const Tensor& key0, const Tensor& value0,
   const int64_t width = dtype == ScalarType::Float ? 4 : 2;
   const bool is_f32 = dtype == ScalarType::Float, is_bf16 = dtype == ScalarType::BFloat16;
   const Plan plan{
-      is_f32 ? pack_f32.get() : is_bf16 ? pack_bf16.get() : pack_f16.get(),
-      is_f32 ? run_f32.get() : is_bf16 ? run_bf16.get() : run_f16.get(),
-      round_up((packed_keys(args.keys, args.size) + packed_values(args.keys, args.size)) * width, 64),
-      round_up(attention_scratch_bytes(args.size), 64), static_cast<int64_t>(torch::stable::get_num_threads())};
-  // With heads for every thread, a thread packs a head and uses it at once, while it is in its cache. With fewer, all
-  // threads pack first and then share the queries.
+      is_f32    ? pack_f32.get()
+      : is_bf16 ? pack_bf16.get()
+                : pack_f16.get(),
+      is_f32    ? run_f32.get()
+      : is_bf16 ? run_bf16.get()
+                : run_f16.get(),
+      round_up((packed_keys(args.keys, args.size) + packed_values(args.keys, args.size)) * width,
+               64),
+      round_up(attention_scratch_bytes(args.size), 64),
+      static_cast<int64_t>(torch::stable::get_num_threads())};
+  // With heads for every thread, a thread packs a head and uses it at once, while it is in its
+  // cache. With fewer, all threads pack first and then share the queries.
   if (args.batch * args.kv_heads >= 4 * plan.threads)
     run_by_head(args, plan);
   else

@@ -48,7 +48,8 @@ IPEX_INLINE void transpose_words(__m512i (&r)[16]) {
   }
 }
 
-// Sixteen rows of 32-bit words into columns of a panel; returns how many words of each row are done.
+// Sixteen rows of 32-bit words into columns of a panel; returns how many words of each row are
+// done.
 IPEX_INLINE int64_t transpose_rows(const char* from, int64_t stride, int64_t words, char* to) {
   int64_t w = 0;
   for (; w + 16 <= words; w += 16) {
@@ -68,7 +69,8 @@ IPEX_INLINE int64_t transpose_rows(const char* from, int64_t stride, int64_t wor
 template <class T>
 void pack_keys(const T* keys, int64_t stride, int64_t count, int64_t size, T* panel) {
   constexpr int64_t inner = kInner<T>;
-  if (count < kPanel || size % inner) std::memset(panel, 0, sizeof(T) * static_cast<size_t>(panel_size<T>(size)));
+  if (count < kPanel || size % inner)
+    std::memset(panel, 0, sizeof(T) * static_cast<size_t>(panel_size<T>(size)));
   for (int64_t first = 0; first < count; first += 16) {
     int64_t done = 0;
 #if IPEX_HAVE_AVX512
@@ -86,11 +88,12 @@ void pack_keys(const T* keys, int64_t stride, int64_t count, int64_t size, T* pa
   }
 }
 
-// Values [begin, end) of a head into all panels of columns; `to` is the start of the head, `depth` its padded keys.
-// begin is a multiple of 32; rows behind `keys` become zero up to the next multiple of 32.
+// Values [begin, end) of a head into all panels of columns; `to` is the start of the head, `depth`
+// its padded keys. begin is a multiple of 32; rows behind `keys` become zero up to the next
+// multiple of 32.
 template <class T>
-void pack_values(const T* values, int64_t stride, int64_t begin, int64_t end, int64_t keys, int64_t size,
-                 int64_t depth, T* to) {
+void pack_values(const T* values, int64_t stride, int64_t begin, int64_t end, int64_t keys,
+                 int64_t size, int64_t depth, T* to) {
   constexpr int64_t inner = kInner<T>;
   for (int64_t column = 0; column < size; column += kPanel) {
     const int64_t width = size - column < kPanel ? size - column : kPanel;

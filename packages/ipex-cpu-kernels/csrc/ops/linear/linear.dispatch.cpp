@@ -47,18 +47,23 @@ void finish(const LinearArgs& args, const float* c, int64_t ldc, int64_t row, in
       finish_row<T>(args, c + r * ldc, row + r, column, count, activate);
   };
   switch (args.activation) {
-    case Activation::kNone: return each([](f32v v) IPEX_LAMBDA { return v; });
+    case Activation::kNone:
+      return each([](f32v v) IPEX_LAMBDA { return v; });
     // The value last: max keeps the NaN of its second operand.
-    case Activation::kRelu: return each([](f32v v) IPEX_LAMBDA { return max(zero(), v); });
-    case Activation::kGelu: return each([](f32v v) IPEX_LAMBDA { return gelu<kFast>(v); });
-    case Activation::kGeluTanh: return each([](f32v v) IPEX_LAMBDA { return gelu_tanh<kFast>(v); });
-    case Activation::kSilu: return each([](f32v v) IPEX_LAMBDA { return silu<kFast>(v); });
+    case Activation::kRelu:
+      return each([](f32v v) IPEX_LAMBDA { return max(zero(), v); });
+    case Activation::kGelu:
+      return each([](f32v v) IPEX_LAMBDA { return gelu<kFast>(v); });
+    case Activation::kGeluTanh:
+      return each([](f32v v) IPEX_LAMBDA { return gelu_tanh<kFast>(v); });
+    case Activation::kSilu:
+      return each([](f32v v) IPEX_LAMBDA { return silu<kFast>(v); });
   }
 }
 
 template <class T>
-IPEX_INLINE void run(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin,
-                     int64_t panel_end) {
+IPEX_INLINE void run(const LinearArgs& args, int64_t row_begin, int64_t row_end,
+                     int64_t panel_begin, int64_t panel_end) {
   alignas(64) float c[kRowStep * 2 * kPanel];
   constexpr int64_t ldc = 2 * kPanel;
   const T* x = static_cast<const T*>(args.x);

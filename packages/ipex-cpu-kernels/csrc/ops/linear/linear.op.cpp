@@ -29,18 +29,19 @@ Activation parse_activation(const std::string& name) {
 void check_weight(const Tensor& x, const Tensor& packed, int64_t n, int64_t k) {
   const uint32_t format = format_of(x.scalar_type());
   const int64_t size = packed_bytes(n, k, format);
-  IPEX_CHECK(packed.is_cpu(), "linear: packed_weight must be on the device of x = cpu, got another");
-  IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 && packed.size(0) == size &&
-                 packed.is_contiguous(),
-             "linear: packed_weight must be a ", dtype_name(x.scalar_type()), " weight of shape [", n,
-             ", ", k, "] packed by pack_linear_weight (", size, " bytes), got ",
+  IPEX_CHECK(packed.is_cpu(),
+             "linear: packed_weight must be on the device of x = cpu, got another");
+  IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 &&
+                 packed.size(0) == size && packed.is_contiguous(),
+             "linear: packed_weight must be a ", dtype_name(x.scalar_type()), " weight of shape [",
+             n, ", ", k, "] packed by pack_linear_weight (", size, " bytes), got ",
              dtype_name(packed.scalar_type()), " ", shape_text(packed));
   const auto* header = static_cast<const PackedHeader*>(packed.const_data_ptr());
   // Equal sizes do not make equal formats: bfloat16 and float16 weights are equally long.
   IPEX_CHECK(header->magic == kPackedMagic && header->version == kPackedVersion &&
                  header->format == format && header->n == n && header->k == k,
-             "linear: packed_weight must be a ", dtype_name(x.scalar_type()), " weight of shape [", n,
-             ", ", k, "] packed by pack_linear_weight, got a tensor with another header");
+             "linear: packed_weight must be a ", dtype_name(x.scalar_type()), " weight of shape [",
+             n, ", ", k, "] packed by pack_linear_weight, got a tensor with another header");
 }
 
 void check_bias(const Tensor& x, const OptionalTensor& bias, int64_t n) {
@@ -54,11 +55,13 @@ void check_bias(const Tensor& x, const OptionalTensor& bias, int64_t n) {
              "linear: bias must be 1-D of size out_features = ", n, ", got ", shape_text(*bias));
 }
 
-void check_residual(const Tensor& x, const OptionalTensor& residual, const std::vector<int64_t>& shape) {
+void check_residual(const Tensor& x, const OptionalTensor& residual,
+                    const std::vector<int64_t>& shape) {
   if (!residual) return;
   IPEX_CHECK(residual->is_cpu(), "linear: residual must be on the device of x = cpu, got another");
-  IPEX_CHECK(residual->scalar_type() == x.scalar_type(), "linear: residual must have the dtype of x = ",
-             dtype_name(x.scalar_type()), ", got ", dtype_name(residual->scalar_type()));
+  IPEX_CHECK(residual->scalar_type() == x.scalar_type(),
+             "linear: residual must have the dtype of x = ", dtype_name(x.scalar_type()), ", got ",
+             dtype_name(residual->scalar_type()));
   bool same = residual->dim() == static_cast<int64_t>(shape.size());
   for (int64_t i = 0; same && i < residual->dim(); ++i)
     same = residual->size(i) == shape[static_cast<size_t>(i)];
@@ -104,7 +107,8 @@ Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features
   const int64_t m = rows.rows;
   const int64_t panels = (out_features + kPackedPanel - 1) / kPackedPanel;
   const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  // Blocks of rows are multiples of every tile height. Small products get smaller blocks so that all threads have work.
+  // Blocks of rows are multiples of every tile height. Small products get smaller blocks so that
+  // all threads have work.
   int64_t block = 192;
   while (block > 24 && (m + block - 1) / block * panels < 4 * threads) block /= 2;
   const int64_t blocks = (m + block - 1) / block;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The packed format of dense linear weights; ipex_core._packed describes the same format in Python.
 //
-// 64-byte header, then ceil(N / 32) panels. Panel: [K][32] for float and Half, [ceil(K / 2)][32][2] for BFloat16. Padding is
-// zero. The format does not depend on the ISA level.
+// 64-byte header, then ceil(N / 32) panels. Panel: [K][32] for float and Half, [ceil(K / 2)][32][2]
+// for BFloat16. Padding is zero. The format does not depend on the ISA level.
 #pragma once
 
 #include <cstdint>

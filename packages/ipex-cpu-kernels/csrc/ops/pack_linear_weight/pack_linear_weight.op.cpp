@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packing and unpacking of linear weights. Pure data movement that is done once per weight: one version for all levels.
+// Packing and unpacking of linear weights. Pure data movement that is done once per weight: one
+// version for all levels.
 #include <algorithm>
 #include <cstring>
 
@@ -33,7 +34,8 @@ void move_all(void* plain, void* packed, int64_t n, int64_t k, uint32_t format) 
   const int64_t inner = packed_inner(format);
   const int64_t size = (k + inner - 1) / inner * inner * kPackedPanel;
   T* panels = reinterpret_cast<T*>(static_cast<char*>(packed) + sizeof(PackedHeader));
-  // In parallel over panels: the thread that will read a panel is the one that touches its memory first.
+  // In parallel over panels: the thread that will read a panel is the one that touches its memory
+  // first.
   parallel_for((n + kPackedPanel - 1) / kPackedPanel, 1, [=](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       const int64_t columns = std::min(kPackedPanel, n - p * kPackedPanel);
@@ -48,14 +50,15 @@ void move_all(void* plain, void* packed, int64_t n, int64_t k, uint32_t format) 
 Tensor pack(const Tensor& weight) {
   const char* op = "pack_linear_weight";
   check_tensor(op, "weight", weight);
-  IPEX_CHECK(weight.dim() == 2 && weight.numel() > 0, op, ": weight must be 2-D and not empty, got ",
-             shape_text(weight));
+  IPEX_CHECK(weight.dim() == 2 && weight.numel() > 0, op,
+             ": weight must be 2-D and not empty, got ", shape_text(weight));
   const int64_t n = weight.size(0), k = weight.size(1);
   const uint32_t format = format_of(weight.scalar_type());
   const Tensor plain = as_contiguous(weight);
   Tensor packed = arena::allocate(packed_bytes(n, k, format));
   void* to = packed.mutable_data_ptr();
-  PackedHeader header{kPackedMagic, kPackedVersion, format, static_cast<uint32_t>(kPackedPanel), n, k, {}};
+  PackedHeader header{
+      kPackedMagic, kPackedVersion, format, static_cast<uint32_t>(kPackedPanel), n, k, {}};
   std::memcpy(to, &header, sizeof(header));
   void* from = const_cast<void*>(plain.const_data_ptr());
   if (format == 0)
@@ -73,8 +76,8 @@ Tensor unpack(const Tensor& packed, int64_t n, int64_t k, ScalarType dtype) {
   IPEX_CHECK(k > 0, op, ": in_features must be positive, got ", k);
   const uint32_t format = format_of(dtype);
   const int64_t size = packed_bytes(n, k, format);
-  IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 && packed.size(0) == size &&
-                 packed.is_contiguous(),
+  IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 &&
+                 packed.size(0) == size && packed.is_contiguous(),
              op, ": packed must be a ", dtype_name(dtype), " weight of shape [", n, ", ", k,
              "] packed by pack_linear_weight (", size, " bytes), got ",
              dtype_name(packed.scalar_type()), " ", shape_text(packed));

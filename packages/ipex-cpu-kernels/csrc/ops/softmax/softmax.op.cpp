@@ -42,8 +42,7 @@ struct Mask {
     std::array<StableIValue, 3> stack{torch::stable::detail::from(mask),
                                       torch::stable::detail::from(x.sizes()),
                                       torch::stable::detail::from(false)};
-    IPEX_SHIM_CALL(
-        torch_call_dispatcher("aten::expand", "", stack.data(), TORCH_ABI_VERSION));
+    IPEX_SHIM_CALL(torch_call_dispatcher("aten::expand", "", stack.data(), TORCH_ABI_VERSION));
     return torch::stable::detail::to<Tensor>(stack[0]);
   }
 
