@@ -68,7 +68,7 @@ IPEX_C_API const char* ipex_cpu_kernels(const char* op) {
     std::string text;
     const std::string wanted = op;
     for (const ipex::KernelBase* k = ipex::KernelBase::first(); k; k = k->next()) {
-      if (!wanted.empty() && wanted != k->op()) continue;
+      if (!k->symbol() || (!wanted.empty() && wanted != k->op())) continue;
       text += std::string(k->op()) + " " + k->symbol() + " " +
               ipex::cpu::resolve(k->symbol()).level + " " +
               join(ipex::cpu::levels_with(k->symbol())) + "\n";

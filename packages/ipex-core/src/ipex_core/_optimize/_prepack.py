@@ -30,10 +30,11 @@ class LinearChoice:
     reason: str
 
 
-#: Rows up to which the own kernel is faster than oneDNN on a packed weight. Measured on Zen 4 with 2 threads, K and N
-#: from 384 to 4096, times stock bfloat16: 1 row 2.1-3.6 (oneDNN 1.4-2.7), 32 rows 1.3-1.6 (1.2-1.4), 128 rows 1.12-1.16
-#: (1.08-1.13), 512 rows 0.95-0.97 (1.02-1.06), 4096 rows 0.96-1.08 (1.03-1.08); float32 crosses at the same place.
-SMALL_ROWS = 256
+#: Rows up to which the own kernel is preferred to oneDNN on a packed weight. Measured as times stock, own (oneDNN):
+#: Zen 4, 1 and 2 threads, bfloat16, K and N from 384 to 5632: 1 row 2.7-2.9 (1.4-2.0), 32 rows 1.3-1.5 (1.2-1.4),
+#: 128 rows 1.10-1.16 (1.05-1.13), 512 to 4096 rows 1.03-1.16 (1.02-1.18), float32 the same or better. Xeon with AMX,
+#: 8 threads: 1 to 32 rows 1.4-2.7 (1.2-2.5), 128 rows 1.4-2.9 (1.3-2.7), 4096 rows 1.05-1.42 (1.5-1.9).
+SMALL_ROWS = 1024
 #: Weights below which the overhead of a packed call decides and the stock op is chosen. Measured on Zen 4: the oneDNN
 #: op costs 13 us a call; stock float32 (MKL) 3 us, so that packing pays from about 384 x 384 on; stock bfloat16 goes
 #: through oneDNN itself except for the smallest weights.
@@ -53,12 +54,11 @@ def choose_linear(dtype: torch.dtype, n: int, k: int, m: int | None) -> LinearCh
     least = MIN_WEIGHTS[dtype]
     if n * k < least:
         return LinearChoice(None, f"the weight has fewer than {least} elements")
-    if own and m is not None and m <= SMALL_ROWS:
-        return LinearChoice("ipex", f"{m} rows: own kernel")
-    # Not knowing the rows, the most that can be lost is far less than what is gained at few rows. With AMX that has not
-    # been measured: oneDNN is then the safe choice.
-    if own and m is None and not torch.cpu._is_amx_tile_supported():
-        return LinearChoice("ipex", "unknown number of rows: own kernel, best up to 256 rows")
+    # With unknown rows too: at many rows it is not slower than stock anywhere, at few it is far ahead of oneDNN.
+    if own and (m is None or m <= SMALL_ROWS):
+        return LinearChoice(
+            "ipex", "own kernel, for any number of rows" if m is None else f"{m} rows: own kernel"
+        )
     if _mkldnn.supports(dtype):
         rows = "any number of rows" if m is None else f"{m} rows"
         return LinearChoice("mkldnn", f"{rows}: oneDNN on a prepacked weight")

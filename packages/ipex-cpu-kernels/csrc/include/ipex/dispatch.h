@@ -79,7 +79,8 @@ Rows as_rows(const Tensor& x);
 // Every kernel handle of the library, for introspection.
 class KernelBase {
  public:
-  KernelBase(const char* op, const char* symbol);
+  // Without a symbol: an op that is implemented in its glue, for all levels.
+  explicit KernelBase(const char* op, const char* symbol = nullptr);
   const char* op() const { return op_; }
   const char* symbol() const { return symbol_; }
   static const KernelBase* first();

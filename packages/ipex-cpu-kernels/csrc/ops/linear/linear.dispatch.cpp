@@ -7,50 +7,65 @@
 namespace ipex {
 namespace {
 
-template <class T, class F>
-IPEX_INLINE void finish_row(const LinearArgs& args, const float* c, int64_t row, int64_t column,
-                            int64_t count, const F& activate) {
-  const auto* bias = static_cast<const T*>(args.bias);
-  const auto* bias_f32 = static_cast<const float*>(args.bias);
-  const auto* residual = static_cast<const T*>(args.residual);
-  T* y = static_cast<T*>(args.y) + row * args.n + column;
+// The bias of up to 64 columns as float, zero where there is none.
+template <class T>
+void load_bias(const LinearArgs& args, int64_t column, int64_t count, float* to) {
   for (int64_t i = 0; i < count; i += kLanes) {
-    const int64_t n = count - i;
-    const bool full = n >= kLanes;
-    f32v v = load(c + i);
-    if (bias) {
-      const int64_t at = column + i;
-      if (args.bias_is_f32)
-        v = v + (full ? load(bias_f32 + at) : load_n(bias_f32 + at, n));
-      else
-        v = v + (full ? load(bias + at) : load_n(bias + at, n));
+    const int64_t at = column + i, n = count - i;
+    f32v v = zero();
+    if (args.bias && args.bias_is_f32) {
+      const auto* bias = static_cast<const float*>(args.bias) + at;
+      v = n >= kLanes ? load(bias) : load_n(bias, n);
+    } else if (args.bias) {
+      const auto* bias = static_cast<const T*>(args.bias) + at;
+      v = n >= kLanes ? load(bias) : load_n(bias, n);
     }
-    v = activate(v);
-    if (residual) {
-      const T* r = residual + row * args.residual_stride + column + i;
-      v = v + (full ? load(r) : load_n(r, n));
-    }
-    if (full)
-      store(y + i, v);
-    else
-      store_n(y + i, v, n);
+    store(to + i, v);
+  }
+}
+
+// Activation, residual and rounding of `count` sums of one row.
+template <bool kResidual, class T, class F>
+IPEX_INLINE void finish_row(const float* c, const float* bias, const T* residual, T* y,
+                            int64_t count, const F& activate) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    f32v v = activate(load(c + i) + load(bias + i));
+    if constexpr (kResidual) v = v + load(residual + i);
+    store(y + i, v);
+  }
+  if (i < count) {
+    f32v v = activate(load(c + i) + load(bias + i));
+    if constexpr (kResidual) v = v + load_n(residual + i, count - i);
+    store_n(y + i, v, count - i);
   }
 }
 
 // Bias, activation, residual and rounding for a block of C that lies in L1.
 template <class T>
-void finish(const LinearArgs& args, const float* c, int64_t ldc, int64_t row, int64_t rows,
-            int64_t column, int64_t count) {
+void finish(const LinearArgs& args, const float* c, int64_t ldc, const float* bias, int64_t row,
+            int64_t rows, int64_t column, int64_t count) {
   constexpr bool kFast = kReducedPrecision<T>;
+  T* y = static_cast<T*>(args.y) + row * args.n + column;
+  const T* residual =
+      args.residual ? static_cast<const T*>(args.residual) + row * args.residual_stride + column
+                    : nullptr;
   const auto each = [&](const auto& activate) IPEX_LAMBDA {
-    for (int64_t r = 0; r < rows; ++r)
-      finish_row<T>(args, c + r * ldc, row + r, column, count, activate);
+    if (residual) {
+      for (int64_t r = 0; r < rows; ++r)
+        finish_row<true>(c + r * ldc, bias, residual + r * args.residual_stride, y + r * args.n,
+                         count, activate);
+    } else {
+      for (int64_t r = 0; r < rows; ++r)
+        finish_row<false>(c + r * ldc, bias, static_cast<const T*>(nullptr), y + r * args.n, count,
+                          activate);
+    }
   };
   switch (args.activation) {
     case Activation::kNone:
       return each([](f32v v) IPEX_LAMBDA { return v; });
-    // The value last: max keeps the NaN of its second operand.
     case Activation::kRelu:
+      // The value last: max keeps the NaN of its second operand.
       return each([](f32v v) IPEX_LAMBDA { return max(zero(), v); });
     case Activation::kGelu:
       return each([](f32v v) IPEX_LAMBDA { return gelu<kFast>(v); });
@@ -65,6 +80,7 @@ template <class T>
 IPEX_INLINE void run(const LinearArgs& args, int64_t row_begin, int64_t row_end,
                      int64_t panel_begin, int64_t panel_end) {
   alignas(64) float c[kRowStep * 2 * kPanel];
+  alignas(64) float bias[2 * kPanel];
   constexpr int64_t ldc = 2 * kPanel;
   const T* x = static_cast<const T*>(args.x);
   const T* w = static_cast<const T*>(args.weight);
@@ -76,10 +92,11 @@ IPEX_INLINE void run(const LinearArgs& args, int64_t row_begin, int64_t row_end,
     const int64_t column = p * kPanel;
     const int64_t width = (p1 ? 2 : 1) * kPanel;
     const int64_t count = args.n - column < width ? args.n - column : width;
+    load_bias<T>(args, column, count, bias);
     for (int64_t r = row_begin; r < row_end; r += kRowStep) {
       const int64_t rows = row_end - r < kRowStep ? row_end - r : kRowStep;
       multiply(scope, x + r * args.x_stride, args.x_stride, rows, p0, p1, args.k, c, ldc, false);
-      finish<T>(args, c, ldc, r, rows, column, count);
+      finish<T>(args, c, ldc, bias, r, rows, column, count);
     }
   }
 }

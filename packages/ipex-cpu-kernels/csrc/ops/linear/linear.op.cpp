@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "ipex/dispatch.h"
@@ -71,6 +72,41 @@ void check_residual(const Tensor& x, const OptionalTensor& residual,
   fail("linear: residual must have shape [", text, "], got ", shape_text(*residual));
 }
 
+// Spreads the rows and panels over torch's threads.
+void run_parallel(const LinearArgs& args, decltype(ipex_k_linear_f32)* kernel, int64_t m) {
+  const int64_t panels = (args.n + kPackedPanel - 1) / kPackedPanel;
+  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  // A region costs about as much as 60 thousand multiplications on one thread.
+  constexpr int64_t kRegion = 60000;
+  // Blocks of rows are multiples of every tile height. Small products get smaller blocks so that
+  // all threads have work.
+  int64_t block = 192;
+  while (block > 24 && (m + block - 1) / block * panels < 4 * threads) block /= 2;
+  const int64_t blocks = (m + block - 1) / block;
+  if (blocks == 1) {
+    // The partition of packing: a thread reads the panels whose memory it touched first.
+    const int64_t work = std::max<int64_t>(1, m * args.k * kPackedPanel);
+    parallel_for(panels, std::max<int64_t>(1, kRegion / work),
+                 [&](int64_t begin, int64_t end) { kernel(&args, 0, m, begin, end); });
+    return;
+  }
+  // Blocks of unequal size and threads of unequal speed: tasks are taken from a counter. Which
+  // thread computes a task does not change its bits.
+  int64_t chunk = panels;
+  const auto chunks = [&] { return (panels + chunk - 1) / chunk; };
+  while (chunk > 2 && blocks * chunks() < 8 * threads) chunk = (chunk / 2 + 1) / 2 * 2;
+  const int64_t tasks = blocks * chunks(), per_block = chunks();
+  const int64_t workers =
+      std::clamp<int64_t>(m * args.k * args.n / kRegion, 1, std::min(threads, tasks));
+  std::atomic<int64_t> next{0};
+  parallel_for(workers, 1, [&](int64_t, int64_t) {
+    for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+      const int64_t row = t / per_block * block, panel = t % per_block * chunk;
+      kernel(&args, row, std::min(m, row + block), panel, std::min(panels, panel + chunk));
+    }
+  });
+}
+
 Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features,
               const OptionalTensor& bias, const OptionalTensor& residual, std::string activation) {
   check_tensor("linear", "x", x);
@@ -104,25 +140,7 @@ Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features
   const auto kernel = x.scalar_type() == ScalarType::Float      ? linear_f32.get()
                       : x.scalar_type() == ScalarType::BFloat16 ? linear_bf16.get()
                                                                 : linear_f16.get();
-  const int64_t m = rows.rows;
-  const int64_t panels = (out_features + kPackedPanel - 1) / kPackedPanel;
-  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  // Blocks of rows are multiples of every tile height. Small products get smaller blocks so that
-  // all threads have work.
-  int64_t block = 192;
-  while (block > 24 && (m + block - 1) / block * panels < 4 * threads) block /= 2;
-  const int64_t blocks = (m + block - 1) / block;
-  // A region costs about as much as 60 thousand multiplications on one thread.
-  const int64_t work = std::max<int64_t>(1, std::min(m, block) * k * kPackedPanel);
-  const int64_t grain = std::max<int64_t>(1, 60000 / work);
-  parallel_for(blocks * panels, grain, [&](int64_t begin, int64_t end) {
-    while (begin < end) {
-      const int64_t b = begin / panels, p = begin % panels;
-      const int64_t stop = std::min(panels, p + end - begin);
-      kernel(&args, b * block, std::min(m, (b + 1) * block), p, stop);
-      begin += stop - p;
-    }
-  });
+  run_parallel(args, kernel, rows.rows);
   return y;
 }
 

@@ -11,6 +11,9 @@
 namespace ipex {
 namespace {
 
+const KernelBase pack_op("pack_linear_weight");
+const KernelBase unpack_op("unpack_linear_weight");
+
 uint32_t format_of(ScalarType dtype) {
   return dtype == ScalarType::Float ? 0u : dtype == ScalarType::BFloat16 ? 1u : 2u;
 }
