@@ -16,6 +16,7 @@ from torch import nn
 
 from ipex_core._optimize._passes import Context, Pass, register
 from ipex_core._optimize._records import Log
+from ipex_core.nn._call import call
 from ipex_core.nn._leaf import has_kernel
 from ipex_core.nn.functional import attention_supported
 
@@ -43,8 +44,14 @@ def attention_forward(
     usable = not any(kwargs.get(name) is not None for name in _FOREIGN)
     usable = usable and not (causal and key.shape[2] != query.shape[2])
     if usable and attention_supported(query, key, value, attention_mask, dropout, bool(causal)):
-        out = torch.ops.ipex.attention(
-            query, key, value, attention_mask, scaling or 0.0, bool(causal)
+        out = call(
+            torch.ops.ipex.attention.default,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling or 0.0,
+            bool(causal),
         )
         return out.transpose(1, 2).contiguous(), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ipex_core.nn import _mkldnn
+from ipex_core.nn._call import call
 from ipex_core.nn._leaf import has_hooks
 from ipex_core.nn._packed import PackedWeight, captured, pack
 from ipex_core.nn._state import state_of, unpack_weight
@@ -62,7 +63,7 @@ class LinearGroup:
         x = x.to(self.dtype)
         width = sum(self.sizes)
         if self.kernel:
-            y = torch.ops.ipex.linear(x, self.wide, width, self.bias, None, "none")
+            y = call(torch.ops.ipex.linear.default, x, self.wide, width, self.bias, None, "none")
         elif torch.compiler.is_compiling():
             y = torch.ops.ipex_core.packed_linear(x, self.wide, self.bias, width, "none", None)
         else:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipex_core._choice import prefer_ipex_attention
+from ipex_core.nn._call import call
 from ipex_core.nn._leaf import has_hooks, has_kernel
 
 __all__ = [
@@ -56,7 +57,7 @@ def linear(
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Apply GELU."""
     if _native("gelu", x):
-        y: Tensor = torch.ops.ipex.gelu(x, approximate)
+        y: Tensor = call(torch.ops.ipex.gelu.default, x, approximate)
         return y
     return F.gelu(x, approximate=approximate)
 
@@ -66,10 +67,12 @@ def act_mul(gate: Tensor, up: Tensor, post: str) -> Tensor:
     if gate.shape == up.shape and gate.dtype is up.dtype:
         y: Tensor
         if post == "silu" and _native("silu_mul", gate, up):
-            y = torch.ops.ipex.silu_mul(gate, up)
+            y = call(torch.ops.ipex.silu_mul.default, gate, up)
             return y
         if post in ("gelu", "gelu_tanh") and _native("gelu_mul", gate, up):
-            y = torch.ops.ipex.gelu_mul(gate, up, "tanh" if post == "gelu_tanh" else "none")
+            y = call(
+                torch.ops.ipex.gelu_mul.default, gate, up, "tanh" if post == "gelu_tanh" else "none"
+            )
             return y
     from ipex_core.nn.linear import activate
 
@@ -79,7 +82,7 @@ def act_mul(gate: Tensor, up: Tensor, post: str) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Normalise over the last dimension."""
     if _native("layer_norm", x, weight, bias):
-        y: Tensor = torch.ops.ipex.layer_norm(x, weight, bias, eps)
+        y: Tensor = call(torch.ops.ipex.layer_norm.default, x, weight, bias, eps)
         return y
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
@@ -87,7 +90,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
     """Normalise over the last dimension by the root mean square, in float32."""
     if _native("rms_norm", x, weight):
-        y: Tensor = torch.ops.ipex.rms_norm(x, weight, eps, offset)
+        y: Tensor = call(torch.ops.ipex.rms_norm.default, x, weight, eps, offset)
         return y
     wide = x.float()
     y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
@@ -106,7 +109,7 @@ def add_layer_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor
     weight, bias = norm._parameters["weight"], norm._parameters["bias"]
     plain = has_hooks(norm) or len(norm.normalized_shape) != 1
     if not plain and _addable("add_layer_norm", x, residual, weight, bias):
-        y, total = torch.ops.ipex.add_layer_norm(x, residual, weight, bias, norm.eps)
+        y, total = call(torch.ops.ipex.add_layer_norm.default, x, residual, weight, bias, norm.eps)
         return y, total
     total = x + residual
     return norm(total), total
@@ -119,7 +122,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, 
     plain = has_hooks(norm) or len(norm.normalized_shape) != 1
     if not plain and _addable("add_rms_norm", x, residual, weight):
         eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-        y, total = torch.ops.ipex.add_rms_norm(x, residual, weight, eps)
+        y, total = call(torch.ops.ipex.add_rms_norm.default, x, residual, weight, eps)
         return y, total
     total = x + residual
     return norm(total), total
@@ -137,8 +140,14 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention with the signature of the stock function."""
     if attention_supported(query, key, value, attn_mask, dropout_p, is_causal):
-        y: Tensor = torch.ops.ipex.attention(
-            query, key, value, attn_mask, 0.0 if scale is None else scale, is_causal
+        y: Tensor = call(
+            torch.ops.ipex.attention.default,
+            query,
+            key,
+            value,
+            attn_mask,
+            0.0 if scale is None else scale,
+            is_causal,
         )
         return y
     return F.scaled_dot_product_attention(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ipex_core.nn._call import call
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn.functional import KERNEL_DTYPES, layer_norm, rms_norm
 
@@ -74,7 +75,7 @@ class OptimizedGELU(OptimizedModule, nn.GELU):
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
         if input.dtype in KERNEL_DTYPES and input.device.type == "cpu":
-            y: Tensor = torch.ops.ipex.gelu(input, self.approximate)
+            y: Tensor = call(torch.ops.ipex.gelu.default, input, self.approximate)
             return y
         return super().forward(input)
 
@@ -86,7 +87,7 @@ class OptimizedSoftmax(OptimizedModule, nn.Softmax):
         """Normalise over ``dim``."""
         last = self.dim is not None and self.dim in (-1, input.dim() - 1)
         if last and input.dtype in KERNEL_DTYPES and input.device.type == "cpu":
-            y: Tensor = torch.ops.ipex.softmax(input)
+            y: Tensor = call(torch.ops.ipex.softmax.default, input)
             return y
         return super().forward(input)
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from ipex_core.nn import _mkldnn
+from ipex_core.nn._call import call
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._packed import PackedWeight, captured, pack
 from ipex_core.nn._state import state_of
@@ -83,7 +84,9 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         if residual is not None and not self._fits(residual, x):
             return self._run(x, packed, bias, post, None) + residual
         if self._kernel:
-            y: Tensor = torch.ops.ipex.linear(x, packed, self.out_features, bias, residual, post)
+            y: Tensor = call(
+                torch.ops.ipex.linear.default, x, packed, self.out_features, bias, residual, post
+            )
             return y
         if x.dim() < 2 or x.numel() == 0:
             return self._plain(x, bias, post, residual)
