@@ -109,9 +109,36 @@ class Kernel : public KernelBase {
   }
 };
 
-#define IPEX_KERNEL(op, symbol) ::ipex::Kernel<decltype(symbol)>(op, #symbol)
+// The kernels of one name for the three storage types.
+template <class F32, class Bf16, class F16>
+class Kernels {
+ public:
+  Kernels(const char* op, const char* f32, const char* bf16, const char* f16)
+      : f32_(op, f32), bf16_(op, bf16), f16_(op, f16) {}
 
-// The kernels of one op for the three storage types, which take the same void pointers.
+  // Calls f.operator()<T>(kernel) with the storage type T of `dtype`, which must be a kernel dtype.
+  template <class F>
+  void visit(ScalarType dtype, const F& f) const {
+    if (dtype == ScalarType::Float)
+      f.template operator()<float>(f32_.get());
+    else if (dtype == ScalarType::BFloat16)
+      f.template operator()<BFloat16>(bf16_.get());
+    else
+      f.template operator()<Half>(f16_.get());
+  }
+
+ private:
+  Kernel<F32> f32_;
+  Kernel<Bf16> bf16_;
+  Kernel<F16> f16_;
+};
+
+// Handles of ipex_k_<name>_f32, _bf16 and _f16, which belong to the op `op`.
+#define IPEX_KERNELS(op, name)                                                   \
+  ::ipex::Kernels<decltype(ipex_k_##name##_f32), decltype(ipex_k_##name##_bf16), \
+                  decltype(ipex_k_##name##_f16)>(op, "ipex_k_" #name "_f32",     \
+                                                 "ipex_k_" #name "_bf16", "ipex_k_" #name "_f16")
+
 // Runs f(begin, end) over [0, n) on torch's threads; at least `grain` items go to one thread.
 template <class F>
 void parallel_for(int64_t n, int64_t grain, const F& f) {

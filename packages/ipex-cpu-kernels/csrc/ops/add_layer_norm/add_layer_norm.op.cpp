@@ -6,23 +6,7 @@
 namespace ipex {
 namespace {
 
-auto kernel_f32 = IPEX_KERNEL("add_layer_norm", ipex_k_add_layer_norm_f32);
-auto kernel_bf16 = IPEX_KERNEL("add_layer_norm", ipex_k_add_layer_norm_bf16);
-auto kernel_f16 = IPEX_KERNEL("add_layer_norm", ipex_k_add_layer_norm_f16);
-
-template <class T, class F>
-void run(const Kernel<F>& handle, const Rows& x, const Rows& residual, const Affine& affine,
-         float eps, Tensor& out, Tensor& total) {
-  F* kernel = handle.get();
-  const T* a = static_cast<const T*>(x.data);
-  const T* b = static_cast<const T*>(residual.data);
-  T* y = static_cast<T*>(out.mutable_data_ptr());
-  T* sum = static_cast<T*>(total.mutable_data_ptr());
-  parallel_for(x.rows, row_grain<T>(2 * x.columns), [&](int64_t begin, int64_t end) {
-    kernel(a, x.stride, b, residual.stride, affine.weight.data, affine.bias.data, affine.is_f32,
-           eps, y, sum, x.columns, begin, end);
-  });
-}
+const auto kernels = IPEX_KERNELS("add_layer_norm", add_layer_norm);
 
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
                                           const OptionalTensor& weight, const OptionalTensor& bias,
@@ -38,17 +22,16 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residua
   const Rows b = as_rows(residual);
   const Affine affine(weight, bias);
   const float e = static_cast<float>(eps);
-  switch (x.scalar_type()) {
-    case ScalarType::Float:
-      run<float>(kernel_f32, a, b, affine, e, y, sum);
-      break;
-    case ScalarType::BFloat16:
-      run<BFloat16>(kernel_bf16, a, b, affine, e, y, sum);
-      break;
-    default:
-      run<Half>(kernel_f16, a, b, affine, e, y, sum);
-      break;
-  }
+  kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
+    const T* from = static_cast<const T*>(a.data);
+    const T* add = static_cast<const T*>(b.data);
+    T* to = static_cast<T*>(y.mutable_data_ptr());
+    T* total = static_cast<T*>(sum.mutable_data_ptr());
+    parallel_for(a.rows, row_grain<T>(2 * a.columns), [&](int64_t begin, int64_t end) {
+      kernel(from, a.stride, add, b.stride, affine.weight.data, affine.bias.data, affine.is_f32, e,
+             to, total, a.columns, begin, end);
+    });
+  });
   return {y, sum};
 }
 

@@ -9,12 +9,8 @@
 namespace ipex {
 namespace {
 
-const auto pack_f32 = IPEX_KERNEL("attention", ipex_k_attention_pack_f32);
-const auto pack_bf16 = IPEX_KERNEL("attention", ipex_k_attention_pack_bf16);
-const auto pack_f16 = IPEX_KERNEL("attention", ipex_k_attention_pack_f16);
-const auto run_f32 = IPEX_KERNEL("attention", ipex_k_attention_f32);
-const auto run_bf16 = IPEX_KERNEL("attention", ipex_k_attention_bf16);
-const auto run_f16 = IPEX_KERNEL("attention", ipex_k_attention_f16);
+const auto pack_kernels = IPEX_KERNELS("attention", attention_pack);
+const auto run_kernels = IPEX_KERNELS("attention", attention);
 
 void check_device_and_dtype(const char* name, const Tensor& x, const Tensor& query) {
   IPEX_CHECK(x.is_cpu(), "attention: ", name, " must be on the device of query = cpu, got another");
@@ -179,19 +175,16 @@ Tensor attention(const Tensor& query0, const Tensor& key0, const Tensor& value0,
     set_mask(args, mask_rows, dtype);
   }
 
-  const int64_t width = dtype == ScalarType::Float ? 4 : 2;
-  const bool is_f32 = dtype == ScalarType::Float, is_bf16 = dtype == ScalarType::BFloat16;
-  const Plan plan{
-      is_f32    ? pack_f32.get()
-      : is_bf16 ? pack_bf16.get()
-                : pack_f16.get(),
-      is_f32    ? run_f32.get()
-      : is_bf16 ? run_bf16.get()
-                : run_f16.get(),
-      round_up((packed_keys(args.keys, args.size) + packed_values(args.keys, args.size)) * width,
-               64),
-      round_up(attention_scratch_bytes(args.size), 64),
-      static_cast<int64_t>(torch::stable::get_num_threads())};
+  Plan plan{};
+  pack_kernels.visit(dtype, [&]<class T>(auto* kernel) {
+    plan.pack = kernel;
+    const int64_t elements =
+        packed_keys(args.keys, args.size) + packed_values(args.keys, args.size);
+    plan.head_bytes = round_up(elements * static_cast<int64_t>(sizeof(T)), 64);
+  });
+  run_kernels.visit(dtype, [&]<class T>(auto* kernel) { plan.run = kernel; });
+  plan.scratch_bytes = round_up(attention_scratch_bytes(args.size), 64);
+  plan.threads = static_cast<int64_t>(torch::stable::get_num_threads());
   // With heads for every thread, a thread packs a head and uses it at once, while it is in its
   // cache. With fewer, all threads pack first and then share the queries.
   if (args.batch * args.kv_heads >= 4 * plan.threads)

@@ -6,20 +6,7 @@
 namespace ipex {
 namespace {
 
-auto kernel_f32 = IPEX_KERNEL("layer_norm", ipex_k_layer_norm_f32);
-auto kernel_bf16 = IPEX_KERNEL("layer_norm", ipex_k_layer_norm_bf16);
-auto kernel_f16 = IPEX_KERNEL("layer_norm", ipex_k_layer_norm_f16);
-
-template <class T, class F>
-void run(const Kernel<F>& handle, const Rows& x, const Affine& affine, float eps, Tensor& out) {
-  F* kernel = handle.get();
-  const T* from = static_cast<const T*>(x.data);
-  T* y = static_cast<T*>(out.mutable_data_ptr());
-  parallel_for(x.rows, row_grain<T>(x.columns), [&](int64_t begin, int64_t end) {
-    kernel(from, x.stride, affine.weight.data, affine.bias.data, affine.is_f32, eps, y, x.columns,
-           begin, end);
-  });
-}
+const auto kernels = IPEX_KERNELS("layer_norm", layer_norm);
 
 Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                   double eps) {
@@ -31,17 +18,14 @@ Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalT
   const Rows rows = as_rows(x);
   const Affine affine(weight, bias);
   const float e = static_cast<float>(eps);
-  switch (x.scalar_type()) {
-    case ScalarType::Float:
-      run<float>(kernel_f32, rows, affine, e, y);
-      break;
-    case ScalarType::BFloat16:
-      run<BFloat16>(kernel_bf16, rows, affine, e, y);
-      break;
-    default:
-      run<Half>(kernel_f16, rows, affine, e, y);
-      break;
-  }
+  kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
+    const T* from = static_cast<const T*>(rows.data);
+    T* to = static_cast<T*>(y.mutable_data_ptr());
+    parallel_for(rows.rows, row_grain<T>(rows.columns), [&](int64_t begin, int64_t end) {
+      kernel(from, rows.stride, affine.weight.data, affine.bias.data, affine.is_f32, e, to,
+             rows.columns, begin, end);
+    });
+  });
   return y;
 }
 

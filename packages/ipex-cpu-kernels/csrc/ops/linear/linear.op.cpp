@@ -10,9 +10,7 @@
 namespace ipex {
 namespace {
 
-const auto linear_f32 = IPEX_KERNEL("linear", ipex_k_linear_f32);
-const auto linear_bf16 = IPEX_KERNEL("linear", ipex_k_linear_bf16);
-const auto linear_f16 = IPEX_KERNEL("linear", ipex_k_linear_f16);
+const auto kernels = IPEX_KERNELS("linear", linear);
 
 uint32_t format_of(ScalarType dtype) {
   return dtype == ScalarType::Float ? 0u : dtype == ScalarType::BFloat16 ? 1u : 2u;
@@ -137,10 +135,8 @@ Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features
   args.n = out_features;
   args.k = k;
 
-  const auto kernel = x.scalar_type() == ScalarType::Float      ? linear_f32.get()
-                      : x.scalar_type() == ScalarType::BFloat16 ? linear_bf16.get()
-                                                                : linear_f16.get();
-  run_parallel(args, kernel, rows.rows);
+  kernels.visit(x.scalar_type(),
+                [&]<class T>(auto* kernel) { run_parallel(args, kernel, rows.rows); });
   return y;
 }
 

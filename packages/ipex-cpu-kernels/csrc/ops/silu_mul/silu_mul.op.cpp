@@ -6,14 +6,7 @@
 namespace ipex {
 namespace {
 
-auto kernel_f32 = IPEX_KERNEL("silu_mul", ipex_k_silu_mul_f32);
-auto kernel_bf16 = IPEX_KERNEL("silu_mul", ipex_k_silu_mul_bf16);
-auto kernel_f16 = IPEX_KERNEL("silu_mul", ipex_k_silu_mul_f16);
-
-template <class T, class F>
-void run(const Kernel<F>& handle, const Rows& gate, const Rows& up, Tensor& y) {
-  for_element_pairs(gate, up, static_cast<T*>(y.mutable_data_ptr()), *handle.get());
-}
+const auto kernels = IPEX_KERNELS("silu_mul", silu_mul);
 
 Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   check_tensor("silu_mul", "gate", gate, 0);
@@ -22,17 +15,9 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   if (gate.numel() == 0) return y;
   const Rows a = as_rows(gate);
   const Rows b = as_rows(up);
-  switch (gate.scalar_type()) {
-    case ScalarType::Float:
-      run<float>(kernel_f32, a, b, y);
-      break;
-    case ScalarType::BFloat16:
-      run<BFloat16>(kernel_bf16, a, b, y);
-      break;
-    default:
-      run<Half>(kernel_f16, a, b, y);
-      break;
-  }
+  kernels.visit(gate.scalar_type(), [&]<class T>(auto* kernel) {
+    for_element_pairs(a, b, static_cast<T*>(y.mutable_data_ptr()), *kernel);
+  });
   return y;
 }
 

@@ -8,9 +8,7 @@
 namespace ipex {
 namespace {
 
-auto kernel_f32 = IPEX_KERNEL("softmax", ipex_k_softmax_f32);
-auto kernel_bf16 = IPEX_KERNEL("softmax", ipex_k_softmax_bf16);
-auto kernel_f16 = IPEX_KERNEL("softmax", ipex_k_softmax_f16);
+const auto kernels = IPEX_KERNELS("softmax", softmax);
 
 // The mask as kernels take it: its last dimension as long as that of x and contiguous, the others
 // merged where one stride can step through several of them.
@@ -74,17 +72,6 @@ struct Mask {
   }
 };
 
-template <class T, class F>
-void run(const Kernel<F>& handle, const Rows& x, const Mask& mask, float scale, Tensor& out) {
-  F* kernel = handle.get();
-  const T* from = static_cast<const T*>(x.data);
-  T* y = static_cast<T*>(out.mutable_data_ptr());
-  parallel_for(x.rows, row_grain<T>(x.columns), [&](int64_t begin, int64_t end) {
-    kernel(from, x.stride, mask.data, mask.is_f32, mask.sizes, mask.strides, mask.dims, scale, y,
-           x.columns, begin, end);
-  });
-}
-
 void check_mask(const OptionalTensor& mask, const Tensor& x) {
   if (!mask) return;
   IPEX_CHECK(mask->is_cpu(), "softmax: mask must be on the device of x = cpu, got another");
@@ -108,17 +95,14 @@ Tensor softmax(const Tensor& x, const OptionalTensor& mask, double scale) {
   const Rows rows = as_rows(x);
   const Mask m(mask, x);
   const float s = static_cast<float>(scale);
-  switch (x.scalar_type()) {
-    case ScalarType::Float:
-      run<float>(kernel_f32, rows, m, s, y);
-      break;
-    case ScalarType::BFloat16:
-      run<BFloat16>(kernel_bf16, rows, m, s, y);
-      break;
-    default:
-      run<Half>(kernel_f16, rows, m, s, y);
-      break;
-  }
+  kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
+    const T* from = static_cast<const T*>(rows.data);
+    T* to = static_cast<T*>(y.mutable_data_ptr());
+    parallel_for(rows.rows, row_grain<T>(rows.columns), [&](int64_t begin, int64_t end) {
+      kernel(from, rows.stride, m.data, m.is_f32, m.sizes, m.strides, m.dims, s, to, rows.columns,
+             begin, end);
+    });
+  });
   return y;
 }
 
