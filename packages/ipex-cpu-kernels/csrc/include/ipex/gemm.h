@@ -22,9 +22,14 @@ inline constexpr int kPanel = 32;
 inline constexpr int kTileRows = kLanes == 16 ? 6 : 4;
 inline constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
 
-// Rows that callers should pass at a time: a multiple of every tile height, small enough for C to
+// Rows that callers should pass at a time: a multiple of the tile height, small enough for C to
 // stay in L1.
-inline constexpr int kRowStep = IPEX_HAVE_AMX ? 32 : 24;
+template <class T>
+inline constexpr int kRowStep = 24;
+#if IPEX_HAVE_AMX
+template <>
+inline constexpr int kRowStep<BFloat16> = 32;
+#endif
 
 // Bytes that the weights of a product with few rows are fetched ahead of their use. Intel's cores
 // need it to reach the rate of the memory (a third more on a 5th-generation Xeon); AMD's Zen 4
@@ -59,6 +64,14 @@ IPEX_INLINE void store_tile(const f32v (&acc)[kRows][kVectors], float* c, int64_
     for (int v = 0; v < kVectors; ++v) store(c + r * ldc + v * kLanes, acc[r][v]);
 }
 
+// With few rows the weights come from memory, which needs a hint on the cores that have AMX (see
+// kFetchAhead).
+template <int kRows>
+IPEX_INLINE void fetch_ahead(const void* weights) {
+  if constexpr (IPEX_HAVE_AMX && kRows <= 4)
+    __builtin_prefetch(static_cast<const char*>(weights) + kFetchAhead);
+}
+
 // A in float, W converted on the way; `first` is the first vector of the panels' columns.
 template <int kRows, int kVectors, class W>
 IPEX_INLINE void tile_fma(const float* a, int64_t lda, const W* p0, const W* p1, int first,
@@ -71,7 +84,10 @@ IPEX_INLINE void tile_fma(const float* a, int64_t lda, const W* p0, const W* p1,
   for (int64_t i = 0; i < k; ++i) {
     f32v b[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) b[v] = load(w[v] + i * kPanel);
+    for (int v = 0; v < kVectors; ++v) {
+      b[v] = load(w[v] + i * kPanel);
+      fetch_ahead<kRows>(w[v] + i * kPanel);
+    }
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       const f32v x = set1(a[r * lda + i]);

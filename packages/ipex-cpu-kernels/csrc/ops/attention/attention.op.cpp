@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "ipex/dispatch.h"
+#include "runtime/scratch.h"
 
 namespace ipex {
 namespace {
@@ -78,6 +79,9 @@ void set_mask(AttentionArgs& args, const Tensor& mask, ScalarType dtype) {
   args.mask_key_stride = mask_stride(mask, 0);
 }
 
+// Uses of working memory: a thread's own, and the packed heads that all threads of a call share.
+enum : int { kWorker, kShared };
+
 struct Plan {
   decltype(ipex_k_attention_pack_f32)* pack;
   decltype(ipex_k_attention_f32)* run;
@@ -89,39 +93,36 @@ struct Plan {
 // A task should be worth some 60 thousand multiplications, or a region costs more than it brings.
 int64_t grain_for(int64_t work) { return std::max<int64_t>(1, 60000 / std::max<int64_t>(1, work)); }
 
-Tensor working_memory(int64_t bytes) { return new_contiguous(&bytes, 1, ScalarType::Byte); }
-
 // Tasks are heads of keys and values with all their queries.
 void run_by_head(const AttentionArgs& args, const Plan& plan) {
-  const int64_t each = plan.head_bytes + plan.scratch_bytes;
-  const Tensor room = working_memory(plan.threads * each);
-  char* base = static_cast<char*>(room.mutable_data_ptr());
   const int64_t key_blocks = (args.keys + kKeyBlock - 1) / kKeyBlock;
   const int64_t group = args.heads / args.kv_heads;
   const int64_t tasks = group * ((args.queries + kQueryBlock - 1) / kQueryBlock);
-  std::atomic<int64_t> next{0};
+  std::atomic<bool> no_memory{false};
   parallel_for(args.batch * args.kv_heads, grain_for(group * args.queries * args.keys * args.size),
                [&](int64_t begin, int64_t end) {
-                 // torch starts at most one chunk per thread.
-                 const int64_t slot = next.fetch_add(1, std::memory_order_relaxed) % plan.threads;
+                 char* room = Scratch<kWorker>::get(plan.head_bytes + plan.scratch_bytes);
+                 if (!room) {
+                   no_memory = true;
+                   return;
+                 }
                  AttentionArgs mine = args;
-                 mine.packed = base + slot * each;
+                 mine.packed = room;
                  for (int64_t kv = begin; kv < end; ++kv) {
                    mine.packed_first = kv;
                    plan.pack(&mine, kv * key_blocks, (kv + 1) * key_blocks);
                    plan.run(&mine, kQueryBlock, kv * tasks, (kv + 1) * tasks,
-                            mine.packed + plan.head_bytes);
+                            room + plan.head_bytes);
                  }
                });
+  IPEX_CHECK(!no_memory, "attention: not enough memory for the keys and values of one head");
 }
 
 // All heads are packed first; tasks are blocks of queries.
 void run_by_block(AttentionArgs args, const Plan& plan) {
   const int64_t kv_heads = args.batch * args.kv_heads, heads = args.batch * args.heads;
-  const int64_t packed_bytes = kv_heads * plan.head_bytes;
-  const Tensor room = working_memory(packed_bytes + plan.threads * plan.scratch_bytes);
-  args.packed = static_cast<char*>(room.mutable_data_ptr());
-  char* scratch = args.packed + packed_bytes;
+  args.packed = Scratch<kShared>::get(kv_heads * plan.head_bytes);
+  IPEX_CHECK(args.packed, "attention: not enough memory for the keys and values of all heads");
   const int64_t key_blocks = (args.keys + kKeyBlock - 1) / kKeyBlock;
   parallel_for(kv_heads * key_blocks, grain_for(std::min(args.keys, kKeyBlock) * args.size),
                [&](int64_t begin, int64_t end) { plan.pack(&args, begin, end); });
@@ -129,12 +130,16 @@ void run_by_block(AttentionArgs args, const Plan& plan) {
   int64_t rows = kQueryBlock;
   while (rows > 8 && heads * ((args.queries + rows - 1) / rows) < 2 * plan.threads) rows /= 2;
   const int64_t blocks = (args.queries + rows - 1) / rows;
-  std::atomic<int64_t> next{0};
+  std::atomic<bool> no_memory{false};
   parallel_for(heads * blocks, grain_for(std::min(rows, args.queries) * args.keys * args.size),
                [&](int64_t begin, int64_t end) {
-                 const int64_t slot = next.fetch_add(1, std::memory_order_relaxed) % plan.threads;
-                 plan.run(&args, rows, begin, end, scratch + slot * plan.scratch_bytes);
+                 char* room = Scratch<kWorker>::get(plan.scratch_bytes);
+                 if (room)
+                   plan.run(&args, rows, begin, end, room);
+                 else
+                   no_memory = true;
                });
+  IPEX_CHECK(!no_memory, "attention: not enough memory for the scores of a block of queries");
 }
 
 Tensor attention(const Tensor& query0, const Tensor& key0, const Tensor& value0,

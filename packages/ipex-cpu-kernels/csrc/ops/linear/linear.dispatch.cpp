@@ -79,7 +79,7 @@ void finish(const LinearArgs& args, const float* c, int64_t ldc, const float* bi
 template <class T>
 IPEX_INLINE void run(const LinearArgs& args, int64_t row_begin, int64_t row_end,
                      int64_t panel_begin, int64_t panel_end) {
-  alignas(64) float c[kRowStep * 2 * kPanel];
+  alignas(64) float c[kRowStep<T> * 2 * kPanel];
   alignas(64) float bias[2 * kPanel];
   constexpr int64_t ldc = 2 * kPanel;
   const T* x = static_cast<const T*>(args.x);
@@ -93,8 +93,8 @@ IPEX_INLINE void run(const LinearArgs& args, int64_t row_begin, int64_t row_end,
     const int64_t width = (p1 ? 2 : 1) * kPanel;
     const int64_t count = args.n - column < width ? args.n - column : width;
     load_bias<T>(args, column, count, bias);
-    for (int64_t r = row_begin; r < row_end; r += kRowStep) {
-      const int64_t rows = row_end - r < kRowStep ? row_end - r : kRowStep;
+    for (int64_t r = row_begin; r < row_end; r += kRowStep<T>) {
+      const int64_t rows = row_end - r < kRowStep<T> ? row_end - r : kRowStep<T>;
       multiply(scope, x + r * args.x_stride, args.x_stride, rows, p0, p1, args.k, c, ldc, false);
       finish<T>(args, c, ldc, bias, r, rows, column, count);
     }

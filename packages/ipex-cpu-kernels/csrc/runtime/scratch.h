@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Working memory that outlives a call. Fresh memory of some hundred KiB costs a page fault for
+// every 4 KiB, which is more than a small op takes.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+namespace ipex {
+
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+// One block per thread and `kUse`, grown as needed and kept up to kKept bytes. Aligned to 64 bytes.
+template <int kUse>
+class Scratch {
+ public:
+  // Memory of the calling thread, valid until its next call; nullptr if there is none. Does not
+  // throw, so that it can be called inside a parallel loop.
+  static char* get(int64_t bytes) noexcept {
+    thread_local Scratch block;
+    if (bytes > block.size_ || block.size_ > kKept) {
+      block.memory_.reset();
+      const int64_t size = (bytes + 63) / 64 * 64;
+      block.memory_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(size))));
+      block.size_ = block.memory_ ? size : 0;
+    }
+    return block.memory_.get();
+  }
+
+ private:
+  static constexpr int64_t kKept = int64_t{16} << 20;
+
+  std::unique_ptr<char, Free> memory_;
+  int64_t size_ = 0;
+};
+
+}  // namespace ipex
