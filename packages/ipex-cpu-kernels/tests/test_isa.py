@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -163,3 +164,35 @@ print(len([w for w in seen if "ipex-cpu-kernels" in str(w.message)]), tuple(y.sh
     strict = run(code, IPEX_STRICT="1")
     assert strict.returncode != 0
     assert "BrokenComponentError" in strict.stderr
+
+
+@pytest.mark.parametrize("content", [b"not a library", None], ids=["damaged", "truncated"])
+def test_damaged_module_of_a_level_is_found_before_anything_is_registered(tmp_path, content):
+    """Kernels cannot be taken back from torch: a bad module must be seen first, so that the reference runs."""
+    source = _native._find_library().parent
+    for path in source.glob("libipex_cpu*.so"):
+        shutil.copy(path, tmp_path)
+    module = tmp_path / f"libipex_cpu_{provider_for('cpu').isa_available[-1]}.so"
+    module.write_bytes(module.read_bytes()[:-100] if content is None else content)
+    code = """
+import warnings, torch, ipex_core
+from ipex_core.doctor import doctor
+from ipex_cpu_kernels import _native
+from pathlib import Path
+_native._find_library = lambda: Path(r"%s")
+print([p for p in doctor().problems if "damaged" in p] != [])
+print(bool((torch.ops.ipex.gelu(torch.ones(4)) - 0.8413).abs().max() < 1e-3))
+""" % (tmp_path / "libipex_cpu.so")
+    result = run(code)
+    assert result.stdout.split() == ["True", "True"], result.stderr
+    strict = run(code.replace("doctor().problems", "[]"), IPEX_STRICT="1")
+    assert "BrokenComponentError" in strict.stderr
+    assert "damaged" in strict.stderr
+
+
+def test_missing_modules_of_all_levels(tmp_path):
+    shutil.copy(_native._find_library(), tmp_path)
+    with pytest.raises(ImportError, match="ISA levels are missing"):
+        _native.Native(tmp_path / "libipex_cpu.so")
+    with pytest.raises(ImportError, match=r"libipex_cpu\.so is missing"):
+        _native.Native(tmp_path / "nowhere" / "libipex_cpu.so")

@@ -30,7 +30,7 @@ def register(api: int) -> ProviderInfo:
     Raises:
         KernelApiError: Core and kernels were built for different contracts.
         IsaError: The level in ``IPEX_CPU_ISA`` is not in this build or cannot be used on this machine.
-        ImportError: The native library is missing.
+        ImportError: A native library is missing or damaged.
         OSError: The native library cannot be loaded.
     """
     if api != KERNEL_API:

@@ -19,6 +19,36 @@ def _find_library() -> Path:
     return next((place for place in places if place.is_file()), places[0])
 
 
+def _check_files(library: Path) -> None:
+    """Check that the libraries are there and whole, before the first of them is loaded.
+
+    Loading registers the kernels with torch for good. A module of an ISA level that turns out to be damaged after
+    that would make each op raise, where it should run its reference.
+
+    Raises:
+        ImportError: A file is missing or damaged.
+    """
+    modules = sorted(library.parent.glob(f"{library.stem}_*.so"))
+    advice = "pip install --force-reinstall ipex-cpu-kernels"
+    if not library.is_file() or not modules:
+        what = "all modules of ISA levels are" if library.is_file() else f"{library.name} is"
+        raise ImportError(f"{what} missing from the installation of ipex-cpu-kernels: {advice}")
+    for path in (library, *modules):
+        if not _is_whole(path):
+            raise ImportError(f"{path} is damaged: {advice}")
+
+
+def _is_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return False
+    # The section headers are the last thing in the file.
+    offset = int.from_bytes(header[40:48], "little")
+    size, count = (int.from_bytes(header[i : i + 2], "little") for i in (58, 60))
+    return path.stat().st_size >= offset + size * count
+
+
 class NativeError(RuntimeError):
     """A native function reported an error."""
 
@@ -27,8 +57,7 @@ class Native:
     """The loaded library."""
 
     def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise ImportError(f"{path.name} is missing from the installation of ipex-cpu-kernels")
+        _check_files(path)
         # Not torch.ops.load_library alone: it gives no handle. Both name the same file, so it is loaded once.
         torch.ops.load_library(str(path))
         self._library = ctypes.CDLL(str(path))
