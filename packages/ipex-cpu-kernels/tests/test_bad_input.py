@@ -114,9 +114,56 @@ def test_meta_tensors(op):
         assert g.dtype == w.dtype
 
 
-def test_mixed_devices():
+def tensor_arguments():
+    """Yield (op, position) of each tensor argument; the sample has all optional ones."""
+    for name in specs():
+        sample = fullest(name)
+        yield from (
+            pytest.param(name, i, id=f"{name}-{i}")
+            for i, value in enumerate(sample.args)
+            if isinstance(value, torch.Tensor)
+        )
+
+
+def fullest(op):
+    """Return the sample of an op with the most tensor arguments that are not empty."""
+
+    def tensors(sample):
+        given = [a for a in sample.args if isinstance(a, torch.Tensor)]
+        return len(given) if all(a.numel() for a in given) else 0
+
+    return max(specs()[op].samples(torch.float32), key=tensors)
+
+
+def corrupted(op, position, change):
+    args = list(fullest(op).args)
+    args[position] = change(args[position])
+    return args
+
+
+ARGUMENTS = list(tensor_arguments())
+ARGUMENTS_BUT_FIRST = [p for p in ARGUMENTS if p.values[1] > 0]
+
+
+@pytest.mark.parametrize(("op", "position"), ARGUMENTS)
+def test_wrong_dtype_of_each_argument(op, position):
+    args = corrupted(op, position, lambda t: t.to(torch.int16))
+    with pytest.raises(RuntimeError, match=rf"^{op}: \w+ must .*, got "):
+        getattr(ops, op)(*args)
+
+
+@pytest.mark.parametrize(("op", "position"), ARGUMENTS_BUT_FIRST)
+def test_wrong_shape_of_each_argument(op, position):
+    args = corrupted(op, position, lambda t: torch.ones(3, *t.shape, 3, dtype=t.dtype))
+    with pytest.raises(RuntimeError, match=rf"^{op}: \w+ must .*, got "):
+        getattr(ops, op)(*args)
+
+
+@pytest.mark.parametrize(("op", "position"), ARGUMENTS_BUT_FIRST)
+def test_wrong_device_of_each_argument(op, position):
+    args = corrupted(op, position, lambda t: t.to("meta"))
     with pytest.raises(RuntimeError, match="device"):
-        ops.rms_norm(X, W.to("meta"))
+        getattr(ops, op)(*args)
 
 
 @pytest.mark.parametrize("op", ["pack_linear_weight", "unpack_linear_weight"])
@@ -127,3 +174,14 @@ def test_requires_grad_without_a_derivative_raises(op):
     packed = ops.pack_linear_weight(torch.ones(4, 4, requires_grad=True))
     assert packed.dtype == torch.uint8  # bytes cannot carry a gradient
     assert not packed.requires_grad
+
+
+@pytest.mark.parametrize("dtype", specs()["attention"].dtypes, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_attention_hides_no_bad_value(value, dtype, level):
+    """A NaN or infinity in query, key or value reaches the rows that it reaches in the reference, and no other."""
+    for position in range(3):
+        tensors = [torch.randn(1, 2, 24, 16).to(dtype) for _ in range(3)]
+        tensors[position][0, 1, 5, 3] = value
+        got, want = ops.attention(*tensors), specs()["attention"].reference(*tensors)
+        assert torch.equal(got.isfinite(), want.isfinite()), f"argument {position}"
