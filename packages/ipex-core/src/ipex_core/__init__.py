@@ -52,10 +52,15 @@ _LAZY = {
     "show_config": "ipex_core.introspect",
 }
 
-__all__ = ["__version__", "config", "errors", *_LAZY]  # noqa: PLE0604  (the keys are strings)
+#: Modules that are imported when they are named.
+_MODULES = ("benchmark", "compile_backend", "nn", "testing")
+
+__all__ = ["__version__", "config", "errors", *_LAZY, *_MODULES]  # noqa: PLE0604  (the keys are strings)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -65,7 +65,8 @@ def rows(report: Report) -> list[tuple[str, str]]:
         cause = f": {package.cause}" if package.cause else ""
         table.append((f"{package.kind} {package.name}", text + cause))
     for setting in report.settings:
-        shown = "" if setting["value"] == "" else f"{setting['value']} "
+        value = setting["value"]
+        shown = "" if value == "" else f"{int(value) if isinstance(value, bool) else value} "
         table.append((str(setting["name"]), f"{shown}({setting['source']})"))
     return table
 

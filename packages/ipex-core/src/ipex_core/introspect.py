@@ -9,7 +9,7 @@ from typing import Any
 from ipex_core import _plugins
 from ipex_core import ops as _ops  # noqa: F401  (registers all ops)
 from ipex_core._spec import specs
-from ipex_core.errors import UnknownOpError
+from ipex_core.errors import IpexError, UnknownOpError
 
 __all__ = ["op_info", "show_config"]
 
@@ -60,16 +60,36 @@ def op_info(name: str) -> dict[str, Any]:
 
 
 def show_config() -> str:
-    """Return the configuration and the state of all packages as text, for bug reports."""
+    """Return the configuration and the state of all packages as text, for bug reports.
+
+    What is wrong with either is part of the text: a value that is not allowed, a package that cannot be loaded, a
+    demand (``IPEX_CPU_ISA``) that cannot be met.
+
+    Returns:
+        Some lines: versions, each variable with its value and where that comes from, kernel packages, components.
+
+    Example:
+        >>> print(show_config())  # doctest: +ELLIPSIS
+        ipex-core ..., torch ...
+        <BLANKLINE>
+        configuration:
+          IPEX_CPU_ISA = ...
+    """
     import torch
 
     from ipex_core import _version, config
 
     lines = [f"ipex-core {_version.__version__}, torch {torch.__version__}", "", "configuration:"]
     for setting in config.settings():
-        lines.append(f"  {setting.variable.name} = {setting.value!r} ({setting.source})")
+        shown = setting.error or setting.source
+        lines.append(f"  {setting.variable.name} = {_shown(setting.value)} ({shown})")
     lines += ["", "kernel packages:"]
-    for status in _plugins.load_providers():
+    try:
+        statuses = _plugins.load_providers()
+    except IpexError as error:
+        statuses = ()
+        lines.append(f"  cannot be loaded: {error}")
+    for status in statuses:
         text = f"  {status.name}: {status.state}"
         if status.info is not None:
             text += f", {status.distribution} {status.info.version}, ISA level {status.info.isa}"
@@ -81,3 +101,10 @@ def show_config() -> str:
         version = f" {component.version}" if component.version else ""
         lines.append(f"  {component.name}: {component.state}, {component.distribution}{version}")
     return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    # As it is written in the environment.
+    if isinstance(value, bool):
+        return str(int(value))
+    return str(getattr(value, "name", value)) or "(empty)"
