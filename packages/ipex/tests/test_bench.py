@@ -112,3 +112,26 @@ def test_threads_are_restored(tiny):
     before = torch.get_num_threads()
     assert run("--threads", "1", "--dtype", "fp32", "--case", "4x64").exit_code == 0
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(option, tmp_path):
+    (tmp_path / "file").touch()
+    target = tmp_path / "file" / "below"
+    done = run(OP, option, str(target))
+    assert done.exit_code == 2
+    assert "cannot write" in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("width", [80, 110, 140])
+def test_table_loses_no_number_on_a_narrow_terminal(tiny, width):
+    import io
+
+    from rich.console import Console
+
+    results = list(run_bench([OP], dtypes=[torch.bfloat16], seconds=0.001))
+    out = io.StringIO()
+    Console(file=out, width=width).print(bench.results_table(results, width))
+    assert "…" not in out.getvalue()
+    assert f"{results[0].ratio:.2f}x" in out.getvalue()

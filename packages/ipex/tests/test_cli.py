@@ -144,6 +144,20 @@ def test_show_config():
     assert rows["IPEX_FP32_MATH_MODE"]["value"] == "FP32"
 
 
+def test_show_config_runs_in_a_bad_environment_and_shows_it():
+    for name, value in (("IPEX_CPU_ISA", "avx1024"), ("IPEX_STRICT", "maybe")):
+        done = subprocess.run(
+            [sys.executable, "-m", "ipex", "show-config"],
+            env={**os.environ, name: value},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"{name}={value} is not allowed" in done.stdout
+        assert "IPEX_FP32_MATH_MODE = FP32 (default)" in done.stdout
+
+
 def test_op_info():
     done = runner.invoke(cli.app, ["op-info"])
     assert done.exit_code == 0

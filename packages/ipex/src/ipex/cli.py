@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import json
 import sys
+import warnings
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -15,6 +16,8 @@ import typer.main
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from ipex._console import make_console
 
 if TYPE_CHECKING:
     from ipex_core.doctor import Report
@@ -224,8 +227,9 @@ def op_info(
     table = Table("op", "provider", "ISA level", "what it does", box=None, pad_edge=False)
     for info in found:
         levels = sorted({str(k["current"]) for k in info["kernels"].values()})
-        table.add_row(info["op"], info["provider"], ", ".join(levels), Text(info["summary"]))
-    Console().print(table)
+        level = ", ".join(levels) or "-"
+        table.add_row(info["op"], info["provider"], level, Text(info["summary"]))
+    make_console().print(table)
 
 
 def _describe(info: dict[str, Any]) -> str:
@@ -246,6 +250,8 @@ def _text(value: Any) -> str:
 
 def main() -> None:
     """Run the command; errors of ipex are one line on stderr and exit code 2."""
+    # torch warns when it is imported without NumPy, which no command needs.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
         app()
     except Exception as error:

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from ipex._console import PLAIN_WIDTH, make_console, writable
 
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result
@@ -30,6 +33,7 @@ TOLERANCE = 0.15
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_LONG = {name: short for short, name in _SHORT.items()}
 
 
 @app.command()
@@ -72,7 +76,7 @@ def bench(
 
     Exit codes: 0, 1 if --compare finds a ratio more than 15 % lower, 2 for bad arguments.
     """
-    console = Console()
+    console = make_console()
     names = list(ops or ())
     request: dict[str, Any] = {
         "ops": names,
@@ -84,6 +88,11 @@ def bench(
     thread_counts = _parse_threads(threads)
     level_names = _parse_levels(levels)
     earlier = _read_results(compare) if compare is not None else []
+    if json_file is not None:
+        writable(json_file, "--json")
+    if plot is not None:
+        writable(plot, "--plot")
+        _figure()
 
     from ipex_core.benchmark import busy
 
@@ -94,7 +103,7 @@ def bench(
             results += _run({**request, "threads": count}, level, console)
     if not results:
         raise typer.BadParameter("nothing to measure: no shape of these ops fits the options")
-    console.print(results_table(results))
+    console.print(results_table(results, console.width))
     if (others or 0) > 0.1:
         console.print(
             f"[yellow]Other processes took {others:.0%} of the CPUs when this started:[/] repeat it on an idle"
@@ -201,7 +210,7 @@ def _run(request: dict[str, Any], level: str, console: Console) -> list[Result]:
 
 def child(request: str, answer: str) -> None:
     """Measure in this process and write the results to a file; what `_run` starts for a forced level."""
-    write_json(Path(answer), _measure(json.loads(request), Console()))
+    write_json(Path(answer), _measure(json.loads(request), make_console()))
 
 
 def _measure(request: dict[str, Any], console: Console) -> list[Result]:
@@ -277,20 +286,30 @@ def find_regressions(
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def results_table(results: list[Result]) -> Table:
-    """Return the table that the command prints."""
-    table = Table(title="ipex against stock torch (ratio above 1: ipex is faster)")
+def results_table(results: list[Result], width: int = PLAIN_WIDTH) -> Table:
+    """Return the table that the command prints; on a narrow terminal without the columns that matter least."""
+    table = Table(title="ipex against stock torch (ratio above 1: ipex is faster)", box=SIMPLE_HEAD)
     several_levels = len({r.level for r in results}) > 1
     several_threads = len({r.threads for r in results}) > 1
-    table.add_column("op", no_wrap=True)
-    table.add_column("case", no_wrap=True)
-    table.add_column("dtype")
+    table.add_column("op", overflow="fold")
+    table.add_column("case", overflow="fold")
+    table.add_column("dtype", no_wrap=True)
     if several_threads:
         table.add_column("threads", justify="right")
     if several_levels:
         table.add_column("level")
-    for name in ("stock us", "ipex us", "ratio", "p10-p90", "GB/s", "GFLOP/s", "% of limit"):
-        table.add_column(name, justify="right")
+    rates, spread = width >= 125, width >= 100
+    for name, shown in (
+        ("stock us", True),
+        ("ipex us", True),
+        ("ratio", True),
+        ("p10-p90", spread),
+        ("GB/s", rates),
+        ("GFLOP/s", rates),
+        ("% of limit", True),
+    ):
+        if shown:
+            table.add_column(name, justify="right", no_wrap=True)
     last = ""
     for r in results:
         if last and r.op != last:
@@ -301,15 +320,18 @@ def results_table(results: list[Result]) -> Table:
         table.add_row(
             r.op,
             r.case,
-            r.dtype,
+            _LONG.get(r.dtype, r.dtype),
             *([str(r.threads)] if several_threads else []),
             *([r.level] if several_levels else []),
             f"{r.stock_us:,.1f}",
             f"{r.ipex_us:,.1f}",
             f"[{colour}]{r.ratio:.2f}x[/]",
-            f"{r.ratio_low:.2f}-{r.ratio_high:.2f}",
-            f"{r.gb_per_s:.1f}",
-            f"{r.gflop_per_s:.0f}" if r.gflop_per_s else "",
+            *([f"{r.ratio_low:.2f}-{r.ratio_high:.2f}"] if spread else []),
+            *(
+                [f"{r.gb_per_s:.1f}", f"{r.gflop_per_s:.0f}" if r.gflop_per_s else ""]
+                if rates
+                else []
+            ),
             limit,
         )
     first = results[0]
@@ -337,15 +359,19 @@ def _read_results(path: Path) -> list[Result]:
         raise typer.BadParameter(f"{path} is not a result file of ipex bench: {error}") from None
 
 
-def write_plot(path: Path, results: list[Result]) -> None:
-    """Draw the ratios as bars with their spread."""
+def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise typer.BadParameter(
-            "needs matplotlib: pip install 'ipex[demo]'", param_hint="--plot"
+            "needs matplotlib: pip install 'ipex[plot]'", param_hint="--plot"
         ) from None
-    figure = Figure(figsize=(9, 1.2 + 0.22 * len(results)), layout="constrained")
+    return Figure
+
+
+def write_plot(path: Path, results: list[Result]) -> None:
+    """Draw the ratios as bars with their spread."""
+    figure = _figure()(figsize=(9, 1.2 + 0.22 * len(results)), layout="constrained")
     axes = figure.subplots()
     places = range(len(results))
     low = [max(r.ratio - r.ratio_low, 0) for r in results]

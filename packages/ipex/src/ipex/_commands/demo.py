@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from ipex._console import make_console, writable
+
 if TYPE_CHECKING:
     from ipex._commands._demo_model import Batch, Encoder, Runner, Sentence
 
@@ -55,8 +57,9 @@ def demo(
     Exit codes: 0; 1 if a candidate fails, the search goes wrong, or an embedding of ipex has a cosine below 0.999 to
     the one of stock float32; 2 for bad arguments or missing packages. Being slower than stock is shown, not an error.
     """
-    console = Console()
+    console = make_console()
     sizes = _parse_sizes(batches)
+    writable(out / "demo.json", "--out")
     started = time.perf_counter()
     import torch
 
@@ -67,7 +70,10 @@ def demo(
     try:
         encoder = dm.Encoder(quick)
     except ModuleNotFoundError as error:
-        console.print(f"[red]ipex demo:[/] {escape(str(error))}")
+        hint = "" if "pip install" in str(error) else ": pip install 'ipex[demo]'"
+        Console(stderr=True, soft_wrap=True).print(
+            f"[bold red]error:[/] {escape(f'{error}{hint}')}"
+        )
         raise typer.Exit(2) from None
     if threads:
         torch.set_num_threads(threads)
