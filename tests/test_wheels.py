@@ -77,6 +77,18 @@ def test_metadata_agrees_with_the_project(package: str) -> None:
     assert metadata["Version"] == project.version
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["License-File"] == "LICENSE"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert f"# {package}" in str(metadata.get_payload())  # the readme
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    # Nothing that exists only in a checkout.
+    assert "file:" not in str(metadata.get_all("Requires-Dist", []))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_record_lists_every_file(package: str) -> None:
+    recorded = {line.rsplit(",", 2)[0] for line in read(package, ".dist-info/RECORD").splitlines()}
+    assert recorded == set(members(package))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
