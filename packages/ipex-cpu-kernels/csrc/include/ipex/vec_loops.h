@@ -13,6 +13,19 @@ namespace {
 // polynomial; with 16 registers (AVX2, SSE2) one pair already fills the register file.
 inline constexpr int kMapPairs = kLanes == 16 ? 2 : 1;
 
+// Tells the cores that have AMX what is read 4 KiB later: a tenth faster where a polynomial keeps
+// the loads of an iteration from running far enough ahead. Other cores were not faster by it.
+template <typename T>
+IPEX_INLINE void fetch_pair_ahead([[maybe_unused]] const T* a) {
+#if IPEX_HAVE_AMX
+  constexpr int64_t kAhead = 4096;
+  const char* place = reinterpret_cast<const char*>(a) + kAhead;
+#pragma GCC unroll 2
+  for (int64_t line = 0; line < 2 * kLanes * static_cast<int64_t>(sizeof(T)); line += 64)
+    __builtin_prefetch(place + line);
+#endif
+}
+
 // The inputs of one group are all read before its outputs are written, so y may be an input.
 template <typename T, typename F>
 IPEX_INLINE void map(const T* a, T* y, int64_t n, const F& f) {
@@ -23,6 +36,7 @@ IPEX_INLINE void map(const T* a, T* y, int64_t n, const F& f) {
 #pragma GCC unroll 2
     for (int k = 0; k < kMapPairs; ++k) {
       const f32v2 u = load2(a + i + k * kStep);
+      fetch_pair_ahead(a + i + k * kStep);
       r[k] = {f(u.a), f(u.b)};
     }
 #pragma GCC unroll 2

@@ -124,7 +124,8 @@ void run_by_block(AttentionArgs args, const Plan& plan) {
   args.packed = Scratch<kShared>::get(kv_heads * plan.head_bytes);
   IPEX_CHECK(args.packed, "attention: not enough memory for the keys and values of all heads");
   const int64_t key_blocks = (args.keys + kKeyBlock - 1) / kKeyBlock;
-  parallel_for(kv_heads * key_blocks, grain_for(std::min(args.keys, kKeyBlock) * args.size),
+  const int64_t elements = std::max<int64_t>(1, std::min(args.keys, kKeyBlock) * args.size);
+  parallel_for(kv_heads * key_blocks, std::max<int64_t>(1, 8192 / elements),
                [&](int64_t begin, int64_t end) { plan.pack(&args, begin, end); });
 
   int64_t rows = kQueryBlock;
