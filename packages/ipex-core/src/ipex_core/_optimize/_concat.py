@@ -76,7 +76,7 @@ def merge_by_source(module: nn.Module) -> tuple[list[list[str]], str | None]:
     function.name = "forward"
     source = ast.unparse(ast.fix_missing_locations(tree))
     names_of[_HELPER] = "ipex_core.nn._group:linears"
-    module.__dict__["forward"] = FusedForward(module, source, names_of, None, ())
+    module.__dict__["forward"] = FusedForward(module, source, names_of, None, (), ())
     return [names for names, _ in groups], None
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from torch import fx, nn
 
 from ipex_core._optimize._passes import Context, Pass, register, swap_reason
+from ipex_core._optimize._trace import release, untouched
 from ipex_core.nn._leaf import has_hooks
 from ipex_core.nn._state import attach, swap_class
 from ipex_core.nn.layers import (
@@ -38,19 +39,6 @@ _LINEAR: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: nn.BatchNorm1d}
 _Pairs = list[tuple[str, nn.Module, str, nn.Module]]
 
 
-def release(tracer: fx.Tracer) -> None:
-    """Let go of the module: nodes and proxies of a trace are cycles and would keep it alive."""
-    for name in (
-        "root",
-        "tensor_attrs",
-        "submodule_paths",
-        "module_stack",
-        "scope",
-        "root_module_name",
-    ):
-        tracer.__dict__.pop(name, None)
-
-
 def adjacent(
     root: nn.Module, first: dict[type[nn.Module], type[nn.Module]], prefix: str = ""
 ) -> _Pairs:
@@ -59,7 +47,8 @@ def adjacent(
         return []
     tracer = fx.Tracer()
     try:
-        graph = tracer.trace(root)
+        with untouched(root, strict=False):
+            graph = tracer.trace(root)
     except Exception:
         pairs: _Pairs = []
         for name, child in root.named_children():

@@ -7,102 +7,28 @@ their names stay. A forward that cannot be traced is left alone.
 
 from __future__ import annotations
 
-import inspect
 import re
-import warnings
-from typing import Any
 
 from torch import fx, nn
 
 from ipex_core._optimize._concat import merge_by_source
-from ipex_core._optimize._folding import release
 from ipex_core._optimize._fused_forward import FusedForward, import_names
 from ipex_core._optimize._passes import Context, Pass, register
 from ipex_core._optimize._patterns import Rewriter
 from ipex_core._optimize._records import Log
 from ipex_core._optimize._rms import find_rms_norm
-from ipex_core.nn._leaf import has_hooks, has_kernel
+from ipex_core._optimize._trace import Guard, guards_of, reason_against, trace
+from ipex_core.nn._leaf import has_kernel
 
-__all__ = ["Fuse", "install", "trace"]
-
-
-class _Tracer(fx.Tracer):
-    """Traces with children as leaves and optional arguments at their defaults."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        self._names = names
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        # An activation written as a module of its own (no parameters, no children) is looked into.
-        plain = not m._parameters and not m._buffers and not m._modules and not has_hooks(m)
-        library = type(m).__module__.startswith(("torch.nn", "ipex_core.nn"))
-        return library or not plain or "." in module_qualified_name
-
-    def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: Any = None
-    ) -> tuple[Any, list[Any]]:
-        proxies = [self.create_proxy("placeholder", name, (), {}) for name in self._names]
-        return root_fn, [self.root, *proxies]
-
-
-def required_arguments(module: nn.Module) -> list[str] | None:
-    """Return the names of the arguments without default, or None if the signature cannot be served."""
-    names = []
-    for parameter in inspect.signature(type(module).forward).parameters.values():
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            continue
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
-            return None
-        if parameter.default is parameter.empty:
-            names.append(parameter.name)
-    return names[1:]
-
-
-def trace(module: nn.Module) -> tuple[fx.Graph, list[str]]:
-    """Trace the forward of one module.
-
-    Raises:
-        Exception: Whatever the forward does with a stand-in for a tensor; RuntimeError if it changes the module.
-    """
-    names = required_arguments(module)
-    if names is None:
-        raise RuntimeError("a keyword-only argument is required")
-    before = {k: (dict(v) if isinstance(v, dict) else v) for k, v in module.__dict__.items()}
-    tracer = _Tracer(names)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            graph = tracer.trace(module)
-    finally:
-        release(tracer)
-        changed = _restore(module, before)
-    if changed:
-        raise RuntimeError("the forward changes attributes of the module")
-    return graph, names
-
-
-def _restore(module: nn.Module, before: dict[str, Any]) -> bool:
-    """Undo attribute changes that tracing made; return whether there were any."""
-    changed = False
-    for key in [k for k in module.__dict__ if k not in before]:
-        del module.__dict__[key]
-        changed = True
-    for key, old in before.items():
-        new = module.__dict__.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            if new.keys() != old.keys() or any(new[k] is not old[k] for k in old):
-                new.clear()
-                new.update(old)
-                changed = True
-        elif new is not old:
-            module.__dict__[key] = old
-            changed = True
-    return changed
+__all__ = ["Fuse", "install"]
 
 
 def install(
-    module: nn.Module, graph: fx.Graph, names: list[str], children: list[str]
+    module: nn.Module,
+    graph: fx.Graph,
+    names: list[str],
+    children: list[str],
+    guards: tuple[Guard, ...],
 ) -> str | None:
     """Generate the code of a graph and put it in front of the class's forward; return why not, or None."""
     code = graph.python_code("self")
@@ -113,7 +39,9 @@ def install(
         return "the forward uses something that has no importable name"
     used = tuple((name, module._modules[name]) for name in sorted(set(children)))
     pairs = tuple((name, child) for name, child in used if child is not None)
-    module.__dict__["forward"] = FusedForward(module, code.src, imports, tuple(names), pairs)
+    module.__dict__["forward"] = FusedForward(
+        module, code.src, imports, tuple(names), pairs, guards
+    )
     return None
 
 
@@ -137,7 +65,7 @@ class Fuse(Pass):
 
     def _module(self, context: Context, path: str, module: nn.Module) -> None:
         try:
-            graph, names = trace(module)
+            graph, names, entered = trace(module)
         except Exception as error:
             if any(isinstance(c, (nn.Linear, nn.LayerNorm)) for c in module.children()):
                 first = (str(error).splitlines() or [type(error).__name__])[0]
@@ -145,6 +73,11 @@ class Fuse(Pass):
                 context.log.add(path, module, self.name, False, text)
                 if context.options.concat_linear:
                     self._merge(context, path, module)
+            return
+        reason = reason_against(module, graph, entered)
+        if reason is not None:
+            if any(isinstance(c, (nn.Linear, nn.LayerNorm)) for c in module.children()):
+                context.log.add(path, module, self.name, False, reason)
             return
         norm = find_rms_norm(module, graph)
         if norm is not None:
@@ -159,7 +92,7 @@ class Fuse(Pass):
             done, children = rewriter.run()
         if not done:
             return
-        reason = install(module, graph, names, children)
+        reason = install(module, graph, names, children, guards_of(module, entered))
         text = "fused: " + ", ".join(done) if reason is None else reason
         context.log.add(path, module, self.name, reason is None, text, ", ".join(done))
 

@@ -10,11 +10,15 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from ipex_core._optimize._trace import Guard
 from ipex_core.nn._leaf import has_hooks
 
 __all__ = ["FusedForward", "import_names"]
+
+_MISSING: Any = object()
 
 
 def import_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
@@ -49,7 +53,8 @@ class FusedForward:
 
     With ``arguments=None`` the code takes whatever the original forward takes. Otherwise it takes the named arguments
     only, and the original forward runs instead whenever the generated code would not be equivalent: optional arguments
-    are given, the module is in training mode, or a child whose call was fused away was replaced or got a hook.
+    are given, an argument is no tensor, the module is in training mode, a child whose call was fused away was replaced
+    or got a hook, or an attribute that the forward reads was changed.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class FusedForward:
         names: dict[str, str],
         arguments: tuple[str, ...] | None,
         children: tuple[tuple[str, nn.Module], ...],
+        guards: tuple[Guard, ...],
     ) -> None:
         # Weak: a strong reference would make a cycle that keeps the weights alive until the garbage collector runs.
         self._module = weakref.ref(module)
@@ -66,6 +72,7 @@ class FusedForward:
         self.names = names
         self.arguments = arguments
         self.children = children
+        self.guards = guards
         namespace = {name: _resolve(path) for name, path in names.items()}
         exec(compile(source, "<ipex fused forward>", "exec"), namespace)
         self._off = False
@@ -89,15 +96,27 @@ class FusedForward:
             rest = self.arguments[len(args) :]
             if all(name in kwargs for name in rest):
                 args, kwargs = (*args, *(kwargs[name] for name in rest)), {}
-        if kwargs or len(args) != len(self.arguments) or module.training or self._changed(module):
+        if (
+            kwargs
+            or len(args) != len(self.arguments)
+            or module.training
+            or not all(isinstance(value, torch.Tensor) for value in args)
+            or self._changed(module)
+        ):
             return type(module).forward(module, *args, **kwargs)
         return self._function(module, *args)
 
     def _changed(self, module: nn.Module) -> bool:
-        return any(
-            module._modules.get(name) is not child or has_hooks(child)
-            for name, child in self.children
-        )
+        for name, child in self.children:
+            if module._modules.get(name) is not child or has_hooks(child):
+                return True
+        for name, attribute, key, value in self.guards:
+            owner: Any = module._modules[name] if name else module
+            owner = getattr(owner, attribute, _MISSING)
+            now = getattr(owner, key, _MISSING) if key else owner
+            if now is not value and now != value:
+                return True
+        return False
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -117,7 +136,9 @@ class FusedForward:
         module = copy.deepcopy(self._module(), memo)
         assert module is not None
         children = tuple((name, copy.deepcopy(child, memo)) for name, child in self.children)
-        return FusedForward(module, self.source, self.names, self.arguments, children)
+        return FusedForward(
+            module, self.source, self.names, self.arguments, children, self.guards
+        )
 
     def __reduce__(self) -> Any:
         return FusedForward, (
@@ -126,4 +147,5 @@ class FusedForward:
             self.names,
             self.arguments,
             self.children,
+            self.guards,
         )
