@@ -362,3 +362,27 @@ def test_gradients_through_an_optimized_model():
         result.block.norm.bias.grad, model.block.norm.bias.grad, rtol=1e-3, atol=1e-3
     )
     assert result.conv.weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_assigning_unties_parameters(dtype):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(40, 64)
+            self.head = nn.Linear(64, 40, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.embed(x))
+
+    model = Tied().eval()
+    result = optimize(model, dtype=dtype)
+    values = {k: torch.randn_like(v) for k, v in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    result.load_state_dict({k: v.clone() for k, v in values.items()}, assign=True)
+    ids = torch.arange(40)
+    torch.testing.assert_close(result(ids).float(), model(ids), rtol=3e-2, atol=0.3)
+    for saved in (result.state_dict(), restore(result).state_dict()):
+        assert all(torch.equal(saved[k], v) for k, v in values.items())
+    assert torch.equal(result(ids), model(ids))

@@ -38,6 +38,7 @@ class ModuleState:
         added: Names of parameters that the original module does not have.
         plain: The plain parameter whose place a packed one has taken.
         kernel_op: The ``torch.ops.ipex`` op the module calls, or None.
+        former: The parameters before a state dict is loaded, while it is loaded.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class ModuleState:
         self.added: set[str] = set()
         self.plain: nn.Parameter | None = None
         self.kernel_op: str | None = None
+        self.former: dict[str, nn.Parameter | None] = {}
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
@@ -266,9 +268,19 @@ def _on_save(
 
 def _before_load(module: nn.Module, *_: Any) -> None:
     revert(module)
+    state = state_of(module)
+    if state is not None:
+        state.former = dict(module._parameters)
 
 
 def _after_load(module: nn.Module, _: Any) -> None:
+    state = state_of(module)
+    if state is not None:
+        for name, parameter in state.former.items():
+            # With assign=True there is a new parameter. It is no longer tied to those that shared the old one.
+            if module._parameters.get(name) is not parameter:
+                state.saved.pop(name, None)
+        state.former = {}
     realize(module)
     partner = module.__dict__.get("_folded_into")
     if isinstance(partner, nn.Module):
