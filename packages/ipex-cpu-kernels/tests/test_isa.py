@@ -196,3 +196,20 @@ def test_missing_modules_of_all_levels(tmp_path):
         _native.Native(tmp_path / "libipex_cpu.so")
     with pytest.raises(ImportError, match=r"libipex_cpu\.so is missing"):
         _native.Native(tmp_path / "nowhere" / "libipex_cpu.so")
+
+
+def test_what_op_info_says_about_the_stock_op_is_what_core_does():
+    from ipex_core._choice import prefer_ipex_attention
+    from ipex_core._optimize._prepack import MIN_WEIGHTS
+    from ipex_core.introspect import op_info
+
+    words = op_info("linear")["stock_when"]
+    assert f"{MIN_WEIGHTS[torch.float32]} elements in float32" in words
+    assert f"{MIN_WEIGHTS[torch.bfloat16]} in bfloat16" in words
+    words = op_info("attention")["stock_when"]
+    for dtype, rows in ((torch.float32, 128), (torch.bfloat16, 8)):
+        assert f"fewer than {rows}" in words
+        for length in (rows - 1, rows):
+            shape = (1, 4, length, 64)
+            assert prefer_ipex_attention(shape, shape, dtype) == (length == rows)
+    assert op_info("rms_norm")["stock_when"] is None
