@@ -7,7 +7,11 @@ import inspect
 from types import ModuleType
 
 import ipex
+import ipex_core._explain
 import ipex_core._spec
+import ipex_core.benchmark
+import ipex_core.config
+import ipex_core.doctor
 import ipex_core.errors
 import ipex_core.testing
 
@@ -46,7 +50,13 @@ def user_page() -> str:
         "What `import ipex` offers, generated from the docstrings.",
         "",
     ]
+    for name, value in (
+        ("ipex_core.doctor", ipex_core.doctor.Report),
+        ("ipex_core._explain", ipex_core._explain.Explanation),
+    ):
+        classes += entry(name, value.__name__, value)
     lines += section("Functions", functions) + section("Classes", classes)
+    lines += section("Configuration: `ipex.config`", members(ipex_core.config, ipex))
     if constants:
         lines += ["## Constants", "", "| Name | Value |", "|---|---|", *constants, ""]
     lines += section("Errors", errors)
@@ -60,14 +70,23 @@ def author_page() -> str:
         "What an op's specification is made of, and the checks that a kernel package can use.",
         "",
     ]
-    for title, module in (("Specifications", ipex_core._spec), ("Tests", ipex_core.testing)):
-        body: list[str] = []
-        for name in module.__all__:
-            value = getattr(module, name)
-            if callable(value):
-                body += entry(module.__name__, name, value)
-        lines += section(title, body)
+    for title, module in (
+        ("Specifications", ipex_core._spec),
+        ("Tests: `ipex_core.testing`", ipex_core.testing),
+        ("Measurements: `ipex_core.benchmark`", ipex_core.benchmark),
+    ):
+        lines += section(title, members(module))
     return "\n".join(lines)
+
+
+def members(module: ModuleType, elsewhere: ModuleType | None = None) -> list[str]:
+    """Return the directives of a module's public functions and classes, without those that another page part has."""
+    body: list[str] = []
+    for name in module.__all__:
+        value = getattr(module, name)
+        if callable(value) and not hasattr(elsewhere, name):
+            body += entry(module.__name__, name, value)
+    return body
 
 
 def entry(module: str, name: str, value: object) -> list[str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from sphinx.ext.napoleon import Config
 from sphinx.ext.napoleon.docstring import GoogleDocstring
 
+from ipex_core._plugins import provider_for
 from ipex_core._spec import OpSpec, specs
 from ipex_core.introspect import op_info
 
@@ -78,9 +80,21 @@ def op_page(spec: OpSpec) -> str:
         "|---|---|",
         f"| Dtypes | {dtypes(spec)} |",
         f"| Autocast | {_AUTOCAST[spec.autocast]} |",
-        f"| Gradient | {'of the reference' if spec.backward else 'none: `requires_grad` raises'} |",
+        f"| Gradient | {'of the reference' if spec.backward else 'none'} |",
         f"| `torch.compile` | one graph, no break; shapes may be dynamic |",  # noqa: F541
         "",
+        *accuracy(spec),
+        *kernels(spec),
+        *benchmark(spec),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def accuracy(spec: OpSpec) -> list[str]:
+    """Return the section about tolerances."""
+    if not spec.backward:
+        return ["## Accuracy", "", "Exact: the bytes are those of the reference.", ""]
+    return [
         "## Accuracy",
         "",
         "A kernel is compared with the reference computed in higher precision, on all samples of the specification.",
@@ -92,16 +106,15 @@ def op_page(spec: OpSpec) -> str:
             for dtype, (rtol, atol) in spec.tolerance.items()
         ),
         "",
-        *kernels(spec),
-        *benchmark(spec),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def docstring(spec: OpSpec) -> list[str]:
     """Return the reference's docstring as a block of reStructuredText."""
     text = inspect.getdoc(spec.reference) or ""
     body = str(GoogleDocstring(text, _NAPOLEON, what="function")).splitlines()
+    # Outside a function directive the name of a field is printed as it is written.
+    body = [re.sub(r"^:returns:", ":Returns:", line) for line in body]
     return ["```{eval-rst}", *body, "```"]
 
 
@@ -120,6 +133,8 @@ def kernels(spec: OpSpec) -> list[str]:
     info: dict[str, Any] = op_info(spec.name)
     symbols: dict[str, dict[str, Any]] = info["kernels"]
     lines = ["## Kernels", ""]
+    if not symbols and info["provider"] != "reference":
+        return [*lines, "Native in `ipex-cpu-kernels`, and the same at every ISA level.", ""]
     if not symbols:
         return [
             *lines,
@@ -127,20 +142,24 @@ def kernels(spec: OpSpec) -> list[str]:
             "",
         ]
     lines += [
-        "Native kernels of `ipex-cpu-kernels` and the ISA levels each is compiled for. The best level the CPU can run",
-        f'is chosen; `ipex.op_info("{spec.name}")` shows which one that is on your machine.',
+        f"Native kernels of `ipex-cpu-kernels`, each compiled for the levels {levels()}. The best level that the CPU",
+        f'can run is chosen; `ipex.op_info("{spec.name}")` shows which one that is on your machine.',
         "",
-        "| Kernel | Levels |",
-        "|---|---|",
-        *(f"| `{symbol}` | {', '.join(entry['available'])} |" for symbol, entry in symbols.items()),
+        *(f"- `{symbol}`" for symbol in sorted(symbols)),
         "",
     ]
     stock = info.get("stock_when")
     conditions = [stock] if isinstance(stock, str) else list(stock or ())
     if conditions:
-        lines += ["The stock op is used instead, because it is faster:", ""]
+        lines += ["The stock op of torch is chosen instead, because it is faster:", ""]
         lines += [f"- {condition}" for condition in conditions] + [""]
     return lines
+
+
+def levels() -> str:
+    """Return the ISA levels of the kernels, those that this machine cannot run too."""
+    provider = provider_for("cpu")
+    return ", ".join(f"`{level}`" for level in provider.isa_built) if provider else "none"
 
 
 def benchmark(spec: OpSpec) -> list[str]:

@@ -54,7 +54,7 @@ def _linear(
     Args:
         x: ``[..., K]``, float32, bfloat16 or float16.
         packed_weight: Result of `pack_linear_weight` for a ``[N, K]`` weight in the dtype of ``x``.
-        out_features: N.
+        out_features: The number of output features, N.
         bias: ``[N]`` in the dtype of ``x`` or float32, or None.
         residual: ``[..., N]`` in the dtype of ``x``, or None.
         activation: ``"none"``, ``"relu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"silu"``.

@@ -22,8 +22,8 @@ def _pack(weight: Tensor) -> Tensor:
         weight: ``[N, K]``, float32, bfloat16 or float16.
 
     Returns:
-        A 1-D uint8 tensor; `unpack_linear_weight` gives the weight back exactly. The format is described in the
-        developer documentation and is the same at every ISA level.
+        A 1-D uint8 tensor; `unpack_linear_weight` gives the weight back exactly. The format, 64 bytes of header and
+        panels of 32 output features, is the same at every ISA level.
     """
     return _packed.pack(weight)
 
@@ -59,8 +59,8 @@ def _unpack(packed: Tensor, out_features: int, in_features: int, dtype: torch.dt
 
     Args:
         packed: Result of `pack_linear_weight`.
-        out_features: N.
-        in_features: K.
+        out_features: The number of output features, N.
+        in_features: The number of input features, K.
         dtype: The dtype of the weight that was packed.
 
     Returns:
