@@ -52,6 +52,7 @@ import ipex_core
 import torch
 from ipex import *
 from ipex_core._spec import *
+from ipex_core.benchmark import *
 from ipex_core.testing import *
 _ = torch.manual_seed(0)
 """
