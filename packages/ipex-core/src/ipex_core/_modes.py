@@ -175,9 +175,17 @@ def set_fp32_math_mode(mode: FP32MathMode | int | str = 0, device: str = "cpu") 
 def get_fp32_math_mode(device: str = "cpu") -> FP32MathMode:
     """Return the mode in effect, read from PyTorch's switch for matrix products.
 
+    Args:
+        device: ``"cpu"``.
+
     Raises:
         ConfigError: The device is unknown.
         MissingComponentError: The device needs a package that is not installed.
+
+    Example:
+        >>> import ipex_core.config as config
+        >>> config.get_fp32_math_mode().name
+        'FP32'
     """
     from ipex_core.config import FP32MathMode
 
@@ -240,6 +248,10 @@ def set_logging_level(level: int | str = logging.WARNING) -> None:
 
     Raises:
         ConfigError: The name is not a level.
+
+    Example:
+        >>> import ipex_core.config as config
+        >>> config.set_logging_level("WARNING")
     """
     try:
         LOGGER.setLevel(level)

@@ -97,7 +97,19 @@ def compile(
 ) -> _Compiled:
     """Compile a graph module with the ipex backend, without Dynamo.
 
-    The arguments and errors are those of `ipex_backend`. Most users want ``torch.compile(model, backend="ipex")``.
+    Most users want ``torch.compile(model, backend="ipex")``.
+
+    Args:
+        model: A graph module, for instance of ``torch.fx.symbolic_trace``.
+        example_inputs: One value per input of the graph.
+        mode: None or a mode of ``torch.compile``.
+        options: Options of Inductor, as ``torch.compile`` takes them.
+
+    Returns:
+        A callable that takes the inputs of the graph.
+
+    Raises:
+        ValueError: An unknown mode or option, or an option value of the wrong type.
 
     Example:
         >>> import torch
