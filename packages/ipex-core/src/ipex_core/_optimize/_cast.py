@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._pytree import tree_map_only
 
 from ipex_core import nn as inn
 from ipex_core._optimize._passes import Context, Pass, register, swap_reason
@@ -42,14 +43,29 @@ _KEPT = (nn.modules.batchnorm._NormBase,)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def cast_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Forward pre-hook of a layer with a forward of its own: give the input the dtype of the parameters."""
+#: Layers that compute with their own weights and have no optimized class.
+_HOOKED = (nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.EmbeddingBag)
+
+
+def cast_input(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of a layer with a forward of its own: give the inputs the dtype of the parameters."""
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-    if dtype is None or not args or not isinstance(args[0], torch.Tensor):
+    if dtype is None:
         return None
-    if not args[0].is_floating_point() or args[0].dtype == dtype:
-        return None
-    return (args[0].to(dtype), *args[1:])
+
+    def fit(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+        torch.Tensor, fit, (args, kwargs)
+    )
+    return changed
+
+
+def _hook(module: nn.Module) -> None:
+    module.register_forward_pre_hook(cast_input, with_kwargs=True)
 
 
 def _computes_weight(module: nn.Module) -> bool:
@@ -78,13 +94,21 @@ class Cast(Pass):
         assert dtype is not None
         name = str(dtype).removeprefix("torch.")
         kept: set[int] = set()
+        for path, module in context.modules(scripts=True):
+            if isinstance(module, torch.jit.ScriptModule) and any(
+                p.is_floating_point() for p in module.parameters()
+            ):
+                raise NotImplementedError(
+                    f"optimize: {path} is a ScriptModule, whose parameters cannot be cast:"
+                    " optimize the model before this part is scripted, or leave dtype out"
+                )
         for path, module in context.modules():
             if _computes_weight(module):
                 kept |= {id(m) for m in module.modules()}
                 text = "kept in float32: a hook or a parametrization computes its weight"
                 context.log.add(path, module, self.name, False, text)
                 if isinstance(module, tuple(LEAVES)):
-                    module.register_forward_pre_hook(cast_input)
+                    _hook(module)
             if id(module) in kept:
                 continue
             parameters = [p for p in module._parameters.values() if p is not None]
@@ -98,8 +122,8 @@ class Cast(Pass):
             text = f"parameters cast to {name}"
             if new is not None and swap_reason(module) is None:
                 swap_class(module, new)
-            elif isinstance(module, tuple(LEAVES)):
-                module.register_forward_pre_hook(cast_input)
+            elif isinstance(module, (*LEAVES, *_HOOKED)):
+                _hook(module)
                 text += ", input cast by a hook"
             attach(module).dtype = dtype
             context.log.add(path, module, self.name, True, text)
@@ -131,3 +155,4 @@ class Cast(Pass):
             for key, hook in list(module._forward_pre_hooks.items()):
                 if hook is cast_input:
                     del module._forward_pre_hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)

@@ -136,9 +136,7 @@ class FusedForward:
         module = copy.deepcopy(self._module(), memo)
         assert module is not None
         children = tuple((name, copy.deepcopy(child, memo)) for name, child in self.children)
-        return FusedForward(
-            module, self.source, self.names, self.arguments, children, self.guards
-        )
+        return FusedForward(module, self.source, self.names, self.arguments, children, self.guards)
 
     def __reduce__(self) -> Any:
         return FusedForward, (

@@ -50,10 +50,11 @@ class Context:
                 if parameter is not None:
                     self.owners.setdefault(id(parameter), []).append(module)
 
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Iterate over the modules that this call may change."""
+    def modules(self, scripts: bool = False) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate over the modules that this call may change; with ``scripts``, over ScriptModules too."""
         for path, module in self.model.named_modules():
-            if id(module) not in self.old:
+            script = isinstance(module, torch.jit.ScriptModule)
+            if id(module) not in self.old and (scripts or not script):
                 yield path, module
 
     def shared(self, module: nn.Module) -> bool:

@@ -71,7 +71,7 @@ def optimize(
         TypeError: An argument has the wrong type (for the model it is an AttributeError too).
         ValueError: An unknown ``level`` or ``dtype`` (also a RuntimeError); a model in training mode without optimizer
             or in inference mode with one (also an AssertionError).
-        NotImplementedError: Training in a reduced dtype.
+        NotImplementedError: Training in a reduced dtype, or casting a part that is a ScriptModule.
 
     Example:
         >>> import torch

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["call"]
+__all__ = ["call", "stock_only"]
 
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
@@ -22,3 +22,13 @@ def call(op: Any, *args: Any) -> Any:
         return op(*args)
     with _BelowAutograd():
         return op(*args)
+
+
+def stock_only(x: torch.Tensor) -> bool:
+    """Return whether only the stock ops can take a tensor: nested tensors, and all under ``torch.func`` transforms."""
+    if x.is_nested:
+        return True
+    return not torch.compiler.is_compiling() and _transforms()
+
+
+_transforms: Any = torch._C._are_functorch_transforms_active

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ipex_core.nn import _mkldnn
-from ipex_core.nn._call import call
+from ipex_core.nn._call import call, stock_only
 from ipex_core.nn._leaf import has_hooks
 from ipex_core.nn._packed import PackedWeight, captured, pack
 from ipex_core.nn._state import state_of, unpack_weight
@@ -75,7 +75,7 @@ class LinearGroup:
 def linears(x: Tensor, *members: nn.Module) -> tuple[Tensor, ...]:
     """Run linear layers on the same input, as one layer where that is possible."""
     group = members[0].__dict__.get(KEY)
-    if isinstance(group, LinearGroup) and not captured():
+    if isinstance(group, LinearGroup) and not captured() and not stock_only(x):
         if torch.compiler.is_compiling():
             if group.wide is not None:
                 return group.run(x)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ipex_core.nn import _mkldnn
+from ipex_core.nn._call import stock_only
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._packed import PackedWeight, captured
 from ipex_core.nn._state import state_of
@@ -34,7 +35,7 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
         """Convolve."""
         packed = self._packed
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        if packed is None or captured():
+        if packed is None or captured() or stock_only(input):
             plain = weight.plain() if isinstance(weight, PackedWeight) else weight
             return self._stock(input, plain, bias)
         if torch.compiler.is_compiling():

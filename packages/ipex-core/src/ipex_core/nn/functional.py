@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipex_core._choice import prefer_ipex_attention
-from ipex_core.nn._call import call
+from ipex_core.nn._call import call, stock_only
 from ipex_core.nn._leaf import has_hooks, has_kernel
 
 __all__ = [
@@ -38,6 +38,8 @@ def _native(op: str, *tensors: Tensor | None) -> bool:
     first = tensors[0]
     assert first is not None
     if first.dtype not in KERNEL_DTYPES or first.device.type != "cpu" or not has_kernel(op):
+        return False
+    if stock_only(first):
         return False
     return all(t is None or t.dtype is first.dtype or t.dtype is torch.float32 for t in tensors[1:])
 

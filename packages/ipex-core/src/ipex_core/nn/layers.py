@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ipex_core.nn._call import call
+from ipex_core.nn._call import call, stock_only
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn.functional import KERNEL_DTYPES, layer_norm, rms_norm
 
@@ -43,7 +43,7 @@ class OptimizedLayerNorm(OptimizedModule, nn.LayerNorm):
         """Normalise over the last dimensions."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         x = self._cast(input, weight) if self._dtype is not None else input
-        if self._kernel:
+        if self._kernel and not stock_only(x):
             return layer_norm(x, weight, bias, self.eps)
         return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
@@ -56,7 +56,7 @@ class OptimizedRMSNorm(OptimizedModule, nn.RMSNorm):
         weight = self._parameters["weight"]
         x = self._cast(x, weight) if self._dtype is not None else x
         eps = self.eps
-        if self._kernel:
+        if self._kernel and not stock_only(x):
             return rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
         return functional.rms_norm(x, self.normalized_shape, weight, eps)
 
@@ -69,12 +69,16 @@ class OptimizedGroupNorm(OptimizedModule, nn.GroupNorm):
         return super().forward(self._cast(input, self._parameters["weight"]))
 
 
+def _takes(x: Tensor) -> bool:
+    return x.dtype in KERNEL_DTYPES and x.device.type == "cpu" and not stock_only(x)
+
+
 class OptimizedGELU(OptimizedModule, nn.GELU):
     """`torch.nn.GELU`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
-        if input.dtype in KERNEL_DTYPES and input.device.type == "cpu":
+        if _takes(input):
             y: Tensor = call(torch.ops.ipex.gelu.default, input, self.approximate)
             return y
         return super().forward(input)
@@ -86,7 +90,7 @@ class OptimizedSoftmax(OptimizedModule, nn.Softmax):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise over ``dim``."""
         last = self.dim is not None and self.dim in (-1, input.dim() - 1)
-        if last and input.dtype in KERNEL_DTYPES and input.device.type == "cpu":
+        if last and _takes(input):
             y: Tensor = call(torch.ops.ipex.softmax.default, input)
             return y
         return super().forward(input)

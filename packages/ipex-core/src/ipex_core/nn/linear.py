@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from ipex_core.nn import _mkldnn
-from ipex_core.nn._call import call
+from ipex_core.nn._call import call, stock_only
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._packed import PackedWeight, captured, pack
 from ipex_core.nn._state import state_of
@@ -57,7 +57,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         """
         packed, dtype = self._packed, self._dtype
         bias = self._parameters["bias"]
-        if packed is None or captured():
+        if packed is None or captured() or stock_only(x):
             return self._plain(x, bias, post, residual)
         if torch.compiler.is_compiling():
             x = x.to(dtype)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimized layers meet nested tensors, function transforms, scripted parts and layers without an own class."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ipex_core._optimize import _prepack, optimize, restore
+
+
+@pytest.fixture(autouse=True)
+def small_weights_are_packed(monkeypatch):
+    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", dict.fromkeys(_prepack.MIN_WEIGHTS, 64))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_nested_tensors_take_the_stock_ops():
+    layers = [nn.Linear(96, 96), nn.GELU(), nn.Softmax(-1), nn.LayerNorm(96)]
+    parts = [torch.randn(4, 96), torch.randn(3, 96)]
+    for layer in (*layers, nn.Sequential(nn.Linear(96, 96), nn.GELU())):
+        result = optimize(layer.eval())
+        for layout in (torch.strided, torch.jagged):
+            nested = torch.nested.nested_tensor(parts, layout=layout)
+            with torch.no_grad():
+                for got, part in zip(result(nested).unbind(), parts, strict=True):
+                    torch.testing.assert_close(got, layer(part), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_transformer_encoder_makes_nested_tensors_of_padding(dtype):
+    layer = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(2, 9, 64), torch.zeros(2, 9, dtype=torch.bool)
+    padding[1, 6:] = True
+    with torch.no_grad():
+        want = model(x, src_key_padding_mask=padding)
+        got = optimize(model, dtype=dtype)(x, src_key_padding_mask=padding)
+    close = 1e-4 if dtype is None else 6e-2
+    torch.testing.assert_close(got.float()[~padding], want[~padding], rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("concat", [False, True])
+def test_function_transforms(concat):
+    from torch.func import functional_call, grad, hessian, jvp, vmap
+
+    model = nn.Sequential(
+        nn.Linear(64, 96), nn.GELU(), nn.LayerNorm(96), nn.Linear(96, 64), nn.Softmax(-1)
+    ).eval()
+    result, x = optimize(model, concat_linear=concat), torch.randn(3, 64)
+    parameters = dict(model.named_parameters())
+
+    def loss(net, values, z):
+        return functional_call(net, values, (z,)).square().sum()
+
+    for what in (
+        lambda m: vmap(m)(x),
+        lambda m: jvp(m, (x,), (x,))[1],
+        lambda m: grad(lambda z: m(z).square().sum())(x),
+        lambda m: hessian(lambda z: m(z).square().sum())(x[0]),
+        lambda m: vmap(grad(lambda p, z: loss(m, p, z)), (None, 0))(parameters, x)["0.weight"],
+    ):
+        torch.testing.assert_close(what(result), what(model), rtol=1e-3, atol=1e-4)
+
+
+def test_layers_without_an_optimized_class_take_float32_input():
+    x, h = torch.randn(3, 32), (torch.zeros(3, 16), torch.ones(3, 16))
+    ids, weights = torch.arange(6).view(2, 3), torch.ones(2, 3)
+    for layer, run in (
+        (nn.LSTMCell(32, 16), lambda m: torch.cat([*m(x), *m(x, h), *m(x, hx=h)])),
+        (nn.GRUCell(32, 16), lambda m: m(x, h[0])),
+        (nn.Bilinear(32, 32, 8), lambda m: m(x, input2=x)),
+        (nn.PReLU(), lambda m: m(x)),
+        (nn.EmbeddingBag(9, 32, mode="sum"), lambda m: m(ids, per_sample_weights=weights)),
+    ):
+        layer.eval()
+        result = optimize(layer, dtype=torch.bfloat16)
+        with torch.no_grad():
+            got, want = run(result), run(layer)
+            assert got.dtype == torch.bfloat16
+            torch.testing.assert_close(got.float(), want, rtol=5e-2, atol=5e-2)
+            torch.testing.assert_close(run(restore(result)), want)
+
+
+def test_script_modules_inside_a_model_stay():
+    script = torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.ReLU()).eval())
+    model = nn.Sequential(nn.Linear(64, 64), script).eval()
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(optimize(model)(x), model(x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(NotImplementedError, match="1 is a ScriptModule"):
+        optimize(model, dtype=torch.bfloat16)
