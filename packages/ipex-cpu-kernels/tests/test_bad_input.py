@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pytest
 import torch
 
@@ -180,8 +181,9 @@ def test_requires_grad_without_a_derivative_raises(op):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_attention_hides_no_bad_value(value, dtype, level):
     """A NaN or infinity in query, key or value reaches the rows that it reaches in the reference, and no other."""
-    for position in range(3):
-        tensors = [torch.randn(1, 2, 24, 16).to(dtype) for _ in range(3)]
-        tensors[position][0, 1, 5, 3] = value
+    for keys, position in itertools.product((1, 3, 24, 300), range(3)):
+        lengths = (24, keys, keys)
+        tensors = [torch.randn(1, 2, length, 16).to(dtype) for length in lengths]
+        tensors[position][0, 1, min(5, lengths[position] - 1), 3] = value
         got, want = ops.attention(*tensors), specs()["attention"].reference(*tensors)
-        assert torch.equal(got.isfinite(), want.isfinite()), f"argument {position}"
+        assert torch.equal(got.isfinite(), want.isfinite()), f"argument {position}, {keys} keys"

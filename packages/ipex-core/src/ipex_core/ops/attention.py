@@ -33,7 +33,8 @@ def _attention(
     """Compute ``softmax(query @ key.T * scale + mask) @ value`` per head.
 
     Heads of ``query`` share the heads of ``key`` and ``value`` in groups when there are more of them (grouped-query
-    attention). A query that may see no key at all gives zeros.
+    attention). A query that may see no key at all gives zeros. Keys and values that ``is_causal`` hides from a whole
+    block of queries are not read: a NaN there does not reach the result.
 
     Args:
         query: ``[B, Hq, Sq, D]``, float32, bfloat16 or float16.

@@ -109,6 +109,13 @@ IPEX_INLINE float scale_scores(float* s, const float* mask, float scale, int64_t
   return reduce_max(largest);
 }
 
+// Whether any of the scores is NaN. The maximum does not tell: it loses a NaN to a number.
+IPEX_INLINE bool has_nan(const float* s, int64_t count) {
+  bool found = false;
+  for (int64_t j = 0; j < count; ++j) found |= s[j] != s[j];
+  return found;
+}
+
 // weights = exp(s - largest), zero from `count` to `padded`; returns their sum.
 template <bool kFast, class W>
 IPEX_INLINE float exponentiate(const float* s, W* weights, float largest, int64_t count,
@@ -178,8 +185,10 @@ IPEX_INLINE void run_block(const AttentionArgs& args, const Head& at, int64_t fi
       const bool masked = args.mask_kind != MaskKind::kNone;
       if (masked && (r == 0 || args.mask_strides.row != 0))
         load_mask<T>(args, at, first_query + r, first, count, mask);
-      const float block =
+      float block =
           visible > 0 ? scale_scores(s, masked ? mask : nullptr, args.scale, visible) : -INFINITY;
+      // All masked or all NaN: only a mask makes zeros.
+      if (block == -INFINITY && has_nan(s, visible)) block = NAN;
       const float before = largest[r];
       // Written so that a NaN takes the first branch: it shall reach the result.
       const float now = block <= before ? before : block;
