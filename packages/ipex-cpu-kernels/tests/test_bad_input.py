@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+
 import pytest
 import torch
 
