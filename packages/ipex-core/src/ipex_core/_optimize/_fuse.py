@@ -92,7 +92,7 @@ class Fuse(Pass):
             done, children = rewriter.run()
         if not done:
             return
-        reason = install(module, graph, names, children, guards_of(module, entered))
+        reason = install(module, graph, names, children, guards_of(module, entered, children))
         text = "fused: " + ", ".join(done) if reason is None else reason
         context.log.add(path, module, self.name, reason is None, text, ", ".join(done))
 

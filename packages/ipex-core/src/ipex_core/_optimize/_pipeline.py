@@ -109,6 +109,8 @@ def optimize(
 def restore(model: _M) -> _M:
     """Undo `ipex.optimize`, in place.
 
+    An optimizer for further training has to be made afterwards: packed parameters are other objects than the restored.
+
     Args:
         model: A model that `optimize` returned.
 

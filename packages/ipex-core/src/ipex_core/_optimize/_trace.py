@@ -244,9 +244,19 @@ def trace(module: nn.Module) -> tuple[fx.Graph, list[str], list[str]]:
 # What a rewritten forward relies on
 
 
-def guards_of(module: nn.Module, entered: list[str]) -> tuple[Guard, ...]:
-    """Return the plain attributes that a forward may read; a trace holds their values as constants."""
+def guards_of(module: nn.Module, entered: list[str], fused: list[str]) -> tuple[Guard, ...]:
+    """Return the plain attributes that a forward may read; a trace holds their values as constants.
+
+    Args:
+        module: The module.
+        entered: Children that the trace looked into.
+        fused: Children whose call was fused away.
+    """
     guards: list[Guard] = []
+    for name in sorted(set(fused)):
+        layer = module.get_submodule(name)
+        if isinstance(layer, nn.GELU):
+            guards.append((name, "approximate", "", layer.approximate))
     for child in ["", *entered]:
         owner = module.get_submodule(child)
         names = _names(type(owner)) - _OWN

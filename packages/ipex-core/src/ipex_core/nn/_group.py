@@ -37,7 +37,7 @@ class LinearGroup:
         self.sizes: list[int] = []
         self.dtype = torch.float32
         self.kernel = False
-        self.biases: list[tuple[Tensor, int]] = []
+        self.biases: list[tuple[Tensor | None, int]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # Packed weights belong to one machine; a copy merges again at its first call.
@@ -48,14 +48,18 @@ class LinearGroup:
         if self.wide is None:
             return False
         for member in members:
-            weight = member._parameters["weight"]
+            weight = member._parameters.get("weight")
             if (
                 not isinstance(weight, PackedWeight)
                 or weight.packed is not self.wide
                 or has_hooks(member)
             ):
                 return False
-        return all(bias._version == version for bias, version in self.biases)
+        return all(
+            member._parameters.get("bias", self) is bias
+            and (bias is None or bias._version == version)
+            for member, (bias, version) in zip(members, self.biases, strict=True)
+        )
 
     def run(self, x: Tensor) -> tuple[Tensor, ...]:
         """Compute all members on one input."""
@@ -104,7 +108,7 @@ def may_merge(members: tuple[nn.Module, ...]) -> bool:
         weight = member._parameters.get("weight")
         if type(member) is not OptimizedLinear or has_hooks(member) or state is None:
             return False
-        if not isinstance(weight, PackedWeight):
+        if not isinstance(weight, PackedWeight) or "bias" not in member._parameters:
             return False
         forms.add((member.in_features, weight.dtype, weight.form, state.packing))
     return len(members) > 1 and len(forms) == 1 and len(set(map(id, members))) == len(members)
@@ -128,14 +132,14 @@ def _merge(members: tuple[nn.Module, ...]) -> bool:
         assert state is not None
         unpack_weight(member, state)
     weights = [member._parameters["weight"] for member in members]
-    biases = [member._parameters.get("bias") for member in members]
+    biases = [member._parameters["bias"] for member in members]
     plain = [w for w in weights if w is not None]
     group.wide = pack(torch.cat([w.detach() for w in plain]), form)
     group.dtype, group.sizes = plain[0].dtype, [w.shape[0] for w in plain]
     group.kernel = form == "ipex"
-    group.biases = [(b, b._version) for b in biases if b is not None]
+    group.biases = [(b, 0 if b is None else b._version) for b in biases]
     group.bias = None
-    if group.biases:
+    if any(b is not None for b in biases):
         group.bias = torch.cat(
             [
                 w.new_zeros(w.shape[0]) if b is None else b.detach()

@@ -39,9 +39,10 @@ def _load() -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether calling the module does more than its forward."""
+    """Return whether calling the module does more than the forward of its class."""
     return bool(
-        module._forward_hooks
+        "forward" in module.__dict__
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
@@ -60,6 +61,11 @@ class OptimizedModule(nn.Module):
         if weight is not None and x.dtype is not weight.dtype and x.is_floating_point():
             return x.to(weight.dtype)
         return x
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":  # the packed form is that of another weight now
+            self.__dict__["_packed"] = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state with a plain weight: packed forms belong to one machine."""

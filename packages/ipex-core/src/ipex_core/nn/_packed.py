@@ -66,6 +66,12 @@ def unpack(packed: Tensor, form: str, shape: torch.Size, dtype: torch.dtype) -> 
     return plain
 
 
+_CONSTANT = (
+    "the weight of an optimized module is packed and cannot be changed in place;"
+    " use load_state_dict(), or ipex.restore(model) first"
+)
+
+
 class PackedWeight(torch.Tensor):
     """A parameter whose values are stored packed. Reading unpacks a copy; writing in place is an error."""
 
@@ -117,6 +123,33 @@ class PackedWeight(torch.Tensor):
             plain = unpack(self.packed, self.form, wide, self.dtype)
             return plain[self.start : self.start + self.shape[0]].clone()
 
+    def usable(self) -> Tensor:
+        """Return the unpacked weight; its gradient flows to the packed one."""
+        if self.requires_grad and torch.is_grad_enabled() and not captured():
+            return self.clone()
+        return self.plain()
+
+    @property
+    def data(self) -> Tensor:
+        """The weight without gradient; it cannot be assigned."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _: Tensor) -> None:
+        raise RuntimeError(f"PackedWeight.data: {_CONSTANT}")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array."""
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+            )
+        return self.plain().numpy()
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self.plain().tolist()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedWeight(shape={list(self.shape)}, dtype={self.dtype}, format={self.form!r})"
 
@@ -151,10 +184,7 @@ class PackedWeight(torch.Tensor):
                 and argument.alias_info is not None
                 and argument.alias_info.is_write
             ):
-                raise RuntimeError(
-                    f"{func}: the weight of an optimized module is packed and cannot be changed in place;"
-                    " use load_state_dict(), or ipex.restore(model) first"
-                )
+                raise RuntimeError(f"{func}: {_CONSTANT}")
         return func(
             *tree_map_only(PackedWeight, PackedWeight.plain, args),
             **tree_map_only(PackedWeight, PackedWeight.plain, kwargs),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -34,10 +36,11 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
     def forward(self, input: Tensor) -> Tensor:
         """Convolve."""
         packed = self._packed
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
         if packed is None or captured() or stock_only(input):
-            plain = weight.plain() if isinstance(weight, PackedWeight) else weight
-            return self._stock(input, plain, bias)
+            return self._stock(input)
+        if "weight" not in self._parameters or "bias" not in self._parameters:
+            return self._stock(input)  # a hook or a parametrization computes it
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
         if torch.compiler.is_compiling():
             batched = input.dim() == len(self.kernel_size) + 2
             state = state_of(self)
@@ -64,14 +67,7 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
             and not (self._dtype is torch.float32 and torch.is_autocast_enabled("cpu"))
         )
         if not usable:
-            plain = weight.plain() if isinstance(weight, PackedWeight) else weight
-            if (
-                isinstance(weight, PackedWeight)
-                and weight.requires_grad
-                and torch.is_grad_enabled()
-            ):
-                plain = _Unpack.apply(weight)
-            return self._stock(input, plain, bias)
+            return self._stock(input)
         state = state_of(self)
         assert state is not None and state.conv is not None
         assert self._dtype is not None
@@ -92,8 +88,13 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
             or (bias is not None and bias.requires_grad)
         )
 
-    def _stock(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        assert weight is not None
+    def _stock(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        bias: Tensor | None = self.bias
+        if isinstance(weight, PackedWeight):
+            weight = weight.usable()
+        if bias is not None and bias.dtype is not weight.dtype:
+            bias = bias.to(weight.dtype)
         y: Tensor = self._conv_forward(self._cast(x, weight), weight, bias)
         return y
 
@@ -102,18 +103,6 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
         form = "mkldnn" if self._packed is not None else "plain"
         base = super().extra_repr()  # type: ignore[no-untyped-call]
         return f"{base}, format={form}"
-
-
-class _Unpack(torch.autograd.Function):
-    """Unpack a weight so that its gradient flows to the packed parameter."""
-
-    @staticmethod
-    def forward(ctx: object, weight: PackedWeight) -> Tensor:
-        return weight.plain()
-
-    @staticmethod
-    def backward(ctx: object, *gradients: Tensor) -> Tensor:
-        return gradients[0]
 
 
 class OptimizedConv1d(_OptimizedConv, nn.Conv1d):
@@ -129,8 +118,10 @@ class OptimizedConv3d(_OptimizedConv, nn.Conv3d):
 
 
 class _OptimizedConvTranspose(OptimizedModule):
+    weight: Tensor
+
     def _fit(self, x: Tensor) -> Tensor:
-        return self._cast(x, self._parameters["weight"])
+        return self._cast(x, self.weight)
 
 
 class OptimizedConvTranspose1d(_OptimizedConvTranspose, nn.ConvTranspose1d):

@@ -108,7 +108,7 @@ def _addable(op: str, x: Tensor, residual: Tensor, *rest: Tensor | None) -> bool
 def add_layer_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the layer norm of ``x + residual``, and the sum."""
     assert isinstance(norm, nn.LayerNorm)
-    weight, bias = norm._parameters["weight"], norm._parameters["bias"]
+    weight, bias = norm.weight, norm.bias
     plain = has_hooks(norm) or len(norm.normalized_shape) != 1
     if not plain and _addable("add_layer_norm", x, residual, weight, bias):
         y, total = call(torch.ops.ipex.add_layer_norm.default, x, residual, weight, bias, norm.eps)
@@ -120,7 +120,7 @@ def add_layer_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor
 def add_rms_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the RMS norm of ``x + residual``, and the sum."""
     assert isinstance(norm, nn.RMSNorm)
-    weight = norm._parameters["weight"]
+    weight = norm.weight
     plain = has_hooks(norm) or len(norm.normalized_shape) != 1
     if not plain and _addable("add_rms_norm", x, residual, weight):
         eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps

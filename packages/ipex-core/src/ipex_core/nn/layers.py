@@ -41,7 +41,7 @@ class OptimizedLayerNorm(OptimizedModule, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise over the last dimensions."""
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        weight, bias = self.weight, self.bias
         x = self._cast(input, weight) if self._dtype is not None else input
         if self._kernel and not stock_only(x):
             return layer_norm(x, weight, bias, self.eps)
@@ -53,7 +53,7 @@ class OptimizedRMSNorm(OptimizedModule, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise over the last dimensions."""
-        weight = self._parameters["weight"]
+        weight = self.weight
         x = self._cast(x, weight) if self._dtype is not None else x
         eps = self.eps
         if self._kernel and not stock_only(x):
@@ -66,7 +66,7 @@ class OptimizedGroupNorm(OptimizedModule, nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise over groups of channels."""
-        return super().forward(self._cast(input, self._parameters["weight"]))
+        return super().forward(self._cast(input, self.weight))
 
 
 def _takes(x: Tensor) -> bool:

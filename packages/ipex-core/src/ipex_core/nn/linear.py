@@ -56,16 +56,18 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
             residual: ``[..., out_features]`` or None; not together with an activation.
         """
         packed, dtype = self._packed, self._dtype
-        bias = self._parameters["bias"]
         if packed is None or captured() or stock_only(x):
-            return self._plain(x, bias, post, residual)
+            return self._plain(x, post, residual)
+        if "weight" not in self._parameters or "bias" not in self._parameters:
+            return self._plain(x, post, residual)  # a hook or a parametrization computes it
+        bias = self._parameters["bias"]
         if torch.compiler.is_compiling():
             x = x.to(dtype)
             if residual is not None and not self._fits(residual, x):
                 return self._graph(x, packed, bias, post, None) + residual
             return self._graph(x, packed, bias, post, residual)
-        if not isinstance(self._parameters["weight"], PackedWeight):  # assigned by the user
-            return self._plain(x, bias, post, residual)
+        if not isinstance(self._parameters["weight"], PackedWeight):  # the user's
+            return self._plain(x, post, residual)
         if dtype is torch.float32 and torch.is_autocast_enabled("cpu"):
             lowered = self._autocast(x, post, residual)
             if lowered is not None:
@@ -89,7 +91,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
             )
             return y
         if x.dim() < 2 or x.numel() == 0:
-            return self._plain(x, bias, post, residual)
+            return self._plain(x, post, residual)
         return _mkldnn.linear(x, packed, bias, post, residual)
 
     def _fits(self, residual: Tensor, x: Tensor) -> bool:
@@ -115,10 +117,13 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
             )
         return y
 
-    def _plain(self, x: Tensor, bias: Tensor | None, post: str, residual: Tensor | None) -> Tensor:
-        weight: Any = self._parameters["weight"]
+    def _plain(self, x: Tensor, post: str, residual: Tensor | None) -> Tensor:
+        weight: Any = self.weight
+        bias: Tensor | None = self.bias
         if isinstance(weight, PackedWeight):
-            weight = weight.plain()
+            weight = weight.usable()
+        if bias is not None and bias.dtype is not weight.dtype:
+            bias = bias.to(weight.dtype)
         y = activate(functional.linear(self._cast(x, weight), weight, bias), post)
         return y if residual is None else y + residual
 
@@ -135,7 +140,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         if dtype is torch.float32 or not _mkldnn.supports(dtype):
             return None
         if torch.is_grad_enabled() and self._needs_grad(x):
-            return self._plain(x, self._parameters["bias"], post, residual)
+            return self._plain(x, post, residual)
         lowered = self._lowered
         if lowered is None or lowered[0] is not dtype:
             weight, bias = self._parameters["weight"], self._parameters["bias"]
