@@ -220,14 +220,18 @@ def prepare(candidate: Candidate, encoder: Encoder, batches: Sequence[Batch]) ->
             )
         else:
             model = encoder.model(candidate.dtype)
-        if candidate.compiled:
-            backend = "ipex" if candidate.kind == "backend" else "inductor"
-            # Each batch has a fixed shape here, so every candidate gets code for exactly that shape.
-            model = torch.compile(model, backend=backend, dynamic=False)
 
         def run(batch: Batch) -> torch.Tensor:
             hidden: torch.Tensor = model(**batch).last_hidden_state
             return hidden
+
+        if candidate.compiled:
+            # Dynamo keeps compiled graphs with the code object and a plain graph fits every model of the class: without
+            # a code object of its own the frozen model would run the graph of the plain candidate.
+            run.__code__ = run.__code__.replace()
+            backend = "ipex" if candidate.kind == "backend" else "inductor"
+            # Each batch has a fixed shape here, so every candidate gets code for exactly that shape.
+            run = torch.compile(run, backend=backend, dynamic=False)
 
         if candidate.kind == "freeze":
             # Passing it as an option of torch.compile has no effect: Dynamo reads the global configuration.
