@@ -81,7 +81,7 @@ def op_page(spec: OpSpec) -> str:
         f"| Dtypes | {dtypes(spec)} |",
         f"| Autocast | {_AUTOCAST[spec.autocast]} |",
         f"| Gradient | {'of the reference' if spec.backward else 'none'} |",
-        f"| `torch.compile` | one graph, no break; shapes may be dynamic |",  # noqa: F541
+        "| `torch.compile` | one graph, no break; shapes may be dynamic |",
         "",
         *accuracy(spec),
         *kernels(spec),

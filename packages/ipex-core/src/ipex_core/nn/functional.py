@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ipex_core._choice import prefer_ipex_attention
 from ipex_core.nn._call import call, stock_only
 from ipex_core.nn._leaf import has_hooks, has_kernel
+from ipex_core.ops.linear import activate
 
 __all__ = [
     "KERNEL_DTYPES",
@@ -48,7 +49,7 @@ def linear(
     module: nn.Module, x: Tensor, post: str = "none", residual: Tensor | None = None
 ) -> Tensor:
     """Run a linear layer with an activation or a residual addition."""
-    from ipex_core.nn.linear import OptimizedLinear, activate
+    from ipex_core.nn.linear import OptimizedLinear
 
     if isinstance(module, OptimizedLinear) and not has_hooks(module):
         return module.fused(x, post, residual)
@@ -76,8 +77,6 @@ def act_mul(gate: Tensor, up: Tensor, post: str) -> Tensor:
                 torch.ops.ipex.gelu_mul.default, gate, up, "tanh" if post == "gelu_tanh" else "none"
             )
             return y
-    from ipex_core.nn.linear import activate
-
     return activate(gate, post) * up
 
 

@@ -14,23 +14,11 @@ from ipex_core.nn._call import call, stock_only
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._packed import PackedWeight, captured, pack
 from ipex_core.nn._state import state_of
+from ipex_core.ops.linear import activate
 
-__all__ = ["OptimizedLinear", "activate"]
+__all__ = ["OptimizedLinear"]
 
 Tensor = torch.Tensor
-
-
-def activate(y: Tensor, post: str) -> Tensor:
-    """Apply an activation by name."""
-    if post == "relu":
-        return functional.relu(y)
-    if post == "gelu":
-        return functional.gelu(y)
-    if post == "gelu_tanh":
-        return functional.gelu(y, approximate="tanh")
-    if post == "silu":
-        return functional.silu(y)
-    return y
 
 
 class OptimizedLinear(OptimizedModule, nn.Linear):

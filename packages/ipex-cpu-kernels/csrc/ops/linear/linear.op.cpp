@@ -5,16 +5,12 @@
 
 #include "ipex/dispatch.h"
 #include "linear.h"
-#include "packed.h"
+#include "packed_check.h"
 
 namespace ipex {
 namespace {
 
 const auto kernels = IPEX_KERNELS("linear", linear);
-
-uint32_t format_of(ScalarType dtype) {
-  return dtype == ScalarType::Float ? 0u : dtype == ScalarType::BFloat16 ? 1u : 2u;
-}
 
 Activation parse_activation(const std::string& name) {
   if (name == "none") return Activation::kNone;
@@ -23,24 +19,6 @@ Activation parse_activation(const std::string& name) {
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "silu") return Activation::kSilu;
   fail("linear: activation must be one of none, relu, gelu, gelu_tanh, silu, got ", name);
-}
-
-void check_weight(const Tensor& x, const Tensor& packed, int64_t n, int64_t k) {
-  const uint32_t format = format_of(x.scalar_type());
-  const int64_t size = packed_bytes(n, k, format);
-  IPEX_CHECK(packed.is_cpu(),
-             "linear: packed_weight must be on the device of x = cpu, got another");
-  IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 &&
-                 packed.size(0) == size && packed.is_contiguous(),
-             "linear: packed_weight must be a ", dtype_name(x.scalar_type()), " weight of shape [",
-             n, ", ", k, "] packed by pack_linear_weight (", size, " bytes), got ",
-             dtype_name(packed.scalar_type()), " ", shape_text(packed));
-  const auto* header = static_cast<const PackedHeader*>(packed.const_data_ptr());
-  // Equal sizes do not make equal formats: bfloat16 and float16 weights are equally long.
-  IPEX_CHECK(header->magic == kPackedMagic && header->version == kPackedVersion &&
-                 header->format == format && header->n == n && header->k == k,
-             "linear: packed_weight must be a ", dtype_name(x.scalar_type()), " weight of shape [",
-             n, ", ", k, "] packed by pack_linear_weight, got a tensor with another header");
 }
 
 void check_bias(const Tensor& x, const OptionalTensor& bias, int64_t n) {
@@ -110,7 +88,8 @@ Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features
   check_tensor("linear", "x", x);
   IPEX_CHECK(out_features > 0, "linear: out_features must be positive, got ", out_features);
   const int64_t k = x.size(x.dim() - 1);
-  check_weight(x, packed_weight, out_features, k);
+  check_packed("linear", "packed_weight", packed_weight, out_features, k, x.scalar_type());
+
   check_bias(x, bias, out_features);
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = out_features;

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "ipex/dispatch.h"
-#include "linear/packed.h"
+#include "linear/packed_check.h"
 #include "runtime/arena.h"
 
 namespace ipex {
@@ -13,10 +13,6 @@ namespace {
 
 const KernelBase pack_op("pack_linear_weight");
 const KernelBase unpack_op("unpack_linear_weight");
-
-uint32_t format_of(ScalarType dtype) {
-  return dtype == ScalarType::Float ? 0u : dtype == ScalarType::BFloat16 ? 1u : 2u;
-}
 
 // Moves one panel between the plain [n, k] weight and its packed place.
 template <class T, bool kPack>
@@ -78,17 +74,7 @@ Tensor unpack(const Tensor& packed, int64_t n, int64_t k, ScalarType dtype) {
   IPEX_CHECK(n > 0, op, ": out_features must be positive, got ", n);
   IPEX_CHECK(k > 0, op, ": in_features must be positive, got ", k);
   const uint32_t format = format_of(dtype);
-  const int64_t size = packed_bytes(n, k, format);
-  IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 &&
-                 packed.size(0) == size && packed.is_contiguous(),
-             op, ": packed must be a ", dtype_name(dtype), " weight of shape [", n, ", ", k,
-             "] packed by pack_linear_weight (", size, " bytes), got ",
-             dtype_name(packed.scalar_type()), " ", shape_text(packed));
-  const auto* header = static_cast<const PackedHeader*>(packed.const_data_ptr());
-  IPEX_CHECK(header->magic == kPackedMagic && header->version == kPackedVersion &&
-                 header->format == format && header->n == n && header->k == k,
-             op, ": packed must be a ", dtype_name(dtype), " weight of shape [", n, ", ", k,
-             "] packed by pack_linear_weight, got a tensor with another header");
+  check_packed(op, "packed", packed, n, k, dtype);
   const int64_t sizes[2] = {n, k};
   Tensor plain = new_contiguous(sizes, 2, dtype);
   void* from = const_cast<void*>(packed.const_data_ptr());

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks of packed weights, shared by the glue of the ops that take one.
+#pragma once
+
+#include "ipex/dispatch.h"
+#include "linear/packed.h"
+
+namespace ipex {
+
+// The format id of a kernel dtype.
+inline uint32_t format_of(ScalarType dtype) {
+  return dtype == ScalarType::Float ? 0u : dtype == ScalarType::BFloat16 ? 1u : 2u;
+}
+
+// `packed` must hold an [n, k] weight of `dtype`.
+inline void check_packed(const char* op, const char* name, const Tensor& packed, int64_t n,
+                         int64_t k, ScalarType dtype) {
+  const uint32_t format = format_of(dtype);
+  const int64_t size = packed_bytes(n, k, format);
+  IPEX_CHECK(packed.is_cpu(), op, ": ", name, " must be on the device of x = cpu, got another");
+  IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 &&
+                 packed.size(0) == size && packed.is_contiguous(),
+             op, ": ", name, " must be a ", dtype_name(dtype), " weight of shape [", n, ", ", k,
+             "] packed by pack_linear_weight (", size, " bytes), got ",
+             dtype_name(packed.scalar_type()), " ", shape_text(packed));
+  const auto* header = static_cast<const PackedHeader*>(packed.const_data_ptr());
+  // Equal sizes do not make equal formats: bfloat16 and float16 weights are equally long.
+  IPEX_CHECK(header->magic == kPackedMagic && header->version == kPackedVersion &&
+                 header->format == format && header->n == n && header->k == k,
+             op, ": ", name, " must be a ", dtype_name(dtype), " weight of shape [", n, ", ", k,
+             "] packed by pack_linear_weight, got a tensor with another header");
+}
+
+}  // namespace ipex
