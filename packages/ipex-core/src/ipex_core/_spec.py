@@ -10,6 +10,7 @@ call of any op, so that importing ipex stays cheap.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -52,12 +53,15 @@ class BenchCase:
         make: Returns the op's arguments for a dtype.
         bytes: Bytes that must move at the least, each input read once and each output written once.
         flops: Floating-point operations, or 0 for an op that is bound by memory.
+        rotate: Whether successive calls get other arguments, so many of them that no cache holds all: for weights
+            and caches, which a model reads once per step.
     """
 
     id: str
     make: Callable[[torch.dtype], tuple[Any, ...]]
     bytes: Callable[[torch.dtype], int]
     flops: int = 0
+    rotate: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,9 @@ class OpSpec:
 
     Attributes:
         name: Name under ``torch.ops.ipex``.
-        schema: Schema without the name: ``"(Tensor x, float eps) -> Tensor"``.
+        schema: Schema without the name: ``"(Tensor x, float eps) -> Tensor"``. An op that writes to an argument,
+            ``"(Tensor(a!) cache, Tensor rows) -> ()"``, returns nothing or new tensors, never an alias, and has no
+            derivative.
         reference: The op in plain PyTorch, for any device. It is the meaning of the op.
         check: Validates the arguments; raises `OpArgumentError`. Kernels repeat the same checks with the same text.
         fake: Shapes, dtypes and strides of the result, without data.
@@ -75,7 +81,10 @@ class OpSpec:
         dtypes: Dtypes of the leading tensor argument that the op accepts.
         backward: ``"reference"`` differentiates the reference; ``None`` makes ``requires_grad`` an error.
         autocast: ``"lower_precision"``, ``"float32"`` or ``None`` (the op runs in the dtype of its inputs).
-        tolerance: ``(rtol, atol)`` per dtype for comparing a kernel with the reference in float64.
+        tolerance: ``(rtol, atol)`` per dtype for comparing a kernel with the reference in float64. Integers must be
+            equal unless their dtype is named.
+        lift: Whether the reference is computed in float64 for that comparison. False for ops that move bits or
+            whose meaning depends on the dtype of an argument.
         bench: Shapes of the benchmark.
         summary: One line for tables; the docstring of the reference is the long text.
     """
@@ -97,8 +106,14 @@ class OpSpec:
             torch.float16: (2e-3, 1e-3),
         }
     )
+    lift: bool = True
     bench: Callable[[], Iterable[BenchCase]] | None = None
     summary: str = ""
+
+    @property
+    def mutates(self) -> tuple[str, ...]:
+        """Names of the arguments the op writes to, in the order of the schema."""
+        return tuple(re.findall(r"Tensor\([a-z]!\)\??\s+(\w+)", self.schema))
 
     @property
     def op(self) -> Any:
@@ -135,6 +150,10 @@ def register(spec: OpSpec) -> OpSpec:
     """
     if spec.name in _SPECS:
         raise ValueError(f"op {spec.name!r} is registered twice")
+    if spec.mutates and (spec.backward is not None or spec.autocast is not None):
+        raise ValueError(
+            f"op {spec.name!r} writes to its arguments: backward and autocast must be None"
+        )
     _LIBRARY.define(spec.name + spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = spec.op.default
     qualname = f"{NAMESPACE}::{spec.name}"
@@ -164,6 +183,8 @@ def _first_call_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
         spec.check(*args, **kwargs)
         _plugins.note_reference_call(spec.name, args)
         output = spec.reference(*args, **kwargs)
+        if output is None:
+            return None
         promised = spec.fake(*args, **kwargs)
         if isinstance(output, tuple):
             return tuple(map(_with_layout, output, promised))
@@ -198,6 +219,10 @@ def _autograd_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if grad_enabled() and any_requires_grad(*args):
+            if spec.mutates:
+                raise RuntimeError(
+                    f"{spec.name}: is not differentiable; call it under torch.no_grad()"
+                )
             return _VjpOfReference.apply(spec, redispatch, keyset & below, *args)  # type: ignore[no-untyped-call]
         return redispatch(keyset & below, *args)
 

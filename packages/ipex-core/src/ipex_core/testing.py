@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ipex_core._spec import OpSpec, Sample, specs
+from ipex_core._spec import FLOATS, OpSpec, Sample, specs
 from ipex_core.errors import UnknownOpError
 
 __all__ = [
@@ -54,20 +54,64 @@ def _map(value: Any, function: Any) -> Any:
 
 
 def _wider(x: torch.Tensor) -> torch.Tensor:
-    return x.double() if x.is_floating_point() else x
+    return x.double() if x.dtype in FLOATS else x
+
+
+def _argument_names(spec: OpSpec) -> list[str]:
+    return [argument.name for argument in spec.op.default._schema.arguments]
+
+
+def _with_copies(
+    spec: OpSpec, sample: Sample, lift: Any = None
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call, with copies of those the op writes to."""
+    names = _argument_names(spec)
+
+    def one(name: str, value: Any) -> Any:
+        if lift is not None:
+            value = _map(value, lift)
+        return _clone(value) if name in spec.mutates else value
+
+    # More values than names: let the call itself report it.
+    args = [one(names[i] if i < len(names) else "", value) for i, value in enumerate(sample.args)]
+    return args, {name: one(name, value) for name, value in sample.kwargs.items()}
+
+
+def _clone(value: Any) -> Any:
+    """Return a copy with the same strides, so that views of a larger tensor stay such."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() == 0 or value.is_contiguous():
+        return value.clone()
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return copy.copy_(value)
+
+
+def _results(spec: OpSpec, out: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what a call returned, followed by the arguments it wrote to."""
+    outputs = () if out is None else out if isinstance(out, tuple) else (out,)
+    by_name = {**dict(zip(_argument_names(spec), args, strict=False)), **kwargs}
+    written = (by_name.get(name) for name in spec.mutates)
+    return (*outputs, *(value for value in written if isinstance(value, torch.Tensor)))
 
 
 def reference_result(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of the reference, computed in float64 where the op computes at all."""
-    moves_bits = spec.name.endswith("pack_linear_weight")
-    lift = (lambda x: x) if moves_bits else _wider
-    out = spec.reference(*_map(sample.args, lift), **_map(sample.kwargs, lift))
-    return out if isinstance(out, tuple) else (out,)
+    """Return the outputs of the reference, computed in float64 where the op computes at all.
+
+    The arguments the op writes to follow the outputs; the sample itself is not written to.
+    """
+    args, kwargs = _with_copies(spec, sample, _wider if spec.lift else None)
+    return _results(spec, spec.reference(*args, **kwargs), args, kwargs)  # type: ignore[no-any-return]
 
 
 def _call(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
-    out = spec.op(*sample.args, **sample.kwargs)
-    return out if isinstance(out, tuple) else (out,)
+    args, kwargs = _with_copies(spec, sample)
+    return _results(spec, spec.op(*args, **kwargs), args, kwargs)  # type: ignore[no-any-return]
+
+
+def _promised(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
+    fake = spec.fake(*sample.args, **sample.kwargs)
+    return _results(spec, fake, list(sample.args), sample.kwargs)  # type: ignore[no-any-return]
 
 
 def assert_matches_reference(spec: OpSpec, sample: Sample) -> None:
@@ -78,36 +122,44 @@ def assert_matches_reference(spec: OpSpec, sample: Sample) -> None:
     """
     got = _call(spec, sample)
     want = reference_result(spec, sample)
-    fake = spec.fake(*sample.args, **sample.kwargs)
-    fakes = fake if isinstance(fake, tuple) else (fake,)
+    fakes = _promised(spec, sample)
     assert len(got) == len(want) == len(fakes)
     for g, w, f in zip(got, want, fakes, strict=True):
         assert g.dtype == f.dtype, f"dtype {g.dtype}, the fake says {f.dtype}"
         assert g.shape == f.shape, f"shape {list(g.shape)}, the fake says {list(f.shape)}"
         if g.numel():
             assert g.stride() == f.stride(), f"strides {g.stride()}, the fake says {f.stride()}"
+        # Rounding the wide result to the dtype is the best any kernel can do, so infinities agree too.
+        w = w.to(g.dtype)
         if g.is_floating_point():
             rtol, atol = spec.tolerance.get(g.dtype, (1e-5, 1e-5))
-            # Rounding the wide result to the dtype is the best any kernel can do, so infinities agree too.
-            w = w.to(g.dtype)
+            if g.dtype not in (torch.float64, *FLOATS):  # no arithmetic in 8-bit types
+                g, w = g.float(), w.float()
             torch.testing.assert_close(g, w, rtol=rtol, atol=atol, equal_nan=True)
+        elif g.dtype in spec.tolerance:
+            rtol, atol = spec.tolerance[g.dtype]
+            torch.testing.assert_close(g.double(), w.double(), rtol=rtol, atol=atol)
         else:
             assert torch.equal(g, w), "values differ"
 
 
 def assert_inputs_unchanged(spec: OpSpec, sample: Sample) -> None:
-    """Check that a call does not write to its inputs and that no output shares memory with them."""
-    tensors = [v for v in (*sample.args, *sample.kwargs.values()) if isinstance(v, torch.Tensor)]
+    """Check that a call writes to no input but those of its schema, and that no output shares memory with one."""
+    args, kwargs = _with_copies(spec, sample)
+    named = {**dict(zip(_argument_names(spec), args, strict=False)), **kwargs}
+    everything = [v for v in named.values() if isinstance(v, torch.Tensor)]
+    tensors = [v for k, v in named.items() if isinstance(v, torch.Tensor) and k not in spec.mutates]
     before = [t.clone() for t in tensors]
-    outputs = _call(spec, sample)
+    out = spec.op(*args, **kwargs)
+    outputs = () if out is None else out if isinstance(out, tuple) else (out,)
     for tensor, copy in zip(tensors, before, strict=True):
         assert (
-            torch.equal(tensor.view(-1).view(torch.uint8), copy.view(-1).view(torch.uint8))
+            torch.equal(tensor.reshape(-1).view(torch.uint8), copy.reshape(-1).view(torch.uint8))
             if (tensor.is_contiguous())
             else torch.allclose(tensor, copy, equal_nan=True)
         ), "an input was written to"
     for out in outputs:
-        for tensor in tensors:
+        for tensor in everything:
             if out.numel() and tensor.numel():
                 shared = out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
                 assert not shared, "an output shares memory with an input"
@@ -124,5 +176,7 @@ def assert_same_for_any_thread_count(spec: OpSpec, sample: Sample) -> None:
     finally:
         torch.set_num_threads(threads)
     for a, b in zip(one, many, strict=True):
+        if a.is_floating_point() and a.dtype not in FLOATS:
+            a, b = a.float(), b.float()
         same = torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
         assert same, "the result depends on the number of threads"

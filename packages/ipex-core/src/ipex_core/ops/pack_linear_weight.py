@@ -103,6 +103,7 @@ register(
         fake=_pack_fake,
         samples=_pack_samples,
         backward=None,
+        lift=False,
         summary="Pack a linear weight for `linear`",
     )
 )
@@ -115,6 +116,7 @@ register(
         fake=_unpack_fake,
         samples=_unpack_samples,
         backward=None,
+        lift=False,
         summary="Give back the weight of a packed one, bit for bit",
     )
 )
