@@ -55,6 +55,8 @@ class BenchCase:
         flops: Floating-point operations, or 0 for an op that is bound by memory.
         rotate: Whether successive calls get other arguments, so many of them that no cache holds all: for weights
             and caches, which a model reads once per step.
+        unit: The dtype whose matrix product is the limit of the arithmetic where that is not the dtype of the case:
+            ``torch.int8`` for products of 8-bit integers.
     """
 
     id: str
@@ -62,6 +64,7 @@ class BenchCase:
     bytes: Callable[[torch.dtype], int]
     flops: int = 0
     rotate: bool = False
+    unit: torch.dtype | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,8 @@ class OpSpec:
         fake: Shapes, dtypes and strides of the result, without data.
         samples: Calls on which every kernel is compared with the reference, for one dtype.
         stock: What a user of stock PyTorch would write; the baseline of the benchmark.
+        stock_args: Turns arguments of the op into those of ``stock``, outside the timing (a packed weight into a plain
+            one). None where they are the same.
         dtypes: Dtypes of the leading tensor argument that the op accepts.
         backward: ``"reference"`` differentiates the reference; ``None`` makes ``requires_grad`` an error.
         autocast: ``"lower_precision"``, ``"float32"`` or ``None`` (the op runs in the dtype of its inputs).
@@ -96,6 +101,7 @@ class OpSpec:
     fake: Callable[..., Any]
     samples: Callable[[torch.dtype], Iterable[Sample]]
     stock: Callable[..., Any] | None = None
+    stock_args: Callable[..., tuple[Any, ...]] | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
     backward: Literal["reference"] | None = "reference"
     autocast: Literal["lower_precision", "float32"] | None = None

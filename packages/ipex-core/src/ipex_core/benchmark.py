@@ -8,8 +8,11 @@ median over rounds of the ratio *within* a round, with its 10th and 90th percent
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import itertools
+import mmap
 import os
 import platform
 import statistics
@@ -202,20 +205,21 @@ def select(names: Iterable[str]) -> list[OpSpec]:
 
 def measure(spec: OpSpec, case: BenchCase, dtype: torch.dtype, *, seconds: float = 0.5) -> Result:
     """Measure one op at one shape; see `run_bench`."""
-    arguments = case.make(dtype)
-    op, stock = spec.op, spec.stock
-    assert stock is not None
     n_bytes = case.bytes(dtype)
+    copies = -(-_uncached_bytes() // n_bytes) if case.rotate and n_bytes >= _LEAST_BYTES else 1
+    arguments = [case.make(dtype) for _ in range(copies)]
+    assert spec.stock is not None
+    prepare = spec.stock_args or (lambda *args: args)
     functions: dict[str, Callable[[], object]] = {
-        "stock": lambda: stock(*arguments),
-        "ipex": lambda: op(*arguments),
+        "stock": _in_turn(spec.stock, [prepare(*args) for args in arguments]),
+        "ipex": _in_turn(spec.op, arguments),
     }
     memory_bound = n_bytes >= _LEAST_BYTES
     compute_bound = case.flops >= _LEAST_FLOPS
     if memory_bound or compute_bound:
-        functions |= _memory_limits(max(n_bytes, _LEAST_BYTES))
+        functions |= _memory_limits(max(n_bytes, _LEAST_BYTES), copies)
     if compute_bound:
-        functions["matmul"], matmul_flops = _compute_limit(dtype)
+        functions["matmul"], matmul_flops = _compute_limit(case.unit or dtype)
     with torch.inference_mode():
         times = paired(functions, seconds=seconds, min_rounds=7)
     ours = statistics.median(times["ipex"])
@@ -223,7 +227,7 @@ def measure(spec: OpSpec, case: BenchCase, dtype: torch.dtype, *, seconds: float
 
     limits: dict[str, float] = {}
     if memory_bound or compute_bound:
-        fastest = min(statistics.median(times["copy"]), statistics.median(times["read"]))
+        fastest = min(statistics.median(times[name]) for name in ("copy", "read") if name in times)
         limits["memory"] = fastest * n_bytes / max(n_bytes, _LEAST_BYTES)
     if compute_bound:
         limits["compute"] = statistics.median(times["matmul"]) * case.flops / matmul_flops
@@ -249,23 +253,56 @@ def measure(spec: OpSpec, case: BenchCase, dtype: torch.dtype, *, seconds: float
     )
 
 
-def _memory_limits(n_bytes: int) -> dict[str, Callable[[], object]]:
+def _in_turn(
+    function: Callable[..., object], arguments: Sequence[tuple[Any, ...]]
+) -> Callable[[], object]:
+    """Return a function whose calls take the next arguments each, around and around."""
+    if len(arguments) == 1:
+        only = arguments[0]
+        return lambda: function(*only)
+    turn = itertools.cycle(arguments)
+    return lambda: function(*next(turn))
+
+
+def _uncached_bytes() -> int:
+    """Return how many bytes no cache holds: twice the last level, at least 128 MiB."""
+    try:
+        size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        last_level = int(size.removesuffix("K")) << 10
+    except (OSError, ValueError):
+        last_level = 0
+    return max(2 * last_level, 128 << 20)
+
+
+def _memory_limits(n_bytes: int, copies: int) -> dict[str, Callable[[], object]]:
     """Return functions that move ``n_bytes`` and do nothing else.
 
     They have the footprint of the op under test, so a shape that fits a cache is compared with the rate of that cache.
     A copy is the limit of an op that writes as much as it reads, a read that of a product with a large weight.
     """
+    whole = _huge_pages(n_bytes * copies)[: n_bytes // 4 * copies]
+    read = _in_turn(torch.sum, [(part,) for part in whole.view(copies, -1)])
+    if copies > 1:
+        return {"read": read}
     half = torch.zeros(n_bytes // 8)
     target = torch.empty_like(half)
-    whole = torch.zeros(n_bytes // 4)
-    return {"copy": lambda: target.copy_(half), "read": lambda: torch.dot(whole, whole)}
+    return {"copy": lambda: target.copy_(half), "read": read}
+
+
+def _huge_pages(n_bytes: int) -> torch.Tensor:
+    """Return random numbers on huge pages, where the system has them: a limit must not depend on page walks."""
+    memory = mmap.mmap(-1, -(-n_bytes // 4096) * 4096)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32).uniform_()
 
 
 _FACTORS: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def _compute_limit(dtype: torch.dtype) -> tuple[Callable[[], object], int]:
-    """Return a large matrix product in this dtype and its floating-point operations."""
+    """Return a large matrix product in this dtype and its arithmetic operations."""
     size = 768
     if dtype not in _FACTORS:
         _FACTORS[dtype] = (
@@ -273,7 +310,8 @@ def _compute_limit(dtype: torch.dtype) -> tuple[Callable[[], object], int]:
             torch.ones(size, size, dtype=dtype),
         )
     a, b = _FACTORS[dtype]
-    return lambda: torch.mm(a, b), 2 * size**3
+    product = torch._int_mm if dtype == torch.int8 else torch.mm
+    return lambda: product(a, b), 2 * size**3
 
 
 def active_level() -> str:

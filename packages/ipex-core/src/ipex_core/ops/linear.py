@@ -189,26 +189,15 @@ def _bench() -> Iterator[BenchCase]:
             lambda dtype, m=m, k=k, n=n: _case(dtype, m, k, n)[:4],
             lambda dtype, m=m, k=k, n=n: (m * k + n * k + m * n) * dtype.itemsize,
             flops=2 * m * k * n,
+            rotate=m <= 32,
         )
 
 
-def stock_linear(
-    x: Tensor,
-    packed_weight: Tensor,
-    out_features: int,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Stock baseline; the plain weight is unpacked once per packed tensor, outside the timing."""
-    global _last_plain
-    # The packed tensor itself is kept and compared, since its address may be given to the next one.
-    if _last_plain is None or _last_plain[0] is not packed_weight:
-        weight = _packed.unpack(packed_weight, out_features, x.shape[-1], x.dtype)
-        _last_plain = (packed_weight, weight)
-    weight = _last_plain[1]
-    return functional.linear(x, weight, bias)
-
-
-_last_plain: tuple[Tensor, Tensor] | None = None
+def stock_args(
+    x: Tensor, packed_weight: Tensor, out_features: int, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the arguments of stock ``linear`` for those of the op."""
+    return x, _packed.unpack(packed_weight, out_features, x.shape[-1], x.dtype), bias
 
 
 register(
@@ -222,7 +211,8 @@ register(
         check=_check,
         fake=_fake,
         samples=_samples,
-        stock=stock_linear,
+        stock=functional.linear,
+        stock_args=stock_args,
         tolerance={
             torch.float32: (1e-4, 1e-4),
             torch.bfloat16: (1.6e-2, 2e-2),

@@ -40,7 +40,7 @@ _LONG = {name: short for short, name in _SHORT.items()}
 def bench(
     ops: Annotated[
         list[str] | None,
-        typer.Argument(help="Ops to measure (default: all).", show_default=False),
+        typer.Argument(help="Ops to measure; 'ops' or none for all.", show_default=False),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="Element types, separated by commas: float32, bfloat16, float16.")
@@ -77,7 +77,7 @@ def bench(
     Exit codes: 0, 1 if --compare finds a ratio more than 15 % lower, 2 for bad arguments.
     """
     console = make_console()
-    names = list(ops or ())
+    names = [name for name in ops or () if name != "ops"]
     request: dict[str, Any] = {
         "ops": names,
         "dtypes": _parse_dtypes(dtype),
