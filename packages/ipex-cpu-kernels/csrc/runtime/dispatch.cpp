@@ -48,6 +48,10 @@ const char* dtype_name(ScalarType dtype) {
       return "int64";
     case ScalarType::Bool:
       return "bool";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
     case ScalarType::ComplexFloat:
       return "complex64";
     case ScalarType::ComplexDouble:

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Key-value caches as the references see them: checks, rows gathered from blocks, quantised rows.
+
+A cache holds rows of the dtype of the query, or int8 or float8_e5m2 numbers. The value of a row is its numbers times a
+factor of the whole cache (``k_scale``, ``v_scale``) and, for int8, times a float32 scale of the row where there are
+any. Kernels repeat these checks with the same text (``ipex/kv_glue.h``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ipex_core._spec import check
+from ipex_core.ops._common import acc, check_device, dtype_name
+
+__all__ = [
+    "check_block_tables",
+    "check_caches",
+    "check_index_tensor",
+    "check_row_scales",
+    "dequantize",
+    "gather_blocks",
+    "quantize",
+]
+
+Tensor = torch.Tensor
+
+_INDEX = (torch.int32, torch.int64)
+
+
+def check_index_tensor(op: str, name: str, value: Tensor, dim: int, query: Tensor) -> None:
+    """Check that ``value`` is a ``dim``-dimensional tensor of int32 or int64 on the device of ``query``."""
+    check_device(op, name, value, query, "query")
+    check(value.dtype in _INDEX, op, name, "have dtype int32, int64", dtype_name(value.dtype))
+    check(value.dim() == dim, op, name, f"be {dim}-D", f"{value.dim()}-D")
+
+
+def check_caches(
+    op: str, key_cache: Tensor, value_cache: Tensor, x: Tensor, of: str, shape: str
+) -> None:
+    """Check a pair of caches: device, dtype, 4-D, consecutive elements, equal shapes and dtypes.
+
+    Args:
+        op: Name of the op.
+        key_cache: Cache of the keys.
+        value_cache: Cache of the values.
+        x: The tensor whose device and dtype count, which messages call ``of``.
+        of: Name of ``x``.
+        shape: The wanted shape in words, ``"[num_blocks, ...]"``.
+    """
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_device(op, name, cache, x, of)
+        check(
+            cache.dtype in (x.dtype, torch.int8, torch.float8_e5m2),
+            op,
+            name,
+            f"have the dtype of {of} = {dtype_name(x.dtype)}, int8 or float8_e5m2",
+            dtype_name(cache.dtype),
+        )
+        check(cache.dim() == 4, op, name, f"be 4-D {shape}", f"{cache.dim()}-D")
+        stride = cache.stride(3)
+        check(
+            stride == 1 or cache.shape[3] <= 1,
+            op,
+            name,
+            "have a contiguous last dimension",
+            f"stride {stride}",
+        )
+    check(
+        value_cache.shape == key_cache.shape,
+        op,
+        "value_cache",
+        f"have the shape of key_cache = {list(key_cache.shape)}",
+        list(value_cache.shape),
+    )
+    check(
+        value_cache.dtype == key_cache.dtype,
+        op,
+        "value_cache",
+        f"have the dtype of key_cache = {dtype_name(key_cache.dtype)}",
+        dtype_name(value_cache.dtype),
+    )
+
+
+def check_row_scales(op: str, name: str, scales: Tensor | None, cache: Tensor) -> None:
+    """Check the optional scales of rows: float32 in the shape of the int8 cache without its last dimension."""
+    if scales is None:
+        return
+    check_device(op, name, scales, cache, "key_cache")
+    check(scales.dtype == torch.float32, op, name, "have dtype float32", dtype_name(scales.dtype))
+    check(
+        cache.dtype == torch.int8,
+        op,
+        name,
+        "be None unless the cache is int8",
+        f"a cache of dtype {dtype_name(cache.dtype)}",
+    )
+    shape = list(cache.shape[:3])
+    check(list(scales.shape) == shape, op, name, f"have shape {shape}", list(scales.shape))
+
+
+def check_block_tables(
+    op: str, lengths_name: str, lengths: Sequence[int], tables: Tensor, block_size: int, blocks: int
+) -> None:
+    """Check lengths and the block numbers in use; unused entries of the table may hold anything.
+
+    Reads data, so references call it and fakes do not.
+    """
+    capacity = tables.shape[1] * block_size
+    for length, row in zip(lengths, tables.tolist(), strict=True):
+        check(
+            0 <= length <= capacity,
+            op,
+            lengths_name,
+            f"be between 0 and the capacity of block_tables = {capacity}",
+            length,
+        )
+        for block in row[: -(-length // block_size)]:
+            check(
+                0 <= block < blocks,
+                op,
+                "block_tables",
+                f"hold numbers of blocks in [0, {blocks})",
+                block,
+            )
+
+
+def gather_blocks(cache: Tensor, table: Tensor, length: int) -> Tensor:
+    """Return the rows of one sequence of a paged cache.
+
+    Args:
+        cache: ``[num_blocks, kv_heads, block_size, ...]``.
+        table: The block numbers of the sequence.
+        length: How many rows.
+
+    Returns:
+        ``[kv_heads, length, ...]``.
+    """
+    used = -(-length // cache.shape[2]) if length else 0
+    rows = cache[table[:used].long()].transpose(0, 1)
+    return rows.flatten(1, 2)[:, :length]
+
+
+def dequantize(rows: Tensor, scale: float, row_scales: Tensor | None = None) -> Tensor:
+    """Return the values of cache rows in the type references compute in."""
+    values = acc(rows) * scale
+    return values if row_scales is None else values * row_scales.unsqueeze(-1).to(values.dtype)
+
+
+def quantize(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Return rows as a cache of ``dtype`` stores them, with one factor for all.
+
+    The numbers are rounded to nearest even. int8 is limited to -127..127 and NaN becomes 0; float8_e5m2 overflows to
+    infinity.
+    """
+    if dtype == torch.int8:
+        scaled = torch.nan_to_num(acc(rows) * (1.0 / scale), nan=0.0)
+        return scaled.round().clamp(-127, 127).to(torch.int8)
+    if dtype == torch.float8_e5m2:
+        return (acc(rows) * (1.0 / scale)).to(dtype)
+    return rows.to(dtype)

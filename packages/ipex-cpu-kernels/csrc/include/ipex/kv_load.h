@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// Loads and conversions of quantised cache elements, for kernels: the counterpart of vec.h for Int8
+// and E5m2.
+//
+// load, load_n, load2 give the stored numbers; the scale of the row (kv_scale) is the caller's.
+#pragma once
+
+#include <cstring>
+
+#include "ipex/kv_view.h"
+#include "ipex/vec.h"
+
+namespace ipex {
+namespace {
+
+#if IPEX_HAVE_AVX512
+IPEX_INLINE f32v load(const Int8* p) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+// A float16 has the same exponent: e5m2 is its upper byte.
+IPEX_INLINE f32v load(const E5m2* p) {
+  const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return f16_to_f32(_mm256_slli_epi16(wide, 8));
+}
+#elif IPEX_HAVE_AVX2
+IPEX_INLINE f32v load(const Int8* p) {
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+IPEX_INLINE f32v load(const E5m2* p) {
+  const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return f16_to_f32(_mm_slli_epi16(wide, 8));
+}
+#else
+IPEX_INLINE __m128i load_4_bytes_high(const void* p) {
+  int32_t four;
+  std::memcpy(&four, p, sizeof(four));
+  return _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_cvtsi32_si128(four));
+}
+IPEX_INLINE f32v load(const Int8* p) {
+  const __m128i high = _mm_unpacklo_epi16(_mm_setzero_si128(), load_4_bytes_high(p));
+  return _mm_cvtepi32_ps(_mm_srai_epi32(high, 24));
+}
+IPEX_INLINE f32v load(const E5m2* p) { return f16_to_f32(load_4_bytes_high(p)); }
+#endif
+
+template <class E>
+IPEX_INLINE f32v load_bytes_n(const E* p, int64_t n) {
+  E lanes[kLanes] = {};
+  for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+IPEX_INLINE f32v load_n(const Int8* p, int64_t n) { return load_bytes_n(p, n); }
+IPEX_INLINE f32v load_n(const E5m2* p, int64_t n) { return load_bytes_n(p, n); }
+IPEX_INLINE f32v2 load2(const Int8* p) { return {load(p), load(p + kLanes)}; }
+IPEX_INLINE f32v2 load2(const E5m2* p) { return {load(p), load(p + kLanes)}; }
+
+// Nearest even; too large becomes infinity, as torch's conversion does.
+IPEX_INLINE E5m2 to_e5m2(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint32_t sign = bits >> 31 << 7;
+  bits &= 0x7fffffffu;
+  uint32_t code;
+  if (bits >= 143u << 23) {  // 2^16
+    code = bits > 255u << 23 ? 0x7fu : 0x7cu;
+  } else if (bits < 113u << 23) {
+    // The sum with 128 is rounded to multiples of 2^-16, the smallest e5m2.
+    float sum;
+    std::memcpy(&sum, &bits, sizeof(sum));
+    sum += 128.0f;
+    std::memcpy(&code, &sum, sizeof(code));
+    code -= 134u << 23;
+  } else {
+    code = (bits - (112u << 23) + 0xfffffu + (bits >> 21 & 1u)) >> 21;
+  }
+  return {static_cast<uint8_t>(code | sign)};
+}
+
+// Nearest even, between -127 and 127; NaN becomes 0.
+IPEX_INLINE Int8 to_int8(float value) {
+  const float limited = value < -127.0f ? -127.0f : value > 127.0f ? 127.0f : value;
+  if (limited != limited) return {0};
+  return {static_cast<int8_t>(_mm_cvtss_si32(_mm_set_ss(limited)))};
+}
+
+}  // namespace
+}  // namespace ipex
