@@ -21,6 +21,8 @@ __all__ = [
     "PANEL",
     "check_header",
     "check_packed",
+    "deinterleave_gate_up",
+    "interleave_gate_up",
     "pack",
     "packed_bytes",
     "read_header",
@@ -74,6 +76,48 @@ def unpack(
     panels = packed[HEADER_BYTES:].clone().view(dtype)
     panels = panels.view(columns // PANEL, rows // inner, PANEL, inner).transpose(1, 2)
     return panels.reshape(columns, rows)[:out_features, :in_features].contiguous()
+
+
+def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Put the rows of two weights (or two biases) of one shape into the order that gated ops expect.
+
+    Args:
+        gate: ``[N, K]`` or ``[N]``.
+        up: Likewise.
+
+    Returns:
+        ``[2 * N', ...]`` with N' = N rounded up to a multiple of 32: 32 rows of ``gate``, 32 rows of ``up`` and so on;
+        rows of zeros fill the last blocks.
+
+    Example:
+        >>> interleave_gate_up(torch.zeros(40), torch.ones(40)).view(4, 32).sum(1)
+        tensor([ 0., 32.,  0.,  8.])
+    """
+    check(
+        gate.shape == up.shape,
+        "interleave_gate_up",
+        "up",
+        f"have shape {list(gate.shape)}",
+        list(up.shape),
+    )
+    check(gate.dim() >= 1, "interleave_gate_up", "gate", "have at least 1 dimension(s)", "0-D")
+    n = gate.shape[0]
+    blocks = -(-n // PANEL)
+    both = gate.new_zeros(2, blocks * PANEL, *gate.shape[1:])
+    both[0, :n] = gate
+    both[1, :n] = up
+    parted = both.view(2, blocks, PANEL, *gate.shape[1:])
+    return parted.transpose(0, 1).reshape(2 * blocks * PANEL, *gate.shape[1:])
+
+
+def deinterleave_gate_up(
+    weight: torch.Tensor, n: int, dim: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gate and up, ``n`` rows each: the inverse of `interleave_gate_up` along ``dim``."""
+    at = dim % weight.dim()
+    parted = weight.unflatten(at, (-1, 2, PANEL))
+    gate, up = (parted.select(at + 1, i).flatten(at, at + 1).narrow(at, 0, n) for i in (0, 1))
+    return gate, up
 
 
 def read_header(packed: torch.Tensor) -> tuple[int, int, int] | None:

@@ -84,6 +84,11 @@ std::string active_level() {
   return kLevels[active_index()].name;
 }
 
+bool active_has_amx() {
+  std::lock_guard lock(mutex);
+  return (kLevels[active_index()].features & kAmx) != 0;
+}
+
 std::string why_unavailable(const std::string& level) {
   const int i = find(level);
   if (i < 0) return "this build has no level " + level;

@@ -12,6 +12,7 @@ namespace ipex::cpu {
 std::vector<std::string> levels_built();
 std::vector<std::string> levels_available();
 std::string active_level();
+bool active_has_amx();
 
 // Why a level cannot be used here; "" if it can.
 std::string why_unavailable(const std::string& level);

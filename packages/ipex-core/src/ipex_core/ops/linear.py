@@ -9,34 +9,37 @@ import torch
 from torch.nn import functional
 
 from ipex_core import _packed
-from ipex_core._packed import check_packed
+from ipex_core._packed import check_packed, interleave_gate_up
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
 from ipex_core.ops._common import (
     acc,
     check_device,
-    check_dtype,
     check_tensor,
-    check_vector,
     randn,
     strided,
 )
+from ipex_core.ops._epilogue import (
+    ACTIVATIONS,
+    GATES,
+    activate,
+    apply_epilogue,
+    check_activation,
+    check_operands,
+    weight_rows,
+)
+
+__all__ = ["activate", "stock_linear", "stored_dtype"]
 
 Tensor = torch.Tensor
 
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 
-
-def activate(y: Tensor, activation: str) -> Tensor:
-    """Apply one of `ACTIVATIONS`."""
-    if activation == "relu":
-        return functional.relu(y)
-    if activation == "gelu":
-        return functional.gelu(y)
-    if activation == "gelu_tanh":
-        return functional.gelu(y, approximate="tanh")
-    if activation == "silu":
-        return functional.silu(y)
-    return y
+def stored_dtype(x: Tensor, packed_weight: Tensor) -> torch.dtype:
+    """Return the dtype of a packed weight: that of ``x`` unless the reference is run in float64."""
+    if x.dtype != torch.float64:
+        return x.dtype
+    header = _packed.read_header(packed_weight)
+    assert header is not None
+    return next(d for d, f in _packed.FORMATS.items() if f == header[0])
 
 
 def _linear(
@@ -46,40 +49,38 @@ def _linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str = "none",
+    mul: Tensor | None = None,
+    residual2: Tensor | None = None,
+    gate: str = "none",
 ) -> Tensor:
-    """Compute ``activation(x @ weight.T + bias) + residual`` with a packed weight.
+    """Compute ``activation(x @ weight.T + bias) * mul + residual + residual2`` with a packed weight.
 
+    With a gate, the rows of the weight alternate between those of a gate and those of the other factor, see
+    `interleave_gate_up`, and ``gate(x @ gate.T + bias_g) * (x @ up.T + bias_u)`` takes the place of the activation.
     Products are accumulated in float32 and the result is rounded once.
 
     Args:
         x: ``[..., K]``, float32, bfloat16 or float16.
-        packed_weight: Result of `pack_linear_weight` for a ``[N, K]`` weight in the dtype of ``x``.
+        packed_weight: Result of `pack_linear_weight` for a weight in the dtype of ``x``: ``[N, K]``, or with a gate
+            ``[2 * N', K]`` with N' = N rounded up to a multiple of 32.
         out_features: The number of output features, N.
-        bias: ``[N]`` in the dtype of ``x`` or float32, or None.
+        bias: One number for each row of the weight, in the dtype of ``x`` or float32, or None.
         residual: ``[..., N]`` in the dtype of ``x``, or None.
         activation: ``"none"``, ``"relu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"silu"``.
+        mul: ``[..., N]`` in the dtype of ``x``, or None.
+        residual2: ``[..., N]`` in the dtype of ``x``, or None.
+        gate: ``"none"``, ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; not together with an activation.
 
     Returns:
         A contiguous ``[..., N]`` tensor in the dtype of ``x``.
     """
-    stored = x.dtype
-    if (
-        stored == torch.float64
-    ):  # the check of a kernel in higher precision; the weight keeps its dtype
-        header = _packed.read_header(packed_weight)
-        assert header is not None
-        stored = next(d for d, f in _packed.FORMATS.items() if f == header[0])
-    _packed.check_header(
-        "linear", "packed_weight", packed_weight, out_features, x.shape[-1], stored
-    )
-    weight = _packed.unpack(packed_weight, out_features, x.shape[-1], stored)
+    stored = stored_dtype(x, packed_weight)
+    n = weight_rows(out_features, gate)
+    _packed.check_header("linear", "packed_weight", packed_weight, n, x.shape[-1], stored)
+    weight = _packed.unpack(packed_weight, n, x.shape[-1], stored)
     wide = acc(x)
-    y = functional.linear(
-        wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype)
-    )
-    y = activate(y, activation)
-    if residual is not None:
-        y = y + acc(residual)
+    y = functional.linear(wide, weight.to(wide.dtype))
+    y = apply_epilogue(y, out_features, bias, activation, mul, residual, residual2, gate)
     return y.to(x.dtype)
 
 
@@ -90,31 +91,18 @@ def _check(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str = "none",
+    mul: Tensor | None = None,
+    residual2: Tensor | None = None,
+    gate: str = "none",
 ) -> None:
     op = "linear"
     check_tensor(op, "x", x)
     check_device(op, "packed_weight", packed_weight, x)
     check(out_features > 0, op, "out_features", "be positive", out_features)
-    check_packed(op, "packed_weight", packed_weight, out_features, x.shape[-1], x.dtype)
-    check_vector(op, "bias", bias, x, out_features)
-    if residual is not None:
-        shape = [*x.shape[:-1], out_features]
-        check_device(op, "residual", residual, x)
-        check_dtype(op, "residual", residual, x)
-        check(
-            list(residual.shape) == shape,
-            op,
-            "residual",
-            f"have shape {shape}",
-            list(residual.shape),
-        )
-    check(
-        activation in ACTIVATIONS,
-        op,
-        "activation",
-        f"be one of {', '.join(ACTIVATIONS)}",
-        activation,
-    )
+    check_activation(op, activation, gate)
+    n = weight_rows(out_features, gate)
+    check_packed(op, "packed_weight", packed_weight, n, x.shape[-1], x.dtype)
+    check_operands(op, x, out_features, bias, mul, residual, residual2, gate)
 
 
 def _fake(
@@ -124,6 +112,9 @@ def _fake(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str = "none",
+    mul: Tensor | None = None,
+    residual2: Tensor | None = None,
+    gate: str = "none",
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
@@ -136,6 +127,17 @@ def _case(
     bias = randn(n, dtype=dtype, seed=seed + 2)
     residual = randn(m, n, dtype=dtype, seed=seed + 3)
     return x, _packed.pack(weight), n, bias, residual
+
+
+def gated(
+    dtype: torch.dtype, m: int, k: int, n: int, gate: str, residual: Tensor | None = None
+) -> Sample:
+    """Return a sample with a gate."""
+    parts = [randn(n, k, dtype=dtype, seed=seed, scale=k**-0.5) for seed in (11, 12)]
+    bias = interleave_gate_up(randn(n, dtype=dtype, seed=13), randn(n, dtype=dtype, seed=14))
+    packed = _packed.pack(interleave_gate_up(*parts))
+    args = (randn(m, k, dtype=dtype, seed=10), packed, n, bias, residual, "none", None, None, gate)
+    return Sample(args, id=f"gate-{gate}-{m}x{k}x{n}")
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -163,6 +165,16 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     for activation in ACTIVATIONS:
         yield Sample((x, packed, n, bias, None, activation), id=activation)
         yield Sample((x, packed, n, bias, residual, activation), id=f"{activation}-residual")
+    mul, residual2 = (randn(9, 72, dtype=dtype, seed=seed) for seed in (6, 7))
+    yield Sample((x, packed, n, bias, None, "silu", mul), id="silu-mul")
+    yield Sample(
+        (x, packed, n, bias, residual, "gelu", strided(mul), residual2), id="gelu-mul-add-add"
+    )
+    yield Sample((x, packed, n, None, residual, "none", None, residual2), id="add-add")
+    for gate in GATES[1:]:
+        yield gated(dtype, 9, 80, 72, gate, residual)
+    yield gated(dtype, 1, 64, 32, "silu")
+    yield gated(dtype, 40, 70, 200, "silu")
     x3 = randn(2, 3, 80, dtype=dtype, seed=9)
     yield Sample((x3, packed, n, bias), id="3d")
     yield Sample((randn(80, dtype=dtype, seed=9), packed, n, bias), id="1d")
@@ -205,7 +217,8 @@ register(
         name="linear",
         schema=(
             "(Tensor x, Tensor packed_weight, int out_features, Tensor? bias=None,"
-            ' Tensor? residual=None, str activation="none") -> Tensor'
+            ' Tensor? residual=None, str activation="none", Tensor? mul=None, Tensor? residual2=None,'
+            ' str gate="none") -> Tensor'
         ),
         reference=_linear,
         check=_check,

@@ -1,28 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "ipex/epilogue_args.h"
 #include "ipex/kernel.h"
 
 namespace ipex {
 
-enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
-
-// y = activation(x * W + bias) + residual
 struct LinearArgs {
-  const void* x;         // [rows, k], rows x_stride elements apart
-  const void* weight;    // panels of 32 columns, see packed.h
-  const void* bias;      // [n] or null
-  const void* residual;  // [rows, n], rows residual_stride elements apart, or null
-  void* y;               // [rows, n], contiguous
-  int64_t x_stride, residual_stride;
-  int64_t n, k;
-  bool bias_is_f32;
-  Activation activation;
+  const void* x;       // [rows, k], rows x_stride elements apart
+  const void* weight;  // panels of 32 columns, see packed.h
+  void* y;             // [rows, n], contiguous
+  int64_t x_stride;
+  int64_t n, k;  // n columns of y; if gated the weight has two panels for 32 of them
+  Epilogue epilogue;
 };
 
 }  // namespace ipex
 
-// Computes the rows [row_begin, row_end) of the columns in the panels [panel_begin, panel_end).
+// Computes the rows [row_begin, row_end) of what the panels [panel_begin, panel_end) give.
 #define IPEX_DECLARE_LINEAR(suffix)                                                            \
   IPEX_KERNEL_API void ipex_k_linear_##suffix(const ipex::LinearArgs* args, int64_t row_begin, \
                                               int64_t row_end, int64_t panel_begin,            \

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// What follows a matrix product before its result is stored; shared by kernels and glue.
+//
+//   y = activation(c + bias) * mul + add + add2
+// or, if gated (C has pairs of 32 gate columns and 32 up columns, so 64 of C give 32 of y):
+//   y = (activation(gate + bias_gate) * (up + bias_up)) * mul + add + add2
+//
+// Everything is in float and rounded once. Operands that are null are left out.
+#pragma once
+
+#include <cstdint>
+
+namespace ipex {
+
+enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+
+struct Epilogue {
+  const void* bias;  // one per column of C (gated: gate and up alternate in blocks of 32 as in C)
+  const void* mul;   // [rows of y][columns of y] in the dtype of y, rows mul_stride elements apart
+  const void* add;
+  const void* add2;
+  int64_t mul_stride, add_stride, add2_stride;
+  bool bias_is_f32;  // else the dtype of y
+  bool gated;
+  Activation activation;  // if gated that of the gate
+};
+
+}  // namespace ipex

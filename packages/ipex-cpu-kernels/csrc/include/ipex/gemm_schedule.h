@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// Spreads a matrix product with panels of 32 columns over torch's threads. For glue only.
+//
+// The tasks depend on shapes and never on which thread runs them, and no task splits a sum, so
+// results have the same bits for any number of threads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "ipex/dispatch.h"
+#include "linear/packed.h"
+#include "runtime/loader.h"
+#include "runtime/topology.h"
+
+namespace ipex {
+
+// A parallel region costs about as much as this many multiplications on one thread.
+inline constexpr int64_t kRegionWork = 60000;
+
+// Rows from which a product is bound by computing on any machine, so that AMX units are what
+// counts.
+inline constexpr int64_t kComputeBound = 64;
+
+struct GemmShape {
+  int64_t rows, panels, k;
+  int64_t unit = 1;    // panels that belong together: 2 for gate and up
+  bool tiles = false;  // the kernel uses AMX tiles at the active level
+};
+
+// True if products of `dtype` run on AMX tiles at the active level.
+inline bool uses_tiles(ScalarType dtype) {
+  return (dtype == ScalarType::BFloat16 || dtype == ScalarType::Char ||
+          dtype == ScalarType::Byte) &&
+         cpu::active_has_amx();
+}
+
+// Calls f(task) for 0 <= task < tasks; threads take the next task when they are done with one.
+// `work` are the multiplications of all tasks. `tiles`: one thread per core.
+template <class F>
+void run_tasks(int64_t tasks, int64_t work, bool tiles, const F& f) {
+  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  const int64_t workers =
+      std::clamp<int64_t>(work / kRegionWork, 1, std::max<int64_t>(1, std::min(threads, tasks)));
+  if (workers == 1) {
+    for (int64_t t = 0; t < tasks; ++t) f(t);
+    return;
+  }
+  // All threads enter where one per core is to be chosen; a smaller team could sit on half the
+  // cores.
+  cpu::CorePerThread cores(tiles);
+  std::atomic<int64_t> next{0};
+  parallel_for(tiles ? threads : workers, 1, [&](int64_t, int64_t) {
+    if (!cores.claim()) return;
+    for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) f(t);
+  });
+}
+
+// Calls f(row_begin, row_end, panel_begin, panel_end) so that every row meets every panel once.
+// f must not throw. `max_rows` and `max_panels` bound the size of a call where there are more than
+// 24 rows.
+template <class F>
+void run_gemm(const GemmShape& shape, int64_t max_rows, int64_t max_panels, const F& f) {
+  if (shape.rows == 0) return;
+  const int64_t m = shape.rows, panels = shape.panels, unit = shape.unit;
+  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  // Small products get smaller blocks of rows so that all threads have work.
+  int64_t block = max_rows;
+  while (block / 2 >= 24 && (m + block - 1) / block * panels < 4 * threads) block /= 2;
+  const int64_t blocks = (m + block - 1) / block;
+  const bool limited = shape.tiles && m >= kComputeBound;
+  if (blocks <= 1 && !limited) {
+    // The partition of packing: a thread reads the panels whose memory it touched first.
+    const int64_t work = std::max<int64_t>(1, m * shape.k * kPackedPanel * unit);
+    parallel_for(panels / unit, std::max<int64_t>(1, kRegionWork / work),
+                 [&](int64_t begin, int64_t end) { f(0, m, begin * unit, end * unit); });
+    return;
+  }
+  int64_t chunk = std::min(panels, max_panels);
+  const auto chunks = [&] { return (panels + chunk - 1) / chunk; };
+  while (chunk > 2 && blocks * chunks() < 8 * threads) chunk = (chunk / 2 + 1) / 2 * 2;
+  const int64_t per_block = chunks();
+  run_tasks(blocks * per_block, m * shape.k * panels * kPackedPanel, limited, [&](int64_t t) {
+    const int64_t row = t / per_block * block, panel = t % per_block * chunk;
+    f(row, std::min(m, row + block), panel, std::min(panels, panel + chunk));
+  });
+}
+
+}  // namespace ipex
