@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The packed format of dense linear weights; ipex_core._packed describes the same format in Python.
+// The packed format of linear weights; ipex_core._packed describes the same format in Python.
 //
-// 64-byte header, then ceil(N / 32) panels. Panel: [K][32] for float and Half, [ceil(K / 2)][32][2]
-// for BFloat16. Padding is zero. The format does not depend on the ISA level.
+// 64-byte header, the same for dense and quantised weights. Dense weights: ceil(N / 32) panels
+// follow. Panel: [K][32] for float and Half, [ceil(K / 2)][32][2] for BFloat16. Padding is zero.
+// Quantised weights: see woq_linear/woq_format.h. The format does not depend on the ISA level.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +13,18 @@ namespace ipex {
 struct PackedHeader {
   uint32_t magic;
   uint32_t version;
-  uint32_t format;  // 0 float, 1 BFloat16, 2 Half
+  uint32_t format;  // 0 float, 1 BFloat16, 2 Half, 3 and above: quantised
   uint32_t panel;
   int64_t n;
   int64_t k;
-  uint8_t reserved[32];
+  // Quantised weights only, zero in a dense one.
+  int32_t group;  // elements of K that share a scale
+  uint8_t scale_type;
+  uint8_t zero_kind;
+  uint8_t order;
+  uint8_t flags;
+  uint8_t scale_columns;  // 16, or 1 where the columns of a strip share their scales
+  uint8_t reserved[23];
 };
 static_assert(sizeof(PackedHeader) == 64);
 

@@ -56,8 +56,13 @@ Tensor pack(const Tensor& weight) {
   const Tensor plain = as_contiguous(weight);
   Tensor packed = arena::allocate(packed_bytes(n, k, format));
   void* to = packed.mutable_data_ptr();
-  PackedHeader header{
-      kPackedMagic, kPackedVersion, format, static_cast<uint32_t>(kPackedPanel), n, k, {}};
+  PackedHeader header{};
+  header.magic = kPackedMagic;
+  header.version = kPackedVersion;
+  header.format = format;
+  header.panel = static_cast<uint32_t>(kPackedPanel);
+  header.n = n;
+  header.k = k;
   std::memcpy(to, &header, sizeof(header));
   void* from = const_cast<void*>(plain.const_data_ptr());
   if (format == 0)
