@@ -76,9 +76,7 @@ inline constexpr int8_t kNf4Integers[16] = {-127, -88, -67, -50, -36, -23, -12, 
 inline constexpr int8_t kFp4Integers[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                             0, -1, -2, -3, -4, -6, -8, -12};
 
-inline bool woq_is_nibble(uint32_t format) {
-  return format >= kFormatInt4 && format <= kFormatFp4;
-}
+inline bool woq_is_nibble(uint32_t format) { return format >= kFormatInt4 && format <= kFormatFp4; }
 
 // Elements of K in a block.
 inline int64_t woq_block_k(uint32_t format) { return woq_is_nibble(format) ? 8 : 4; }
