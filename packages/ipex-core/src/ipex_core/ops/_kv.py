@@ -155,9 +155,11 @@ def quantize(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     The numbers are rounded to nearest even. int8 is limited to -127..127 and NaN becomes 0; float8_e5m2 overflows to
     infinity.
     """
+    # The reciprocal is rounded to float32, as kernels have it: ties must fall alike.
+    inverse = 1.0 / torch.tensor(scale, dtype=torch.float32, device=rows.device)
     if dtype == torch.int8:
-        scaled = torch.nan_to_num(acc(rows) * (1.0 / scale), nan=0.0)
+        scaled = torch.nan_to_num(acc(rows) * inverse, nan=0.0)
         return scaled.round().clamp(-127, 127).to(torch.int8)
     if dtype == torch.float8_e5m2:
-        return (acc(rows) * (1.0 / scale)).to(dtype)
+        return (acc(rows) * inverse).to(dtype)
     return rows.to(dtype)
