@@ -110,6 +110,8 @@ def test_meta_tensors(op):
     sample = list(spec.samples(torch.bfloat16))[2]
     meta = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in sample.args]
     got, want = spec.op(*meta), spec.op(*sample.args)
+    if spec.mutates and got is None:  # all results are in the arguments
+        return
     for g, w in zip(*(o if isinstance(o, tuple) else (o,) for o in (got, want)), strict=True):
         assert g.is_meta
         assert g.shape == w.shape

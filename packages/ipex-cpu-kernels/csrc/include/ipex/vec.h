@@ -106,6 +106,21 @@ IPEX_INLINE f32v2 load2_as(const P* p) {
   return load2(p);
 }
 
+// 2 * kLanes elements as those at even places and those at odd places, for every T.
+template <typename T>
+IPEX_INLINE f32v2 load_pairs(const T* p) {
+  if constexpr (kIsBFloat16<T>) return load2(p);
+  return deinterleave(load2(p));
+}
+template <typename T>
+IPEX_INLINE void store_pairs(T* p, f32v2 v) {
+  if constexpr (kIsBFloat16<T>) {
+    store2(p, v);
+  } else {
+    store2(p, interleave(v));
+  }
+}
+
 // Keeps the first n lanes and sets the others to `fill`, 0 < n <= kLanes.
 IPEX_INLINE f32v keep_n(f32v a, int64_t n, f32v fill) { return select(first_n(n), a, fill); }
 

@@ -112,6 +112,12 @@ IPEX_INLINE f32v2 deinterleave(f32v2 v) {
           _mm256_castpd_ps(_mm256_permute4x64_pd(odd, 0xd8))};
 }
 
+IPEX_INLINE f32v2 interleave(f32v2 v) {
+  const __m256 low = _mm256_unpacklo_ps(v.a, v.b);
+  const __m256 high = _mm256_unpackhi_ps(v.a, v.b);
+  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
+
 IPEX_INLINE f32v f16_to_f32(u16v a) { return _mm256_cvtph_ps(a); }
 IPEX_INLINE u16v f32_to_f16(f32v a) {
   return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

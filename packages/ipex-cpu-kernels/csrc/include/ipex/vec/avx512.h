@@ -122,6 +122,12 @@ IPEX_INLINE f32v2 deinterleave(f32v2 v) {
   return {_mm512_permutex2var_ps(v.a, even, v.b), _mm512_permutex2var_ps(v.a, odd, v.b)};
 }
 
+IPEX_INLINE f32v2 interleave(f32v2 v) {
+  const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  return {_mm512_permutex2var_ps(v.a, low, v.b), _mm512_permutex2var_ps(v.a, high, v.b)};
+}
+
 IPEX_INLINE f32v f16_to_f32(u16v a) { return _mm512_cvtph_ps(a); }
 IPEX_INLINE u16v f32_to_f16(f32v a) {
   return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -122,6 +122,10 @@ IPEX_INLINE f32v2 deinterleave(f32v2 v) {
   return {_mm_shuffle_ps(v.a, v.b, 0x88), _mm_shuffle_ps(v.a, v.b, 0xdd)};
 }
 
+IPEX_INLINE f32v2 interleave(f32v2 v) {
+  return {_mm_unpacklo_ps(v.a, v.b), _mm_unpackhi_ps(v.a, v.b)};
+}
+
 // The exponent is moved from bias 15 to bias 127. A half denormal becomes 1.m * 2^-14 and loses the
 // 1 by a subtraction of normal numbers, so the result does not depend on the denormal mode.
 IPEX_INLINE f32v f16_to_f32(u16v a) {
