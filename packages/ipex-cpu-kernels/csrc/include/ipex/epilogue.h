@@ -22,8 +22,9 @@ inline constexpr int64_t kGateColumns = 32;
 template <class T>
 class Finisher {
  public:
+  Finisher() = default;
   Finisher(const Epilogue& epilogue, int64_t column, int64_t count)
-      : epilogue_(epilogue), column_(column), count_(count) {
+      : epilogue_(&epilogue), column_(column), count_(count) {
     if (epilogue.gated) {
       load_bias(2 * column, count, bias_);
       load_bias(2 * column + kGateColumns, count, bias_ + kGateColumns);
@@ -38,7 +39,7 @@ class Finisher {
   void rows(const float* c, int64_t ldc, int64_t rows, int64_t row, T* y, int64_t y_stride) const {
     constexpr bool kFast = kReducedPrecision<T>;
     const auto each = [&](const auto& activate) IPEX_LAMBDA {
-      if (epilogue_.gated) {
+      if (epilogue_->gated) {
         run(c, ldc, rows, row, y, y_stride, [&](const float* at, int64_t i) IPEX_LAMBDA {
           return activate(load(at + i) + load(bias_ + i)) *
                  (load(at + kGateColumns + i) + load(bias_ + kGateColumns + i));
@@ -49,7 +50,7 @@ class Finisher {
         });
       }
     };
-    switch (epilogue_.activation) {
+    switch (epilogue_->activation) {
       case Activation::kNone:
         return each([](f32v v) IPEX_LAMBDA { return v; });
       case Activation::kRelu:
@@ -70,11 +71,11 @@ class Finisher {
     for (int64_t i = 0; i < count; i += kLanes) {
       const int64_t at = column + i, n = count - i;
       f32v v = zero();
-      if (epilogue_.bias && epilogue_.bias_is_f32) {
-        const auto* bias = static_cast<const float*>(epilogue_.bias) + at;
+      if (epilogue_->bias && epilogue_->bias_is_f32) {
+        const auto* bias = static_cast<const float*>(epilogue_->bias) + at;
         v = n >= kLanes ? load(bias) : load_n(bias, n);
-      } else if (epilogue_.bias) {
-        const auto* bias = static_cast<const T*>(epilogue_.bias) + at;
+      } else if (epilogue_->bias) {
+        const auto* bias = static_cast<const T*>(epilogue_->bias) + at;
         v = n >= kLanes ? load(bias) : load_n(bias, n);
       }
       store(to + i, v);
@@ -89,7 +90,7 @@ class Finisher {
   template <class F>
   IPEX_INLINE void run(const float* c, int64_t ldc, int64_t rows, int64_t row, T* y,
                        int64_t y_stride, const F& value) const {
-    const bool alone = !epilogue_.mul && !epilogue_.add && !epilogue_.add2;
+    const bool alone = !epilogue_->mul && !epilogue_->add && !epilogue_->add2;
     for (int64_t r = 0; r < rows; ++r, c += ldc, y += y_stride) {
       if (alone) {
         int64_t i = 0;
@@ -97,9 +98,9 @@ class Finisher {
         if (i < count_) store_n(y + i, value(c, i), count_ - i);
         continue;
       }
-      const T* mul = operand(epilogue_.mul, epilogue_.mul_stride, row + r);
-      const T* add = operand(epilogue_.add, epilogue_.add_stride, row + r);
-      const T* add2 = operand(epilogue_.add2, epilogue_.add2_stride, row + r);
+      const T* mul = operand(epilogue_->mul, epilogue_->mul_stride, row + r);
+      const T* add = operand(epilogue_->add, epilogue_->add_stride, row + r);
+      const T* add2 = operand(epilogue_->add2, epilogue_->add2_stride, row + r);
       for (int64_t i = 0; i < count_; i += kLanes) {
         const int64_t n = count_ - i;
         const auto read = [&](const T* p)
@@ -116,8 +117,8 @@ class Finisher {
     }
   }
 
-  const Epilogue& epilogue_;
-  int64_t column_, count_;
+  const Epilogue* epilogue_ = nullptr;
+  int64_t column_ = 0, count_ = 0;
   alignas(64) float bias_[kFinishColumns];
 };
 

@@ -255,12 +255,20 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
+// GCC's tile intrinsics do not tell the compiler what memory they read or write. Between writing
+// `memory` in C++ and reading it with them (or the other way round) this must stand.
+IPEX_INLINE void tile_fence(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
+
 // Tile registers: 0..3 C (2 x 2), 4..5 A, 6..7 W.
 // The tile configuration is per thread and belongs to whoever set it last (oneDNN keeps one across
 // calls): it is saved and put back.
 class TileScope {
  public:
-  TileScope() { _tile_storeconfig(&saved_); }
+  TileScope() {
+    tile_fence(&saved_);
+    _tile_storeconfig(&saved_);
+    tile_fence(&saved_);
+  }
   TileScope(const TileScope&) = delete;
   TileScope& operator=(const TileScope&) = delete;
   ~TileScope() {
@@ -281,6 +289,7 @@ class TileScope {
     config.rows[0] = config.rows[1] = config.rows[4] = upper;
     config.rows[2] = config.rows[3] = config.rows[5] = lower;
     config.rows[6] = config.rows[7] = 16;
+    tile_fence(&config);
     _tile_loadconfig(&config);
     configured_ = rows;
   }
@@ -296,6 +305,8 @@ inline void panel_amx(const BFloat16* a, int64_t lda, int64_t rows, const BFloat
   const int64_t a_stride = lda * 2, c_stride = ldc * 4;
   constexpr int64_t w_stride = kPanel * 4;
   const bool two = rows > 16;
+  tile_fence(a);
+  tile_fence(p);
   if (accumulate) {
     _tile_loadd(0, c, c_stride);
     _tile_loadd(1, c + 16, c_stride);

@@ -19,14 +19,18 @@ namespace ipex {
 // A parallel region costs about as much as this many multiplications on one thread.
 inline constexpr int64_t kRegionWork = 60000;
 
-// Rows from which a product is bound by computing on any machine, so that AMX units are what
-// counts.
-inline constexpr int64_t kComputeBound = 64;
+// Rows from which tiles are fed from caches in blocks (gemm_block.h), and rows from which AMX units
+// are what counts and not the memory the weights come from.
+inline constexpr int64_t kManyRows = 64;
+inline constexpr int64_t kComputeBound = 128;
 
 struct GemmShape {
   int64_t rows, panels, k;
   int64_t unit = 1;    // panels that belong together: 2 for gate and up
   bool tiles = false;  // the kernel uses AMX tiles at the active level
+
+  bool on_tiles() const { return tiles && rows >= kManyRows; }
+  bool limited_by_tiles() const { return tiles && rows >= kComputeBound; }
 };
 
 // True if products of `dtype` run on AMX tiles at the active level.
@@ -57,34 +61,51 @@ void run_tasks(int64_t tasks, int64_t work, bool tiles, const F& f) {
   });
 }
 
-// Calls f(row_begin, row_end, panel_begin, panel_end) so that every row meets every panel once.
-// f must not throw. `max_rows` and `max_panels` bound the size of a call where there are more than
-// 24 rows.
+// Calls f(row_begin, row_end, panel_begin, panel_end) so that every row meets every panel once. f
+// must not throw. A call gets at most max_rows rows where there are more than 24, and at most
+// max_panels panels where there are tasks at all: a product with few rows is cut by panels only.
 template <class F>
 void run_gemm(const GemmShape& shape, int64_t max_rows, int64_t max_panels, const F& f) {
   if (shape.rows == 0) return;
   const int64_t m = shape.rows, panels = shape.panels, unit = shape.unit;
   const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  // Small products get smaller blocks of rows so that all threads have work.
-  int64_t block = max_rows;
-  while (block / 2 >= 24 && (m + block - 1) / block * panels < 4 * threads) block /= 2;
-  const int64_t blocks = (m + block - 1) / block;
-  const bool limited = shape.tiles && m >= kComputeBound;
-  if (blocks <= 1 && !limited) {
-    // The partition of packing: a thread reads the panels whose memory it touched first.
-    const int64_t work = std::max<int64_t>(1, m * shape.k * kPackedPanel * unit);
-    parallel_for(panels / unit, std::max<int64_t>(1, kRegionWork / work),
-                 [&](int64_t begin, int64_t end) { f(0, m, begin * unit, end * unit); });
-    return;
+  const bool tiles = shape.on_tiles();
+  const auto parts = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
+  int64_t block = max_rows, chunk = panels;
+  if (tiles) {
+    // A task reads block rows and chunk panels for block * chunk products: large and nearly square
+    // tasks, but two for a core where that can be had. Multiples of 4 panels, so that halves are
+    // even.
+    chunk = std::min(max_panels, parts(panels, 4) * 4);
+    const bool shared = shape.limited_by_tiles() && cpu::has_shared_cores();
+    const int64_t wanted = shared ? threads : 2 * threads;
+    while (parts(m, block) * parts(panels, chunk) < wanted && (block > 32 || chunk > 4)) {
+      if (block > 32 && (chunk <= 4 || std::min(block, m) >= chunk * kPackedPanel))
+        block /= 2;
+      else
+        chunk = parts(chunk, 8) * 4;
+    }
+    chunk = parts(parts(panels, parts(panels, chunk)), unit) * unit;  // of equal size
+  } else {
+    // Small products get smaller blocks of rows so that all threads have work.
+    while (block / 2 >= 24 && parts(m, block) * panels < 4 * threads) block /= 2;
+    if (m <= block) {
+      // The partition of packing: a thread reads the panels whose memory it touched first.
+      const int64_t work = std::max<int64_t>(1, m * shape.k * kPackedPanel * unit);
+      parallel_for(panels / unit, std::max<int64_t>(1, kRegionWork / work),
+                   [&](int64_t begin, int64_t end) { f(0, m, begin * unit, end * unit); });
+      return;
+    }
+    chunk = std::min(panels, max_panels);
+    while (chunk > 2 && parts(m, block) * parts(panels, chunk) < 8 * threads)
+      chunk = (chunk / 2 + 1) / 2 * 2;
   }
-  int64_t chunk = std::min(panels, max_panels);
-  const auto chunks = [&] { return (panels + chunk - 1) / chunk; };
-  while (chunk > 2 && blocks * chunks() < 8 * threads) chunk = (chunk / 2 + 1) / 2 * 2;
-  const int64_t per_block = chunks();
-  run_tasks(blocks * per_block, m * shape.k * panels * kPackedPanel, limited, [&](int64_t t) {
-    const int64_t row = t / per_block * block, panel = t % per_block * chunk;
-    f(row, std::min(m, row + block), panel, std::min(panels, panel + chunk));
-  });
+  const int64_t across = parts(panels, chunk);
+  run_tasks(parts(m, block) * across, m * shape.k * panels * kPackedPanel, shape.limited_by_tiles(),
+            [&](int64_t t) {
+              const int64_t row = t / across * block, panel = t % across * chunk;
+              f(row, std::min(m, row + block), panel, std::min(panels, panel + chunk));
+            });
 }
 
 }  // namespace ipex

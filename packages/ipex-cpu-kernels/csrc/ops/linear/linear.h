@@ -18,10 +18,11 @@ struct LinearArgs {
 }  // namespace ipex
 
 // Computes the rows [row_begin, row_end) of what the panels [panel_begin, panel_end) give.
+// `scratch`: see run_gemm.
 #define IPEX_DECLARE_LINEAR(suffix)                                                            \
   IPEX_KERNEL_API void ipex_k_linear_##suffix(const ipex::LinearArgs* args, int64_t row_begin, \
                                               int64_t row_end, int64_t panel_begin,            \
-                                              int64_t panel_end)
+                                              int64_t panel_end, char* scratch)
 IPEX_DECLARE_LINEAR(f32);
 IPEX_DECLARE_LINEAR(bf16);
 IPEX_DECLARE_LINEAR(f16);

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sizes of the blocks in which AMX tiles multiply; known to kernels and to the glue that cuts the
+// tasks and provides the memory. See gemm_block.h for the reasons.
+#pragma once
+
+#include <cstdint>
+
+namespace ipex {
+
+inline constexpr int64_t kTileRowsMost = 256;
+inline constexpr int64_t kTilePanelsMost = 32;
+inline constexpr int64_t kTileDepth = 256;      // elements along K in a piece, where there are many
+inline constexpr int64_t kTileDepthOnce = 512;  // up to here K is one piece
+inline constexpr int64_t kTileStep = 32 * 32;   // elements of x (and of W) that a step multiplies
+inline constexpr int64_t kTileLdc = 64;         // C lies as [32][64], for two panels
+
+inline constexpr int64_t kTileScratchX = kTileRowsMost * kTileDepthOnce * 2;
+inline constexpr int64_t kTileScratchC = kTileRowsMost * kTilePanelsMost * 32 * 4;
+inline constexpr int kTileScratchUse = 100;  // which block of runtime/scratch.h
+inline constexpr int64_t kTileScratch = kTileScratchX + kTileScratchC;
+
+}  // namespace ipex
