@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// The functions that the recurrences of state space models are made of.
+#pragma once
+
+#include "ipex/vec_math.h"
+
+namespace ipex {
+namespace {
+
+// 2^x, relative error 1.1e-7. A recurrence multiplies by it again and again, so errors of this size
+// add up: the shorter polynomials for 16-bit results will not do. Below 2^-126 the result is 0
+// (AVX-512: denormal).
+IPEX_INLINE f32v decay2(f32v x) {
+#if IPEX_HAVE_AVX512
+  // As exp2_fast: the instructions treat infinities as they should be.
+  constexpr float kPoly[] = {1.000000000e+00f, 6.931512952e-01f, 2.401644439e-01f,
+                             5.579991266e-02f, 9.017028846e-03f, 1.867130515e-03f};
+  const f32v fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  return _mm512_scalef_ps(polynomial(fraction, kPoly), x);
+#else
+  // Twice the function, so that the exponent field n + 126 holds every finite result: at the ends
+  // of the clamped range it is 0 (the number 0) or 255 (infinity).
+  constexpr float kPoly[] = {2.000000000e+00f, 1.386294007e+00f, 4.804448485e-01f,
+                             1.110146716e-01f, 1.934302598e-02f, 2.652945463e-03f};
+  x = max(set1(-126.0f), min(set1(129.0f), x));
+  const f32v n = round(x);
+  return polynomial(x - n, kPoly) * as_float((to_int(n) + iset1(126)) << 23);
+#endif
+}
+
+// log(1 + e^x) = max(x, 0) + log(1 + e^-|x|), to about 2 units in the last place.
+IPEX_INLINE f32v softplus(f32v x) {
+  constexpr float kPoly[] = {1.000000000e+00f,  -4.999964833e-01f, 3.332132399e-01f,
+                             -2.485716343e-01f, 1.915365309e-01f,  -1.375379860e-01f,
+                             7.920449227e-02f,  -3.006576374e-02f, 5.364816636e-03f};  // 4.6e-8
+  const f32v t = exp(-abs(x));
+  return fma(t, polynomial(t, kPoly), max(zero(), x));
+}
+
+}  // namespace
+}  // namespace ipex
