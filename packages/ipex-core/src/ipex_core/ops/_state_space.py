@@ -59,7 +59,10 @@ def check_float32(
 def check_writable(op: str, name: str, value: Tensor) -> None:
     """Check that no two elements of an argument that is written to share memory by broadcasting."""
     check(
-        all(stride != 0 or size <= 1 for size, stride in zip(value.shape, value.stride(), strict=True)),
+        all(
+            stride != 0 or size <= 1
+            for size, stride in zip(value.shape, value.stride(), strict=True)
+        ),
         op,
         name,
         "have no broadcast dimension",
@@ -69,9 +72,7 @@ def check_writable(op: str, name: str, value: Tensor) -> None:
 
 def check_activation(op: str, activation: str) -> None:
     """Check the name of an activation."""
-    check(
-        activation in ACTIVATIONS, op, "activation", "be 'none' or 'silu'", repr(activation)
-    )
+    check(activation in ACTIVATIONS, op, "activation", "be 'none' or 'silu'", repr(activation))
 
 
 def channels_last(x: Tensor) -> bool:

@@ -198,7 +198,9 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     u, delta, A, B, C = _inputs(dtype, 2, 24, 21, 16)
     D, z, bias, _ = _extras(dtype, 2, 24, 21)
     yield Sample((u, delta.abs(), A, B, C), id="plain")
-    yield Sample((u, delta, A, B, C, D.to(dtype), None, bias.to(dtype), True), id="vectors_in_dtype")
+    yield Sample(
+        (u, delta, A, B, C, D.to(dtype), None, bias.to(dtype), True), id="vectors_in_dtype"
+    )
     yield Sample((u, delta.abs(), A.to(dtype), B.float(), C.float(), None, z), id="matrices")
     fixed = randn(24, 16, seed=39)
     yield Sample((u, delta, A, fixed, C, D, z, bias, True), id="fixed_B")
@@ -244,7 +246,7 @@ def _stock(
     delta_bias: Tensor,
     delta_softplus: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what a model without a kernel does: everything that is not a recurrence at once, then one step at a time."""
+    """Compute what a model without a kernel does: all that is no recurrence at once, then step by step."""
     dt = F.softplus(delta.float() + delta_bias[:, None])
     decay = torch.exp(A[None, :, None, :] * dt[:, :, :, None])  # [B, D, L, N]
     added = (dt * u)[:, :, :, None] * B.float().transpose(1, 2)[:, None]
@@ -258,7 +260,7 @@ def _stock(
 
 
 def _bench() -> Iterator[BenchCase]:
-    for batch, dim, length, size in ((1, 1536, 128, 16), (1, 5120, 512, 16), (4, 1536, 256, 16)):
+    for batch, dim, length, size in ((1, 1536, 64, 16), (4, 1536, 64, 16), (1, 5120, 1024, 16)):
         yield BenchCase(
             f"{batch}x{dim}x{length}-state{size}",
             lambda dtype, b=batch, d=dim, n=length, s=size: (
