@@ -18,6 +18,7 @@ from ipex_core.ops._common import (
     dtype_name,
     randn,
 )
+from ipex_core.ops._sequences import check_options
 
 Tensor = torch.Tensor
 
@@ -29,12 +30,21 @@ def _attention(
     mask: Tensor | None = None,
     scale: float = 0.0,
     is_causal: bool = False,
+    alibi_slopes: Tensor | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    bottom_right: bool = False,
 ) -> Tensor:
     """Compute ``softmax(query @ key.T * scale + mask) @ value`` per head.
 
     Heads of ``query`` share the heads of ``key`` and ``value`` in groups when there are more of them (grouped-query
-    attention). A query that may see no key at all gives zeros. Keys and values that ``is_causal`` hides from a whole
-    block of queries are not read: a NaN there does not reach the result.
+    attention). A query that may see no key at all gives zeros. Keys and values that ``is_causal`` or a window hides
+    from a whole block of queries are not read: a NaN there does not reach the result.
+
+    The query i stands at the key ``p = i``, or ``p = i + Sk - Sq`` with ``bottom_right``. That place is what
+    ``is_causal``, the window and the slopes refer to.
 
     Args:
         query: ``[B, Hq, Sq, D]``, float32, bfloat16 or float16.
@@ -43,12 +53,25 @@ def _attention(
         mask: Broadcastable to ``[B, Hq, Sq, Sk]``: boolean (True takes part) or additive in the dtype of ``query`` or
             float32; or None.
         scale: Factor on the scores; 0 means ``1 / sqrt(D)``.
-        is_causal: Let query i see the keys 0..i only, as `torch.nn.functional.scaled_dot_product_attention` does.
+        is_causal: Let a query see the keys up to its place p only, as
+            `torch.nn.functional.scaled_dot_product_attention` does.
+        alibi_slopes: ``[Hq]`` or ``[B, Hq]`` in the dtype of ``query`` or float32: ``-slope * |p - j|`` is added to
+            the score of the key j.
+        window_left: How many keys before p a query sees; negative: all.
+        window_right: How many keys behind p a query sees; negative: all. Nothing with ``is_causal``.
+        softcap: If positive, scores become ``softcap * tanh(scores / softcap)`` after the scale and before anything
+            is added.
+        sinks: ``[Hq]`` in the dtype of ``query`` or float32: a score per head that takes part in the sum of the
+            softmax, but has no value.
+        bottom_right: Align the last query with the last key instead of the first with the first: the queries are the
+            last Sq of Sk positions, as in chunked prefill.
 
     Returns:
         ``[B, Hq, Sq, D]`` in the dtype of ``query``, stored as ``[B, Sq, Hq, D]`` so that merging the heads is a view.
 
-    Source: Vaswani et al., "Attention Is All You Need", 2017; Dao et al., "FlashAttention", 2022.
+    Source: Vaswani et al., "Attention Is All You Need", 2017; Dao et al., "FlashAttention", 2022; Press et al.,
+    "Train Short, Test Long" (alibi), 2021; Beltagy et al., "Longformer" (windows), 2020; Gemma 2 (softcap), 2024;
+    Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023.
     """
     batch, heads, q_length, size = query.shape
     kv_heads, k_length = key.shape[1], key.shape[2]
@@ -56,16 +79,30 @@ def _attention(
     grouped = acc(query).reshape(batch, kv_heads, heads // kv_heads, q_length, size)
     scores = grouped @ acc(key).unsqueeze(2).transpose(-1, -2) * factor
     scores = scores.reshape(batch, heads, q_length, k_length)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    place = torch.arange(q_length, device=query.device)[:, None]
+    place = place + (k_length - q_length if bottom_right else 0)
+    ahead = torch.arange(k_length, device=query.device) - place  # keys relative to the place of a query
+    if alibi_slopes is not None:
+        scores = scores - acc(alibi_slopes)[..., None, None] * ahead.abs()
     if mask is not None:
         if mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, -float("inf"))
         else:
             scores = scores + acc(mask)
     if is_causal:
-        seen = torch.ones(q_length, k_length, dtype=torch.bool, device=query.device).tril()
-        scores = scores.masked_fill(~seen, -float("inf"))
+        scores = scores.masked_fill(ahead > 0, -float("inf"))
+    if window_left >= 0:
+        scores = scores.masked_fill(ahead < -window_left, -float("inf"))
+    if window_right >= 0:
+        scores = scores.masked_fill(ahead > window_right, -float("inf"))
     blocked = (scores == -float("inf")).all(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(blocked, 0.0), -1).masked_fill(blocked, 0.0)
+    scores = scores.masked_fill(blocked, 0.0)
+    if sinks is not None:
+        extra = acc(sinks)[:, None, None].expand(batch, heads, q_length, 1)
+        scores = torch.cat([scores, extra.to(scores.dtype)], -1)
+    weights = torch.softmax(scores, -1)[..., :k_length].masked_fill(blocked, 0.0)
     weights = weights.reshape(batch, kv_heads, heads // kv_heads, q_length, k_length)
     out = (weights @ acc(value).unsqueeze(2)).reshape(batch, heads, q_length, size)
     return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
@@ -78,6 +115,12 @@ def _check(
     mask: Tensor | None = None,
     scale: float = 0.0,
     is_causal: bool = False,
+    alibi_slopes: Tensor | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    bottom_right: bool = False,
 ) -> None:
     op = "attention"
     check_tensor(op, "query", query)
@@ -118,6 +161,7 @@ def _check(
         )
         scores = (batch, heads, q_length, key.shape[2])
         check_broadcastable(op, "mask", mask, scores, "the scores")
+    check_options(op, query, batch, heads, alibi_slopes, sinks, softcap)
 
 
 def _fake(
@@ -127,6 +171,12 @@ def _fake(
     mask: Tensor | None = None,
     scale: float = 0.0,
     is_causal: bool = False,
+    alibi_slopes: Tensor | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    bottom_right: bool = False,
 ) -> Tensor:
     batch, heads, length, size = query.shape
     return query.new_empty(batch, length, heads, size).transpose(1, 2)
@@ -179,8 +229,34 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     ]
     yield Sample(tuple(split), id="heads_from_projection")
     yield Sample((q.transpose(2, 3).contiguous().transpose(2, 3), k, v), id="noncontiguous")
+    yield from _option_samples(dtype)
     yield Sample((q[:, :, :0], k, v), id="no_queries")
     yield Sample((q, k[:, :, :0], v[:, :, :0]), id="no_keys")
+
+
+def _option_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    slopes, sinks = 2.0 ** -torch.arange(1, 5), randn(4, seed=78)
+    short, long = _qkv(dtype, 2, 4, 2, 37, 70, 40), _qkv(dtype, 1, 4, 2, 70, 530, 32)
+    for name, qkv in (("short", short), ("long", long)):
+        for option, kwargs in (
+            ("bottom_right", {"is_causal": True}),
+            ("window", {"window_left": 13, "window_right": 3}),
+            ("sliding", {"is_causal": True, "window_left": 20}),
+            ("alibi_softcap", {"alibi_slopes": slopes, "softcap": 1.5}),
+            ("sinks", {"sinks": sinks, "is_causal": True}),
+        ):
+            yield Sample(qkv, {"bottom_right": True} | kwargs, id=f"{option}-{name}")
+    yield Sample(
+        (*short, None, 0.2, True, torch.stack([slopes, -slopes]).to(dtype), -1, -1, 3.0, sinks),
+        id="alibi_per_sequence",
+    )
+    yield Sample((*short,), {"window_left": 4, "window_right": 0}, id="window_top_left")
+    # More queries than keys: the first ones stand before all keys.
+    yield Sample(
+        _qkv(dtype, 1, 4, 2, 60, 20, 32),
+        {"is_causal": True, "bottom_right": True, "sinks": sinks.to(dtype)},
+        id="queries_before_all_keys",
+    )
 
 
 def _stock(
@@ -190,7 +266,16 @@ def _stock(
     mask: Tensor | None = None,
     scale: float = 0.0,
     is_causal: bool = False,
+    alibi_slopes: Tensor | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    bottom_right: bool = False,
 ) -> Tensor:
+    if window_left >= 0:  # the stock op has no window: a mask is what its users give it
+        ahead = torch.arange(key.shape[2]) - torch.arange(query.shape[2])[:, None]
+        mask, is_causal = (ahead <= 0) & (ahead >= -window_left), False
     return functional.scaled_dot_product_attention(
         query,
         key,
@@ -208,6 +293,7 @@ def _bench() -> Iterator[BenchCase]:
         ("encoder-32x12x128x32", 32, 12, 12, 128, 32, False),
         ("encoder-1x12x512x64", 1, 12, 12, 512, 64, False),
         ("causal-1x32(8)x1024x128", 1, 32, 8, 1024, 128, True),
+        ("causal-1x8(2)x4096x128", 1, 8, 2, 4096, 128, True),
     )
     for name, b, h, kv, s, d, causal in cases:
         yield BenchCase(
@@ -221,6 +307,12 @@ def _bench() -> Iterator[BenchCase]:
             lambda dtype, n=2 * b * s * d * (h + kv): n * dtype.itemsize,
             flops=4 * b * h * s * s * d // (2 if causal else 1),
         )
+    yield BenchCase(
+        "window-512-1x8(2)x4096x128",
+        lambda dtype: (*_qkv(dtype, 1, 8, 2, 4096, 4096, 128), None, 0.0, True, None, 511),
+        lambda dtype: 2 * 4096 * 128 * (8 + 2) * dtype.itemsize,
+        flops=4 * 8 * 4096 * 512 * 128,
+    )
 
 
 register(
@@ -228,7 +320,8 @@ register(
         name="attention",
         schema=(
             "(Tensor query, Tensor key, Tensor value, Tensor? mask=None, float scale=0.0,"
-            " bool is_causal=False) -> Tensor"
+            " bool is_causal=False, Tensor? alibi_slopes=None, int window_left=-1, int window_right=-1,"
+            " float softcap=0.0, Tensor? sinks=None, bool bottom_right=False) -> Tensor"
         ),
         reference=_attention,
         check=_check,
@@ -242,6 +335,6 @@ register(
             torch.float16: (4e-3, 4e-3),
         },
         bench=_bench,
-        summary="Scaled dot-product attention with masks and grouped heads",
+        summary="Scaled dot-product attention with masks, windows, biases and grouped heads",
     )
 )

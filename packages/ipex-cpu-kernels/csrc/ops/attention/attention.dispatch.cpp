@@ -1,265 +1,249 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over whole sequences with an online softmax: scores never leave the cache.
 //
-// Keys and values are packed once and shared by all queries (and by the heads of a group). A task
-// takes up to 32 queries of one head through the key blocks: scores = Q K^T, running maximum and
-// sum per query, out += P V.
+// Keys and values are packed once and shared by all queries and by the heads of a group. An item
+// takes a block of queries through the key blocks: scores = Q K^T, running maximum and sum per row,
+// out += P V. Key blocks begin at multiples of kKeyBlock whatever the queries are, so the result of
+// a query does not depend on those it shares an item with.
 #include "attention.h"
 
-#include <cmath>
 #include <type_traits>
 
 #include "ipex/gemm.h"
-#include "ipex/vec_math.h"
 #include "pack.h"
+#include "scores.h"
 
 namespace ipex {
 namespace {
 
-// With VDPBF16PS or AMX the weights of a bfloat16 product are bfloat16; everywhere else they stay
-// float.
+// With VDPBF16PS or AMX queries and weights of a bfloat16 product are bfloat16; everywhere else
+// they are float.
 template <class T>
-inline constexpr bool kRoundWeights = false;
+inline constexpr bool kDirect = false;
 #if IPEX_HAVE_AVX512_BF16
 template <>
-inline constexpr bool kRoundWeights<BFloat16> = true;
+inline constexpr bool kDirect<BFloat16> = true;
 #endif
 
-struct Head {
-  int64_t batch, head, kv;  // kv: number of the packed head
+// Rows of an item. A multiple of the register tile; with AMX so many that the panels of keys and
+// values are taken from L1 for the second half of them.
+template <class T>
+inline constexpr int64_t kRows = 48;
+#if IPEX_HAVE_AMX
+template <>
+inline constexpr int64_t kRows<BFloat16> = 64;
+#endif
+static_assert(kRows<float> <= kMostRows && kRows<BFloat16> <= kMostRows);
+
+template <class T>
+using Operand = std::conditional_t<kDirect<T>, T, float>;
+
+// Two panels, the second of which may be missing.
+template <class T>
+IPEX_INLINE void product(TileScope& scope, const Operand<T>* a, int64_t lda, int64_t rows,
+                         const T* panel, int64_t next, bool two, int64_t k, float* c, int64_t ldc,
+                         bool accumulate) {
+  const T* second = two ? panel + next : nullptr;
+  if constexpr (kDirect<T>)
+    multiply(scope, a, lda, rows, panel, second, k, c, ldc, accumulate);
+  else
+    multiply_float(a, lda, rows, panel, second, k, c, ldc, accumulate);
+}
+
+template <class T>
+struct Work {
+  const AttentionArgs& args;
+  const AttentionItem& item;
+  const AttentionSequence& sequence;
+  int64_t rows, columns, query_stride;
+  float* scores;
+  Operand<T>* weights;
+  float* out;
+  Operand<T>* query;
+  float* mask;
+  float largest[kMostRows], total[kMostRows];
+
+  Work(const AttentionArgs& a, const AttentionItem& i, char* scratch)
+      : args(a), item(i), sequence(a.sequences[i.sequence]) {
+    rows = item.heads * item.queries;
+    columns = round_up(args.size, kPanel);
+    query_stride = columns + 32;
+    scores = reinterpret_cast<float*>(scratch);
+    out = scores + kMostRows * kScoreStride;
+    mask = out + kMostRows * columns;
+    weights = reinterpret_cast<Operand<T>*>(mask + kKeyBlock);
+    query = weights + kMostRows * kWeightStride;
+  }
+
+  // Rows are ordered by head, then by query.
+  int64_t head(int64_t row) const { return item.head + row / item.queries; }
+  int64_t query_of(int64_t row) const { return item.query + row % item.queries; }
 };
 
 template <class T>
-struct Packed {
-  T* keys;
-  T* values;
-};
-
-template <class T>
-IPEX_INLINE Packed<T> packed_head(const AttentionArgs& args, int64_t kv) {
-  const int64_t keys = packed_keys(args.keys, args.size);
-  T* base = reinterpret_cast<T*>(args.packed) +
-            (kv - args.packed_first) * (keys + packed_values(args.keys, args.size));
-  return {base, base + keys};
-}
-
-template <class T>
-IPEX_INLINE void pack(const AttentionArgs& args, int64_t begin, int64_t end) {
-  const int64_t blocks = (args.keys + kKeyBlock - 1) / kKeyBlock;
-  const int64_t depth = round_up(args.keys, 32);
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t kv = i / blocks, first = i % blocks * kKeyBlock;
-    const int64_t b = kv / args.kv_heads, h = kv % args.kv_heads;
-    const int64_t last = first + kKeyBlock < args.keys ? first + kKeyBlock : args.keys;
-    const Packed<T> to = packed_head<T>(args, kv);
-    const T* keys =
-        static_cast<const T*>(args.key) + b * args.key_strides.batch + h * args.key_strides.head;
-    for (int64_t j = first; j < last; j += kPanel)
-      pack_keys(keys + j * args.key_strides.row, args.key_strides.row,
-                last - j < kPanel ? last - j : kPanel, args.size,
-                to.keys + j / kPanel * panel_size<T>(args.size));
-    const T* values = static_cast<const T*>(args.value) + b * args.value_strides.batch +
-                      h * args.value_strides.head;
-    pack_values(values, args.value_strides.row, first, round_up(last, 32), args.keys, args.size,
-                depth, to.values);
-  }
-}
-
-// The mask of one query and the keys [first, first + count) as an addend.
-template <class T>
-IPEX_INLINE void load_mask(const AttentionArgs& args, const Head& at, int64_t query, int64_t first,
-                           int64_t count, float* to) {
-  const int64_t offset = at.batch * args.mask_strides.batch + at.head * args.mask_strides.head +
-                         query * args.mask_strides.row + first * args.mask_key_stride;
-  const int64_t step = args.mask_key_stride;
-  if (args.mask_kind == MaskKind::kBool) {
-    const auto* mask = static_cast<const uint8_t*>(args.mask) + offset;
-    for (int64_t j = 0; j < count; ++j) to[j] = mask[j * step] ? 0.0f : -INFINITY;
-  } else if (args.mask_kind == MaskKind::kFloat) {
-    const auto* mask = static_cast<const float*>(args.mask) + offset;
-    for (int64_t j = 0; j < count; ++j) to[j] = mask[j * step];
-  } else if (step == 1) {
-    const T* mask = static_cast<const T*>(args.mask) + offset;
-    int64_t j = 0;
-    for (; j + kLanes <= count; j += kLanes) store(to + j, load(mask + j));
-    if (j < count) store_n(to + j, load_n(mask + j, count - j), count - j);
-  } else {
-    const f32v value = load_n(static_cast<const T*>(args.mask) + offset, 1);
-    for (int64_t j = 0; j < count; ++j) to[j] = value[0];
-  }
-}
-
-// s = s * scale + mask; returns the maximum.
-IPEX_INLINE float scale_scores(float* s, const float* mask, float scale, int64_t count) {
-  f32v largest = set1(-INFINITY);
-  const f32v factor = set1(scale);
-  const auto one = [&](f32v score, f32v addend) IPEX_LAMBDA { return fma(score, factor, addend); };
-  int64_t j = 0;
-  for (; j + kLanes <= count; j += kLanes) {
-    const f32v v = mask ? one(load(s + j), load(mask + j)) : load(s + j) * factor;
-    store(s + j, v);
-    largest = max(largest, v);
-  }
-  if (j < count) {
-    const int64_t n = count - j;
-    const f32v v = mask ? one(load_n(s + j, n), load_n(mask + j, n)) : load_n(s + j, n) * factor;
-    store_n(s + j, v, n);
-    largest = max(largest, keep_n(v, n, largest));
-  }
-  return reduce_max(largest);
-}
-
-// Whether any of the scores is NaN. The maximum does not tell: it loses a NaN to a number.
-IPEX_INLINE bool has_nan(const float* s, int64_t count) {
-  bool found = false;
-  for (int64_t j = 0; j < count; ++j) found |= s[j] != s[j];
-  return found;
-}
-
-// weights = exp(s - largest), zero from `count` to `padded`; returns their sum.
-template <bool kFast, class W>
-IPEX_INLINE float exponentiate(const float* s, W* weights, float largest, int64_t count,
-                               int64_t padded) {
-  f32v total = zero();
-  const f32v shift = set1(largest);
-  int64_t j = 0;
-  for (; j + kLanes <= count; j += kLanes) {
-    const f32v e = exp_nonpositive_as<kFast>(load(s + j) - shift);
-    total = total + e;
-    store(weights + j, e);
-  }
-  if (j < count) {
-    const f32v e =
-        keep_n(exp_nonpositive_as<kFast>(load_n(s + j, count - j) - shift), count - j, zero());
-    total = total + e;
-    store(weights + j, e);  // padding is a multiple of kLanes: the row has room
-    j += kLanes;
-  }
-  for (; j < padded; j += kLanes) store(weights + j, zero());
-  return reduce_add(total);
-}
-
-IPEX_INLINE void scale_row(float* row, float factor, int64_t count) {
-  for (int64_t d = 0; d < count; d += kLanes) store(row + d, load(row + d) * set1(factor));
-}
-
-template <class T>
-IPEX_INLINE void run_block(const AttentionArgs& args, const Head& at, int64_t first_query,
-                           int64_t rows, char* scratch, TileScope& scope) {
-  using W = std::conditional_t<kRoundWeights<T>, T, float>;
-  constexpr bool kFast = kReducedPrecision<T>;
-  const int64_t columns = round_up(args.size, kPanel), depth = round_up(args.keys, 32);
-  float* scores = reinterpret_cast<float*>(scratch);
-  W* weights = reinterpret_cast<W*>(scores + kQueryBlock * kKeyBlock);
-  float* out = scores + 2 * kQueryBlock * kKeyBlock;
-  float* mask = out + kQueryBlock * columns;
-  float largest[kQueryBlock], total[kQueryBlock];
-  for (int64_t r = 0; r < rows; ++r) {
-    largest[r] = -INFINITY;
-    total[r] = 0.0f;
-    for (int64_t d = 0; d < columns; d += kLanes) store(out + r * columns + d, zero());
-  }
-
-  const T* query = static_cast<const T*>(args.query) + at.batch * args.query_strides.batch +
-                   at.head * args.query_strides.head + first_query * args.query_strides.row;
-  const Packed<T> packed = packed_head<T>(args, at.kv);
-  const int64_t panel = panel_size<T>(args.size);
-  const int64_t seen =
-      args.is_causal && first_query + rows < args.keys ? first_query + rows : args.keys;
-  for (int64_t first = 0; first < seen; first += kKeyBlock) {
-    const int64_t count = seen - first < kKeyBlock ? seen - first : kKeyBlock;
-    const int64_t padded = round_up(count, 32);
-    const T* k = packed.keys + first / kPanel * panel;
-    for (int64_t c = 0; c < padded; c += 2 * kPanel)
-      multiply(scope, query, args.query_strides.row, rows, k + c / kPanel * panel,
-               c + kPanel < padded ? k + (c / kPanel + 1) * panel : nullptr, args.size, scores + c,
-               kKeyBlock, false);
-
-    for (int64_t r = 0; r < rows; ++r) {
-      float* s = scores + r * kKeyBlock;
-      W* w = weights + r * kKeyBlock;
-      int64_t visible = count;
-      if (args.is_causal && first_query + r + 1 < first + count)
-        visible = first_query + r + 1 > first ? first_query + r + 1 - first : 0;
-      // A mask that is the same for all queries is read once per block.
-      const bool masked = args.mask_kind != MaskKind::kNone;
-      if (masked && (r == 0 || args.mask_strides.row != 0))
-        load_mask<T>(args, at, first_query + r, first, count, mask);
-      float block =
-          visible > 0 ? scale_scores(s, masked ? mask : nullptr, args.scale, visible) : -INFINITY;
-      // All masked or all NaN: only a mask makes zeros.
-      if (block == -INFINITY && has_nan(s, visible)) block = NAN;
-      const float before = largest[r];
-      // Written so that a NaN takes the first branch: it shall reach the result.
-      const float now = block <= before ? before : block;
-      if (now == -INFINITY) {  // nothing visible yet
-        exponentiate<kFast>(s, w, 0.0f, 0, padded);
-        continue;
-      }
-      const float sum = exponentiate<kFast>(s, w, now, visible, padded);
-      if (now != before && first > 0) {
-        const float factor = std::exp(before - now);
-        total[r] *= factor;
-        scale_row(out + r * columns, factor, columns);
-      }
-      largest[r] = now;
-      total[r] += sum;
-    }
-
-    for (int64_t d = 0; d < columns; d += 2 * kPanel) {
-      const T* v0 = packed.values + d * depth + first * kPanel;
-      const T* v1 = d + kPanel < columns ? v0 + kPanel * depth : nullptr;
-      if constexpr (kRoundWeights<T>)
-        multiply(scope, weights, kKeyBlock, rows, v0, v1, padded, out + d, columns, true);
-      else
-        multiply_float(weights, kKeyBlock, rows, v0, v1, padded, out + d, columns, true);
-    }
-  }
-
-  T* y = static_cast<T*>(args.out) + at.batch * args.out_strides.batch +
-         at.head * args.out_strides.head + first_query * args.out_strides.row;
-  for (int64_t r = 0; r < rows; ++r) {
-    // A query that sees no key gives zeros.
-    const f32v factor = set1(largest[r] == -INFINITY ? 0.0f : 1.0f / total[r]);
-    const float* o = out + r * columns;
-    T* row = y + r * args.out_strides.row;
+IPEX_INLINE void start(Work<T>& work) {
+  const AttentionArgs& args = work.args;
+  for (int64_t r = 0; r < work.rows; ++r) {
+    const T* from = static_cast<const T*>(work.sequence.query) +
+                    work.head(r) * args.query_strides.head +
+                    work.query_of(r) * args.query_strides.row;
+    Operand<T>* to = work.query + r * work.query_stride;
     int64_t d = 0;
-    for (; d + kLanes <= args.size; d += kLanes) store(row + d, load(o + d) * factor);
-    if (d < args.size) store_n(row + d, load(o + d) * factor, args.size - d);
+    for (; d + kLanes <= args.size; d += kLanes) store(to + d, load(from + d));
+    if (d < args.size) {
+      store(to + d, load_n(from + d, args.size - d));
+      d += kLanes;
+    }
+    for (; d < work.columns; d += kLanes) store(to + d, zero());
+    const float sink =
+        args.sinks ? args.sinks[work.head(r)] * kUnit<kReducedPrecision<T>> : -INFINITY;
+    work.largest[r] = sink;
+    // exp(sink - sink); infinity and NaN must give NaN
+    work.total[r] = sink == -INFINITY ? 0.0f : 1.0f + (sink - sink);
   }
 }
 
+// Scores of the row r for the keys [first, first + count) to weights; rescales what has been summed
+// so far. kPlain: neither mask nor alibi nor softcap, and a positive scale.
+template <class T, bool kPlain>
+IPEX_INLINE void weigh(Work<T>& work, int64_t r, int64_t first, int64_t count, bool reload_mask,
+                       bool is_first) {
+  constexpr bool kFast = kReducedPrecision<T>;
+  const AttentionArgs& args = work.args;
+  float* s = work.scores + r * kScoreStride;
+  Operand<T>* w = work.weights + r * kWeightStride;
+  const int64_t padded = round_up(count, 32), query = work.query_of(r);
+  const KeyRange seen = visible(args, first + count, work.sequence.shift, query, query);
+  if (reload_mask)
+    load_mask<T>(args, work.sequence.mask,
+                 work.head(r) * args.mask_strides.head + query * args.mask_strides.row +
+                     first * args.mask_key_stride,
+                 count, work.mask);
+  const int64_t begin = seen.begin > first ? seen.begin - first : 0, end = seen.end - first;
+  if (begin >= end) {
+    exponentiate<kFast>(s, w, 1.0f, 0.0f, 0, 0, padded);
+    return;
+  }
+  const int64_t start = begin / kLanes * kLanes;
+  float factor = args.scale * kUnit<kFast>;
+  if constexpr (!kPlain) {
+    if (args.softcap != 0.0f) {
+      cap_scores<kFast>(s, args.scale, args.softcap, start, end);
+      factor = kUnit<kFast>;
+    }
+    if (work.sequence.alibi) {
+      add_alibi(s, factor, work.sequence.alibi[work.head(r)] * kUnit<kFast>,
+                query + work.sequence.shift - first - start, start, end);
+      factor = 1.0f;
+    }
+  }
+  for (int64_t j = start; j < begin; ++j) s[j] = -INFINITY;
+  float block;
+  if constexpr (kPlain) {
+    block = find_max(s, start, end) * factor;
+  } else {
+    block = add_mask(s, work.mask, factor, start, end);
+    factor = 1.0f;
+  }
+  // All masked or all NaN: only a mask makes zeros.
+  if (block == -INFINITY && has_nan(s, begin, end)) block = NAN;
+  const float before = work.largest[r];
+  // Written so that a NaN takes the first branch: it shall reach the result.
+  const float now = block <= before ? before : block;
+  if (now == -INFINITY) {  // nothing visible yet
+    exponentiate<kFast>(s, w, 1.0f, 0.0f, 0, 0, padded);
+    return;
+  }
+  const float sum = exponentiate<kFast>(s, w, factor, now, start, end, padded);
+  if (now != before && before != -INFINITY) {
+    const float change = power<kFast>(before - now);
+    work.total[r] *= change;
+    if (!is_first) scale_row(work.out + r * work.columns, change, work.columns);
+  }
+  work.largest[r] = now;
+  work.total[r] += sum;
+}
+
 template <class T>
-IPEX_INLINE void run(const AttentionArgs& args, int64_t rows, int64_t begin, int64_t end,
-                     char* scratch) {
-  const int64_t blocks = (args.queries + rows - 1) / rows;
+IPEX_INLINE void finish(const Work<T>& work) {
+  const AttentionArgs& args = work.args;
+  for (int64_t r = 0; r < work.rows; ++r) {
+    // A query that sees no key gives zeros.
+    const f32v factor = set1(work.largest[r] == -INFINITY ? 0.0f : args.out_scale / work.total[r]);
+    const float* from = work.out + r * work.columns;
+    T* to = static_cast<T*>(work.sequence.out) + work.head(r) * args.out_strides.head +
+            work.query_of(r) * args.out_strides.row;
+    int64_t d = 0;
+    for (; d + kLanes <= args.size; d += kLanes) store(to + d, load(from + d) * factor);
+    if (d < args.size) store_n(to + d, load(from + d) * factor, args.size - d);
+  }
+}
+
+template <class T, bool kPlain>
+void run_item(const AttentionArgs& args, const AttentionItem& item, char* memory, char* scratch,
+              TileScope& scope) {
+  Work<T> work(args, item, scratch);
+  start(work);
+  const AttentionSequence& sequence = work.sequence;
+  const Packed<T> packed = packed_head<T>(args, sequence, memory + item.packed);
+  const int64_t depth = round_up(args.size, kDepthStep<T>);
+  const KeyRange seen =
+      visible(args, sequence.keys, sequence.shift, item.query, item.query + item.queries - 1);
+  const int64_t from = seen.begin / kPanel * kPanel;
+  if constexpr (!kPlain)  // what an absent mask adds
+    std::memset(work.mask, 0, sizeof(float) * kKeyBlock);
+  if (from >= seen.end) std::memset(work.out, 0, sizeof(float) * work.rows * work.columns);
+  for (int64_t first = from; first < seen.end; first = first / kKeyBlock * kKeyBlock + kKeyBlock) {
+    int64_t count = first / kKeyBlock * kKeyBlock + kKeyBlock - first;
+    if (seen.end - first < count) count = seen.end - first;
+    const int64_t padded = round_up(count, 32), at = first - sequence.begin;
+    for (int64_t c = 0; c < padded; c += 2 * kPanel)
+      product<T>(scope, work.query, work.query_stride, work.rows,
+                 packed.keys + (at + c) / kPanel * packed.panel, packed.panel, c + kPanel < padded,
+                 depth, work.scores + c, kScoreStride, false);
+
+    for (int64_t r = 0; r < work.rows; ++r) {
+      // A mask that is the same for all rows is read once per block.
+      const bool reload = !kPlain && args.mask_kind != MaskKind::kNone &&
+                          (r == 0 || args.mask_strides.row != 0 || args.mask_strides.head != 0);
+      weigh<T, kPlain>(work, r, first, count, reload, first == from);
+    }
+
+    for (int64_t d = 0; d < work.columns; d += 2 * kPanel)
+      product<T>(scope, work.weights, kWeightStride, work.rows,
+                 packed.values + d / kPanel * packed.distance + at * kPanel, packed.distance,
+                 d + kPanel < work.columns, padded, work.out + d, work.columns, first != from);
+  }
+  finish(work);
+}
+
+template <class T>
+void run(const AttentionArgs& args, const AttentionItem* items, int64_t count, char* packed,
+         char* scratch) {
   TileScope scope;
-  for (int64_t i = begin; i < end; ++i) {
-    Head at;
-    at.batch = i / blocks / args.heads;
-    at.head = i / blocks % args.heads;
-    at.kv = at.batch * args.kv_heads + at.head / (args.heads / args.kv_heads);
-    int64_t block = i % blocks;
-    // Later queries of a causal mask see more keys: short and long tasks alternate so that threads
-    // finish together.
-    if (args.is_causal) block = block % 2 ? blocks - 1 - block / 2 : block / 2;
-    const int64_t first = block * rows;
-    const int64_t count = args.queries - first < rows ? args.queries - first : rows;
-    run_block<T>(args, at, first, count, scratch, scope);
+  const bool plain = args.mask_kind == MaskKind::kNone && args.softcap == 0.0f && args.scale > 0.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    if (plain && !args.sequences[items[i].sequence].alibi)
+      run_item<T, true>(args, items[i], packed, scratch, scope);
+    else
+      run_item<T, false>(args, items[i], packed, scratch, scope);
   }
 }
 
 }  // namespace
 }  // namespace ipex
 
-#define IPEX_DEFINE_ATTENTION(suffix, type)                                                    \
-  void ipex_k_attention_pack_##suffix(const ipex::AttentionArgs* args, int64_t begin,          \
-                                      int64_t end) {                                           \
-    ipex::pack<ipex::type>(*args, begin, end);                                                 \
-  }                                                                                            \
-  void ipex_k_attention_##suffix(const ipex::AttentionArgs* args, int64_t rows, int64_t begin, \
-                                 int64_t end, char* scratch) {                                 \
-    ipex::run<ipex::type>(*args, rows, begin, end, scratch);                                   \
+#define IPEX_DEFINE_ATTENTION(suffix, type)                                                     \
+  int64_t ipex_k_attention_rows_##suffix() { return ipex::kRows<ipex::type>; }                  \
+  void ipex_k_attention_pack_##suffix(const ipex::AttentionArgs* args,                          \
+                                      const ipex::AttentionPack* items, int64_t count,          \
+                                      char* packed) {                                           \
+    for (int64_t i = 0; i < count; ++i) ipex::pack_block<ipex::type>(*args, items[i], packed);  \
+  }                                                                                             \
+  void ipex_k_attention_##suffix(const ipex::AttentionArgs* args,                               \
+                                 const ipex::AttentionItem* items, int64_t count, char* packed, \
+                                 char* scratch) {                                               \
+    ipex::run<ipex::type>(*args, items, count, packed, scratch);                                \
   }
 namespace ipex {
 using Float = float;

@@ -1,17 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
-#include <atomic>
 #include <cmath>
 
-#include "attention.h"
-#include "ipex/dispatch.h"
-#include "runtime/scratch.h"
+#include "plan.h"
 
 namespace ipex {
 namespace {
 
-const auto pack_kernels = IPEX_KERNELS("attention", attention_pack);
-const auto run_kernels = IPEX_KERNELS("attention", attention);
+const AttentionHandles kernels("attention");
 
 void check_device_and_dtype(const char* name, const Tensor& x, const Tensor& query) {
   IPEX_CHECK(x.is_cpu(), "attention: ", name, " must be on the device of query = cpu, got another");
@@ -60,7 +55,7 @@ Tensor rows_contiguous(const Tensor& x) {
   return x.stride(3) == 1 || x.size(3) <= 1 ? x : torch::stable::contiguous(x);
 }
 
-HeadStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
+HeadStrides strides_of(const Tensor& x) { return {x.stride(1), x.stride(2)}; }
 
 // Distance along dimension `from_last` (0: last) of a mask, 0 where it is broadcast.
 int64_t mask_stride(const Tensor& mask, int64_t from_last) {
@@ -69,134 +64,71 @@ int64_t mask_stride(const Tensor& mask, int64_t from_last) {
 }
 
 void set_mask(AttentionArgs& args, const Tensor& mask, ScalarType dtype) {
-  args.mask = mask.const_data_ptr();
   args.mask_kind = mask.scalar_type() == ScalarType::Bool    ? MaskKind::kBool
                    : mask.scalar_type() == ScalarType::Float ? MaskKind::kFloat
                                                              : MaskKind::kSame;
   if (dtype == ScalarType::Float && args.mask_kind == MaskKind::kSame)
     args.mask_kind = MaskKind::kFloat;
-  args.mask_strides = {mask_stride(mask, 3), mask_stride(mask, 2), mask_stride(mask, 1)};
+  args.mask_strides = {mask_stride(mask, 2), mask_stride(mask, 1)};
   args.mask_key_stride = mask_stride(mask, 0);
 }
 
-// Uses of working memory: a thread's own, and the packed heads that all threads of a call share.
-enum : int { kWorker, kShared };
-
-struct Plan {
-  decltype(ipex_k_attention_pack_f32)* pack;
-  decltype(ipex_k_attention_f32)* run;
-  int64_t head_bytes;     // packed keys and values of one head
-  int64_t scratch_bytes;  // working memory of one thread
-  int64_t threads;
-};
-
-// A task should be worth some 60 thousand multiplications, or a region costs more than it brings.
-int64_t grain_for(int64_t work) { return std::max<int64_t>(1, 60000 / std::max<int64_t>(1, work)); }
-
-// Tasks are heads of keys and values with all their queries.
-void run_by_head(const AttentionArgs& args, const Plan& plan) {
-  const int64_t key_blocks = (args.keys + kKeyBlock - 1) / kKeyBlock;
-  const int64_t group = args.heads / args.kv_heads;
-  const int64_t tasks = group * ((args.queries + kQueryBlock - 1) / kQueryBlock);
-  std::atomic<bool> no_memory{false};
-  parallel_for(args.batch * args.kv_heads, grain_for(group * args.queries * args.keys * args.size),
-               [&](int64_t begin, int64_t end) {
-                 char* room = Scratch<kWorker>::get(plan.head_bytes + plan.scratch_bytes);
-                 if (!room) {
-                   no_memory = true;
-                   return;
-                 }
-                 AttentionArgs mine = args;
-                 mine.packed = room;
-                 for (int64_t kv = begin; kv < end; ++kv) {
-                   mine.packed_first = kv;
-                   plan.pack(&mine, kv * key_blocks, (kv + 1) * key_blocks);
-                   plan.run(&mine, kQueryBlock, kv * tasks, (kv + 1) * tasks,
-                            room + plan.head_bytes);
-                 }
-               });
-  IPEX_CHECK(!no_memory, "attention: not enough memory for the keys and values of one head");
-}
-
-// All heads are packed first; tasks are blocks of queries.
-void run_by_block(AttentionArgs args, const Plan& plan) {
-  const int64_t kv_heads = args.batch * args.kv_heads, heads = args.batch * args.heads;
-  args.packed = Scratch<kShared>::get(kv_heads * plan.head_bytes);
-  IPEX_CHECK(args.packed, "attention: not enough memory for the keys and values of all heads");
-  const int64_t key_blocks = (args.keys + kKeyBlock - 1) / kKeyBlock;
-  const int64_t elements = std::max<int64_t>(1, std::min(args.keys, kKeyBlock) * args.size);
-  parallel_for(kv_heads * key_blocks, std::max<int64_t>(1, 8192 / elements),
-               [&](int64_t begin, int64_t end) { plan.pack(&args, begin, end); });
-
-  int64_t rows = kQueryBlock;
-  while (rows > 8 && heads * ((args.queries + rows - 1) / rows) < 2 * plan.threads) rows /= 2;
-  const int64_t blocks = (args.queries + rows - 1) / rows;
-  std::atomic<bool> no_memory{false};
-  parallel_for(heads * blocks, grain_for(std::min(rows, args.queries) * args.keys * args.size),
-               [&](int64_t begin, int64_t end) {
-                 char* room = Scratch<kWorker>::get(plan.scratch_bytes);
-                 if (room)
-                   plan.run(&args, rows, begin, end, room);
-                 else
-                   no_memory = true;
-               });
-  IPEX_CHECK(!no_memory, "attention: not enough memory for the scores of a block of queries");
-}
-
 Tensor attention(const Tensor& query0, const Tensor& key0, const Tensor& value0,
-                 const OptionalTensor& mask, double scale, bool is_causal) {
+                 const OptionalTensor& mask, double scale, bool is_causal,
+                 const OptionalTensor& alibi_slopes, int64_t window_left, int64_t window_right,
+                 double softcap, const OptionalTensor& sinks, bool bottom_right) {
   check_arguments(query0, key0, value0);
   if (mask) check_mask(*mask, query0, key0.size(2));
   const ScalarType dtype = query0.scalar_type();
+  const int64_t batch = query0.size(0), queries = query0.size(2), keys = key0.size(2);
   AttentionArgs args{};
-  args.batch = query0.size(0);
   args.heads = query0.size(1);
-  args.queries = query0.size(2);
   args.size = query0.size(3);
   args.kv_heads = key0.size(1);
-  args.keys = key0.size(2);
+  const AttentionOptions options =
+      attention_options("attention", query0, batch, args.heads, alibi_slopes, sinks, window_left,
+                        window_right, softcap, is_causal, args);
   // Stored as [B, S, H, D]: merging the heads afterwards is a view.
-  const int64_t sizes[4] = {args.batch, args.queries, args.heads, args.size};
+  const int64_t sizes[4] = {batch, queries, args.heads, args.size};
   const Tensor stored = new_contiguous(sizes, 4, dtype);
   Tensor out = torch::stable::transpose(stored, 1, 2);
   if (out.numel() == 0) return out;
 
   const Tensor query = rows_contiguous(query0), key = rows_contiguous(key0),
                value = rows_contiguous(value0);
-  args.query = query.const_data_ptr();
-  args.key = key.const_data_ptr();
-  args.value = value.const_data_ptr();
-  args.out = stored.mutable_data_ptr();
   args.query_strides = strides_of(query);
   args.key_strides = strides_of(key);
   args.value_strides = strides_of(value);
   args.out_strides = strides_of(out);
   args.scale =
       static_cast<float>(scale != 0.0 ? scale : 1.0 / std::sqrt(static_cast<double>(args.size)));
-  args.is_causal = is_causal;
   Tensor mask_rows;
+  int64_t mask_batch_stride = 0;
   if (mask) {
     const int64_t step = mask_stride(*mask, 0);
     mask_rows = step == 0 || step == 1 ? *mask : torch::stable::contiguous(*mask);
     set_mask(args, mask_rows, dtype);
+    mask_batch_stride = mask_stride(mask_rows, 3) * static_cast<int64_t>(mask_rows.element_size());
   }
 
-  Plan plan{};
-  pack_kernels.visit(dtype, [&]<class T>(auto* kernel) {
-    plan.pack = kernel;
-    const int64_t elements =
-        packed_keys(args.keys, args.size) + packed_values(args.keys, args.size);
-    plan.head_bytes = round_up(elements * static_cast<int64_t>(sizeof(T)), 64);
-  });
-  run_kernels.visit(dtype, [&]<class T>(auto* kernel) { plan.run = kernel; });
-  plan.scratch_bytes = round_up(attention_scratch_bytes(args.size), 64);
-  plan.threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  // With heads for every thread, a thread packs a head and uses it at once, while it is in its
-  // cache. With fewer, all threads pack first and then share the queries.
-  if (args.batch * args.kv_heads >= 4 * plan.threads)
-    run_by_head(args, plan);
-  else
-    run_by_block(args, plan);
+  std::vector<AttentionSequence> sequences(static_cast<size_t>(batch));
+  const auto element = static_cast<int64_t>(query.element_size());
+  const auto at = [&](const void* base, int64_t bytes) {
+    return static_cast<const void*>(static_cast<const char*>(base) + bytes);
+  };
+  for (int64_t b = 0; b < batch; ++b) {
+    AttentionSequence& s = sequences[static_cast<size_t>(b)];
+    s.query = at(query.const_data_ptr(), b * query.stride(0) * element);
+    s.key = at(key.const_data_ptr(), b * key.stride(0) * element);
+    s.value = at(value.const_data_ptr(), b * value.stride(0) * element);
+    s.out = static_cast<char*>(stored.mutable_data_ptr()) + b * stored.stride(0) * element;
+    if (mask) s.mask = at(mask_rows.const_data_ptr(), b * mask_batch_stride);
+    if (alibi_slopes) s.alibi = options.alibi.data() + b * options.alibi_sequence;
+    s.queries = queries;
+    s.keys = keys;
+    s.shift = bottom_right ? keys - queries : 0;
+  }
+  run_attention(kernels, dtype, args, sequences);
   return out;
 }
 

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// The steps between the two products of attention, on one row of scores.
+//
+// Scores are in units of their exponent: base 2 where results are rounded to 16 bits, base e for
+// float.
+#pragma once
+
+#include <cmath>
+
+#include "attention.h"
+#include "ipex/vec_math.h"
+
+namespace ipex {
+namespace {
+
+template <bool kFast>
+inline constexpr float kUnit = kFast ? kLog2E : 1.0f;
+
+template <bool kFast>
+IPEX_INLINE f32v power(f32v x) {
+  if constexpr (kFast) return exp2_fast(x);
+  return exp_nonpositive(x);
+}
+
+template <bool kFast>
+IPEX_INLINE float power(float x) {
+  if constexpr (kFast) return std::exp2(x);
+  return std::exp(x);
+}
+
+// The mask of one row and the keys [first, first + count) as an addend.
+template <class T>
+IPEX_INLINE void load_mask(const AttentionArgs& args, const void* from, int64_t offset,
+                           int64_t count, float* to) {
+  constexpr float unit = kUnit<kReducedPrecision<T>>;
+  const int64_t step = args.mask_key_stride;
+  if (args.mask_kind == MaskKind::kBool) {
+    const auto* mask = static_cast<const uint8_t*>(from) + offset;
+    for (int64_t j = 0; j < count; ++j) to[j] = mask[j * step] ? 0.0f : -INFINITY;
+  } else if (args.mask_kind == MaskKind::kFloat) {
+    const auto* mask = static_cast<const float*>(from) + offset;
+    for (int64_t j = 0; j < count; ++j) to[j] = mask[j * step] * unit;
+  } else if (step == 1) {
+    const T* mask = static_cast<const T*>(from) + offset;
+    int64_t j = 0;
+    for (; j + kLanes <= count; j += kLanes) store(to + j, load(mask + j) * set1(unit));
+    if (j < count) store_n(to + j, load_n(mask + j, count - j) * set1(unit), count - j);
+  } else {
+    const f32v value = load_n(static_cast<const T*>(from) + offset, 1);
+    for (int64_t j = 0; j < count; ++j) to[j] = value[0] * unit;
+  }
+}
+
+// s = softcap * tanh(s * scale / softcap)
+template <bool kFast>
+IPEX_INLINE void cap_scores(float* s, float scale, float softcap, int64_t begin, int64_t end) {
+  const f32v inner = set1(scale / softcap), outer = set1(softcap);
+  for (int64_t j = begin; j < end; j += kLanes) {  // whole vectors: the row has room
+    const f32v x = load(s + j) * inner;
+    if constexpr (kFast)
+      store(s + j, tanh_fast(x) * outer);
+    else
+      store(s + j, tanh(x) * outer);
+  }
+}
+
+// s = s * factor - slope * |distance|, where key `begin` is `distance` behind the query.
+IPEX_INLINE void add_alibi(float* s, float factor, float slope, int64_t distance, int64_t begin,
+                           int64_t end) {
+  alignas(64) float steps[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) steps[i] = static_cast<float>(i);
+  f32v place = load(steps) - set1(static_cast<float>(distance));
+  const f32v step = set1(static_cast<float>(kLanes)), f = set1(factor), k = set1(slope);
+  for (int64_t j = begin; j < end; j += kLanes) {
+    store(s + j, fnma(k, abs(place), load(s + j) * f));
+    place = place + step;
+  }
+}
+
+// s = s * factor + mask; returns the maximum.
+IPEX_INLINE float add_mask(float* s, const float* mask, float factor, int64_t begin, int64_t end) {
+  f32v largest = set1(-INFINITY);
+  const f32v f = set1(factor);
+  int64_t j = begin;
+  for (; j + kLanes <= end; j += kLanes) {
+    const f32v v = fma(load(s + j), f, load(mask + j));
+    store(s + j, v);
+    largest = max(largest, v);
+  }
+  if (j < end) {
+    const int64_t n = end - j;
+    const f32v v = fma(load_n(s + j, n), f, load_n(mask + j, n));
+    store_n(s + j, v, n);
+    largest = max(largest, keep_n(v, n, largest));
+  }
+  return reduce_max(largest);
+}
+
+IPEX_INLINE float find_max(const float* s, int64_t begin, int64_t end) {
+  f32v largest = set1(-INFINITY);
+  int64_t j = begin;
+  for (; j + kLanes <= end; j += kLanes) largest = max(largest, load(s + j));
+  if (j < end) largest = max(largest, keep_n(load_n(s + j, end - j), end - j, largest));
+  return reduce_max(largest);
+}
+
+// Whether any of the scores is NaN. The maximum does not tell: it loses a NaN to a number.
+IPEX_INLINE bool has_nan(const float* s, int64_t begin, int64_t end) {
+  bool found = false;
+  for (int64_t j = begin; j < end; ++j) found |= s[j] != s[j];
+  return found;
+}
+
+// weights = power(s * factor - largest) for [begin, end), which starts at a whole vector, and zero
+// elsewhere up to `padded`; returns their sum.
+template <bool kFast, class W>
+IPEX_INLINE float exponentiate(const float* s, W* weights, float factor, float largest,
+                               int64_t begin, int64_t end, int64_t padded) {
+  f32v total = zero();
+  const f32v shift = set1(-largest), f = set1(factor);
+  int64_t j = 0;
+  for (; j < begin; j += kLanes) store(weights + j, zero());
+  for (; j + kLanes <= end; j += kLanes) {
+    const f32v e = power<kFast>(fma(load(s + j), f, shift));
+    total = total + e;
+    store(weights + j, e);
+  }
+  if (j < end) {
+    const f32v x = fma(load_n(s + j, end - j), f, shift);
+    const f32v e = keep_n(power<kFast>(x), end - j, zero());
+    total = total + e;
+    store(weights + j, e);  // padding is a multiple of kLanes: the row has room
+    j += kLanes;
+  }
+  for (; j < padded; j += kLanes) store(weights + j, zero());
+  return reduce_add(total);
+}
+
+IPEX_INLINE void scale_row(float* row, float factor, int64_t count) {
+  for (int64_t d = 0; d < count; d += kLanes) store(row + d, load(row + d) * set1(factor));
+}
+
+}  // namespace
+}  // namespace ipex
