@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention ops over packed sequences share: checks and a reference made of single sequences."""
+"""Checks that the prefill attention ops share."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 
 from ipex_core._spec import check
-from ipex_core.ops._common import check_device, check_dtype
+from ipex_core.ops._common import check_device, check_dtype, check_like, check_tensor
+from ipex_core.ops._kv import check_index_tensor
 
-__all__ = ["check_options"]
+__all__ = ["check_offset_tensor", "check_offsets", "check_options", "check_rows"]
 
 Tensor = torch.Tensor
 
@@ -40,4 +42,45 @@ def check_options(
         check_device(op, "sinks", sinks, query, "query")
         check_dtype(op, "sinks", sinks, query, "query", or_float32=True)
         check(list(sinks.shape) == [heads], op, "sinks", f"have shape [{heads}]", list(sinks.shape))
-    check(math.isfinite(softcap), op, "softcap", "be a finite number", softcap)
+    check(math.isfinite(softcap), op, "softcap", "be a finite number", f"{softcap:g}")
+
+
+def check_rows(op: str, query: Tensor, out: Tensor) -> None:
+    """Check the packed queries ``[tokens, heads, head_size]`` and the output like them."""
+    check_tensor(op, "query", query)
+    text = "be 3-D [tokens, heads, head_size]"
+    check(query.dim() == 3, op, "query", text, f"{query.dim()}-D")
+    check_like(op, "out", out, query, "query")
+    stride = out.stride(2)
+    check(
+        stride == 1 or out.shape[2] <= 1,
+        op,
+        "out",
+        "have a contiguous last dimension",
+        f"stride {stride}",
+    )
+
+
+def check_offset_tensor(
+    op: str, name: str, offsets: Tensor, query: Tensor, size: int | None = None
+) -> None:
+    """Check the type and size of offsets of sequences, ``[sequences + 1]``."""
+    check_index_tensor(op, name, offsets, 1, query)
+    have = offsets.shape[0]
+    check(have >= 1, op, name, "have size sequences + 1", have)
+    if size is not None:
+        check(have == size, op, name, f"have size sequences + 1 = {size}", have)
+
+
+def check_offsets(op: str, name: str, offsets: Tensor, limit: int) -> list[tuple[int, int]]:
+    """Return begin and end of the sequences; check that they are in order and end within ``limit``.
+
+    Reads data, so references call it and fakes do not.
+    """
+    values = offsets.tolist()
+    least = 0
+    for value in values:
+        text = f"hold non-decreasing numbers in [0, {limit}]"
+        check(least <= value <= limit, op, name, text, value)
+        least = value
+    return list(itertools.pairwise(values))

@@ -95,8 +95,7 @@ IPEX_INLINE void start(Work<T>& work) {
       d += kLanes;
     }
     for (; d < work.columns; d += kLanes) store(to + d, zero());
-    const float sink =
-        args.sinks ? args.sinks[work.head(r)] * kUnit<kReducedPrecision<T>> : -INFINITY;
+    const float sink = args.sinks ? args.sinks[work.head(r)] : -INFINITY;
     work.largest[r] = sink;
     // exp(sink - sink); infinity and NaN must give NaN
     work.total[r] = sink == -INFINITY ? 0.0f : 1.0f + (sink - sink);
@@ -121,18 +120,18 @@ IPEX_INLINE void weigh(Work<T>& work, int64_t r, int64_t first, int64_t count, b
                  count, work.mask);
   const int64_t begin = seen.begin > first ? seen.begin - first : 0, end = seen.end - first;
   if (begin >= end) {
-    exponentiate<kFast>(s, w, 1.0f, 0.0f, 0, 0, padded);
+    clear(w, padded);
     return;
   }
   const int64_t start = begin / kLanes * kLanes;
-  float factor = args.scale * kUnit<kFast>;
+  float factor = args.scale;
   if constexpr (!kPlain) {
     if (args.softcap != 0.0f) {
       cap_scores<kFast>(s, args.scale, args.softcap, start, end);
-      factor = kUnit<kFast>;
+      factor = 1.0f;
     }
     if (work.sequence.alibi) {
-      add_alibi(s, factor, work.sequence.alibi[work.head(r)] * kUnit<kFast>,
+      add_alibi(s, factor, work.sequence.alibi[work.head(r)],
                 query + work.sequence.shift - first - start, start, end);
       factor = 1.0f;
     }
@@ -151,12 +150,12 @@ IPEX_INLINE void weigh(Work<T>& work, int64_t r, int64_t first, int64_t count, b
   // Written so that a NaN takes the first branch: it shall reach the result.
   const float now = block <= before ? before : block;
   if (now == -INFINITY) {  // nothing visible yet
-    exponentiate<kFast>(s, w, 1.0f, 0.0f, 0, 0, padded);
+    clear(w, padded);
     return;
   }
-  const float sum = exponentiate<kFast>(s, w, factor, now, start, end, padded);
+  const float sum = exponentiate(s, w, Exponential<kFast, kPlain>(factor, now), start, end, padded);
   if (now != before && before != -INFINITY) {
-    const float change = power<kFast>(before - now);
+    const float change = std::exp(before - now);
     work.total[r] *= change;
     if (!is_first) scale_row(work.out + r * work.columns, change, work.columns);
   }

@@ -2,13 +2,11 @@
 #pragma once
 
 #include "ipex/kernel.h"
+#include "ipex/kv_view.h"
 
 namespace ipex {
 
 enum class MaskKind : int32_t { kNone, kBool, kFloat, kSame };
-
-// How keys and values are stored. kSame: in the dtype of the query.
-enum class KvKind : int32_t { kSame, kFp8E5M2, kFp8E4M3, kInt8 };
 
 // Distances in elements; the last dimension is contiguous. A distance of 0 broadcasts.
 struct HeadStrides {
@@ -19,28 +17,25 @@ struct HeadStrides {
 struct AttentionSequence {
   const void* query;
   void* out;
-  const void* key;  // with a block table: the first block of the pool
-  const void* value;
-  const int32_t* blocks;  // numbers of the blocks that hold the keys, or nullptr: consecutive rows
   const void* mask;
   const float* alibi;  // a slope per head of the query, or nullptr
   int64_t queries, keys;
-  int64_t shift;       // the query i stands at the key i + shift
-  int64_t begin, end;  // the keys that any query sees; begin is a multiple of kKeyBlock
+  int64_t kv, kv_first;  // which sequence of the cache, and the position of the first key in it
+  int64_t shift;         // the query i stands at the key i + shift
+  int64_t begin, end;    // the keys that any query sees; begin is a multiple of kKeyBlock
 };
 
 struct AttentionArgs {
   const AttentionSequence* sequences;
   const float* sinks;  // a score per head of the query that takes part in the sum only, or nullptr
-  HeadStrides query_strides, key_strides, value_strides, out_strides, mask_strides;
+  KvView kv;
+  HeadStrides query_strides, out_strides, mask_strides;
   int64_t mask_key_stride;  // 0 or 1
-  int64_t block_size, key_block_stride, value_block_stride;
   int64_t heads, kv_heads, size;
   int64_t left, right;  // keys seen on both sides of the place of a query
   float scale, out_scale;
   float softcap;  // 0: none
   MaskKind mask_kind;
-  KvKind kv_kind;
 };
 
 // Keys and values of one head to pack: [first, first + kKeyBlock) of a sequence.

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cmath>
-
+#include "ipex/kv_glue.h"
 #include "plan.h"
 
 namespace ipex {
@@ -50,11 +49,6 @@ void check_mask(const Tensor& mask, const Tensor& query, int64_t keys) {
              ", ", scores[1], ", ", scores[2], ", ", scores[3], "], got ", shape_text(mask));
 }
 
-// The last dimension contiguous, which kernels need; heads split off a projection are so already.
-Tensor rows_contiguous(const Tensor& x) {
-  return x.stride(3) == 1 || x.size(3) <= 1 ? x : torch::stable::contiguous(x);
-}
-
 HeadStrides strides_of(const Tensor& x) { return {x.stride(1), x.stride(2)}; }
 
 // Distance along dimension `from_last` (0: last) of a mask, 0 where it is broadcast.
@@ -97,11 +91,10 @@ Tensor attention(const Tensor& query0, const Tensor& key0, const Tensor& value0,
   const Tensor query = rows_contiguous(query0), key = rows_contiguous(key0),
                value = rows_contiguous(value0);
   args.query_strides = strides_of(query);
-  args.key_strides = strides_of(key);
-  args.value_strides = strides_of(value);
+  args.kv.key = kv_part(key, std::nullopt, 1.0, 0, 1, 2);
+  args.kv.value = kv_part(value, std::nullopt, 1.0, 0, 1, 2);
   args.out_strides = strides_of(out);
-  args.scale =
-      static_cast<float>(scale != 0.0 ? scale : 1.0 / std::sqrt(static_cast<double>(args.size)));
+  args.scale = attention_scale(scale, args.size);
   Tensor mask_rows;
   int64_t mask_batch_stride = 0;
   if (mask) {
@@ -119,13 +112,12 @@ Tensor attention(const Tensor& query0, const Tensor& key0, const Tensor& value0,
   for (int64_t b = 0; b < batch; ++b) {
     AttentionSequence& s = sequences[static_cast<size_t>(b)];
     s.query = at(query.const_data_ptr(), b * query.stride(0) * element);
-    s.key = at(key.const_data_ptr(), b * key.stride(0) * element);
-    s.value = at(value.const_data_ptr(), b * value.stride(0) * element);
     s.out = static_cast<char*>(stored.mutable_data_ptr()) + b * stored.stride(0) * element;
     if (mask) s.mask = at(mask_rows.const_data_ptr(), b * mask_batch_stride);
     if (alibi_slopes) s.alibi = options.alibi.data() + b * options.alibi_sequence;
     s.queries = queries;
     s.keys = keys;
+    s.kv = b;
     s.shift = bottom_right ? keys - queries : 0;
   }
   run_attention(kernels, dtype, args, sequences);

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "ipex/gemm.h"
+#include "ipex/kv_load.h"
 
 namespace ipex {
 namespace {
@@ -148,53 +149,38 @@ void pack_values(const T* const* rows, int64_t count, int64_t size, int64_t dist
 // Columns of stored keys and values that are converted at a time.
 inline constexpr int64_t kSlice = 128;
 
-// The bits of the Half that a float8 stands for; e4m3 needs a factor of 256 afterwards.
-IPEX_INLINE uint16_t half_bits_e4m3(uint8_t code) {
-  const auto sign = static_cast<uint16_t>((code & 0x80) << 8);
-  const auto rest = static_cast<uint16_t>((code & 0x7f) << 7);
-  return static_cast<uint16_t>(sign | ((code & 0x7f) == 0x7f ? 0x7fff : rest));
+// `count` stored numbers, times the scale of their row, in the type of the query.
+template <class E, class T>
+IPEX_INLINE void convert(const E* from, float scale, int64_t count, T* to) {
+  const f32v factor = set1(scale);
+  int64_t d = 0;
+  for (; d + kLanes <= count; d += kLanes) store(to + d, load(from + d) * factor);
+  if (d < count) store_n(to + d, load_n(from + d, count - d) * factor, count - d);
 }
 
-// `count` <= kSlice stored numbers in the type of the query. All three formats fit all three types.
-template <class T>
-IPEX_INLINE void convert(KvKind kind, const uint8_t* from, int64_t count, T* to) {
-  alignas(64) float values[kSlice + kLanes];
-  if (kind == KvKind::kInt8) {
-    for (int64_t d = 0; d < count; ++d)
-      values[d] = static_cast<float>(static_cast<int8_t>(from[d]));
-  } else {
-    alignas(64) Half halves[kSlice + kLanes];
-    if (kind == KvKind::kFp8E5M2) {
-      for (int64_t d = 0; d < count; ++d) halves[d].bits = static_cast<uint16_t>(from[d] << 8);
-    } else {
-      for (int64_t d = 0; d < count; ++d) halves[d].bits = half_bits_e4m3(from[d]);
-    }
-    const f32v factor = set1(kind == KvKind::kFp8E4M3 ? 256.0f : 1.0f);
-    for (int64_t d = 0; d < count; d += kLanes)
-      store(values + d, load_n(halves + d, count - d < kLanes ? count - d : kLanes) * factor);
-  }
-  for (int64_t d = 0; d < count; d += kLanes)
-    store_n(to + d, load(values + d), count - d < kLanes ? count - d : kLanes);
-}
+// Rows of keys or values that were found in the cache.
+template <class E>
+struct Rows {
+  const E* at[kPanel];
+  float scale[kPanel];  // of rows that have one of their own
+};
 
-// Addresses of the rows of the keys [first, first + count) of a head.
-template <class U>
+// The keys or values [first, first + count) of a head.
+template <class E>
 IPEX_INLINE void find_rows(const AttentionArgs& args, const AttentionSequence& sequence,
-                           const void* base, const HeadStrides& strides, int64_t block_stride,
-                           int64_t kv_head, int64_t first, int64_t count, const U** rows) {
-  const U* head = static_cast<const U*>(base) + kv_head * strides.head;
-  if (!sequence.blocks) {
-    for (int64_t j = 0; j < count; ++j) rows[j] = head + (first + j) * strides.row;
-    return;
-  }
-  int64_t block = first / args.block_size, place = first % args.block_size;
-  for (int64_t j = 0; j < count; ++j) {
-    rows[j] = head + sequence.blocks[block] * block_stride + place * strides.row;
-    if (++place == args.block_size) {
-      ++block;
-      place = 0;
-    }
-  }
+                           const KvPart& part, int64_t kv_head, int64_t first, int64_t count,
+                           Rows<E>& rows) {
+  first += sequence.kv_first;
+  for_segments(args.kv, sequence.kv, first, first + count,
+               [&](int64_t position, const KvSegment& segment) {
+                 for (int64_t j = 0; j < segment.count; ++j) {
+                   const int64_t to = position - first + j, row = segment.row + j;
+                   rows.at[to] = kv_row<E>(part, segment.block, kv_head, row);
+                   if (part.scales)
+                     rows.scale[to] =
+                         part.scales[kv_offset(part.scale_strides, segment.block, kv_head, row)];
+                 }
+               });
 }
 
 template <class T>
@@ -214,6 +200,36 @@ IPEX_INLINE Packed<T> packed_head(const AttentionArgs& args, const AttentionSequ
           kPanel * round_up(keys, 32)};
 }
 
+// Calls f(rows, column, width) with the rows [first, first + count) of a head in the type of the
+// query, all columns at once if they are stored so, else converted piece by piece.
+template <class T, class F>
+IPEX_INLINE void with_rows_of(const AttentionArgs& args, const AttentionSequence& sequence,
+                              const KvPart& part, int64_t kv_head, int64_t first, int64_t count,
+                              const F& f) {
+  if (args.kv.type == KvType::kSame) {
+    Rows<T> rows;
+    find_rows(args, sequence, part, kv_head, first, count, rows);
+    return f(static_cast<const T* const*>(rows.at), 0, args.size);
+  }
+  const auto convert_all = [&]<class E>(E) {
+    alignas(64) T converted[kPanel * kSlice];
+    const T* pieces[kPanel];
+    for (int64_t j = 0; j < kPanel; ++j) pieces[j] = converted + j * kSlice;
+    Rows<E> rows;
+    find_rows(args, sequence, part, kv_head, first, count, rows);
+    for (int64_t d = 0; d < args.size; d += kSlice) {
+      const int64_t width = args.size - d < kSlice ? args.size - d : kSlice;
+      for (int64_t j = 0; j < count; ++j)
+        convert(rows.at[j] + d, part.scales ? rows.scale[j] : 1.0f, width, converted + j * kSlice);
+      f(static_cast<const T* const*>(pieces), d, width);
+    }
+  };
+  if (args.kv.type == KvType::kInt8)
+    convert_all(Int8{});
+  else
+    convert_all(E5m2{});
+}
+
 // One block of keys and values.
 template <class T>
 void pack_block(const AttentionArgs& args, const AttentionPack& item, char* memory) {
@@ -225,33 +241,15 @@ void pack_block(const AttentionArgs& args, const AttentionPack& item, char* memo
     const int64_t count = last - first < kPanel ? last - first : kPanel;
     T* keys = to.keys + (first - sequence.begin) / kPanel * to.panel;
     T* values = to.values + (first - sequence.begin) * kPanel;
-    if (args.kv_kind == KvKind::kSame) {
-      const T* rows[kPanel];
-      find_rows(args, sequence, sequence.key, args.key_strides, args.key_block_stride, item.kv_head,
-                first, count, rows);
-      pack_keys(rows, count, args.size, keys);
-      find_rows(args, sequence, sequence.value, args.value_strides, args.value_block_stride,
-                item.kv_head, first, count, rows);
-      pack_values(rows, count, args.size, to.distance, values);
-      continue;
-    }
-    alignas(64) T converted[kPanel * kSlice];
-    const T* rows[kPanel];
-    for (int64_t j = 0; j < kPanel; ++j) rows[j] = converted + j * kSlice;
-    const uint8_t* stored[kPanel];
-    for (int64_t d = 0; d < args.size; d += kSlice) {
-      const int64_t width = args.size - d < kSlice ? args.size - d : kSlice;
-      find_rows(args, sequence, sequence.key, args.key_strides, args.key_block_stride, item.kv_head,
-                first, count, stored);
-      for (int64_t j = 0; j < count; ++j)
-        convert(args.kv_kind, stored[j] + d, width, converted + j * kSlice);
-      pack_keys(rows, count, width, keys + d * kPanel);
-      find_rows(args, sequence, sequence.value, args.value_strides, args.value_block_stride,
-                item.kv_head, first, count, stored);
-      for (int64_t j = 0; j < count; ++j)
-        convert(args.kv_kind, stored[j] + d, width, converted + j * kSlice);
-      pack_values(rows, count, width, to.distance, values + d / kPanel * to.distance);
-    }
+    with_rows_of<T>(args, sequence, args.kv.key, item.kv_head, first, count,
+                    [&](const T* const* rows, int64_t column, int64_t width) {
+                      pack_keys(rows, count, width, keys + column * kPanel);
+                    });
+    with_rows_of<T>(args, sequence, args.kv.value, item.kv_head, first, count,
+                    [&](const T* const* rows, int64_t column, int64_t width) {
+                      pack_values(rows, count, width, to.distance,
+                                  values + column / kPanel * to.distance);
+                    });
   }
 }
 

@@ -3,10 +3,12 @@
 // and spread over threads.
 #pragma once
 
+#include <cmath>
 #include <vector>
 
 #include "attention.h"
 #include "ipex/dispatch.h"
+#include "ipex/kv_glue.h"
 
 namespace ipex {
 
@@ -41,6 +43,21 @@ AttentionOptions attention_options(const char* op, const Tensor& query, int64_t 
                                    const OptionalTensor& sinks, int64_t window_left,
                                    int64_t window_right, double softcap, bool is_causal,
                                    AttentionArgs& args);
+
+// The packed queries [tokens, heads, head_size] and the output like them.
+void check_rows(const char* op, const Tensor& query, const Tensor& out);
+
+// Offsets of sequences, [sequences + 1]: their type and size (0: any), and what they hold.
+void check_offset_tensor(const char* op, const char* name, const Tensor& offsets, int64_t size);
+void check_offsets(const char* op, const char* name, const Indices& offsets, int64_t count,
+                   int64_t limit);
+
+// The tensor, or a copy whose last dimension is contiguous, which kernels need.
+Tensor rows_contiguous(const Tensor& x);
+
+inline float attention_scale(double scale, int64_t size) {
+  return static_cast<float>(scale != 0.0 ? scale : 1.0 / std::sqrt(static_cast<double>(size)));
+}
 
 // Runs the op. Everything but begin and end of the sequences is set.
 void run_attention(const AttentionHandles& kernels, ScalarType dtype, AttentionArgs& args,

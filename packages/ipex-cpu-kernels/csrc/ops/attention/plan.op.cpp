@@ -283,6 +283,38 @@ AttentionOptions attention_options(const char* op, const Tensor& query, int64_t 
   return options;
 }
 
+void check_rows(const char* op, const Tensor& query, const Tensor& out) {
+  check_tensor(op, "query", query);
+  IPEX_CHECK(query.dim() == 3, op, ": query must be 3-D [tokens, heads, head_size], got ",
+             query.dim(), "-D");
+  check_like(op, "out", out, query, "query");
+  IPEX_CHECK(out.stride(2) == 1 || out.size(2) <= 1, op,
+             ": out must have a contiguous last dimension, got stride ", out.stride(2));
+}
+
+void check_offset_tensor(const char* op, const char* name, const Tensor& offsets, int64_t size) {
+  check_index_tensor(op, name, offsets, 1);
+  IPEX_CHECK(offsets.size(0) >= 1, op, ": ", name, " must have size sequences + 1, got ",
+             offsets.size(0));
+  IPEX_CHECK(size == 0 || offsets.size(0) == size, op, ": ", name,
+             " must have size sequences + 1 = ", size, ", got ", offsets.size(0));
+}
+
+void check_offsets(const char* op, const char* name, const Indices& offsets, int64_t count,
+                   int64_t limit) {
+  int64_t least = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    IPEX_CHECK(offsets[i] >= least && offsets[i] <= limit, op, ": ", name,
+               " must hold non-decreasing numbers in [0, ", limit, "], got ", offsets[i]);
+    least = offsets[i];
+  }
+}
+
+Tensor rows_contiguous(const Tensor& x) {
+  const int64_t last = x.dim() - 1;
+  return x.stride(last) == 1 || x.size(last) <= 1 ? x : torch::stable::contiguous(x);
+}
+
 void run_attention(const AttentionHandles& kernels, ScalarType dtype, AttentionArgs& args,
                    std::vector<AttentionSequence>& sequences) {
   Runner(kernels, dtype, args, sequences).run();

@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The steps between the two products of attention, on one row of scores.
-//
-// Scores are in units of their exponent: base 2 where results are rounded to 16 bits, base e for
-// float.
 #pragma once
 
 #include <cmath>
@@ -13,41 +10,25 @@
 namespace ipex {
 namespace {
 
-template <bool kFast>
-inline constexpr float kUnit = kFast ? kLog2E : 1.0f;
-
-template <bool kFast>
-IPEX_INLINE f32v power(f32v x) {
-  if constexpr (kFast) return exp2_fast(x);
-  return exp_nonpositive(x);
-}
-
-template <bool kFast>
-IPEX_INLINE float power(float x) {
-  if constexpr (kFast) return std::exp2(x);
-  return std::exp(x);
-}
-
 // The mask of one row and the keys [first, first + count) as an addend.
 template <class T>
 IPEX_INLINE void load_mask(const AttentionArgs& args, const void* from, int64_t offset,
                            int64_t count, float* to) {
-  constexpr float unit = kUnit<kReducedPrecision<T>>;
   const int64_t step = args.mask_key_stride;
   if (args.mask_kind == MaskKind::kBool) {
     const auto* mask = static_cast<const uint8_t*>(from) + offset;
     for (int64_t j = 0; j < count; ++j) to[j] = mask[j * step] ? 0.0f : -INFINITY;
   } else if (args.mask_kind == MaskKind::kFloat) {
     const auto* mask = static_cast<const float*>(from) + offset;
-    for (int64_t j = 0; j < count; ++j) to[j] = mask[j * step] * unit;
+    for (int64_t j = 0; j < count; ++j) to[j] = mask[j * step];
   } else if (step == 1) {
     const T* mask = static_cast<const T*>(from) + offset;
     int64_t j = 0;
-    for (; j + kLanes <= count; j += kLanes) store(to + j, load(mask + j) * set1(unit));
-    if (j < count) store_n(to + j, load_n(mask + j, count - j) * set1(unit), count - j);
+    for (; j + kLanes <= count; j += kLanes) store(to + j, load(mask + j));
+    if (j < count) store_n(to + j, load_n(mask + j, count - j), count - j);
   } else {
     const f32v value = load_n(static_cast<const T*>(from) + offset, 1);
-    for (int64_t j = 0; j < count; ++j) to[j] = value[0] * unit;
+    for (int64_t j = 0; j < count; ++j) to[j] = value[0];
   }
 }
 
@@ -111,29 +92,50 @@ IPEX_INLINE bool has_nan(const float* s, int64_t begin, int64_t end) {
   return found;
 }
 
-// weights = power(s * factor - largest) for [begin, end), which starts at a whole vector, and zero
-// elsewhere up to `padded`; returns their sum.
-template <bool kFast, class W>
-IPEX_INLINE float exponentiate(const float* s, W* weights, float factor, float largest,
-                               int64_t begin, int64_t end, int64_t padded) {
+// e^(s * scale - largest). A positive scale is folded into the exponent; without one (1.0) the
+// difference comes first, because a mask may be as small as a number can be.
+template <bool kFast, bool kScaled>
+class Exponential {
+ public:
+  IPEX_INLINE Exponential(float scale, float largest)
+      : factor_(set1(kFast ? scale * kLog2E : scale)),
+        shift_(set1(kFast && kScaled ? -largest * kLog2E : -largest)) {}
+  IPEX_INLINE f32v operator()(f32v s) const {
+    if constexpr (kFast)
+      return exp2_fast(kScaled ? fma(s, factor_, shift_) : (s + shift_) * factor_);
+    return exp_nonpositive(kScaled ? fma(s, factor_, shift_) : s + shift_);
+  }
+
+ private:
+  f32v factor_, shift_;
+};
+
+// weights = f(s) for [begin, end), which starts at a whole vector, and zero elsewhere up to
+// `padded`; returns their sum.
+template <class W, class F>
+IPEX_INLINE float exponentiate(const float* s, W* weights, const F& f, int64_t begin, int64_t end,
+                               int64_t padded) {
   f32v total = zero();
-  const f32v shift = set1(-largest), f = set1(factor);
   int64_t j = 0;
   for (; j < begin; j += kLanes) store(weights + j, zero());
   for (; j + kLanes <= end; j += kLanes) {
-    const f32v e = power<kFast>(fma(load(s + j), f, shift));
+    const f32v e = f(load(s + j));
     total = total + e;
     store(weights + j, e);
   }
   if (j < end) {
-    const f32v x = fma(load_n(s + j, end - j), f, shift);
-    const f32v e = keep_n(power<kFast>(x), end - j, zero());
+    const f32v e = keep_n(f(load_n(s + j, end - j)), end - j, zero());
     total = total + e;
     store(weights + j, e);  // padding is a multiple of kLanes: the row has room
     j += kLanes;
   }
   for (; j < padded; j += kLanes) store(weights + j, zero());
   return reduce_add(total);
+}
+
+template <class W>
+IPEX_INLINE void clear(W* weights, int64_t padded) {
+  for (int64_t j = 0; j < padded; j += kLanes) store(weights + j, zero());
 }
 
 IPEX_INLINE void scale_row(float* row, float factor, int64_t count) {
