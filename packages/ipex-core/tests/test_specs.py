@@ -55,6 +55,9 @@ def test_fake_agrees_with_reference(op):
     for spec, sample in samples(op, torch.bfloat16):
         fake = spec.fake(*sample.args, **sample.kwargs)
         got = spec.reference(*sample.args, **sample.kwargs)
+        if fake is None:  # an op that only writes to its arguments
+            assert got is None, sample.id
+            continue
         for f, g in zip(*(o if isinstance(o, tuple) else (o,) for o in (fake, got)), strict=True):
             assert f.shape == g.shape, sample.id
             assert f.dtype == g.dtype, sample.id

@@ -202,8 +202,8 @@ def _stock(
 ) -> None:
     offsets = seqlen_q.tolist()
     for begin, end in itertools.pairwise(offsets):
-        parts = (x[None, begin:end].transpose(1, 2) for x in (query, key, value))
-        result = functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        q, k, v = (x[None, begin:end].transpose(1, 2) for x in (query, key, value))
+        result = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         out[begin:end] = result[0].transpose(0, 1)
 
 
