@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -186,6 +187,7 @@ def _cache(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     slots = torch.tensor([17, -1, 3, 16, 40, 5, -7])
+    args: tuple[Any, ...]
     for half in (True, False):
         for dim, rotary in ((64, 64), (80, 32), (22, 10)):
             q, k, v = (randn(7, h, dim, dtype=dtype, seed=s) for h, s in ((4, 1), (2, 2), (2, 3)))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -148,6 +149,7 @@ def _cache(rows: int, rot_dim: int, dtype: torch.dtype) -> Tensor:
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     positions = torch.tensor([3, 0, 11, 11, 7])
+    args: tuple[Any, ...]
     for neox in (True, False):
         for size, rot in ((64, 64), (80, 32), (6, 6)):
             q = randn(5, 4 * size, dtype=dtype, seed=1)
