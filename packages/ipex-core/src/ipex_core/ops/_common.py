@@ -18,6 +18,7 @@ __all__ = [
     "check_device",
     "check_dtype",
     "check_like",
+    "check_not_expanded",
     "check_tensor",
     "check_vector",
     "dtype_name",
@@ -80,6 +81,12 @@ def check_like(op: str, name: str, value: torch.Tensor, x: torch.Tensor, of: str
     check_dtype(op, name, value, x, of)
     shape = list(x.shape)
     check(value.shape == x.shape, op, name, f"have the shape of {of} = {shape}", list(value.shape))
+
+
+def check_not_expanded(op: str, name: str, x: torch.Tensor) -> None:
+    """Check that no two elements of a tensor that is written to share memory by a stride of 0."""
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        check(stride != 0 or size <= 1, op, name, "not be expanded", f"stride 0 in dimension {dim}")
 
 
 def check_vector(

@@ -21,7 +21,6 @@ from ipex_core.ops._common import (
 __all__ = [
     "MAX_ROTARY_DIM",
     "check_heads",
-    "check_not_expanded",
     "check_position_ids",
     "check_rotary_dim",
     "check_tables",
@@ -96,12 +95,6 @@ def check_rotary_dim(op: str, name: str, rotary_dim: int, head_dim: int) -> None
         f"be an even number between 2 and {most}",
         rotary_dim,
     )
-
-
-def check_not_expanded(op: str, name: str, x: Tensor) -> None:
-    """Check that no two elements of a tensor that is written to share memory by a stride of 0."""
-    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        check(stride != 0 or size <= 1, op, name, "not be expanded", f"stride 0 in dimension {dim}")
 
 
 def check_heads(op: str, query: Tensor, key: Tensor) -> None:

@@ -11,6 +11,7 @@ from ipex_core._spec import BenchCase, OpSpec, Sample, register
 from ipex_core.ops._common import (
     acc,
     check_like,
+    check_not_expanded,
     check_tensor,
     check_vector,
     fake_like,
@@ -77,6 +78,31 @@ def _add_layer_norm(
     return _normalise(total, weight, bias, eps), total
 
 
+def _add_layer_norm_in_place(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Add ``x`` to ``residual`` in place and return the sum normalised as `layer_norm` does.
+
+    `add_layer_norm` without a new tensor for the sum.
+
+    Args:
+        x: ``[..., C]``, float32, bfloat16 or float16.
+        residual: Like ``x``; becomes the sum.
+        weight: ``[C]`` in the dtype of ``x`` or float32, or None.
+        bias: ``[C]`` in the dtype of ``x`` or float32, or None.
+        eps: Added to the variance.
+
+    Returns:
+        The normalised sum, contiguous and like ``x``.
+    """
+    residual.add_(x)
+    return _normalise(residual, weight, bias, eps)
+
+
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> None:
     check_tensor("layer_norm", "x", x)
     check_vector("layer_norm", "weight", weight, x)
@@ -96,6 +122,20 @@ def _add_check(
     check_vector("add_layer_norm", "bias", bias, x)
 
 
+def _in_place_check(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+) -> None:
+    check_tensor("add_layer_norm_", "x", x)
+    check_like("add_layer_norm_", "residual", residual, x)
+    check_vector("add_layer_norm_", "weight", weight, x)
+    check_vector("add_layer_norm_", "bias", bias, x)
+    check_not_expanded("add_layer_norm_", "residual", residual)
+
+
 def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
     return fake_like(x)
 
@@ -113,6 +153,8 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((x, weight, bias, 1e-5), id=name)
     x = randn(5, 96, dtype=dtype, seed=23)
     yield Sample((x, None, None, 1e-5), id="no_weight_no_bias")
+    heads = randn(3, 7, 320, dtype=dtype, seed=20).view(3, 7, 5, 64)[:, 1:6, 1:4]
+    yield Sample((heads, randn(64, dtype=dtype, seed=21), None), id="heads_of_fused")
     yield Sample((x, randn(96, dtype=dtype, seed=24), None, 1e-12), id="no_bias")
     yield Sample((x, None, randn(96, dtype=dtype, seed=25)), id="no_weight")
     yield Sample((x, randn(96, seed=26), randn(96, seed=27), 1e-5), id="float32_weight")
@@ -137,6 +179,13 @@ def _add_stock(
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
     return torch.nn.functional.layer_norm(total, (x.shape[-1],), weight, bias, eps), total
+
+
+def _in_place_stock(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
+) -> Tensor:
+    residual.add_(x)
+    return torch.nn.functional.layer_norm(residual, (x.shape[-1],), weight, bias, eps)
 
 
 def _bench() -> Iterator[BenchCase]:
@@ -199,5 +248,23 @@ register(
         tolerance=_TOLERANCE,
         bench=_add_bench,
         summary="Residual addition followed by layer normalisation",
+    )
+)
+register(
+    OpSpec(
+        name="add_layer_norm_",
+        schema=(
+            "(Tensor x, Tensor(a!) residual, Tensor? weight, Tensor? bias, float eps=1e-5)"
+            " -> Tensor"
+        ),
+        reference=_add_layer_norm_in_place,
+        check=_in_place_check,
+        fake=_fake,
+        samples=_add_samples,
+        stock=_in_place_stock,
+        backward=None,
+        tolerance=_TOLERANCE,
+        bench=_add_bench,
+        summary="Residual addition in place followed by layer normalisation",
     )
 )

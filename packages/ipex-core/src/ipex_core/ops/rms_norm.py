@@ -11,6 +11,7 @@ from ipex_core._spec import BenchCase, OpSpec, Sample, register
 from ipex_core.ops._common import (
     acc,
     check_like,
+    check_not_expanded,
     check_tensor,
     check_vector,
     fake_like,
@@ -76,6 +77,31 @@ def _add_rms_norm(
     return _normalise(total, weight, eps, weight_offset), total
 
 
+def _add_rms_norm_in_place(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> Tensor:
+    """Add ``x`` to ``residual`` in place and return the sum normalised as `rms_norm` does.
+
+    `add_rms_norm` without a new tensor for the sum.
+
+    Args:
+        x: ``[..., C]``, float32, bfloat16 or float16.
+        residual: Like ``x``; becomes the sum.
+        weight: ``[C]`` in the dtype of ``x`` or float32, or None.
+        eps: Added to the mean square.
+        weight_offset: Added to ``weight``; ignored without a weight.
+
+    Returns:
+        The normalised sum, contiguous and like ``x``.
+    """
+    residual.add_(x)
+    return _normalise(residual, weight, eps, weight_offset)
+
+
 def _check(x: Tensor, weight: Tensor | None, eps: float = 1e-6, weight_offset: float = 0.0) -> None:
     check_tensor("rms_norm", "x", x)
     check_vector("rms_norm", "weight", weight, x)
@@ -93,6 +119,19 @@ def _add_check(
     check_vector("add_rms_norm", "weight", weight, x)
 
 
+def _in_place_check(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> None:
+    check_tensor("add_rms_norm_", "x", x)
+    check_like("add_rms_norm_", "residual", residual, x)
+    check_vector("add_rms_norm_", "weight", weight, x)
+    check_not_expanded("add_rms_norm_", "residual", residual)
+
+
 def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
     return fake_like(x)
 
@@ -107,6 +146,9 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((x, weight, 1e-6), id=name)
     x = randn(5, 96, dtype=dtype, seed=12)
     yield Sample((x, None, 1e-5), id="no_weight")
+    heads = randn(3, 7, 320, dtype=dtype, seed=10).view(3, 7, 5, 64)[:, 1:6, 1:4]
+    yield Sample((heads, randn(64, dtype=dtype, seed=11)), id="heads_of_fused")
+    yield Sample((heads[:, 0], randn(64, dtype=dtype, seed=11)), id="heads_of_first_token")
     yield Sample((x, randn(96, seed=13), 1e-6), id="float32_weight")
     yield Sample((x, randn(96, dtype=dtype, seed=14, scale=0.1), 1e-6, 1.0), id="weight_offset")
 
@@ -118,6 +160,14 @@ def _add_samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((x, residual, *rest), id=sample.id)
 
 
+def _in_place_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    yield from _add_samples(dtype)
+    for x in (randn(5, 96, dtype=dtype, seed=16), randn(5, 7, 12, dtype=dtype, seed=17)):
+        residual = randn(*x.transpose(0, 1).shape, dtype=dtype, seed=18).transpose(0, 1)
+        weight = randn(x.shape[-1], dtype=dtype, seed=19)
+        yield Sample((x, residual, weight), id=f"strided_residual_{x.dim()}d")
+
+
 def _stock(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
@@ -127,6 +177,11 @@ def _add_stock(
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
     return torch.nn.functional.rms_norm(total, (x.shape[-1],), weight, eps), total
+
+
+def _in_place_stock(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    residual.add_(x)
+    return torch.nn.functional.rms_norm(residual, (x.shape[-1],), weight, eps)
 
 
 def _bench() -> Iterator[BenchCase]:
@@ -174,5 +229,22 @@ register(
         stock=_add_stock,
         bench=_add_bench,
         summary="Residual addition followed by RMS normalisation",
+    )
+)
+register(
+    OpSpec(
+        name="add_rms_norm_",
+        schema=(
+            "(Tensor x, Tensor(a!) residual, Tensor? weight, float eps=1e-6,"
+            " float weight_offset=0.0) -> Tensor"
+        ),
+        reference=_add_rms_norm_in_place,
+        check=_in_place_check,
+        fake=_fake,
+        samples=_in_place_samples,
+        stock=_in_place_stock,
+        backward=None,
+        bench=_add_bench,
+        summary="Residual addition in place followed by RMS normalisation",
     )
 )

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, register
-from ipex_core.ops._common import fake_like, randn, strided
+from ipex_core.ops._common import check_not_expanded, fake_like, randn, strided
 from ipex_core.ops._rotary import (
     check_heads,
-    check_not_expanded,
     check_position_ids,
     check_rotary_dim,
     check_tables,

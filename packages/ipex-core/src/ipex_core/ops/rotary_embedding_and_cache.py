@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import check_like, randn
+from ipex_core.ops._common import check_like, check_not_expanded, randn
 from ipex_core.ops._kv import check_caches, check_index_tensor, quantize
 from ipex_core.ops._rotary import (
     check_heads,
-    check_not_expanded,
     check_position_ids,
     check_rotary_dim,
     check_tables,

@@ -9,8 +9,15 @@ from typing import Any
 import torch
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import check_device, check_dtype, check_tensor, dtype_name, randn
-from ipex_core.ops._rotary import check_not_expanded, check_rotary_dim, rotate
+from ipex_core.ops._common import (
+    check_device,
+    check_dtype,
+    check_not_expanded,
+    check_tensor,
+    dtype_name,
+    randn,
+)
+from ipex_core.ops._rotary import check_rotary_dim, rotate
 
 Tensor = torch.Tensor
 

@@ -6,35 +6,13 @@
 namespace ipex {
 namespace {
 
-// Writes sum = x + residual and returns the moments of the rounded values.
-template <typename T>
-IPEX_INLINE Moments add_rows(const T* x, const T* residual, T* sum, int64_t n) {
-  const auto at = [&](int64_t i) IPEX_LAMBDA { return load(x + i) + load(residual + i); };
-  const auto tail = [&](int64_t i, int64_t count)
-                        IPEX_LAMBDA { return load_n(x + i, count) + load_n(residual + i, count); };
-  Moments moments(n, at, tail);
-  for_pairs(
-      n,
-      [&](int64_t i, int k) IPEX_LAMBDA {
-        const f32v2 a = load2(x + i);
-        const f32v2 b = load2(residual + i);
-        moments.add(store2(sum + i, {a.a + b.a, a.b + b.b}), k);
-      },
-      [&](int64_t i, int64_t count) IPEX_LAMBDA {
-        const f32v a = tail(i, count);
-        store_n(sum + i, a, count);
-        moments.add_tail(round_to(sum, a), count);
-      });
-  return moments;
-}
-
 template <typename T>
 IPEX_INLINE void run(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride,
                      const void* weight, const void* bias, bool params_are_f32, float eps, T* y,
                      T* sum, int64_t cols, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
     T* s = sum + r * cols;
-    Moments moments = add_rows(x + r * x_stride, residual + r * residual_stride, s, cols);
+    Moments moments = add_and_measure(x + r * x_stride, residual + r * residual_stride, s, cols);
     finish_layer_norm(s, moments, weight, bias, params_are_f32, eps, y + r * cols, cols);
   }
 }

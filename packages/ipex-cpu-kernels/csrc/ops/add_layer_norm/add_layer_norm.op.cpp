@@ -2,27 +2,32 @@
 #include "add_layer_norm/add_layer_norm.h"
 
 #include "ipex/affine.h"
+#include "ipex/in_place.h"
 
 namespace ipex {
 namespace {
 
 const auto kernels = IPEX_KERNELS("add_layer_norm", add_layer_norm);
+const auto in_place_kernels = IPEX_KERNELS("add_layer_norm_", add_layer_norm);
 
-std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
-                                          const OptionalTensor& weight, const OptionalTensor& bias,
-                                          double eps) {
-  check_tensor("add_layer_norm", "x", x);
-  check_like("add_layer_norm", "residual", residual, x);
-  check_vector("add_layer_norm", "weight", weight, x);
-  check_vector("add_layer_norm", "bias", bias, x);
-  Tensor y = new_contiguous_like(x);
-  Tensor sum = new_contiguous_like(x);
-  if (x.numel() == 0) return {y, sum};
+void check_arguments(const char* op, const Tensor& x, const Tensor& residual,
+                     const OptionalTensor& weight, const OptionalTensor& bias) {
+  check_tensor(op, "x", x);
+  check_like(op, "residual", residual, x);
+  check_vector(op, "weight", weight, x);
+  check_vector(op, "bias", bias, x);
+}
+
+// `sum` is contiguous and may be the residual itself.
+template <class Kernels>
+void run(const Kernels& dispatch, const Tensor& x, const Tensor& residual,
+         const OptionalTensor& weight, const OptionalTensor& bias, double eps, Tensor& y,
+         Tensor& sum) {
   const Rows a = as_rows(x);
   const Rows b = as_rows(residual);
   const Affine affine(weight, bias);
   const float e = static_cast<float>(eps);
-  kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
+  dispatch.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
     const T* from = static_cast<const T*>(a.data);
     const T* add = static_cast<const T*>(b.data);
     T* to = static_cast<T*>(y.mutable_data_ptr());
@@ -32,7 +37,29 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residua
              to, total, a.columns, begin, end);
     });
   });
+}
+
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
+                                          const OptionalTensor& weight, const OptionalTensor& bias,
+                                          double eps) {
+  check_arguments("add_layer_norm", x, residual, weight, bias);
+  Tensor y = new_contiguous_like(x);
+  Tensor sum = new_contiguous_like(x);
+  if (x.numel() != 0) run(kernels, x, residual, weight, bias, eps, y, sum);
   return {y, sum};
+}
+
+Tensor add_layer_norm_(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                       const OptionalTensor& bias, double eps) {
+  check_arguments("add_layer_norm_", x, residual, weight, bias);
+  check_not_expanded("add_layer_norm_", "residual", residual);
+  Tensor y = new_contiguous_like(x);
+  if (x.numel() == 0) return y;
+  InPlace both(residual, as_contiguous(residual));
+  Tensor sum = both.tensor();
+  run(in_place_kernels, x, sum, weight, bias, eps, y, sum);
+  both.finish();
+  return y;
 }
 
 }  // namespace
@@ -40,4 +67,5 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residua
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
   m.impl("add_layer_norm", TORCH_BOX(&ipex::add_layer_norm));
+  m.impl("add_layer_norm_", TORCH_BOX(&ipex::add_layer_norm_));
 }

@@ -6,33 +6,13 @@
 namespace ipex {
 namespace {
 
-// Writes sum = x + residual and returns the sum of squares of the rounded values.
-template <typename T>
-IPEX_INLINE float add_rows(const T* x, const T* residual, T* sum, int64_t n) {
-  Sum squares;
-  for_pairs(
-      n,
-      [&](int64_t i, int k) IPEX_LAMBDA {
-        const f32v2 a = load2(x + i);
-        const f32v2 b = load2(residual + i);
-        squares.add_squares(store2(sum + i, {a.a + b.a, a.b + b.b}), k);
-      },
-      [&](int64_t i, int64_t count) IPEX_LAMBDA {
-        const f32v a = load_n(x + i, count) + load_n(residual + i, count);
-        store_n(sum + i, a, count);
-        const f32v rounded = round_to(sum, a);
-        squares.part[0] = fma(rounded, rounded, squares.part[0]);
-      });
-  return squares.total();
-}
-
 template <typename T>
 IPEX_INLINE void run(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride,
                      const void* weight, bool weight_is_f32, float eps, float weight_offset, T* y,
                      T* sum, int64_t cols, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
     T* s = sum + r * cols;
-    const float squares = add_rows(x + r * x_stride, residual + r * residual_stride, s, cols);
+    const float squares = add_and_square(x + r * x_stride, residual + r * residual_stride, s, cols);
     finish_rms_norm(s, squares, weight, weight_is_f32, eps, weight_offset, y + r * cols, cols);
   }
 }

@@ -12,12 +12,7 @@ IPEX_INLINE void run(const T* x, int64_t x_stride, const void* weight, const voi
                      int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
     const T* row = x + r * x_stride;
-    const auto at = [&](int64_t i) IPEX_LAMBDA { return load(row + i); };
-    const auto tail = [&](int64_t i, int64_t count) IPEX_LAMBDA { return load_n(row + i, count); };
-    Moments moments(cols, at, tail);
-    for_pairs(
-        cols, [&](int64_t i, int k) IPEX_LAMBDA { moments.add(load2(row + i), k); },
-        [&](int64_t i, int64_t count) IPEX_LAMBDA { moments.add_tail(tail(i, count), count); });
+    Moments moments = measure(row, cols);
     finish_layer_norm(row, moments, weight, bias, params_are_f32, eps, y + r * cols, cols);
   }
 }

@@ -15,15 +15,17 @@ Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalT
   check_vector("layer_norm", "bias", bias, x);
   Tensor y = new_contiguous_like(x);
   if (x.numel() == 0) return y;
-  const Rows rows = as_rows(x);
+  const RowGroups in(x);
   const Affine affine(weight, bias);
   const float e = static_cast<float>(eps);
   kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
-    const T* from = static_cast<const T*>(rows.data);
     T* to = static_cast<T*>(y.mutable_data_ptr());
-    parallel_for(rows.rows, row_grain<T>(rows.columns), [&](int64_t begin, int64_t end) {
-      kernel(from, rows.stride, affine.weight.data, affine.bias.data, affine.is_f32, e, to,
-             rows.columns, begin, end);
+    const int64_t columns = in.columns;
+    parallel_for(in.groups * in.rows, row_grain<T>(columns), [&](int64_t begin, int64_t end) {
+      in.for_parts<T>(begin, end, [&](const T* from, int64_t first, int64_t count) {
+        kernel(from, in.stride, affine.weight.data, affine.bias.data, affine.is_f32, e,
+               to + first * columns, columns, 0, count);
+      });
     });
   });
   return y;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two sweeps over one row that layer_norm and add_layer_norm share. The second reads the cache.
+// The two sweeps over one row that all layer norms share. The second reads the cache.
 #pragma once
 
 #include "ipex/vec_loops.h"
@@ -51,6 +51,40 @@ class Moments {
   float mean_ = 0.0f;
   float variance_ = 0.0f;
 };
+
+// Moments of one row.
+template <typename T>
+IPEX_INLINE Moments measure(const T* x, int64_t n) {
+  const auto at = [&](int64_t i) IPEX_LAMBDA { return load(x + i); };
+  const auto tail = [&](int64_t i, int64_t count) IPEX_LAMBDA { return load_n(x + i, count); };
+  Moments moments(n, at, tail);
+  for_pairs(
+      n, [&](int64_t i, int k) IPEX_LAMBDA { moments.add(load2(x + i), k); },
+      [&](int64_t i, int64_t count) IPEX_LAMBDA { moments.add_tail(tail(i, count), count); });
+  return moments;
+}
+
+// Writes sum = x + residual and returns the moments of the rounded values.
+template <typename T>
+IPEX_INLINE Moments add_and_measure(const T* x, const T* residual, T* sum, int64_t n) {
+  const auto at = [&](int64_t i) IPEX_LAMBDA { return load(x + i) + load(residual + i); };
+  const auto tail = [&](int64_t i, int64_t count)
+                        IPEX_LAMBDA { return load_n(x + i, count) + load_n(residual + i, count); };
+  Moments moments(n, at, tail);
+  for_pairs(
+      n,
+      [&](int64_t i, int k) IPEX_LAMBDA {
+        const f32v2 a = load2(x + i);
+        const f32v2 b = load2(residual + i);
+        moments.add(store2(sum + i, {a.a + b.a, a.b + b.b}), k);
+      },
+      [&](int64_t i, int64_t count) IPEX_LAMBDA {
+        const f32v a = tail(i, count);
+        store_n(sum + i, a, count);
+        moments.add_tail(round_to(sum, a), count);
+      });
+  return moments;
+}
 
 // y = (x - mean) * factor * weight + bias
 template <typename T, typename W, typename B>

@@ -13,15 +13,18 @@ Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, doubl
   check_vector("rms_norm", "weight", weight, x);
   Tensor y = new_contiguous_like(x);
   if (x.numel() == 0) return y;
-  const Rows rows = as_rows(x);
+  const RowGroups in(x);
   const Vector w(weight);
   const float e = static_cast<float>(eps);
   const float offset = static_cast<float>(weight_offset);
   kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
-    const T* from = static_cast<const T*>(rows.data);
     T* to = static_cast<T*>(y.mutable_data_ptr());
-    parallel_for(rows.rows, row_grain<T>(rows.columns), [&](int64_t begin, int64_t end) {
-      kernel(from, rows.stride, w.data, w.is_f32, e, offset, to, rows.columns, begin, end);
+    const int64_t columns = in.columns;
+    parallel_for(in.groups * in.rows, row_grain<T>(columns), [&](int64_t begin, int64_t end) {
+      in.for_parts<T>(begin, end, [&](const T* from, int64_t first, int64_t count) {
+        kernel(from, in.stride, w.data, w.is_f32, e, offset, to + first * columns, columns, 0,
+               count);
+      });
     });
   });
   return y;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two sweeps over one row that rms_norm and add_rms_norm share. The second reads the cache.
+// The two sweeps over one row that all RMS norms share. The second reads the cache.
 #pragma once
 
 #include "ipex/vec_loops.h"
@@ -17,6 +17,26 @@ IPEX_INLINE float sum_of_squares(const T* x, int64_t n) {
         sum.part[0] = fma(a, a, sum.part[0]);
       });
   return sum.total();
+}
+
+// Writes sum = x + residual and returns the sum of squares of the rounded values.
+template <typename T>
+IPEX_INLINE float add_and_square(const T* x, const T* residual, T* sum, int64_t n) {
+  Sum squares;
+  for_pairs(
+      n,
+      [&](int64_t i, int k) IPEX_LAMBDA {
+        const f32v2 a = load2(x + i);
+        const f32v2 b = load2(residual + i);
+        squares.add_squares(store2(sum + i, {a.a + b.a, a.b + b.b}), k);
+      },
+      [&](int64_t i, int64_t count) IPEX_LAMBDA {
+        const f32v a = load_n(x + i, count) + load_n(residual + i, count);
+        store_n(sum + i, a, count);
+        const f32v rounded = round_to(sum, a);
+        squares.part[0] = fma(rounded, rounded, squares.part[0]);
+      });
+  return squares.total();
 }
 
 // y = x * factor * (weight + offset)

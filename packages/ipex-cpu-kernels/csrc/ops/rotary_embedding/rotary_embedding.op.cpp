@@ -43,7 +43,7 @@ void rotary_embedding(const Tensor& query, const Tensor& key, const Tensor& sin,
   Arguments a("rotary_embedding", query, key, sin, cos, rotary_dim, rotary_half, position_ids);
   check_not_expanded("rotary_embedding", "query", query);
   check_not_expanded("rotary_embedding", "key", key);
-  InPlace q(query), k(key);
+  InPlace q = rotated_in_place(query), k = rotated_in_place(key);
   a.work.from[0] = a.work.to[0] = describe_heads(q.tensor());
   a.work.from[1] = a.work.to[1] = describe_heads(k.tensor());
   run_rotary(kernels, query.scalar_type(), a.work, a.tokens.count);
@@ -146,7 +146,7 @@ void rotary_embedding_batched(const Tensor& positions, const Tensor& query, cons
   if (tokens == 0) return;
 
   const Rows table = as_rows(cache);
-  InPlace q(query), k(key);
+  InPlace q = rotated_in_place(query), k = rotated_in_place(key);
   RotaryWork work;
   work.from[0] = work.to[0] = describe_batched(q.tensor(), lead, head_size);
   work.from[1] = work.to[1] = describe_batched(k.tensor(), lead, head_size);

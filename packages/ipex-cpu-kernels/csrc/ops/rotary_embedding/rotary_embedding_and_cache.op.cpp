@@ -81,7 +81,7 @@ void rotary_embedding_and_cache(const Tensor& query, const Tensor& key, const Te
   if (tokens.count == 0) return;
 
   const RotaryTablesArgument tables(sin, cos);
-  InPlace q(query);
+  InPlace q = rotated_in_place(query);
   const Tensor k = with_contiguous_heads(key), v = with_contiguous_heads(value);
   RotaryWork work;
   work.positions = tokens.positions;

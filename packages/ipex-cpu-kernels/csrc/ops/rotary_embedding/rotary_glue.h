@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "ipex/in_place.h"
 #include "ipex/kv_glue.h"
 #include "ipex/op_loops.h"
 #include "rotary.h"
@@ -18,13 +19,6 @@ inline void check_rotary_dim(const char* op, const char* name, int64_t rotary_di
   const int64_t most = std::min(head_dim, kMaxRotaryDim);
   IPEX_CHECK(rotary_dim >= 2 && rotary_dim <= most && rotary_dim % 2 == 0, op, ": ", name,
              " must be an even number between 2 and ", most, ", got ", rotary_dim);
-}
-
-// A tensor that is written to must not have elements that share memory.
-inline void check_not_expanded(const char* op, const char* name, const Tensor& x) {
-  for (int64_t i = 0; i < x.dim(); ++i)
-    IPEX_CHECK(x.stride(i) != 0 || x.size(i) <= 1, op, ": ", name,
-               " must not be expanded, got stride 0 in dimension ", i);
 }
 
 inline void check_heads(const char* op, const Tensor& query, const Tensor& key) {
@@ -136,20 +130,7 @@ inline RotaryHeads describe_heads(const Tensor& x) {
 }
 
 // A tensor that is rotated in place; one whose heads are scattered is copied and copied back.
-class InPlace {
- public:
-  explicit InPlace(const Tensor& x)
-      : target_(x), tensor_(with_contiguous_heads(x)), copied_(tensor_.get() != x.get()) {}
-  const Tensor& tensor() const { return tensor_; }
-  void finish() {
-    if (copied_) torch::stable::copy_(target_, tensor_);
-  }
-
- private:
-  Tensor target_;
-  Tensor tensor_;
-  bool copied_;
-};
+inline InPlace rotated_in_place(const Tensor& x) { return InPlace(x, with_contiguous_heads(x)); }
 
 // The kernels of rotary.h on all tokens.
 template <class Kernels>
