@@ -15,12 +15,26 @@ and the sums over each group of (code - zero) lie beside the scales.
 from __future__ import annotations
 
 import dataclasses
-import struct
 
 import torch
 
-from ipex_core._packed import HEADER_BYTES, PANEL
+from ipex_core._packed import HEADER_BYTES
 from ipex_core._spec import check
+from ipex_core._woq_layout import (
+    BLOCK,
+    ORDERS,
+    SCALE_DTYPES,
+    STRIP,
+    ZERO_DTYPES,
+    ZEROS,
+    Layout,
+    header,
+    is_nibble,
+    layout_of,
+    read_layout,
+    round_up,
+    stored_scale_dtype,
+)
 from ipex_core._woq_quantize import (
     CODEBOOKS,
     FORMATS,
@@ -34,6 +48,7 @@ from ipex_core._woq_quantize import (
 __all__ = [
     "FORMATS",
     "ORDERS",
+    "QWEIGHT_DTYPES",
     "SCALE_DTYPES",
     "ZEROS",
     "Layout",
@@ -41,27 +56,16 @@ __all__ = [
     "dequantize",
     "dequantize_codes",
     "is_nibble",
+    "layout_of",
     "pack",
+    "permutation",
     "quantize",
     "read_layout",
+    "stored_scale_dtype",
     "unpack",
 ]
 
 Tensor = torch.Tensor
-
-STRIP = 16
-BLOCK = 64
-ORDERS = {"dot": 0, "vnni": 1}
-SCALE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e8m0fnu: 3}
-#: Kinds of zero points by their id, and what they are stored as.
-ZEROS = {"none": 0, "int8": 1, "float32": 2}
-_ZERO_DTYPES = {"int8": torch.int8, "float32": torch.float32}
-_FLAG_PERMUTED = 1
-_FLAG_NAN = 2
-_MAGIC = 0x57585049  # "IPXW", little endian
-_VERSION = 1
-# magic, version, format, panel width, N, K, group, scale type, zero kind, order, flags, scale columns
-_HEADER = struct.Struct("<IIIIqqiBBBBB23x")
 
 #: k of the low and of the high nibble (None for byte formats) of the four bytes of a column.
 _NIBBLE_K = {
@@ -69,143 +73,6 @@ _NIBBLE_K = {
     "vnni": ((0, 1, 2, 3), (4, 5, 6, 7)),
 }
 _BYTE_K = {"dot": (0, 2, 1, 3), "vnni": (0, 1, 2, 3)}
-
-
-def is_nibble(format: str) -> bool:
-    """Return whether the codes of a format have 4 bits."""
-    return QWEIGHT_DTYPES[format] == torch.uint8
-
-
-def _up(value: int, to: int) -> int:
-    return -(-value // to) * to
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """What the header says, and the sizes that follow from it.
-
-    Attributes:
-        format: A key of `FORMATS`.
-        n: Output features.
-        k: Input features.
-        group: Elements of K that share a scale; K if there is one per output feature.
-        scale_dtype: A key of `SCALE_DTYPES`.
-        zeros: A key of `ZEROS`.
-        order: A key of `ORDERS`.
-        permuted: Whether the input features are reordered (``g_idx``).
-        block_scales: Whether 128 x 128 weights share a scale.
-        has_nan: Whether an fp8_e4m3 weight has codes that mean NaN.
-    """
-
-    format: str
-    n: int
-    k: int
-    group: int
-    scale_dtype: torch.dtype = torch.float32
-    zeros: str = "none"
-    order: str = "dot"
-    permuted: bool = False
-    block_scales: bool = False
-    has_nan: bool = False
-
-    @property
-    def groups(self) -> int:
-        return -(-self.k // self.group)
-
-    @property
-    def block_k(self) -> int:
-        return 8 if is_nibble(self.format) else 4
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.k // self.block_k)
-
-    @property
-    def strips(self) -> int:
-        return _up(self.n, PANEL) // STRIP
-
-    @property
-    def scale_columns(self) -> int:
-        return 1 if self.block_scales else STRIP
-
-    @property
-    def permutation_bytes(self) -> int:
-        return _up(4 * self.k, BLOCK) if self.permuted else 0
-
-    @property
-    def parts(self) -> tuple[int, int, int, int]:
-        """Bytes of the scales, zero points, sums and weights of a strip."""
-        zero_bytes = 0
-        if self.zeros != "none":
-            zero_bytes = self.groups * STRIP * _ZERO_DTYPES[self.zeros].itemsize
-        return (
-            _up(self.groups * self.scale_columns * self.scale_dtype.itemsize, BLOCK),
-            _up(zero_bytes, BLOCK),
-            self.groups * STRIP * 4 if self.order == "vnni" else 0,
-            self.blocks * BLOCK,
-        )
-
-    @property
-    def bytes(self) -> int:
-        return HEADER_BYTES + self.permutation_bytes + self.strips * sum(self.parts)
-
-    @property
-    def scale_shape(self) -> list[int]:
-        return [-(-self.n // 128) if self.block_scales else self.n, self.groups]
-
-    @property
-    def qweight_shape(self) -> list[int]:
-        return [self.n, -(-self.k // 2) if is_nibble(self.format) else self.k]
-
-
-def _header(layout: Layout) -> Tensor:
-    raw = _HEADER.pack(
-        _MAGIC,
-        _VERSION,
-        FORMATS[layout.format],
-        PANEL,
-        layout.n,
-        layout.k,
-        layout.group,
-        SCALE_DTYPES[layout.scale_dtype],
-        ZEROS[layout.zeros],
-        ORDERS[layout.order],
-        (_FLAG_PERMUTED if layout.permuted else 0) | (_FLAG_NAN if layout.has_nan else 0),
-        layout.scale_columns,
-    )
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-
-
-def read_layout(packed: Tensor) -> Layout | None:
-    """Return the layout of a packed quantised weight, or None if the tensor is not one."""
-    if packed.dim() != 1 or packed.dtype != torch.uint8 or packed.numel() < HEADER_BYTES:
-        return None
-    (magic, version, format, panel, n, k, group, scale, zeros, order, flags, columns) = (
-        _HEADER.unpack(bytes(packed[:HEADER_BYTES].tolist()))
-    )
-    if (magic, version, panel) != (_MAGIC, _VERSION, PANEL) or n <= 0 or not 0 < group <= k:
-        return None
-    names: list[dict[int, str]] = [
-        {number: name for name, number in table.items()} for table in (FORMATS, ZEROS, ORDERS)
-    ]
-    scales = {number: dtype for dtype, number in SCALE_DTYPES.items()}
-    if format not in names[0] or zeros not in names[1] or order not in names[2]:
-        return None
-    if scale not in scales or columns not in (1, STRIP):
-        return None
-    layout = Layout(
-        names[0][format],
-        n,
-        k,
-        group,
-        scales[scale],
-        names[1][zeros],
-        names[2][order],
-        bool(flags & _FLAG_PERMUTED),
-        columns == 1,
-        bool(flags & _FLAG_NAN),
-    )
-    return layout if layout.bytes == packed.numel() else None
 
 
 def codes_of(qweight: Tensor, format: str, in_features: int) -> Tensor:
@@ -236,7 +103,7 @@ def _in_strips(values: Tensor, layout: Layout) -> Tensor:
 
 
 def _padded_rows(rows: Tensor) -> Tensor:
-    return torch.nn.functional.pad(rows, (0, _up(rows.shape[1], BLOCK) - rows.shape[1]))
+    return torch.nn.functional.pad(rows, (0, round_up(rows.shape[1], BLOCK) - rows.shape[1]))
 
 
 def _blocks(codes: Tensor, layout: Layout) -> Tensor:
@@ -265,7 +132,7 @@ def pack(
     codes = codes_of(qweight, layout.format, layout.k)
     if layout.format == "fp8_e4m3" and bool(((codes & 0x7F) == 0x7F).any()):
         layout = dataclasses.replace(layout, has_nan=True)
-    parts = [_header(layout)]
+    parts = [header(layout)]
     if g_idx is not None:
         order = torch.argsort(g_idx, stable=True)
         codes = codes[:, order]
@@ -305,7 +172,7 @@ def _split(packed: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tens
         scales = _out_of_strips(scales, layout)
     zeros = packed.new_empty(0, dtype=torch.int8)
     if layout.zeros != "none":
-        dtype = _ZERO_DTYPES[layout.zeros]
+        dtype = ZERO_DTYPES[layout.zeros]
         raw = strips[:, scale_part : scale_part + layout.groups * STRIP * dtype.itemsize]
         zeros = _out_of_strips(raw.reshape(-1).view(dtype), layout)
     first = scale_part + zero_part + sum_part
@@ -358,12 +225,22 @@ def _unpermuted(values: Tensor, permutation: Tensor) -> Tensor:
 
 
 def dequantize_codes(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, layout: Layout, dtype: torch.dtype
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    layout: Layout,
+    dtype: torch.dtype,
+    rounded: bool = False,
 ) -> Tensor:
-    """Return scale * value for codes ``[N, K]`` in packed order of K, computed in ``dtype``."""
+    """Return scale * value for codes ``[N, K]`` in packed order of K, computed in ``dtype``.
+
+    ``rounded``: with the values of nf4 as multiples of 1 / 127, as products of integers use them.
+    """
     if layout.format in CODEBOOKS:
         table = torch.tensor(CODEBOOKS[layout.format], dtype=torch.float32, device=codes.device)
         values = table[codes.int()].to(dtype)
+        if rounded and layout.format == "nf4":
+            values = torch.round(values * 127) / 127
     elif layout.format == "int8":
         values = codes.view(torch.int8).to(dtype)
     elif layout.format == "int4":
@@ -378,11 +255,21 @@ def dequantize_codes(
     return values * expand_groups(wide, layout.k, layout.group)
 
 
-def dequantize(packed: Tensor, layout: Layout, dtype: torch.dtype = torch.float32) -> Tensor:
+def permutation(packed: Tensor, layout: Layout) -> Tensor:
+    """Return the input feature at each packed place of K, int64 ``[K]``."""
+    if not layout.permuted:
+        return torch.arange(layout.k, device=packed.device)
+    return _split(packed, layout)[3].long()
+
+
+def dequantize(
+    packed: Tensor, layout: Layout, dtype: torch.dtype = torch.float32, rounded: bool = False
+) -> Tensor:
     """Return the ``[N, K]`` float weight of a packed one, in the order of the input features."""
-    codes, scales, zeros, permutation = _split(packed, layout)
-    weight = dequantize_codes(codes, scales, zeros if zeros.numel() else None, layout, dtype)
-    return _unpermuted(weight, permutation) if layout.permuted else weight
+    codes, scales, zeros, places = _split(packed, layout)
+    some = zeros if zeros.numel() else None
+    weight = dequantize_codes(codes, scales, some, layout, dtype, rounded)
+    return _unpermuted(weight, places) if layout.permuted else weight
 
 
 def check_woq_packed(

@@ -52,6 +52,8 @@ const char* dtype_name(ScalarType dtype) {
       return "float8_e5m2";
     case ScalarType::Float8_e4m3fn:
       return "float8_e4m3fn";
+    case ScalarType::Float8_e8m0fnu:
+      return "float8_e8m0fnu";
     case ScalarType::ComplexFloat:
       return "complex64";
     case ScalarType::ComplexDouble:

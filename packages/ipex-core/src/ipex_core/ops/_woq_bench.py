@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmark of `woq_linear`: shapes, and the stock op for the same weight where torch has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ipex_core import _woq
+from ipex_core._spec import BenchCase
+from ipex_core.ops._common import randn
+from ipex_core.ops._woq_samples import woq_weight
+
+__all__ = ["stock_args", "stock_woq_linear", "woq_bench"]
+
+Tensor = torch.Tensor
+
+
+def stock_args(x: Tensor, packed_weight: Tensor, out_features: int, *_: Any) -> tuple[Any, ...]:
+    """Return the weight as stock torch takes it; without an op of its own a plain one in the dtype of ``x``."""
+    layout = _woq.read_layout(packed_weight)
+    assert layout is not None
+    qweight, scales, zeros, _g_idx = _woq.unpack(packed_weight, layout)
+    if layout.format == "int4" and layout.groups > 1 and not layout.permuted:
+        codes = _woq.codes_of(qweight, "int4", layout.k).int()
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        # torch's weight is (code - 8) * scale + offset.
+        wide = scales.float()
+        offset = torch.zeros_like(wide) if zeros is None else (8 - zeros.float()) * wide
+        pairs = torch.stack((wide, offset), dim=-1).transpose(0, 1).contiguous().to(x.dtype)
+        return "int4", x, packed, layout.group, pairs
+    if layout.format == "int8" and layout.groups == 1 and layout.zeros == "none":
+        return "int8", x, qweight, 0, scales.view(-1).to(x.dtype)
+    return "plain", x, _woq.dequantize(packed_weight, layout).to(x.dtype), 0, scales
+
+
+def stock_woq_linear(kind: str, x: Tensor, weight: Tensor, group: int, scales: Tensor) -> Tensor:
+    """Stock baseline, on what `stock_args` made."""
+    if kind == "int4":
+        return torch._weight_int4pack_mm_for_cpu(x, weight, group, scales)
+    if kind == "int8":
+        return torch._weight_int8pack_mm(x, weight, scales)
+    return functional.linear(x, weight)
+
+
+_FORMATS: dict[str, tuple[Any, ...]] = {
+    "int4": ("int4", 128, True, torch.bfloat16),
+    "int4-asym": ("int4", 128, False, torch.bfloat16),
+    "int8": ("int8",),
+    "nf4": ("nf4", 64, True, torch.bfloat16),
+    "mxfp4": ("fp4", 32, True, torch.float8_e8m0fnu),
+    "fp8": ("fp8_e4m3",),
+}
+_ROWS = {
+    "int4": (1, 4, 16, 128, 512, 2048),
+    "int8": (1, 4, 16, 128, 512),
+}
+
+
+def woq_bench() -> Iterator[BenchCase]:
+    """Yield 4096 x 4096 weights of each format; weights come from memory, as in a model's step."""
+    n = k = 4096
+    for name, args in _FORMATS.items():
+        for m in _ROWS.get(name, (1,)):
+            packed_bytes = woq_weight(32, k, *args).numel() * (n // 32)
+            yield BenchCase(
+                f"{name}-{m}x{k}x{n}",
+                lambda dtype, m=m, args=args: (
+                    randn(m, k, dtype=dtype),
+                    woq_weight(n, k, *args),
+                    n,
+                ),
+                lambda dtype, m=m, size=packed_bytes: size + m * (n + k) * dtype.itemsize,
+                flops=2 * m * n * k if m > 1 else 0,
+                rotate=m < 128,
+            )

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+// Codes to floats, at every level: a word of a block holds the codes of one column.
+#pragma once
+
+#include <cstdint>
+
+#include "ipex/vec.h"
+#include "woq_linear/woq_format.h"
+
+namespace ipex {
+namespace {
+
+// Element j of a word in order dot is this k of its block.
+inline constexpr int kNibbleK[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+inline constexpr int kByteK[4] = {0, 2, 1, 3};
+
+// Vectors that the 16 columns of a strip take.
+inline constexpr int kStripVectors = static_cast<int>(kStrip / kLanes);
+
+IPEX_INLINE i32v load_words(const char* p) {
+  return as_int(loadu(reinterpret_cast<const float*>(p)));
+}
+
+IPEX_INLINE f32v to_float(i32v a) { return __builtin_convertvector(a, f32v); }
+
+// table[code] for 16 floats; the bits of the index above the fourth may be anything.
+class Table16 {
+ public:
+  explicit IPEX_INLINE Table16(const float* values) {
+#if IPEX_HAVE_AVX512
+    all_ = loadu(values);
+#elif IPEX_HAVE_AVX2
+    low_ = loadu(values);
+    high_ = loadu(values + 8);
+#else
+    values_ = values;
+#endif
+  }
+  IPEX_INLINE f32v operator[](i32v code) const {
+#if IPEX_HAVE_AVX512
+    return _mm512_permutexvar_ps(raw(code), all_);
+#elif IPEX_HAVE_AVX2
+    const f32v low = _mm256_permutevar8x32_ps(low_, raw(code));
+    const f32v high = _mm256_permutevar8x32_ps(high_, raw(code));
+    return _mm256_blendv_ps(low, high, as_float(code << 28));
+#else
+    f32v r;
+    for (int i = 0; i < kLanes; ++i) r[i] = values_[code[i] & 15];
+    return r;
+#endif
+  }
+
+ private:
+#if IPEX_HAVE_AVX512
+  f32v all_;
+#elif IPEX_HAVE_AVX2
+  f32v low_, high_;
+#else
+  const float* values_;
+#endif
+};
+
+// Values of int4 codes with the zero 8 taken off, and without.
+inline constexpr float kInt4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+inline constexpr float kInt4Codes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// The table of a 4-bit format; for int4 with zero points that of the bare codes.
+inline const float* nibble_values(const PackedHeader& header) {
+  if (header.format == kFormatNf4) return kNf4Values;
+  if (header.format == kFormatFp4) return kFp4Values;
+  return header.zero_kind == kZeroNone ? kInt4Values : kInt4Codes;
+}
+
+IPEX_INLINE f32v select_bits(i32v mask, i32v a, i32v b) {
+  return as_float((a & mask) | (b & ~mask));
+}
+
+// 8-bit floats in the low byte of each lane. The value with the exponent raised is t for a normal
+// number and 2^-7 (1 + m / 8) for a subnormal one; 2 t - 2^-6 is what that should be, and less than
+// t for subnormal numbers only. (e4m3; the same with other constants for e5m2.)
+template <uint32_t kFormat>
+IPEX_INLINE f32v fp8_value(i32v code) {
+  constexpr bool kE4 = kFormat == kFormatFp8E4M3;
+  constexpr int kShift = kE4 ? 20 : 21;
+  constexpr int kBias = kE4 ? 120 : 112;
+  const i32v magnitude = code & iset1(0x7f);
+  const f32v t = as_float((magnitude << kShift) + iset1(kBias << 23));
+  const f32v least = set1(kE4 ? 0x1p-6f : 0x1p-14f);
+  const f32v v = min(t, (t + t) - least);
+  const i32v sign = (code & iset1(0x80)) << 24;
+  if constexpr (kE4) {
+    const i32v nan = magnitude == iset1(0x7f);
+    return as_float(as_int(v) | sign | (nan & iset1(0x7fc00000)));
+  } else {
+    const i32v special = magnitude > iset1(0x7b);
+    return as_float(as_int(select_bits(special, (magnitude << 21) | iset1(0x7f800000), as_int(v))) |
+                    sign);
+  }
+}
+
+// A word of order vnni in order dot.
+IPEX_INLINE i32v from_vnni(i32v word, uint32_t format) {
+  if (format == kFormatInt8) word = word ^ iset1(static_cast<int32_t>(0x80808080));
+  if (!woq_is_nibble(format)) {  // swap the bytes in the middle
+    return (word & iset1(static_cast<int32_t>(0xff0000ff))) | ((word >> 8) & iset1(0xff00)) |
+           ((word & iset1(0xff00)) << 8);
+  }
+  constexpr int kVnniPlace[8] = {0, 2, 4, 6, 1, 3, 5, 7};  // of k
+  i32v r = iset1(0);
+  for (int j = 0; j < 8; ++j)
+    r = r | (((word >> (4 * kVnniPlace[kNibbleK[j]])) & iset1(15)) << (4 * j));
+  return r;
+}
+
+// Element j of each word as float, without the zero point.
+template <uint32_t kFormat>
+IPEX_INLINE f32v element(i32v word, int j, [[maybe_unused]] const Table16& table) {
+  if constexpr (kFormat == kFormatInt8) {
+    return to_float((word << (24 - 8 * j)) >> 24);
+  } else if constexpr (kFormat >= kFormatFp8E4M3) {
+    return fp8_value<kFormat>(word >> (8 * j));
+  } else if constexpr (kFormat == kFormatInt4 && !IPEX_HAVE_AVX512) {
+    return to_float((word >> (4 * j)) & iset1(15));  // the zero 8 is taken off by the caller
+  } else {
+    return table[word >> (4 * j)];
+  }
+}
+
+// What must be subtracted from `element` where there are no zero points.
+template <uint32_t kFormat>
+inline constexpr float kImpliedZero = kFormat == kFormatInt4 && !IPEX_HAVE_AVX512 ? 8.0f : 0.0f;
+
+// Scales of 16 columns as float.
+IPEX_INLINE float e8m0(uint8_t byte) {
+  if (byte == 255) return __builtin_nanf("");
+  union {
+    uint32_t bits;
+    float value;
+  } u;
+  u.bits = byte ? static_cast<uint32_t>(byte) << 23 : 0x400000u;
+  return u.value;
+}
+
+inline void load_scales(const WoqLayout& at, const PackedHeader& header, const char* strip,
+                        int64_t group, float* to) {
+  const char* base = strip + at.scales;
+  const int64_t first = group * header.scale_columns;
+  if (header.scale_columns == 1) {
+    float value;
+    if (header.scale_type == kScaleFloat) {
+      value = reinterpret_cast<const float*>(base)[first];
+    } else if (header.scale_type == kScaleE8M0) {
+      value = e8m0(reinterpret_cast<const uint8_t*>(base)[first]);
+    } else if (header.scale_type == kScaleBFloat16) {
+      value = load_n(reinterpret_cast<const BFloat16*>(base) + first, 1)[0];
+    } else {
+      value = load_n(reinterpret_cast<const Half*>(base) + first, 1)[0];
+    }
+    for (int64_t v = 0; v < kStrip; v += kLanes) store(to + v, set1(value));
+    return;
+  }
+  for (int64_t v = 0; v < kStrip; v += kLanes) {
+    const int64_t i = first + v;
+    if (header.scale_type == kScaleFloat) {
+      store(to + v, load(reinterpret_cast<const float*>(base) + i));
+    } else if (header.scale_type == kScaleBFloat16) {
+      store(to + v, load(reinterpret_cast<const BFloat16*>(base) + i));
+    } else if (header.scale_type == kScaleHalf) {
+      store(to + v, load(reinterpret_cast<const Half*>(base) + i));
+    } else {
+      for (int64_t l = 0; l < kLanes; ++l)
+        to[v + l] = e8m0(reinterpret_cast<const uint8_t*>(base)[i + l]);
+    }
+  }
+}
+
+// Zero points of 16 columns as float; `implied` where there are none.
+inline void load_zeros(const WoqLayout& at, const PackedHeader& header, const char* strip,
+                       int64_t group, float implied, float* to) {
+  for (int64_t l = 0; l < kStrip; ++l) {
+    if (header.zero_kind == kZeroInt8)
+      to[l] = reinterpret_cast<const int8_t*>(strip + at.zeros)[group * kStrip + l];
+    else if (header.zero_kind == kZeroFloat)
+      to[l] = reinterpret_cast<const float*>(strip + at.zeros)[group * kStrip + l];
+    else
+      to[l] = implied;
+  }
+}
+
+// Calls f.operator()<format>() for the format of a header.
+template <class F>
+IPEX_INLINE void with_format(uint32_t format, const F& f) {
+  switch (format) {
+    case kFormatInt8:
+      return f.template operator()<kFormatInt8>();
+    case kFormatInt4:
+      return f.template operator()<kFormatInt4>();
+    case kFormatFp8E4M3:
+      return f.template operator()<kFormatFp8E4M3>();
+    case kFormatFp8E5M2:
+      return f.template operator()<kFormatFp8E5M2>();
+    default:  // nf4 and fp4 differ by their table alone
+      return f.template operator()<kFormatNf4>();
+  }
+}
+
+}  // namespace
+}  // namespace ipex

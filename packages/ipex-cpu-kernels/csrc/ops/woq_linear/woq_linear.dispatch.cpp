@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "woq_linear/woq_linear.h"
+
+#include "ipex/epilogue.h"
+#include "ipex/gemm.h"
+#include "woq_linear/woq_few_bf16.h"
+#include "woq_linear/woq_few_float.h"
+#include "woq_linear/woq_few_int16.h"
+#include "woq_linear/woq_panel.h"
+#include "woq_linear/woq_prepare.h"
+
+namespace ipex {
+namespace {
+
+bool is_int(uint32_t format) { return format == kFormatInt4 || format == kFormatInt8; }
+
+WoqOperand operand_kind(uint32_t format, WoqCompute compute) {
+  if (compute == WoqCompute::kFloat || format >= kFormatFp8E4M3) return WoqOperand::kFloat;
+  if (IPEX_HAVE_AVX512_BF16 && compute == WoqCompute::kBFloat16) return WoqOperand::kBFloat16;
+  return is_int(format) ? WoqOperand::kInt16 : WoqOperand::kFloat;
+}
+
+// Rows that share the codes of one pass.
+int64_t rows_at_once(WoqOperand kind) { return kind == WoqOperand::kBFloat16 ? 8 : 4; }
+
+// Calls f for kStrips of the four strips at a time.
+template <int kStrips, class F>
+IPEX_INLINE void by_strips(const StripList& strips, float* c, const F& f) {
+  for (int s = 0; s < 4; s += kStrips) f(strips.at + s, c + s * kStrip);
+}
+
+void product_float(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
+                   float* c) {
+  with_format(args.header.format, [&]<uint32_t kFormat>() {
+    with_rows<4>(rows, [&]<int kRows>() IPEX_LAMBDA {
+      constexpr int kStrips = kFewStrips<kRows>;
+      by_strips<kStrips>(strips, c, [&](const char* const* at, float* to) {
+        few_float<kFormat, kRows, kStrips>(args, at, row, to);
+      });
+    });
+  });
+}
+
+void product_int16(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
+                   float* c) {
+  with_rows<4>(rows, [&]<int kRows>() IPEX_LAMBDA {
+    constexpr int kStrips = kFewStrips<kRows>;
+    by_strips<kStrips>(strips, c, [&](const char* const* at, float* to) {
+      if (args.header.format == kFormatInt4)
+        few_int16<true, kRows, kStrips>(args, at, row, to);
+      else
+        few_int16<false, kRows, kStrips>(args, at, row, to);
+    });
+  });
+}
+
+#if IPEX_HAVE_AVX512_BF16
+void product_bf16(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
+                  float* c) {
+  with_rows<8>(rows, [&]<int kRows>() IPEX_LAMBDA {
+    constexpr int kStrips = kRows <= 4 ? 4 : 2;
+    by_strips<kStrips>(strips, c, [&](const char* const* at, float* to) {
+      if (args.header.format != kFormatInt8)
+        few_bf16<true, kRows, kStrips>(args, at, row, to);
+      else
+        few_bf16<false, kRows, kStrips>(args, at, row, to);
+    });
+  });
+}
+#endif
+
+void product(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
+             float* c) {
+#if IPEX_HAVE_AVX512_BF16
+  if (args.kind == WoqOperand::kBFloat16) return product_bf16(args, strips, row, rows, c);
+#endif
+  if (args.kind == WoqOperand::kInt16) return product_int16(args, strips, row, rows, c);
+  product_float(args, strips, row, rows, c);
+}
+
+template <class T>
+void few_rows(const WoqLinearArgs& args, int64_t rows, int64_t panel_begin, int64_t panel_end) {
+  alignas(64) float c[8 * kFewColumns];
+  const int64_t columns = args.epilogue.gated ? kPanel / 2 : kPanel;  // of y, for a panel
+  const int64_t step = rows_at_once(args.kind);
+  for (int64_t p = panel_begin; p < panel_end; p += 2) {
+    const bool two = p + 1 < panel_end;
+    const int64_t column = p * columns;
+    const int64_t width = (two ? 2 : 1) * columns;
+    const int64_t count = args.n - column < width ? args.n - column : width;
+    const Finisher<T> finisher(args.epilogue, column, count);
+    // The last panel alone is computed twice: rarer than a kernel for it is worth.
+    const char* first = args.packed + args.at.first_strip + 2 * p * args.at.strip_bytes;
+    StripList strips;
+    for (int s = 0; s < 4; ++s) strips.at[s] = first + (two ? s : s % 2) * args.at.strip_bytes;
+    for (int64_t r = 0; r < rows; r += step) {
+      const int64_t n = rows - r < step ? rows - r : step;
+      product(args, strips, r, n, c);
+      finisher.rows(c, kFewColumns, n, r, static_cast<T*>(args.y) + r * args.n + column, args.n);
+    }
+  }
+}
+
+template <class T>
+void many(const WoqLinearArgs& args, char* scratch, int64_t row_begin, int64_t row_end,
+          int64_t panel_begin, int64_t panel_end) {
+  const auto run = [&]<class C>() {
+    many_rows<C, T>(args, scratch, row_begin, row_end, panel_begin, panel_end);
+  };
+  if (args.compute == WoqCompute::kBFloat16)
+    run.template operator()<BFloat16>();
+  else if (args.compute == WoqCompute::kHalf)
+    run.template operator()<Half>();
+  else
+    run.template operator()<float>();
+}
+
+}  // namespace
+}  // namespace ipex
+
+int32_t ipex_k_woq_operand(uint32_t format, int32_t compute) {
+  return static_cast<int32_t>(ipex::operand_kind(format, static_cast<ipex::WoqCompute>(compute)));
+}
+
+#define IPEX_DEFINE_WOQ(suffix, T)                                                                 \
+  int32_t ipex_k_woq_prepare_##suffix(const ipex::WoqLinearArgs* args, bool panels,                \
+                                      int64_t row_begin, int64_t row_end) {                        \
+    return ipex::prepare<T>(*args, panels, row_begin, row_end);                                    \
+  }                                                                                                \
+  void ipex_k_woq_few_##suffix(const ipex::WoqLinearArgs* args, int64_t rows, int64_t panel_begin, \
+                               int64_t panel_end) {                                                \
+    ipex::few_rows<T>(*args, rows, panel_begin, panel_end);                                        \
+  }                                                                                                \
+  void ipex_k_woq_many_##suffix(const ipex::WoqLinearArgs* args, char* scratch, int64_t row_begin, \
+                                int64_t row_end, int64_t panel_begin, int64_t panel_end) {         \
+    ipex::many<T>(*args, scratch, row_begin, row_end, panel_begin, panel_end);                     \
+  }                                                                                                \
+  void ipex_k_woq_dequantize_##suffix(const char* packed, int64_t panel, void* to) {               \
+    const auto& header = *reinterpret_cast<const ipex::PackedHeader*>(packed);                     \
+    ipex::decode_panel<T>(header, ipex::woq_layout(header), packed, panel, 0, header.k,            \
+                          static_cast<T*>(to));                                                    \
+  }
+IPEX_DEFINE_WOQ(f32, float)
+IPEX_DEFINE_WOQ(bf16, ipex::BFloat16)
+IPEX_DEFINE_WOQ(f16, ipex::Half)
+#undef IPEX_DEFINE_WOQ

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "ipex/epilogue_args.h"
+#include "ipex/kernel.h"
+#include "woq_linear/woq_format.h"
+
+namespace ipex {
+
+// What activations are prepared as, and with it the kernel.
+enum class WoqCompute : int32_t {
+  kFloat,     // float products
+  kHalf,      // activations rounded to Half; panels in Half
+  kBFloat16,  // activations rounded to BFloat16; panels in BFloat16
+};
+
+// How the prepared activations of few rows are stored.
+enum class WoqOperand : int32_t {
+  kFloat,     // [rows][k_padded] float
+  kBFloat16,  // [rows][k_padded] BFloat16
+  kInt16,     // [rows][k_padded] int16 with a scale per chunk
+};
+
+// y = epilogue(x * W)
+struct WoqLinearArgs {
+  const char* packed;  // the whole tensor
+  const void* x;       // [rows, k] of the dtype of y, rows x_stride elements apart
+  void* y;             // [rows, n], contiguous
+  int64_t x_stride;
+  int64_t n, k;  // columns of y; of x
+  PackedHeader header;
+  WoqLayout at;
+  Epilogue epilogue;
+  WoqCompute compute;
+  // Filled in by the prepare kernels.
+  void* operand;  // few rows: see WoqOperand; many rows: [rows][k] of the type of `compute`
+  int64_t operand_stride;  // elements between two rows
+  float* sums;             // few rows: [rows][groups] sums of the activations
+  float* chunk_scales;     // kInt16: [rows][chunks]
+  float* chunk_sums;       // kInt16: [rows][chunks] sums of the integers
+  int64_t chunk;           // kInt16: elements that share a scale
+  int64_t chunks;
+  WoqOperand kind;
+};
+
+// Elements of K in int16 that share a scale: a group, or this many where it is longer. Sums of
+// products of 8-bit codes fit int32.
+inline constexpr int64_t kWoqChunk = 256;
+
+// Rows up to which weights are decoded as they are read; more rows share decoded panels.
+inline constexpr int64_t kWoqFewRows = 31;
+
+// Elements of K that are decoded at a time for many rows: two panels of them stay in L2.
+inline constexpr int64_t kWoqDepth = 2048;
+
+// Bytes of scratch for each thread of the kernel for many rows, for up to `rows` rows.
+inline int64_t woq_panel_scratch(int64_t rows) {
+  return 2 * kPackedPanel * (kWoqDepth * 4 + rows * 4);
+}
+
+}  // namespace ipex
+
+// What `few` and `prepare` use at this level for a format and a compute type: a WoqOperand.
+IPEX_KERNEL_API int32_t ipex_k_woq_operand(uint32_t format, int32_t compute);
+
+// prepare: converts rows of x for `few` (or for `many` if `panels`) to args->operand and friends;
+// returns 1 if a number is not finite, which only `many` handles exactly.
+// few: the rows of the columns in the panels, at most kWoqFewRows.
+// many: any number of rows; scratch as woq_panel_scratch says.
+// dequantize: writes the float weights of a panel in the dense layout, K rounded up to 8.
+#define IPEX_DECLARE_WOQ(suffix)                                                                \
+  IPEX_KERNEL_API int32_t ipex_k_woq_prepare_##suffix(                                          \
+      const ipex::WoqLinearArgs* args, bool panels, int64_t row_begin, int64_t row_end);        \
+  IPEX_KERNEL_API void ipex_k_woq_few_##suffix(const ipex::WoqLinearArgs* args, int64_t rows,   \
+                                               int64_t panel_begin, int64_t panel_end);         \
+  IPEX_KERNEL_API void ipex_k_woq_many_##suffix(const ipex::WoqLinearArgs* args, char* scratch, \
+                                                int64_t row_begin, int64_t row_end,             \
+                                                int64_t panel_begin, int64_t panel_end);        \
+  IPEX_KERNEL_API void ipex_k_woq_dequantize_##suffix(const char* packed, int64_t panel, void* to)
+IPEX_DECLARE_WOQ(f32);
+IPEX_DECLARE_WOQ(bf16);
+IPEX_DECLARE_WOQ(f16);
+#undef IPEX_DECLARE_WOQ
