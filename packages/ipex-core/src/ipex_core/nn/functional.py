@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ipex_core._choice import prefer_ipex_attention
 from ipex_core.nn._call import call, stock_only
+from ipex_core.nn._kv_cache import indirect_access_kv_cache_attention
 from ipex_core.nn._leaf import has_hooks, has_kernel
 from ipex_core.ops.linear import activate
 
@@ -25,6 +26,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "gelu",
+    "indirect_access_kv_cache_attention",
     "layer_norm",
     "linear",
     "rms_norm",
