@@ -22,6 +22,7 @@ __all__ = [
     "check_header",
     "check_packed",
     "deinterleave_gate_up",
+    "header",
     "interleave_gate_up",
     "pack",
     "packed_bytes",
@@ -51,6 +52,14 @@ def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int
     return HEADER_BYTES + columns * rows * dtype.itemsize
 
 
+def header(layout: int, n: int, k: int) -> torch.Tensor:
+    """Return the header of a packed ``[n, k]`` weight of this format."""
+    fields = _HEADER.pack(_MAGIC, _VERSION, layout, PANEL, n, k)
+    head = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    head[: len(fields)] = torch.tensor(list(fields), dtype=torch.uint8)
+    return head
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """Pack a ``[N, K]`` weight."""
     n, k = weight.shape
@@ -59,9 +68,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     padded = torch.zeros(columns, rows, dtype=weight.dtype)
     padded[:n, :k] = weight
     panels = padded.view(columns // PANEL, PANEL, rows // inner, inner).transpose(1, 2)
-    header = _HEADER.pack(_MAGIC, _VERSION, FORMATS[weight.dtype], PANEL, n, k)
-    head = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-    head[: len(header)] = torch.tensor(list(header), dtype=torch.uint8)
+    head = header(FORMATS[weight.dtype], n, k)
     return torch.cat([head, panels.contiguous().view(-1).view(torch.uint8)])
 
 

@@ -77,13 +77,20 @@ def check_operands(
     residual: Tensor | None = None,
     residual2: Tensor | None = None,
     gate: str = "none",
+    *,
+    dtype: torch.dtype | None = None,
+    of: str = "x",
 ) -> None:
-    """Check the tensors; the result has the shape of ``x`` with ``out_features`` last."""
+    """Check the tensors; the result has the shape of ``x`` with ``out_features`` last.
+
+    Their dtype is that of ``x``, or ``dtype``, which is that of what messages call ``of``.
+    """
+    like = x if dtype is None else x.new_empty((), dtype=dtype)
     if bias is not None:
         n = weight_rows(out_features, gate)
         source = "out_features" if gate == "none" else "of the interleaved weight"
         check_device(op, "bias", bias, x)
-        check_dtype(op, "bias", bias, x, or_float32=True)
+        check_dtype(op, "bias", bias, like, of, or_float32=True)
         check(
             bias.dim() == 1 and bias.shape[0] == n,
             op,
@@ -96,7 +103,7 @@ def check_operands(
         if value is None:
             continue
         check_device(op, name, value, x)
-        check_dtype(op, name, value, x)
+        check_dtype(op, name, value, like, of)
         check(list(value.shape) == shape, op, name, f"have shape {shape}", list(value.shape))
 
 

@@ -48,6 +48,7 @@ template <>
 inline constexpr bool kIsBFloat16<BFloat16> = true;
 
 IPEX_INLINE f32v zero() { return set1(0.0f); }
+IPEX_INLINE f32v to_float(i32v a) { return __builtin_convertvector(a, f32v); }
 IPEX_INLINE f32v abs(f32v a) { return clear_bits(a, INT32_MIN); }
 
 // Loads kLanes elements as float.

@@ -59,15 +59,22 @@ class CheckedEpilogue {
     return args.gated ? (out_features + 31) / 32 * 64 : out_features;
   }
 
-  // Second check. y has the shape of x with `out_features` last.
+  // Second check. y has the shape of x with `out_features` last, and its dtype.
   void check(const Tensor& x, int64_t out_features) {
+    check(x, out_features, x.scalar_type(), "x");
+  }
+
+  // The same for operands of another dtype than x, that of what messages call `of`.
+  void check(const Tensor& x, int64_t out_features, ScalarType operand_dtype, const char* of) {
+    dtype_ = operand_dtype;
+    of_ = of;
     const int64_t n = weight_rows(out_features);
     if (tensors_.bias) {
       const Tensor& bias = *tensors_.bias;
       const ScalarType dtype = bias.scalar_type();
       IPEX_CHECK(bias.is_cpu(), op_, ": bias must be on the device of x = cpu, got another");
-      IPEX_CHECK(dtype == x.scalar_type() || dtype == ScalarType::Float, op_,
-                 ": bias must have the dtype of x = ", dtype_name(x.scalar_type()),
+      IPEX_CHECK(dtype == dtype_ || dtype == ScalarType::Float, op_,
+                 ": bias must have the dtype of ", of_, " = ", dtype_name(dtype_),
                  " or float32, got ", dtype_name(dtype));
       IPEX_CHECK(bias.dim() == 1 && bias.size(0) == n, op_, ": bias must be 1-D of size ",
                  args.gated ? "of the interleaved weight = " : "out_features = ", n, ", got ",
@@ -89,9 +96,8 @@ class CheckedEpilogue {
                Rows* rows, const void** data, int64_t* stride) {
     if (!value) return;
     IPEX_CHECK(value->is_cpu(), op_, ": ", name, " must be on the device of x = cpu, got another");
-    IPEX_CHECK(value->scalar_type() == x.scalar_type(), op_, ": ", name,
-               " must have the dtype of x = ", dtype_name(x.scalar_type()), ", got ",
-               dtype_name(value->scalar_type()));
+    IPEX_CHECK(value->scalar_type() == dtype_, op_, ": ", name, " must have the dtype of ", of_,
+               " = ", dtype_name(dtype_), ", got ", dtype_name(value->scalar_type()));
     bool same = value->dim() == x.dim();
     for (int64_t i = 0; same && i < x.dim(); ++i)
       same = value->size(i) == (i + 1 < x.dim() ? x.size(i) : out_features);
@@ -107,6 +113,8 @@ class CheckedEpilogue {
   }
 
   const char* op_;
+  const char* of_ = "x";
+  ScalarType dtype_ = ScalarType::Float;
   EpilogueTensors tensors_;
   Tensor bias_;
   Rows mul_, add_, add2_;

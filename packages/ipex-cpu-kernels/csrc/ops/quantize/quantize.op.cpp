@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "quantize/quantize.h"
-
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "ipex/op_loops.h"
+#include "quantize/quantize.h"
+#include "quantize/tensor_range.h"
 
 namespace ipex {
 namespace {
@@ -13,9 +12,6 @@ namespace {
 const auto token_kernels = IPEX_KERNELS("quantize_per_token", quantize_per_token);
 const auto range_kernels = IPEX_KERNELS("quantize_per_tensor", quantize_range);
 const auto with_kernels = IPEX_KERNELS("quantize_per_tensor", quantize_with);
-
-// The reciprocal of a scale far below this one is infinite.
-constexpr float kLeastScale = 0x1p-120f;
 
 using Quantized = std::tuple<Tensor, Tensor, Tensor>;  // codes, scale, zero point
 
@@ -53,29 +49,6 @@ void check_one(const char* name, const Tensor& value, ScalarType dtype, const ch
   IPEX_CHECK(value.numel() == 1, op, ": ", name, " must have one element, got ", shape_text(value));
 }
 
-// The ends of the range of n elements, each of them NaN if an element is.
-void find_range(const Tensor& plain, bool symmetric, float* low, float* high) {
-  const int64_t n = plain.numel();
-  range_kernels.visit(plain.scalar_type(), [&]<class T>(auto* kernel) {
-    const T* from = static_cast<const T*>(plain.const_data_ptr());
-    constexpr int64_t kPiece = kPieceBytes / static_cast<int64_t>(sizeof(T));
-    const int64_t count = (n + kPiece - 1) / kPiece;
-    std::vector<float> ends(static_cast<size_t>(2 * count));
-    float* to = ends.data();
-    parallel_for(count, 1, [=](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i)
-        kernel(from + i * kPiece, std::min(kPiece, n - i * kPiece), symmetric, to + 2 * i);
-    });
-    *low = *high = 0.0f;
-    for (int64_t i = 0; i < count; ++i) {
-      // Once NaN, the ends stay NaN: a comparison with NaN is false.
-      if (std::isnan(to[2 * i]) || std::isnan(to[2 * i + 1])) *low = *high = NAN;
-      if (to[2 * i] < *low) *low = to[2 * i];
-      if (to[2 * i + 1] > *high) *high = to[2 * i + 1];
-    }
-  });
-}
-
 Quantized quantize_per_tensor(const Tensor& x, const OptionalTensor& scale,
                               const OptionalTensor& zero, bool symmetric) {
   const char* op = "quantize_per_tensor";
@@ -88,33 +61,25 @@ Quantized quantize_per_tensor(const Tensor& x, const OptionalTensor& scale,
   }
   const int64_t n = x.numel();
   const Tensor plain = as_contiguous(x);
-  float by = 1.0f;
-  int32_t zero_code = 0;
+  TensorScale by;
   if (scale) {
-    by = *static_cast<const float*>(scale->const_data_ptr());
-    if (zero) zero_code = *static_cast<const int32_t*>(zero->const_data_ptr());
-    IPEX_CHECK(by >= kLeastScale && std::isfinite(by), op,
-               ": scale must be finite and at least 2^-120, got another value");
-    IPEX_CHECK(zero_code >= 0 && zero_code <= 255, op, ": zero must be in [0, 255], got ",
-               zero_code);
+    by.scale = *static_cast<const float*>(scale->const_data_ptr());
+    if (zero) by.zero = *static_cast<const int32_t*>(zero->const_data_ptr());
+    check_given_scale(op, "scale", by.scale);
+    IPEX_CHECK(by.zero >= 0 && by.zero <= 255, op, ": zero must be in [0, 255], got ", by.zero);
   } else {
-    float low = 0.0f, high = 0.0f;
-    find_range(plain, symmetric, &low, &high);
-    by = symmetric ? high / 127.0f : high / 255.0f - low / 255.0f;
-    if (by < kLeastScale) by = kLeastScale;
-    if (!symmetric && std::isfinite(low) && std::isfinite(high))
-      zero_code = static_cast<int32_t>(std::nearbyint(-low * (1.0f / by)));
+    by = find_tensor_scale(range_kernels, as_rows(plain), x.scalar_type(), symmetric);
   }
   Tensor q = new_codes(x, symmetric);
   Tensor new_scale = new_contiguous(nullptr, 0, ScalarType::Float);
   Tensor new_zero = new_contiguous(nullptr, 0, ScalarType::Int);
-  *static_cast<float*>(new_scale.mutable_data_ptr()) = by;
-  *static_cast<int32_t*>(new_zero.mutable_data_ptr()) = zero_code;
+  *static_cast<float*>(new_scale.mutable_data_ptr()) = by.scale;
+  *static_cast<int32_t*>(new_zero.mutable_data_ptr()) = by.zero;
   auto* codes = static_cast<uint8_t*>(q.mutable_data_ptr());
   with_kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
     const T* from = static_cast<const T*>(plain.const_data_ptr());
     parallel_for(n, row_grain<T>(1), [&](int64_t begin, int64_t end) {
-      kernel(from + begin, end - begin, by, zero_code, symmetric, codes + begin);
+      kernel(from + begin, end - begin, by.scale, by.zero, symmetric, codes + begin);
     });
   });
   return {std::move(q), std::move(new_scale), std::move(new_zero)};
