@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ipex_core  # noqa: F401
+from ipex_core import _packed_int8
 from ipex_core._spec import specs
 from ipex_core.errors import OpArgumentError
 
@@ -16,6 +17,10 @@ ops = torch.ops.ipex
 X = torch.randn(3, 8)
 SCALE = torch.tensor(0.5)
 ZERO = torch.tensor(3, dtype=torch.int32)
+W = torch.randint(-128, 128, (5, 8), dtype=torch.int8)
+PACKED = ops.pack_int8_weight(W)
+SCALES = torch.rand(5) + 0.1
+CODES = torch.randint(-128, 128, (3, 8), dtype=torch.int8)
 
 
 def bad_calls():
@@ -33,6 +38,49 @@ def bad_calls():
     yield tensor, (X, SCALE, -ZERO, False), "zero must be in \\[0, 255\\], got -3"
     for value in (0.0, -1.0, 1e-38, float("inf"), float("nan")):
         yield tensor, (X, torch.tensor(value)), "scale must be finite and at least 2"
+
+    yield "pack_int8_weight", (W.float(),), "weight must have dtype int8, got float32"
+    yield "pack_int8_weight", (W[0],), "weight must be 2-D, not empty and of at most 65536 columns"
+    yield "pack_int8_weight", (W[:0],), "weight must be 2-D, not empty"
+    yield "pack_int8_weight", (W[:, :1].expand(5, 65537),), "got \\[5, 65537\\]"
+    yield "unpack_int8_weight", (PACKED, 0, 8), "out_features must be positive, got 0"
+    yield "unpack_int8_weight", (PACKED, 5, -1), "in_features must be positive, got -1"
+    yield "unpack_int8_weight", (PACKED, 5, 9), "packed must be a weight of shape \\[5, 9\\]"
+    yield "unpack_int8_weight", (torch.zeros_like(PACKED), 5, 8), "another header"
+    linear = "int8_linear"
+    good = (PACKED, 5, SCALES)
+    yield linear, (X.double(), *good), "x must have dtype float32, bfloat16, float16, int8, uint8"
+    yield linear, (torch.tensor(1.0), *good), "x must have at least 1 dimension"
+    yield linear, (X, PACKED, 0, SCALES), "out_features must be positive, got 0"
+    yield linear, (X, PACKED, 6, SCALE), "got a tensor with another header"
+    yield linear, (X[:, :4], *good), "packed_weight must be a weight of shape \\[5, 4\\]"
+    yield linear, (X, ops.pack_linear_weight(torch.ones(5, 8)), 5, SCALES), "packed_weight must be"
+    yield linear, (X, PACKED, 5, SCALES.double()), "weight_scale must have dtype float32"
+    yield linear, (X, PACKED, 5, SCALES[:4]), "weight_scale must have one element or one for each"
+    yield linear, (CODES, *good), "x_scale must be given for x of dtype int8, got None"
+    yield linear, (CODES, *good, SCALES), "x_scale must have one element or one for each row of x"
+    yield linear, (X, *good, SCALES[:3]), "x_scale must have one element, got \\[3\\]"
+    yield linear, (X, *good, SCALE * 0), "x_scale must be finite and at least 2"
+    yield linear, (X, *good, None, ZERO), "x_zero must be None without x_scale"
+    yield linear, (X, *good, SCALE, ZERO), "x_zero must be None for symmetric codes"
+    yield linear, (CODES, *good, SCALE, ZERO.long()), "x_zero must have dtype int32"
+    yield linear, (CODES, *good, SCALE, ZERO.repeat(3)), "x_zero must have as many elements as"
+    yield linear, (CODES, *good, SCALE, ZERO * 50), "x_zero must be in \\[-128, 127\\]"
+    codes = (CODES.view(torch.uint8), *good, SCALE)
+    yield linear, (*codes, -ZERO), "x_zero must be in \\[0, 255\\]"
+    yield linear, (X, *good, None, None, SCALES[:4]), "bias must be 1-D of size out_features = 5"
+    yield linear, (X, *good, None, None, SCALES.half()), "bias must have the dtype of the result"
+    yield linear, (X, *good, None, None, None, X), "residual must have shape \\[3, 5\\]"
+    rest = (None, None, None, None)
+    yield linear, (X, *good, *rest, "tanh"), "activation must be one of"
+    yield linear, (X, *good, *rest, "relu", None, None, "silu"), "activation must be none where"
+    modes = (*rest, "none", None, None, "none")
+    yield linear, (X, *good, *modes, "per_row"), "act_quant must be per_token or per_tensor"
+    to = (*modes, "per_token", True)
+    yield linear, (X, *good, *to, torch.int32), "dtype must be float32, bfloat16, float16, int8"
+    yield linear, (X, *good, *to, torch.int8), "output_scale must be finite and at least 2"
+    yield linear, (X, *good, *to, torch.int8, 1.0, 128), "output_zero must be in \\[-128, 127\\]"
+    yield linear, (X, *good, *to, torch.uint8, 1.0, -1), "output_zero must be in \\[0, 255\\]"
 
 
 CALLS = list(bad_calls())
@@ -103,3 +151,95 @@ def test_any_shape_and_magnitude(shape, exponent, symmetric):
     ):
         for got, want in zip(getattr(ops, op)(*args), specs()[op].reference(*args), strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 7), (70, 4099)])
+def test_packing_is_exact_and_the_same_in_python(n, k):
+    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    packed = ops.pack_int8_weight(weight)
+    assert torch.equal(packed, _packed_int8.pack(weight))
+    assert torch.equal(ops.unpack_int8_weight(packed, n, k), weight)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 63, 64, 65, 127, 2049])
+@pytest.mark.parametrize(("code", "value"), [(-128, -128), (127, -128), (-128, 127), (255, -128)])
+def test_extreme_codes_are_exact(k, code, value, level):
+    """No sum of two or four products saturates on the way."""
+    dtype = torch.uint8 if code > 127 else torch.int8
+    x = torch.full((7, k), code, dtype=dtype)
+    packed = ops.pack_int8_weight(torch.full((40, k), value, dtype=torch.int8))
+    y = ops.int8_linear(x, packed, 40, torch.tensor(1.0), torch.tensor(1.0))
+    assert (y == float(code * value * k)).all()
+
+
+def test_deepest_sums_do_not_overflow(level):
+    packed = ops.pack_int8_weight(torch.full((1, 65536), -128, dtype=torch.int8))
+    x = torch.full((2, 65536), 255, dtype=torch.uint8)
+    y = ops.int8_linear(x, packed, 1, torch.tensor(1.0), torch.tensor(1.0))
+    assert (y == -255.0 * 128 * 65536).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 5, 30, 200])
+def test_threads_do_not_change_the_bits(rows, threads):
+    packed, scale = ops.pack_int8_weight(W.repeat(40, 50)), SCALES.repeat(40)
+    x = torch.randn(rows, 400)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = ops.int8_linear(x, packed, 200, scale)
+        torch.set_num_threads(threads)
+        assert torch.equal(ops.int8_linear(x, packed, 200, scale), want)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_row_with_nan_does_not_reach_other_rows(level):
+    x = torch.randn(40, 8)
+    x[7, 3], x[9, 1] = float("nan"), float("inf")
+    y = ops.int8_linear(x, PACKED, 5, SCALES)
+    assert y[[7, 9]].isnan().all()
+    y[[7, 9]] = 0
+    assert y.isfinite().all()
+    assert ops.int8_linear(x, PACKED, 5, SCALES, act_quant="per_tensor").isnan().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_arguments_give_the_reference_or_its_error(data):
+    draw = data.draw
+    m, k, n = (draw(st.integers(low, 70)) for low in (0, 1, 1))
+    dtypes = [torch.float32, torch.bfloat16, torch.int8, torch.uint8]
+    x = (torch.randn(m, k) * 50).to(draw(st.sampled_from(dtypes)))
+    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    weight_scale = torch.rand(draw(st.sampled_from([1, n, n + 1]))) / k
+    counts = st.sampled_from([None, 1, m, m + 1])
+    rows, zeros = draw(counts), draw(counts)
+    args = (
+        x,
+        ops.pack_int8_weight(weight),
+        n,
+        weight_scale,
+        None if rows is None else torch.rand(rows) + 0.01,
+        None if zeros is None else torch.randint(-10, 100, (zeros,), dtype=torch.int32),
+    )
+    options = {
+        "bias": torch.randn(n) if draw(st.booleans()) else None,
+        "activation": draw(st.sampled_from(["none", "relu", "silu"])),
+        "act_quant": draw(st.sampled_from(["per_token", "per_tensor"])),
+        "symmetric": draw(st.booleans()),
+        "dtype": draw(st.sampled_from([None, torch.float32, torch.int8])),
+        "output_scale": 0.05,
+    }
+    spec = specs()["int8_linear"]
+    try:
+        spec.check(*args, **options)
+        want = spec.reference(*args, **options)
+    except OpArgumentError as error:
+        with pytest.raises(RuntimeError) as caught:
+            ops.int8_linear(*args, **options)
+        assert str(caught.value) == str(error)
+        return
+    got = ops.int8_linear(*args, **options)
+    rtol, atol = spec.tolerance[got.dtype]
+    torch.testing.assert_close(got.double(), want.double(), rtol=rtol, atol=atol)

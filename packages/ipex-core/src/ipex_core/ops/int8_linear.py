@@ -306,7 +306,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _case(dtype: torch.dtype, m: int, k: int, n: int, kind: str) -> tuple[object, ...]:
-    packed = _packed_int8.pack(int8_randn(n, k, seed=8))
+    packed = torch.ops.ipex.pack_int8_weight(int8_randn(n, k, seed=8))  # on huge pages
     scale = torch.full((n,), k**-0.5 / 74)
     if kind == "codes":  # what a quantised layer before gives
         return int8_randn(m, k, seed=9).view(torch.uint8), packed, n, scale, torch.tensor(0.03)
@@ -342,7 +342,7 @@ def _stock_args(
 ) -> tuple[object, ...]:
     weight = _packed_int8.unpack(packed, n, x.shape[-1])
     if x.dtype in _CODES:
-        prepacked = torch.ops.onednn.qlinear_prepack(weight.t().contiguous().t(), None)
+        prepacked = torch.ops.onednn.qlinear_prepack(weight, None)
         zeros = torch.zeros(n, dtype=torch.int64)
         return x, prepacked, scale, x_scale, zeros
     return x, weight, scale.to(x.dtype), None, None
@@ -353,7 +353,7 @@ def _stock(
 ) -> Tensor:
     """Stock: oneDNN's quantised linear for codes, the op for int8 weights for float activations."""
     if x_scale is None:
-        return torch.ops.aten._weight_int8pack_mm(x, weight, scale)
+        return torch._weight_int8pack_mm(x, weight, scale)
     return torch.ops.onednn.qlinear_pointwise(  # type: ignore[no-any-return]
         x, x_scale.item(), 0, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )

@@ -28,7 +28,7 @@ from ipex_core.ops._epilogue import (
     weight_rows,
 )
 
-__all__ = ["activate", "stock_linear", "stored_dtype"]
+__all__ = ["activate", "stored_dtype"]
 
 Tensor = torch.Tensor
 

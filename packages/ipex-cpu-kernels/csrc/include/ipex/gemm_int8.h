@@ -208,6 +208,9 @@ inline void panel_amx8(const uint8_t* a, int64_t lda, int64_t rows, const int8_t
   const int64_t c_stride = ldc * 4;
   constexpr int64_t w_stride = kPanel * 4;
   const bool two = rows > 16;
+  tile_fence(a);
+  tile_fence(p);
+  tile_fence(c);
   if (accumulate) {
     _tile_loadd(0, c, c_stride);
     _tile_loadd(1, c + 16, c_stride);
@@ -249,6 +252,7 @@ inline void panel_amx8(const uint8_t* a, int64_t lda, int64_t rows, const int8_t
     _tile_stored(2, c + 16 * ldc, c_stride);
     _tile_stored(3, c + 16 * ldc + 16, c_stride);
   }
+  tile_fence(c);
 }
 
 #endif

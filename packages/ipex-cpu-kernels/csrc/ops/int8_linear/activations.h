@@ -69,13 +69,13 @@ class Activations {
   template <class Kernels>
   Activations(const char* op, const Tensor& x, int64_t k, const ActivationArguments& a,
               const Kernels& kernels)
-      : x_(as_rows(x)), dtype_(x.scalar_type()), stride_(k) {
+      : x_(as_rows(x)), dtype_(x.scalar_type()), stride_(row_stride(k)) {
     const bool codes = is_code_dtype(dtype_);
     const bool in_place = dtype_ == ScalarType::Byte && k == x_.columns;
     // One scale for each row, or a single one.
     const int64_t scales = a.scale ? a.scale->numel() : a.per_token ? x_.rows : 1;
     const int64_t head = (scales + 15) / 16 * 64;
-    char* memory = Scratch<kUse>::get(2 * head + (in_place ? 0 : x_.rows * k) + 64);
+    char* memory = Scratch<kUse>::get(2 * head + (in_place ? 0 : x_.rows * stride_) + 64);
     IPEX_CHECK(memory, op, ": out of memory");
     scale_ = reinterpret_cast<float*>(memory);
     zero_ = reinterpret_cast<int32_t*>(memory + head);
@@ -116,6 +116,10 @@ class Activations {
 
  private:
   static constexpr int kUse = 8;
+
+  // Whole lines, an odd number of them: rows whose distance is a multiple of 4 KiB would fight for
+  // few places in L1.
+  static int64_t row_stride(int64_t k) { return ((k + 63) / 64 | 1) * 64; }
 
   // Takes the caller's scales and zero points over.
   void given(const char* op, const ActivationArguments& a, int64_t scales) {
