@@ -12,7 +12,6 @@ from torch.nn import functional
 from ipex_core import _woq
 from ipex_core._spec import BenchCase
 from ipex_core.ops._common import randn
-from ipex_core.ops._woq_samples import woq_weight
 
 __all__ = ["stock_args", "stock_woq_linear", "woq_bench"]
 
@@ -29,7 +28,7 @@ def stock_args(x: Tensor, packed_weight: Tensor, out_features: int, *_: Any) -> 
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         # torch's weight is (code - 8) * scale + offset.
         wide = scales.float()
-        offset = torch.zeros_like(wide) if zeros is None else (8 - zeros.float()) * wide
+        offset = (8 - zeros.float()) * wide if zeros.numel() else torch.zeros_like(wide)
         pairs = torch.stack((wide, offset), dim=-1).transpose(0, 1).contiguous().to(x.dtype)
         return "int4", x, packed, layout.group, pairs
     if layout.format == "int8" and layout.groups == 1 and layout.zeros == "none":
@@ -46,13 +45,14 @@ def stock_woq_linear(kind: str, x: Tensor, weight: Tensor, group: int, scales: T
     return functional.linear(x, weight)
 
 
-_FORMATS: dict[str, tuple[Any, ...]] = {
-    "int4": ("int4", 128, True, torch.bfloat16),
-    "int4-asym": ("int4", 128, False, torch.bfloat16),
-    "int8": ("int8",),
-    "nf4": ("nf4", 64, True, torch.bfloat16),
-    "mxfp4": ("fp4", 32, True, torch.float8_e8m0fnu),
-    "fp8": ("fp8_e4m3",),
+#: Format, group size, whether there are zero points, dtype of the scales.
+_FORMATS: dict[str, tuple[str, int, bool, torch.dtype]] = {
+    "int4": ("int4", 128, False, torch.bfloat16),
+    "int4-asym": ("int4", 128, True, torch.bfloat16),
+    "int8": ("int8", -1, False, torch.float32),
+    "nf4": ("nf4", 64, False, torch.bfloat16),
+    "mxfp4": ("fp4", 32, False, torch.float8_e8m0fnu),
+    "fp8": ("fp8_e4m3", -1, False, torch.float32),
 }
 _ROWS = {
     "int4": (1, 4, 16, 128, 512, 2048),
@@ -60,20 +60,32 @@ _ROWS = {
 }
 
 
+def _weight(
+    n: int, k: int, format: str, group: int, asymmetric: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return a packed weight of random codes: pages of equal content can be read faster than memory."""
+    columns = k // 2 if _woq.is_nibble(format) else k
+    qweight = torch.randint(0, 256, (n, columns), dtype=torch.uint8)
+    if format == "fp8_e4m3":
+        qweight &= 0xBF  # no NaN, and numbers below 2
+    groups = -(-k // group) if group > 0 else 1
+    scales = torch.full((n, groups), 2.0**-10).to(dtype)
+    zeros = torch.randint(0, 16, (n, groups), dtype=torch.int8) if asymmetric else None
+    codes = qweight.view(_woq.QWEIGHT_DTYPES[format])
+    packed: Tensor = torch.ops.ipex.pack_woq_weight(codes, scales, zeros, format, k, group)
+    return packed
+
+
 def woq_bench() -> Iterator[BenchCase]:
     """Yield 4096 x 4096 weights of each format; weights come from memory, as in a model's step."""
     n = k = 4096
     for name, args in _FORMATS.items():
+        size = _weight(32, k, *args).numel() * (n // 32)
         for m in _ROWS.get(name, (1,)):
-            packed_bytes = woq_weight(32, k, *args).numel() * (n // 32)
             yield BenchCase(
                 f"{name}-{m}x{k}x{n}",
-                lambda dtype, m=m, args=args: (
-                    randn(m, k, dtype=dtype),
-                    woq_weight(n, k, *args),
-                    n,
-                ),
-                lambda dtype, m=m, size=packed_bytes: size + m * (n + k) * dtype.itemsize,
+                lambda dtype, m=m, args=args: (randn(m, k, dtype=dtype), _weight(n, k, *args), n),
+                lambda dtype, m=m, size=size: size + m * (n + k) * dtype.itemsize,
                 flops=2 * m * n * k if m > 1 else 0,
                 rotate=m < 128,
             )

@@ -39,7 +39,7 @@ def woq_parts(
         scales = torch.exp2(torch.floor(torch.log2(scales.float()))).to(scale_dtype)
     if blocks:
         scales = randn(-(-n // 128), -(-k // 128), seed=seed + 2).abs().add(0.1).to(scale_dtype)
-        scales = (scales.float() * 2.0**-8).to(scale_dtype)
+        scales = (scales.float() * 2.0**-12).to(scale_dtype)
     if zeros is not None and float_zeros:
         zeros = zeros.float() + 0.25
     g_idx = None
