@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import ipex_core  # noqa: F401
 from ipex_core._spec import specs
 from ipex_core.errors import OpArgumentError
+from ipex_core.nn import functional
 
 ops = torch.ops.ipex
 U = torch.randn(2, 6, 5)
@@ -19,11 +20,48 @@ B = torch.randn(2, 4, 5)
 STATE = torch.randn(2, 6, 4)
 ROW = torch.randn(2, 6)
 BN = torch.randn(2, 4)
+TAPS = torch.randn(6, 4)
 HEADS = torch.randn(2, 3, 6, 4)
 
 
 def bad_calls():
     scan, update = "selective_scan_fn", "selective_state_update"
+    conv, step = "causal_conv1d_fn", "causal_conv1d_update"
+    yield conv, (U[0], TAPS), "x must be 3-D \\[B, D, L\\], got 2-D"
+    yield conv, (U.long(), TAPS), "x must have dtype"
+    yield (
+        conv,
+        (U, TAPS.half()),
+        "weight must have the dtype of x = float32 or float32, got float16",
+    )
+    yield (
+        conv,
+        (U, TAPS[:5]),
+        "weight must have shape \\[6, W\\] with W from 1 to 64, got \\[5, 4\\]",
+    )
+    yield conv, (U, TAPS[:, :0]), "weight must have shape"
+    yield conv, (U, torch.ones(6, 65)), "weight must have shape"
+    yield conv, (U, TAPS, TAPS), "bias must have shape \\[6\\]"
+    yield conv, (U, TAPS, None, STATE), "initial_states must have shape \\[2, 6, 3\\]"
+    yield conv, (U, TAPS, None, STATE[..., :3].half()), "initial_states must have the dtype of x"
+    yield conv, (U, TAPS, None, None, "gelu"), "activation must be 'none' or 'silu', got 'gelu'"
+    yield step, (U[0, 0], STATE, TAPS), "x must be 2-D \\[B, D\\] or 3-D \\[B, D, T\\], got 1-D"
+    yield step, (ROW, STATE, TAPS[0]), "weight must have shape"
+    yield step, (ROW, STATE[..., :2], TAPS), "conv_state must have .* with S at least 3"
+    yield step, (ROW, STATE[:1], TAPS), "conv_state must have shape \\[2, 6, S\\]"
+    yield step, (ROW, STATE.half(), TAPS), "conv_state must have the dtype of x"
+    yield step, (ROW, STATE[:, :1].expand(2, 6, 4), TAPS), "conv_state must have no broadcast"
+    yield step, (ROW, STATE[..., :0], TAPS[:, :1]), "conv_state must have .* with S at least 1"
+    yield step, (ROW, STATE, TAPS, None, "swish"), "activation must be"
+    lengths = torch.tensor([3, -1])
+    yield step, (ROW, STATE, TAPS, None, "none", lengths), "must not be negative, got -1"
+    yield step, (U, STATE, TAPS, None, "none", lengths.int()), "must not be negative, got -1"
+    yield step, (ROW, STATE, TAPS, None, "none", lengths.float()), "have dtype int32 or int64"
+    yield (
+        step,
+        (ROW, STATE, TAPS, None, "none", lengths[:1]),
+        "cache_seqlens must have shape \\[2\\]",
+    )
     yield scan, (U[0], U, A, B, B), "u must be 3-D \\[B, D, L\\], got 2-D"
     yield scan, (U.double(), U, A, B, B), "u must have dtype"
     yield scan, (U, U[:1], A, B, B), "delta must have the shape of u"
@@ -204,3 +242,82 @@ def test_state_update_fuzz(data):
     torch.testing.assert_close(slots, want_state, rtol=1e-4, atol=1e-4)
     assert torch.equal(cache[0], outside[0])
     assert torch.equal(cache[-1], outside[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_convolution_in_pieces_equals_the_whole(data):
+    """Prefill in pieces, then steps on a state or a circular buffer, give the outputs of one long sequence."""
+    dim, width = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 6))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    pieces = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=4))
+    rounds = data.draw(
+        st.lists(st.integers(0, 6), min_size=1, max_size=4)
+    )  # 0: a step without dimension
+    circular = data.draw(st.booleans())
+    size = data.draw(st.integers(max(1, width - 1), width + 4))
+    total = sum(pieces) + sum(max(1, n) for n in rounds)
+    x = torch.randn(2, dim, total).to(dtype)
+    if data.draw(st.booleans()):
+        x = x.mT.contiguous().mT
+    weight, bias = torch.randn(dim, width).to(dtype), torch.randn(dim).to(dtype)
+    want, want_last = ops.causal_conv1d_fn(x, weight, bias)
+
+    outputs, states, done = [], None, 0
+    for length in pieces:
+        y, states = ops.causal_conv1d_fn(x[..., done : done + length], weight, bias, states)
+        outputs.append(y)
+        done += length
+    buffer = torch.zeros(2, dim, size, dtype=dtype)
+    for i in range(width - 1):
+        place = (done - width + 1 + i) % size if circular else size - width + 1 + i
+        buffer[..., place] = states[..., i]
+    for length in rounds:
+        new = x[..., done] if length == 0 else x[..., done : done + length]
+        lengths = torch.full((2,), done, dtype=torch.int32) if circular else None
+        y = ops.causal_conv1d_update(new, buffer, weight, bias, "silu", lengths)
+        outputs.append(y.unsqueeze(-1) if length == 0 else y)
+        done += max(1, length)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(torch.cat(outputs, -1), want, rtol=tolerance, atol=tolerance)
+    for i in range(width - 1):
+        place = (done - width + 1 + i) % size if circular else size - width + 1 + i
+        assert torch.equal(buffer[..., place], want_last[..., i])
+
+
+def test_functions_of_models():
+    """The signatures of `ipex.llm.modules.MambaMixer`."""
+    x, weight, bias = torch.randn(2, 6, 9), torch.randn(6, 4), torch.randn(6)
+    y = functional.causal_conv1d_fn(x, weight, bias)
+    out = torch.empty(2, 6, 3)
+    again, last = functional.causal_conv1d_fn(
+        x, weight, bias, return_final_states=True, final_states_out=out, activation="swish"
+    )
+    assert torch.equal(y, again)
+    assert last is out
+    assert torch.equal(last, x[..., -3:])
+    _, last = functional.causal_conv1d_fn(x, weight, bias, None, True, activation=None)
+    assert torch.equal(last, x[..., -3:])
+    with pytest.raises(OpArgumentError, match="activation must be None, 'silu' or 'swish'"):
+        functional.causal_conv1d_fn(x, weight, activation="gelu")
+    with pytest.raises(OpArgumentError, match="final_states_out must be None"):
+        functional.causal_conv1d_fn(x, weight, final_states_out=out)
+    with pytest.raises(OpArgumentError, match="final_states_out must have shape"):
+        functional.causal_conv1d_fn(x, weight, None, None, True, out[:1])
+
+    state = x[..., 5:8].clone()
+    step = functional.causal_conv1d_update(x[..., 8], state, weight, bias, "silu")
+    torch.testing.assert_close(step, y[..., 8])
+    assert torch.equal(state, x[..., 6:9])
+
+    inputs = scan_inputs(2, 6, 9, 4)
+    y, state = functional.selective_scan_fn(**inputs, return_last_state=True)
+    assert torch.equal(functional.selective_scan_fn(**inputs), y)
+    fresh = torch.zeros(2, 6, 4)
+    one = functional.selective_state_update(
+        fresh,
+        *(inputs[k][..., 0] if k != "A" else inputs[k] for k in ("u", "delta", "A", "B", "C")),
+    )
+    assert one.shape == (2, 6)
+    assert fresh.abs().sum() > 0
+    assert state.shape == (2, 6, 4)

@@ -17,6 +17,12 @@ from ipex_core._choice import prefer_ipex_attention
 from ipex_core.nn._call import call, stock_only
 from ipex_core.nn._kv_cache import indirect_access_kv_cache_attention
 from ipex_core.nn._leaf import has_hooks, has_kernel
+from ipex_core.nn._state_space import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    selective_scan_fn,
+    selective_state_update,
+)
 from ipex_core.ops.linear import activate
 
 __all__ = [
@@ -25,11 +31,15 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "gelu",
     "indirect_access_kv_cache_attention",
     "layer_norm",
     "linear",
     "rms_norm",
+    "selective_scan_fn",
+    "selective_state_update",
 ]
 
 Tensor = torch.Tensor

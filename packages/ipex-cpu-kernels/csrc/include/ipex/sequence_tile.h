@@ -9,6 +9,10 @@
 namespace ipex {
 namespace {
 
+// Whether a few elements of 16 bits take a loop to load or store: short steps then go one by one.
+template <typename T>
+inline constexpr bool kSlowParts = !IPEX_HAVE_AVX512 && sizeof(T) == 2;
+
 // Reads `count` channels, 0 < count <= kLanes; the other lanes become 0. One of the two distances
 // (in elements) is 1.
 template <typename T>
@@ -17,6 +21,14 @@ void load_tile(const T* from, int64_t channel, int64_t step, int64_t count, int6
   if (channel == 1) {
     for (int64_t l = 0; l < steps; ++l, from += step)
       store(to + l * kLanes, count == kLanes ? load(from) : load_n(from, count));
+    return;
+  }
+  if (kSlowParts<T> && steps < kLanes) {
+    for (int64_t l = 0; l < steps; ++l) {
+      T column[kLanes] = {};
+      for (int64_t i = 0; i < count; ++i) column[i] = from[i * channel + l];
+      store(to + l * kLanes, load(column));
+    }
     return;
   }
   for (int64_t l = 0; l < steps; l += kLanes) {
@@ -45,6 +57,14 @@ void store_tile(T* to, int64_t channel, int64_t step, int64_t count, int64_t ste
         store(to, v);
       else
         store_n(to, v, count);
+    }
+    return;
+  }
+  if (kSlowParts<T> && steps < kLanes) {
+    for (int64_t l = 0; l < steps; ++l) {
+      T column[kLanes];
+      store(column, load(from + l * kLanes));
+      for (int64_t i = 0; i < count; ++i) to[i * channel + l] = column[i];
     }
     return;
   }
