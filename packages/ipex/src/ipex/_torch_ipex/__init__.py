@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op namespaces ``torch.ops.torch_ipex`` and ``torch.ops.ipex_prepack`` that other projects call.
+
+Every op here is a second name: same argument order as in Intel Extension for PyTorch, computed by ops of
+``torch.ops.ipex``. They are decompositions (``CompositeImplicitAutograd``), so a trace, a compiled graph or a derivative
+sees the ops below and needs nothing of its own. Importing this package registers them; ``import ipex`` does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__):
+    if not _module.name.startswith("_"):
+        importlib.import_module(f"{__name__}.{_module.name}")
