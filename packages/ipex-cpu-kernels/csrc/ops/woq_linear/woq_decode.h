@@ -21,8 +21,6 @@ IPEX_INLINE i32v load_words(const char* p) {
   return as_int(loadu(reinterpret_cast<const float*>(p)));
 }
 
-IPEX_INLINE f32v to_float(i32v a) { return __builtin_convertvector(a, f32v); }
-
 // table[code] for 16 floats; the bits of the index above the fourth may be anything.
 class Table16 {
  public:
