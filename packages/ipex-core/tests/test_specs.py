@@ -36,6 +36,8 @@ def test_reference_means_what_stock_pytorch_does(op):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         if spec.mutates:
             for mine, other in zip(ours, theirs, strict=True):
+                if isinstance(mine, str):
+                    continue
                 torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
         assert case.bytes(torch.float32) > 0
         checked += 1
