@@ -40,24 +40,31 @@ inline bool uses_tiles(ScalarType dtype) {
          cpu::active_has_amx();
 }
 
-// Calls f(task) for 0 <= task < tasks; threads take the next task when they are done with one.
-// `work` are the multiplications of all tasks. `tiles`: one thread per core.
+// Calls worker(next) on as many threads as pay off. next() gives the numbers of the tasks from 0
+// on, one after the other, whichever worker asks, and `tasks` or more when none is left. For
+// workers that keep something from one task to the next. `work` are the multiplications of all
+// tasks. `tiles`: one thread per core.
 template <class F>
-void run_tasks(int64_t tasks, int64_t work, bool tiles, const F& f) {
+void run_workers(int64_t tasks, int64_t work, bool tiles, const F& worker) {
+  std::atomic<int64_t> count{0};
+  const auto next = [&count] { return count.fetch_add(1, std::memory_order_relaxed); };
   const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
   const int64_t workers =
       std::clamp<int64_t>(work / kRegionWork, 1, std::max<int64_t>(1, std::min(threads, tasks)));
-  if (workers == 1) {
-    for (int64_t t = 0; t < tasks; ++t) f(t);
-    return;
-  }
+  if (workers == 1) return worker(next);
   // All threads enter where one per core is to be chosen; a smaller team could sit on half the
   // cores.
   cpu::CorePerThread cores(tiles);
-  std::atomic<int64_t> next{0};
   parallel_for(tiles ? threads : workers, 1, [&](int64_t, int64_t) {
-    if (!cores.claim()) return;
-    for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) f(t);
+    if (cores.claim()) worker(next);
+  });
+}
+
+// Calls f(task) for 0 <= task < tasks; threads take the next task when they are done with one.
+template <class F>
+void run_tasks(int64_t tasks, int64_t work, bool tiles, const F& f) {
+  run_workers(tasks, work, tiles, [&](const auto& next) {
+    for (int64_t t; (t = next()) < tasks;) f(t);
   });
 }
 

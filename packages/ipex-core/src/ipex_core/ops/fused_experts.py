@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of a mixture of experts: gated MLPs, each for the tokens routed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ipex_core import _experts
+from ipex_core._packed import FORMATS, read_header
+from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.ops._common import (
+    acc,
+    check_device,
+    check_dtype,
+    check_tensor,
+    dtype_name,
+    randn,
+    strided,
+)
+from ipex_core.ops.pack_moe_weight import check_expert_header, check_experts
+
+Tensor = torch.Tensor
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+
+
+def gate(x: Tensor, activation: str, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """Apply the activation to the first half of the features and multiply with the second."""
+    first, second = x.chunk(2, dim=-1)
+    if activation == "silu":
+        return functional.silu(first) * second
+    if activation == "gelu":
+        return functional.gelu(first) * second
+    if activation == "gelu_tanh":
+        return functional.gelu(first, approximate="tanh") * second
+    first = first.clamp(max=limit)
+    return (second.clamp(-limit, limit) + 1) * (first * torch.sigmoid(alpha * first))
+
+
+def _fused_experts(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    intermediate_size: int,
+    activation: str = "silu",
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    shared_w13: Tensor | None = None,
+    shared_w2: Tensor | None = None,
+    shared_weights: Tensor | None = None,
+    shared_intermediate_size: int = 0,
+    experts_start_id: int = 0,
+    num_experts: int = 0,
+    swiglu_alpha: float = 1.702,
+    swiglu_limit: float = 7.0,
+) -> Tensor:
+    """Compute ``y[t] = sum over i of topk_weights[t, i] * expert(topk_ids[t, i])(hidden_states[t])``.
+
+    An expert is ``w2 @ gate(w13 @ x + w13_bias) + w2_bias`` where ``gate`` is ``activation(first half) * second
+    half``. The activation ``"swigluoai"``, gpt-oss's, is ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)``
+    with ``g = min(gate, limit)``. Products are accumulated in float32; what goes from the first to the second product
+    is rounded to the dtype of the input, and so is the sum over the experts, once. The sum runs in the order of the
+    experts, so a token's result depends neither on the number of threads nor on the order of its ids.
+
+    A shared expert is one more gated MLP that every token goes to.
+
+    Args:
+        hidden_states: ``[T, H]``, float32, bfloat16 or float16.
+        w13: Result of ``pack_moe_weight(weight, True)`` for ``[E, 2 I, H]``, gate rows first, in the dtype of
+            ``hidden_states``.
+        w2: Result of ``pack_moe_weight(weight)`` for ``[E, H, I]``.
+        topk_weights: ``[T, top_k]``, float32 or the dtype of ``hidden_states``.
+        topk_ids: ``[T, top_k]``, int32 or int64. -1 means no expert. An id may occur twice in a row.
+        intermediate_size: I.
+        activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"swigluoai"``.
+        w13_bias: ``[E, 2 I]``, gates first, in the dtype of ``hidden_states`` or float32, or None.
+        w2_bias: ``[E, H]``, or None.
+        shared_w13: As ``w13``, for one shared expert ``[1, 2 S, H]``, or None.
+        shared_w2: As ``w2``, ``[1, H, S]``, or None.
+        shared_weights: ``[T]``, factors on the shared expert's result, or None for 1.
+        shared_intermediate_size: S.
+        experts_start_id: Id of the first expert in ``w13``, for expert parallelism: ids outside of
+            ``[experts_start_id, experts_start_id + E)`` are other processes' and skipped.
+        num_experts: Number of all experts, which ids must be below; 0 if all are here.
+        swiglu_alpha: Of ``"swigluoai"``.
+        swiglu_limit: Of ``"swigluoai"``.
+
+    Returns:
+        A contiguous ``[T, H]`` tensor in the dtype of ``hidden_states``; zeros for a token without experts.
+
+    Raises:
+        RuntimeError: A shape or dtype does not fit, or an id is not -1 and not in ``[0, num_experts)``. Nothing has
+            been computed then.
+    """
+    op = "fused_experts"
+    hidden = hidden_states.shape[1]
+    x = acc(hidden_states)
+    y = x.new_zeros(hidden_states.shape)
+
+    def expert(
+        rows: Tensor, names: tuple[str, str], packed: tuple[Tensor, Tensor], size: int, index: int
+    ) -> Tensor:
+        stored = _stored_dtype(packed[0][index], hidden_states.dtype)
+        check_expert_header(op, names[0], packed[0][index], 2 * size, hidden, stored, True)
+        check_expert_header(op, names[1], packed[1][index], hidden, size, stored, False)
+        one = slice(index, index + 1)
+        first = _experts.unpack(packed[0][one], 2 * size, hidden, stored, True)[0]
+        second = _experts.unpack(packed[1][one], hidden, size, stored, False)[0]
+        biases = (w13_bias, w2_bias) if names[0] == "w13" else (None, None)
+        b13, b2 = (None if b is None else b[index].to(x.dtype) for b in biases)
+        both = functional.linear(rows, first.to(x.dtype), b13)
+        middle = gate(both, activation, swiglu_alpha, swiglu_limit)
+        return functional.linear(middle, second.to(x.dtype), b2)
+
+    for index in range(w13.shape[0]):
+        token, place = torch.where(topk_ids == index + experts_start_id)
+        if token.numel() == 0:
+            continue
+        out = expert(x[token], ("w13", "w2"), (w13, w2), intermediate_size, index)
+        y = y.index_add(0, token, out * topk_weights[token, place, None].to(x.dtype))
+    if shared_w13 is not None and shared_w2 is not None and hidden_states.shape[0]:
+        names = ("shared_w13", "shared_w2")
+        out = expert(x, names, (shared_w13, shared_w2), shared_intermediate_size, 0)
+        y = y + (out if shared_weights is None else out * shared_weights[:, None].to(x.dtype))
+    return y.to(hidden_states.dtype)
+
+
+def _stored_dtype(packed: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype the weight should have; under float64, a check in higher precision, the one it has."""
+    if dtype != torch.float64:
+        return dtype
+    header = read_header(packed)
+    assert header is not None
+    return next(d for d, f in FORMATS.items() if f == header[0])
+
+
+def _check(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    intermediate_size: int,
+    activation: str = "silu",
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    shared_w13: Tensor | None = None,
+    shared_w2: Tensor | None = None,
+    shared_weights: Tensor | None = None,
+    shared_intermediate_size: int = 0,
+    experts_start_id: int = 0,
+    num_experts: int = 0,
+    swiglu_alpha: float = 1.702,
+    swiglu_limit: float = 7.0,
+) -> None:
+    op = "fused_experts"
+    x = hidden_states
+    check_tensor(op, "hidden_states", x)
+    check(x.dim() == 2, op, "hidden_states", "be 2-D", list(x.shape))
+    check(x.shape[1] > 0, op, "hidden_states", "have at least one feature", list(x.shape))
+    check(intermediate_size > 0, op, "intermediate_size", "be positive", intermediate_size)
+    tokens, hidden = x.shape
+    check_device(op, "w13", w13, x, "hidden_states")
+    check_experts(op, "w13", w13, 2 * intermediate_size, hidden, x.dtype, True)
+    check_device(op, "w2", w2, x, "hidden_states")
+    check_experts(op, "w2", w2, hidden, intermediate_size, x.dtype, False)
+    experts = w13.shape[0]
+    check(
+        w2.shape[0] == experts,
+        op,
+        "w2",
+        f"have as many experts as w13 = {experts}",
+        w2.shape[0],
+    )
+    check_device(op, "topk_ids", topk_ids, x, "hidden_states")
+    check(
+        topk_ids.dtype in (torch.int32, torch.int64),
+        op,
+        "topk_ids",
+        "have dtype int32, int64",
+        dtype_name(topk_ids.dtype),
+    )
+    check(
+        topk_ids.dim() == 2 and topk_ids.shape[0] == tokens,
+        op,
+        "topk_ids",
+        f"be 2-D with {tokens} rows",
+        list(topk_ids.shape),
+    )
+    check_device(op, "topk_weights", topk_weights, x, "hidden_states")
+    check_dtype(op, "topk_weights", topk_weights, x, "hidden_states", or_float32=True)
+    check(
+        topk_weights.shape == topk_ids.shape,
+        op,
+        "topk_weights",
+        f"have the shape of topk_ids = {list(topk_ids.shape)}",
+        list(topk_weights.shape),
+    )
+    for name, bias, size in (
+        ("w13_bias", w13_bias, 2 * intermediate_size),
+        ("w2_bias", w2_bias, hidden),
+    ):
+        if bias is not None:
+            check_device(op, name, bias, x, "hidden_states")
+            check_dtype(op, name, bias, x, "hidden_states", or_float32=True)
+            shape = [experts, size]
+            check(list(bias.shape) == shape, op, name, f"have shape {shape}", list(bias.shape))
+    _check_shared(x, shared_w13, shared_w2, shared_weights, shared_intermediate_size)
+    check(
+        activation in ACTIVATIONS,
+        op,
+        "activation",
+        f"be one of {', '.join(ACTIVATIONS)}",
+        activation,
+    )
+    check(num_experts >= 0, op, "num_experts", "be 0 or more", num_experts)
+    total = num_experts or experts
+    check(
+        0 <= experts_start_id <= total - experts,
+        op,
+        "experts_start_id",
+        f"be between 0 and num_experts - {experts} = {total - experts}",
+        experts_start_id,
+    )
+    # Only the data tell, so tensors without data (fake tensors during a trace) pass.
+    if type(topk_ids) is torch.Tensor and not topk_ids.is_meta:
+        wrong = topk_ids[(topk_ids < -1) | (topk_ids >= total)]
+        check(
+            wrong.numel() == 0,
+            op,
+            "topk_ids",
+            f"be -1 or in [0, {total})",
+            wrong[0].item() if wrong.numel() else None,
+        )
+
+
+def _check_shared(
+    x: Tensor, w13: Tensor | None, w2: Tensor | None, weights: Tensor | None, size: int
+) -> None:
+    op = "fused_experts"
+    check(
+        (w13 is None) == (w2 is None),
+        op,
+        "shared_w2",
+        "be given if and only if shared_w13 is",
+        "one of them",
+    )
+    if w13 is None or w2 is None:
+        check(weights is None, op, "shared_weights", "be None without a shared expert", "a tensor")
+        return
+    tokens, hidden = x.shape
+    check(size > 0, op, "shared_intermediate_size", "be positive", size)
+    check_device(op, "shared_w13", w13, x, "hidden_states")
+    check_experts(op, "shared_w13", w13, 2 * size, hidden, x.dtype, True)
+    check_device(op, "shared_w2", w2, x, "hidden_states")
+    check_experts(op, "shared_w2", w2, hidden, size, x.dtype, False)
+    most = max(w13.shape[0], w2.shape[0])
+    check(most == 1, op, "shared_w13", "hold one expert", most)
+    if weights is not None:
+        check_device(op, "shared_weights", weights, x, "hidden_states")
+        check_dtype(op, "shared_weights", weights, x, "hidden_states", or_float32=True)
+        check(
+            list(weights.shape) == [tokens],
+            op,
+            "shared_weights",
+            f"be 1-D of size {tokens}",
+            list(weights.shape),
+        )
+
+
+def _fake(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+def make_case(
+    dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, inner: int
+) -> tuple[Any, ...]:
+    """Return the positional arguments of a call with random weights and routes."""
+    x = randn(tokens, hidden, dtype=dtype, seed=81)
+    first = randn(experts, 2 * inner, hidden, dtype=dtype, seed=82, scale=hidden**-0.5)
+    second = randn(experts, hidden, inner, dtype=dtype, seed=83, scale=inner**-0.5)
+    scores = randn(tokens, experts, seed=84).softmax(-1)
+    weights, ids = scores.topk(top_k, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    packed = _experts.pack(first, True), _experts.pack(second, False)
+    return x, *packed, weights, ids.to(torch.int32), inner
+
+
+def _samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for tokens, experts, top_k, hidden, inner in (
+        (1, 1, 1, 8, 4),
+        (1, 8, 2, 64, 96),
+        (4, 8, 3, 64, 32),
+        (3, 16, 6, 70, 41),
+        (33, 4, 2, 129, 65),
+        (260, 2, 2, 32, 16),
+    ):
+        case = make_case(dtype, tokens, experts, top_k, hidden, inner)
+        yield Sample(case, id=f"{tokens}x{top_k}of{experts}_{hidden}_{inner}")
+    x, w13, w2, weights, ids, inner = make_case(dtype, 9, 4, 2, 66, 40)
+    b13 = randn(4, 80, dtype=dtype, seed=85)
+    b2 = randn(4, 66, dtype=dtype, seed=86)
+    for activation in ACTIVATIONS:
+        yield Sample((x * 3, w13, w2, weights, ids, inner, activation, b13, b2), id=activation)
+    yield Sample(
+        (strided(x), w13, w2, weights.to(dtype), ids.long(), inner, "silu", b13.float()),
+        id="noncontiguous",
+    )
+    shared = make_case(dtype, 1, 1, 1, 66, 50)[1:3]
+    yield Sample((x, w13, w2, weights, ids, inner, "silu", b13, b2, *shared, None, 50), id="shared")
+    yield Sample(
+        (x, w13, w2, weights, ids, inner, "gelu", None, b2, *shared, randn(9, seed=87), 50),
+        id="shared_weights",
+    )
+    yield Sample((x[:0], w13, w2, weights[:0], ids[:0], inner), id="no_tokens")
+    none = torch.full_like(ids, -1)
+    yield Sample((x, w13, w2, weights, none, inner), id="all_skipped")
+    yield Sample(
+        (x, w13, w2, weights, none, inner, "silu", None, None, *shared, None, 50), id="only_shared"
+    )
+    yield Sample((x, w13, w2, weights, torch.zeros_like(ids), inner), id="duplicates")
+    parts = torch.where(ids % 2 == 0, ids + 3, 9)
+    yield Sample(
+        (x, w13, w2, weights, parts, inner, *["silu", *[None] * 5, 0, 3, 10]), id="expert_parallel"
+    )
+    special = x.clone()
+    special[0, 3], special[1, 5], special[2, 0] = float("nan"), float("inf"), -float("inf")
+    yield Sample((special, w13, w2, weights, ids, inner), id="special_values")
+
+
+#: name, tokens, experts, top_k, hidden, intermediate
+_SHAPES = (
+    ("small", 16, 4, 2, 256, 128),
+    ("mixtral", 1, 8, 2, 2048, 3584),
+    ("mixtral", 4, 8, 2, 2048, 3584),
+    ("mixtral", 128, 8, 2, 2048, 3584),
+    ("mixtral", 512, 8, 2, 2048, 3584),
+    ("qwen3", 1, 64, 8, 2048, 768),
+    ("qwen3", 512, 64, 8, 2048, 768),
+    ("deepseek", 1, 64, 6, 2048, 704),
+)
+
+
+def _bench_case(
+    dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, inner: int
+) -> tuple[Any, ...]:
+    # The same weights for each expert: random numbers for all would take longer than the benchmark.
+    x = randn(tokens, hidden, dtype=dtype, seed=81)
+    first = randn(1, 2 * inner, hidden, dtype=dtype, seed=82, scale=hidden**-0.5)
+    second = randn(1, hidden, inner, dtype=dtype, seed=83, scale=inner**-0.5)
+    w13 = torch.ops.ipex.pack_moe_weight(first.expand(experts, -1, -1), True)
+    w2 = torch.ops.ipex.pack_moe_weight(second.expand(experts, -1, -1), False)
+    weights, ids = randn(tokens, experts, seed=88).softmax(-1).topk(top_k, dim=-1)
+    return x, w13, w2, weights, ids.to(torch.int32), inner
+
+
+def _bench() -> Iterator[BenchCase]:
+    for name, tokens, experts, top_k, hidden, inner in _SHAPES:
+        used = min(experts, tokens * top_k)
+        yield BenchCase(
+            f"{name}-{tokens}x{top_k}of{experts}x{hidden}x{inner}",
+            lambda dtype, a=(tokens, experts, top_k, hidden, inner): _bench_case(dtype, *a),
+            lambda dtype, w=used * 3 * hidden * inner, a=tokens * hidden: (
+                (w + 2 * a) * dtype.itemsize
+            ),
+            flops=tokens * top_k * 6 * hidden * inner,
+        )
+
+
+def _stock_args(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, inner: int
+) -> tuple[Any, ...]:
+    hidden = x.shape[1]
+    plain13 = _experts.unpack(w13, 2 * inner, hidden, x.dtype, True)
+    plain2 = _experts.unpack(w2, hidden, inner, x.dtype, False)
+    return x, plain13, plain2, weights, ids.long()
+
+
+def _stock(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """The loop over the experts that models of the Hugging Face library have."""
+    y = torch.zeros_like(x)
+    mask = functional.one_hot(ids, w13.shape[0]).permute(2, 1, 0)
+    for index in (mask.sum(dim=(-1, -2)) > 0).nonzero():
+        expert = index[0]
+        place, token = torch.where(mask[expert])
+        both = functional.linear(x[token], w13[expert])
+        out = functional.linear(gate(both, "silu"), w2[expert])
+        y.index_add_(0, token, (out * weights[token, place, None]).to(x.dtype))
+    return y
+
+
+register(
+    OpSpec(
+        name="fused_experts",
+        schema=(
+            "(Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids,"
+            ' int intermediate_size, str activation="silu", Tensor? w13_bias=None,'
+            " Tensor? w2_bias=None, Tensor? shared_w13=None, Tensor? shared_w2=None,"
+            " Tensor? shared_weights=None, int shared_intermediate_size=0,"
+            " int experts_start_id=0, int num_experts=0, float swiglu_alpha=1.702,"
+            " float swiglu_limit=7.0) -> Tensor"
+        ),
+        reference=_fused_experts,
+        check=_check,
+        fake=_fake,
+        samples=_samples,
+        stock=_stock,
+        stock_args=_stock_args,
+        tolerance={
+            torch.float32: (1e-4, 1e-4),
+            torch.bfloat16: (1.6e-2, 2e-2),
+            torch.float16: (4e-3, 4e-3),
+        },
+        bench=_bench,
+        summary="Gated MLPs of a mixture of experts on packed weights, with a shared expert",
+    )
+)

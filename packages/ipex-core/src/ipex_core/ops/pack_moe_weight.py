@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing of the weights of a mixture of experts and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ipex_core import _experts
+from ipex_core._packed import FORMATS, read_header
+from ipex_core._spec import FLOATS, OpSpec, Sample, check, register
+from ipex_core.ops._common import check_tensor, dtype_name, randn
+
+Tensor = torch.Tensor
+
+
+def check_experts(
+    op: str,
+    name: str,
+    packed: Tensor,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    gated: bool,
+) -> None:
+    """Check that a tensor has the shape of packed ``[E, out_features, in_features]`` weights."""
+    size = _experts.packed_shape(1, out_features, in_features, dtype, gated)[1]
+    check(
+        packed.dtype == torch.uint8
+        and packed.dim() == 2
+        and packed.shape[0] > 0
+        and packed.shape[1] == size
+        and packed.is_contiguous(),
+        op,
+        name,
+        f"be {dtype_name(dtype)} weights of shape [E, {out_features}, {in_features}] packed by"
+        f" pack_moe_weight (E rows of {size} bytes)",
+        f"{dtype_name(packed.dtype)} {list(packed.shape)}",
+    )
+
+
+def check_expert_header(
+    op: str,
+    name: str,
+    packed: Tensor,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    gated: bool,
+) -> None:
+    """Check the header of one expert, ``packed`` being its row."""
+    rows = 2 * _experts.padded(out_features // 2) if gated else out_features
+    check(
+        read_header(packed) == (FORMATS[dtype], rows, in_features),
+        op,
+        name,
+        f"be {dtype_name(dtype)} weights of shape [E, {out_features}, {in_features}] packed by"
+        " pack_moe_weight",
+        "a tensor with another header",
+    )
+
+
+def _pack(weight: Tensor, gated: bool = False) -> Tensor:
+    """Pack the weights of all experts for `fused_experts`.
+
+    Args:
+        weight: ``[E, N, K]``, float32, bfloat16 or float16: the same linear layer of E experts.
+        gated: Whether the rows are two halves, N = 2 I: first the gate, then the up projection. They are interleaved
+            in blocks of 32, so that one pass gives both values of a feature.
+
+    Returns:
+        A uint8 tensor ``[E, bytes]``; row e is expert e in the format of `pack_linear_weight`.
+        `unpack_moe_weight` gives the weights back exactly.
+    """
+    return _experts.pack(weight, gated)
+
+
+def _check_shape(op: str, gated: bool, out_features: int, name: str) -> None:
+    check(not gated or out_features % 2 == 0, op, name, "be even if gated", out_features)
+
+
+def _pack_check(weight: Tensor, gated: bool = False) -> None:
+    op = "pack_moe_weight"
+    check_tensor(op, "weight", weight)
+    check(
+        weight.dim() == 3 and 0 not in weight.shape,
+        op,
+        "weight",
+        "be 3-D and not empty",
+        list(weight.shape),
+    )
+    _check_shape(op, gated, weight.shape[1], "weight.shape[1]")
+
+
+def _pack_fake(weight: Tensor, gated: bool = False) -> Tensor:
+    experts, n, k = weight.shape
+    return weight.new_empty(
+        _experts.packed_shape(experts, n, k, weight.dtype, gated), dtype=torch.uint8
+    )
+
+
+def _weights(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, bool]]:
+    yield "1x1x1", randn(1, 1, 1, dtype=dtype, seed=61), False
+    yield "3x33x65", randn(3, 33, 65, dtype=dtype, seed=61), False
+    yield "gated_2x64x16", randn(2, 64, 16, dtype=dtype, seed=62), True
+    yield "gated_2x128x33", randn(2, 128, 33, dtype=dtype, seed=62), True
+    yield "gated_padded", randn(5, 2 * 41, 7, dtype=dtype, seed=63), True
+    yield "transposed", randn(3, 24, 40, dtype=dtype, seed=64).transpose(1, 2), True
+    special = randn(2, 4, 5, dtype=dtype, seed=65)
+    special[0, 0, 0], special[1, 1, 1], special[1, 2, 2] = float("nan"), float("inf"), -0.0
+    yield "special_values", special, True
+
+
+def _pack_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for name, weight, gated in _weights(dtype):
+        yield Sample((weight, gated), id=name)
+
+
+def _unpack(
+    packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype, gated: bool = False
+) -> Tensor:
+    """Return the plain weights of packed experts, bit for bit.
+
+    Args:
+        packed: Result of `pack_moe_weight`.
+        out_features: The number of output features, N.
+        in_features: The number of input features, K.
+        dtype: The dtype of the weights that were packed.
+        gated: As given to `pack_moe_weight`.
+
+    Returns:
+        A contiguous ``[E, N, K]`` tensor.
+    """
+    for one in packed:
+        check_expert_header(
+            "unpack_moe_weight", "packed", one, out_features, in_features, dtype, gated
+        )
+    return _experts.unpack(packed, out_features, in_features, dtype, gated)
+
+
+def _unpack_check(
+    packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype, gated: bool = False
+) -> None:
+    op = "unpack_moe_weight"
+    check(dtype in FLOATS, op, "dtype", "be float32, bfloat16 or float16", dtype_name(dtype))
+    check(out_features > 0, op, "out_features", "be positive", out_features)
+    check(in_features > 0, op, "in_features", "be positive", in_features)
+    _check_shape(op, gated, out_features, "out_features")
+    check_experts(op, "packed", packed, out_features, in_features, dtype, gated)
+
+
+def _unpack_fake(
+    packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype, gated: bool = False
+) -> Tensor:
+    return packed.new_empty(packed.shape[0], out_features, in_features, dtype=dtype)
+
+
+def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for name, weight, gated in _weights(dtype):
+        packed = _experts.pack(weight, gated)
+        yield Sample((packed, *weight.shape[1:], dtype, gated), id=name)
+
+
+register(
+    OpSpec(
+        name="pack_moe_weight",
+        schema="(Tensor weight, bool gated=False) -> Tensor",
+        reference=_pack,
+        check=_pack_check,
+        fake=_pack_fake,
+        samples=_pack_samples,
+        backward=None,
+        lift=False,
+        summary="Pack the weights of all experts for `fused_experts`",
+    )
+)
+register(
+    OpSpec(
+        name="unpack_moe_weight",
+        schema=(
+            "(Tensor packed, int out_features, int in_features, ScalarType dtype,"
+            " bool gated=False) -> Tensor"
+        ),
+        reference=_unpack,
+        check=_unpack_check,
+        fake=_unpack_fake,
+        samples=_unpack_samples,
+        backward=None,
+        lift=False,
+        summary="Give back the weights of packed experts, bit for bit",
+    )
+)
