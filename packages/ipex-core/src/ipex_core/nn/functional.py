@@ -17,6 +17,14 @@ from ipex_core._choice import prefer_ipex_attention
 from ipex_core.nn._call import call, stock_only
 from ipex_core.nn._kv_cache import indirect_access_kv_cache_attention
 from ipex_core.nn._leaf import has_hooks, has_kernel
+from ipex_core.nn._lora import (
+    bgmv_expand,
+    bgmv_expand_slice,
+    bgmv_shrink,
+    sgmv_expand,
+    sgmv_expand_slice,
+    sgmv_shrink,
+)
 from ipex_core.nn._state_space import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -31,6 +39,9 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "bgmv_expand",
+    "bgmv_expand_slice",
+    "bgmv_shrink",
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "gelu",
@@ -40,6 +51,9 @@ __all__ = [
     "rms_norm",
     "selective_scan_fn",
     "selective_state_update",
+    "sgmv_expand",
+    "sgmv_expand_slice",
+    "sgmv_shrink",
 ]
 
 Tensor = torch.Tensor
