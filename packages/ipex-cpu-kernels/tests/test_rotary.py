@@ -82,7 +82,7 @@ def bad_calls():
     yield op, q4, "position_ids must be given"
     yield op, (*q4, POSITIONS), "position_ids must be below the 4 rows"
     yield op, (*q4, POSITIONS, -0.5), "k_scale must be positive, got -0.5"
-    yield op, (*q4, POSITIONS, 1.0, -0.5), "v_scale must be positive"
+    yield op, (*q4, POSITIONS, 1.0, 0.0), "v_scale must be positive, got 0"
     none = (CACHE[:0], CACHE[:0])
     yield op, (Q4, K4, K4, *none, T, T, None, 16, True, POSITIONS), "key_cache must have a block"
 

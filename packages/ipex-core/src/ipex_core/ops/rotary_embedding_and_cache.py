@@ -147,8 +147,8 @@ def _check(
     check_not_expanded(_OP, "query", query)
     check_not_expanded(_OP, "key_cache", key_cache)
     check_not_expanded(_OP, "value_cache", value_cache)
-    check(k_scale > 0, _OP, "k_scale", "be positive", k_scale)
-    check(v_scale > 0, _OP, "v_scale", "be positive", v_scale)
+    check(k_scale > 0, _OP, "k_scale", "be positive", f"{k_scale:g}")
+    check(v_scale > 0, _OP, "v_scale", "be positive", f"{v_scale:g}")
     check_position_ids(_OP, query, sin, position_ids)
     tokens = query.shape[:-2].numel()
     if slot_mapping is not None:
@@ -240,7 +240,9 @@ def _bench() -> Iterator[BenchCase]:
             dtype: torch.dtype, t: int = tokens, h: int = heads, k: int = kv_heads, d: int = dim
         ) -> tuple[object, ...]:
             blocks = 2 * t // 16 + 8
-            slots = torch.randperm(16 * blocks, generator=torch.Generator().manual_seed(1))[:t]
+            # Whole blocks in any order, as an allocator of pages hands them out.
+            order = torch.randperm(blocks, generator=torch.Generator().manual_seed(1))
+            slots = (order[:, None] * 16 + torch.arange(16)).flatten()[:t]
             q, key, value = (randn(t, n, d, dtype=dtype) for n in (h, k, k))
             caches = (torch.zeros(blocks, k, 16, d, dtype=dtype) for _ in range(2))
             return (q, key, value, *caches, *tables(t, d, dtype), slots, d, True)

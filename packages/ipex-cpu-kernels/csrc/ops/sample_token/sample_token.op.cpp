@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "ipex/op_loops.h"
+#include "runtime/scratch.h"
+#include "sample.h"
+
+namespace ipex {
+namespace {
+
+constexpr const char* kOp = "sample_token";
+const auto block_kernels = IPEX_KERNELS(kOp, sample_blocks);
+const auto collect_kernels = IPEX_KERNELS(kOp, sample_collect);
+const Kernel<decltype(ipex_k_sample_weights)> weights_kernel(kOp, "ipex_k_sample_weights");
+
+constexpr int kScratchUse = 0x5a17;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Options {
+  float temperature;
+  int64_t top_k;  // 0: all
+  double top_p;
+  double min_p;
+};
+
+struct Candidate {
+  float value, weight;
+};
+
+// The smallest value that is kept if the largest values are kept until their weight reaches
+// `wanted` > 0; equal values are kept together. -infinity if the weight of all is less. Quickselect
+// with weights: expected time n.
+float weight_threshold(Candidate* c, int64_t n, double wanted) {
+  while (n > 0) {
+    const float a = c[0].value, b = c[n / 2].value, d = c[n - 1].value;
+    const float pivot = std::max(std::min(a, b), std::min(std::max(a, b), d));
+    double above = 0.0, equal = 0.0;
+    int64_t larger = 0, end = n;  // [0, larger) > pivot, [end, n) < pivot
+    for (int64_t i = 0; i < end;) {
+      if (c[i].value > pivot) {
+        above += c[i].weight;
+        std::swap(c[i++], c[larger++]);
+      } else if (c[i].value < pivot) {
+        std::swap(c[i], c[--end]);
+      } else {
+        equal += c[i++].weight;
+      }
+    }
+    if (above >= wanted) {
+      n = larger;
+      continue;
+    }
+    if (above + equal >= wanted) return pivot;
+    wanted -= above + equal;
+    c += end;
+    n -= end;
+  }
+  return -kInfinity;
+}
+
+// Draws from one row. Memory for candidates is that of the thread.
+template <class T, class Collect>
+class Row {
+ public:
+  Row(const T* x, int64_t n, const float* largest, const float* sums, const Options& options,
+      Collect* collect, decltype(ipex_k_sample_weights)* weigh, char* scratch)
+      : x_(x),
+        n_(n),
+        blocks_((n + kSampleBlock - 1) / kSampleBlock),
+        largest_(largest),
+        sums_(sums),
+        options_(options),
+        inverse_(1.0f / options.temperature),
+        collect_(collect),
+        weigh_(weigh) {
+    most_ = *std::max_element(largest, largest + blocks_);
+    candidates_ = reinterpret_cast<Candidate*>(scratch);
+    values_ = reinterpret_cast<float*>(candidates_ + room(n));
+    weights_ = values_ + room(n);
+    indices_ = reinterpret_cast<int32_t*>(weights_ + room(n));
+  }
+
+  // One place more than logits, which the collecting kernel wants; a multiple of a cache line.
+  static int64_t room(int64_t n) { return (n + 1 + 15) / 16 * 16; }
+  static int64_t scratch_bytes(int64_t n) {
+    return room(n) * static_cast<int64_t>(sizeof(Candidate) + 3 * sizeof(float));
+  }
+
+  int64_t draw(double noise) {
+    const bool top_k = options_.top_k > 0 && options_.top_k < n_;
+    const bool top_p = options_.top_p < 1.0;
+    float least = -kInfinity;
+    if (options_.min_p > 0.0)
+      least = static_cast<float>(most_ + options_.temperature * std::log(options_.min_p));
+    if (!top_k && !top_p && options_.min_p <= 0.0) return draw_from_all(noise);
+    if (top_k) {
+      keep_top_k();
+    } else if (top_p) {
+      gather_for_top_p();
+    } else {
+      gather(least);
+    }
+    if (top_p) {
+      double total = top_k ? weight() : total_weight();
+      const double wanted = std::max(options_.top_p * total, 1e-300);
+      for (int64_t i = 0; i < found_; ++i) candidates_[i] = {values_[i], weights_[i]};
+      least = std::max(least, weight_threshold(candidates_, found_, wanted));
+    }
+    return draw_from_candidates(noise, std::min(least, most_));
+  }
+
+ private:
+  void gather(float least) {
+    found_ = collect_(x_, n_, least, largest_, values_, indices_);
+    weigh_(values_, found_, most_, inverse_, weights_);
+  }
+
+  double weight() const {
+    double sum = 0.0;
+    for (int64_t i = 0; i < found_; ++i) sum += weights_[i];
+    return sum;
+  }
+
+  double block_weight(int64_t b) const {
+    return sums_[b] > 0.0f ? sums_[b] * std::exp((double{largest_[b]} - most_) * inverse_) : 0.0;
+  }
+  double total_weight() const {
+    double sum = 0.0;
+    for (int64_t b = 0; b < blocks_; ++b) sum += block_weight(b);
+    return sum;
+  }
+
+  // The k-th largest of the blocks' largest logits is a lower bound of the k-th largest logit: it
+  // leaves few candidates.
+  void keep_top_k() {
+    const int64_t k = options_.top_k;
+    float bound = -kInfinity;
+    if (k <= blocks_) {
+      std::copy(largest_, largest_ + blocks_, weights_);
+      std::nth_element(weights_, weights_ + (k - 1), weights_ + blocks_, std::greater<float>());
+      bound = weights_[k - 1];
+    }
+    found_ = collect_(x_, n_, bound, largest_, values_, indices_);
+    if (found_ > k) {
+      std::copy(values_, values_ + found_, weights_);
+      std::nth_element(weights_, weights_ + (k - 1), weights_ + found_, std::greater<float>());
+      const float least = weights_[k - 1];
+      int64_t kept = 0;
+      for (int64_t i = 0; i < found_; ++i) {
+        values_[kept] = values_[i];
+        indices_[kept] = indices_[i];
+        kept += values_[i] >= least ? 1 : 0;
+      }
+      found_ = kept;
+    }
+    weigh_(values_, found_, most_, inverse_, weights_);
+  }
+
+  // The weight that is wanted usually lies in a small part of the vocabulary, not far from the top.
+  void gather_for_top_p() {
+    const double wanted = options_.top_p * total_weight() * (1.0 + 1e-5);
+    for (const float distance : {6.0f, 12.0f, 24.0f}) {
+      gather(most_ - distance * options_.temperature);
+      if (weight() >= wanted) return;
+    }
+    gather(-kInfinity);
+  }
+
+  int64_t draw_from_candidates(double noise, float least) {
+    double total = 0.0;
+    for (int64_t i = 0; i < found_; ++i)
+      if (values_[i] >= least) total += weights_[i];
+    return pick(noise * total, least);
+  }
+
+  // The first candidate at which the sum of the weights exceeds `target`.
+  int64_t pick(double target, float least) const {
+    double sum = 0.0;
+    int64_t last = 0;
+    for (int64_t i = 0; i < found_; ++i) {
+      if (!(values_[i] >= least) || weights_[i] == 0.0f) continue;
+      last = indices_[i];
+      sum += weights_[i];
+      if (sum > target) break;
+    }
+    return last;
+  }
+
+  // Without limits: the block first, then the element in it.
+  int64_t draw_from_all(double noise) {
+    double target = noise * total_weight();
+    int64_t chosen = 0;
+    for (int64_t b = 0; b < blocks_; ++b) {
+      const double weight = block_weight(b);
+      if (weight == 0.0) continue;
+      chosen = b;
+      if (weight > target) break;
+      target -= weight;
+    }
+    const int64_t first = chosen * kSampleBlock;
+    found_ = collect_(x_ + first, std::min(kSampleBlock, n_ - first), -kInfinity, largest_ + chosen,
+                      values_, indices_);
+    weigh_(values_, found_, most_, inverse_, weights_);
+    return first + pick(target, -kInfinity);
+  }
+
+  const T* x_;
+  int64_t n_, blocks_;
+  const float *largest_, *sums_;
+  const Options& options_;
+  float inverse_;
+  float most_ = 0.0f;
+  Collect* collect_;
+  decltype(ipex_k_sample_weights)* weigh_;
+  int64_t found_ = 0;
+  Candidate* candidates_;
+  float *values_, *weights_;
+  int32_t* indices_;
+};
+
+void check_arguments(const Tensor& logits, const Tensor& noise, const Options& options) {
+  check_tensor(kOp, "logits", logits);
+  const int64_t lead = logits.dim() - 1;
+  IPEX_CHECK(logits.size(lead) > 0 && logits.size(lead) < (int64_t{1} << 31), kOp,
+             ": logits must have between 1 and 2^31 - 1 columns, got ", shape_text(logits));
+  IPEX_CHECK(noise.is_cpu(), kOp, ": noise must be on the device of logits = cpu, got another");
+  IPEX_CHECK(noise.scalar_type() == ScalarType::Float, kOp, ": noise must have dtype float32, got ",
+             dtype_name(noise.scalar_type()));
+  bool same = noise.dim() == lead;
+  for (int64_t i = 0; same && i < lead; ++i) same = noise.size(i) == logits.size(i);
+  IPEX_CHECK(same, kOp, ": noise must have the shape of logits without its last dimension, got ",
+             shape_text(noise));
+  // Wide enough for any use, narrow enough that float holds it and its reciprocal.
+  IPEX_CHECK(options.temperature >= 1e-6f && options.temperature <= 1e6f, kOp,
+             ": temperature must be in [1e-06, 1e+06], got ", options.temperature);
+  IPEX_CHECK(options.top_k >= 0, kOp, ": top_k must be at least 0, got ", options.top_k);
+  IPEX_CHECK(options.top_p >= 0 && options.top_p <= 1, kOp, ": top_p must be in [0, 1], got ",
+             options.top_p);
+  IPEX_CHECK(options.min_p >= 0 && options.min_p <= 1, kOp, ": min_p must be in [0, 1], got ",
+             options.min_p);
+}
+
+Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperature, int64_t top_k,
+                    double top_p, double min_p) {
+  const Options options{static_cast<float>(temperature), top_k, top_p, min_p};
+  check_arguments(logits, noise, options);
+  const int64_t columns = logits.size(logits.dim() - 1);
+  Tensor tokens = new_contiguous(logits.sizes().data(), logits.dim() - 1, ScalarType::Long);
+  if (logits.numel() == 0) return tokens;
+  const Tensor plain_noise = as_contiguous(noise);
+  const float* u = static_cast<const float*>(plain_noise.const_data_ptr());
+  auto* to = static_cast<int64_t*>(tokens.mutable_data_ptr());
+  const Rows in = as_rows(logits);
+  for (int64_t r = 0; r < in.rows; ++r)
+    IPEX_CHECK(u[r] >= 0.0f && u[r] < 1.0f, kOp, ": noise must be in [0, 1), got another value");
+
+  const int64_t blocks = (columns + kSampleBlock - 1) / kSampleBlock;
+  std::vector<float> found(static_cast<size_t>(2 * in.rows * blocks));
+  float* largest = found.data();
+  float* sums = largest + in.rows * blocks;
+  block_kernels.visit(logits.scalar_type(), [&]<class T>(auto* kernel) {
+    const T* x = static_cast<const T*>(in.data);
+    parallel_for(in.rows * blocks, row_grain<T>(kSampleBlock), [&](int64_t begin, int64_t end) {
+      while (begin < end) {
+        const int64_t r = begin / blocks, b = begin % blocks;
+        const int64_t count = std::min(end - begin, blocks - b);
+        kernel(x + r * in.stride, columns, 1.0f / options.temperature, largest + r * blocks,
+               sums + r * blocks, b, b + count);
+        begin += count;
+      }
+    });
+  });
+  for (int64_t r = 0; r < in.rows; ++r) {
+    float most = -kInfinity, sum = 0.0f;
+    for (int64_t b = r * blocks; b < (r + 1) * blocks; ++b) {
+      most = std::max(most, largest[b]);
+      sum += sums[b];
+    }
+    IPEX_CHECK(sum == sum && most > -kInfinity && most < kInfinity, kOp,
+               ": logits must have a finite maximum and no NaN in each row, got another in row ",
+               r);
+  }
+
+  std::atomic<bool> no_memory{false};
+  decltype(ipex_k_sample_weights)* weigh = weights_kernel.get();
+  collect_kernels.visit(logits.scalar_type(), [&]<class T>(auto* collect) {
+    const T* x = static_cast<const T*>(in.data);
+    using RowOf = Row<T, std::remove_pointer_t<decltype(collect)>>;
+    parallel_for(in.rows, 1, [&](int64_t begin, int64_t end) {
+      char* scratch = Scratch<kScratchUse>::get(RowOf::scratch_bytes(columns));
+      if (scratch == nullptr) {
+        no_memory = true;
+        return;
+      }
+      for (int64_t r = begin; r < end; ++r)
+        to[r] = RowOf(x + r * in.stride, columns, largest + r * blocks, sums + r * blocks, options,
+                      collect, weigh, scratch)
+                    .draw(u[r]);
+    });
+  });
+  IPEX_CHECK(!no_memory, "out of memory for ", columns, " logits");
+  return tokens;
+}
+
+}  // namespace
+}  // namespace ipex
+
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("sample_token", TORCH_BOX(&ipex::sample_token)); }
