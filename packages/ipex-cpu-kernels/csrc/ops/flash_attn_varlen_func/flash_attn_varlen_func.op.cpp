@@ -1,15 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels are those of attention; here keys and values are packed straight from the pages.
+// The kernels are those of attention, with keys and values packed straight from the pages, and
+// those of decode_attention for sequences with so few queries that packing would not pay.
 #include <cmath>
+#include <cstring>
 #include <string>
 
 #include "../attention/plan.h"
+#include "../decode_attention/decode_glue.h"
 
 namespace ipex {
 namespace {
 
 constexpr const char* kOp = "flash_attn_varlen_func";
 const AttentionHandles kernels(kOp);
+const DecodeKernels decode_kernels = IPEX_DECODE_KERNELS(kOp);
+
+// Sequences of at most so many queries, and rows per head of keys, are read in place.
+constexpr int64_t kDecodeQueries = 4, kDecodeRows = 16;
 
 // The largest offset: more keys than any cache has.
 constexpr int64_t kMostKeys = int64_t{1} << 62;
@@ -75,6 +82,82 @@ void check_blocks(const Indices& from_k, const Indices& table, int64_t sequences
   }
 }
 
+// Whether the decode kernels do the same for this sequence.
+bool is_decode(const AttentionArgs& args, const AttentionOptions& options,
+               const AttentionSequence& s) {
+  return s.queries >= 1 && s.queries <= kDecodeQueries && s.queries <= s.keys &&
+         s.queries * (args.heads / args.kv_heads) <= kDecodeRows && args.size <= 1024 &&
+         (s.queries == 1 || args.right == 0) && options.alibi_sequence == 0;
+}
+
+// Copies the packed rows of a sequence to or from rows that lie close together.
+template <bool kGather, class P>
+void copy_rows(P* rows, char* close, const HeadStrides& strides, int64_t queries, int64_t heads,
+               int64_t bytes, int64_t element) {
+  for (int64_t q = 0; q < queries; ++q)
+    for (int64_t h = 0; h < heads; ++h, close += bytes) {
+      P* row = rows + (q * strides.row + h * strides.head) * element;
+      if constexpr (kGather)
+        std::memcpy(close, row, static_cast<size_t>(bytes));
+      else
+        std::memcpy(row, close, static_cast<size_t>(bytes));
+    }
+}
+
+// Runs those of the sequences that have `queries` queries and suit the decode kernels, and takes
+// the queries from them.
+void run_decodes(const AttentionArgs& prefill, const AttentionOptions& options, int64_t queries,
+                 double scale, ScalarType dtype, int64_t cache_element,
+                 std::vector<AttentionSequence>& all) {
+  std::vector<int64_t> mine, lengths;
+  std::vector<int32_t> table;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (all[i].queries != queries || !is_decode(prefill, options, all[i])) continue;
+    mine.push_back(static_cast<int64_t>(i));
+    lengths.push_back(all[i].keys);
+    const int32_t* row = prefill.kv.table + all[i].kv * prefill.kv.table_stride;
+    table.insert(table.end(), row, row + prefill.kv.table_stride);
+  }
+  if (mine.empty()) return;
+  const auto count = static_cast<int64_t>(mine.size());
+  const int64_t sizes[4] = {count, queries, prefill.heads, prefill.size};
+  const Tensor query = new_contiguous(sizes, 4, dtype), out = new_contiguous(sizes, 4, dtype);
+  const auto element = static_cast<int64_t>(query.element_size());
+  const int64_t bytes = prefill.size * element, step = queries * prefill.heads * bytes;
+  for (int64_t i = 0; i < count; ++i)
+    copy_rows<true>(static_cast<const char*>(all[static_cast<size_t>(mine[i])].query),
+                    static_cast<char*>(query.mutable_data_ptr()) + i * step, prefill.query_strides,
+                    queries, prefill.heads, bytes, element);
+
+  DecodeArgs args{};
+  args.query = query.const_data_ptr();
+  args.out = out.mutable_data_ptr();
+  args.query_strides = args.out_strides = {query.stride(0), query.stride(2), query.stride(1)};
+  args.alibi = options.alibi.empty() ? nullptr : options.alibi.data();
+  args.sinks = prefill.sinks;
+  args.lengths = lengths.data();
+  args.kv = prefill.kv;
+  args.kv.table = table.data();
+  args.beams = 1;
+  args.heads = prefill.heads;
+  args.kv_heads = prefill.kv_heads;
+  args.queries = queries;
+  args.size = prefill.size;
+  args.window = prefill.left >= kUnlimited ? 0 : prefill.left + 1;
+  args.scale = attention_scale(scale, args.size);
+  args.softcap = prefill.softcap;
+  DecodeMemory memory;
+  run_decode(kOp, decode_kernels, args, memory, count, dtype, cache_element);
+
+  for (int64_t i = 0; i < count; ++i) {
+    AttentionSequence& s = all[static_cast<size_t>(mine[i])];
+    copy_rows<false>(static_cast<char*>(s.out),
+                     static_cast<char*>(out.mutable_data_ptr()) + i * step, prefill.out_strides,
+                     queries, prefill.heads, bytes, element);
+    s.queries = 0;
+  }
+}
+
 void flash_attn_varlen_func(Tensor out, const Tensor& query0, const Tensor& key_cache,
                             const Tensor& value_cache, const Tensor& cu_seqlens_q,
                             const Tensor& cu_seqlens_kv, int64_t, int64_t, double softmax_scale,
@@ -127,6 +210,9 @@ void flash_attn_varlen_func(Tensor out, const Tensor& query0, const Tensor& key_
     s.kv = b;
     s.shift = s.keys - s.queries;
   }
+  for (int64_t n = 1; n <= kDecodeQueries; ++n)
+    run_decodes(args, options, n, softmax_scale, query.scalar_type(),
+                static_cast<int64_t>(key_cache.element_size()), all);
   run_attention(kernels, query.scalar_type(), args, all);
 }
 
