@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ipex_core  # noqa: F401
-from ipex_core import _packed_int8
+from ipex_core import _packed_int8, _woq
 from ipex_core._spec import specs
 from ipex_core.errors import OpArgumentError
+from ipex_core.ops._woq_samples import woq_weight
+from ipex_core.ops.woq_linear import ACT_QUANT_MODES
 
 ops = torch.ops.ipex
 X = torch.randn(3, 8)
@@ -243,3 +245,44 @@ def test_any_arguments_give_the_reference_or_its_error(data):
     got = ops.int8_linear(*args, **options)
     rtol, atol = spec.tolerance[got.dtype]
     torch.testing.assert_close(got.double(), want.double(), rtol=rtol, atol=atol)
+
+
+WEIGHTS = [
+    ("int4", 32, False, {}),
+    ("int4", 64, True, {"act_order": True}),
+    ("int4", -1, False, {}),
+    ("int8", 40, False, {}),
+    ("int8", -1, True, {}),
+    ("nf4", 32, True, {}),
+    ("fp4", -1, True, {}),
+]
+
+
+@pytest.mark.parametrize("mode", ACT_QUANT_MODES[1:])
+def test_woq_linear_int8_is_the_reference(mode, level):
+    """Every format with every way to share scales, few and many rows, K not a multiple of a block."""
+    spec = specs()["woq_linear"]
+    for format, group, symmetric, options in WEIGHTS:
+        for m, k, n in ((1, 75, 33), (6, 320, 100), (33, 203, 65)):
+            parts = (format, group, symmetric, torch.float32)
+            packed = woq_weight(n, k, *parts, order="vnni", **options)
+            rest = (None, None, "none", None, None, "none", "int8", mode)
+            args = (torch.randn(m, k) + 0.3, packed, n, *rest)
+            torch.testing.assert_close(
+                ops.woq_linear(*args), spec.reference(*args), rtol=1e-4, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize(("format", "k"), [("int4", 20000), ("int8", 9000), ("int8", 33000)])
+def test_woq_linear_int8_with_deep_groups(format, k, rows, level):
+    """Chunks longer than what is laid out at a time; extreme codes."""
+    weight = torch.full((32, k), -7.0 if format == "int4" else -127.0)
+    qweight, scales, zeros = _woq.quantize(weight, format, -1, True, torch.float32)
+    layout = _woq.layout_of(qweight, scales, zeros, format, k, -1, None, "vnni")
+    packed = _woq.pack(qweight, scales, zeros, layout, None)
+    for mode in ("per_batch", "per_batch_sym"):
+        rest = (None, None, "none", None, None, "none", "int8", mode)
+        y = ops.woq_linear(torch.ones(rows, k), packed, 32, *rest)
+        want = torch.full_like(y, weight[0, 0].item() * k)
+        torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)

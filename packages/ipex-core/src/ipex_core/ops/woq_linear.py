@@ -173,6 +173,13 @@ def _check(
         f"be packed with order {order} for lowp_mode {lowp_mode}",
         "" if layout is None else layout.order,
     )
+    check(
+        layout is None or order == "dot" or layout.groups == 1 or layout.group <= 65536,
+        op,
+        "packed_weight",
+        "have groups of at most 65536 features for lowp_mode int8",
+        "" if layout is None else layout.group,
+    )
     check_operands(op, x, out_features, bias, mul, residual, residual2, gate)
 
 
@@ -209,8 +216,40 @@ _CASES: tuple[tuple[str, int, int, int, tuple[Any, ...], dict[str, Any]], ...] =
     ("fp8_e5m2", 1, 33, 64, ("fp8_e5m2", -1, True, torch.bfloat16), {}),
 )
 
+#: The same and how activations are rounded to 8 bits.
+_INT8_CASES: tuple[tuple[str, int, int, int, tuple[Any, ...], dict[str, Any], str], ...] = (
+    ("int4-g32", 1, 97, 160, ("int4", 32, True, torch.bfloat16), {}, "per_batch_sym"),
+    ("int4-asym", 4, 64, 258, ("int4", 64, False), {"act_order": True}, "per_batch_ic_block"),
+    ("int4", 2, 40, 300, ("int4",), {}, "per_ic_block"),
+    ("int8", 7, 66, 70, ("int8",), {}, "per_tensor"),
+    ("int8-asym", 40, 33, 96, ("int8", 32, False), {}, "per_ic_block_sym"),
+    ("nf4", 3, 50, 128, ("nf4", 64), {}, "per_batch_ic_block_sym"),
+    ("mxfp4", 35, 48, 100, ("fp4", 32, True, torch.float8_e8m0fnu), {}, "per_batch"),
+    ("int4-large", 70, 97, 258, ("int4",), {}, "per_tensor_sym"),
+)
+
+
+def _int8_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for name, m, n, k, args, options, mode in _INT8_CASES:
+        x = randn(m, k, dtype=dtype, seed=3)
+        if mode == "per_batch":
+            x[0, 5] = float("nan")
+        packed = woq_weight(n, k, *args, order="vnni", **options)
+        rest = (None, None, "none", None, None, "none", "int8", mode)
+        yield Sample((x, packed, n, *rest), id=f"{name}-{m}x{k}x{n}-{mode}")
+    x = randn(5, 64, dtype=dtype, seed=4)
+    packed = woq_weight(64, 64, "int4", 32, order="vnni")
+    bias = randn(64, dtype=torch.float32, seed=5)
+    rest = ("none", None, None, "silu", "int8", "per_batch")
+    yield Sample((x, packed, 20, bias, None, *rest), id="int8-gate")
+
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
+    yield from _float_samples(dtype)
+    yield from _int8_samples(dtype)
+
+
+def _float_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for name, m, n, k, args, options in _CASES:
         x = randn(m, k, dtype=dtype, seed=3)
         yield Sample((x, woq_weight(n, k, *args, **options), n), id=f"{name}-{m}x{k}x{n}")
