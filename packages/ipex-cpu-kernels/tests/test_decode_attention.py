@@ -30,6 +30,9 @@ BEAMS = torch.arange(4).repeat(12, 1)
 BEAMS[10:] = 1
 INDIRECT = (NEW, NEW, NEW, COLUMNS, COLUMNS, BEAMS, 3)
 
+MLA_QUERY = torch.ones(2, 3, 16)
+MLA_CACHE = torch.ones(2, 20, 16)
+
 
 def _with(args, index, value):
     return (*args[:index], value, *args[index + 1 :])
@@ -98,6 +101,19 @@ def bad_calls():
     yield op, _with(INDIRECT, 5, BEAMS * 0), "beam_idx must hold in its last row"
     yield op, _with(INDIRECT, 6, 10), "offset must be between 0 and .* = 9, got 10"
     yield op, _with(INDIRECT, 6, -1), "offset must be between"
+    op = "mla_decode_attention"
+    latent = (MLA_QUERY, MLA_CACHE, LENGTHS, 0.3, 12)
+    yield op, _with(latent, 0, Q4), "query must be 3-D"
+    yield op, _with(latent, 1, MLA_CACHE[..., :8]), "kv_cache must have shape"
+    yield op, _with(latent, 1, MLA_CACHE.half()), "kv_cache must have the dtype"
+    yield op, _with(latent, 1, MLA_CACHE[:1]), "kv_cache must have 2 blocks"
+    yield op, _with(latent, 2, LENGTHS + 1), "lengths must be between 0 and .* = 20, got 21"
+    yield op, _with(latent, 2, LENGTHS[:1]), "lengths must have size"
+    yield op, _with(latent, 4, 17), "kv_lora_rank must be between 1 and .* = 16, got 17"
+    yield op, (*latent, TABLES), "block_tables must hold numbers of blocks in \\[0, 2\\)"
+    yield op, (*latent, TABLES[:1]), "block_tables must have 2 rows"
+    yield op, (*latent, None, torch.ones(2, 8)), "new_rows must have shape"
+    yield op, _with((*latent, None, torch.ones(2, 16)), 2, LENGTHS * 0), "lengths must be positive"
 
 
 CALLS = list(bad_calls())
@@ -163,6 +179,17 @@ def test_fuzz_block_tables(data):
     args = (torch.zeros_like(query), query, cache, cache.flip(0), None, 0.0, tables)
     args = (*args, torch.tensor(lengths, dtype=torch.int64), 4, longest, None)
     _agree("single_query_cached_kv_attention", args)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_fuzz_latent_cache(data):
+    number = st.integers(-1, 5) if data.draw(st.booleans()) else st.integers(0, 4)
+    rows = data.draw(st.lists(st.lists(number, min_size=2, max_size=2), min_size=2, max_size=2))
+    lengths = torch.tensor(data.draw(st.lists(st.integers(-1, 9), min_size=2, max_size=2)))
+    query, cache = torch.randn(2, 3, 16), torch.randn(5, 4, 16)
+    new = torch.randn(2, 16) if data.draw(st.booleans()) else None
+    _agree("mla_decode_attention", (query, cache, lengths, 0.3, 12, torch.tensor(rows), new))
 
 
 @settings(max_examples=40, deadline=None)

@@ -168,7 +168,7 @@ def _qkv(
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
-    for b, h, kv, q, s, d in (
+    for b, h, kv, n, s, d in (
         (1, 1, 1, 1, 1, 8),
         (2, 3, 3, 1, 7, 32),
         (2, 8, 2, 1, 130, 64),
@@ -177,7 +177,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
         (1, 2, 2, 5, 70, 256),
         (3, 20, 1, 1, 33, 40),
     ):
-        yield Sample(_qkv(dtype, b, h, kv, q, s, d), id=f"{b}x{h}x{kv}x{q}x{s}x{d}")
+        yield Sample(_qkv(dtype, b, h, kv, n, s, d), id=f"{b}x{h}x{kv}x{n}x{s}x{d}")
     lengths = torch.tensor([0, 1, 64, 300])
     q, k, v = _qkv(dtype, 4, 6, 2, 2, 300, 48)
     yield Sample((q, k, v, lengths), id="lengths")
@@ -196,7 +196,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(everything, id="everything")
     wide = randn(2, 300, 4, 64, dtype=dtype, seed=7).transpose(1, 2)
     q = randn(2, 4, 1, 128, dtype=dtype, seed=8)[..., ::2]
-    yield Sample((q, wide, wide.flip(2).transpose(2, 3).contiguous().transpose(2, 3).contiguous()))
+    yield Sample((q, wide, wide.flip(2).contiguous()), id="noncontiguous")
     k8, v8 = (quantize(t, torch.float8_e5m2, 0.5) for t in (k, v))
     q = randn(4, 6, 2, 48, dtype=dtype, seed=1)
     plain = (lengths, None, 0.0, None, -1, -1.0, None)
