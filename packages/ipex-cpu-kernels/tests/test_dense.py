@@ -7,6 +7,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional
 
 import ipex_core  # noqa: F401
@@ -43,6 +45,36 @@ BAD = [
         (X, GATED, 5, torch.ones(5), None, "none", None, None, "silu"),
         "bias must be 1-D of size of the interleaved weight = 64, got \\[5\\]",
     ),
+]
+STACK = torch.stack([PACKED, PACKED])
+ENDS = torch.tensor([0, 1, 3])
+BAD += [
+    ("grouped_linear", (X[0], ENDS, STACK, 5), "x must be 2-D, got \\[8\\]"),
+    ("grouped_linear", (X.int(), ENDS, STACK, 5), "x must have dtype"),
+    ("grouped_linear", (X, ENDS.float(), STACK, 5), "offsets must have dtype int32, int64"),
+    ("grouped_linear", (X, ENDS[:0], STACK, 5), "offsets must be 1-D and not empty"),
+    ("grouped_linear", (X, ENDS[None], STACK, 5), "offsets must be 1-D and not empty"),
+    ("grouped_linear", (X, ENDS + 1, STACK, 5), "offsets must start with 0, got 1"),
+    ("grouped_linear", (X, torch.tensor([0, -1, 3]), STACK, 5), "not decrease, got -1 after 0"),
+    ("grouped_linear", (X, torch.tensor([0, 9, 3]), STACK, 5), "not decrease, got 3 after 9"),
+    (
+        "grouped_linear",
+        (X, torch.tensor([0, 1, 2]), STACK, 5),
+        "end with x.shape\\[0\\] = 3, got 2",
+    ),
+    (
+        "grouped_linear",
+        (X, torch.tensor([0, 1, 4]), STACK, 5),
+        "end with x.shape\\[0\\] = 3, got 4",
+    ),
+    ("grouped_linear", (X, ENDS, STACK, 0), "out_features must be positive"),
+    ("grouped_linear", (X, ENDS, STACK[:1], 5), "packed_weight must be 2 float32 weights"),
+    ("grouped_linear", (X, ENDS, STACK[:, :-1], 5), "packed_weight must be"),
+    ("grouped_linear", (X, ENDS, STACK, 6), "got another header in row 0"),
+    ("grouped_linear", (X, ENDS, STACK, 5, torch.ones(5)), "bias must have shape \\[2, 5\\]"),
+    ("grouped_linear", (X, ENDS, STACK, 5, torch.ones(2, 5).half()), "bias must have the dtype"),
+    ("grouped_linear", (X, ENDS, STACK, 5, None, Y[:2]), "residual must have shape \\[3, 5\\]"),
+    ("grouped_linear", (X, ENDS, STACK, 5, None, None, "no"), "activation must be one of"),
 ]
 
 
@@ -110,3 +142,35 @@ def test_gradient_through_a_gate():
         got, x.grad = x.grad, None
         (functional.gelu(x @ gate.T) * (x @ up.T)).sum().backward()
     torch.testing.assert_close(got, x.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_groups_are_linear_layers(level):
+    """Also with groups of very unequal size, in which rows, panels or both make several tasks."""
+    torch.manual_seed(3)
+    for counts, k, n in (((1, 300, 0, 2), 48, 70), ((0, 64, 65, 1), 40, 300), ((500,), 8, 33)):
+        weights = torch.randn(len(counts), n, k) / k**0.5
+        packed = torch.stack([ops.pack_linear_weight(w) for w in weights])
+        ends = torch.tensor([0, *itertools.accumulate(counts)])
+        x = torch.randn(sum(counts), k)
+        want = [functional.linear(p, w) for p, w in zip(x.split(counts), weights, strict=True)]
+        got = ops.grouped_linear(x, ends, packed, n)
+        torch.testing.assert_close(got, torch.cat(want), rtol=1e-4, atol=1e-4)
+
+
+@given(
+    offsets=st.lists(st.integers(-3, 9), min_size=1, max_size=6),
+    rows=st.integers(0, 8),
+    wide=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_offsets_give_a_result_or_an_error(offsets, rows, wide):
+    x = torch.randn(rows, 8)
+    packed = PACKED.expand(len(offsets) - 1, -1).contiguous()
+    ends = torch.tensor(offsets, dtype=torch.int64 if wide else torch.int32)
+    valid = offsets[0] == 0 and offsets[-1] == rows and sorted(offsets) == offsets
+    if valid:
+        got = ops.grouped_linear(x, ends, packed, 5)
+        torch.testing.assert_close(got, x.sum(1, keepdim=True).expand(-1, 5))
+    else:
+        with pytest.raises(RuntimeError, match="offsets must"):
+            ops.grouped_linear(x, ends, packed, 5)

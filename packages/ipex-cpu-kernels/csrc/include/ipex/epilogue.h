@@ -38,16 +38,17 @@ class Finisher {
   // where the block's first element goes, `row` the row of y it belongs to.
   void rows(const float* c, int64_t ldc, int64_t rows, int64_t row, T* y, int64_t y_stride) const {
     constexpr bool kFast = kReducedPrecision<T>;
+    const f32v alpha = set1(epilogue_->alpha);
+    const auto sum = [&](const float* at, int64_t i)
+                         IPEX_LAMBDA { return fma(alpha, load(at + i), load(bias_ + i)); };
     const auto each = [&](const auto& activate) IPEX_LAMBDA {
       if (epilogue_->gated) {
         run(c, ldc, rows, row, y, y_stride, [&](const float* at, int64_t i) IPEX_LAMBDA {
-          return activate(load(at + i) + load(bias_ + i)) *
-                 (load(at + kGateColumns + i) + load(bias_ + kGateColumns + i));
+          return activate(sum(at, i)) * sum(at, kGateColumns + i);
         });
       } else {
-        run(c, ldc, rows, row, y, y_stride, [&](const float* at, int64_t i) IPEX_LAMBDA {
-          return activate(load(at + i) + load(bias_ + i));
-        });
+        run(c, ldc, rows, row, y, y_stride,
+            [&](const float* at, int64_t i) IPEX_LAMBDA { return activate(sum(at, i)); });
       }
     };
     switch (epilogue_->activation) {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What follows a matrix product before its result is stored; shared by kernels and glue.
 //
-//   y = activation(c + bias) * mul + add + add2
+//   y = activation(alpha * c + bias) * mul + add + add2
 // or, if gated (C has pairs of 32 gate columns and 32 up columns, so 64 of C give 32 of y):
-//   y = (activation(gate + bias_gate) * (up + bias_up)) * mul + add + add2
+//   y = (activation(gate + bias_gate) * (up + bias_up)) * mul + add + add2,
+// gate and up times alpha.
 //
 // Everything is in float and rounded once. Operands that are null are left out.
 #pragma once
@@ -23,6 +24,7 @@ struct Epilogue {
   bool bias_is_f32;  // else the dtype of y
   bool gated;
   Activation activation;  // if gated that of the gate
+  float alpha = 1.0f;
 };
 
 }  // namespace ipex

@@ -20,8 +20,8 @@ void run(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t pan
   block.row = row_begin;
   block.column = panel_begin * block.panel_columns();
   block.columns = args.n - block.column;
-  block.y = static_cast<T*>(args.y) + row_begin * args.n + block.column;
-  block.y_stride = args.n;
+  block.y = static_cast<T*>(args.y) + row_begin * args.y_stride + block.column;
+  block.y_stride = args.y_stride;
   gemm_block(block, scratch);
 }
 

@@ -9,8 +9,8 @@ namespace ipex {
 struct LinearArgs {
   const void* x;       // [rows, k], rows x_stride elements apart
   const void* weight;  // panels of 32 columns, see packed.h
-  void* y;             // [rows, n], contiguous
-  int64_t x_stride;
+  void* y;             // [rows, n], rows y_stride elements apart
+  int64_t x_stride, y_stride;
   int64_t n, k;  // n columns of y; if gated the weight has two panels for 32 of them
   Epilogue epilogue;
 };

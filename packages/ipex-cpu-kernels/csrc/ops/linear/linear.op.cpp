@@ -31,7 +31,7 @@ Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features
   args.weight = static_cast<const char*>(packed_weight.const_data_ptr()) + sizeof(PackedHeader);
   args.epilogue = epilogue.args;
   args.y = y.mutable_data_ptr();
-  args.n = out_features;
+  args.n = args.y_stride = out_features;
   args.k = k;
 
   const GemmShape shape{rows.rows, (n + kPackedPanel - 1) / kPackedPanel, k,

@@ -2,6 +2,8 @@
 // Checks of packed weights, shared by the glue of the ops that take one.
 #pragma once
 
+#include <cstring>
+
 #include "ipex/dispatch.h"
 #include "linear/packed.h"
 
@@ -29,6 +31,28 @@ inline void check_packed(const char* op, const char* name, const Tensor& packed,
                  header->format == format && header->n == n && header->k == k,
              op, ": ", name, " must be a ", dtype_name(dtype), " weight of shape [", n, ", ", k,
              "] packed by pack_linear_weight, got a tensor with another header");
+}
+
+// Row i of `packed` must hold the i-th of `count` [n, k] weights of `dtype`.
+inline void check_packed_rows(const char* op, const char* name, const Tensor& packed, int64_t count,
+                              int64_t n, int64_t k, ScalarType dtype) {
+  const uint32_t format = format_of(dtype);
+  const int64_t size = packed_bytes(n, k, format);
+  IPEX_CHECK(packed.is_cpu(), op, ": ", name, " must be on the device of x = cpu, got another");
+  IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 2 &&
+                 packed.size(0) == count && packed.size(1) == size && packed.is_contiguous(),
+             op, ": ", name, " must be ", count, " ", dtype_name(dtype), " weights of shape [", n,
+             ", ", k, "] packed by pack_linear_weight, a row of ", size, " bytes each, got ",
+             dtype_name(packed.scalar_type()), " ", shape_text(packed));
+  const char* data = static_cast<const char*>(packed.const_data_ptr());
+  for (int64_t i = 0; i < count; ++i) {
+    PackedHeader header;
+    std::memcpy(&header, data + i * size, sizeof(header));
+    IPEX_CHECK(header.magic == kPackedMagic && header.version == kPackedVersion &&
+                   header.format == format && header.n == n && header.k == k,
+               op, ": ", name, " must be ", count, " ", dtype_name(dtype), " weights of shape [", n,
+               ", ", k, "] packed by pack_linear_weight, got another header in row ", i);
+  }
 }
 
 }  // namespace ipex
