@@ -76,6 +76,22 @@ BAD += [
     ("grouped_linear", (X, ENDS, STACK, 5, None, Y[:2]), "residual must have shape \\[3, 5\\]"),
     ("grouped_linear", (X, ENDS, STACK, 5, None, None, "no"), "activation must be one of"),
 ]
+A, B = torch.ones(2, 3, 8), torch.ones(2, 8, 5)
+BAD += [
+    ("bmm", (X, B), "a must have at least 3 dimension"),
+    ("bmm", (A[None], B), "a must be 3-D, got \\[1, 2, 3, 8\\]"),
+    ("bmm", (A.int(), B), "a must have dtype"),
+    ("bmm", (A, B.half()), "b must have the dtype of a = float32, got float16"),
+    ("bmm", (A, B[:1]), "b must have shape \\[2, 8, N\\], got \\[1, 8, 5\\]"),
+    ("bmm", (A, B.mT), "b must have shape \\[2, 8, N\\]"),
+    ("bmm", (A, B[0]), "b must have shape"),
+    ("bmm", (A, B, torch.ones(2, 3, 4)), "add must have shape \\[2, 3, 5\\]"),
+    ("bmm", (A, B, torch.ones(2, 3, 5).half()), "add must have the dtype of a"),
+    ("bmm", (A, B, None, 1.0, 4), "out_features must be b.shape\\[2\\] = 5 or 0, got 4"),
+    ("bmm", (A, STACK), "out_features must be positive where b is packed, got 0"),
+    ("bmm", (A, STACK[:1], None, 1.0, 5), "b must be 2 float32 weights"),
+    ("bmm", (A, STACK, None, 1.0, 6), "got another header in row 0"),
+]
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ void panels_converted(const T* a, int64_t lda, int64_t rows, const T* p0, const 
   alignas(64) float row_copy[kTileRows * kDepth];
   for (int64_t r = 0; r < rows; r += kTileRows) {
     const int64_t n = rows - r < kTileRows ? rows - r : kTileRows;
-    for (int64_t d = 0; d < k; d += kDepth) {
+    for (int64_t d = 0; d == 0 || d < k; d += kDepth) {  // k = 0 gives zeros
       const int64_t depth = k - d < kDepth ? k - d : kDepth;
       convert_rows(a + r * lda + d, lda, n, depth, row_copy);
       const int64_t skip = d * kPanel;

@@ -224,7 +224,7 @@ template <class T>
 void gemm_block(const GemmBlock<T>& g, [[maybe_unused]] char* scratch) {
 #if IPEX_HAVE_AMX
   if constexpr (kIsBFloat16<T>) {
-    if (scratch) return gemm_block_tiles(g, scratch);
+    if (scratch && g.k > 0) return gemm_block_tiles(g, scratch);
   }
 #endif
   alignas(64) float c[kRowStep<T> * 2 * kPanel];

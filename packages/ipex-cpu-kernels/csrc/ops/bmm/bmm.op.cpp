@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels are those of linear; here each second factor is packed just before it is used.
+#include <algorithm>
+#include <atomic>
+#include <string>
+
+#include "ipex/dispatch.h"
+#include "ipex/gemm_schedule.h"
+#include "ipex/gemm_sizes.h"
+#include "linear/linear.h"
+#include "linear/pack_panel.h"
+#include "linear/packed_check.h"
+#include "runtime/scratch.h"
+
+namespace ipex {
+namespace {
+
+const auto kernels = IPEX_KERNELS("bmm", linear);
+constexpr const char* kOp = "bmm";
+constexpr int kPanelScratch = 101;  // which block of runtime/scratch.h
+
+void check_batched(const char* name, const Tensor& value, const Tensor& a, int64_t d1, int64_t d2) {
+  IPEX_CHECK(value.is_cpu(), kOp, ": ", name, " must be on the device of a = cpu, got another");
+  IPEX_CHECK(value.scalar_type() == a.scalar_type(), kOp, ": ", name,
+             " must have the dtype of a = ", dtype_name(a.scalar_type()), ", got ",
+             dtype_name(value.scalar_type()));
+  IPEX_CHECK(value.dim() == 3 && value.size(0) == a.size(0) && value.size(1) == d1 &&
+                 (d2 < 0 || value.size(2) == d2),
+             kOp, ": ", name, " must have shape [", a.size(0), ", ", d1, ", ",
+             d2 < 0 ? "N" : std::to_string(d2), "], got ", shape_text(value));
+}
+
+// A batch of matrices whose columns lie side by side.
+Tensor with_rows(const Tensor& x) { return x.stride(2) == 1 ? x : as_contiguous(x); }
+
+// How a batch of products is cut: each task packs some panels and multiplies them with some rows.
+struct Plan {
+  int64_t rows, panels;  // of a task
+  int64_t down, across;  // tasks in a product
+
+  Plan(int64_t batch, int64_t m, int64_t all_panels)
+      : rows(m), panels(std::min<int64_t>(all_panels, 8)) {
+    const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
+    const auto parts = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
+    const auto tasks = [&] { return batch * parts(m, rows) * parts(all_panels, panels); };
+    while (tasks() < 4 * threads && panels > 2) panels = (panels / 2 + 1) / 2 * 2;
+    // Every block of rows packs the panels again, so it must have many.
+    while (tasks() < 4 * threads && rows > 256) rows = parts(rows, 64) * 32;
+    down = parts(m, rows);
+    across = parts(all_panels, panels);
+  }
+};
+
+Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, double alpha,
+           int64_t out_features) {
+  check_tensor(kOp, "a", a0, 3);
+  IPEX_CHECK(a0.dim() == 3, kOp, ": a must be 3-D, got ", shape_text(a0));
+  const ScalarType dtype = a0.scalar_type();
+  const int64_t batch = a0.size(0), m = a0.size(1), k = a0.size(2);
+  const bool packed = b0.scalar_type() == ScalarType::Byte;
+  if (packed) {
+    IPEX_CHECK(out_features > 0, kOp, ": out_features must be positive where b is packed, got ",
+               out_features);
+    check_packed_rows(kOp, "b", b0, batch, out_features, k, dtype);
+  } else {
+    check_batched("b", b0, a0, k, -1);
+    IPEX_CHECK(out_features == 0 || out_features == b0.size(2), kOp,
+               ": out_features must be b.shape[2] = ", b0.size(2), " or 0, got ", out_features);
+  }
+  const int64_t n = packed ? out_features : b0.size(2);
+  if (add0) check_batched("add", *add0, a0, m, n);
+
+  const int64_t sizes[3] = {batch, m, n};
+  Tensor y = new_contiguous(sizes, 3, dtype);
+  if (y.numel() == 0) return y;
+  const Tensor a = with_rows(a0);
+  const bool columns = !packed && b0.stride(1) == 1 && b0.stride(2) != 1;
+  const Tensor b = packed || columns ? b0 : with_rows(b0);
+  const Tensor add = add0 ? with_rows(*add0) : Tensor();
+  const uint32_t format = format_of(dtype);
+  const int64_t inner = packed_inner(format);
+  const bool tiles = uses_tiles(dtype) && m >= kManyRows;
+  const int64_t all_panels = (n + kPackedPanel - 1) / kPackedPanel;
+  const Plan plan(batch, m, all_panels);
+  std::atomic<bool> no_memory{false};
+  kernels.visit(dtype, [&]<class T>(auto* kernel) {
+    constexpr auto kSize = static_cast<int64_t>(sizeof(T));
+    const int64_t panel_bytes = (k + inner - 1) / inner * inner * kPackedPanel * kSize;
+    const int64_t packed_size = packed ? b.size(1) : 0;
+    const auto task = [&](int64_t t) {
+      const int64_t i = t / (plan.down * plan.across);
+      const int64_t row = t / plan.across % plan.down * plan.rows;
+      const int64_t panel = t % plan.across * plan.panels;
+      const int64_t panels = std::min(plan.panels, all_panels - panel);
+      const int64_t column = panel * kPackedPanel;
+      LinearArgs args{};
+      if (packed) {
+        args.weight = static_cast<const char*>(b.const_data_ptr()) + i * packed_size +
+                      static_cast<int64_t>(sizeof(PackedHeader)) + panel * panel_bytes;
+      } else {
+        char* to = Scratch<kPanelScratch>::get(plan.panels * panel_bytes);
+        if (!to) {
+          no_memory = true;
+          return;
+        }
+        const MatrixView view{
+            static_cast<const char*>(b.const_data_ptr()) + i * b.stride(0) * kSize, k, n,
+            b.stride(1) * kSize, b.stride(2) * kSize};
+        for (int64_t p = 0; p < panels; ++p)
+          pack_panel(view, format, panel + p, to + p * panel_bytes);
+        args.weight = to;
+      }
+      args.x = static_cast<const T*>(a.const_data_ptr()) + i * a.stride(0);
+      args.x_stride = a.stride(1);
+      args.y = static_cast<T*>(y.mutable_data_ptr()) + i * m * n + column;
+      args.y_stride = n;
+      args.n = n - column;
+      args.k = k;
+      args.epilogue.alpha = static_cast<float>(alpha);
+      if (add0) {
+        args.epilogue.add =
+            static_cast<const T*>(add.const_data_ptr()) + i * add.stride(0) + column;
+        args.epilogue.add_stride = add.stride(1);
+      }
+      const int64_t end = std::min(m, row + plan.rows), step = tiles ? kTileRowsMost : plan.rows;
+      for (int64_t r = row; r < end; r += step)
+        kernel(&args, r, std::min(end, r + step), 0, panels,
+               tiles ? Scratch<kTileScratchUse>::get(kTileScratch) : nullptr);
+    };
+    run_tasks(batch * plan.down * plan.across, batch * m * n * k,
+              uses_tiles(dtype) && m >= kComputeBound, task);
+  });
+  IPEX_CHECK(!no_memory, "bmm: not enough memory to pack a part of b");
+  return y;
+}
+
+}  // namespace
+}  // namespace ipex
+
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("bmm", TORCH_BOX(&ipex::bmm)); }
