@@ -221,17 +221,20 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _bench() -> Iterator[BenchCase]:
-    for name, counts in (("8x1", (1,) * 8), ("8x16", (16,) * 8), ("8x128", (128,) * 8)):
-        for k, n in ((2048, 1024),):
-            yield BenchCase(
-                f"{name}x{k}x{n}",
-                lambda dtype, c=counts, k=k, n=n: _case(dtype, c, k, n)[:4],
-                lambda dtype, c=counts, k=k, n=n: (
-                    (sum(c) * (k + n) + len(c) * n * k) * dtype.itemsize
-                ),
-                flops=2 * sum(counts) * k * n,
-                rotate=True,
-            )
+    for groups, m, k, n in (
+        (4, 8, 256, 128),
+        (8, 1, 2048, 1024),
+        (8, 16, 2048, 1024),
+        (8, 128, 2048, 1024),
+    ):
+        counts = (m,) * groups
+        yield BenchCase(
+            f"{groups}x{m}x{k}x{n}",
+            lambda dtype, c=counts, k=k, n=n: _case(dtype, c, k, n)[:4],
+            lambda dtype, g=groups, m=m, k=k, n=n: g * (m * (k + n) + n * k) * dtype.itemsize,
+            flops=2 * groups * m * k * n,
+            rotate=m <= 32,
+        )
 
 
 def _stock(x: Tensor, ends: list[int], weights: list[Tensor]) -> Tensor:

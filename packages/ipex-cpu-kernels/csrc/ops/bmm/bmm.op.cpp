@@ -122,7 +122,8 @@ Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, doubl
             static_cast<const T*>(add.const_data_ptr()) + i * add.stride(0) + column;
         args.epilogue.add_stride = add.stride(1);
       }
-      const int64_t end = std::min(m, row + plan.rows), step = tiles ? kTileRowsMost : plan.rows;
+      // Rows in blocks that stay in L2 beside the panels.
+      const int64_t end = std::min(m, row + plan.rows), step = tiles ? kTileRowsMost : 192;
       for (int64_t r = row; r < end; r += step)
         kernel(&args, r, std::min(end, r + step), 0, panels,
                tiles ? Scratch<kTileScratchUse>::get(kTileScratch) : nullptr);
