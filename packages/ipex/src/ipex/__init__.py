@@ -166,5 +166,5 @@ def _is_command() -> bool:
 _alias.install()
 if not _is_command():
     # The command decides by itself: it shows its help without torch, and runs the diagnosis when core cannot start.
-    import ipex._torch_ipex
+    import ipex._torch_ipex  # noqa: F401
     import ipex_core  # noqa: F401

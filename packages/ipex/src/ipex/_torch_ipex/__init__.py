@@ -2,7 +2,7 @@
 """The op namespaces ``torch.ops.torch_ipex`` and ``torch.ops.ipex_prepack`` that other projects call.
 
 Every op here is a second name: same argument order as in Intel Extension for PyTorch, computed by ops of
-``torch.ops.ipex``. They are decompositions (``CompositeImplicitAutograd``), so a trace, a compiled graph or a derivative
+``torch.ops.ipex``. They are decompositions (``CompositeImplicitAutograd``): a trace, a compiled graph or a derivative
 sees the ops below and needs nothing of its own. Importing this package registers them; ``import ipex`` does.
 """
 

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Second names of weight-only quantised linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ipex._torch_ipex._alias_op import alias_op
+from ipex_core.errors import OpArgumentError
+
+Tensor = torch.Tensor
+_OPS = torch.ops.ipex
+
+#: Names of weight dtypes -> formats of ``torch.ops.ipex.pack_woq_weight``.
+_FORMATS = {
+    "int8": "int8",
+    "qint8": "int8",
+    "int4": "int4",
+    "uint4": "int4",
+    "quint4x2": "int4",
+    "nf4": "nf4",
+    "fp4": "fp4",
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+}
+#: Values of ``WoqLowpMode`` and ``WoqActQuantMode`` -> names.
+_LOWP_MODES = ("none", "fp16", "bf16", "int8")
+_ACT_QUANT_MODES = (
+    "per_tensor",
+    "per_ic_block",
+    "per_batch",
+    "per_batch_ic_block",
+    "per_tensor_sym",
+    "per_ic_block_sym",
+    "per_batch_sym",
+    "per_batch_ic_block_sym",
+)
+_INT8 = _LOWP_MODES.index("int8")
+
+
+def _format(op: str, weight_dtype: str) -> str:
+    if weight_dtype not in _FORMATS:
+        raise OpArgumentError(
+            f"{op}: weight_dtype must be one of {', '.join(_FORMATS)}, got {weight_dtype}"
+        )
+    return _FORMATS[weight_dtype]
+
+
+def _order(lowp_mode: int) -> str:
+    return "vnni" if lowp_mode == _INT8 else "dot"
+
+
+def _mode(op: str, name: str, names: Sequence[str], value: int) -> str:
+    if not 0 <= value < len(names):
+        raise OpArgumentError(f"{op}: {name} must be in 0..{len(names) - 1}, got {value}")
+    return names[value]
+
+
+@alias_op(
+    "woq_linear_pack_weight(Tensor W, str W_dtype, int[] W_shape, Tensor scales,"
+    " Tensor? zero_points, Tensor? B, Tensor? g_idx, int group_size, int lowp_mode)"
+    " -> (Tensor, Tensor[], Tensor[]?, Tensor[]?, Tensor?)",
+    "ipex_prepack",
+)
+def _pack_weight(
+    W: Tensor,
+    W_dtype: str,
+    W_shape: list[int],
+    scales: Tensor,
+    zero_points: Tensor | None,
+    B: Tensor | None,
+    g_idx: Tensor | None,
+    group_size: int,
+    lowp_mode: int,
+) -> tuple[Tensor, list[Tensor], list[Tensor] | None, list[Tensor] | None, Tensor | None]:
+    """Return the packed weight, and the other parameters as they came.
+
+    The packed weight holds scales and zero points too; there is no separate compensation.
+    """
+    op = "woq_linear_pack_weight"
+    form = _format(op, W_dtype)
+    _mode(op, "lowp_mode", _LOWP_MODES, lowp_mode)
+    if len(W_shape) != 2:
+        raise OpArgumentError(f"{op}: W_shape must be [out_features, in_features], got {W_shape}")
+    packed = _OPS.pack_woq_weight(
+        W, scales, zero_points, form, W_shape[1], group_size, g_idx, _order(lowp_mode)
+    )
+    zeros = None if zero_points is None else [zero_points]
+    return packed, [scales], zeros, None if B is None else [B], None
+
+
+@alias_op(
+    "woq_linear_unpack_weight(Tensor W, str W_dtype, int[] W_shape, int lowp_mode) -> Tensor",
+    "ipex_prepack",
+)
+def _unpack_weight(W: Tensor, W_dtype: str, W_shape: list[int], lowp_mode: int) -> Tensor:
+    from ipex_core import _woq
+    from ipex_core._woq_layout import read_layout
+
+    op = "woq_linear_unpack_weight"
+    form = _format(op, W_dtype)
+    layout = read_layout(W)
+    if layout is None or (layout.format, layout.n, layout.k) != (form, *W_shape):
+        raise OpArgumentError(
+            f"{op}: W must be a {form} weight of shape {list(W_shape)} packed by"
+            " woq_linear_pack_weight, got a tensor with another header"
+        )
+    return _woq.unpack(W, layout)[0]
+
+
+@alias_op(
+    "woq_linear(Tensor input, Tensor qweight, str weight_dtype, int[] weight_shape,"
+    " Tensor[] weight_scales, Tensor[]? weight_zeros, Tensor[]? bias, Tensor? g_idx,"
+    " int group_size, int lowp_mode, int act_quant_mode, Tensor? compensation=None) -> Tensor"
+)
+def _woq_linear(
+    input: Tensor,
+    qweight: Tensor,
+    weight_dtype: str,
+    weight_shape: list[int],
+    weight_scales: list[Tensor],
+    weight_zeros: list[Tensor] | None,
+    bias: list[Tensor] | None,
+    g_idx: Tensor | None,
+    group_size: int,
+    lowp_mode: int,
+    act_quant_mode: int,
+    compensation: Tensor | None = None,
+) -> Tensor:
+    op = "woq_linear"
+    form = _format(op, weight_dtype)
+    lowp = _mode(op, "lowp_mode", _LOWP_MODES, lowp_mode)
+    mode = "none"
+    if lowp_mode == _INT8:
+        mode = _mode(op, "act_quant_mode", _ACT_QUANT_MODES, max(act_quant_mode, 0))
+    if qweight.dim() == 2:  # never packed: as on machines whose kernels IPEX did not have
+        qweight = _OPS.pack_woq_weight(
+            qweight,
+            weight_scales[0],
+            weight_zeros[0] if weight_zeros else None,
+            form,
+            weight_shape[1],
+            group_size,
+            g_idx,
+            _order(lowp_mode),
+        )
+    first = None
+    if bias:
+        # IPEX kept a bias in several dtypes.
+        first = next((b for b in bias if b.dtype == torch.float32), bias[0].float())
+    return _OPS.woq_linear(  # type: ignore[no-any-return]
+        input,
+        qweight,
+        weight_shape[0],
+        first,
+        lowp_mode=lowp,
+        act_quant_mode=mode,
+    )
+
+
+@alias_op("dequantize_nf4(Tensor t, Tensor scales, int group_size, ScalarType out_dtype) -> Tensor")
+def _dequantize_nf4(t: Tensor, scales: Tensor, group_size: int, out_dtype: torch.dtype) -> Tensor:
+    return _dequantize("dequantize_nf4", t, "nf4", t.shape[-1] * 2, scales, group_size, out_dtype)
+
+
+@alias_op(
+    "dequantize_4bit(Tensor weight, str quant_type, int[] shape, Tensor absmax,"
+    " Tensor? out, int blocksize) -> Tensor"
+)
+def _dequantize_4bit(
+    weight: Tensor,
+    quant_type: str,
+    shape: list[int],
+    absmax: Tensor,
+    out: Tensor | None,
+    blocksize: int,
+) -> Tensor:
+    op = "dequantize_4bit"
+    dtype = absmax.dtype if out is None else out.dtype
+    rows = weight.reshape(shape[0], -1)
+    scales = absmax.reshape(shape[0], -1)
+    form = _format(op, quant_type)
+    result = _dequantize(op, rows, form, shape[1], scales, blocksize, dtype)
+    return result if out is None else out.copy_(result)
+
+
+def _dequantize(
+    op: str,
+    qweight: Tensor,
+    form: str,
+    in_features: int,
+    scales: Tensor,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    if qweight.dim() != 2:
+        raise OpArgumentError(f"{op}: the weight must be 2-D, got {qweight.dim()}-D")
+    packed = _OPS.pack_woq_weight(qweight, scales, None, form, in_features, group_size)
+    return _OPS.dequantize_woq_weight(packed, qweight.shape[0], in_features, dtype)  # type: ignore[no-any-return]

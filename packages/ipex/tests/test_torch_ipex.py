@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op namespaces of Intel Extension for PyTorch: same names, argument order and results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ipex  # noqa: F401  (registers the names)
+from ipex._torch_ipex._alias_op import alias_names
+from ipex_core import _woq
+
+OPS = torch.ops.torch_ipex
+PREPACK = torch.ops.ipex_prepack
+
+#: Raw ops that other projects, or the Python layers they use, call by name.
+WANTED = (
+    "ipex_prepack::woq_linear_pack_weight",
+    "ipex_prepack::woq_linear_unpack_weight",
+    *(
+        f"torch_ipex::{name}"
+        for name in (
+            "add_layernorm",
+            "add_rmsnorm",
+            "add_softmax_",
+            "dequantize_4bit",
+            "dequantize_nf4",
+            "dynamic_scaled_fp8_quant",
+            "flash_attn_varlen_func",
+            "masked_multihead_self_attention",
+            "reshape_and_cache",
+            "rmsnorm",
+            "single_query_cached_kv_attention",
+            "static_scaled_fp8_quant",
+            "woq_linear",
+        )
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_name_is_registered(name):
+    assert name in alias_names()
+    namespace, _, op = name.partition("::")
+    assert callable(getattr(getattr(torch.ops, namespace), op))
+
+
+def test_norms():
+    x, y, weight = torch.randn(3, 8), torch.randn(3, 8), torch.rand(8) + 0.5
+    want = torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
+    torch.testing.assert_close(OPS.rmsnorm(x, weight, 1e-6), want)
+
+    want = torch.nn.functional.rms_norm(x + y, (8,), weight, 1e-6)
+    for add_back in (False, True):
+        into = x.clone()
+        torch.testing.assert_close(OPS.add_rmsnorm(into, y, weight, 1e-6, add_back), want)
+        torch.testing.assert_close(into, x + y if add_back else x)
+
+    bias = torch.randn(8)
+    want = torch.nn.functional.layer_norm(x + 2 * y, (8,), weight, bias, 1e-5)
+    torch.testing.assert_close(OPS.add_layernorm(x, y, 2, [8], weight, bias, 1e-5), want)
+    want = torch.nn.functional.layer_norm(x + y, (3, 8))
+    torch.testing.assert_close(OPS.add_layernorm(x, y, 1, [3, 8], None, None, 1e-5), want)
+
+
+def test_add_softmax_writes_to_its_first_argument():
+    a, b = torch.randn(2, 4, 8), torch.randn(2, 1, 8)
+    want = (a + b).softmax(-1)
+    result = OPS.add_softmax_(a, b)
+    assert result.data_ptr() == a.data_ptr()
+    torch.testing.assert_close(a, want)
+
+
+def test_norm_differentiates_and_compiles():
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    with torch.enable_grad():
+        leaf = x.clone().requires_grad_()
+        OPS.rmsnorm(leaf, weight, 1e-6).sum().backward()
+    assert leaf.grad is not None
+    compiled = torch.compile(
+        lambda t: OPS.rmsnorm(t, weight, 1e-6), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(x), OPS.rmsnorm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("lowp_mode", [0, 2, 3])
+@pytest.mark.parametrize("form", ["nf4", "int8", "int4"])
+def test_woq(form, lowp_mode):
+    n, k, group = 48, 64, 32
+    weight, x, bias = torch.randn(n, k) * 0.1, torch.randn(5, k), torch.randn(n)
+    qweight, scales, _ = _woq.quantize(weight, form, group, True)
+    packed, scale_list, zeros, biases, compensation = PREPACK.woq_linear_pack_weight(
+        qweight, form, [n, k], scales, None, bias, None, group, lowp_mode
+    )
+    assert torch.equal(PREPACK.woq_linear_unpack_weight(packed, form, [n, k], lowp_mode), qweight)
+    got = OPS.woq_linear(
+        x, packed, form, [n, k], scale_list, zeros, biases, None, group, lowp_mode, 1, compensation
+    )
+    plain = torch.ops.ipex.pack_woq_weight(qweight, scales, None, form, k, group)
+    exact = torch.ops.ipex.dequantize_woq_weight(plain, n, k, torch.float32)
+    torch.testing.assert_close(
+        got, torch.nn.functional.linear(x, exact, bias), rtol=5e-2, atol=5e-2
+    )
+    unpacked = OPS.woq_linear(
+        x, qweight, form, [n, k], scale_list, zeros, biases, None, group, lowp_mode, 1
+    )
+    torch.testing.assert_close(unpacked, got)
+
+
+def test_woq_bad_arguments():
+    qweight, scales = torch.zeros(32, 32, dtype=torch.uint8), torch.ones(32, 1)
+    with pytest.raises(RuntimeError, match="weight_dtype must be one of"):
+        PREPACK.woq_linear_pack_weight(qweight, "int3", [32, 64], scales, None, None, None, -1, 0)
+    with pytest.raises(RuntimeError, match=r"lowp_mode must be in 0\.\.3, got 9"):
+        PREPACK.woq_linear_pack_weight(qweight, "nf4", [32, 64], scales, None, None, None, -1, 9)
+    with pytest.raises(RuntimeError, match="packed by woq_linear_pack_weight"):
+        PREPACK.woq_linear_unpack_weight(qweight.view(-1), "nf4", [32, 64], 0)
+
+
+def test_dequantize():
+    weight = torch.randn(32, 64)
+    qweight, scales, _ = _woq.quantize(weight, "nf4", 64, True)
+    got = OPS.dequantize_nf4(qweight, scales, 64, torch.float32)
+    assert (got - weight).abs().max() < 0.16 * scales.max()
+    again = OPS.dequantize_4bit(qweight.view(-1, 1), "nf4", [32, 64], scales.view(-1), None, 64)
+    assert torch.equal(got, again)
+
+
+def test_caches():
+    blocks, heads, size, block_size = 4, 2, 32, 16
+    key_cache = torch.zeros(blocks, heads, block_size, size)
+    value_cache = torch.zeros_like(key_cache)
+    key, value = torch.randn(20, heads, size), torch.randn(20, heads, size)
+    slots = torch.arange(20, dtype=torch.int32)
+    OPS.reshape_and_cache(key, value, key_cache, value_cache, slots, "auto", 1.0, 1.0)
+    query = torch.randn(1, 4, size)
+    tables = torch.arange(2, dtype=torch.int32)[None]
+    lens = torch.tensor([20], dtype=torch.int32)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        enable_gqa=True,
+    )[0].transpose(0, 1)
+
+    out = torch.empty_like(query)
+    mapping = torch.arange(heads, dtype=torch.int32).repeat_interleave(2)
+    OPS.single_query_cached_kv_attention(
+        out, query, key_cache, value_cache, mapping, size**-0.5, tables, lens, block_size, 20,
+        None, -1, 1.0, 1.0, -1.0,
+    )  # fmt: skip
+    torch.testing.assert_close(out, want)
+
+    out = torch.empty_like(query)
+    starts_q = torch.tensor([0, 1], dtype=torch.int32)
+    starts_kv = torch.tensor([0, 20], dtype=torch.int32)
+    OPS.flash_attn_varlen_func(
+        out, query, key_cache, value_cache, starts_q, starts_kv, 1, 20, size**-0.5, True, tables,
+        None, -1, -1, "auto", 1.0, 1.0, -1.0,
+    )  # fmt: skip
+    torch.testing.assert_close(out, want)
+
+
+def test_indirect_access_cache():
+    batch, heads, size, prompt, room = 2, 4, 32, 5, 16
+    query, key, value = (torch.randn(batch, prompt, heads, size) for _ in range(3))
+    caches = [torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)]
+    beams = torch.zeros(1, batch, dtype=torch.int64)
+    mask = torch.zeros(batch, 1, prompt, prompt)
+    seq_info = torch.zeros(1, dtype=torch.int64)
+    out, _, *caches, beams = OPS.masked_multihead_self_attention(
+        query, key, value, *caches, beams, seq_info, size**0.5, room, None, mask, True
+    )
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (query, key, value)), is_causal=True
+    )
+    torch.testing.assert_close(out, want)
+
+    step = [torch.randn(batch, 1, heads, size) for _ in range(3)]
+    beams[prompt - 1] = torch.arange(batch)  # as _reorder_cache writes it
+    out, _, *caches, beams = OPS.masked_multihead_self_attention(
+        *step, *caches, beams, seq_info + prompt, size**0.5, room, None,
+        torch.zeros(batch, 1, 1, prompt + 1), True,
+    )  # fmt: skip
+    want = torch.nn.functional.scaled_dot_product_attention(
+        step[0].transpose(1, 2),
+        torch.cat([key, step[1]], 1).transpose(1, 2),
+        torch.cat([value, step[2]], 1).transpose(1, 2),
+    )
+    torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_quant(dtype):
+    x = torch.randn(4, 16)
+    out, scale = torch.empty(4, 16, dtype=dtype), torch.zeros(1)
+    OPS.dynamic_scaled_fp8_quant(out, x, scale)
+    torch.testing.assert_close(out.float() * scale, x, rtol=0.13, atol=1e-3)
+    again = torch.empty_like(out)
+    OPS.static_scaled_fp8_quant(again, x, scale)
+    assert torch.equal(out.view(torch.uint8), again.view(torch.uint8))
