@@ -23,13 +23,25 @@ WANTED = (
             "add_layernorm",
             "add_rmsnorm",
             "add_softmax_",
+            "bmm",
+            "bmm_add",
+            "causal_conv1d_fn",
+            "causal_conv1d_update",
             "dequantize_4bit",
             "dequantize_nf4",
             "dynamic_scaled_fp8_quant",
             "flash_attn_varlen_func",
             "masked_multihead_self_attention",
+            "punica_bgmv_expand",
+            "punica_bgmv_expand_slice",
+            "punica_bgmv_shrink",
+            "punica_sgmv_expand",
+            "punica_sgmv_expand_slice",
+            "punica_sgmv_shrink",
             "reshape_and_cache",
             "rmsnorm",
+            "selective_scan_fn",
+            "selective_state_update",
             "single_query_cached_kv_attention",
             "static_scaled_fp8_quant",
             "woq_linear",
@@ -206,3 +218,67 @@ def test_fp8_quant(dtype):
     again = torch.empty_like(out)
     OPS.static_scaled_fp8_quant(again, x, scale)
     assert torch.equal(out.view(torch.uint8), again.view(torch.uint8))
+
+
+def test_bmm():
+    a, b, c = torch.randn(3, 4, 8), torch.randn(3, 8, 5), torch.randn(3, 4, 5)
+    torch.testing.assert_close(OPS.bmm_add(c, a, b, 2), c + 2 * (a @ b))
+    out = torch.empty(3, 4, 5)
+    OPS.bmm(out, a, b.transpose(1, 2).contiguous(), False, None)
+    torch.testing.assert_close(out, a @ b)
+    with pytest.raises(RuntimeError, match="is_vnni must be False"):
+        OPS.bmm(out, a, b, True, None)
+
+
+def test_lora():
+    rows, hidden, rank, out_features = 5, 32, 8, 16
+    x = torch.randn(rows, hidden)
+    shrink, expand = torch.randn(3, rank, hidden), torch.randn(3, out_features, rank)
+    indices = torch.tensor([0, 2, 1, 1, 0])
+    low = torch.zeros(rows, rank)
+    OPS.punica_bgmv_shrink(low, x, shrink, indices, 0.5)
+    torch.testing.assert_close(low, 0.5 * torch.einsum("th,trh->tr", x, shrink[indices]))
+    y = torch.ones(rows, out_features)
+    OPS.punica_bgmv_expand(y, low, expand, indices, True)
+    want = 1 + torch.einsum("tr,tor->to", low, expand[indices])
+    torch.testing.assert_close(y, want)
+    wide = torch.zeros(rows, 2 * out_features)
+    OPS.punica_bgmv_expand_slice(wide, low, expand, indices, out_features, out_features, True)
+    torch.testing.assert_close(wide[:, out_features:], want - 1)
+    assert not wide[:, :out_features].any()
+
+    lens, adapters = torch.tensor([2, 3]), torch.tensor([2, 0])
+    each = adapters.repeat_interleave(lens)
+    OPS.punica_sgmv_shrink(low, x, shrink, adapters, lens, 1.0)
+    torch.testing.assert_close(low, torch.einsum("th,trh->tr", x, shrink[each]))
+    y = torch.zeros(rows, out_features)
+    OPS.punica_sgmv_expand(y, low, expand, adapters, lens, False)
+    torch.testing.assert_close(y, torch.einsum("tr,tor->to", low, expand[each]))
+
+
+def test_state_space():
+    batch, dim, steps, width, n = 2, 8, 6, 4, 16
+    x, weight, bias = torch.randn(batch, dim, steps), torch.randn(dim, width), torch.randn(dim)
+    y, _ = OPS.causal_conv1d_fn(x, weight, bias, None, None, True)
+    padded = torch.nn.functional.pad(x, (width - 1, 0))
+    want = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=dim)
+    torch.testing.assert_close(y, torch.nn.functional.silu(want))
+    last = torch.empty(batch, dim, width - 1)
+    OPS.causal_conv1d_fn(x[..., :-1], weight, bias, None, last, True)
+    step, states = OPS.causal_conv1d_update(x[..., -1], last, weight, bias, True)
+    torch.testing.assert_close(step, y[..., -1])
+    assert states.data_ptr() == last.data_ptr()
+
+    delta, a = torch.rand(batch, dim, steps), -torch.rand(dim, n)
+    b, c = torch.randn(batch, n, steps), torch.randn(batch, n, steps)
+    whole, state = OPS.selective_scan_fn(x, delta, a, b, c, None, None, None, False, True)
+    _, before = OPS.selective_scan_fn(
+        *(t[..., :-1] if t.dim() == 3 else t for t in (x, delta, a, b, c)),
+        None, None, None, False, True,
+    )  # fmt: skip
+    ends = (t[..., -1] for t in (x, delta))
+    out = OPS.selective_state_update(
+        before, *ends, a, b[..., -1], c[..., -1], None, None, None, False
+    )
+    torch.testing.assert_close(out, whole[..., -1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(before, state, rtol=1e-4, atol=1e-4)
