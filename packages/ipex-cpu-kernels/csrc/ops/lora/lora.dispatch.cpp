@@ -58,8 +58,13 @@ struct ReadAs<BFloat16, BFloat16> {
 template <class T>
 IPEX_INLINE void write(const LoraArgs& args, T* to, f32v v, int64_t n) {
   v = v * set1(args.scale);
-  if (args.add) v = v + load_n(to, n);
-  store_n(to, v, n);
+  if (n == kLanes) {
+    if (args.add) v = v + load(to);
+    store(to, v);
+  } else {
+    if (args.add) v = v + load_n(to, n);
+    store_n(to, v, n);
+  }
 }
 
 // n outputs of a row from `output` on.
@@ -153,6 +158,9 @@ IPEX_INLINE void shrink(const LoraArgs& args, int64_t begin, int64_t end) {
 
 // -- expand ---------------------------------------------------------------------------------------
 
+// Rows of a register block of expand: enough sums to hide the latency of one.
+inline constexpr int kExpandBlock = 8;
+
 template <class X>
 IPEX_INLINE void widen(const X* from, int64_t n, float* to) {
   int64_t i = 0;
@@ -165,14 +173,14 @@ template <int kRows, class T>
 IPEX_INLINE void expand_rows(const LoraArgs& args, const int64_t* rows, const float* x,
                              const float* tile, int64_t output, int64_t count) {
   f32v sum[kRows];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) sum[i] = zero();
   for (int64_t k = 0; k < args.inputs; ++k) {
     const f32v w = load(tile + k * kLanes);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) sum[i] = fma(w, set1(x[i * args.inputs + k]), sum[i]);
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) write<T>(args, rows[i], output, sum[i], count);
 }
 
@@ -202,6 +210,8 @@ IPEX_INLINE void expand(const LoraArgs& args, int64_t begin, int64_t end, char* 
       const int64_t count = last - j < kLanes ? last - j : kLanes;
       load_tile(weights + j * args.weight_row, args.weight_row, 1, count, args.inputs, tile);
       int64_t i = 0;
+      for (; i + kExpandBlock <= group.count; i += kExpandBlock)
+        expand_rows<kExpandBlock, T>(args, rows + i, x + i * args.inputs, tile, j, count);
       for (; i + 4 <= group.count; i += 4)
         expand_rows<4, T>(args, rows + i, x + i * args.inputs, tile, j, count);
       for (; i < group.count; ++i)
