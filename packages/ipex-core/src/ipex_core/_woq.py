@@ -130,8 +130,9 @@ def pack(
 ) -> Tensor:
     """Pack codes, scales and zero points; ``layout`` says what they are."""
     codes = codes_of(qweight, layout.format, layout.k)
-    if layout.format == "fp8_e4m3" and bool(((codes & 0x7F) == 0x7F).any()):
-        layout = dataclasses.replace(layout, has_nan=True)
+    least = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7C}.get(layout.format)
+    if least is not None and bool(((codes & 0x7F) >= least).any()):
+        layout = dataclasses.replace(layout, special=True)
     parts = [header(layout)]
     if g_idx is not None:
         order = torch.argsort(g_idx, stable=True)

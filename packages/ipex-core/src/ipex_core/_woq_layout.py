@@ -37,7 +37,7 @@ SCALE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.flo
 ZEROS = {"none": 0, "int8": 1, "float32": 2}
 ZERO_DTYPES = {"int8": torch.int8, "float32": torch.float32}
 _FLAG_PERMUTED = 1
-_FLAG_NAN = 2
+_FLAG_SPECIAL = 2
 _MAGIC = 0x57585049  # "IPXW", little endian
 _VERSION = 1
 # magic, version, format, panel width, N, K, group, scale type, zero kind, order, flags, scale columns
@@ -68,7 +68,7 @@ class Layout:
         order: A key of `ORDERS`.
         permuted: Whether the input features are reordered (``g_idx``).
         block_scales: Whether 128 x 128 weights share a scale.
-        has_nan: Whether an fp8_e4m3 weight has codes that mean NaN.
+        special: Whether an fp8 weight has codes for NaN or infinity.
     """
 
     format: str
@@ -80,7 +80,7 @@ class Layout:
     order: str = "dot"
     permuted: bool = False
     block_scales: bool = False
-    has_nan: bool = False
+    special: bool = False
 
     @property
     def groups(self) -> int:
@@ -175,7 +175,7 @@ def header(layout: Layout) -> Tensor:
         SCALE_DTYPES[layout.scale_dtype],
         ZEROS[layout.zeros],
         ORDERS[layout.order],
-        (_FLAG_PERMUTED if layout.permuted else 0) | (_FLAG_NAN if layout.has_nan else 0),
+        (_FLAG_PERMUTED if layout.permuted else 0) | (_FLAG_SPECIAL if layout.special else 0),
         layout.scale_columns,
     )
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
@@ -208,6 +208,6 @@ def read_layout(packed: Tensor) -> Layout | None:
         names[2][order],
         bool(flags & _FLAG_PERMUTED),
         columns == 1,
-        bool(flags & _FLAG_NAN),
+        bool(flags & _FLAG_SPECIAL),
     )
     return layout if layout.bytes == packed.numel() else None

@@ -57,7 +57,7 @@ def _unpack(
     op = "unpack_woq_weight"
     found = check_woq_packed(op, "packed", packed, out_features, in_features)
     assert found is not None
-    same = dataclasses.replace(found, has_nan=False) == wanted
+    same = dataclasses.replace(found, special=False) == wanted
     check(same, op, "packed", "be packed with these arguments", "a tensor with another header")
     qweight, scales, zero_points, groups = _woq.unpack(packed, wanted)
     return qweight, scales.view(scale_dtype), zero_points, groups

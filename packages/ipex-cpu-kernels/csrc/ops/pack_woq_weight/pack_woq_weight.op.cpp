@@ -104,7 +104,7 @@ int32_t integer_value(uint32_t format, uint8_t code, int32_t zero) {
   return (format == kFormatInt8 ? static_cast<int8_t>(code) : code) - zero;
 }
 
-// Fills one strip; returns true if it has codes that mean NaN in fp8_e4m3.
+// Fills one strip; returns true if it has fp8 codes for NaN or infinity.
 bool pack_strip(const PackedHeader& header, const WoqLayout& at, const Source& from, int64_t strip,
                 char* to) {
   std::memset(to, 0, static_cast<size_t>(at.strip_bytes));
@@ -125,14 +125,15 @@ bool pack_strip(const PackedHeader& header, const WoqLayout& at, const Source& f
   if (header.zero_kind) move(from.zeros, at.zeros, woq_zero_bytes(header.zero_kind));
   auto* sums = header.order == kOrderVnni ? reinterpret_cast<int32_t*>(to + at.sums) : nullptr;
   const int64_t columns = woq_code_columns(header.format, k);
-  bool has_nan = false;
+  const int least_special = header.format == kFormatFp8E4M3 ? 0x7f : 0x7c;
+  bool special = false;
   for (int64_t c = 0; c < valid; ++c) {
     const PlainRow plain{from.codes + (first + c) * columns, woq_is_nibble(header.format)};
     const PackedRow<uint8_t> packed(reinterpret_cast<uint8_t*>(to + at.weights), c, header);
     for (int64_t i = 0; i < k; ++i) {
       const uint8_t code = plain.at(from.places ? from.places[i] : i);
       packed.put(i, code);
-      has_nan |= (code & 0x7f) == 0x7f;
+      special |= (code & 0x7f) >= least_special;
       if (sums) {
         const int64_t g = i / header.group;
         int32_t zero = header.format == kFormatInt4 ? 8 : 0;
@@ -141,7 +142,7 @@ bool pack_strip(const PackedHeader& header, const WoqLayout& at, const Source& f
       }
     }
   }
-  return has_nan && header.format == kFormatFp8E4M3;
+  return special && header.format >= kFormatFp8E4M3;
 }
 
 Tensor pack(const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
@@ -178,16 +179,16 @@ Tensor pack(const Tensor& qweight, const Tensor& scales, const OptionalTensor& z
     std::memset(to + at.permutation, 0, static_cast<size_t>(at.first_strip - at.permutation));
     std::memcpy(to + at.permutation, places.data(), places.size() * sizeof(int32_t));
   }
-  std::atomic<bool> has_nan{false};
+  std::atomic<bool> special{false};
   // In parallel over panels, as woq_linear with few rows: the thread that will read a panel is the
   // one that touches its memory first.
   parallel_for(at.strips / 2, 1, [&](int64_t begin, int64_t end) {
     bool found = false;
     for (int64_t s = 2 * begin; s < 2 * end; ++s)
       found |= pack_strip(header, at, from, s, to + at.first_strip + s * at.strip_bytes);
-    if (found) has_nan = true;
+    if (found) special = true;
   });
-  if (has_nan) header.flags |= kFlagNan;
+  if (special) header.flags |= kFlagSpecial;
   std::memcpy(to, &header, sizeof(header));
   return packed;
 }

@@ -73,26 +73,28 @@ IPEX_INLINE f32v select_bits(i32v mask, i32v a, i32v b) {
   return as_float((a & mask) | (b & ~mask));
 }
 
-// 8-bit floats in the low byte of each lane. The value with the exponent raised is t for a normal
+// The 8-bit float in byte j of each lane. Its bits with the exponent raised are t for a normal
 // number and 2^-7 (1 + m / 8) for a subnormal one; 2 t - 2^-6 is what that should be, and less than
-// t for subnormal numbers only. (e4m3; the same with other constants for e5m2.)
-template <uint32_t kFormat>
-IPEX_INLINE f32v fp8_value(i32v code) {
+// t for subnormal numbers only. (e4m3; the same with other constants for e5m2.) kSpecial: with NaN
+// and infinity.
+template <uint32_t kFormat, bool kSpecial>
+IPEX_INLINE f32v fp8_value(i32v word, int j) {
   constexpr bool kE4 = kFormat == kFormatFp8E4M3;
-  constexpr int kShift = kE4 ? 20 : 21;
+  constexpr int kPlace = kE4 ? 20 : 21;  // of the lowest bit in a float
   constexpr int kBias = kE4 ? 120 : 112;
-  const i32v magnitude = code & iset1(0x7f);
-  const f32v t = as_float((magnitude << kShift) + iset1(kBias << 23));
-  const f32v least = set1(kE4 ? 0x1p-6f : 0x1p-14f);
-  const f32v v = min(t, (t + t) - least);
-  const i32v sign = (code & iset1(0x80)) << 24;
-  if constexpr (kE4) {
-    const i32v nan = magnitude == iset1(0x7f);
+  const int shift = kPlace - 8 * j;
+  const i32v bits = (shift >= 0 ? word << shift : word >> -shift) & iset1(0x7f << kPlace);
+  const f32v t = as_float(bits + iset1(kBias << 23));
+  const f32v v = min(t, fma(t, set1(2.0f), set1(kE4 ? -0x1p-6f : -0x1p-14f)));
+  const i32v sign = (word << (24 - 8 * j)) & iset1(INT32_MIN);
+  if constexpr (!kSpecial) {
+    return as_float(as_int(v) | sign);
+  } else if constexpr (kE4) {
+    const i32v nan = bits == iset1(0x7f << kPlace);
     return as_float(as_int(v) | sign | (nan & iset1(0x7fc00000)));
   } else {
-    const i32v special = magnitude > iset1(0x7b);
-    return as_float(as_int(select_bits(special, (magnitude << 21) | iset1(0x7f800000), as_int(v))) |
-                    sign);
+    const i32v special = bits > iset1(0x7b << kPlace);
+    return as_float(as_int(select_bits(special, bits | iset1(0x7f800000), as_int(v))) | sign);
   }
 }
 
@@ -111,12 +113,12 @@ IPEX_INLINE i32v from_vnni(i32v word, uint32_t format) {
 }
 
 // Element j of each word as float, without the zero point.
-template <uint32_t kFormat>
+template <uint32_t kFormat, bool kSpecial = true>
 IPEX_INLINE f32v element(i32v word, int j, [[maybe_unused]] const Table16& table) {
   if constexpr (kFormat == kFormatInt8) {
     return to_float((word << (24 - 8 * j)) >> 24);
   } else if constexpr (kFormat >= kFormatFp8E4M3) {
-    return fp8_value<kFormat>(word >> (8 * j));
+    return fp8_value<kFormat, kSpecial>(word, j);
   } else if constexpr (kFormat == kFormatInt4 && !IPEX_HAVE_AVX512) {
     return to_float((word >> (4 * j)) & iset1(15));  // the zero 8 is taken off by the caller
   } else {
@@ -128,17 +130,24 @@ IPEX_INLINE f32v element(i32v word, int j, [[maybe_unused]] const Table16& table
 template <uint32_t kFormat>
 inline constexpr float kImpliedZero = kFormat == kFormatInt4 && !IPEX_HAVE_AVX512 ? 8.0f : 0.0f;
 
-// Scales of 16 columns as float.
-IPEX_INLINE float e8m0(uint8_t byte) {
-  if (byte == 255) return __builtin_nanf("");
-  union {
-    uint32_t bits;
-    float value;
-  } u;
-  u.bits = byte ? static_cast<uint32_t>(byte) << 23 : 0x400000u;
-  return u.value;
+typedef int8_t i8v __attribute__((vector_size(kLanes)));
+
+// kLanes signed bytes.
+IPEX_INLINE i32v load_bytes(const void* p) {
+  i8v bytes;
+  __builtin_memcpy(&bytes, p, sizeof(bytes));
+  return __builtin_convertvector(bytes, i32v);
 }
 
+// Powers of two from their exponents: 0 is the subnormal 2^-127, 255 is NaN.
+IPEX_INLINE f32v e8m0(i32v bytes) {
+  const i32v exponent = bytes & iset1(255);
+  const i32v least = (exponent == iset1(0)) & iset1(0x400000);
+  const i32v nan = (exponent == iset1(255)) & iset1(0x400000);
+  return as_float((exponent << 23) | least | nan);
+}
+
+// Scales of 16 columns as float.
 inline void load_scales(const WoqLayout& at, const PackedHeader& header, const char* strip,
                         int64_t group, float* to) {
   const char* base = strip + at.scales;
@@ -148,7 +157,7 @@ inline void load_scales(const WoqLayout& at, const PackedHeader& header, const c
     if (header.scale_type == kScaleFloat) {
       value = reinterpret_cast<const float*>(base)[first];
     } else if (header.scale_type == kScaleE8M0) {
-      value = e8m0(reinterpret_cast<const uint8_t*>(base)[first]);
+      value = e8m0(iset1(reinterpret_cast<const uint8_t*>(base)[first]))[0];
     } else if (header.scale_type == kScaleBFloat16) {
       value = load_n(reinterpret_cast<const BFloat16*>(base) + first, 1)[0];
     } else {
@@ -166,8 +175,7 @@ inline void load_scales(const WoqLayout& at, const PackedHeader& header, const c
     } else if (header.scale_type == kScaleHalf) {
       store(to + v, load(reinterpret_cast<const Half*>(base) + i));
     } else {
-      for (int64_t l = 0; l < kLanes; ++l)
-        to[v + l] = e8m0(reinterpret_cast<const uint8_t*>(base)[i + l]);
+      store(to + v, e8m0(load_bytes(base + i)));
     }
   }
 }
@@ -175,13 +183,15 @@ inline void load_scales(const WoqLayout& at, const PackedHeader& header, const c
 // Zero points of 16 columns as float; `implied` where there are none.
 inline void load_zeros(const WoqLayout& at, const PackedHeader& header, const char* strip,
                        int64_t group, float implied, float* to) {
-  for (int64_t l = 0; l < kStrip; ++l) {
+  const char* base = strip + at.zeros;
+  for (int64_t v = 0; v < kStrip; v += kLanes) {
+    const int64_t i = group * kStrip + v;
     if (header.zero_kind == kZeroInt8)
-      to[l] = reinterpret_cast<const int8_t*>(strip + at.zeros)[group * kStrip + l];
+      store(to + v, to_float(load_bytes(base + i)));
     else if (header.zero_kind == kZeroFloat)
-      to[l] = reinterpret_cast<const float*>(strip + at.zeros)[group * kStrip + l];
+      store(to + v, load(reinterpret_cast<const float*>(base) + i));
     else
-      to[l] = implied;
+      store(to + v, set1(implied));
   }
 }
 

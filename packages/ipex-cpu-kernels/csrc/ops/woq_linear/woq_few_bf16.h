@@ -32,7 +32,7 @@ void few_bf16(const WoqLinearArgs& args, const char* const* strips, int64_t row,
   const __m512i high = kNibbles ? low : lookup_table(kHighNibbles);
   const auto* x = static_cast<const BFloat16*>(args.operand) + row * args.operand_stride;
   const bool has_zeros = header.zero_kind != kZeroNone;
-  alignas(64) float scales[kStrip], zeros[kStrip];
+  alignas(64) float scales[kStrip] = {}, zeros[kStrip] = {};
   for (int r = 0; r < kRows; ++r)
     for (int s = 0; s < kStrips; ++s) store(c + r * kFewColumns + s * kStrip, zero());
   const char* weights[kStrips];

@@ -33,7 +33,7 @@ void few_float(const WoqLinearArgs& args, const char* const* strips, int64_t row
   const Table16 table(nibble_values(header));
   const float* x = static_cast<const float*>(args.operand) + row * args.operand_stride;
   const bool offset = header.zero_kind != kZeroNone || kImpliedZero<kFormat> != 0.0f;
-  alignas(64) float scales[kStrip], zeros[kStrip];
+  alignas(64) float scales[kStrip] = {}, zeros[kStrip] = {};
   for (int r = 0; r < kRows; ++r)
     for (int64_t i = 0; i < kStrips * kStrip; i += kLanes) store(c + r * kFewColumns + i, zero());
   const char* weights[kStrips];
@@ -58,7 +58,7 @@ void few_float(const WoqLinearArgs& args, const char* const* strips, int64_t row
         const int64_t at = k + (kNibbles ? kNibbleK[j] : kByteK[j % 4]);
         f32v value[kVectors];
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) value[v] = element<kFormat>(word[v], j, table);
+        for (int v = 0; v < kVectors; ++v) value[v] = element<kFormat, false>(word[v], j, table);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           const f32v factor = set1(x[r * args.operand_stride + at]);

@@ -35,7 +35,7 @@ void few_int16(const WoqLinearArgs& args, const char* const* strips, int64_t row
   const bool has_zeros = header.zero_kind != kZeroNone;
   // int8 codes are read as code + 128; int4 codes without zero points stand for code - 8.
   const int32_t implied = !kNibbles ? 128 : has_zeros ? 0 : 8;
-  alignas(64) float scales[kStrip], zeros[kStrip];
+  alignas(64) float scales[kStrip] = {}, zeros[kStrip] = {};
   for (int r = 0; r < kRows; ++r)
     for (int64_t i = 0; i < kStrips * kStrip; i += kLanes) store(c + r * kFewColumns + i, zero());
   const char* weights[kStrips];

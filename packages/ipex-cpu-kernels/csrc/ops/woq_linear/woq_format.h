@@ -46,7 +46,8 @@ inline constexpr uint8_t kOrderDot = 0;
 inline constexpr uint8_t kOrderVnni = 1;
 
 inline constexpr uint8_t kFlagPermuted = 1;
-inline constexpr uint8_t kFlagNan = 2;  // fp8_e4m3 with NaN codes, which fast decoders do not know
+inline constexpr uint8_t kFlagSpecial =
+    2;  // fp8 codes for NaN or infinity, unknown to fast decoders
 
 inline constexpr int64_t kStrip = 16;
 inline constexpr int64_t kBlockBytes = 64;

@@ -68,7 +68,7 @@ ScalarType dtype_of(WoqCompute compute) {
 // Rows up to which decoding each code for a few rows at a time is faster than decoded panels.
 int64_t few_limit(const WoqLinearArgs& args) {
   if (args.kind == WoqOperand::kBFloat16) return uses_tiles(ScalarType::BFloat16) ? 4 : kWoqFewRows;
-  return 8;
+  return args.kind == WoqOperand::kInt16 ? kWoqFewRows : 16;
 }
 
 // Rows of x for few_kernels; false if a number is not finite.
@@ -114,7 +114,7 @@ void run(WoqLinearArgs& args, const GemmShape& shape, ScalarType dtype) {
   prepare_kernels.visit(dtype, [&]<class>(auto* kernel) { prepare = kernel; });
   few_kernels.visit(dtype, [&]<class>(auto* kernel) { few = kernel; });
   many_kernels.visit(dtype, [&]<class>(auto* kernel) { many = kernel; });
-  const bool decodable = !(args.header.flags & kFlagNan);
+  const bool decodable = !(args.header.flags & kFlagSpecial);
   if (decodable && shape.rows <= few_limit(args) && prepare_few(args, shape.rows, prepare)) {
     run_gemm(shape, kWoqFewRows + 1, 1 << 20,
              [&](int64_t, int64_t, int64_t panel_begin, int64_t panel_end) {

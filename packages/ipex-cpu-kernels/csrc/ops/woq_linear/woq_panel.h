@@ -20,7 +20,7 @@ void decode_strip(const PackedHeader& header, const WoqLayout& at, const char* s
   constexpr int kBlockK = kNibbles ? 8 : 4;
   constexpr int kHalf = kBlockK / 2;
   const Table16 table(nibble_values(header));
-  alignas(64) float scales[kStrip], zeros[kStrip];
+  alignas(64) float scales[kStrip] = {}, zeros[kStrip] = {};
   int64_t group_end = begin;
   const bool offset = header.zero_kind != kZeroNone || kImpliedZero<kFormat> != 0.0f;
   const bool vnni = header.order == kOrderVnni;
