@@ -147,52 +147,33 @@ IPEX_INLINE f32v e8m0(i32v bytes) {
   return as_float((exponent << 23) | least | nan);
 }
 
-// Scales of 16 columns as float.
-inline void load_scales(const WoqLayout& at, const PackedHeader& header, const char* strip,
-                        int64_t group, float* to) {
+// Scales of the columns of vector v of a strip.
+IPEX_INLINE f32v scale_vector(const WoqLayout& at, const PackedHeader& header, const char* strip,
+                              int64_t group, int v) {
   const char* base = strip + at.scales;
-  const int64_t first = group * header.scale_columns;
   if (header.scale_columns == 1) {
-    float value;
-    if (header.scale_type == kScaleFloat) {
-      value = reinterpret_cast<const float*>(base)[first];
-    } else if (header.scale_type == kScaleE8M0) {
-      value = e8m0(iset1(reinterpret_cast<const uint8_t*>(base)[first]))[0];
-    } else if (header.scale_type == kScaleBFloat16) {
-      value = load_n(reinterpret_cast<const BFloat16*>(base) + first, 1)[0];
-    } else {
-      value = load_n(reinterpret_cast<const Half*>(base) + first, 1)[0];
-    }
-    for (int64_t v = 0; v < kStrip; v += kLanes) store(to + v, set1(value));
-    return;
+    if (header.scale_type == kScaleFloat) return set1(reinterpret_cast<const float*>(base)[group]);
+    if (header.scale_type == kScaleE8M0)
+      return e8m0(iset1(reinterpret_cast<const uint8_t*>(base)[group]));
+    if (header.scale_type == kScaleBFloat16)
+      return set1(load_n(reinterpret_cast<const BFloat16*>(base) + group, 1)[0]);
+    return set1(load_n(reinterpret_cast<const Half*>(base) + group, 1)[0]);
   }
-  for (int64_t v = 0; v < kStrip; v += kLanes) {
-    const int64_t i = first + v;
-    if (header.scale_type == kScaleFloat) {
-      store(to + v, load(reinterpret_cast<const float*>(base) + i));
-    } else if (header.scale_type == kScaleBFloat16) {
-      store(to + v, load(reinterpret_cast<const BFloat16*>(base) + i));
-    } else if (header.scale_type == kScaleHalf) {
-      store(to + v, load(reinterpret_cast<const Half*>(base) + i));
-    } else {
-      store(to + v, e8m0(load_bytes(base + i)));
-    }
-  }
+  const int64_t i = group * kStrip + v * kLanes;
+  if (header.scale_type == kScaleBFloat16) return load(reinterpret_cast<const BFloat16*>(base) + i);
+  if (header.scale_type == kScaleFloat) return load(reinterpret_cast<const float*>(base) + i);
+  if (header.scale_type == kScaleHalf) return load(reinterpret_cast<const Half*>(base) + i);
+  return e8m0(load_bytes(base + i));
 }
 
-// Zero points of 16 columns as float; `implied` where there are none.
-inline void load_zeros(const WoqLayout& at, const PackedHeader& header, const char* strip,
-                       int64_t group, float implied, float* to) {
+// Zero points of the columns of vector v of a strip; `implied` where there are none.
+IPEX_INLINE f32v zero_vector(const WoqLayout& at, const PackedHeader& header, const char* strip,
+                             int64_t group, int v, float implied) {
   const char* base = strip + at.zeros;
-  for (int64_t v = 0; v < kStrip; v += kLanes) {
-    const int64_t i = group * kStrip + v;
-    if (header.zero_kind == kZeroInt8)
-      store(to + v, to_float(load_bytes(base + i)));
-    else if (header.zero_kind == kZeroFloat)
-      store(to + v, load(reinterpret_cast<const float*>(base) + i));
-    else
-      store(to + v, set1(implied));
-  }
+  const int64_t i = group * kStrip + v * kLanes;
+  if (header.zero_kind == kZeroInt8) return to_float(load_bytes(base + i));
+  if (header.zero_kind == kZeroFloat) return load(reinterpret_cast<const float*>(base) + i);
+  return set1(implied);
 }
 
 // Calls f.operator()<format>() for the format of a header.

@@ -32,9 +32,14 @@ void few_bf16(const WoqLinearArgs& args, const char* const* strips, int64_t row,
   const __m512i high = kNibbles ? low : lookup_table(kHighNibbles);
   const auto* x = static_cast<const BFloat16*>(args.operand) + row * args.operand_stride;
   const bool has_zeros = header.zero_kind != kZeroNone;
-  alignas(64) float scales[kStrip] = {}, zeros[kStrip] = {};
-  for (int r = 0; r < kRows; ++r)
-    for (int s = 0; s < kStrips; ++s) store(c + r * kFewColumns + s * kStrip, zero());
+  // The result stays in registers where there are enough.
+  constexpr bool kKept = kRows * kStrips <= 8;
+  f32v total[kKept ? kRows : 1][kStrips];
+  for (auto& of_row : total)
+    for (auto& one : of_row) one = zero();
+  if constexpr (!kKept)
+    for (int r = 0; r < kRows; ++r)
+      for (int s = 0; s < kStrips; ++s) store(c + r * kFewColumns + s * kStrip, zero());
   const char* weights[kStrips];
   for (int s = 0; s < kStrips; ++s) weights[s] = strips[s] + args.at.weights;
   const int64_t end = args.at.k_padded;
@@ -76,19 +81,25 @@ void few_bf16(const WoqLinearArgs& args, const char* const* strips, int64_t row,
     }
 #pragma GCC unroll 4
     for (int s = 0; s < kStrips; ++s) {
-      load_scales(args.at, header, strips[s], g, scales);
-      if (has_zeros) load_zeros(args.at, header, strips[s], g, 0.0f, zeros);
+      const f32v scale = scale_vector(args.at, header, strips[s], g, 0);
+      const f32v zeros = has_zeros ? zero_vector(args.at, header, strips[s], g, 0, 0.0f) : zero();
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         f32v value = acc[0][r][s];
         if constexpr (kSums == 2) value = value + acc[1][r][s];
-        if (has_zeros)
-          value = fnma(set1(args.sums[(row + r) * args.at.groups + g]), load(zeros), value);
-        float* to = c + r * kFewColumns + s * kStrip;
-        store(to, fma(load(scales), value, load(to)));
+        if (has_zeros) value = fnma(set1(args.sums[(row + r) * args.at.groups + g]), zeros, value);
+        if constexpr (kKept) {
+          total[r][s] = fma(scale, value, total[r][s]);
+        } else {
+          float* to = c + r * kFewColumns + s * kStrip;
+          store(to, fma(scale, value, load(to)));
+        }
       }
     }
   }
+  if constexpr (kKept)
+    for (int r = 0; r < kRows; ++r)
+      for (int s = 0; s < kStrips; ++s) store(c + r * kFewColumns + s * kStrip, total[r][s]);
 }
 
 }  // namespace

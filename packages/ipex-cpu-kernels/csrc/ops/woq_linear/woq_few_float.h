@@ -33,7 +33,6 @@ void few_float(const WoqLinearArgs& args, const char* const* strips, int64_t row
   const Table16 table(nibble_values(header));
   const float* x = static_cast<const float*>(args.operand) + row * args.operand_stride;
   const bool offset = header.zero_kind != kZeroNone || kImpliedZero<kFormat> != 0.0f;
-  alignas(64) float scales[kStrip] = {}, zeros[kStrip] = {};
   for (int r = 0; r < kRows; ++r)
     for (int64_t i = 0; i < kStrips * kStrip; i += kLanes) store(c + r * kFewColumns + i, zero());
   const char* weights[kStrips];
@@ -68,16 +67,16 @@ void few_float(const WoqLinearArgs& args, const char* const* strips, int64_t row
       }
     }
     for (int s = 0; s < kStrips; ++s) {
-      load_scales(args.at, header, strips[s], g, scales);
-      if (offset) load_zeros(args.at, header, strips[s], g, kImpliedZero<kFormat>, zeros);
-      for (int r = 0; r < kRows; ++r) {
-        const f32v sum = set1(args.sums[(row + r) * args.at.groups + g]);
 #pragma GCC unroll 4
-        for (int v = 0; v < kStripVectors; ++v) {
+      for (int v = 0; v < kStripVectors; ++v) {
+        const f32v scale = scale_vector(args.at, header, strips[s], g, v);
+        const f32v zeros = zero_vector(args.at, header, strips[s], g, v, kImpliedZero<kFormat>);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
           f32v value = acc[r][s * kStripVectors + v];
-          if (offset) value = fnma(sum, load(zeros + v * kLanes), value);
+          if (offset) value = fnma(set1(args.sums[(row + r) * args.at.groups + g]), zeros, value);
           float* to = c + r * kFewColumns + s * kStrip + v * kLanes;
-          store(to, fma(load(scales + v * kLanes), value, load(to)));
+          store(to, fma(scale, value, load(to)));
         }
       }
     }

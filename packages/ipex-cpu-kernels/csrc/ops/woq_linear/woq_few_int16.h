@@ -35,7 +35,6 @@ void few_int16(const WoqLinearArgs& args, const char* const* strips, int64_t row
   const bool has_zeros = header.zero_kind != kZeroNone;
   // int8 codes are read as code + 128; int4 codes without zero points stand for code - 8.
   const int32_t implied = !kNibbles ? 128 : has_zeros ? 0 : 8;
-  alignas(64) float scales[kStrip] = {}, zeros[kStrip] = {};
   for (int r = 0; r < kRows; ++r)
     for (int64_t i = 0; i < kStrips * kStrip; i += kLanes) store(c + r * kFewColumns + i, zero());
   const char* weights[kStrips];
@@ -75,19 +74,19 @@ void few_int16(const WoqLinearArgs& args, const char* const* strips, int64_t row
       }
     }
     for (int s = 0; s < kStrips; ++s) {
-      load_scales(args.at, header, strips[s], group, scales);
-      if (has_zeros) load_zeros(args.at, header, strips[s], group, 0.0f, zeros);
-      for (int r = 0; r < kRows; ++r) {
-        const int64_t place = (row + r) * args.chunks + chunk;
-        const f32v sum = set1(args.chunk_sums[place]);
-        const i32v taken = iset1(implied * static_cast<int32_t>(args.chunk_sums[place]));
-        const f32v step = set1(args.chunk_scales[place]);
 #pragma GCC unroll 4
-        for (int v = 0; v < kStripVectors; ++v) {
+      for (int v = 0; v < kStripVectors; ++v) {
+        const f32v scale = scale_vector(args.at, header, strips[s], group, v);
+        const f32v zeros = zero_vector(args.at, header, strips[s], group, v, 0.0f);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const int64_t place = (row + r) * args.chunks + chunk;
+          const float sum = args.chunk_sums[place];
+          const i32v taken = iset1(implied * static_cast<int32_t>(sum));
           f32v value = to_float(acc[r][s * kStripVectors + v] - taken);
-          if (has_zeros) value = fnma(sum, load(zeros + v * kLanes), value);
+          if (has_zeros) value = fnma(set1(sum), zeros, value);
           float* to = c + r * kFewColumns + s * kStrip + v * kLanes;
-          store(to, fma(load(scales + v * kLanes) * step, value, load(to)));
+          store(to, fma(scale * set1(args.chunk_scales[place]), value, load(to)));
         }
       }
     }

@@ -20,15 +20,17 @@ void decode_strip(const PackedHeader& header, const WoqLayout& at, const char* s
   constexpr int kBlockK = kNibbles ? 8 : 4;
   constexpr int kHalf = kBlockK / 2;
   const Table16 table(nibble_values(header));
-  alignas(64) float scales[kStrip] = {}, zeros[kStrip] = {};
+  f32v scales[kStripVectors] = {}, zeros[kStripVectors] = {};
   int64_t group_end = begin;
   const bool offset = header.zero_kind != kZeroNone || kImpliedZero<kFormat> != 0.0f;
   const bool vnni = header.order == kOrderVnni;
   for (int64_t k = begin; k < end; k += kBlockK) {
     if (k >= group_end) {
       const int64_t group = k / header.group;
-      load_scales(at, header, strip, group, scales);
-      if (offset) load_zeros(at, header, strip, group, kImpliedZero<kFormat>, zeros);
+      for (int v = 0; v < kStripVectors; ++v) {
+        scales[v] = scale_vector(at, header, strip, group, v);
+        zeros[v] = zero_vector(at, header, strip, group, v, kImpliedZero<kFormat>);
+      }
       group_end = (group + 1) * header.group;
     }
     const char* block = strip + at.weights + k / kBlockK * kBlockBytes;
@@ -37,16 +39,15 @@ void decode_strip(const PackedHeader& header, const WoqLayout& at, const char* s
     for (int v = 0; v < kStripVectors; ++v) {
       i32v word = load_words(block + v * kLanes * 4);
       if (vnni) word = from_vnni(word, header.format);
-      const f32v scale = load(scales + v * kLanes);
+      const f32v scale = scales[v];
       // Elements 0 .. half - 1 are the even k, the others the odd ones.
 #pragma GCC unroll 4
       for (int j = 0; j < kHalf; ++j) {
         f32v even = element<kFormat>(word, j, table);
         f32v odd = element<kFormat>(word, j + kHalf, table);
         if (offset) {
-          const f32v zero_point = load(zeros + v * kLanes);
-          even = even - zero_point;
-          odd = odd - zero_point;
+          even = even - zeros[v];
+          odd = odd - zeros[v];
         }
         even = even * scale;
         odd = odd * scale;
