@@ -14,6 +14,7 @@ import ipex_core.config
 import ipex_core.doctor
 import ipex_core.errors
 import ipex_core.testing
+import ipex_core.woq
 
 __all__ = ["pages"]
 
@@ -74,6 +75,7 @@ def author_page() -> str:
         ("Specifications", ipex_core._spec),
         ("Tests: `ipex_core.testing`", ipex_core.testing),
         ("Measurements: `ipex_core.benchmark`", ipex_core.benchmark),
+        ("Quantised weights: `ipex_core.woq`", ipex_core.woq),
     ):
         lines += section(title, members(module))
     return "\n".join(lines)

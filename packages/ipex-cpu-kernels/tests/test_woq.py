@@ -264,3 +264,31 @@ def test_any_shape(format, n, k, m, group, symmetric, act_order, dtype):
     want = spec.reference(x.double(), packed, n).to(dtype)
     rtol, atol = spec.tolerance[dtype]
     torch.testing.assert_close(ops.woq_linear(x, packed, n), want, rtol=rtol, atol=atol)
+
+
+def test_float_weight_there_and_back():
+    from ipex_core import woq
+
+    weight = torch.randn(48, 100)
+    for format in FORMATS:
+        packed = woq.pack_weight(weight, format, 32)
+        assert woq.describe(packed).format == format
+        qweight, scales, zeros, g_idx = woq.unpack(packed)
+        want, want_scales, _ = woq.quantize(weight, format, 32)
+        assert torch.equal(bits(qweight), bits(want))
+        assert torch.equal(scales, want_scales)
+        assert zeros is None
+        assert g_idx is None
+    with pytest.raises(OpArgumentError, match="packed must be packed by pack_woq_weight"):
+        woq.describe(torch.zeros(64, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_quantisation_error_is_half_a_step(format, symmetric):
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    parts = _woq.quantize(weight, format, 32, symmetric)
+    packed = ops.pack_woq_weight(*parts, format, 64, 32)
+    back = ops.dequantize_woq_weight(packed, 16, 64, torch.float32)
+    step = parts[1].repeat_interleave(32, dim=1)
+    assert ((back - weight).abs() <= 0.51 * step).all()

@@ -32,7 +32,7 @@ def _unpack(
     """Return what a packed quantised weight was made of, bit for bit.
 
     The arguments repeat how it was packed, so that the shapes of the results are known without reading it;
-    `ipex_core.nn.functional.unpack_woq_weight` reads them from the tensor.
+    `ipex_core.woq.unpack` reads them from the tensor.
 
     Args:
         packed: Result of `pack_woq_weight`.

@@ -240,8 +240,8 @@ def _int8_samples(dtype: torch.dtype) -> Iterator[Sample]:
     x = randn(5, 64, dtype=dtype, seed=4)
     packed = woq_weight(64, 64, "int4", 32, order="vnni")
     bias = randn(64, dtype=torch.float32, seed=5)
-    rest = ("none", None, None, "silu", "int8", "per_batch")
-    yield Sample((x, packed, 20, bias, None, *rest), id="int8-gate")
+    gated = ("none", None, None, "silu", "int8", "per_batch")
+    yield Sample((x, packed, 20, bias, None, *gated), id="int8-gate")
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

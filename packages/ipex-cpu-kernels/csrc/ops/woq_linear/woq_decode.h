@@ -166,6 +166,13 @@ IPEX_INLINE f32v scale_vector(const WoqLayout& at, const PackedHeader& header, c
   return e8m0(load_bytes(base + i));
 }
 
+// The scales of all 16 columns.
+inline void load_scales(const WoqLayout& at, const PackedHeader& header, const char* strip,
+                        int64_t group, float* to) {
+  for (int v = 0; v < kStripVectors; ++v)
+    store(to + v * kLanes, scale_vector(at, header, strip, group, v));
+}
+
 // Zero points of the columns of vector v of a strip; `implied` where there are none.
 IPEX_INLINE f32v zero_vector(const WoqLayout& at, const PackedHeader& header, const char* strip,
                              int64_t group, int v, float implied) {
