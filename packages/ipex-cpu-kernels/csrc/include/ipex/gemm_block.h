@@ -44,7 +44,8 @@ struct GemmBlock {
 // - K is cut so that 32 rows of x, a panel of W and C fit L1: the panel stays there while the rows
 //   stream from L2. C lies in L2 between the pieces of K. Up to kTileDepthOnce there is one piece.
 // - What is needed next (the following panel, the following piece of x) is fetched into L2.
-// - While tiles multiply, the vector units finish the block before.
+// - The vector units finish a block while tiles multiply the next one. In one go: a few rows per
+//   step cost more than the overlap gains.
 
 // Lines to be fetched into L2, a few at a time: `rows` rows of `lines` lines.
 struct Ahead {
@@ -75,15 +76,11 @@ struct Waiting {
   const GemmBlock<BFloat16>* block = nullptr;
   const Finisher<BFloat16>* finisher = nullptr;
   const float* c = nullptr;
-  int64_t panel = 0, row = 0, rows = 0, per_step = 0;
+  int64_t panel = 0, row = 0, rows = 0;
 
-  void some(int64_t count) {
-    const int64_t n = count < rows ? count : rows;
-    if (n == 0) return;
-    block->finish(*finisher, panel, c, kTileLdc, row, n);
-    c += n * kTileLdc;
-    row += n;
-    rows -= n;
+  void finish() {
+    if (rows > 0) block->finish(*finisher, panel, c, kTileLdc, row, rows);
+    rows = 0;
   }
 };
 
@@ -120,11 +117,10 @@ inline void multiply_tiles(const BFloat16* a, const BFloat16* w, int64_t steps,
     }
     next_w.step();
     next_x.step();
-    waiting.some(waiting.per_step);
   };
   for (int64_t s = 0; s < steps; ++s) step(a + s * kTileStep, w + s * kTileStep);
   if (last) step(a + steps * kTileStep, last);
-  waiting.some(waiting.rows);  // before the stores: it may lie where they go
+  waiting.finish();  // while the last tiles are still multiplied
   _tile_stored(0, c, kC);
   _tile_stored(1, c + 16, kC);
   if constexpr (kTwo) {
@@ -207,13 +203,12 @@ inline void gemm_block_tiles(const GemmBlock<BFloat16>& g, char* scratch) {
         else
           multiply_tiles<false>(x + b * x_size, w, steps, tail, to, d > 0, waiting, next_w, next_x);
         if (finishes) {
-          const int64_t per_step = 32 / ((n + 31) / 32) + 1;
-          waiting = {&g, &finisher, gated ? block_c : to, first, b * 32, rows, per_step};
+          waiting = {&g, &finisher, gated ? block_c : to, first, b * 32, rows};
         }
       }
     }
   }
-  waiting.some(waiting.rows);
+  waiting.finish();
 }
 
 #endif  // IPEX_HAVE_AMX
