@@ -68,7 +68,14 @@ IPEX_INLINE i32v low_nibbles(i32v word) { return word & iset1(0x0f0f0f0f); }
 IPEX_INLINE i32v high_nibbles(i32v word) { return (word >> 4) & iset1(0x0f0f0f0f); }
 
 // Scales of 16 columns for integer weights.
-inline void chunk_scales(const WoqInt8Args& args, const char* strip, int64_t group, float* to) {
+IPEX_INLINE void chunk_scales(const WoqInt8Args& args, const char* strip, int64_t group,
+                              float* to) {
+  if (args.header.scale_type == kScaleBFloat16 && args.header.scale_columns == kStrip &&
+      args.header.format <= kFormatInt4) {  // the usual case
+    const auto* scales = reinterpret_cast<const BFloat16*>(strip + args.at.scales) + group * kStrip;
+    for (int64_t v = 0; v < kStrip; v += kLanes) store(to + v, load(scales + v));
+    return;
+  }
   load_scales(args.at, args.header, strip, group, to);
   const f32v step = set1(integer_step(args.header.format));
   for (int64_t v = 0; v < kStrip; v += kLanes) store(to + v, load(to + v) * step);

@@ -129,17 +129,20 @@ IPEX_INLINE void finish_chunk(const WoqInt8Args& args, const char* const* strips
   const int64_t group = group_of(args, chunk);
   alignas(64) float scales[kStrip];
   alignas(64) int32_t zeros[kStrip];
+  const bool has_zeros = args.header.zero_kind != kZeroNone;
   for (int s = 0; s < kStrips; ++s) {
     chunk_scales(args, strips[s], group, scales);
-    chunk_zeros(args, strips[s], group, implied, zeros);
+    if (has_zeros) chunk_zeros(args, strips[s], group, implied, zeros);
     for (int r = 0; r < kRows; ++r) {
       const int64_t place = (row + r) * args.chunks + chunk;
       const i32v x_sum = iset1(args.sums[place]);
+      const i32v same = iset1(implied * args.sums[place]);  // for all columns
       const f32v x_scale = set1(args.scales[place]);
       const int32_t x_zero = args.zeros[place];
 #pragma GCC unroll 4
       for (int v = 0; v < kStripVectors; ++v) {
-        i32v sum = acc[r][s * kStripVectors + v] - x_sum * load_ints(zeros + v * kLanes);
+        i32v sum = acc[r][s * kStripVectors + v];
+        sum = sum - (has_zeros ? x_sum * load_ints(zeros + v * kLanes) : same);
         if (x_zero)
           sum = sum - iset1(x_zero) * load_ints(stored_sums(args, strips[s], group) + v * kLanes);
         float* to = c + r * kInt8Columns + s * kStrip + v * kLanes;
