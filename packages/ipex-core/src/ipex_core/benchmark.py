@@ -207,12 +207,12 @@ def measure(spec: OpSpec, case: BenchCase, dtype: torch.dtype, *, seconds: float
     """Measure one op at one shape; see `run_bench`."""
     n_bytes = case.bytes(dtype)
     copies = -(-_uncached_bytes() // n_bytes) if case.rotate and n_bytes >= _LEAST_BYTES else 1
-    arguments = [case.make(dtype) for _ in range(copies)]
     assert spec.stock is not None
-    prepare = spec.stock_args or (lambda *args: args)
+    arguments = case.make(dtype)
+    stock_arguments = spec.stock_args(*arguments) if spec.stock_args else arguments
     functions: dict[str, Callable[[], object]] = {
-        "stock": _in_turn(spec.stock, [prepare(*args) for args in arguments]),
-        "ipex": _in_turn(spec.op, arguments),
+        "stock": _in_turn(spec.stock, _copies(stock_arguments, copies)),
+        "ipex": _in_turn(spec.op, _copies(arguments, copies)),
     }
     memory_bound = n_bytes >= _LEAST_BYTES
     compute_bound = case.flops >= _LEAST_FLOPS
@@ -262,6 +262,21 @@ def _in_turn(
         return lambda: function(*only)
     turn = itertools.cycle(arguments)
     return lambda: function(*next(turn))
+
+
+def _copies(arguments: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
+    """Return the arguments ``count`` times, each with large tensors of its own."""
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.nbytes < _LEAST_BYTES // 4:
+            return value
+        if value.dtype != torch.uint8 or value.dim() > 2 or not value.is_contiguous():
+            return value.clone()
+        # Packed weights lie on huge pages, and so do their copies.
+        memory = _huge_pages(value.nbytes).view(torch.uint8)[: value.nbytes]
+        return memory.view(value.shape).copy_(value)
+
+    return [arguments, *(tuple(map(copy, arguments)) for _ in range(count - 1))]
 
 
 def _uncached_bytes() -> int:
