@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 import ipex_core  # noqa: F401
 from ipex_core._spec import specs
+from ipex_core._woq import quantize
 from ipex_core.errors import OpArgumentError
-from ipex_core.nn.moe import gated_mlp_moe, pack_experts
+from ipex_core.nn.moe import gated_mlp_moe, pack_experts, pack_woq_experts
 
 ops = torch.ops.ipex
 E, H, INNER = 4, 40, 24
@@ -245,6 +246,58 @@ def test_custom_routing_and_shared_expert(level):
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("format", "group", "symmetric", "blocks"),
+    [
+        ("int8", -1, True, False),
+        ("int4", 32, False, False),
+        ("nf4", 64, True, False),
+        ("fp4", 32, True, False),
+        ("fp8_e4m3", 128, True, True),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 6, 90])
+def test_quantised_experts(level, format, group, symmetric, blocks, tokens):
+    experts, hidden, inner = 3, 256, 160
+    w13, w2 = _weights(experts, hidden, inner)
+    parts, plain = [], []
+    for weight in (w13, w2):
+        n, k = weight.shape[1:]
+        codes = [quantize(one, format, group, symmetric) for one in weight]
+        qweight = torch.stack([c[0].view(torch.uint8) for c in codes]).view(codes[0][0].dtype)
+        scales = torch.stack([c[1] for c in codes])
+        zeros = None if symmetric else torch.stack([c[2] for c in codes])
+        if blocks:
+            scales = torch.rand(experts, -(-n // 128), -(-k // 128)) * 1e-3 + 1e-4
+        parts.append((qweight, scales, zeros))
+        packed = [
+            ops.pack_woq_weight(
+                qweight[e], scales[e], zeros[e] if zeros is not None else None, format, k, group
+            )
+            for e in range(experts)
+        ]
+        plain.append(
+            torch.stack([ops.dequantize_woq_weight(p, n, k, torch.float32) for p in packed])
+        )
+    qweights, scales, zeros = zip(*parts, strict=True)
+    packed = pack_woq_experts(
+        qweights, scales, zeros, format=format, in_features=(hidden, inner), group_size=group
+    )
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(tokens, hidden, generator=generator)
+    weights = torch.rand(tokens, 2, generator=generator)
+    ids = torch.randint(-1, experts, (tokens, 2), generator=generator)
+    args = (packed.w13, packed.w2, weights, ids, inner)
+    y = ops.fused_experts(x, *args)
+    want = _plain(x, *plain, weights, ids)
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()) + 1e-6)
+    low = ops.fused_experts(x, *args, lowp_mode="bf16")
+    torch.testing.assert_close(low, want, rtol=2e-2, atol=3e-2 * float(want.abs().max()) + 1e-6)
+    x[0, 0] = float("nan")
+    ids[0, 0] = 0
+    assert ops.fused_experts(x, *args)[0].isnan().all()
+
+
 def test_nan_stays_with_its_token(level):
     x = X.clone()
     x[1, 3] = float("nan")
@@ -346,7 +399,31 @@ def bad_experts():
     yield (*good, *rest, 0, -1), "num_experts must be 0 or more"
 
 
+def bad_quantised():
+    codes = quantize(torch.randn(64, 32), "int8")
+    first = ops.pack_moe_stack([ops.pack_woq_weight(*codes, "int8", 32)] * 2)
+    codes = quantize(torch.randn(32, 32), "int8")
+    second = ops.pack_moe_stack([ops.pack_woq_weight(*codes, "int8", 32)] * 2)
+    vnni = ops.pack_moe_stack([ops.pack_woq_weight(*codes, "int8", 32, order="vnni")] * 2)
+    broken = second.clone()
+    broken[1, 8] = 5  # another format than its size says
+    x, weights, ids = torch.ones(1, 32), torch.ones(1, 1), torch.ones(1, 1).int()
+    text = "w2 must be quantised weights of shape \\[E, 32, 32\\] packed with order dot, got others"
+    yield (x, first, broken, weights, ids, 32), text
+    yield (x, first, vnni, weights, ids, 32), text
+    yield (x, first, ops.pack_moe_weight(torch.ones(2, 32, 32)), weights, ids, 32), text
+    yield (x, first, second, weights, ids, 40), "w13 must be quantised weights of shape"
+    yield (x[:, :31], first, second, weights, ids, 32), "w13 must be quantised weights of shape"
+    tail = ("silu", *[None] * 5, 0, 0, 0, 1.0, 1.0)
+    yield (x, first, second, weights, ids, 32, *tail, "int8"), "lowp_mode must be one of none"
+    dense = (X, P13, P2, TOPK_W, IDS, INNER)
+    yield (*dense, *tail, "bf16"), "lowp_mode must be none for weights that are not quantised"
+
+
 def bad_packing():
+    yield "pack_moe_stack", ([],), "packed must hold at least one tensor"
+    yield "pack_moe_stack", ([P2[0], P2[0][:64]],), "packed must hold packed weights of one size"
+    yield "pack_moe_stack", ([P2],), "packed must hold packed weights of one size"
     yield "pack_moe_weight", (torch.ones(3, 4),), "weight must be 3-D"
     yield "pack_moe_weight", (torch.ones(0, 2, 4),), "not empty"
     yield "pack_moe_weight", (torch.ones(1, 3, 4), True), "must be even if gated, got 3"
@@ -362,6 +439,7 @@ def bad_packing():
 CASES = [
     *(("moe_routing", *case) for case in bad_routing()),
     *(("fused_experts", *case) for case in bad_experts()),
+    *(("fused_experts", *case) for case in bad_quantised()),
     *bad_packing(),
 ]
 

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["PackedExperts", "gated_mlp_moe", "pack_experts"]
+from ipex_core._experts import interleave
+
+__all__ = ["PackedExperts", "gated_mlp_moe", "pack_experts", "pack_woq_experts"]
 
 Tensor = torch.Tensor
 
@@ -74,6 +76,63 @@ def pack_experts(
     )
 
 
+def pack_woq_experts(
+    qweights: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    zeros: tuple[Tensor | None, Tensor | None] = (None, None),
+    *,
+    format: str,
+    in_features: tuple[int, int],
+    group_size: int = -1,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+) -> PackedExperts:
+    """Pack the quantised weights of all experts. Each pair belongs to ``w13`` and ``w2``.
+
+    Args:
+        qweights: Codes ``[E, 2 I, ...]``, gate rows first, and ``[E, H, ...]``, as `pack_woq_weight` takes them.
+        scales: ``[E, N, G]``; for fp8 also one for each block of 128 x 128, ``[E, ceil(N / 128), ceil(K / 128)]``.
+        zeros: ``[E, N, G]`` or None.
+        format: See `pack_woq_weight`. MXFP4 is ``"fp4"`` with groups of 32 and e8m0 scales.
+        in_features: H and I.
+        group_size: Elements of K that share a scale.
+        w13_bias: ``[E, 2 I]`` or None.
+        w2_bias: ``[E, H]`` or None.
+    """
+    packed = []
+    for part in (0, 1):
+        codes, scale, zero = qweights[part], scales[part], zeros[part]
+        rows = codes.shape[1]
+        if part == 0:
+            if scale.shape[1] != rows:  # blocks of 128 rows do not survive the interleaving
+                scale = scale.repeat_interleave(128, dim=1)[:, :rows]
+            codes, scale = _interleave(codes), _interleave(scale)
+            zero = None if zero is None else _interleave(zero)
+        packed.append(
+            torch.ops.ipex.pack_moe_stack(
+                [
+                    torch.ops.ipex.pack_woq_weight(
+                        codes[e],
+                        scale[e],
+                        None if zero is None else zero[e],
+                        format,
+                        in_features[part],
+                        group_size,
+                    )
+                    for e in range(codes.shape[0])
+                ]
+            )
+        )
+    return PackedExperts(packed[0], packed[1], in_features[1], w13_bias, w2_bias)
+
+
+def _interleave(values: Tensor) -> Tensor:
+    """Interleave rows of any dtype; padded rows get zeros."""
+    if values.dtype.itemsize == 1:  # torch cannot move every 8-bit float
+        return interleave(values.contiguous().view(torch.uint8)).view(values.dtype)
+    return interleave(values)
+
+
 def gated_mlp_moe(
     hidden_states: Tensor,
     experts: PackedExperts,
@@ -92,6 +151,7 @@ def gated_mlp_moe(
     shared: PackedExperts | None = None,
     shared_weights: Tensor | None = None,
     experts_start_id: int = 0,
+    lowp_mode: str = "none",
 ) -> Tensor:
     """Route each token and sum the results of its experts.
 
@@ -113,6 +173,7 @@ def gated_mlp_moe(
         shared: One more expert (E = 1) that every token goes to.
         shared_weights: ``[T]``, factors on its result.
         experts_start_id: Id of the first expert in ``experts``; the others are skipped.
+        lowp_mode: Of quantised weights; see `fused_experts`.
 
     Returns:
         A tensor like ``hidden_states``.
@@ -149,5 +210,6 @@ def gated_mlp_moe(
         0 if shared is None else shared.intermediate_size,
         experts_start_id,
         router_logits.shape[-1],
+        lowp_mode=lowp_mode,
     )
     return y.view(hidden_states.shape)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core import _experts
+from ipex_core import _experts, _woq
 from ipex_core._packed import FORMATS, read_header
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
 from ipex_core.ops._common import (
@@ -21,7 +21,13 @@ from ipex_core.ops._common import (
     randn,
     strided,
 )
-from ipex_core.ops.pack_moe_weight import check_expert_header, check_experts
+from ipex_core.ops.pack_moe_weight import (
+    check_expert_header,
+    check_experts,
+    check_quantised_expert,
+    has_data,
+    is_quantised,
+)
 
 Tensor = torch.Tensor
 
@@ -59,6 +65,7 @@ def _fused_experts(
     num_experts: int = 0,
     swiglu_alpha: float = 1.702,
     swiglu_limit: float = 7.0,
+    lowp_mode: str = "none",
 ) -> Tensor:
     """Compute ``y[t] = sum over i of topk_weights[t, i] * expert(topk_ids[t, i])(hidden_states[t])``.
 
@@ -90,6 +97,12 @@ def _fused_experts(
         num_experts: Number of all experts, which ids must be below; 0 if all are here.
         swiglu_alpha: Of ``"swigluoai"``.
         swiglu_limit: Of ``"swigluoai"``.
+        lowp_mode: For quantised weights, what they are multiplied in: ``"none"`` (the dtype of ``hidden_states``),
+            ``"bf16"`` or ``"fp16"``; see `woq_linear`.
+
+    The weights may be quantised, all of them in any formats of `pack_woq_weight` with order ``dot``: each expert's
+    rows, those of ``w13`` interleaved as `pack_moe_weight` says, packed alone and put together by `pack_moe_stack`;
+    `ipex_core.nn.moe.pack_woq_experts` does that.
 
     Returns:
         A contiguous ``[T, H]`` tensor in the dtype of ``hidden_states``; zeros for a token without experts.
@@ -98,7 +111,6 @@ def _fused_experts(
         RuntimeError: A shape or dtype does not fit, or an id is not -1 and not in ``[0, num_experts)``. Nothing has
             been computed then.
     """
-    op = "fused_experts"
     hidden = hidden_states.shape[1]
     x = acc(hidden_states)
     y = x.new_zeros(hidden_states.shape)
@@ -106,12 +118,13 @@ def _fused_experts(
     def expert(
         rows: Tensor, names: tuple[str, str], packed: tuple[Tensor, Tensor], size: int, index: int
     ) -> Tensor:
-        stored = _stored_dtype(packed[0][index], hidden_states.dtype)
-        check_expert_header(op, names[0], packed[0][index], 2 * size, hidden, stored, True)
-        check_expert_header(op, names[1], packed[1][index], hidden, size, stored, False)
-        one = slice(index, index + 1)
-        first = _experts.unpack(packed[0][one], 2 * size, hidden, stored, True)[0]
-        second = _experts.unpack(packed[1][one], hidden, size, stored, False)[0]
+        first, second = (
+            _plain(name, weight, index, n, k, hidden_states.dtype, gated)
+            for name, weight, n, k, gated in (
+                (names[0], packed[0], 2 * size, hidden, True),
+                (names[1], packed[1], hidden, size, False),
+            )
+        )
         biases = (w13_bias, w2_bias) if names[0] == "w13" else (None, None)
         b13, b2 = (None if b is None else b[index].to(x.dtype) for b in biases)
         both = functional.linear(rows, first.to(x.dtype), b13)
@@ -129,6 +142,21 @@ def _fused_experts(
         out = expert(x, names, (shared_w13, shared_w2), shared_intermediate_size, 0)
         y = y + (out if shared_weights is None else out * shared_weights[:, None].to(x.dtype))
     return y.to(hidden_states.dtype)
+
+
+def _plain(
+    name: str, packed: Tensor, index: int, n: int, k: int, dtype: torch.dtype, gated: bool
+) -> Tensor:
+    """Return the weight ``[n, k]`` of an expert."""
+    op = "fused_experts"
+    if is_quantised(packed):
+        layout = check_quantised_expert(op, name, packed, index, n, k, gated)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        weight = _woq.dequantize(packed[index], layout, wide)
+        return _experts.deinterleave(weight[None], n // 2)[0] if gated else weight
+    stored = _stored_dtype(packed[index], dtype)
+    check_expert_header(op, name, packed[index], n, k, stored, gated)
+    return _experts.unpack(packed[index : index + 1], n, k, stored, gated)[0]
 
 
 def _stored_dtype(packed: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -158,6 +186,7 @@ def _check(
     num_experts: int = 0,
     swiglu_alpha: float = 1.702,
     swiglu_limit: float = 7.0,
+    lowp_mode: str = "none",
 ) -> None:
     op = "fused_experts"
     x = hidden_states
@@ -167,9 +196,10 @@ def _check(
     check(intermediate_size > 0, op, "intermediate_size", "be positive", intermediate_size)
     tokens, hidden = x.shape
     check_device(op, "w13", w13, x, "hidden_states")
-    check_experts(op, "w13", w13, 2 * intermediate_size, hidden, x.dtype, True)
+    quantised = has_data(w13) and is_quantised(w13)
+    _check_weights("w13", w13, 2 * intermediate_size, hidden, x.dtype, True, quantised)
     check_device(op, "w2", w2, x, "hidden_states")
-    check_experts(op, "w2", w2, hidden, intermediate_size, x.dtype, False)
+    _check_weights("w2", w2, hidden, intermediate_size, x.dtype, False, quantised)
     experts = w13.shape[0]
     check(
         w2.shape[0] == experts,
@@ -211,13 +241,27 @@ def _check(
             check_dtype(op, name, bias, x, "hidden_states", or_float32=True)
             shape = [experts, size]
             check(list(bias.shape) == shape, op, name, f"have shape {shape}", list(bias.shape))
-    _check_shared(x, shared_w13, shared_w2, shared_weights, shared_intermediate_size)
+    _check_shared(x, shared_w13, shared_w2, shared_weights, shared_intermediate_size, quantised)
     check(
         activation in ACTIVATIONS,
         op,
         "activation",
         f"be one of {', '.join(ACTIVATIONS)}",
         activation,
+    )
+    check(
+        lowp_mode in ("none", "fp16", "bf16"),
+        op,
+        "lowp_mode",
+        "be one of none, fp16, bf16",
+        lowp_mode,
+    )
+    check(
+        quantised or lowp_mode == "none" or not has_data(w13),
+        op,
+        "lowp_mode",
+        "be none for weights that are not quantised",
+        lowp_mode,
     )
     check(num_experts >= 0, op, "num_experts", "be 0 or more", num_experts)
     total = num_experts or experts
@@ -229,7 +273,7 @@ def _check(
         experts_start_id,
     )
     # Only the data tell, so tensors without data (fake tensors during a trace) pass.
-    if type(topk_ids) is torch.Tensor and not topk_ids.is_meta:
+    if has_data(topk_ids):
         wrong = topk_ids[(topk_ids < -1) | (topk_ids >= total)]
         check(
             wrong.numel() == 0,
@@ -240,8 +284,23 @@ def _check(
         )
 
 
+def _check_weights(
+    name: str, packed: Tensor, n: int, k: int, dtype: torch.dtype, gated: bool, quantised: bool
+) -> None:
+    op = "fused_experts"
+    if quantised:
+        check_quantised_expert(op, name, packed, 0, n, k, gated)
+    elif has_data(packed) or packed.dim() != 2:
+        check_experts(op, name, packed, n, k, dtype, gated)
+
+
 def _check_shared(
-    x: Tensor, w13: Tensor | None, w2: Tensor | None, weights: Tensor | None, size: int
+    x: Tensor,
+    w13: Tensor | None,
+    w2: Tensor | None,
+    weights: Tensor | None,
+    size: int,
+    quantised: bool,
 ) -> None:
     op = "fused_experts"
     check(
@@ -257,9 +316,9 @@ def _check_shared(
     tokens, hidden = x.shape
     check(size > 0, op, "shared_intermediate_size", "be positive", size)
     check_device(op, "shared_w13", w13, x, "hidden_states")
-    check_experts(op, "shared_w13", w13, 2 * size, hidden, x.dtype, True)
+    _check_weights("shared_w13", w13, 2 * size, hidden, x.dtype, True, quantised)
     check_device(op, "shared_w2", w2, x, "hidden_states")
-    check_experts(op, "shared_w2", w2, hidden, size, x.dtype, False)
+    _check_weights("shared_w2", w2, hidden, size, x.dtype, False, quantised)
     most = max(w13.shape[0], w2.shape[0])
     check(most == 1, op, "shared_w13", "hold one expert", most)
     if weights is not None:
@@ -290,6 +349,30 @@ def make_case(
     weights = weights / weights.sum(-1, keepdim=True)
     packed = _experts.pack(first, True), _experts.pack(second, False)
     return x, *packed, weights, ids.to(torch.int32), inner
+
+
+def quantised_experts(
+    weight: Tensor, gated: bool, format: str, group: int, scale_dtype: torch.dtype
+) -> Tensor:
+    """Return packed experts quantised from ``[E, N, K]``."""
+    rows = _experts.interleave(weight) if gated else weight
+    packed = []
+    for one in rows:
+        codes, scales, zeros = _woq.quantize(one, format, group, True, scale_dtype)
+        layout = _woq.layout_of(codes, scales, zeros, format, one.shape[1], group, None, "dot")
+        packed.append(_woq.pack(codes, scales, zeros, layout))
+    return torch.stack(packed)
+
+
+def _quantised_case(
+    dtype: torch.dtype, tokens: int, format: str, group: int, scale_dtype: torch.dtype
+) -> tuple[Any, ...]:
+    x, _, _, weights, ids, inner = make_case(dtype, tokens, 4, 2, 66, 40)
+    first = randn(4, 2 * inner, 66, seed=82, scale=66**-0.5)
+    second = randn(4, 66, inner, seed=83, scale=inner**-0.5)
+    packed13 = quantised_experts(first, True, format, group, scale_dtype)
+    packed2 = quantised_experts(second, False, format, group, scale_dtype)
+    return x, packed13, packed2, weights, ids, inner
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -329,6 +412,18 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(
         (x, w13, w2, weights, parts, inner, *["silu", *[None] * 5, 0, 3, 10]), id="expert_parallel"
     )
+    for format, group, scales in (
+        ("int8", -1, torch.float32),
+        ("int4", 32, torch.bfloat16),
+        ("fp4", 32, torch.float8_e8m0fnu),
+        ("nf4", 16, torch.float32),
+    ):
+        for tokens in (3, 150):
+            yield Sample(
+                _quantised_case(dtype, tokens, format, group, scales), id=f"{format}_{tokens}"
+            )
+    few = _quantised_case(dtype, 4, "fp4", 32, torch.float8_e8m0fnu)
+    yield Sample((*few, "swigluoai", b13, b2), id="quantised_bias_swigluoai")
     special = x.clone()
     special[0, 3], special[1, 5], special[2, 0] = float("nan"), float("inf"), -float("inf")
     yield Sample((special, w13, w2, weights, ids, inner), id="special_values")
@@ -371,15 +466,66 @@ def _bench() -> Iterator[BenchCase]:
             ),
             flops=tokens * top_k * 6 * hidden * inner,
         )
+    yield from _quantised_bench()
+
+
+#: format, group, scales, bits of a weight with its share of the scales
+_QUANTISED = (
+    ("int8", -1, torch.float32, 8.0),
+    ("int4", 128, torch.bfloat16, 4.125),
+    ("fp4", 32, torch.float8_e8m0fnu, 4.25),
+)
+
+
+def _quantised_bench_case(
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int, int],
+    format: str,
+    group: int,
+    scales: torch.dtype,
+) -> tuple[Any, ...]:
+    tokens, experts, top_k, hidden, inner = shape
+    x = randn(tokens, hidden, dtype=dtype, seed=81)
+    packed = []
+    for n, k, gated in ((2 * inner, hidden, True), (hidden, inner, False)):
+        one = quantised_experts(
+            randn(1, n, k, seed=82, scale=k**-0.5), gated, format, group, scales
+        )
+        packed.append(torch.ops.ipex.pack_moe_stack([one[0]] * experts))
+    weights, ids = randn(tokens, experts, seed=88).softmax(-1).topk(top_k, dim=-1)
+    return x, *packed, weights, ids.to(torch.int32), inner
+
+
+def _quantised_bench() -> Iterator[BenchCase]:
+    for name, tokens, experts, top_k, hidden, inner in _SHAPES:
+        if tokens not in (1, 512) or name == "deepseek":
+            continue
+        used = min(experts, tokens * top_k)
+        for format, group, scales, bits in _QUANTISED:
+            shape = (tokens, experts, top_k, hidden, inner)
+            yield BenchCase(
+                f"{format}-{name}-{tokens}x{top_k}of{experts}x{hidden}x{inner}",
+                lambda dtype, a=(shape, format, group, scales): _quantised_bench_case(dtype, *a),
+                lambda dtype, w=used * 3 * hidden * inner * bits / 8, a=tokens * hidden: int(
+                    w + 2 * a * dtype.itemsize
+                ),
+                flops=tokens * top_k * 6 * hidden * inner,
+            )
 
 
 def _stock_args(
     x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, inner: int
 ) -> tuple[Any, ...]:
+    """Plain weights in the dtype of x: stock has no other experts."""
     hidden = x.shape[1]
-    plain13 = _experts.unpack(w13, 2 * inner, hidden, x.dtype, True)
-    plain2 = _experts.unpack(w2, hidden, inner, x.dtype, False)
-    return x, plain13, plain2, weights, ids.long()
+    plain = [
+        torch.stack([_plain(name, w, e, n, k, x.dtype, gated).to(x.dtype) for e in range(len(w))])
+        for name, w, n, k, gated in (
+            ("w13", w13, 2 * inner, hidden, True),
+            ("w2", w2, hidden, inner, False),
+        )
+    ]
+    return x, *plain, weights, ids.long()
 
 
 def _stock(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -404,7 +550,7 @@ register(
             " Tensor? w2_bias=None, Tensor? shared_w13=None, Tensor? shared_w2=None,"
             " Tensor? shared_weights=None, int shared_intermediate_size=0,"
             " int experts_start_id=0, int num_experts=0, float swiglu_alpha=1.702,"
-            " float swiglu_limit=7.0) -> Tensor"
+            ' float swiglu_limit=7.0, str lowp_mode="none") -> Tensor'
         ),
         reference=_fused_experts,
         check=_check,

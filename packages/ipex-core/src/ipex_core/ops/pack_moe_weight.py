@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ipex_core import _experts
+from ipex_core import _experts, _woq
 from ipex_core._packed import FORMATS, read_header
 from ipex_core._spec import FLOATS, OpSpec, Sample, check, register
 from ipex_core.ops._common import check_tensor, dtype_name, randn
@@ -38,6 +38,42 @@ def check_experts(
         f" pack_moe_weight (E rows of {size} bytes)",
         f"{dtype_name(packed.dtype)} {list(packed.shape)}",
     )
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Return whether the values can be looked at: not in a trace."""
+    return type(tensor) is torch.Tensor and not tensor.is_meta
+
+
+def is_quantised(packed: Tensor) -> bool:
+    """Return whether a tensor with data holds packed quantised experts."""
+    if packed.dim() != 2 or packed.dtype != torch.uint8 or packed.shape[0] == 0:
+        return False
+    return packed.shape[1] >= 64 and _woq.FORMATS.get(_format_name(packed)) is not None
+
+
+def _format_name(packed: Tensor) -> str:
+    header = read_header(packed[0])
+    names = {number: name for name, number in _woq.FORMATS.items()}
+    return "" if header is None else names.get(header[0], "")
+
+
+def check_quantised_expert(
+    op: str, name: str, packed: Tensor, index: int, out_features: int, in_features: int, gated: bool
+) -> _woq.Layout:
+    """Check expert ``index`` of packed quantised weights and return its layout."""
+    rows = 2 * _experts.padded(out_features // 2) if gated else out_features
+    good = packed.dtype == torch.uint8 and packed.dim() == 2 and packed.is_contiguous()
+    layout = _woq.read_layout(packed[index]) if good and packed.shape[0] > 0 else None
+    check(
+        layout is not None and (layout.n, layout.k, layout.order) == (rows, in_features, "dot"),
+        op,
+        name,
+        f"be quantised weights of shape [E, {out_features}, {in_features}] packed with order dot",
+        "others",
+    )
+    assert layout is not None
+    return layout
 
 
 def check_expert_header(
@@ -162,6 +198,55 @@ def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((packed, *weight.shape[1:], dtype, gated), id=name)
 
 
+def _stack(packed: list[Tensor]) -> Tensor:
+    """Put the packed weights of single experts together, for `fused_experts`.
+
+    Args:
+        packed: E results of `pack_woq_weight` (or of `pack_linear_weight`) of one size.
+
+    Returns:
+        A uint8 tensor ``[E, bytes]`` in memory that is fast to read.
+    """
+    return torch.stack(packed)
+
+
+def _stack_check(packed: list[Tensor]) -> None:
+    op = "pack_moe_stack"
+    check(len(packed) > 0, op, "packed", "hold at least one tensor", len(packed))
+    for one in packed:
+        same = one.dtype == torch.uint8 and one.dim() == 1 and one.shape == packed[0].shape
+        check(
+            same and one.shape[0] > 0,
+            op,
+            "packed",
+            "hold packed weights of one size",
+            f"{dtype_name(one.dtype)} {list(one.shape)}",
+        )
+
+
+def _stack_fake(packed: list[Tensor]) -> Tensor:
+    return packed[0].new_empty(len(packed), packed[0].shape[0])
+
+
+def _stack_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for count, size in ((1, 64), (3, 128), (5, 1 << 15), (2, 100)):
+        parts = [(torch.arange(size) * (i + 3) % 251).to(torch.uint8) for i in range(count)]
+        yield Sample((parts,), id=f"{count}x{size}")
+
+
+register(
+    OpSpec(
+        name="pack_moe_stack",
+        schema="(Tensor[] packed) -> Tensor",
+        reference=_stack,
+        check=_stack_check,
+        fake=_stack_fake,
+        samples=_stack_samples,
+        backward=None,
+        lift=False,
+        summary="Put the packed weights of single experts together for `fused_experts`",
+    )
+)
 register(
     OpSpec(
         name="pack_moe_weight",

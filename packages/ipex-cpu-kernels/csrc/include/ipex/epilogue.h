@@ -63,6 +63,16 @@ class Finisher {
         return each([](f32v v) IPEX_LAMBDA { return gelu_tanh<kFast>(v); });
       case Activation::kSilu:
         return each([](f32v v) IPEX_LAMBDA { return silu<kFast>(v); });
+      case Activation::kSwigluOai: {
+        const f32v slope = set1(epilogue_->swiglu_alpha), limit = set1(epilogue_->swiglu_limit);
+        return run(c, ldc, rows, row, y, y_stride, [&](const float* at, int64_t i) IPEX_LAMBDA {
+          // The value last: min and max keep the NaN of their second operand.
+          const f32v g = min(limit, sum(at, i));
+          const f32v u = min(limit, sum(at, kGateColumns + i));
+          const f32v s = kFast ? sigmoid_fast(g * slope) : sigmoid(g * slope);
+          return (max(-limit, u) + set1(1.0f)) * (g * s);
+        });
+      }
     }
   }
 

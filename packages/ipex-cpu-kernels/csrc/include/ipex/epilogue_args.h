@@ -13,7 +13,9 @@
 
 namespace ipex {
 
-enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+// kSwigluOai only if gated, with swiglu_alpha and swiglu_limit:
+// (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g), g = min(gate, limit)
+enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSwigluOai };
 
 struct Epilogue {
   const void* bias;  // one per column of C (gated: gate and up alternate in blocks of 32 as in C)
@@ -25,6 +27,7 @@ struct Epilogue {
   bool gated;
   Activation activation;  // if gated that of the gate
   float alpha = 1.0f;
+  float swiglu_alpha = 0.0f, swiglu_limit = 0.0f;  // of kSwigluOai
 };
 
 }  // namespace ipex

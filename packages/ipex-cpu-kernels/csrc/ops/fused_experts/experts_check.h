@@ -5,6 +5,7 @@
 
 #include "ipex/dispatch.h"
 #include "linear/packed_check.h"
+#include "woq_linear/woq_format.h"
 
 namespace ipex {
 
@@ -33,6 +34,51 @@ inline void check_expert_header(const char* op, const char* name, const void* ex
                  header->k == k,
              op, ": ", name, " must be ", dtype_name(dtype), " weights of shape [E, ", n, ", ", k,
              "] packed by pack_moe_weight, got a tensor with another header");
+}
+
+// The header of the first expert if the tensor holds quantised weights, else null.
+inline const PackedHeader* quantised_header(const Tensor& packed) {
+  if (!packed.is_cpu() || packed.scalar_type() != ScalarType::Byte || packed.dim() != 2 ||
+      !packed.is_contiguous() || packed.size(0) == 0 ||
+      packed.size(1) < static_cast<int64_t>(sizeof(PackedHeader)))
+    return nullptr;
+  const auto* header = static_cast<const PackedHeader*>(packed.const_data_ptr());
+  const bool quantised = header->magic == kPackedMagic && header->version == kPackedVersion &&
+                         header->format >= kFormatInt8 && header->format <= kFormatFp8E5M2;
+  return quantised ? header : nullptr;
+}
+
+// Whether an expert of `bytes` bytes holds a quantised [n, k] weight for float activations.
+inline bool is_quantised_expert(const void* expert, int64_t bytes, int64_t n, int64_t k) {
+  const auto* header = static_cast<const PackedHeader*>(expert);
+  const bool sensible =
+      header->magic == kPackedMagic && header->version == kPackedVersion &&
+      header->panel == kPackedPanel && header->format >= kFormatInt8 &&
+      header->format <= kFormatFp8E5M2 && header->n == n && header->k == k && header->group > 0 &&
+      header->group <= k && (header->group == k || header->group % 8 == 0) &&
+      header->scale_type <= kScaleE8M0 && header->zero_kind <= kZeroFloat &&
+      header->order == kOrderDot && (header->scale_columns == 16 || header->scale_columns == 1);
+  if (!sensible) return false;
+  const WoqLayout at = woq_layout(*header);
+  if (at.bytes != bytes) return false;
+  const auto* places =
+      reinterpret_cast<const int32_t*>(static_cast<const char*>(expert) + at.permutation);
+  bool inside = true;  // activations are gathered through it
+  if (at.permutation)
+    for (int64_t i = 0; i < k; ++i) inside &= places[i] >= 0 && places[i] < k;
+  return inside;
+}
+
+inline void check_quantised_expert(const char* op, const char* name, const Tensor& packed,
+                                   int64_t e, int64_t n, int64_t k, bool gated) {
+  const bool shape = packed.scalar_type() == ScalarType::Byte && packed.dim() == 2 &&
+                     packed.is_contiguous() && packed.size(0) > 0 &&
+                     packed.size(1) >= static_cast<int64_t>(sizeof(PackedHeader));
+  const bool good = shape && is_quantised_expert(static_cast<const char*>(packed.const_data_ptr()) +
+                                                     e * packed.size(1),
+                                                 packed.size(1), expert_rows(n, gated), k);
+  IPEX_CHECK(good, op, ": ", name, " must be quantised weights of shape [E, ", n, ", ", k,
+             "] packed with order dot, got others");
 }
 
 }  // namespace ipex

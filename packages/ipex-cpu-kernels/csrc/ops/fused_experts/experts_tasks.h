@@ -27,17 +27,18 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Tasks of the first product: blocks of rows by chunks of panel pairs, expert after expert.
 class UpTasks {
  public:
-  UpTasks(const std::vector<ExpertJob>& jobs, int64_t pair_bytes) : jobs_(jobs) {
+  UpTasks(const std::vector<ExpertJob>& jobs, int64_t pair_bytes, int64_t row_block = kRowBlock)
+      : jobs_(jobs), row_block_(row_block) {
     const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
     int64_t units = 0;
-    for (const ExpertJob& job : jobs) units += ceil_div(job.rows, kRowBlock) * pairs(job);
+    for (const ExpertJob& job : jobs) units += ceil_div(job.rows, row_block_) * pairs(job);
     const int64_t even = std::max<int64_t>(1, units / (8 * threads));
     for (const ExpertJob& job : jobs) {
       const int64_t most =
           job.rows <= kFewRows ? std::max<int64_t>(1, kTaskBytes / pair_bytes) : 32;
       chunk_.push_back(std::min({even, most, pairs(job)}));
       first_.push_back(count_);
-      count_ += ceil_div(job.rows, kRowBlock) * chunks(first_.size() - 1);
+      count_ += ceil_div(job.rows, row_block_) * chunks(first_.size() - 1);
       work_ += job.rows * job.middle_stride;
     }
   }
@@ -53,16 +54,17 @@ class UpTasks {
     const auto after = std::upper_bound(first_.begin(), first_.end(), task);
     const auto j = static_cast<size_t>(after - first_.begin()) - 1;
     const int64_t local = task - first_[j], per_block = chunks(j);
-    const int64_t row = local / per_block * kRowBlock, pair = local % per_block * chunk_[j];
-    return {j, row, std::min(kRowBlock, jobs_[j].rows - row), pair,
+    const int64_t row = local / per_block * row_block_, pair = local % per_block * chunk_[j];
+    return {j, row, std::min(row_block_, jobs_[j].rows - row), pair,
             std::min(pairs(jobs_[j]), pair + chunk_[j])};
   }
 
  private:
-  static int64_t pairs(const ExpertJob& job) { return job.middle_stride / kPackedPanel; }
+  static int64_t pairs(const ExpertJob& job) { return ceil_div(job.inner, kPackedPanel); }
   int64_t chunks(size_t j) const { return ceil_div(pairs(jobs_[j]), chunk_[j]); }
 
   const std::vector<ExpertJob>& jobs_;
+  int64_t row_block_;
   std::vector<int64_t> chunk_, first_;
   int64_t count_ = 0, work_ = 0;
 };

@@ -89,6 +89,16 @@ IPEX_INLINE int64_t first_row(const ExpertJob& job, int64_t token) {
 }
 
 template <class T>
+IPEX_INLINE void store_sums(const float* sums, int64_t rows, int64_t columns, T* y,
+                            int64_t y_stride) {
+  for (int64_t r = 0; r < rows; ++r, sums += 2 * kPanel, y += y_stride) {
+    int64_t i = 0;
+    for (; i + kLanes <= columns; i += kLanes) store(y + i, load(sums + i));
+    if (i < columns) store_n(y + i, load(sums + i), columns - i);
+  }
+}
+
+template <class T>
 IPEX_INLINE void down(const ExpertsArgs& args, int64_t token_begin, int64_t token_end,
                       int64_t panel_begin, int64_t panel_end, float* sums) {
   alignas(64) float c[kRowStep<T> * 2 * kPanel];
@@ -123,29 +133,41 @@ IPEX_INLINE void down(const ExpertsArgs& args, int64_t token_begin, int64_t toke
         }
       }
     }
-    for (int64_t t = token_begin; t < token_end; ++t) {
-      const float* sum = sums + (t - token_begin) * ldc;
-      T* y = static_cast<T*>(args.y) + t * args.hidden + column;
-      int64_t i = 0;
-      for (; i + kLanes <= count; i += kLanes) store(y + i, load(sum + i));
-      if (i < count) store_n(y + i, load(sum + i), count - i);
-    }
+    store_sums(sums, token_end - token_begin, count,
+               static_cast<T*>(args.y) + token_begin * args.hidden + column, args.hidden);
   }
 }
 
 }  // namespace
 }  // namespace ipex
 
-#define IPEX_DEFINE_EXPERTS(suffix, T)                                                         \
-  void ipex_k_experts_up_##suffix(const ipex::ExpertsArgs* args, const ipex::ExpertJob* job,   \
-                                  const void* a, int64_t lda, int64_t row, int64_t rows,       \
-                                  int64_t pair_begin, int64_t pair_end) {                      \
-    ipex::up(*args, *job, static_cast<const T*>(a), lda, row, rows, pair_begin, pair_end);     \
-  }                                                                                            \
-  void ipex_k_experts_down_##suffix(const ipex::ExpertsArgs* args, int64_t token_begin,        \
-                                    int64_t token_end, int64_t panel_begin, int64_t panel_end, \
-                                    float* sums) {                                             \
-    ipex::down<T>(*args, token_begin, token_end, panel_begin, panel_end, sums);                \
+void ipex_k_experts_add(const float* c, int64_t rows, int64_t columns, const int32_t* tokens,
+                        int64_t first_token, const float* weights, float* sums) {
+  using namespace ipex;
+  for (int64_t r = 0; r < rows; ++r, c += columns) {
+    const f32v weight = set1(weights ? weights[r] : 1.0f);
+    float* sum = sums + (tokens ? tokens[r] - first_token : r) * 2 * kPanel;
+    for (int64_t i = 0; i < columns; i += kLanes) {
+      const int64_t n = columns - i < kLanes ? columns - i : kLanes;
+      store_n(sum + i, fma(weight, load_n(c + i, n), load_n(sum + i, n)), n);
+    }
+  }
+}
+
+#define IPEX_DEFINE_EXPERTS(suffix, T)                                                          \
+  void ipex_k_experts_up_##suffix(const ipex::ExpertsArgs* args, const ipex::ExpertJob* job,    \
+                                  const void* a, int64_t lda, int64_t row, int64_t rows,        \
+                                  int64_t pair_begin, int64_t pair_end) {                       \
+    ipex::up(*args, *job, static_cast<const T*>(a), lda, row, rows, pair_begin, pair_end);      \
+  }                                                                                             \
+  void ipex_k_experts_down_##suffix(const ipex::ExpertsArgs* args, int64_t token_begin,         \
+                                    int64_t token_end, int64_t panel_begin, int64_t panel_end,  \
+                                    float* sums) {                                              \
+    ipex::down<T>(*args, token_begin, token_end, panel_begin, panel_end, sums);                 \
+  }                                                                                             \
+  void ipex_k_experts_store_##suffix(const float* sums, int64_t rows, int64_t columns, void* y, \
+                                     int64_t y_stride) {                                        \
+    ipex::store_sums(sums, rows, columns, static_cast<T*>(y), y_stride);                        \
   }
 IPEX_DEFINE_EXPERTS(f32, float)
 IPEX_DEFINE_EXPERTS(bf16, ipex::BFloat16)

@@ -34,19 +34,30 @@ struct ExpertsArgs {
 
 }  // namespace ipex
 
+// Adds rows of products, [rows][columns] and contiguous, to the sums of their tokens:
+// sums[tokens[i] - first_token][0..64) += weights[i] * c[i]. Null tokens: row i is token i of the
+// sums; null weights: all 1.
+IPEX_KERNEL_API void ipex_k_experts_add(const float* c, int64_t rows, int64_t columns,
+                                        const int32_t* tokens, int64_t first_token,
+                                        const float* weights, float* sums);
+
 // First product: columns of the panel pairs [pair_begin, pair_end) of job.middle for `rows` rows
 // from `row` on. `a` are their inputs, lda elements apart.
 //
 // Second product: the columns of the panels [panel_begin, panel_end) of y for the tokens
 // [token_begin, token_end), summed over the experts in their order. `sums` has room for 64 floats
 // per token, 64-byte aligned.
+//
+// store: rounds [rows][64] sums to `columns` columns of y.
 #define IPEX_DECLARE_EXPERTS(suffix)                                                              \
   IPEX_KERNEL_API void ipex_k_experts_up_##suffix(                                                \
       const ipex::ExpertsArgs* args, const ipex::ExpertJob* job, const void* a, int64_t lda,      \
       int64_t row, int64_t rows, int64_t pair_begin, int64_t pair_end);                           \
   IPEX_KERNEL_API void ipex_k_experts_down_##suffix(                                              \
       const ipex::ExpertsArgs* args, int64_t token_begin, int64_t token_end, int64_t panel_begin, \
-      int64_t panel_end, float* sums)
+      int64_t panel_end, float* sums);                                                            \
+  IPEX_KERNEL_API void ipex_k_experts_store_##suffix(const float* sums, int64_t rows,             \
+                                                     int64_t columns, void* y, int64_t y_stride)
 IPEX_DECLARE_EXPERTS(f32);
 IPEX_DECLARE_EXPERTS(bf16);
 IPEX_DECLARE_EXPERTS(f16);

@@ -9,6 +9,7 @@
 #include "fused_experts/experts_check.h"
 #include "fused_experts/experts_plan.h"
 #include "fused_experts/experts_tasks.h"
+#include "fused_experts/experts_woq.h"
 #include "ipex/dispatch.h"
 #include "ipex/gemm_schedule.h"
 #include "runtime/scratch.h"
@@ -67,11 +68,22 @@ struct Call {
   const OptionalTensor& shared_weights;
   int64_t shared_inner;
   int64_t start, total;
+  bool quantised;
 
   int64_t tokens() const { return x.size(0); }
   int64_t hidden() const { return x.size(1); }
   int64_t experts() const { return w13.size(0); }
 };
+
+// The first expert of packed weights [E, n, k].
+void check_weights(const Call& c, const char* name, const Tensor& packed, int64_t n, int64_t k,
+                   bool gated) {
+  check_device(name, packed);
+  if (c.quantised)
+    check_quantised_expert(kOp, name, packed, 0, n, k, gated);
+  else
+    check_experts(kOp, name, packed, n, k, c.x.scalar_type(), gated);
+}
 
 void check_routed(const Call& c) {
   check_tensor(kOp, "hidden_states", c.x);
@@ -79,11 +91,8 @@ void check_routed(const Call& c) {
   IPEX_CHECK(c.hidden() > 0, kOp, ": hidden_states must have at least one feature, got ",
              shape_text(c.x));
   IPEX_CHECK(c.inner > 0, kOp, ": intermediate_size must be positive, got ", c.inner);
-  const ScalarType dtype = c.x.scalar_type();
-  check_device("w13", c.w13);
-  check_experts(kOp, "w13", c.w13, 2 * c.inner, c.hidden(), dtype, true);
-  check_device("w2", c.w2);
-  check_experts(kOp, "w2", c.w2, c.hidden(), c.inner, dtype, false);
+  check_weights(c, "w13", c.w13, 2 * c.inner, c.hidden(), true);
+  check_weights(c, "w2", c.w2, c.hidden(), c.inner, false);
   IPEX_CHECK(c.w2.size(0) == c.experts(), kOp,
              ": w2 must have as many experts as w13 = ", c.experts(), ", got ", c.w2.size(0));
   check_device("topk_ids", c.topk_ids);
@@ -113,11 +122,8 @@ void check_shared(const Call& c) {
   }
   IPEX_CHECK(c.shared_inner > 0, kOp, ": shared_intermediate_size must be positive, got ",
              c.shared_inner);
-  const ScalarType dtype = c.x.scalar_type();
-  check_device("shared_w13", *c.shared_w13);
-  check_experts(kOp, "shared_w13", *c.shared_w13, 2 * c.shared_inner, c.hidden(), dtype, true);
-  check_device("shared_w2", *c.shared_w2);
-  check_experts(kOp, "shared_w2", *c.shared_w2, c.hidden(), c.shared_inner, dtype, false);
+  check_weights(c, "shared_w13", *c.shared_w13, 2 * c.shared_inner, c.hidden(), true);
+  check_weights(c, "shared_w2", *c.shared_w2, c.hidden(), c.shared_inner, false);
   IPEX_CHECK(c.shared_w13->size(0) == 1 && c.shared_w2->size(0) == 1, kOp,
              ": shared_w13 must hold one expert, got ",
              std::max(c.shared_w13->size(0), c.shared_w2->size(0)));
@@ -192,13 +198,21 @@ class Jobs {
                         int64_t inner, const char* w13_name, const char* w2_name) {
     const char* first = static_cast<const char*>(w13.const_data_ptr()) + e * w13.size(1);
     const char* second = static_cast<const char*>(w2.const_data_ptr()) + e * w2.size(1);
+    ExpertJob job{};
+    job.inner = inner;
+    if (c.quantised) {
+      check_quantised_expert(kOp, w13_name, w13, e, 2 * inner, c.hidden(), true);
+      check_quantised_expert(kOp, w2_name, w2, e, c.hidden(), inner, false);
+      job.w13 = first;
+      job.w2 = second;
+      job.middle_stride = inner;
+      return job;
+    }
     const ScalarType dtype = c.x.scalar_type();
     check_expert_header(kOp, w13_name, first, 2 * inner, c.hidden(), dtype, true);
     check_expert_header(kOp, w2_name, second, c.hidden(), inner, dtype, false);
-    ExpertJob job{};
     job.w13 = first + sizeof(PackedHeader);
     job.w2 = second + sizeof(PackedHeader);
-    job.inner = inner;
     job.middle_stride = ceil_div(inner, kPackedPanel) * kPackedPanel;
     return job;
   }
@@ -262,10 +276,12 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
                      const OptionalTensor& w2_bias, const OptionalTensor& shared_w13,
                      const OptionalTensor& shared_w2, const OptionalTensor& shared_weights,
                      int64_t shared_intermediate_size, int64_t experts_start_id,
-                     int64_t num_experts, double swiglu_alpha, double swiglu_limit) {
+                     int64_t num_experts, double swiglu_alpha, double swiglu_limit,
+                     std::string lowp_mode) {
   const auto contiguous = [](const OptionalTensor& value) {
     return value ? OptionalTensor(as_contiguous(*value)) : std::nullopt;
   };
+  const bool quantised = quantised_header(w13) != nullptr;
   const Call given{x,
                    w13,
                    w2,
@@ -279,21 +295,24 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
                    shared_weights,
                    shared_intermediate_size,
                    experts_start_id,
-                   num_experts};
+                   num_experts,
+                   quantised};
   check_routed(given);
   check_shared(given);
   ExpertsArgs args{};
   args.activation = parse_activation(activation);
   const Tensor ids = as_contiguous(topk_ids), weights = as_contiguous(topk_weights);
+  const WoqCompute compute = parse_lowp(lowp_mode, x.scalar_type(), quantised);
   const ExpertIds checked = check_ids(given, ids);
 
   Tensor y = new_contiguous_like(x);
   if (y.numel() == 0) return y;
   const OptionalTensor bias13 = contiguous(w13_bias), bias2 = contiguous(w2_bias);
   const OptionalTensor shared = contiguous(shared_weights);
-  const Jobs jobs({x, w13, w2, weights, ids, intermediate_size, bias13, bias2, shared_w13,
-                   shared_w2, shared, shared_intermediate_size, experts_start_id, num_experts},
-                  checked);
+  const Jobs jobs(
+      {x, w13, w2, weights, ids, intermediate_size, bias13, bias2, shared_w13, shared_w2, shared,
+       shared_intermediate_size, experts_start_id, num_experts, quantised},
+      checked);
   args.jobs = jobs.list.data();
   args.job_count = static_cast<int64_t>(jobs.list.size());
   args.y = y.mutable_data_ptr();
@@ -303,6 +322,10 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
   args.w13_bias_is_f32 = bias13 && bias13->scalar_type() == ScalarType::Float;
   args.w2_bias_is_f32 = bias2 && bias2->scalar_type() == ScalarType::Float;
   const Rows rows = as_rows(x);
+  if (quantised) {
+    run_woq(args, jobs.list, rows, x.scalar_type(), compute);
+    return y;
+  }
   up_kernels.visit(x.scalar_type(), [&]<class T>(auto* up) {
     down_kernels.visit(x.scalar_type(), [&]<class U>(auto* down) {
       if constexpr (std::is_same_v<T, U>) run<T>(args, jobs.list, rows, up, down);

@@ -3,6 +3,7 @@
 // one version for all levels.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "fused_experts/experts_check.h"
 #include "ipex/dispatch.h"
@@ -13,6 +14,7 @@ namespace {
 
 const KernelBase pack_op("pack_moe_weight");
 const KernelBase unpack_op("unpack_moe_weight");
+const KernelBase stack_op("pack_moe_stack");
 
 struct Shape {
   int64_t experts, n, k;
@@ -112,10 +114,40 @@ Tensor unpack(const Tensor& packed, int64_t n, int64_t k, ScalarType dtype, bool
   return plain;
 }
 
+Tensor stack(std::vector<Tensor> packed) {
+  const char* op = "pack_moe_stack";
+  IPEX_CHECK(!packed.empty(), op, ": packed must hold at least one tensor, got 0");
+  const auto experts = static_cast<int64_t>(packed.size());
+  const int64_t bytes = packed[0].dim() == 1 ? packed[0].size(0) : 0;
+  std::vector<Tensor> plain;
+  for (const Tensor& one : packed) {
+    const bool same = one.is_cpu() && one.scalar_type() == ScalarType::Byte && one.dim() == 1 &&
+                      bytes > 0 && one.size(0) == bytes;
+    IPEX_CHECK(same, op, ": packed must hold packed weights of one size, got ",
+               dtype_name(one.scalar_type()), " ", shape_text(one));
+    plain.push_back(as_contiguous(one));
+  }
+  Tensor all = arena::allocate(experts * bytes);
+  char* to = static_cast<char*>(all.mutable_data_ptr());
+  // In pieces, so that all threads copy and touch memory.
+  constexpr int64_t kPiece = 1 << 20;
+  const int64_t pieces = (bytes + kPiece - 1) / kPiece;
+  parallel_for(experts * pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t e = t / pieces, at = t % pieces * kPiece;
+      const char* from = static_cast<const char*>(plain[static_cast<size_t>(e)].const_data_ptr());
+      std::memcpy(to + e * bytes + at, from + at,
+                  static_cast<size_t>(std::min(kPiece, bytes - at)));
+    }
+  });
+  return torch::stable::view(all, {experts, bytes});
+}
+
 }  // namespace
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
   m.impl("pack_moe_weight", TORCH_BOX(&ipex::pack));
+  m.impl("pack_moe_stack", TORCH_BOX(&ipex::stack));
   m.impl("unpack_moe_weight", TORCH_BOX(&ipex::unpack));
 }
