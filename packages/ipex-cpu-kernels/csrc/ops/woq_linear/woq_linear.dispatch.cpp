@@ -6,6 +6,7 @@
 #include "woq_linear/woq_few_bf16.h"
 #include "woq_linear/woq_few_float.h"
 #include "woq_linear/woq_few_int16.h"
+#include "woq_linear/woq_few_tiles.h"
 #include "woq_linear/woq_panel.h"
 #include "woq_linear/woq_prepare.h"
 
@@ -21,7 +22,10 @@ WoqOperand operand_kind(uint32_t format, WoqCompute compute) {
 }
 
 // Rows that share the codes of one pass.
-int64_t rows_at_once(WoqOperand kind) { return kind == WoqOperand::kBFloat16 ? 8 : 4; }
+int64_t rows_at_once(const WoqLinearArgs& args, int64_t rows) {
+  if (IPEX_HAVE_AMX && woq_takes_tiles(args, rows)) return 32;
+  return args.kind == WoqOperand::kBFloat16 ? 8 : 4;
+}
 
 // Calls f for kStrips of the four strips at a time.
 template <int kStrips, class F>
@@ -69,6 +73,19 @@ void product_bf16(const WoqLinearArgs& args, const StripList& strips, int64_t ro
 }
 #endif
 
+#if IPEX_HAVE_AMX
+void product_tiles(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
+                   float* c, TileScope& scope) {
+  scope.configure(rows);
+  by_strips<2>(strips, c, [&](const char* const* at, float* to) {
+    if (args.header.format != kFormatInt8)
+      few_tiles<true>(args, at, row, rows, to);
+    else
+      few_tiles<false>(args, at, row, rows, to);
+  });
+}
+#endif
+
 void product(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
              float* c) {
 #if IPEX_HAVE_AVX512_BF16
@@ -80,9 +97,11 @@ void product(const WoqLinearArgs& args, const StripList& strips, int64_t row, in
 
 template <class T>
 void few_rows(const WoqLinearArgs& args, int64_t rows, int64_t panel_begin, int64_t panel_end) {
-  alignas(64) float c[8 * kFewColumns];
+  alignas(64) float c[(IPEX_HAVE_AMX ? 32 : 8) * kFewColumns];
   const int64_t columns = args.epilogue.gated ? kPanel / 2 : kPanel;  // of y, for a panel
-  const int64_t step = rows_at_once(args.kind);
+  const int64_t step = rows_at_once(args, rows);
+  [[maybe_unused]] const bool tiles = IPEX_HAVE_AMX && woq_takes_tiles(args, rows);
+  [[maybe_unused]] TileScope scope;
   for (int64_t p = panel_begin; p < panel_end; p += 2) {
     const bool two = p + 1 < panel_end;
     const int64_t column = p * columns;
@@ -95,7 +114,12 @@ void few_rows(const WoqLinearArgs& args, int64_t rows, int64_t panel_begin, int6
     for (int s = 0; s < 4; ++s) strips.at[s] = first + (two ? s : s % 2) * args.at.strip_bytes;
     for (int64_t r = 0; r < rows; r += step) {
       const int64_t n = rows - r < step ? rows - r : step;
-      product(args, strips, r, n, c);
+#if IPEX_HAVE_AMX
+      if (tiles)
+        product_tiles(args, strips, r, n, c, scope);
+      else
+#endif
+        product(args, strips, r, n, c);
       finisher.rows(c, kFewColumns, n, r, static_cast<T*>(args.y) + r * args.n + column, args.n);
     }
   }

@@ -48,7 +48,14 @@ struct WoqLinearArgs {
 inline constexpr int64_t kWoqChunk = 256;
 
 // Rows up to which weights are decoded as they are read; more rows share decoded panels.
-inline constexpr int64_t kWoqFewRows = 31;
+inline constexpr int64_t kWoqFewRows = 32;
+
+// Whether few rows in bfloat16 can use AMX tiles: groups are whole tiles along K. A single row is
+// faster without.
+inline bool woq_takes_tiles(const WoqLinearArgs& args, int64_t rows) {
+  return args.kind == WoqOperand::kBFloat16 && rows > 1 && args.at.k_padded % 32 == 0 &&
+         (args.at.groups == 1 || args.header.group % 32 == 0);
+}
 
 // Elements of K that are decoded at a time for many rows: two panels of them stay in L2.
 inline constexpr int64_t kWoqDepth = 2048;

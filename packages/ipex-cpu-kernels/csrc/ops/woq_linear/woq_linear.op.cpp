@@ -66,9 +66,11 @@ ScalarType dtype_of(WoqCompute compute) {
 }
 
 // Rows up to which decoding each code for a few rows at a time is faster than decoded panels.
-int64_t few_limit(const WoqLinearArgs& args) {
-  if (args.kind == WoqOperand::kBFloat16) return uses_tiles(ScalarType::BFloat16) ? 4 : kWoqFewRows;
-  return args.kind == WoqOperand::kInt16 ? kWoqFewRows : 16;
+int64_t few_limit(const WoqLinearArgs& args, int64_t rows) {
+  if (args.kind == WoqOperand::kFloat) return 16;
+  if (args.kind == WoqOperand::kBFloat16 && uses_tiles(ScalarType::BFloat16))
+    return woq_takes_tiles(args, rows) ? kWoqFewRows : 4;
+  return kWoqFewRows - 1;
 }
 
 // Rows of x for few_kernels; false if a number is not finite.
@@ -115,8 +117,9 @@ void run(WoqLinearArgs& args, const GemmShape& shape, ScalarType dtype) {
   few_kernels.visit(dtype, [&]<class>(auto* kernel) { few = kernel; });
   many_kernels.visit(dtype, [&]<class>(auto* kernel) { many = kernel; });
   const bool decodable = !(args.header.flags & kFlagSpecial);
-  if (decodable && shape.rows <= few_limit(args) && prepare_few(args, shape.rows, prepare)) {
-    run_gemm(shape, kWoqFewRows + 1, 1 << 20,
+  if (decodable && shape.rows <= few_limit(args, shape.rows) &&
+      prepare_few(args, shape.rows, prepare)) {
+    run_gemm(shape, kWoqFewRows, 1 << 20,
              [&](int64_t, int64_t, int64_t panel_begin, int64_t panel_end) {
                few(&args, shape.rows, panel_begin, panel_end);
              });
