@@ -118,9 +118,15 @@ BAD_DATA = [
     (varlen(seqlen_k=torch.tensor([0, 5, 10])), "seqlen_k must hold non-decreasing .* got 10"),
     (paged(cu_seqlens_q=torch.tensor([0, 5, 10])), "cu_seqlens_q must hold non-decreasing"),
     (paged(cu_seqlens_kv=torch.tensor([3, 2, 20])), "cu_seqlens_kv must hold non-decreasing"),
-    (paged(cu_seqlens_kv=torch.tensor([0, 17, 20])), "capacity of block_tables = 16, got 17"),
-    (paged(block_table=torch.tensor([[0, 3], [2, 0]])), r"blocks in \[0, 3\), got 3"),
-    (paged(block_table=torch.tensor([[0, -1], [2, 0]])), r"blocks in \[0, 3\), got -1"),
+    (paged(cu_seqlens_kv=torch.tensor([0, 17, 20])), "capacity of block_table = 16, got 17"),
+    (
+        paged(block_table=torch.tensor([[0, 3], [2, 0]])),
+        r": block_table must hold numbers of blocks in \[0, 3\), got 3",
+    ),
+    (
+        paged(block_table=torch.tensor([[0, -1], [2, 0]])),
+        r": block_table must hold numbers of blocks in \[0, 3\), got -1",
+    ),
 ]
 
 

@@ -102,9 +102,15 @@ def check_row_scales(op: str, name: str, scales: Tensor | None, cache: Tensor) -
 
 
 def check_block_tables(
-    op: str, lengths_name: str, lengths: Sequence[int], tables: Tensor, block_size: int, blocks: int
+    op: str,
+    lengths_name: str,
+    lengths: Sequence[int],
+    tables: Tensor,
+    block_size: int,
+    blocks: int,
+    name: str = "block_tables",
 ) -> None:
-    """Check lengths and the block numbers in use; unused entries of the table may hold anything.
+    """Check lengths and the block numbers in use; unused entries of the table, ``name``, may hold anything.
 
     Reads data, so references call it and fakes do not.
     """
@@ -114,14 +120,14 @@ def check_block_tables(
             0 <= length <= capacity,
             op,
             lengths_name,
-            f"be between 0 and the capacity of block_tables = {capacity}",
+            f"be between 0 and the capacity of {name} = {capacity}",
             length,
         )
         for block in row[: -(-length // block_size)]:
             check(
                 0 <= block < blocks,
                 op,
-                "block_tables",
+                name,
                 f"hold numbers of blocks in [0, {blocks})",
                 block,
             )

@@ -109,7 +109,7 @@ def _flash_attn_varlen_func(
     keys = check_offsets(OP, "cu_seqlens_kv", cu_seqlens_kv, _MOST_KEYS)
     lengths = [end - begin for begin, end in keys]
     blocks, _, block_size, _ = key_cache.shape
-    check_block_tables(OP, "cu_seqlens_kv", lengths, block_table, block_size, blocks)
+    check_block_tables(OP, "cu_seqlens_kv", lengths, block_table, block_size, blocks, "block_table")
     for b, (begin, end) in enumerate(queries):
 
         def rows(cache: Tensor, scale: float, scales: Tensor | None, b: int = b) -> Tensor:

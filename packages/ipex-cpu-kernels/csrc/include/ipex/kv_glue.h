@@ -96,21 +96,28 @@ inline void check_row_scales(const char* op, const char* name, const OptionalTen
              cache.size(2), "], got ", shape_text(*scales));
 }
 
-// Lengths of sequences and the numbers of their blocks: 0 <= length <= capacity of the table, and
+// The length of sequence s and the numbers of its blocks: 0 <= length <= capacity of the table, and
 // every block number in use exists. Unused entries of the table may hold anything.
+inline void check_block_table(const char* op, const char* lengths_name, int64_t length,
+                              const char* tables_name, const Indices& tables, int64_t s,
+                              int64_t blocks_per_sequence, int64_t block_size, int64_t blocks) {
+  IPEX_CHECK(length >= 0 && length <= blocks_per_sequence * block_size, op, ": ", lengths_name,
+             " must be between 0 and the capacity of ", tables_name, " = ",
+             blocks_per_sequence * block_size, ", got ", length);
+  for (int64_t i = 0; i * block_size < length; ++i) {
+    const int64_t block = tables[s * blocks_per_sequence + i];
+    IPEX_CHECK(block >= 0 && block < blocks, op, ": ", tables_name,
+               " must hold numbers of blocks in [0, ", blocks, "), got ", block);
+  }
+}
+
+// The same for all sequences of an op whose argument is called block_tables.
 inline void check_block_tables(const char* op, const char* lengths_name, const Indices& lengths,
                                const Indices& tables, int64_t sequences,
                                int64_t blocks_per_sequence, int64_t block_size, int64_t blocks) {
   for (int64_t s = 0; s < sequences; ++s) {
-    const int64_t length = lengths[s];
-    IPEX_CHECK(length >= 0 && length <= blocks_per_sequence * block_size, op, ": ", lengths_name,
-               " must be between 0 and the capacity of block_tables = ",
-               blocks_per_sequence * block_size, ", got ", length);
-    for (int64_t i = 0; i * block_size < length; ++i) {
-      const int64_t block = tables[s * blocks_per_sequence + i];
-      IPEX_CHECK(block >= 0 && block < blocks, op,
-                 ": block_tables must hold numbers of blocks in [0, ", blocks, "), got ", block);
-    }
+    check_block_table(op, lengths_name, lengths[s], "block_tables", tables, s, blocks_per_sequence,
+                      block_size, blocks);
   }
 }
 

@@ -70,15 +70,8 @@ void check_blocks(const Indices& from_k, const Indices& table, int64_t sequences
                   const Tensor& key_cache) {
   const int64_t block_size = key_cache.size(2), blocks = key_cache.size(0);
   for (int64_t b = 0; b < sequences; ++b) {
-    const int64_t length = from_k[b + 1] - from_k[b];
-    IPEX_CHECK(length <= columns * block_size, kOp,
-               ": cu_seqlens_kv must be between 0 and the capacity of block_tables = ",
-               columns * block_size, ", got ", length);
-    for (int64_t i = 0; i * block_size < length; ++i) {
-      const int64_t block = table[b * columns + i];
-      IPEX_CHECK(block >= 0 && block < blocks, kOp,
-                 ": block_tables must hold numbers of blocks in [0, ", blocks, "), got ", block);
-    }
+    check_block_table(kOp, "cu_seqlens_kv", from_k[b + 1] - from_k[b], "block_table", table, b,
+                      columns, block_size, blocks);
   }
 }
 
