@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import ipex_core  # noqa: F401
-from ipex_core._packed import deinterleave_gate_up, interleave_gate_up
 from ipex_core._spec import specs
 from ipex_core.errors import OpArgumentError
+from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
 
 ops = torch.ops.ipex
 X = torch.ones(3, 8)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import ipex_core  # noqa: F401
 from ipex_core import _woq
-from ipex_core._packed import interleave_gate_up
 from ipex_core._spec import specs
 from ipex_core.errors import OpArgumentError
 from ipex_core.ops._woq_samples import woq_parts, woq_weight
+from ipex_core.woq import interleave_gate_up
 
 ops = torch.ops.ipex
 FORMATS = list(_woq.FORMATS)

@@ -120,7 +120,13 @@ def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def deinterleave_gate_up(
     weight: torch.Tensor, n: int, dim: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gate and up, ``n`` rows each: the inverse of `interleave_gate_up` along ``dim``."""
+    """Return gate and up, ``n`` rows each: the inverse of `interleave_gate_up` along ``dim``.
+
+    Example:
+        >>> both = interleave_gate_up(torch.zeros(40), torch.ones(40))
+        >>> [part.shape[0] for part in deinterleave_gate_up(both, 40)]
+        [40, 40]
+    """
     at = dim % weight.dim()
     parted = weight.unflatten(at, (-1, 2, PANEL))
     gate, up = (parted.select(at + 1, i).flatten(at, at + 1).narrow(at, 0, n) for i in (0, 1))

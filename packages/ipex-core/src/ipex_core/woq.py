@@ -8,16 +8,27 @@ Example:
     >>> y = torch.ops.ipex.woq_linear(torch.randn(2, 128), packed, 64)
     >>> woq.describe(packed).format
     'int4'
+
+`interleave_gate_up` is for dense weights as well: all ops with an argument ``gate`` take the order that it makes.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ipex_core._packed import deinterleave_gate_up, interleave_gate_up
 from ipex_core._spec import check
 from ipex_core._woq import Layout, quantize, read_layout
 
-__all__ = ["Layout", "describe", "pack_weight", "quantize", "unpack"]
+__all__ = [
+    "Layout",
+    "deinterleave_gate_up",
+    "describe",
+    "interleave_gate_up",
+    "pack_weight",
+    "quantize",
+    "unpack",
+]
 
 Tensor = torch.Tensor
 

@@ -3,7 +3,7 @@
 
 ``y = activation(x W^T + bias) * mul + residual + residual2``, or with a gate
 ``y = gate(g + bias_g) * (u + bias_u) * mul + residual + residual2``, where the rows of the weight (and of the bias)
-alternate between gate and up in blocks of 32: `ipex_core._packed.interleave_gate_up` makes such a weight.
+alternate between gate and up in blocks of 32: `ipex_core.woq.interleave_gate_up` makes such a weight.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def _linear(
     """Compute ``activation(x @ weight.T + bias) * mul + residual + residual2`` with a packed weight.
 
     With a gate, the rows of the weight alternate between those of a gate and those of the other factor, see
-    `interleave_gate_up`, and ``gate(x @ gate.T + bias_g) * (x @ up.T + bias_u)`` takes the place of the activation.
+    `ipex_core.woq.interleave_gate_up`, and ``gate(x @ gate.T + bias_g) * (x @ up.T + bias_u)`` takes the place of the
+    activation.
     Products are accumulated in float32 and the result is rounded once.
 
     Args:

@@ -96,7 +96,7 @@ def _woq_linear(
     Args:
         x: ``[..., K]``, float32, bfloat16 or float16.
         packed_weight: Result of `pack_woq_weight` for a ``[N, K]`` weight, or with a gate ``[2 * N', K]`` with N' = N
-            rounded up to a multiple of 32, see `interleave_gate_up`.
+            rounded up to a multiple of 32, see `ipex_core.woq.interleave_gate_up`.
         out_features: The number of output features, N.
         bias: One number for each row of the weight, in the dtype of ``x`` or float32, or None.
         residual: ``[..., N]`` in the dtype of ``x``, or None.
