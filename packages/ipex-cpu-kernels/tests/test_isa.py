@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ipex_cpu_kernels
+from ipex_core import benchmark
 from ipex_core._plugins import KERNEL_API, provider_for
 from ipex_core.errors import IsaError, KernelApiError
 from ipex_cpu_kernels import _native
@@ -42,6 +43,16 @@ def test_best_level_is_chosen():
 @pytest.mark.parametrize("name", provider_for("cpu").isa_available)
 def test_level_can_be_forced(name):
     assert run(CALL, IPEX_CPU_ISA=name).stdout.strip() == name
+
+
+def test_results_name_the_level_that_is_active_now():
+    before = benchmark.active_level()
+    assert before == provider_for("cpu").level()
+    with ipex_cpu_kernels.isa("default"):
+        assert provider_for("cpu").level() == "default"
+        result = next(benchmark.run_bench(["rms_norm"], seconds=0.01))
+        assert result.level == "default"
+    assert benchmark.active_level() == before
 
 
 def test_unknown_level_raises():

@@ -277,9 +277,9 @@ def _provider(monkeypatch, **changes):
         isa_built=config.ISA_LEVELS,
         ops=(),
         kernels=lambda op: (),
+        **changes,
     )
     monkeypatch.setattr(_plugins, "provider_for", lambda device: info if device == "cpu" else None)
-    monkeypatch.delitem(sys.modules, "ipex_cpu_kernels._native", raising=False)
 
 
 def test_isa_levels_with_kernels(monkeypatch):
@@ -292,6 +292,8 @@ def test_isa_levels_with_kernels(monkeypatch):
     assert ipex._C.isa_has_amx_support() is False
     assert ipex._C._has_cpu() is True
     assert ipex._C._has_xpu() is False
+    _provider(monkeypatch, current_isa=lambda: "avx2")
+    assert ipex._C._get_current_isa_level() == "AVX2"
 
 
 def test_isa_levels_without_kernels(monkeypatch):

@@ -116,7 +116,7 @@ def explain(model: nn.Module) -> Explanation:
     log = log_of(model)
     common: dict[str, Any] = {
         "model": type(model).__name__,
-        "isa": provider.isa if provider is not None else None,
+        "isa": provider.level() if provider is not None else None,
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
     if log is None:

@@ -96,13 +96,14 @@ class ProviderInfo:
         version: Version of the package.
         device: Device type whose dispatch key it implements.
         kernel_api: The contract version it was built for.
-        isa: The active level.
+        isa: The level that was chosen when the package was loaded.
         isa_available: Levels this machine can run, lowest first.
         isa_built: Levels in the package, lowest first.
         ops: Names of the ops it implements.
         kernels: Returns the kernels behind one op; a function, because the active level can be changed by tests.
         stock_when: Conditions, per op, under which the stock op is used because it is faster.
         why_unavailable: Tells why a level cannot be used on this machine; "" if it can or if nothing is known.
+        current_isa: Returns the active level, which tests and benchmarks can change; None if it cannot change.
     """
 
     name: str
@@ -116,6 +117,11 @@ class ProviderInfo:
     kernels: Callable[[str], tuple[KernelInfo, ...]]
     stock_when: Mapping[str, str] = dataclasses.field(default_factory=dict)
     why_unavailable: Callable[[str], str] = lambda level: ""
+    current_isa: Callable[[], str] | None = None
+
+    def level(self) -> str:
+        """Return the active level."""
+        return self.isa if self.current_isa is None else self.current_isa()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

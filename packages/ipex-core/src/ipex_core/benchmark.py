@@ -334,7 +334,7 @@ def active_level() -> str:
     from ipex_core._plugins import provider_for
 
     provider = provider_for("cpu")
-    return provider.isa if provider is not None else "reference"
+    return provider.level() if provider is not None else "reference"
 
 
 def busy(seconds: float = 0.5) -> float | None:

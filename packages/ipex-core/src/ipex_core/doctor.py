@@ -313,7 +313,7 @@ def _isa(provider: _plugins.ProviderInfo | None, cpu: _machine.CpuInfo) -> IsaRe
         request = config.IsaRequest("auto", "", "")
     available = provider.isa_available if provider else ()
     built = provider.isa_built if provider else ()
-    current = provider.isa if provider else None
+    current = provider.level() if provider else None
     wanted = f"{request.kind} {request.level}".strip()
     levels = tuple(dict.fromkeys((*built, *(n for n in config.ISA_LEVELS if n not in built))))
     higher = levels[levels.index(current) + 1 :] if current in levels else levels

@@ -61,6 +61,7 @@ def register(api: int) -> ProviderInfo:
         kernels=_kernels,
         stock_when=STOCK_WHEN,
         why_unavailable=native.why_unavailable,
+        current_isa=native.level,
     )
 
 

@@ -7,8 +7,6 @@ current and highest built level are then ``"DEFAULT"``.
 
 from __future__ import annotations
 
-import sys
-
 from ipex_core import _machine, _plugins, config
 from ipex_core.config import FP32MathMode, get_fp32_math_mode, set_fp32_math_mode
 
@@ -44,11 +42,7 @@ def _get_current_isa_level() -> str:
 
 def _current() -> str:
     provider = _plugins.provider_for("cpu")
-    if provider is None:
-        return "default"
-    # The level may have been changed since the package was loaded (tests, benchmarks).
-    native = sys.modules.get("ipex_cpu_kernels._native")
-    return str(native.load().level()) if native is not None else provider.isa
+    return provider.level() if provider is not None else "default"
 
 
 def _get_highest_cpu_support_isa_level() -> str:
