@@ -14,17 +14,34 @@ import torch
 import ipex_core  # noqa: F401
 from ipex_core import _spec
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register, specs
+from ipex_core.benchmark import select
 from ipex_core.errors import OpArgumentError
 from ipex_core.testing import reference_result, samples
 
 OPS = list(specs())
 
 
-@pytest.mark.parametrize("op", [name for name in OPS if specs()[name].stock is not None])
+# Stock draws random numbers of its own; what the op draws is tested with the kernels.
+DRAWS = {"sample_token"}
+
+
+@pytest.mark.parametrize("op", [spec.name for spec in select(()) if spec.name not in DRAWS])
 def test_reference_means_what_stock_pytorch_does(op):
     """The stock chain of each bench case and the reference agree in float32."""
     spec = specs()[op]
     checked = 0
+    # Codes may round to the other neighbour, where the op allows that.
+    codes = {"rtol": 0.0, "atol": spec.tolerance.get(torch.int8, (0.0, 0.0))[1]}
+
+    def same(ours, theirs):
+        if isinstance(ours, tuple):
+            for mine, other in zip(ours, theirs, strict=True):
+                same(mine, other)
+        elif isinstance(ours, torch.Tensor) and ours.dtype == torch.int8:
+            torch.testing.assert_close(ours.int(), theirs.int(), **codes)
+        elif not isinstance(ours, str):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
     for case in spec.bench():
         args = case.make(torch.float32)
         if max(a.numel() for a in args if isinstance(a, torch.Tensor)) > 2**22:
@@ -33,12 +50,18 @@ def test_reference_means_what_stock_pytorch_does(op):
         if spec.stock_args is not None:
             theirs = spec.stock_args(*theirs)
         got, want = spec.reference(*ours), spec.stock(*theirs)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-        if spec.mutates:
-            for mine, other in zip(ours, theirs, strict=True):
-                if isinstance(mine, str):
-                    continue
-                torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+        if got is None and want is not None:  # written in place here, new tensors there
+            new = iter(want if isinstance(want, tuple) else (want,))
+            names = [argument.name for argument in spec.op.default._schema.arguments]
+            theirs = [
+                next(new, other) if name in spec.mutates and torch.equal(other, before) else other
+                for name, other, before in zip(names, theirs, args, strict=False)
+            ]
+            assert next(new, None) is None, "stock returned more than the op writes"
+        else:
+            same(got, want)
+        if spec.mutates and spec.stock_args is None:
+            same(tuple(ours), tuple(theirs))
         assert case.bytes(torch.float32) > 0
         checked += 1
     assert checked

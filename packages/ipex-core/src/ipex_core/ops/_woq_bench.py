@@ -77,15 +77,20 @@ def _weight(
 
 
 def woq_bench() -> Iterator[BenchCase]:
-    """Yield 4096 x 4096 weights of each format; weights come from memory, as in a model's step."""
-    n = k = 4096
+    """Yield 4096 x 4096 weights of each format, which come from memory, as in a model's step, and a small one."""
     for name, args in _FORMATS.items():
-        size = _weight(32, k, *args).numel() * (n // 32)
         for m in _ROWS.get(name, (1,)):
-            yield BenchCase(
-                f"{name}-{m}x{k}x{n}",
-                lambda dtype, m=m, args=args: (randn(m, k, dtype=dtype), _weight(n, k, *args), n),
-                lambda dtype, m=m, size=size: size + m * (n + k) * dtype.itemsize,
-                flops=2 * m * n * k if m > 1 else 0,
-                rotate=m < 128,
-            )
+            yield _case(name, args, m, 4096)
+    yield _case("int4-asym", _FORMATS["int4-asym"], 4, 512)
+
+
+def _case(name: str, args: tuple[str, int, bool, torch.dtype], m: int, n: int) -> BenchCase:
+    # The packed bytes of 32 rows: strips are independent of each other.
+    size = _weight(32, n, *args).numel() * (n // 32)
+    return BenchCase(
+        f"{name}-{m}x{n}x{n}",
+        lambda dtype: (randn(m, n, dtype=dtype), _weight(n, n, *args), n),
+        lambda dtype: size + m * 2 * n * dtype.itemsize,
+        flops=2 * m * n * n if m > 1 else 0,
+        rotate=n == 4096 and m < 128,
+    )

@@ -85,26 +85,7 @@ def _attention(
     out = query.new_empty(query.shape).transpose(1, 2)
     if out.numel() == 0:
         return out
-    indices = beam_idx.tolist()
-    prompts = indices[positions + 1][0]
-    check(
-        prompts > 0 and sequences % prompts == 0,
-        OP,
-        "beam_idx",
-        f"hold in its last row a number of prompts that divides {sequences}",
-        prompts,
-    )
-    columns = []
-    for s in range(sequences):
-        column, history = s, [s] * queries
-        for p in range(offset - 1, -1, -1):
-            column = indices[p][column]
-            text = f"hold numbers of sequences in [0, {sequences})"
-            check(0 <= column < sequences, OP, "beam_idx", text, column)
-            if p < indices[positions][0]:
-                column -= column % (sequences // prompts)
-            history.append(column)
-        columns.append(torch.tensor(history[::-1], device=query.device))
+    columns = _histories(beam_idx, positions, sequences, offset, queries)
     length = offset + queries
     for rows, cache, factor in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
         cache[offset:length] = quantize(rows.transpose(0, 1), cache.dtype, factor)
@@ -216,6 +197,33 @@ def _fake(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return query.new_empty(query.shape).transpose(1, 2)
 
 
+def _histories(
+    beam_idx: Tensor, positions: int, sequences: int, offset: int, queries: int
+) -> list[Tensor]:
+    """Return for each sequence the column of the row at each position."""
+    indices = beam_idx.tolist()
+    prompts = indices[positions + 1][0]
+    check(
+        prompts > 0 and sequences % prompts == 0,
+        OP,
+        "beam_idx",
+        f"hold in its last row a number of prompts that divides {sequences}",
+        prompts,
+    )
+    columns = []
+    for s in range(sequences):
+        column, history = s, [s] * queries
+        for p in range(offset - 1, -1, -1):
+            column = indices[p][column]
+            text = f"hold numbers of sequences in [0, {sequences})"
+            check(0 <= column < sequences, OP, "beam_idx", text, column)
+            if p < indices[positions][0]:
+                column -= column % (sequences // prompts)
+            history.append(column)
+        columns.append(torch.tensor(history[::-1], device=beam_idx.device))
+    return columns
+
+
 def _arguments(
     dtype: torch.dtype,
     prompts: int,
@@ -300,6 +308,25 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     )
 
 
+def _stock_args(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    beam_idx: Tensor,
+    offset: int,
+) -> tuple[Any, ...]:
+    """Caches whose columns are the histories: stock has reordered them after each step."""
+    columns = _histories(beam_idx, key_cache.shape[0], query.shape[0], offset, 0)
+    steps = torch.arange(offset)
+    caches = [
+        torch.stack([cache[steps, history] for history in columns], dim=1)
+        for cache in (key_cache, value_cache)
+    ]
+    return query, key, value, *caches, beam_idx, offset
+
+
 def _stock(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any
 ) -> Tensor:
@@ -318,11 +345,11 @@ def _stock(
 
 
 def _bench() -> Iterator[BenchCase]:
-    for heads, kv_heads in ((32, 32), (32, 8)):
-        # Four beams share 1024 of 1088 positions.
-        n = 2 * kv_heads * 128 * (1024 + 4 * 64)
+    # Four beams share the prompt.
+    for heads, kv_heads, prompt in ((32, 32, 1024), (32, 8, 1024), (8, 2, 128)):
+        n = 2 * kv_heads * 128 * (prompt + 4 * 64)
         yield BenchCase(
-            f"4beams-1024+64x{heads}({kv_heads})x128",
+            f"4beams-{prompt}+64x{heads}({kv_heads})x128",
             functools.partial(
                 _arguments,
                 prompts=1,
@@ -330,11 +357,11 @@ def _bench() -> Iterator[BenchCase]:
                 heads=heads,
                 kv_heads=kv_heads,
                 size=128,
-                prompt=1024,
-                offset=1088,
+                prompt=prompt,
+                offset=prompt + 64,
             ),
             lambda dtype, n=n: n * dtype.itemsize,
-            rotate=True,
+            rotate=prompt == 1024,
         )
 
 
@@ -351,6 +378,7 @@ register(
         fake=_fake,
         samples=_samples,
         stock=_stock,
+        stock_args=_stock_args,
         backward=None,
         tolerance=TOLERANCE,
         bench=_bench,
