@@ -10,7 +10,7 @@ import torch
 from ipex_core import _woq
 from ipex_core._spec import OpSpec, Sample, check, register
 from ipex_core._woq import Layout
-from ipex_core.ops._common import dtype_name
+from ipex_core.ops._common import check_device, dtype_name
 from ipex_core.ops._woq_samples import woq_parts
 
 __all__ = ["check_group_size", "check_names", "pack_samples"]
@@ -128,6 +128,9 @@ def _pack_check(
         list(qweight.shape),
     )
     n, groups = qweight.shape[0], -(-in_features // group)
+    for name, value in (("scales", scales), ("zeros", zeros), ("g_idx", g_idx)):
+        if value is not None:
+            check_device(op, name, value, qweight, "qweight")
     check(
         _woq.stored_scale_dtype(scales) in _woq.SCALE_DTYPES,
         op,

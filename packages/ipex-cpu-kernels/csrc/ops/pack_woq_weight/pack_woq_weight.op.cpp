@@ -27,6 +27,11 @@ bool has_shape(const Tensor& x, int64_t a, int64_t b) {
   return x.dim() == 2 && x.size(0) == a && x.size(1) == b;
 }
 
+void check_device(const char* name, const Tensor& value) {
+  IPEX_CHECK(value.is_cpu(), kOp, ": ", name,
+             " must be on the device of qweight = cpu, got another");
+}
+
 // Checks all but the names and fills in the rest of the header.
 void check_parts(const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,
                  int64_t group_size, const OptionalTensor& g_idx, PackedHeader* header) {
@@ -40,6 +45,9 @@ void check_parts(const Tensor& qweight, const Tensor& scales, const OptionalTens
              ": qweight must have shape [N, ", columns, "] with N > 0, got ", shape_text(qweight));
   const int64_t n = qweight.size(0), groups = (k + header->group - 1) / header->group;
   header->n = n;
+  check_device("scales", scales);
+  if (zeros) check_device("zeros", *zeros);
+  if (g_idx) check_device("g_idx", *g_idx);
   IPEX_CHECK(woq_scale_type(scales.scalar_type(), &header->scale_type), kOp,
              ": scales must have dtype float32, bfloat16, float16, float8_e8m0fnu or uint8, got ",
              dtype_name(scales.scalar_type()));
