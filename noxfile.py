@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -211,6 +212,67 @@ PRINT_LEVELS = """
 from ipex_core._plugins import provider_for
 print(*provider_for("cpu").isa_available)
 """
+
+
+#: Levels of the sanitised build: one per family of code. The others differ in single instructions.
+ASAN_LEVELS = ("default", "avx2", "avx512_bf16")
+
+
+@nox.session(default=False, reuse_venv=True)
+def asan(session: nox.Session) -> None:
+    """Run the kernel tests with AddressSanitizer; the variable IPEX_TEST_ISA limits build and tests to one level."""
+    prepare(session)
+    libraries = [compiler_library(session, name) for name in ("libasan.so", "libstdc++.so")]
+    if "" in libraries:
+        session.skip("g++ has no shared AddressSanitizer library (Debian: libgcc-12-dev)")
+    only = os.environ.get("IPEX_TEST_ISA", "")
+    levels = ";".join([only] if only else ASAN_LEVELS)
+    session.install(*BUILD_TOOLS, *TEST_TOOLS)
+    del session.env["PIP_BUILD_CONSTRAINT"]  # pip refuses it for builds without isolation
+    again = ("--no-build-isolation", "--no-deps", "--force-reinstall")
+    session.install(*again, str(ROOT / "packages" / "ipex-core"))
+    session.install(
+        *again,
+        "-Cbuild-dir=build/asan",
+        "-Cinstall.strip=false",  # reports name lines
+        "-Ccmake.define.IPEX_ASAN=ON",
+        f"-Ccmake.define.IPEX_ISA_LEVELS={levels}",
+        str(ROOT / "packages" / "ipex-cpu-kernels"),
+        env={"CXX": "g++"},
+    )
+    tests = "packages/ipex-cpu-kernels/tests"
+    session.run(
+        "pytest",
+        tests,
+        # What only asks for exports, text or graphs, and what runs a program of its own.
+        f"--ignore={tests}/test_symbols.py",
+        f"--ignore={tests}/test_vec_math.py",
+        f"--deselect={tests}/test_conformance.py::test_opcheck",
+        f"--deselect={tests}/test_conformance.py::test_compiles_without_graph_break",
+        # A finding ends its process: of a worker, so that the other tests still run, and not into captured output.
+        "--numprocesses=2",
+        "--capture=sys",
+        "-pno:faulthandler",
+        *session.posargs,
+        env={
+            # Loaded late, the sanitizer would not find the C++ run-time functions that it wraps.
+            "LD_PRELOAD": " ".join(libraries),
+            "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+            # Blocks of their own for Python's objects, and for packed weights in place of mapped memory.
+            "PYTHONMALLOC": "malloc",
+            "IPEX_HUGE_PAGES": "0",
+            "OMP_NUM_THREADS": "2",
+        },
+    )
+
+
+def compiler_library(session: nox.Session, name: str) -> str:
+    """Return the path of a shared library that comes with g++, or an empty string."""
+    if shutil.which("g++") is None:
+        return ""
+    found = session.run("g++", f"-print-file-name={name}", external=True, silent=True) or ""
+    path = Path(found.strip())  # the bare name if there is none
+    return str(path.resolve()) if path.is_absolute() else ""
 
 
 @nox.session(default=False, requires=["wheels"])

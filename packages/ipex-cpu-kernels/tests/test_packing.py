@@ -12,11 +12,15 @@ import pytest
 import torch
 
 import ipex_core  # noqa: F401
-from ipex_core import _packed
+from ipex_core import _packed, config
 from ipex_cpu_kernels import _native
 
 ops = torch.ops.ipex
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+needs_arena = pytest.mark.skipif(
+    not config.get("huge_pages"), reason="IPEX_HUGE_PAGES=0: packed weights are ordinary tensors"
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,6 +59,7 @@ def test_copies_are_ordinary_tensors():
         assert torch.equal(ops.linear(x, other, 64), want)
 
 
+@needs_arena
 def test_arena_memory_is_returned():
     native = _native.load()
     gc.collect()
@@ -69,6 +74,7 @@ def test_arena_memory_is_returned():
     assert native.arena_bytes() == before
 
 
+@needs_arena
 def test_small_weights_share_a_mapping():
     native = _native.load()
     first = ops.pack_linear_weight(torch.randn(32, 32))

@@ -21,6 +21,15 @@ class Scratch {
   // throw, so that it can be called inside a parallel loop.
   static char* get(int64_t bytes) noexcept {
     thread_local Scratch block;
+#ifdef __SANITIZE_ADDRESS__
+    // A block of its own and of exactly this size for each call: use of more, or of an old block,
+    // is reported.
+    void* fresh = nullptr;
+    block.memory_.reset();
+    if (posix_memalign(&fresh, 64, static_cast<size_t>(bytes)) != 0) fresh = nullptr;
+    block.memory_.reset(static_cast<char*>(fresh));
+    return block.memory_.get();
+#endif
     if (bytes > block.size_ || block.size_ > kKept) {
       block.memory_.reset();
       const int64_t size = (bytes + 63) / 64 * 64;
