@@ -38,6 +38,8 @@ ISA_TABLE = ROOT / "packages" / "ipex-cpu-kernels" / "cmake" / "IsaLevels.cmake"
 PACKAGES = {
     "ipex-core": (),
     "ipex-cpu-kernels": ("ipex-core",),
+    "ipex-quant": ("ipex-core",),
+    "ipex-llm": ("ipex-core", "ipex-quant"),
     "ipex": ("ipex-core",),
 }
 BUILD_TOOLS = ("build", "hatchling", "scikit-build-core", "cmake", "ninja", "torch", "numpy")

@@ -119,13 +119,19 @@ def _entry_points(monkeypatch):
             lambda group: found if group == _plugins.COMPONENT_GROUP else real(group),
         )
 
+    def forget() -> None:
+        below = tuple(
+            f"{top}.{name}" for top in ("ipex", "intel_extension_for_pytorch") for name in names
+        )
+        for name in [n for n in sys.modules if n.startswith(below)]:
+            del sys.modules[name]
+        for name in names:
+            vars(ipex).pop(name, None)
+
+    names = ("llm", "madeup", "quantization", "runtime")
+    forget()
     yield use
-    for name in [
-        n for n in sys.modules if n.startswith(("ipex.llm", "ipex.madeup", "ipex.runtime"))
-    ]:
-        del sys.modules[name]
-    for name in ("llm", "madeup", "runtime"):
-        vars(ipex).pop(name, None)
+    forget()
 
 
 def test_unknown_name():

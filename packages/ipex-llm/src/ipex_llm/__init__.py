@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLM inference: fused functions and modules, optimisation of Hugging Face models, generation.
+
+Names are imported from the module they live in when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ipex_llm._version import __version__
+
+#: Public name -> module that has it.
+_LAZY: dict[str, str] = {}
+
+#: Modules that are imported when they are named.
+_MODULES: tuple[str, ...] = ()
+
+__all__ = ["__version__", *_LAZY, *_MODULES]  # noqa: PLE0604  (the keys are strings)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+    elif name in _MODULES:
+        return importlib.import_module(f"ipex_llm.{name}")
+    else:
+        raise AttributeError(f"module 'ipex_llm' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

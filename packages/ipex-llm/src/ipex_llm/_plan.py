@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The structure of a decoder, as far as running it needs to know: what `ipex_llm._match` finds in a model.
+
+A plan names modules and not tensors, so it is made before weights are packed and stays valid after. Everything that
+differs between the families of models is a value here; nothing that runs a plan asks for the name of a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import nn
+
+__all__ = [
+    "AttentionPlan",
+    "DecoderPlan",
+    "ExpertsPlan",
+    "LayerPlan",
+    "LinearPlan",
+    "MlpPlan",
+    "NormPlan",
+    "RopePlan",
+]
+
+Tensor = torch.Tensor
+
+#: Activations by the names that the op ``linear`` takes; ``"gelu_quick"``, ``"relu2"`` and others have no fusion.
+Activation = str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NormPlan:
+    """RMS or layer norm over the last dimension; ``y = norm(x) * (weight + offset) + bias``."""
+
+    kind: Literal["rms", "layer"]
+    module: nn.Module
+    eps: float
+    offset: float = 0.0  # 1.0: weights are stored less one (Gemma)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearPlan:
+    """A linear layer: one module, or several that read the same input, whose outputs are put side by side."""
+
+    modules: tuple[nn.Module, ...]
+    transposed: bool = False  # weights are [in, out] (GPT-2's Conv1D)
+    #: Order of the output rows, if it is not the one that the user of the layer expects: an index ``[out_features]``
+    #: such that ``rows[order]`` are in the expected order (fused QKV that interleaves heads).
+    order: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RopePlan:
+    """Rotary embedding; the tables are those of `ipex_core.nn.rope.rope_tables`, or given."""
+
+    kind: str  # "default", "linear", "dynamic", "llama3", "yarn", "longrope"
+    dim: int  # rotated elements of a head
+    base: float
+    scaling: dict[str, object] | None
+    half: bool  # NeoX halves; False: interleaved pairs (GPT-J)
+    max_position_embeddings: int
+    #: Factor on cosines and sines beyond what the kind brings along.
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Attention of queries to cached keys and values."""
+
+    qkv: LinearPlan  # rows: all query heads, all key heads, all value heads
+    output: LinearPlan
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopePlan | None = None
+    query_norm: NormPlan | None = None  # over head_dim, or over all heads if `norm_over` says so
+    key_norm: NormPlan | None = None
+    norm_over: Literal["head", "all"] = "head"
+    norm_after_rope: bool = False
+    alibi_slopes: Tensor | None = None  # float32 [heads]
+    window: int = -1  # keys visible to the left, the own one not counted; -1: all
+    softcap: float = -1.0
+    sinks: Tensor | None = None  # [heads]
+    clip_qkv: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MlpPlan:
+    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate."""
+
+    gate: LinearPlan | None
+    up: LinearPlan
+    down: LinearPlan
+    activation: Activation
+    #: `up` holds both projections in one module: first all rows of the gate, then those of up.
+    fused: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertsPlan:
+    """A routed mixture of gated experts, with an optional shared one."""
+
+    router: nn.Module
+    router_weight: Tensor  # [E, hidden]
+    router_bias: Tensor | None
+    #: Functions that return the stacked weights: gate and up ``[E, 2 I, hidden]`` (gate rows first), down ``[E, hidden, I]``.
+    module: nn.Module
+    gate_up: Tensor | tuple[nn.Module, ...]
+    down: Tensor | tuple[nn.Module, ...]
+    transposed: bool
+    interleaved: bool  # rows of gate_up alternate gate, up (gpt-oss)
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    experts: int
+    top_k: int
+    intermediate_size: int
+    activation: Activation
+    scoring: Literal["softmax", "sigmoid"]
+    renormalize: bool
+    #: The softmax runs over the chosen logits only (Mixtral's and gpt-oss' order give the same numbers as renormalising).
+    groups: int = 0
+    top_groups: int = 0
+    correction_bias: Tensor | None = None
+    routed_scale: float = 1.0
+    scale_input: bool = False  # weights multiply the expert's input and not its output (Llama 4)
+    shared: MlpPlan | None = None
+    shared_gate: nn.Module | None = None  # sigmoid gate of the shared expert (Qwen2-MoE)
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One decoder layer.
+
+    Sequential: ``h += post_attention?(attention(input_norm(h)))``, then ``h += post_mlp?(mlp(mlp_norm(h)))``.
+    Parallel: both read ``h`` as it came in, through one norm or two, and both are added.
+    """
+
+    module: nn.Module
+    attention: AttentionPlan
+    mlp: MlpPlan | ExpertsPlan
+    input_norm: NormPlan | None
+    mlp_norm: NormPlan | None  # parallel and None: the mlp reads what input_norm gives
+    post_attention_norm: NormPlan | None = None  # sandwich, or OLMo 2's norm after the block
+    post_mlp_norm: NormPlan | None = None
+    parallel: bool = False
+    residual_scale: float = 1.0  # factor on what a block adds
+    #: The residual is what the norm gave, not what it read (Bloom's and BERT's option).
+    residual_after_norm: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecoderPlan:
+    """A whole decoder: embedding, layers, last norm, head."""
+
+    decoder: nn.Module  # the module that has the layers
+    embedding: nn.Module  # token embedding, weight [vocab, width]
+    layers: tuple[LayerPlan, ...]
+    final_norm: NormPlan | None
+    head: LinearPlan | None  # None: the decoder alone
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    embedding_scale: float = 1.0
+    embedding_norm: NormPlan | None = None
+    embedding_projection: LinearPlan | None = None  # OPT's project_in
+    output_projection: LinearPlan | None = None  # OPT's project_out
+    position_embedding: nn.Module | None = None
+    position_offset: int = 0  # row of position 0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
