@@ -106,7 +106,8 @@ class ExpertsPlan:
     router: nn.Module
     router_weight: Tensor  # [E, hidden]
     router_bias: Tensor | None
-    #: Functions that return the stacked weights: gate and up ``[E, 2 I, hidden]`` (gate rows first), down ``[E, hidden, I]``.
+    #: The module with the experts; their weights stacked, ``[E, 2 I, hidden]`` (rows of the gate first) and
+    #: ``[E, hidden, I]``, or one module for each expert.
     module: nn.Module
     gate_up: Tensor | tuple[nn.Module, ...]
     down: Tensor | tuple[nn.Module, ...]
@@ -120,7 +121,6 @@ class ExpertsPlan:
     activation: Activation
     scoring: Literal["softmax", "sigmoid"]
     renormalize: bool
-    #: The softmax runs over the chosen logits only (Mixtral's and gpt-oss' order give the same numbers as renormalising).
     groups: int = 0
     top_groups: int = 0
     correction_bias: Tensor | None = None
