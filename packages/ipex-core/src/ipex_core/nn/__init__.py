@@ -6,6 +6,7 @@ They are subclasses of the stock layers and are made by changing the class of an
 
 from __future__ import annotations
 
+from ipex_core.nn._fusable import FusableLinear
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._packed import PackedWeight
 from ipex_core.nn.conv import (
@@ -36,6 +37,7 @@ __all__ = [
     "FoldedBatchNorm1d",
     "FoldedBatchNorm2d",
     "FoldedBatchNorm3d",
+    "FusableLinear",
     "OptimizedConv1d",
     "OptimizedConv2d",
     "OptimizedConv3d",

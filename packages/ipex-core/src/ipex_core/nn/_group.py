@@ -21,7 +21,7 @@ from ipex_core.nn._packed import PackedWeight, captured, pack
 from ipex_core.nn._state import state_of, unpack_weight
 from ipex_core.nn.linear import OptimizedLinear
 
-__all__ = ["LinearGroup", "linears", "may_merge", "merge"]
+__all__ = ["LinearGroup", "in_inference", "linears", "may_merge", "merge"]
 
 Tensor = torch.Tensor
 KEY = "_ipex_group"
@@ -83,12 +83,13 @@ def linears(x: Tensor, *members: nn.Module) -> tuple[Tensor, ...]:
         if torch.compiler.is_compiling():
             if group.wide is not None:
                 return group.run(x)
-        elif _inference(x, members) and (group.fresh(members) or merge(members)):
+        elif in_inference(x, members) and (group.fresh(members) or merge(members)):
             return group.run(x)
     return tuple(member(x) for member in members)
 
 
-def _inference(x: Tensor, members: tuple[nn.Module, ...]) -> bool:
+def in_inference(x: Tensor, members: tuple[nn.Module, ...]) -> bool:
+    """Return whether members may run merged: without gradients, in the dtype of their weights."""
     if x.dim() < 2 or x.numel() == 0:
         return False
     if torch.is_autocast_enabled("cpu") and x.dtype is torch.float32:

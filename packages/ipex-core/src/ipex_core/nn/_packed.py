@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ipex_core._packed import deinterleave_gate_up
+
 __all__ = ["PackedWeight", "captured", "pack", "unpack"]
 
 Tensor = torch.Tensor
@@ -79,6 +81,7 @@ class PackedWeight(torch.Tensor):
     form: str
     start: int
     rows: int | None
+    gated: int | None
     _is_param = True
 
     @staticmethod
@@ -91,8 +94,13 @@ class PackedWeight(torch.Tensor):
         requires_grad: bool = False,
         start: int = 0,
         rows: int | None = None,
+        gated: int | None = None,
     ) -> PackedWeight:
-        """Wrap a packed tensor (see `pack`), or the rows from ``start`` of a packed tensor with ``rows`` rows."""
+        """Wrap a packed tensor (see `pack`), or a part of a packed tensor with ``rows`` rows.
+
+        The part is the rows from ``start`` on, or, with ``gated``, the gate (0) or the other factor (1) of interleaved
+        rows (see `ipex_core.woq.interleave_gate_up`).
+        """
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=torch.device("cpu"), requires_grad=requires_grad
         )
@@ -101,6 +109,7 @@ class PackedWeight(torch.Tensor):
         self.form = form
         self.start = start
         self.rows = rows
+        self.gated = gated
         return self
 
     def plain(self) -> Tensor:
@@ -121,6 +130,8 @@ class PackedWeight(torch.Tensor):
                 return unpack(self.packed, self.form, self.shape, self.dtype)
             wide = torch.Size((self.rows, *self.shape[1:]))
             plain = unpack(self.packed, self.form, wide, self.dtype)
+            if self.gated is not None:
+                return deinterleave_gate_up(plain, self.shape[0])[self.gated].contiguous()
             return plain[self.start : self.start + self.shape[0]].clone()
 
     def usable(self) -> Tensor:
@@ -177,6 +188,7 @@ class PackedWeight(torch.Tensor):
                 first.dtype,
                 start=first.start,
                 rows=first.rows,
+                gated=first.gated,
             )
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if (

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ipex_core._choice import prefer_ipex_attention
 from ipex_core.nn._call import call, stock_only
+from ipex_core.nn._fusable import finish, is_fusable
 from ipex_core.nn._kv_cache import indirect_access_kv_cache_attention
 from ipex_core.nn._leaf import has_hooks, has_kernel
 from ipex_core.nn._lora import (
@@ -72,15 +73,18 @@ def _native(op: str, *tensors: Tensor | None) -> bool:
 
 
 def linear(
-    module: nn.Module, x: Tensor, post: str = "none", residual: Tensor | None = None
+    module: nn.Module,
+    x: Tensor,
+    post: str = "none",
+    residual: Tensor | None = None,
+    mul: Tensor | None = None,
+    residual2: Tensor | None = None,
 ) -> Tensor:
-    """Run a linear layer with an activation or a residual addition."""
-    from ipex_core.nn.linear import OptimizedLinear
-
-    if isinstance(module, OptimizedLinear) and not has_hooks(module):
-        return module.fused(x, post, residual)
-    y = activate(module(x), post)
-    return y if residual is None else y + residual
+    """Run a linear layer with what follows it: ``activation(module(x)) * mul + residual + residual2``."""
+    if is_fusable(module) and not has_hooks(module):
+        y: Tensor = module.fused(x, post, residual, mul, residual2)  # type: ignore[operator]
+        return y
+    return finish(module(x), post, residual, mul, residual2)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

@@ -11,14 +11,15 @@ from torch.nn import functional
 
 from ipex_core.nn import _mkldnn
 from ipex_core.nn._call import call, stock_only
+from ipex_core.nn._fusable import finish
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._packed import PackedWeight, captured, pack
 from ipex_core.nn._state import state_of
-from ipex_core.ops.linear import activate
 
 __all__ = ["OptimizedLinear"]
 
 Tensor = torch.Tensor
+_LINEAR = torch.ops.ipex.linear.default
 
 
 class OptimizedLinear(OptimizedModule, nn.Linear):
@@ -35,85 +36,108 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         """Compute ``input @ weight.T + bias``."""
         return self.fused(input)
 
-    def fused(self, x: Tensor, post: str = "none", residual: Tensor | None = None) -> Tensor:
-        """Compute ``activation(x @ weight.T + bias)`` or ``x @ weight.T + bias + residual``.
+    @property
+    def packed_weight(self) -> Tensor | None:
+        """The packed weight as the op ``linear`` takes it; None where there is no such packing."""
+        return self._packed if self._kernel else None
+
+    def fused(
+        self,
+        x: Tensor,
+        post: str = "none",
+        residual: Tensor | None = None,
+        mul: Tensor | None = None,
+        residual2: Tensor | None = None,
+    ) -> Tensor:
+        """Compute ``activation(x @ weight.T + bias) * mul + residual + residual2``.
 
         Args:
             x: ``[..., in_features]``.
             post: ``"none"``, ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
-            residual: ``[..., out_features]`` or None; not together with an activation.
+            residual: ``[..., out_features]`` or anything that can be added to this, or None.
+            mul: Likewise.
+            residual2: Likewise.
         """
         packed, dtype = self._packed, self._dtype
         if packed is None or captured() or stock_only(x):
-            return self._plain(x, post, residual)
+            return self._plain(x, post, residual, mul, residual2)
         if "weight" not in self._parameters or "bias" not in self._parameters:
-            return self._plain(x, post, residual)  # a hook or a parametrization computes it
-        bias = self._parameters["bias"]
+            # a hook or a parametrization computes it
+            return self._plain(x, post, residual, mul, residual2)
+        bias: Tensor | None = self._parameters["bias"]
         if torch.compiler.is_compiling():
-            x = x.to(dtype)
-            if residual is not None and not self._fits(residual, x):
-                return self._graph(x, packed, bias, post, None) + residual
-            return self._graph(x, packed, bias, post, residual)
+            bias = bias.detach() if bias is not None else None
+            return self._run(x.to(dtype), packed, bias, post, residual, mul, residual2)
         if not isinstance(self._parameters["weight"], PackedWeight):  # the user's
-            return self._plain(x, post, residual)
+            return self._plain(x, post, residual, mul, residual2)
         if dtype is torch.float32 and torch.is_autocast_enabled("cpu"):
-            lowered = self._autocast(x, post, residual)
+            lowered = self._autocast(x, post, residual, mul, residual2)
             if lowered is not None:
                 return lowered
         if x.dtype is not dtype:
             x = x.to(dtype)
         if torch.is_grad_enabled() and self._needs_grad(x):
             y: Tensor = _PackedLinear.apply(x, self._parameters["weight"], bias, self)
-            y = activate(y, post)
-            return y if residual is None else y + residual
-        return self._run(x, packed, bias, post, residual)
+            return finish(y, post, residual, mul, residual2)
+        return self._run(x, packed, bias, post, residual, mul, residual2)
 
     def _run(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, post: str, residual: Tensor | None
+        self,
+        x: Tensor,
+        packed: Tensor,
+        bias: Tensor | None,
+        post: str = "none",
+        residual: Tensor | None = None,
+        mul: Tensor | None = None,
+        residual2: Tensor | None = None,
     ) -> Tensor:
-        if residual is not None and not self._fits(residual, x):
-            return self._run(x, packed, bias, post, None) + residual
+        y: Tensor
+        if not (self._fits(residual, x) and self._fits(mul, x) and self._fits(residual2, x)):
+            return finish(self._run(x, packed, bias, post), "none", residual, mul, residual2)
+        compiling = torch.compiler.is_compiling()
         if self._kernel:
-            y: Tensor = call(
-                torch.ops.ipex.linear.default, x, packed, self.out_features, bias, residual, post
+            arguments = (x, packed, self.out_features, bias, residual, post, mul, residual2)
+            y = torch.ops.ipex.linear(*arguments) if compiling else call(_LINEAR, *arguments)
+            return y
+        if not compiling and (x.dim() < 2 or x.numel() == 0):
+            return self._plain(x, post, residual, mul, residual2)
+        if mul is not None or residual2 is not None or (residual is not None and post != "none"):
+            return finish(self._run(x, packed, bias, post), "none", residual, mul, residual2)
+        if compiling:
+            y = torch.ops.ipex_core.packed_linear(
+                x, packed, bias, self.out_features, post, residual
             )
             return y
-        if x.dim() < 2 or x.numel() == 0:
-            return self._plain(x, post, residual)
         return _mkldnn.linear(x, packed, bias, post, residual)
 
-    def _fits(self, residual: Tensor, x: Tensor) -> bool:
-        """Return whether the op can add this residual."""
-        shape = residual.shape
+    def _fits(self, operand: Tensor | None, x: Tensor) -> bool:
+        """Return whether the op can take what is multiplied or added."""
+        if operand is None:
+            return True
+        shape = operand.shape
         return (
-            residual.dtype is x.dtype
+            operand.dtype is x.dtype
             and len(shape) == x.dim()
             and shape[-1] == self.out_features
             and shape[:-1] == x.shape[:-1]
         )
 
-    def _graph(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, post: str, residual: Tensor | None
+    def _plain(
+        self,
+        x: Tensor,
+        post: str,
+        residual: Tensor | None,
+        mul: Tensor | None,
+        residual2: Tensor | None,
     ) -> Tensor:
-        bias = bias.detach() if bias is not None else None
-        y: Tensor
-        if self._kernel:
-            y = torch.ops.ipex.linear(x, packed, self.out_features, bias, residual, post)
-        else:
-            y = torch.ops.ipex_core.packed_linear(
-                x, packed, bias, self.out_features, post, residual
-            )
-        return y
-
-    def _plain(self, x: Tensor, post: str, residual: Tensor | None) -> Tensor:
         weight: Any = self.weight
         bias: Tensor | None = self.bias
         if isinstance(weight, PackedWeight):
             weight = weight.usable()
         if bias is not None and bias.dtype is not weight.dtype:
             bias = bias.to(weight.dtype)
-        y = activate(functional.linear(self._cast(x, weight), weight, bias), post)
-        return y if residual is None else y + residual
+        y = functional.linear(self._cast(x, weight), weight, bias)
+        return finish(y, post, residual, mul, residual2)
 
     def _needs_grad(self, x: Tensor) -> bool:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
@@ -123,12 +147,19 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
             or (bias is not None and bias.requires_grad)
         )
 
-    def _autocast(self, x: Tensor, post: str, residual: Tensor | None) -> Tensor | None:
+    def _autocast(
+        self,
+        x: Tensor,
+        post: str,
+        residual: Tensor | None,
+        mul: Tensor | None,
+        residual2: Tensor | None,
+    ) -> Tensor | None:
         dtype = torch.get_autocast_dtype("cpu")
         if dtype is torch.float32 or not _mkldnn.supports(dtype):
             return None
         if torch.is_grad_enabled() and self._needs_grad(x):
-            return self._plain(x, post, residual)
+            return self._plain(x, post, residual, mul, residual2)
         lowered = self._lowered
         if lowered is None or lowered[0] is not dtype:
             weight, bias = self._parameters["weight"], self._parameters["bias"]
@@ -136,7 +167,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
             packed = pack(weight.plain().to(dtype), "ipex" if self._kernel else "mkldnn")
             lowered = (dtype, packed, bias.detach().to(dtype) if bias is not None else None)
             self.__dict__["_lowered"] = lowered
-        return self._run(x.to(dtype), lowered[1], lowered[2], post, residual)
+        return self._run(x.to(dtype), lowered[1], lowered[2], post, residual, mul, residual2)
 
     def extra_repr(self) -> str:
         """Add the packing to the line of `torch.nn.Linear`."""
@@ -155,7 +186,7 @@ class _PackedLinear(torch.autograd.Function):
         ctx.module = module
         ctx.save_for_backward(x)
         assert module._packed is not None
-        return module._run(x, module._packed, bias, "none", None)
+        return module._run(x, module._packed, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
