@@ -8,10 +8,10 @@
 #include "decode.h"
 
 #include <cmath>
-#include <type_traits>
+#include <cstring>
 
-#include "ipex/vec_math.h"
 #include "rows.h"
+#include "scores.h"
 
 namespace ipex {
 namespace {
@@ -30,109 +30,6 @@ class Room {
  private:
   char* at_;
 };
-
-struct Row {
-  int64_t sequence, head, query;
-};
-
-// Row r of an item: beams, then heads of the group, then queries.
-IPEX_INLINE Row row_of(const DecodeArgs& args, const DecodeItem& item, int64_t kv_head, int64_t r) {
-  const int64_t group = args.heads / args.kv_heads;
-  return {item.unit * args.beams + r / args.queries / group,
-          kv_head * group + r / args.queries % group, r % args.queries};
-}
-
-// The mask of one query row and the keys [first, first + count), added to the scores.
-template <class T>
-IPEX_INLINE void add_mask(const DecodeArgs& args, const Row& row, int64_t first, int64_t count,
-                          float* s) {
-  const int64_t step = args.mask_key_stride;
-  const int64_t offset = row.sequence * args.mask_strides.sequence +
-                         row.head * args.mask_strides.head + row.query * args.mask_strides.row +
-                         first * step;
-  if (args.mask_kind == DecodeMask::kBool) {
-    const auto* mask = static_cast<const uint8_t*>(args.mask) + offset;
-    for (int64_t j = 0; j < count; ++j)
-      if (!mask[j * step]) s[j] = -INFINITY;
-  } else if (args.mask_kind == DecodeMask::kFloat) {
-    const auto* mask = static_cast<const float*>(args.mask) + offset;
-    for (int64_t j = 0; j < count; ++j) s[j] += mask[j * step];
-  } else {
-    const T* mask = static_cast<const T*>(args.mask) + offset;
-    for (int64_t j = 0; j < count; ++j) s[j] += load_n(mask + j * step, 1)[0];
-  }
-}
-
-IPEX_INLINE bool has_nan(const float* s, int64_t count) {
-  bool found = false;
-  for (int64_t j = 0; j < count; ++j) found |= s[j] != s[j];
-  return found;
-}
-
-// Scores of one row and one block: [low, high) are visible, the others become -infinity. Returns
-// the maximum; NaN if that is all there is.
-template <class T>
-IPEX_INLINE float finish_scores(const DecodeArgs& args, const Row& row, int64_t first, int64_t low,
-                                int64_t high, const float* key_scales, float* s) {
-  for (int64_t j = 0; j < kDecodeBlock; j += kLanes) {
-    f32v v = load(s + j) * (load(key_scales + j) * set1(args.scale));
-    if (args.softcap > 0.0f) v = tanh(v * set1(1.0f / args.softcap)) * set1(args.softcap);
-    store(s + j, v);
-  }
-  if (args.alibi) {
-    const float slope = args.alibi[row.head];
-    const int64_t query =
-        args.lengths[row.sequence] - args.queries + row.query;  // its own position
-    for (int64_t j = low; j < high; ++j) s[j] += slope * static_cast<float>(first + j - query);
-  }
-  for (int64_t j = 0; j < low; ++j) s[j] = -INFINITY;
-  for (int64_t j = high; j < kDecodeBlock; ++j) s[j] = -INFINITY;
-  if (args.mask_kind != DecodeMask::kNone) add_mask<T>(args, row, first + low, high - low, s + low);
-  f32v largest = set1(-INFINITY);
-  for (int64_t j = 0; j < kDecodeBlock; j += kLanes) largest = max(largest, load(s + j));
-  const float block = reduce_max(largest);
-  return block == -INFINITY && has_nan(s + low, high - low) ? NAN : block;
-}
-
-// weights = exp(s - largest) * value scale; returns the sum without the scales.
-template <bool kFast, class W>
-IPEX_INLINE float weigh(const float* s, float largest, const float* value_scales, W* weights) {
-  f32v total = zero();
-  const f32v shift = set1(largest);
-  for (int64_t j = 0; j < kDecodeBlock; j += kLanes) {
-    // Keys that are not visible: exp_fast is exactly 0 there only at -infinity.
-    const f32v e = exp_nonpositive_as<kFast>(load(s + j) - shift);
-    total = total + e;
-    store(weights + j, e * load(value_scales + j));
-  }
-  return reduce_add(total);
-}
-
-IPEX_INLINE void scale_floats(float* row, float factor, int64_t count) {
-  for (int64_t d = 0; d < count; d += kLanes) store(row + d, load(row + d) * set1(factor));
-}
-
-// The output of a row: acc / total, where `sink` joins the denominator. A row that sees no key
-// gives zeros.
-template <class P, class T>
-IPEX_INLINE void finish_row(const DecodeArgs& args, const Row& row, float largest, float total,
-                            const float* acc, T* room) {
-  float factor = 0.0f;
-  if (largest != -INFINITY) {
-    if (args.sinks) {
-      const float sink = args.sinks[row.head];
-      const float top = sink > largest ? sink : largest;
-      const float shrink = std::exp(largest - top);
-      factor = shrink / (total * shrink + std::exp(sink - top));
-    } else {
-      factor = 1.0f / total;
-    }
-  }
-  P::store_row(acc, factor, decode_padded(args.size), room);
-  std::memcpy(static_cast<T*>(args.out) + row.sequence * args.out_strides.sequence +
-                  row.head * args.out_strides.head + row.query * args.out_strides.row,
-              room, sizeof(T) * static_cast<size_t>(args.size));
-}
 
 template <class T, class E>
 class Attend {
@@ -164,8 +61,10 @@ class Attend {
     }
   }
 
-  void run(int64_t index) {
+  // `more`: item index + 1 comes next.
+  void run(int64_t index, bool more) {
     const DecodeItem& item = args_.items[index];
+    following_ = more ? &item + 1 : nullptr;
     start(item);
     for (int64_t first = item.first; first < item.last; first += kDecodeBlock) {
       const int64_t count = item.last - first < kDecodeBlock ? item.last - first : kDecodeBlock;
@@ -287,6 +186,24 @@ class Attend {
     for (int64_t j = count; j < kDecodeBlock; ++j) scales[j] = 0.0f;
   }
 
+  // The keys that come after a block: of the next head, of the next block of the first head, or of
+  // the next item, whose first block would have to wait for memory.
+  IPEX_INLINE void locate_next(const DecodeItem& item, int64_t h, int64_t sequence, int64_t first,
+                               int64_t count, const E* const* keys, const E** ahead) {
+    const bool last_head = h + 1 == args_.item_heads;
+    int64_t head = last_head ? item.head : item.head + h + 1;
+    int64_t then = last_head ? first + kDecodeBlock : first, end = item.last;
+    if (then >= end && following_) {
+      sequence = following_->unit * args_.beams;
+      head = following_->head;
+      then = following_->first;
+      end = following_->last;
+    }
+    const int64_t coming = then >= end ? 0 : end - then < count ? end - then : count;
+    if (coming) locate(args_.kv.key, sequence, head, then, coming, ahead);
+    for (int64_t j = coming; j < decode_round_up(count, kKeyStep); ++j) ahead[j] = keys[0];
+  }
+
   // One block of keys for the `n` query rows of list_ that read them.
   void block(const DecodeItem& item, int64_t h, int64_t sequence, int64_t first, int64_t count,
              int64_t n) {
@@ -298,15 +215,8 @@ class Attend {
     locate(args_.kv.value, sequence, kv_head, first, count, values);
     load_scales(args_.kv.key, sequence, kv_head, first, count, key_scales);
     load_scales(args_.kv.value, sequence, kv_head, first, count, value_scales);
-    // The keys after these: of the next head, or of the next block of the first one.
     const E* ahead[kDecodeBlock];
-    const bool last_head = h + 1 == args_.item_heads;
-    const int64_t then = last_head ? first + kDecodeBlock : first;
-    int64_t coming = item.last - then < count ? item.last - then : count;
-    if (coming <= 0) coming = 0;
-    if (coming)
-      locate(args_.kv.key, sequence, last_head ? item.head : kv_head + 1, then, coming, ahead);
-    for (int64_t j = coming; j < count; ++j) ahead[j] = keys[j];
+    locate_next(item, h, sequence, first, count, keys, ahead);
     if (!whole_) {
       pad(count, key_copy_, keys);
       pad(count, value_copy_, values);
@@ -327,13 +237,13 @@ class Attend {
         acc[i] = acc_ + (base + r) * padded_;
         w[i] = weights_ + i * kDecodeBlock;
       }
-      score_rows<P>(q, rows, keys, count, width_, values, s);
+      score_rows<P>(q, rows, keys, count, width_, begin == 0 ? values : nullptr, s);
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t r = list_[begin + i];
         update(rows_[base + r], base + r, first, count, key_scales, value_scales, s[i],
                weights_ + i * kDecodeBlock);
       }
-      add_rows<P>(acc, rows, w, values, count, width_, ahead);
+      add_rows<P>(acc, rows, w, values, count, width_, begin == 0 ? ahead : nullptr);
     }
   }
 
@@ -384,6 +294,7 @@ class Attend {
   }
 
   const DecodeArgs& args_;
+  const DecodeItem* following_ = nullptr;  // the item after this one
   const int64_t padded_, head_rows_;
   const bool whole_;     // rows of the cache fill vectors
   const int64_t width_;  // elements of a row that are multiplied
@@ -413,7 +324,7 @@ template <class T>
 IPEX_INLINE void run(const DecodeArgs& args, int64_t begin, int64_t end, char* scratch) {
   with_cache_type<T>(args.kv.type, [&]<class E>() {
     Attend<T, E> attend(args, scratch);
-    for (int64_t i = begin; i < end; ++i) attend.run(i);
+    for (int64_t i = begin; i < end; ++i) attend.run(i, i + 1 < end);
   });
 }
 

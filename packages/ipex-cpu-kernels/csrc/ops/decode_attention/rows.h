@@ -52,6 +52,23 @@ IPEX_INLINE __m128 reduce_four(f32v a, f32v b, f32v c, f32v d) {
 #endif
 }
 
+// Tells the core which rows come next, while it computes with others: kCount rows, the cache lines
+// that start in their elements [d, d + kElements). A block is too short for it to find out by
+// itself: without this, keys that come from memory take half as long again, also on AMD's Zen 4,
+// where fetching ahead along one long row does not pay. Into L2: L1 is in use. Spread over the
+// products, a few lines at a time: a burst fills the queue of misses, and the loads of the products
+// wait behind it.
+template <int kCount, int64_t kElements, class E>
+IPEX_INLINE void fetch_rows(const E* const* rows, int64_t d) {
+  constexpr auto kSize = static_cast<int64_t>(sizeof(E));
+  if (kElements * kSize < 64 && d * kSize % 64 != 0) return;
+#pragma GCC unroll 4
+  for (int i = 0; i < kCount; ++i)
+#pragma GCC unroll 8
+    for (int64_t at = 0; at < kElements; at += 64 / kSize)
+      __builtin_prefetch(rows[i] + d + at, 0, 2);
+}
+
 // Products in float, rows converted on the way.
 template <class T, class E>
 struct FloatProducts {
@@ -68,15 +85,16 @@ struct FloatProducts {
     }
   }
 
-  template <int kRows>
+  template <int kRows, bool kFetch>
   static IPEX_INLINE void score(const Query* const* q, const E* const* k, int64_t padded,
-                                float* const* scores) {
+                                const E* const* next, float* const* scores) {
     f32v acc[kRows][4];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) acc[r][j] = zero();
     for (int64_t d = 0; d < padded; d += 2 * kLanes) {
+      if constexpr (kFetch) fetch_rows<kKeyStep, 2 * kLanes>(next, d);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         const f32v2 key = load2(k[j] + d);
@@ -93,9 +111,9 @@ struct FloatProducts {
   }
 
   // Columns [d, d + kPairs * 2 * kLanes).
-  template <int kRows, int kPairs>
+  template <int kRows, int kPairs, bool kFetch>
   static IPEX_INLINE void add_columns(float* const* acc, const Weight* const* w, const E* const* v,
-                                      int64_t begin, int64_t end, int64_t d) {
+                                      int64_t begin, int64_t end, int64_t d, const E* const* next) {
     f32v2 sum[kRows][kPairs];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
@@ -105,6 +123,7 @@ struct FloatProducts {
         sum[r][c] = {load(at), load(at + kLanes)};
       }
     for (int64_t j = begin; j < end; ++j) {
+      if constexpr (kFetch) fetch_rows<1, kPairs * 2 * kLanes>(next + j, d);
       f32v2 value[kPairs];
 #pragma GCC unroll 4
       for (int c = 0; c < kPairs; ++c) value[c] = load2(v[j] + d + c * 2 * kLanes);
@@ -155,15 +174,16 @@ struct PairProducts {
     std::memcpy(to, from, sizeof(BFloat16) * static_cast<size_t>(padded));
   }
 
-  template <int kRows>
+  template <int kRows, bool kFetch>
   static IPEX_INLINE void score(const Query* const* q, const BFloat16* const* k, int64_t padded,
-                                float* const* scores) {
+                                const BFloat16* const* next, float* const* scores) {
     f32v acc[kRows][4];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) acc[r][j] = zero();
     for (int64_t d = 0; d < padded; d += 2 * kLanes) {
+      if constexpr (kFetch) fetch_rows<kKeyStep, 2 * kLanes>(next, d);
       __m512bh query[kRows];
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) query[r] = as_pairs(_mm512_loadu_si512(q[r] + d));
@@ -179,10 +199,10 @@ struct PairProducts {
       _mm_storeu_ps(scores[r], reduce_four(acc[r][0], acc[r][1], acc[r][2], acc[r][3]));
   }
 
-  template <int kRows, int kPairs>
+  template <int kRows, int kPairs, bool kFetch>
   static IPEX_INLINE void add_columns(float* const* acc, const Weight* const* w,
                                       const BFloat16* const* v, int64_t begin, int64_t end,
-                                      int64_t d) {
+                                      int64_t d, const BFloat16* const* next) {
     f32v2 sum[kRows][kPairs];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
@@ -192,6 +212,7 @@ struct PairProducts {
         sum[r][c] = {load(at), load(at + kLanes)};
       }
     for (int64_t j = begin; j < end; j += 2) {
+      if constexpr (kFetch) fetch_rows<2, kPairs * 2 * kLanes>(next + j, d);
       __m512bh even[kPairs], odd[kPairs];
 #pragma GCC unroll 4
       for (int c = 0; c < kPairs; ++c) {
@@ -247,30 +268,29 @@ struct ProductsFor<BFloat16, BFloat16> {
 };
 #endif
 
-// Tells the core which rows come next, while it computes with others. A block is too short for it
-// to find out by itself: this makes up to a third of the time of keys that come from memory, also
-// on AMD's Zen 4, where fetching ahead along one long row does not pay. Into L2: L1 is in use.
-template <class E>
-IPEX_INLINE void fetch_row(const E* row, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64)
-    __builtin_prefetch(reinterpret_cast<const char*>(row) + at, 0, 2);
+// Calls f.operator()<n, fetch>() for n query rows, 1 .. kTileQueries.
+template <class F>
+IPEX_INLINE void with_tile(int64_t rows, bool fetch, const F& f) {
+  with_queries(rows, [&]<int kRows>() IPEX_LAMBDA {
+    if (fetch)
+      f.template operator()<kRows, true>();
+    else
+      f.template operator()<kRows, false>();
+  });
 }
 
-// scores[r][0 .. keys) for the rows of `q`; `keys` is rounded up to kKeyStep. Rows of `next` will
-// be used after this.
+// scores[r][0 .. keys) for the rows of `q`; `keys` is rounded up to kKeyStep. Rows of `next`, as
+// many, will be used after this; there may be none.
 template <class P, class E>
 IPEX_INLINE void score_rows(const typename P::Query* const* q, int64_t rows, const E* const* k,
                             int64_t keys, int64_t padded, const E* const* next,
                             float* const* scores) {
   for (int64_t r = 0; r < rows; r += kTileQueries)
-    with_queries(rows - r, [&]<int kRows>() IPEX_LAMBDA {
+    with_tile(rows - r, r == 0 && next, [&]<int kRows, bool kFetch>() IPEX_LAMBDA {
       for (int64_t j = 0; j < keys; j += kKeyStep) {
-        if (r == 0)
-          for (int i = 0; i < kKeyStep; ++i)
-            fetch_row(next[j + i], padded * static_cast<int64_t>(sizeof(E)));
         float* to[kRows];
         for (int i = 0; i < kRows; ++i) to[i] = scores[r + i] + j;
-        P::template score<kRows>(q + r, k + j, padded, to);
+        P::template score<kRows, kFetch>(q + r, k + j, padded, kFetch ? next + j : nullptr, to);
       }
     });
 }
@@ -283,15 +303,14 @@ IPEX_INLINE void add_rows(float* const* acc, int64_t rows, const typename P::Wei
   constexpr int64_t kKeys = 32;
   for (int64_t j = 0; j < keys; j += kKeys) {
     const int64_t end = keys - j < kKeys ? keys : j + kKeys;
-    for (int64_t i = j; i < end; ++i) fetch_row(next[i], padded * static_cast<int64_t>(sizeof(E)));
     for (int64_t r = 0; r < rows; r += kTileQueries)
-      with_queries(rows - r, [&]<int kRows>() IPEX_LAMBDA {
+      with_tile(rows - r, r == 0 && next, [&]<int kRows, bool kFetch>() IPEX_LAMBDA {
         constexpr int kPairs = kRows == 1 && kLanes == 16 ? 4 : 2;
         int64_t d = 0;
         for (; d + kPairs * kStep <= padded; d += kPairs * kStep)
-          P::template add_columns<kRows, kPairs>(acc + r, w + r, v, j, end, d);
+          P::template add_columns<kRows, kPairs, kFetch>(acc + r, w + r, v, j, end, d, next);
         for (; d < padded; d += kStep)
-          P::template add_columns<kRows, 1>(acc + r, w + r, v, j, end, d);
+          P::template add_columns<kRows, 1, kFetch>(acc + r, w + r, v, j, end, d, next);
       });
   }
 }
