@@ -12,10 +12,13 @@ from typing import Any
 from ipex_llm._version import __version__
 
 #: Public name -> module that has it.
-_LAZY: dict[str, str] = {}
+_LAZY: dict[str, str] = {
+    "Engine": "ipex_llm.engine",
+    "SamplingParams": "ipex_llm.engine",
+}
 
 #: Modules that are imported when they are named.
-_MODULES: tuple[str, ...] = ()
+_MODULES: tuple[str, ...] = ("engine",)
 
 __all__ = ["__version__", *_LAZY, *_MODULES]  # noqa: PLE0604  (the keys are strings)
 
