@@ -190,3 +190,42 @@ def test_any_offsets_give_a_result_or_an_error(offsets, rows, wide):
     else:
         with pytest.raises(RuntimeError, match="offsets must"):
             ops.grouped_linear(x, ends, packed, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+def test_products_with_few_rows(level, dtype, rows):
+    """Both layouts of the second factor, sizes around the vectors, also in a wider matrix."""
+    torch.manual_seed(4)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    for batch, k, n in ((2, 1, 1), (3, 7, 15), (1, 33, 47), (2, 515, 300), (2, 64, 129), (2, 0, 9)):
+        a = torch.randn(rows, batch, k).to(dtype).transpose(0, 1)
+        add = torch.randn(batch, rows, n).to(dtype)
+        b = (torch.randn(batch, k + 1, n + 3) / max(k, 1) ** 0.5).to(dtype)[:, 1:, 2:-1]
+        want = (0.5 * (a.double() @ b.double()) + add).to(dtype)
+        for factor in (b, b.mT.contiguous().mT):
+            got = ops.bmm(a, factor, add, 0.5)
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    assert ops.bmm(a[:0], b[:0]).shape == (0, rows, 9)
+    assert ops.bmm(a, b[:, :, :0]).shape == (2, rows, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_have_the_same_bits_for_any_number_of_threads(level, rows, transposed):
+    torch.manual_seed(5)
+    a, b = torch.randn(3, rows, 300), torch.randn(3, 300, 600)
+    a[1, 0, 7], b[2, 4, 5] = float("nan"), float("inf")
+    b = b.mT.contiguous().mT if transposed else b
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(ops.bmm(a, b))
+    finally:
+        torch.set_num_threads(before)
+    for result in results:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0, equal_nan=True)
+    assert results[0][1, 0].isnan().all()
+    assert not results[0][2, :, 5].isfinite().any()
+    assert results[0][2, :, :5].isfinite().all()

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels are those of linear; here each second factor is packed just before it is used.
+// The kernels are those of linear; here each second factor is packed just before it is used. With
+// few rows it is not packed at all.
 #include <algorithm>
 #include <atomic>
 #include <string>
 
+#include "bmm/few_rows.h"
 #include "ipex/dispatch.h"
 #include "ipex/gemm_schedule.h"
 #include "ipex/gemm_sizes.h"
@@ -16,6 +18,8 @@ namespace ipex {
 namespace {
 
 const auto kernels = IPEX_KERNELS("bmm", linear);
+const auto few_rows = IPEX_KERNELS("bmm", bmm_few_rows);
+constexpr int64_t kFewRows = 4;
 constexpr const char* kOp = "bmm";
 constexpr int kPanelScratch = 101;  // which block of runtime/scratch.h
 
@@ -51,6 +55,40 @@ struct Plan {
   }
 };
 
+// y = alpha * (a b) + add, with b where it lies: by rows, or by columns. `add` may be null.
+void multiply_few_rows(const Tensor& a, const Tensor& b, bool by_column, const Tensor* add,
+                       double alpha, Tensor& y) {
+  const int64_t batch = y.size(0), m = y.size(1), n = y.size(2), k = a.size(2);
+  // Pieces of whole cache lines, and wide ones: they are read row after row.
+  constexpr int64_t kPiece = 256;
+  const int64_t across = (n + kPiece - 1) / kPiece;
+  few_rows.visit(y.scalar_type(), [&]<class T>(auto* kernel) {
+    const auto at = [](const Tensor& x, int64_t i) {
+      return static_cast<const T*>(x.const_data_ptr()) + i * x.stride(0);
+    };
+    T* const result = static_cast<T*>(y.mutable_data_ptr());
+    run_tasks(batch * across, batch * m * n * k, false, [&](int64_t t) {
+      const int64_t i = t / across, column = t % across * kPiece;
+      FewRowsArgs args{};
+      args.a = at(a, i);
+      args.b = at(b, i);
+      args.y = result + i * m * n;
+      args.a_stride = a.stride(1);
+      args.b_stride = b.stride(by_column ? 2 : 1);
+      args.y_stride = n;
+      args.m = m;
+      args.k = k;
+      args.alpha = static_cast<float>(alpha);
+      args.by_column = by_column;
+      if (add) {
+        args.add = at(*add, i);
+        args.add_stride = add->stride(1);
+      }
+      kernel(&args, column, std::min(n, column + kPiece));
+    });
+  });
+}
+
 Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, double alpha,
            int64_t out_features) {
   check_tensor(kOp, "a", a0, 3);
@@ -77,6 +115,10 @@ Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, doubl
   const bool columns = !packed && b0.stride(1) == 1 && b0.stride(2) != 1;
   const Tensor b = packed || columns ? b0 : with_rows(b0);
   const Tensor add = add0 ? with_rows(*add0) : Tensor();
+  if (!packed && m <= kFewRows) {
+    multiply_few_rows(a, b, columns, add0 ? &add : nullptr, alpha, y);
+    return y;
+  }
   const uint32_t format = format_of(dtype);
   const int64_t inner = packed_inner(format);
   const bool tiles = uses_tiles(dtype) && m >= kManyRows;
