@@ -198,7 +198,15 @@ def test_products_with_few_rows(level, dtype, rows):
     """Both layouts of the second factor, sizes around the vectors, also in a wider matrix."""
     torch.manual_seed(4)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
-    for batch, k, n in ((2, 1, 1), (3, 7, 15), (1, 33, 47), (2, 515, 300), (2, 64, 129), (2, 0, 9)):
+    for batch, k, n in (
+        (2, 1, 1),
+        (2, 70, 1),
+        (3, 7, 15),
+        (1, 33, 47),
+        (2, 515, 300),
+        (2, 64, 129),
+        (2, 0, 9),
+    ):
         a = torch.randn(rows, batch, k).to(dtype).transpose(0, 1)
         add = torch.randn(batch, rows, n).to(dtype)
         b = (torch.randn(batch, k + 1, n + 3) / max(k, 1) ** 0.5).to(dtype)[:, 1:, 2:-1]

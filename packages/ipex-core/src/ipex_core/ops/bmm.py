@@ -120,7 +120,14 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _bench() -> Iterator[BenchCase]:
-    for shape in ((16, 1, 512, 128), (32, 128, 128, 128), (16, 512, 64, 512), (8, 512, 512, 512)):
+    for shape in (
+        (16, 1, 512, 128),
+        (32, 1, 128, 1024),
+        (32, 4, 128, 128),
+        (32, 128, 128, 128),
+        (16, 512, 64, 512),
+        (8, 512, 512, 512),
+    ):
         batch, m, k, n = shape
         for name, transposed in (("", False), ("-transposed", True)):
 

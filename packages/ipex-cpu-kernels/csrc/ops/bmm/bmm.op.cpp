@@ -112,7 +112,8 @@ Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, doubl
   Tensor y = new_contiguous(sizes, 3, dtype);
   if (y.numel() == 0) return y;
   const Tensor a = with_rows(a0);
-  const bool columns = !packed && b0.stride(1) == 1 && b0.stride(2) != 1;
+  // A single column may count as either; only as a column its numbers lie side by side.
+  const bool columns = !packed && b0.stride(1) == 1 && (b0.stride(2) != 1 || n == 1);
   const Tensor b = packed || columns ? b0 : with_rows(b0);
   const Tensor add = add0 ? with_rows(*add0) : Tensor();
   if (!packed && m <= kFewRows) {
