@@ -204,6 +204,7 @@ def test_products_with_few_rows(level, dtype, rows):
         (3, 7, 15),
         (1, 33, 47),
         (2, 515, 300),
+        (1, 19, 1100),
         (2, 64, 129),
         (2, 0, 9),
     ):

@@ -59,16 +59,20 @@ struct Plan {
 void multiply_few_rows(const Tensor& a, const Tensor& b, bool by_column, const Tensor* add,
                        double alpha, Tensor& y) {
   const int64_t batch = y.size(0), m = y.size(1), n = y.size(2), k = a.size(2);
-  // Pieces of whole cache lines, and wide ones: they are read row after row.
-  constexpr int64_t kPiece = 256;
-  const int64_t across = (n + kPiece - 1) / kPiece;
+  // Pieces of whole cache lines, and wide ones: they are read row after row. Where the columns are
+  // cut does not change the sums.
+  const int64_t tasks = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
+  const auto across = [&](int64_t piece) { return (n + piece - 1) / piece; };
+  int64_t piece = kFewRowsColumns;
+  while (piece > 128 && batch * across(piece) < tasks) piece /= 2;
+  const int64_t pieces = across(piece);
   few_rows.visit(y.scalar_type(), [&]<class T>(auto* kernel) {
     const auto at = [](const Tensor& x, int64_t i) {
       return static_cast<const T*>(x.const_data_ptr()) + i * x.stride(0);
     };
     T* const result = static_cast<T*>(y.mutable_data_ptr());
-    run_tasks(batch * across, batch * m * n * k, false, [&](int64_t t) {
-      const int64_t i = t / across, column = t % across * kPiece;
+    run_tasks(batch * pieces, batch * m * n * k, false, [&](int64_t t) {
+      const int64_t i = t / pieces, column = t % pieces * piece;
       FewRowsArgs args{};
       args.a = at(a, i);
       args.b = at(b, i);
@@ -84,7 +88,7 @@ void multiply_few_rows(const Tensor& a, const Tensor& b, bool by_column, const T
         args.add = at(*add, i);
         args.add_stride = add->stride(1);
       }
-      kernel(&args, column, std::min(n, column + kPiece));
+      kernel(&args, column, std::min(n, column + piece));
     });
   });
 }

@@ -13,7 +13,9 @@
 namespace ipex {
 namespace {
 
-constexpr int kRowsMost = 4;  // at a time
+constexpr int kRowsMost = 4;     // of a, at a time
+constexpr int64_t kRowsOfB = 8;  // at a time, where they are long; divides kDepth
+static_assert(kDepth % kRowsOfB == 0);
 
 template <class T>
 struct Product {
@@ -49,41 +51,36 @@ struct Product {
     store2(y(row) + column, v);
   }
 
-  // Calls each(x, i) for the rows i of b in order; x[r] is element i of row `row + r` of a.
-  template <int kRows, class F>
-  IPEX_INLINE void for_rows_of_b(int64_t row, const F& each) const {
-    const auto run = [&](const float* x, int64_t stride, int64_t first, int64_t depth) IPEX_LAMBDA {
-      for (int64_t i = 0; i < depth; ++i) {
-        f32v v[kRows];
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) v[r] = set1(x[r * stride + i]);
-        each(v, first + i);
-      }
-    };
-    if constexpr (sizeof(T) == sizeof(float)) {
-      run(a(row), args.a_stride, 0, args.k);
-    } else {
-      // Converted a piece at a time: a broadcast from memory is free, a conversion is not.
-      alignas(64) float copy[kRows * kDepth];
-      for (int64_t d = 0; d < args.k; d += kDepth) {
-        const int64_t depth = args.k - d < kDepth ? args.k - d : kDepth;
-        convert_rows(a(row) + d, args.a_stride, kRows, depth, copy);
-        run(copy, kDepth, d, depth);
-      }
+  // Some rows of b and the columns of a that belong to them, as float.
+  struct Part {
+    const float* a;
+    int64_t a_stride;
+    int64_t first, depth;  // rows of b
+    float* sums;           // what the parts before gave: [rows][kFewRowsColumns] from `begin` on
+    int64_t begin;
+    bool last;
+
+    float* sum(int64_t r, int64_t column) const {
+      return sums + r * kFewRowsColumns + column - begin;
     }
-  }
+  };
 
   // b by rows: kRows rows of y, kPairs * 2 vectors of columns.
   template <int kRows, int kPairs>
-  void rows_block(int64_t row, int64_t column) const {
+  void rows_block(const Part& part, int64_t row, int64_t column) const {
     f32v2 sum[kRows][kPairs];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-      for (int p = 0; p < kPairs; ++p) sum[r][p] = {zero(), zero()};
-    const T* const from = b(0) + column;
-    for_rows_of_b<kRows>(row, [&](const f32v(&x)[kRows], int64_t i) IPEX_LAMBDA {
-      const T* at = from + i * args.b_stride;
+      for (int p = 0; p < kPairs; ++p) {
+        const float* from = part.sum(r, column + p * 2 * kLanes);
+        sum[r][p] = part.first ? f32v2{load(from), load(from + kLanes)} : f32v2{zero(), zero()};
+      }
+    const T* at = b(part.first) + column;
+    for (int64_t i = 0; i < part.depth; ++i, at += args.b_stride) {
+      f32v x[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) x[r] = set1(part.a[r * part.a_stride + i]);
 #pragma GCC unroll 4
       for (int p = 0; p < kPairs; ++p) {
         const f32v2 w = load2(at + p * 2 * kLanes);
@@ -91,27 +88,40 @@ struct Product {
         for (int r = 0; r < kRows; ++r)
           sum[r][p] = {fma(x[r], w.a, sum[r][p].a), fma(x[r], w.b, sum[r][p].b)};
       }
-    });
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-      for (int p = 0; p < kPairs; ++p) finish(sum[r][p], row + r, column + p * 2 * kLanes);
+      for (int p = 0; p < kPairs; ++p) {
+        const int64_t c = column + p * 2 * kLanes;
+        if (part.last) {
+          finish(sum[r][p], row + r, c);
+        } else {
+          store(part.sum(r, c), sum[r][p].a);
+          store(part.sum(r, c) + kLanes, sum[r][p].b);
+        }
+      }
   }
 
   // b by rows, at most one vector of columns.
   template <int kRows>
-  void rows_rest(int64_t row, int64_t column, int64_t n) const {
+  void rows_rest(const Part& part, int64_t row, int64_t column, int64_t n) const {
     f32v sum[kRows];
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) sum[r] = zero();
-    for_rows_of_b<kRows>(row, [&](const f32v(&x)[kRows], int64_t i) IPEX_LAMBDA {
-      const T* at = b(i) + column;
+    for (int r = 0; r < kRows; ++r) sum[r] = part.first ? load(part.sum(r, column)) : zero();
+    const T* at = b(part.first) + column;
+    for (int64_t i = 0; i < part.depth; ++i, at += args.b_stride) {
       const f32v w = n >= kLanes ? load(at) : load_n(at, n);
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) sum[r] = fma(x[r], w, sum[r]);
-    });
+      for (int r = 0; r < kRows; ++r) sum[r] = fma(set1(part.a[r * part.a_stride + i]), w, sum[r]);
+    }
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) finish(sum[r], row + r, column, n);
+    for (int r = 0; r < kRows; ++r) {
+      if (part.last)
+        finish(sum[r], row + r, column, n);
+      else
+        store(part.sum(r, column), sum[r]);
+    }
   }
 
   template <int kRows>
@@ -120,10 +130,33 @@ struct Product {
     constexpr int kSums = kLanes == 16 ? 16 : 8;
     constexpr int kPairs = kRows == 1 ? 4 : kSums / (kRows == 2 ? 2 : 4) / 2;
     constexpr int64_t kWide = kPairs * 2 * kLanes;
-    int64_t c = begin;
-    for (; c + kWide <= end; c += kWide) rows_block<kRows, kPairs>(row, c);
-    for (; c + 2 * kLanes <= end; c += 2 * kLanes) rows_block<kRows, 1>(row, c);
-    for (; c < end; c += kLanes) rows_rest<kRows>(row, c, end - c < kLanes ? end - c : kLanes);
+    // Long rows are read as long stretches of memory, a few at a time; the sums wait in L1. Down
+    // the columns of a block each row would be in another page.
+    const int64_t step = end - begin > kWide ? kRowsOfB : kDepth;
+    alignas(64) float sums[kRows * kFewRowsColumns];
+    for (int64_t d = 0; d == 0 || d < args.k; d += kDepth) {  // k = 0 gives zeros
+      const int64_t depth = args.k - d < kDepth ? args.k - d : kDepth;
+      // Converted a piece at a time: a broadcast from memory is free, a conversion is not.
+      alignas(64) float copy[sizeof(T) < sizeof(float) ? kRows * kDepth : 1];
+      const float* x = copy;
+      int64_t x_stride = kDepth;
+      if constexpr (sizeof(T) < sizeof(float)) {
+        convert_rows(a(row) + d, args.a_stride, kRows, depth, copy);
+      } else {
+        x = a(row) + d;
+        x_stride = args.a_stride;
+      }
+      for (int64_t i = 0; i == 0 || i < depth; i += step) {
+        const int64_t left = depth - i;
+        const Part part{
+            x + i, x_stride, d + i, left < step ? left : step, sums, begin, d + i + step >= args.k};
+        int64_t c = begin;
+        for (; c + kWide <= end; c += kWide) rows_block<kRows, kPairs>(part, row, c);
+        for (; c + 2 * kLanes <= end; c += 2 * kLanes) rows_block<kRows, 1>(part, row, c);
+        for (; c < end; c += kLanes)
+          rows_rest<kRows>(part, row, c, end - c < kLanes ? end - c : kLanes);
+      }
+    }
   }
 
   // sum[c] = the products of a row with the column at b[c], lane by lane.

@@ -5,6 +5,9 @@
 
 namespace ipex {
 
+// Columns that a call computes at most.
+inline constexpr int64_t kFewRowsColumns = 1024;
+
 // One product of a batch with few rows: y = alpha * (a b) + add.
 struct FewRowsArgs {
   const void* a;    // [m, k], rows a_stride elements apart
@@ -19,7 +22,7 @@ struct FewRowsArgs {
 
 }  // namespace ipex
 
-// Computes the columns [begin, end) of y.
+// Computes the columns [begin, end) of y, at most kFewRowsColumns.
 #define IPEX_DECLARE_FEW_ROWS(suffix)                                                             \
   IPEX_KERNEL_API void ipex_k_bmm_few_rows_##suffix(const ipex::FewRowsArgs* args, int64_t begin, \
                                                     int64_t end)
