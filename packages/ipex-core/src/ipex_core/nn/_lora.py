@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from ipex_core._spec import check
+
 __all__ = [
     "bgmv_expand",
     "bgmv_expand_slice",
@@ -15,6 +17,21 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+
+
+def _first(op: str, batches: int, **tensors: Tensor) -> list[Tensor]:
+    """Return the first ``batches`` entries of the tensors."""
+    for name, tensor in tensors.items():
+        check(tensor.dim() == 1, op, name, "be 1-D", f"{tensor.dim()}-D")
+        size = tensor.shape[0]
+        check(
+            0 <= batches <= size,
+            op,
+            "batches",
+            f"be between 0 and {size}, the size of {name}",
+            batches,
+        )
+    return [tensor[:batches] for tensor in tensors.values()]
 
 
 def bgmv_shrink(
@@ -125,14 +142,21 @@ def sgmv_shrink(
         RuntimeError: For wrong dtypes or shapes, an index that is out of range, or sequences that overlap or leave
             the rows of ``inputs``.
     """
+    indices, lengths, starts = _first(
+        "sgmv_shrink",
+        batches,
+        lora_indices_tensor=lora_indices_tensor,
+        seq_len_tensor=seq_len_tensor,
+        b_seq_start_loc=b_seq_start_loc,
+    )
     torch.ops.ipex.sgmv_shrink(
         output_tensor,
         inputs,
         lora_a_weights,
-        lora_indices_tensor[:batches],
-        seq_len_tensor[:batches],
+        indices,
+        lengths,
         scaling,
-        b_seq_start_loc[:batches],
+        starts,
     )
 
 
@@ -151,14 +175,21 @@ def sgmv_expand(
 
     The sequences are given as for `sgmv_shrink`, everything else as for `bgmv_expand`.
     """
+    indices, lengths, starts = _first(
+        "sgmv_expand",
+        batches,
+        lora_indices_tensor=lora_indices_tensor,
+        seq_len_tensor=seq_len_tensor,
+        b_seq_start_loc=b_seq_start_loc,
+    )
     torch.ops.ipex.sgmv_expand(
         output_tensor,
         inputs,
         lora_b_weights,
-        lora_indices_tensor[:batches],
-        seq_len_tensor[:batches],
+        indices,
+        lengths,
         add_inputs,
-        b_seq_start_loc[:batches],
+        starts,
     )
 
 
@@ -179,14 +210,21 @@ def sgmv_expand_slice(
 
     The sequences are given as for `sgmv_shrink`, everything else as for `bgmv_expand_slice`.
     """
+    indices, lengths, starts = _first(
+        "sgmv_expand_slice",
+        batches,
+        lora_indices_tensor=lora_indices_tensor,
+        seq_len_tensor=seq_len_tensor,
+        b_seq_start_loc=b_seq_start_loc,
+    )
     torch.ops.ipex.sgmv_expand_slice(
         output_tensor,
         inputs,
         lora_b_weights,
-        lora_indices_tensor[:batches],
-        seq_len_tensor[:batches],
+        indices,
+        lengths,
         slice_offset,
         slice_size,
         add_inputs,
-        b_seq_start_loc[:batches],
+        starts,
     )

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over sequences of different lengths, and over the cache that beams share."""
+
+from __future__ import annotations
+
+import torch
+
+from ipex_core._spec import check
+from ipex_core.nn._call import call
+from ipex_core.nn._kv_cache import indirect_access_kv_cache_attention
+from ipex_llm.functional._names import also_named
+
+__all__ = ["indirect_access_kv_cache_attention", "varlen_attention", "varlen_fwd"]
+
+Tensor = torch.Tensor
+_OPS = torch.ops.ipex
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    seqlen_q: Tensor,
+    seqlen_k: Tensor,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    pdropout: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    return_softmax: bool,
+    gen_: torch.Generator | None,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = -1.0,
+) -> Tensor:
+    """Attend within each of several sequences that lie behind each other.
+
+    Where a sequence has more keys than queries, the queries are the last positions. A query that sees no key gets
+    zeros.
+
+    Args:
+        query: ``[tokens, heads, head_size]``, float32, bfloat16 or float16.
+        key: ``[key_tokens, kv_heads, head_size]``; heads is a multiple of kv_heads.
+        value: Like ``key``.
+        out: Like ``query``; written.
+        seqlen_q: ``[sequences + 1]`` int32 or int64: where the sequences start in ``query``, and where the last ends.
+        seqlen_k: The same for ``key``.
+        alibi_slopes: ``[heads]`` or ``[sequences, heads]``, or None.
+        max_seqlen_q: Length of the longest sequence; not needed.
+        max_seqlen_k: The same for the keys; not needed.
+        pdropout: 0: there is no dropout.
+        softmax_scale: Factor on the scores; 0 means ``1 / sqrt(head_size)``.
+        zero_tensors: Fill ``out`` with zeros first: for rows of no sequence.
+        is_causal: Let a query see no later keys.
+        return_softmax: False: the weights never exist as a whole.
+        gen_: None: there is no dropout.
+        window_size_left: How many earlier keys a query sees; negative: all.
+        window_size_right: How many later keys; negative: all.
+        softcap: If positive, scores become ``softcap * tanh(scores / softcap)``.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        OpArgumentError: There is a generator.
+        RuntimeError: For wrong dtypes or shapes, offsets that are out of order or range, dropout, or
+            ``return_softmax``.
+    """
+    check(gen_ is None, "varlen_attention", "gen_", "be None", type(gen_).__name__)
+    call(
+        _OPS.varlen_attention.default,
+        *(query, key, value, out, seqlen_q, seqlen_k, alibi_slopes, max_seqlen_q, max_seqlen_k),
+        *(pdropout, softmax_scale, zero_tensors, is_causal, return_softmax),
+        *(window_size_left, window_size_right, softcap),
+    )
+    return out
+
+
+@also_named(sequesd_k="seqused_k")
+def varlen_fwd(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    seqlen_q: Tensor,
+    seqlen_k: Tensor,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    pdropout: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    return_softmax: bool,
+    gen_: torch.Generator | None,
+) -> Tensor:
+    """Attend within each of several sequences whose keys lie behind each other or in a paged cache.
+
+    Arguments that are not named here are those of `varlen_attention`.
+
+    Args:
+        query: ``[tokens, heads, head_size]``, float32, bfloat16 or float16.
+        key: ``[key_tokens, kv_heads, head_size]``; with a block table the cache
+            ``[num_blocks, kv_heads, block_size, head_size]``.
+        value: Like ``key``.
+        out: Like ``query``; written.
+        seqused_k: ``[sequences]``: how many keys of each sequence count, from its first on; None: all.
+        block_table: ``[sequences, blocks]`` int32 or int64: the blocks of each sequence; or None.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        OpArgumentError: There is a generator, or ``seqused_k`` has not one entry per sequence or one that is out of
+            range.
+        RuntimeError: As `varlen_attention`; also for a block that is out of range.
+    """
+    op = "varlen_fwd"
+    check(gen_ is None, op, "gen_", "be None", type(gen_).__name__)
+    if seqused_k is not None:
+        sequences = seqlen_q.shape[0] - 1
+        text = f"have shape {[sequences]}"
+        check(list(seqused_k.shape) == [sequences], op, "seqused_k", text, list(seqused_k.shape))
+    if block_table is None:
+        if seqused_k is not None:
+            rows, seqlen_k = _used_rows(seqlen_k, seqused_k)
+            key, value = key[rows], value[rows]
+        return varlen_attention(
+            *(query, key, value, out, seqlen_q, seqlen_k, alibi_slopes, max_seqlen_q),
+            *(max_seqlen_k, pdropout, softmax_scale, zero_tensors, is_causal, return_softmax),
+            *(None, window_size_left, window_size_right),
+        )
+    check(pdropout == 0, op, "pdropout", "be 0", f"{pdropout:g}")
+    check(not return_softmax, op, "return_softmax", "be False", return_softmax)
+    if seqused_k is not None:
+        least = int(seqused_k.min()) if seqused_k.numel() else 0
+        check(least >= 0, op, "seqused_k", "hold no negative numbers", least)
+        seqlen_k = _offsets(seqused_k)
+    if zero_tensors:
+        out.zero_()
+    call(
+        _OPS.flash_attn_varlen_func.default,
+        *(out, query, key, value, seqlen_q, seqlen_k, max_seqlen_q, max_seqlen_k),
+        *(softmax_scale, is_causal, block_table, alibi_slopes),
+        *(window_size_left, window_size_right),
+    )
+    return out
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)
+
+
+def _used_rows(seqlen_k: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of the first keys of each sequence, and where the sequences start among these."""
+    starts, used = seqlen_k[:-1].tolist(), seqused_k.tolist()
+    owned = seqlen_k.diff().tolist()
+    for length, most in zip(used, owned, strict=True):
+        text = "hold numbers between 0 and the length of the sequence"
+        check(0 <= length <= most, "varlen_fwd", "seqused_k", f"{text}, {most}", length)
+    rows = [torch.arange(s, s + n) for s, n in zip(starts, used, strict=True)]
+    empty = torch.empty(0, dtype=torch.int64)
+    return torch.cat([empty, *rows]).to(seqlen_k.device), _offsets(seqused_k)
