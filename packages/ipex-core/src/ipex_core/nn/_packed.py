@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ipex_core._packed import deinterleave_gate_up
+from ipex_core._woq import dequantize, read_layout
 
 __all__ = ["PackedWeight", "captured", "pack", "unpack"]
 
@@ -59,10 +60,14 @@ def pack(
 
 
 def unpack(packed: Tensor, form: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the plain weight, bit for bit."""
+    """Return the plain weight, bit for bit; that of a quantised one (``"woq"``) is dequantised."""
     plain: Tensor
     if form == "ipex":
         plain = torch.ops.ipex.unpack_linear_weight(packed, shape[0], shape[1], dtype)
+    elif form == "woq":
+        layout = read_layout(packed)
+        assert layout is not None
+        plain = dequantize(packed, layout).to(dtype)
     else:
         plain = packed.to_dense().reshape(shape)
     return plain
