@@ -112,7 +112,7 @@ def test_fused_operands(post: str) -> None:
         "silu": F.silu,
     }[post](y)
     close(m.fused(x, post), y, 1e-4)
-    close(m.fused(x, post, mul, first, second), y * mul + first + second, 1e-4)
+    close(m.fused(x, post, first, mul, second), y * mul + first + second, 1e-4)
     close(m.fused(x, post, residual=first), y + first, 1e-4)
 
 

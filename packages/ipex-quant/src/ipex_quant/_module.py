@@ -12,8 +12,8 @@ from torch import nn
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
 from ipex_core.nn._call import call
+from ipex_core.nn._fusable import finish
 from ipex_core.nn._packed import PackedWeight
-from ipex_core.ops._epilogue import activate
 from ipex_quant import _saved
 from ipex_quant._build import dtype_of
 from ipex_quant._weight import QuantizedWeight, unpack
@@ -85,8 +85,8 @@ class WoqLinearModule(nn.Module):
         self,
         x: Tensor,
         post: str = "none",
-        mul: Tensor | None = None,
         residual: Tensor | None = None,
+        mul: Tensor | None = None,
         residual2: Tensor | None = None,
     ) -> Tensor:
         """Compute ``post(x @ weight.T + bias) * mul + residual + residual2``.
@@ -94,8 +94,8 @@ class WoqLinearModule(nn.Module):
         Args:
             x: ``[..., K]``, float32, bfloat16 or float16.
             post: ``"none"``, ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
-            mul: ``[..., N]``, or None.
             residual: ``[..., N]``, or None.
+            mul: ``[..., N]``, or None.
             residual2: ``[..., N]``, or None.
 
         Returns:
@@ -116,15 +116,10 @@ class WoqLinearModule(nn.Module):
         bias = self.bias
         if bias is not None and bias.dtype is not x.dtype and bias.dtype is not torch.float32:
             bias = bias.to(x.dtype)
-        operands = (mul, residual, residual2)
-        if mul is None and residual is None and residual2 is None:
-            pass
-        elif not all(self._fits(value, x) for value in operands):
-            y = activate(self._run(x, packed, bias, "none", None, None, None), post)
-            y = y if mul is None else y * mul
-            y = y if residual is None else y + residual
-            return y if residual2 is None else y + residual2
-        return self._run(x, packed, bias, post, mul, residual, residual2)
+        operands = (residual, mul, residual2)
+        if not all(self._fits(value, x) for value in operands):
+            return finish(self._run(x, packed, bias, "none", None, None, None), post, *operands)
+        return self._run(x, packed, bias, post, *operands)
 
     def _run(
         self,
@@ -132,8 +127,8 @@ class WoqLinearModule(nn.Module):
         packed: Tensor,
         bias: Tensor | None,
         post: str,
-        mul: Tensor | None,
         residual: Tensor | None,
+        mul: Tensor | None,
         residual2: Tensor | None,
     ) -> Tensor:
         lowp, act = self.modes
