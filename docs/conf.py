@@ -54,6 +54,7 @@ from ipex import *
 from ipex_core._spec import *
 from ipex_core.benchmark import *
 from ipex_core.testing import *
+from ipex_core.woq import *
 _ = torch.manual_seed(0)
 """
 # Only blocks that ask for it, and the docstrings of documented objects.

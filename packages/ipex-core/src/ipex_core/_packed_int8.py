@@ -58,7 +58,10 @@ def check_packed(
     """Check that a tensor has the dtype and size of a packed ``[out_features, in_features]`` weight."""
     size = packed_bytes(out_features, in_features)
     check(
-        packed.dtype == torch.uint8 and packed.dim() == 1 and packed.shape[0] == size,
+        packed.dtype == torch.uint8
+        and packed.dim() == 1
+        and packed.shape[0] == size
+        and packed.is_contiguous(),
         op,
         name,
         f"be a weight of shape [{out_features}, {in_features}] packed by pack_int8_weight"

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ipex/dispatch.h"
 
+#include <limits>
+
 namespace ipex {
 namespace {
 
@@ -89,6 +91,11 @@ void check_like(const char* op, const char* name, const Tensor& value, const Ten
   for (int64_t i = 0; same && i < x.dim(); ++i) same = value.size(i) == x.size(i);
   IPEX_CHECK(same, op, ": ", name, " must have the shape of ", of, " = ", shape_text(x), ", got ",
              shape_text(value));
+}
+
+void check_score_scale(const char* op, const char* name, double scale) {
+  IPEX_CHECK(scale >= 0.0 && scale <= std::numeric_limits<double>::max(), op, ": ", name,
+             " must be a finite number, 0 or more, got ", scale);
 }
 
 void check_vector(const char* op, const char* name, const OptionalTensor& value, const Tensor& x) {

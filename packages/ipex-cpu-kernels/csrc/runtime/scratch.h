@@ -21,6 +21,7 @@ class Scratch {
   // throw, so that it can be called inside a parallel loop.
   static char* get(int64_t bytes) noexcept {
     thread_local Scratch block;
+    if (bytes <= 0) bytes = 1;  // nothing is not "no memory"
 #ifdef __SANITIZE_ADDRESS__
     // A block of its own and of exactly this size for each call: use of more, or of an old block,
     // is reported.

@@ -19,6 +19,7 @@ __all__ = [
     "check_dtype",
     "check_like",
     "check_not_expanded",
+    "check_score_scale",
     "check_tensor",
     "check_vector",
     "dtype_name",
@@ -87,6 +88,12 @@ def check_not_expanded(op: str, name: str, x: torch.Tensor) -> None:
     """Check that no two elements of a tensor that is written to share memory by a stride of 0."""
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         check(stride != 0 or size <= 1, op, name, "not be expanded", f"stride 0 in dimension {dim}")
+
+
+def check_score_scale(op: str, name: str, scale: float) -> None:
+    """Check a factor on scores: masks are minus infinity, which a negative factor would turn round."""
+    fine = 0.0 <= scale < math.inf
+    check(fine, op, name, "be a finite number, 0 or more", f"{scale:g}")
 
 
 def check_vector(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ipex_core._spec import check
-from ipex_core.ops._common import acc, check_device, dtype_name
+from ipex_core.ops._common import acc, check_device, check_not_expanded, dtype_name
 
 __all__ = [
     "check_block_tables",
@@ -38,7 +38,13 @@ def check_index_tensor(op: str, name: str, value: Tensor, dim: int, query: Tenso
 
 
 def check_caches(
-    op: str, key_cache: Tensor, value_cache: Tensor, x: Tensor, of: str, shape: str
+    op: str,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    x: Tensor,
+    of: str,
+    shape: str,
+    written: bool = False,
 ) -> None:
     """Check a pair of caches: device, dtype, 4-D, consecutive elements, equal shapes and dtypes.
 
@@ -49,6 +55,7 @@ def check_caches(
         x: The tensor whose device and dtype count, which messages call ``of``.
         of: Name of ``x``.
         shape: The wanted shape in words, ``"[num_blocks, ...]"``.
+        written: Whether the op writes to them, so that no two elements may share memory.
     """
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_device(op, name, cache, x, of)
@@ -68,6 +75,8 @@ def check_caches(
             "have a contiguous last dimension",
             f"stride {stride}",
         )
+        if written:
+            check_not_expanded(op, name, cache)
     check(
         value_cache.shape == key_cache.shape,
         op,

@@ -9,7 +9,13 @@ import math
 import torch
 
 from ipex_core._spec import check
-from ipex_core.ops._common import check_device, check_dtype, check_like, check_tensor
+from ipex_core.ops._common import (
+    check_device,
+    check_dtype,
+    check_like,
+    check_not_expanded,
+    check_tensor,
+)
 from ipex_core.ops._kv import check_index_tensor
 
 __all__ = ["check_offset_tensor", "check_offsets", "check_options", "check_rows"]
@@ -51,6 +57,7 @@ def check_rows(op: str, query: Tensor, out: Tensor) -> None:
     text = "be 3-D [tokens, heads, head_size]"
     check(query.dim() == 3, op, "query", text, f"{query.dim()}-D")
     check_like(op, "out", out, query, "query")
+    check_not_expanded(op, "out", out)
     stride = out.stride(2)
     check(
         stride == 1 or out.shape[2] <= 1,

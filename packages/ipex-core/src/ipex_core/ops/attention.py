@@ -14,6 +14,7 @@ from ipex_core.ops._common import (
     check_broadcastable,
     check_device,
     check_dtype,
+    check_score_scale,
     check_tensor,
     dtype_name,
     randn,
@@ -127,6 +128,7 @@ def _check(
     op = "attention"
     check_tensor(op, "query", query)
     check(query.dim() == 4, op, "query", "be 4-D [B, H, S, D]", f"{query.dim()}-D")
+    check_score_scale(op, "scale", scale)
     for name, tensor in (("key", key), ("value", value)):
         check_device(op, name, tensor, query, "query")
         check_dtype(op, name, tensor, query, "query")

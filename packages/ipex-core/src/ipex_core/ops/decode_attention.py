@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import check_tensor, randn
+from ipex_core.ops._common import check_score_scale, check_tensor, randn
 from ipex_core.ops._decode import (
     TOLERANCE,
     attend,
@@ -131,6 +131,7 @@ def _check(
     check(query.dim() == 4, OP, "query", "be 4-D [B, H, Q, D]", f"{query.dim()}-D")
     batch, heads, queries, size = query.shape
     check_head_size(OP, size)
+    check_score_scale(OP, "scale", scale)
     check_caches(OP, key_cache, value_cache, query, "query", "[B, kv_heads, S, D]")
     check(
         key_cache.shape[0] == batch and key_cache.shape[3] == size,

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import dtype_name, randn
+from ipex_core.ops._common import check_score_scale, dtype_name, randn
 from ipex_core.ops._kv import (
     check_block_tables,
     check_caches,
@@ -163,6 +163,7 @@ def _check(
     value_scales: Tensor | None = None,
 ) -> None:
     check_rows(OP, query, out)
+    check_score_scale(OP, "softmax_scale", softmax_scale)
     heads, size = query.shape[1:]
     layout = "[num_blocks, kv_heads, block_size, head_size]"
     check_caches(OP, key_cache, value_cache, query, "query", layout)

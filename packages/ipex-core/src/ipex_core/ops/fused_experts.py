@@ -264,7 +264,8 @@ def _check(
     )
     # Only the data tell, so tensors without data (fake tensors during a trace) pass.
     if has_data(topk_ids):
-        wrong = topk_ids[(topk_ids < -1) | (topk_ids >= total)]
+        ids = topk_ids.long()
+        wrong = ids[(ids < -1) | (ids >= total)]
         check(
             wrong.numel() == 0,
             op,

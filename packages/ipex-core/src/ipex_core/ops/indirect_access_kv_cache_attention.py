@@ -15,6 +15,7 @@ from ipex_core.ops._common import (
     check_device,
     check_dtype,
     check_like,
+    check_score_scale,
     check_tensor,
     dtype_name,
     randn,
@@ -145,6 +146,7 @@ def _check(
     check(query.dim() == 4, OP, "query", text, f"{query.dim()}-D")
     sequences, queries, heads, size = query.shape
     check_head_size(OP, size)
+    check_score_scale(OP, "scale", scale)
     check_device(OP, "key", key, query, "query")
     check_dtype(OP, "key", key, query, "query")
     check(
@@ -156,7 +158,7 @@ def _check(
     )
     check_like(OP, "value", value, key, "key")
     shape = "[max_positions, sequences, kv_heads, head_size]"
-    check_caches(OP, key_cache, value_cache, query, "query", shape)
+    check_caches(OP, key_cache, value_cache, query, "query", shape, written=True)
     kv_heads = key.shape[2]
     check(
         list(key_cache.shape[1:]) == [sequences, kv_heads, size],

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import acc, check_device, check_dtype, check_tensor, randn
+from ipex_core.ops._common import (
+    acc,
+    check_device,
+    check_dtype,
+    check_not_expanded,
+    check_score_scale,
+    check_tensor,
+    randn,
+)
 from ipex_core.ops._decode import TOLERANCE
 from ipex_core.ops._kv import check_block_tables, check_index_tensor
 
@@ -93,6 +101,7 @@ def _check(
     check(0 < width <= 4096, OP, "query", "have a width between 1 and 4096", width)
     text = f"be between 1 and the width of query = {width}"
     check(0 < kv_lora_rank <= width, OP, "kv_lora_rank", text, kv_lora_rank)
+    check_score_scale(OP, "scale", scale)
     check_device(OP, "kv_cache", kv_cache, query, "query")
     check_dtype(OP, "kv_cache", kv_cache, query, "query")
     shape = list(kv_cache.shape)
@@ -101,6 +110,7 @@ def _check(
     stride = kv_cache.stride(2)
     fine = stride == 1 or width == 1
     check(fine, OP, "kv_cache", "have a contiguous last dimension", f"stride {stride}")
+    check_not_expanded(OP, "kv_cache", kv_cache)
     check_index_tensor(OP, "lengths", lengths, 1, query)
     have = lengths.shape[0]
     check(have == sequences, OP, "lengths", f"have size sequences = {sequences}", have)

@@ -10,7 +10,15 @@ from collections.abc import Iterator
 import torch
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import acc, check_device, check_like, check_tensor, dtype_name, randn
+from ipex_core.ops._common import (
+    acc,
+    check_device,
+    check_like,
+    check_not_expanded,
+    check_tensor,
+    dtype_name,
+    randn,
+)
 from ipex_core.ops._kv import check_caches, check_row_scales, quantize
 
 Tensor = torch.Tensor
@@ -156,7 +164,7 @@ def _check(
     check(key.dim() == 3, op, "key", "be 3-D [tokens, kv_heads, head_size]", f"{key.dim()}-D")
     check_like(op, "value", value, key, "key")
     shape = "[num_blocks, kv_heads, block_size, head_size]"
-    check_caches(op, key_cache, value_cache, key, "key", shape)
+    check_caches(op, key_cache, value_cache, key, "key", shape, written=True)
     check(
         key_cache.shape[1] == key.shape[1] and key_cache.shape[3] == key.shape[2],
         op,
@@ -194,6 +202,9 @@ def _check(
         check(fine, op, name, "be positive and finite", f"{scale:g}")
     check_row_scales(op, "key_scales", key_scales, key_cache)
     check_row_scales(op, "value_scales", value_scales, key_cache)
+    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        if scales is not None:
+            check_not_expanded(op, name, scales)
     check(
         (key_scales is None) == (value_scales is None),
         op,

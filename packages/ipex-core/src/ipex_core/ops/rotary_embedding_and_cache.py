@@ -135,7 +135,7 @@ def _check(
     check_rotary_dim(_OP, "rotary_dim", rotary_dim, query.shape[-1])
     check_tables(_OP, sin, cos, query, rotary_dim)
     shape = "[num_blocks, kv_heads, block_size, head_dim]"
-    check_caches(_OP, key_cache, value_cache, query, "query", shape)
+    check_caches(_OP, key_cache, value_cache, query, "query", shape, written=True)
     heads, size = key.shape[-2:]
     check(
         key_cache.shape[1] == heads and key_cache.shape[3] == size,
@@ -145,8 +145,6 @@ def _check(
         list(key_cache.shape),
     )
     check_not_expanded(_OP, "query", query)
-    check_not_expanded(_OP, "key_cache", key_cache)
-    check_not_expanded(_OP, "value_cache", value_cache)
     check(k_scale > 0, _OP, "k_scale", "be positive", f"{k_scale:g}")
     check(v_scale > 0, _OP, "v_scale", "be positive", f"{v_scale:g}")
     check_position_ids(_OP, query, sin, position_ids)

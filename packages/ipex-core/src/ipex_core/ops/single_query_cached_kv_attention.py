@@ -11,7 +11,13 @@ import torch
 from torch.nn import functional
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import check_like, check_tensor, randn
+from ipex_core.ops._common import (
+    check_like,
+    check_not_expanded,
+    check_score_scale,
+    check_tensor,
+    randn,
+)
 from ipex_core.ops._decode import (
     TOLERANCE,
     attend,
@@ -143,7 +149,9 @@ def _check(
     check(query.dim() == 3, OP, "query", text, f"{query.dim()}-D")
     sequences, heads, size = query.shape
     check_head_size(OP, size)
+    check_score_scale(OP, "scale", scale)
     check_like(OP, "output", output, query, "query")
+    check_not_expanded(OP, "output", output)
     stride = output.stride(2)
     fine = stride == 1 or size <= 1
     check(fine, OP, "output", "have a contiguous last dimension", f"stride {stride}")

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import check_device, check_dtype, randn
+from ipex_core.ops._common import check_device, check_dtype, check_score_scale, randn
 from ipex_core.ops._sequences import (
     check_offset_tensor,
     check_offsets,
@@ -123,6 +123,7 @@ def _check(
     sinks: Tensor | None = None,
 ) -> None:
     check_rows(OP, query, out)
+    check_score_scale(OP, "softmax_scale", softmax_scale)
     heads, size = query.shape[1:]
     for name, tensor in (("key", key), ("value", value)):
         check_device(OP, name, tensor, query, "query")

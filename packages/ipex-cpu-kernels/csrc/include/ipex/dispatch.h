@@ -59,6 +59,9 @@ void check_like(const char* op, const char* name, const Tensor& value, const Ten
 // Optional per-feature vector: 1-D, size x.shape[-1], dtype of x or float32.
 void check_vector(const char* op, const char* name, const OptionalTensor& value, const Tensor& x);
 
+// A factor on scores: masks are minus infinity, which a negative factor would turn round.
+void check_score_scale(const char* op, const char* name, double scale);
+
 // New CPU tensors. empty_strided of the C shim costs a third of a dispatcher call.
 Tensor new_tensor(const int64_t* sizes, const int64_t* strides, int64_t dim, ScalarType dtype);
 Tensor new_contiguous(const int64_t* sizes, int64_t dim, ScalarType dtype);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ipex/dispatch.h"
+#include "ipex/in_place.h"
 #include "ipex/kv_view.h"
 
 namespace ipex {
@@ -54,9 +55,9 @@ inline KvType kv_type(ScalarType cache) {
 }
 
 // The pair of caches: same device, dtype of x or quantised, 4-D, consecutive elements, equal
-// shapes.
+// shapes; no shared elements where they are written to.
 inline void check_caches(const char* op, const Tensor& key_cache, const Tensor& value_cache,
-                         const Tensor& x, const char* of, const char* shape) {
+                         const Tensor& x, const char* of, const char* shape, bool written = false) {
   const auto one = [&](const char* name, const Tensor& cache) {
     IPEX_CHECK(cache.is_cpu(), op, ": ", name, " must be on the device of ", of,
                " = cpu, got another");
@@ -67,6 +68,7 @@ inline void check_caches(const char* op, const Tensor& key_cache, const Tensor& 
                "-D");
     IPEX_CHECK(cache.stride(3) == 1 || cache.size(3) <= 1, op, ": ", name,
                " must have a contiguous last dimension, got stride ", cache.stride(3));
+    if (written) check_not_expanded(op, name, cache);
   };
   one("key_cache", key_cache);
   one("value_cache", value_cache);

@@ -72,6 +72,7 @@ Tensor attention(const Tensor& query0, const Tensor& key0, const Tensor& value0,
                  const OptionalTensor& alibi_slopes, int64_t window_left, int64_t window_right,
                  double softcap, const OptionalTensor& sinks, bool bottom_right) {
   check_arguments(query0, key0, value0);
+  check_score_scale("attention", "scale", scale);
   if (mask) check_mask(*mask, query0, key0.size(2));
   const ScalarType dtype = query0.scalar_type();
   const int64_t batch = query0.size(0), queries = query0.size(2), keys = key0.size(2);

@@ -288,6 +288,7 @@ void check_rows(const char* op, const Tensor& query, const Tensor& out) {
   IPEX_CHECK(query.dim() == 3, op, ": query must be 3-D [tokens, heads, head_size], got ",
              query.dim(), "-D");
   check_like(op, "out", out, query, "query");
+  check_not_expanded(op, "out", out);
   IPEX_CHECK(out.stride(2) == 1 || out.size(2) <= 1, op,
              ": out must have a contiguous last dimension, got stride ", out.stride(2));
 }

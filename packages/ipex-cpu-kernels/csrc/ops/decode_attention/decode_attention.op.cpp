@@ -13,6 +13,7 @@ void check_arguments(const Tensor& query, const Tensor& key_cache, const Tensor&
   check_tensor(kOp, "query", query);
   IPEX_CHECK(query.dim() == 4, kOp, ": query must be 4-D [B, H, Q, D], got ", query.dim(), "-D");
   check_head_size(kOp, query.size(3));
+  check_score_scale(kOp, "scale", options.scale);
   check_caches(kOp, key_cache, value_cache, query, "query", "[B, kv_heads, S, D]");
   IPEX_CHECK(key_cache.size(0) == query.size(0) && key_cache.size(3) == query.size(3), kOp,
              ": key_cache must have shape [", query.size(0), ", kv_heads, S, ", query.size(3),

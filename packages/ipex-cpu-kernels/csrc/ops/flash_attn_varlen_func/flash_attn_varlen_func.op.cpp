@@ -161,6 +161,7 @@ void flash_attn_varlen_func(Tensor out, const Tensor& query0, const Tensor& key_
                             const OptionalTensor& key_scales, const OptionalTensor& value_scales) {
   check_arguments(out, query0, key_cache, value_cache, cu_seqlens_q, cu_seqlens_kv, block_table,
                   kv_cache_dtype, k_scale, v_scale, key_scales, value_scales);
+  check_score_scale(kOp, "softmax_scale", softmax_scale);
   const int64_t sequences = cu_seqlens_q.size(0) - 1, columns = block_table.size(1);
   AttentionArgs args{};
   args.heads = query0.size(1);

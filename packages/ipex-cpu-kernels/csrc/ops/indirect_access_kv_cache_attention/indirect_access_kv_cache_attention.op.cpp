@@ -18,6 +18,7 @@ void check_arguments(const Tensor& query, const Tensor& key, const Tensor& value
   IPEX_CHECK(query.dim() == 4, kOp, ": query must be 4-D [sequences, Q, heads, head_size], got ",
              query.dim(), "-D");
   check_head_size(kOp, query.size(3));
+  check_score_scale(kOp, "scale", options.scale);
   const int64_t sequences = query.size(0), queries = query.size(1), size = query.size(3);
   IPEX_CHECK(key.is_cpu(), kOp, ": key must be on the device of query = cpu, got another");
   IPEX_CHECK(key.scalar_type() == query.scalar_type(), kOp,
@@ -29,7 +30,7 @@ void check_arguments(const Tensor& query, const Tensor& key, const Tensor& value
       shape_text(key));
   check_like(kOp, "value", value, key, "key");
   check_caches(kOp, key_cache, value_cache, query, "query",
-               "[max_positions, sequences, kv_heads, head_size]");
+               "[max_positions, sequences, kv_heads, head_size]", true);
   IPEX_CHECK(key_cache.size(1) == sequences && key_cache.size(2) == key.size(2) &&
                  key_cache.size(3) == size,
              kOp, ": key_cache must have shape [max_positions, ", sequences, ", ", key.size(2),
@@ -44,7 +45,7 @@ void check_arguments(const Tensor& query, const Tensor& key, const Tensor& value
       beam_idx.dim() == 2 && beam_idx.size(0) == positions + 2 && beam_idx.size(1) == sequences,
       kOp, ": beam_idx must have shape [", positions + 2, ", ", sequences, "], got ",
       shape_text(beam_idx));
-  IPEX_CHECK(offset >= 0 && offset + queries <= positions, kOp,
+  IPEX_CHECK(offset >= 0 && offset <= positions - queries, kOp,
              ": offset must be between 0 and max_positions - Q = ", positions - queries, ", got ",
              offset);
   const int64_t scores[4] = {sequences, query.size(2), queries, offset + queries};

@@ -33,6 +33,7 @@ void check_arguments(const Tensor& query, const Tensor& cache, const Tensor& len
              ": kv_cache must have shape [blocks, rows, ", width, "], got ", shape_text(cache));
   IPEX_CHECK(cache.stride(2) == 1 || width == 1, kOp,
              ": kv_cache must have a contiguous last dimension, got stride ", cache.stride(2));
+  check_not_expanded(kOp, "kv_cache", cache);
   check_index_tensor(kOp, "lengths", lengths, 1);
   IPEX_CHECK(lengths.size(0) == sequences, kOp, ": lengths must have size sequences = ", sequences,
              ", got ", lengths.size(0));
@@ -147,6 +148,7 @@ Tensor mla_decode_attention(const Tensor& query0, const Tensor& cache, const Ten
                             double scale, int64_t kv_lora_rank, const OptionalTensor& block_tables,
                             const OptionalTensor& new_rows) {
   check_arguments(query0, cache, lengths0, kv_lora_rank, block_tables, new_rows);
+  check_score_scale(kOp, "scale", scale);
   const int64_t sequences = query0.size(0), heads = query0.size(1);
   const Indices lengths(lengths0);
   const Indices tables = block_tables ? Indices(*block_tables) : Indices();

@@ -27,7 +27,7 @@ void check_arguments(const char* op, const Tensor& key, const Tensor& value,
              "-D");
   check_like(op, "value", value, key, "key");
   check_caches(op, key_cache, value_cache, key, "key",
-               "[num_blocks, kv_heads, block_size, head_size]");
+               "[num_blocks, kv_heads, block_size, head_size]", true);
   IPEX_CHECK(key_cache.size(1) == key.size(1) && key_cache.size(3) == key.size(2), op,
              ": key_cache must have shape [num_blocks, ", key.size(1), ", block_size, ",
              key.size(2), "], got ", shape_text(key_cache));
@@ -48,6 +48,8 @@ void check_arguments(const char* op, const Tensor& key, const Tensor& value,
   check_scale(op, "v_scale", v_scale);
   check_row_scales(op, "key_scales", key_scales, key_cache);
   check_row_scales(op, "value_scales", value_scales, key_cache);
+  if (key_scales) check_not_expanded(op, "key_scales", *key_scales);
+  if (value_scales) check_not_expanded(op, "value_scales", *value_scales);
   IPEX_CHECK(key_scales.has_value() == value_scales.has_value(), op,
              ": value_scales must be given if and only if key_scales are, got one of them");
 }

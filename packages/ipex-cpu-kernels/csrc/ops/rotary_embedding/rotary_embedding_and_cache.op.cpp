@@ -67,11 +67,9 @@ void rotary_embedding_and_cache(const Tensor& query, const Tensor& key, const Te
   check_rotary_dim(kOp, "rotary_dim", rotary_dim, query.size(query.dim() - 1));
   check_tables(kOp, sin, cos, query, rotary_dim);
   check_caches(kOp, key_cache, value_cache, query, "query",
-               "[num_blocks, kv_heads, block_size, head_dim]");
+               "[num_blocks, kv_heads, block_size, head_dim]", true);
   check_cache_shape(key_cache, key);
   check_not_expanded(kOp, "query", query);
-  check_not_expanded(kOp, "key_cache", key_cache);
-  check_not_expanded(kOp, "value_cache", value_cache);
   IPEX_CHECK(k_scale > 0, kOp, ": k_scale must be positive, got ", k_scale);
   IPEX_CHECK(v_scale > 0, kOp, ": v_scale must be positive, got ", v_scale);
   const Tokens tokens(query);

@@ -16,7 +16,9 @@ void check_arguments(const Tensor& output, const Tensor& query, const Tensor& ke
   IPEX_CHECK(query.dim() == 3, kOp, ": query must be 3-D [sequences, heads, head_size], got ",
              query.dim(), "-D");
   check_head_size(kOp, query.size(2));
+  check_score_scale(kOp, "scale", options.scale);
   check_like(kOp, "output", output, query, "query");
+  check_not_expanded(kOp, "output", output);
   IPEX_CHECK(output.stride(2) == 1 || output.size(2) <= 1, kOp,
              ": output must have a contiguous last dimension, got stride ", output.stride(2));
   check_caches(kOp, key_cache, value_cache, query, "query",

@@ -55,6 +55,7 @@ void varlen_attention(const Tensor& query0, const Tensor& key0, const Tensor& va
                       int64_t window_size_left, int64_t window_size_right, double softcap,
                       const OptionalTensor& sinks) {
   check_arguments(query0, key0, value0, out, seqlen_q, seqlen_k, pdropout, return_softmax);
+  check_score_scale(kOp, "softmax_scale", softmax_scale);
   const int64_t batch = seqlen_q.size(0) - 1;
   AttentionArgs args{};
   args.heads = query0.size(1);
