@@ -18,7 +18,7 @@ _LAZY: dict[str, str] = {
 }
 
 #: Modules that are imported when they are named.
-_MODULES: tuple[str, ...] = ("engine", "functional")
+_MODULES: tuple[str, ...] = ("engine", "functional", "modules")
 
 __all__ = ["__version__", *_LAZY, *_MODULES]  # noqa: PLE0604  (the keys are strings)
 

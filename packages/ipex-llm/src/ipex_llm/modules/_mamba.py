@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a Mamba layer."""
+
+from __future__ import annotations
+
+from ipex_core.nn import _state_space
+
+__all__ = ["MambaMixer"]
+
+
+class MambaMixer:
+    """The convolution and the recurrence of selective state space models.
+
+    There is nothing to make: these are functions.
+    """
+
+    causal_conv1d_fn = staticmethod(_state_space.causal_conv1d_fn)
+    causal_conv1d_update = staticmethod(_state_space.causal_conv1d_update)
+    selective_scan_fn = staticmethod(_state_space.selective_scan_fn)
+    selective_state_update = staticmethod(_state_space.selective_state_update)

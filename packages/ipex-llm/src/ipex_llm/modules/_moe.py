@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of gated MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ipex_core._spec import check
+from ipex_core.nn.moe import PackedExperts, gated_mlp_moe, pack_experts
+from ipex_llm.modules._norm import as_parameter
+
+__all__ = ["GatedMLPMOE"]
+
+Tensor = torch.Tensor
+Routing = Callable[..., tuple[Tensor, Tensor]]
+
+_OP = "GatedMLPMOE"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class GatedMLPMOE(nn.Module):
+    """Experts that are gated MLPs, ``W2 @ (act(W1 @ x) * (W3 @ x))``, for the tokens routed to them.
+
+    The weights are packed at the first call that needs no gradient, in evaluation mode, and exist only once: packed.
+    Reading ``W13``, ``W2`` or ``W3`` then, or a state dict, unpacks them exactly.
+
+    Args:
+        W13: ``[E, 2 I, H]``, the rows of the gate first; or, with ``W3``, those of the gate only, ``[E, I, H]``.
+        W2: ``[E, H, I]``.
+        W3: ``[E, I, H]``, or None.
+        use_prepack: Pack the weights. False: keep them as they are and compute each expert with stock operations.
+        w13_bias: ``[E, 2 I]`` or None.
+        w2_bias: ``[E, H]`` or None.
+        experts_start_id: Id of the first of these experts, where other processes have others.
+
+    Raises:
+        OpArgumentError: The shapes or dtypes of the weights do not fit.
+    """
+
+    def __init__(
+        self,
+        W13: Tensor,
+        W2: Tensor,
+        W3: Tensor | None = None,
+        use_prepack: bool = True,
+        *,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
+        experts_start_id: int = 0,
+    ) -> None:
+        super().__init__()
+        check(W2.dim() == 3, _OP, "W2", "have shape [E, H, I]", list(W2.shape))
+        experts, hidden, size = W2.shape
+        rows = 2 * size if W3 is None else size
+        shapes = {
+            "W13": (W13, [experts, rows, hidden]),
+            "W3": (W3, [experts, size, hidden]),
+            "w13_bias": (w13_bias, [experts, 2 * size]),
+            "w2_bias": (w2_bias, [experts, hidden]),
+        }
+        for name, (value, shape) in shapes.items():
+            if value is not None:
+                text = f"have shape {shape} for W2 of shape {list(W2.shape)}"
+                check(list(value.shape) == shape, _OP, name, text, list(value.shape))
+                if name.startswith("W"):
+                    check(value.dtype == W2.dtype, _OP, name, f"have dtype {W2.dtype}", value.dtype)
+        check(experts_start_id >= 0, _OP, "experts_start_id", "not be negative", experts_start_id)
+        self.use_prepack = use_prepack
+        self.experts_start_id = experts_start_id
+        self.num_experts, self.hidden_size, self.intermediate_size = experts, hidden, size
+        for name, value in {
+            "W13": W13,
+            "W2": W2,
+            "W3": W3,
+            "w13_bias": w13_bias,
+            "w2_bias": w2_bias,
+        }.items():
+            self.register_parameter(name, None if value is None else as_parameter(value))
+        self._forget()
+
+    # -- the packed form ----------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self.__dict__["_packed"] = None
+        self.__dict__["_dtype"] = None
+
+    def init_on_device(self, x: Tensor, op_type: object = None) -> None:
+        """Pack the weights now instead of at the first call."""
+        if self._packed is None and self.use_prepack:
+            self._pack()
+
+    @torch.no_grad()
+    def _pack(self) -> None:
+        p = self._parameters
+        w13, w2 = p["W13"], p["W2"]
+        assert w13 is not None and w2 is not None
+        packed = pack_experts(w13, w2, p["W3"])
+        self.__dict__["_dtype"] = w2.dtype
+        self.__dict__["_grads"] = w13.requires_grad
+        self.__dict__["_separate"] = p["W3"] is not None
+        self.__dict__["_packed"] = packed
+        for name in ("W13", "W2", "W3"):
+            self._parameters.pop(name)
+
+    @torch.no_grad()
+    def _unpacked(self) -> dict[str, Tensor | None]:
+        packed: PackedExperts = self._packed
+        size, hidden = self.intermediate_size, self.hidden_size
+        unpack = torch.ops.ipex.unpack_moe_weight
+        w13 = unpack(packed.w13, 2 * size, hidden, self._dtype, True)
+        w2 = unpack(packed.w2, hidden, size, self._dtype)
+        if self._separate:
+            return {"W13": w13[:, :size].contiguous(), "W2": w2, "W3": w13[:, size:].contiguous()}
+        return {"W13": w13, "W2": w2, "W3": None}
+
+    def _unpack(self) -> None:
+        """Return to plain parameters; the next call packs again."""
+        if self._packed is None:
+            return
+        plain = self._unpacked()
+        self._forget()  # first: only then the names are free
+        for name, value in plain.items():
+            parameter = None if value is None else nn.Parameter(value, self._grads)
+            self.register_parameter(name, parameter)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("W13", "W2", "W3") and self.__dict__.get("_packed") is not None:
+            return self._unpacked()[name]
+        return super().__getattr__(name)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._packed is not None:
+            for name, value in self._unpacked().items():
+                if value is not None:
+                    destination[prefix + name] = value
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._unpack()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._unpack()
+        return super()._apply(fn, recurse)
+
+    def train(self, mode: bool = True) -> GatedMLPMOE:
+        """Set the mode; the weights are parameters again in training mode."""
+        if mode:
+            self._unpack()
+        return super().train(mode)
+
+    # -- the computation ----------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        use_grouped_topk: bool,
+        top_k: int,
+        router_logits: Tensor,
+        renormalize: bool,
+        topk_group: int | None = None,
+        num_expert_group: int | None = None,
+        custom_routing_function: Routing | None = None,
+        scoring_func: str = "softmax",
+        e_score_correction_bias: Tensor | None = None,
+        activation: str = "silu",
+    ) -> Tensor:
+        """Route each token to ``top_k`` experts and return the weighted sum of their results.
+
+        Args:
+            hidden_states: ``[..., H]`` in the dtype of the weights.
+            use_grouped_topk: Choose groups of experts first.
+            top_k: Experts per token.
+            router_logits: ``[tokens, number of all experts]``.
+            renormalize: Make the weights of a token sum to 1.
+            topk_group: Groups that a token's experts come from.
+            num_expert_group: Number of groups.
+            custom_routing_function: Called as ``f(hidden_states=, gating_output=, topk=, renormalize=)`` for weights
+                and ids, ``[tokens, top_k]``.
+            scoring_func: ``"softmax"`` or ``"sigmoid"``.
+            e_score_correction_bias: ``[number of all experts]``, added to the scores for the choice only.
+            activation: Of the gate: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+
+        Returns:
+            A tensor like ``hidden_states``.
+
+        Raises:
+            OpArgumentError: Groups are asked for, but not how many; the activation is unknown; or ``hidden_states`` has
+                another dtype or size than the weights.
+            RuntimeError: For other wrong dtypes or shapes, or a ``top_k`` or groups that do not fit the experts.
+        """
+        if use_grouped_topk:
+            for name, value in (("topk_group", topk_group), ("num_expert_group", num_expert_group)):
+                check(value is not None, _OP, name, "be given with use_grouped_topk", None)
+        known = ("silu", "gelu", "gelu_tanh")
+        check(activation in known, _OP, "activation", f"be one of {', '.join(known)}", activation)
+        features = hidden_states.shape[-1]
+        text = f"have {self.hidden_size} features"
+        check(features == self.hidden_size, _OP, "hidden_states", text, features)
+        dtype = self.W2.dtype if self._packed is None else self._dtype
+        text = f"have dtype {dtype} of the weights"
+        check(hidden_states.dtype == dtype, _OP, "hidden_states", text, hidden_states.dtype)
+        if self._must_be_plain(hidden_states):
+            self._unpack()
+            x = hidden_states.reshape(-1, self.hidden_size)
+            if custom_routing_function is None:
+                custom_routing_function = _routing(
+                    *(use_grouped_topk, num_expert_group, topk_group, scoring_func),
+                    e_score_correction_bias,
+                )
+            weights, ids = custom_routing_function(
+                hidden_states=x, gating_output=router_logits, topk=top_k, renormalize=renormalize
+            )
+            return self._plain(x, weights, ids, activation).view(hidden_states.shape)
+        if self._packed is None:
+            self._pack()
+        packed: PackedExperts = self._packed
+        experts = PackedExperts(
+            packed.w13, packed.w2, packed.intermediate_size, self.w13_bias, self.w2_bias
+        )
+        return gated_mlp_moe(
+            *(hidden_states, experts, router_logits, top_k, renormalize),
+            use_grouped_topk=use_grouped_topk,
+            num_expert_group=num_expert_group,
+            topk_group=topk_group,
+            custom_routing_function=custom_routing_function,
+            scoring_func=scoring_func,
+            e_score_correction_bias=e_score_correction_bias,
+            activation=activation,
+            experts_start_id=self.experts_start_id,
+        )
+
+    def _must_be_plain(self, x: Tensor) -> bool:
+        if self.training or not self.use_prepack:
+            return True
+        if self._packed is None:
+            if torch.compiler.is_compiling() or self.W2.dtype not in _FLOATS:
+                return True
+            learns = any(p.requires_grad for p in self.parameters())
+        else:
+            learns = self._grads
+        return torch.is_grad_enabled() and (x.requires_grad or learns)
+
+    def _plain(self, x: Tensor, weights: Tensor, ids: Tensor, activation: str) -> Tensor:
+        """Compute with stock operations, expert by expert."""
+        y = torch.zeros_like(x)
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        w13, w13_bias = self.W13, self.w13_bias
+        for e in range(self.num_experts):
+            token, place = (ids == e + self.experts_start_id).nonzero(as_tuple=True)
+            rows = x[token]
+            both = functional.linear(rows, w13[e], None)
+            if self.W3 is not None:
+                both = torch.cat([both, functional.linear(rows, self.W3[e])], -1)
+            if w13_bias is not None:
+                both = both + w13_bias[e].to(both.dtype)
+            gate, up = both.chunk(2, -1)
+            if activation == "silu":
+                gate = functional.silu(gate)
+            else:
+                gate = functional.gelu(gate, approximate=approximate)
+            rows = functional.linear(gate * up, self.W2[e])
+            if self.w2_bias is not None:
+                rows = rows + self.w2_bias[e].to(rows.dtype)
+            y = y.index_add(0, token, rows * weights[token, place, None].to(rows.dtype))
+        return y
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        sizes = f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
+        return f"num_experts={self.num_experts}, {sizes}, packed={self._packed is not None}"
+
+
+def _routing(
+    grouped: bool,
+    groups: int | None,
+    topk_group: int | None,
+    scoring_func: str,
+    bias: Tensor | None,
+) -> Routing:
+    """Return the usual routing as a function; the op can be differentiated."""
+
+    def route(
+        hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+    ) -> tuple[Tensor, Tensor]:
+        weights, ids = torch.ops.ipex.moe_routing(
+            *(gating_output, topk, renormalize, scoring_func),
+            *((groups or 0, topk_group or 0) if grouped else (0, 0)),
+            bias,
+        )
+        return weights, ids
+
+    return route

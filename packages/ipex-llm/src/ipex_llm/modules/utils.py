@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look-up of modules by kind and device."""
+
+from __future__ import annotations
+
+import importlib
+from enum import Enum
+from typing import Any
+
+from ipex_core._spec import check
+
+__all__ = ["IPEXCustomOpType", "IPEXRuntimeCustomOps"]
+
+
+class IPEXCustomOpType(Enum):
+    """The kinds of modules."""
+
+    LINEAR_SILU = 0
+    LINEAR_SILU_MUL = 1
+    LINEAR2_SILU_MUL = 2
+    LINEAR_RELU = 3
+    LINEAR_NEW_GELU = 4
+    LINEAR_GELU = 5
+    LINEAR_ADD = 6
+    LINEAR_ADD_ADD = 7
+    LINEAR_MUL = 8
+    ROPE = 9
+    RMS_NORM = 10
+    PAGED_ATTENTION = 11
+    FAST_LAYERNORM = 12
+    VARLEN_ATTENTION = 13
+    INDIRECTACCESS_KVCACHE_ATTENTION = 14
+    LINEAR_MOE = 15
+    MAMBA_MIXER = 16
+
+
+_CLASSES = {
+    IPEXCustomOpType.LINEAR_SILU: "LinearSilu",
+    IPEXCustomOpType.LINEAR_SILU_MUL: "LinearSiluMul",
+    IPEXCustomOpType.LINEAR2_SILU_MUL: "Linear2SiluMul",
+    IPEXCustomOpType.LINEAR_RELU: "LinearRelu",
+    IPEXCustomOpType.LINEAR_NEW_GELU: "LinearNewGelu",
+    IPEXCustomOpType.LINEAR_GELU: "LinearGelu",
+    IPEXCustomOpType.LINEAR_ADD: "LinearAdd",
+    IPEXCustomOpType.LINEAR_ADD_ADD: "LinearAddAdd",
+    IPEXCustomOpType.LINEAR_MUL: "LinearMul",
+    IPEXCustomOpType.ROPE: "RotaryEmbedding",
+    IPEXCustomOpType.RMS_NORM: "RMSNorm",
+    IPEXCustomOpType.PAGED_ATTENTION: "PagedAttention",
+    IPEXCustomOpType.FAST_LAYERNORM: "FastLayerNorm",
+    IPEXCustomOpType.VARLEN_ATTENTION: "VarlenAttention",
+    IPEXCustomOpType.INDIRECTACCESS_KVCACHE_ATTENTION: "IndirectAccessKVCacheAttention",
+    IPEXCustomOpType.LINEAR_MOE: "GatedMLPMOE",
+    IPEXCustomOpType.MAMBA_MIXER: "MambaMixer",
+}
+
+
+class IPEXRuntimeCustomOps:
+    """Finds the module of a kind for a device. One class serves all devices."""
+
+    def get_module_from_device(
+        self, device_type: str, ops: IPEXCustomOpType, is_instance: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return a class of `ipex_llm.modules`, or an instance of it.
+
+        Args:
+            device_type: ``"cpu"`` or ``"xpu"``.
+            ops: The kind.
+            is_instance: Make an instance with the further arguments.
+
+        Raises:
+            OpArgumentError: The device is another one.
+            TypeError: ``ops`` is not an `IPEXCustomOpType`.
+        """
+        op = "get_module_from_device"
+        check(device_type in ("cpu", "xpu"), op, "device_type", "be one of cpu, xpu", device_type)
+        if not isinstance(ops, IPEXCustomOpType):
+            raise TypeError(f"{op}: ops must be an IPEXCustomOpType, got {type(ops).__name__}")
+        found = getattr(importlib.import_module("ipex_llm.modules"), _CLASSES[ops])
+        return found(*args, **kwargs) if is_instance else found
