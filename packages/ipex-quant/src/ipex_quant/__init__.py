@@ -13,25 +13,29 @@ from ipex_quant._version import __version__
 
 #: Public name -> module that has it.
 _LAZY: dict[str, str] = {
+    "combine_linears": "ipex_quant._combine",
+    "dequantize_per_block": "ipex_quant.quantize",
+    "dequantize_per_channel": "ipex_quant.quantize",
+    "get_weight_only_quant_qconfig_mapping": "ipex_quant.qconfig",
+    "linear_from": "ipex_quant.checkpoint",
     "QConfigWoq": "ipex_quant.qconfig",
     "QuantDtype": "ipex_quant.linear",
-    "QuantMethod": "ipex_quant.linear",
+    "quantize_linears": "ipex_quant._model",
+    "quantize_per_block": "ipex_quant.quantize",
+    "quantize_per_channel": "ipex_quant.quantize",
+    "quantized_names": "ipex_quant.checkpoint",
     "QuantizedWeight": "ipex_quant._weight",
+    "QuantMethod": "ipex_quant.linear",
+    "read_checkpoint": "ipex_quant.checkpoint",
+    "read_linear": "ipex_quant.checkpoint",
     "WeightOnlyQuantizedLinear": "ipex_quant.linear",
+    "woq_qconfig": "ipex_quant.qconfig",
     "WoqActQuantMode": "ipex_quant.qconfig",
     "WoqLowpMode": "ipex_quant.qconfig",
     "WoqQConfigMapping": "ipex_quant.qconfig",
     "WoqWeightDtype": "ipex_quant.qconfig",
     "WoqWeightFormat": "ipex_quant.linear",
     "WoqWeightQScheme": "ipex_quant.qconfig",
-    "combine_linears": "ipex_quant._combine",
-    "dequantize_per_block": "ipex_quant.quantize",
-    "dequantize_per_channel": "ipex_quant.quantize",
-    "get_weight_only_quant_qconfig_mapping": "ipex_quant.qconfig",
-    "quantize_linears": "ipex_quant._model",
-    "quantize_per_block": "ipex_quant.quantize",
-    "quantize_per_channel": "ipex_quant.quantize",
-    "woq_qconfig": "ipex_quant.qconfig",
 }
 
 __all__ = ["__version__", *_LAZY]  # noqa: PLE0604  (the keys are strings)

@@ -150,9 +150,13 @@ def _check_words(words: Tensor, name: str, suffix: str, shape: list[int]) -> Non
 def _groups(k: int, group_size: int, scales: Tensor, g_idx: Tensor | None, name: str) -> int:
     groups = scales.shape[0]
     expected = 1 if group_size == -1 else -(-k // group_size)
-    # A part of the input features of a weight with g_idx may use scales of all groups.
+    fits = groups == expected
+    if not fits and g_idx is not None and groups > expected and g_idx.numel():
+        # Part of the input features of a weight with g_idx uses scales of all groups, some more than others.
+        counts = torch.bincount(g_idx.clamp(min=0).long(), minlength=groups)
+        fits = int(counts.max()) <= group_size and bool((counts != counts[0]).any())
     check(
-        groups == expected or (g_idx is not None and groups > expected),
+        fits,
         _key(name, "scales"),
         "scales",
         f"have {expected} groups of {group_size} for {k} input features",
