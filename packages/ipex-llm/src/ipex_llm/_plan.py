@@ -32,12 +32,34 @@ Activation = str
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NormPlan:
-    """RMS or layer norm over the last dimension; ``y = norm(x) * (weight + offset) + bias``."""
+    """RMS or layer norm over the last dimension; ``y = norm(x) * (weight + offset) + bias``.
+
+    Weight and bias are ``[width]``; those of a norm of queries or keys may be ``[heads, head_dim]``, one for each.
+    """
 
     kind: Literal["rms", "layer"]
     module: nn.Module
     eps: float
     offset: float = 0.0  # 1.0: weights are stored less one (Gemma)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight as it is stored (without `offset`); None: the norm has none."""
+        return self._values("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, or None."""
+        return self._values("bias")
+
+    def _values(self, name: str) -> Tensor | None:
+        parts = next((c for c in self.module.children() if isinstance(c, nn.ModuleList)), None)
+        if parts is None:
+            value = getattr(self.module, name, None)
+            return value if isinstance(value, Tensor) else None
+        # One norm for each head (StableLM).
+        rows = [getattr(part, name, None) for part in parts]
+        return None if any(r is None for r in rows) else torch.stack(rows)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +85,20 @@ class RopePlan:
     max_position_embeddings: int
     #: Factor on cosines and sines beyond what the kind brings along.
     factor: float = 1.0
+
+    def tables(self, positions: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, each ``[positions, dim / 2]``, as the rotary ops take them."""
+        from ipex_core.nn.rope import rope_tables
+
+        cos, sin = rope_tables(
+            self.kind,
+            self.dim,
+            positions,
+            self.base,
+            self.scaling,
+            max_position_embeddings=self.max_position_embeddings,
+        )
+        return (cos * self.factor).to(dtype), (sin * self.factor).to(dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +143,7 @@ class ExpertsPlan:
     router_weight: Tensor  # [E, hidden]
     router_bias: Tensor | None
     #: The module with the experts; their weights stacked, ``[E, 2 I, hidden]`` (rows of the gate first) and
-    #: ``[E, hidden, I]``, or one module for each expert.
+    #: ``[E, hidden, I]``, or modules: the gates of all experts and then their other projections; the E last ones.
     module: nn.Module
     gate_up: Tensor | tuple[nn.Module, ...]
     down: Tensor | tuple[nn.Module, ...]
@@ -138,6 +174,10 @@ class LayerPlan:
 
     Sequential: ``h += post_attention?(attention(input_norm(h)))``, then ``h += post_mlp?(mlp(mlp_norm(h)))``.
     Parallel: both read ``h`` as it came in, through one norm or two, and both are added.
+
+    A decoder whose layers end in a norm of the sum (OPT 350m) is the same chain cut elsewhere, and is given so: with
+    `residual_after_norm`, no `input_norm` in the first layer, the last norm of each layer as the next one's
+    `input_norm`, and that of the last layer as the decoder's `final_norm`.
     """
 
     module: nn.Module
@@ -149,7 +189,7 @@ class LayerPlan:
     post_mlp_norm: NormPlan | None = None
     parallel: bool = False
     residual_scale: float = 1.0  # factor on what a block adds
-    #: The residual is what the norm gave, not what it read (Bloom's and BERT's option).
+    #: The residual is what the norm (of either block) gave, not what it read (Bloom's option).
     residual_after_norm: bool = False
 
 

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One observed forward of a model: what each module read and gave."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+__all__ = [
+    "Config",
+    "MatchError",
+    "Trace",
+    "distance",
+    "is_linear",
+    "is_norm",
+    "linears",
+    "rows",
+    "same",
+    "settle",
+    "tolerance",
+]
+
+Tensor = torch.Tensor
+Plan = TypeVar("Plan")
+
+#: Tokens of the observed forward. Seven: unlikely to be the number of heads too.
+LENGTH = 7
+
+
+class MatchError(ValueError):
+    """A structure is not understood.
+
+    Attributes:
+        module: Name of the module in the model that was given (empty: the model itself).
+        reason: Why it has no plan.
+    """
+
+    def __init__(self, module: str, reason: str) -> None:
+        super().__init__(f"match: {module or 'model'}: {reason}")
+        self.module = module
+        self.reason = reason
+
+
+class Config:
+    """The configuration of a decoder: values by the first of several names that it has."""
+
+    def __init__(self, config: Any) -> None:
+        text = getattr(config, "get_text_config", None)
+        self.raw = text() if callable(text) else config
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        for name in names:
+            value = (
+                self.raw.get(name)
+                if isinstance(self.raw, Mapping)
+                else getattr(self.raw, name, None)
+            )
+            if value is not None:
+                return value
+        return default
+
+
+def _first(values: Any) -> Tensor | None:
+    """Return the first floating point or integer tensor among arguments or results."""
+    if isinstance(values, Tensor):
+        return values
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return None
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+    return None
+
+
+class Trace:
+    """Inputs and outputs (of the first call) of all modules of a model for a few tokens.
+
+    Attributes:
+        ids: The tokens, int64 ``[T]``.
+        inputs: Module -> its first tensor argument.
+        outputs: Module -> its first tensor result.
+        names: Module -> its name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names = {module: name for name, module in model.named_modules()}
+        self.inputs: dict[nn.Module, Tensor] = {}
+        self.outputs: dict[nn.Module, Tensor] = {}
+        config = getattr(model, "config", None)
+        if model.training:
+            raise MatchError("", "is in training mode; call model.eval() first")
+        if getattr(config, "is_encoder_decoder", False):
+            raise MatchError("", "is an encoder and a decoder, not a decoder alone")
+        tensors = list(model.parameters())
+        if any(t.is_meta for t in tensors):
+            raise MatchError(
+                "", "has weights on the meta device; its structure is found by running it"
+            )
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self.ids = _tokens(config).to(device)
+        self._run()
+
+    def _run(self) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            value = _first(args)
+            if value is None:
+                value = kwargs.get("hidden_states")
+            if value is None:
+                value = _first(kwargs)
+            if value is not None and module not in self.inputs:
+                self.inputs[module] = value.detach().clone()
+
+        def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            value = _first(result)
+            if value is not None and module not in self.outputs:
+                self.outputs[module] = value.detach().clone()
+
+        handles = []
+        for module in self.names:
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, with_kwargs=True))
+        try:
+            with torch.no_grad():
+                self.model(input_ids=self.ids.unsqueeze(0), use_cache=False)
+        except Exception as error:  # anything can go wrong in a model that is not a decoder
+            text = str(error).strip().split("\n")[0]
+            raise MatchError(
+                "", f"fails on {LENGTH} tokens: {type(error).__name__}: {text}"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def ran(self, module: nn.Module) -> bool:
+        """Return whether a module took and gave a tensor."""
+        return module in self.inputs and module in self.outputs
+
+    def input(self, module: nn.Module) -> Tensor:
+        """Return what a module read, ``[T, width]``."""
+        return rows(self.inputs[module])
+
+    def output(self, module: nn.Module) -> Tensor:
+        """Return what a module gave, ``[T, width]``."""
+        return rows(self.outputs[module])
+
+    def error(self, module: nn.Module, reason: str) -> MatchError:
+        """Return the error that names a module."""
+        return MatchError(self.names.get(module, type(module).__name__), reason)
+
+
+def _tokens(config: Any) -> Tensor:
+    config = Config(config)
+    vocab = int(config.get("vocab_size", default=64))
+    special = {
+        value
+        for name in dir(config.raw)
+        if re.search(r"_token_(id|index)$", name)
+        for value in [getattr(config.raw, name, None)]
+        if isinstance(value, int)
+    }
+    ids: list[int] = []
+    candidate = 5 % vocab
+    while len(ids) < LENGTH:
+        if candidate not in special or vocab <= len(special) + LENGTH:
+            ids.append(candidate)
+        candidate = (candidate + 11) % vocab
+    return torch.tensor(ids)
+
+
+def rows(x: Tensor) -> Tensor:
+    """Return ``[T, width]`` of a tensor of one sequence."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one sequence have the same values."""
+    return a.numel() == b.numel() and torch.equal(a.reshape(-1).float(), b.reshape(-1).float())
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference relative to the largest value of `b`."""
+    if a.numel() != b.numel():
+        return float("inf")
+    a, b = a.reshape(-1).float(), b.reshape(-1).float()
+    error = (a - b).abs().max() / b.abs().max().clamp_min(1e-30)
+    return float(error.nan_to_num(nan=float("inf")))
+
+
+def tolerance(x: Tensor) -> float:
+    """Return how far a value computed in another order may be off, by dtype."""
+    return 5e-4 if x.dtype in (torch.float32, torch.float64) else 4e-2
+
+
+def settle(
+    candidates: Iterable[Plan], error: Callable[[Plan], float], like: Tensor, sure: int = 0
+) -> tuple[Plan | None, float]:
+    """Return the candidate that fits, or None, and the smallest error.
+
+    In float32 the first that fits is taken: nothing else comes as close. With 16 bits several may be near, and the
+    nearest is taken, except that the first `sure` ones are trusted when they fit.
+    """
+    best, nearest = None, float("inf")
+    limit = tolerance(like)
+    for number, candidate in enumerate(candidates):
+        off = error(candidate)
+        if off < nearest:
+            best, nearest = candidate, off
+        if off <= limit and (number < sure or like.dtype in (torch.float32, torch.float64)):
+            return candidate, off
+    return (best if nearest <= limit else None), nearest
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is called a norm; which one is found by numbers."""
+    return "norm" in type(module).__name__.lower()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer, of whatever weight format."""
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return True
+    return hasattr(module, "nf") and getattr(module, "weight", None) is not None
+
+
+def linears(module: nn.Module, trace: Trace, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and linear layers under a module that ran; not those inside another one (adapters)."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if is_linear(child):
+            if trace.ran(child):
+                yield path, child
+        else:
+            yield from linears(child, trace, f"{path}.")
