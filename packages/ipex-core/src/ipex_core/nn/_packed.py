@@ -87,6 +87,8 @@ class PackedWeight(torch.Tensor):
     start: int
     rows: int | None
     gated: int | None
+    #: The parameter whose place this one has taken, where its maker and not the module's state remembers it.
+    former: torch.nn.Parameter | None = None
     _is_param = True
 
     @staticmethod

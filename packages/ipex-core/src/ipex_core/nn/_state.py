@@ -223,7 +223,12 @@ def pack_weight(module: nn.Module, state: ModuleState) -> None:
 
 
 def unpack_weight(module: nn.Module, state: ModuleState) -> None:
-    """Replace a packed weight by the plain parameter it was made from."""
+    """Replace packed weights by the plain parameters they were made from."""
+    for name, parameter in list(module._parameters.items()):
+        former = parameter.former if isinstance(parameter, PackedWeight) else None
+        if former is not None and isinstance(parameter, PackedWeight):
+            former.data = parameter.plain()
+            module._parameters[name] = former
     weight = module._parameters.get("weight")
     if isinstance(weight, PackedWeight):
         plain = weight.plain()

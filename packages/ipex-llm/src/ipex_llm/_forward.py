@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward of a decoder that runs as programs.
+
+The class of the decoder is exchanged for a subclass whose ``forward`` runs the programs. What they cannot do - outputs
+of each layer, training, foreign caches - goes to the forward of the original class, and is told once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_llm._hf_cache import CacheState, adopt, state_of_cache
+from ipex_llm._runner import Runner
+
+__all__ = ["DecoderMixin", "Reason", "subclass", "tell"]
+
+Tensor = torch.Tensor
+logger = logging.getLogger("ipex.llm")
+_told: set[str] = set()
+
+#: Arguments that say nothing about what is computed here.
+_IGNORED = frozenset(
+    {"cache_position", "return_dict", "use_cache", "logits_to_keep", "num_logits_to_keep"}
+)
+#: Arguments that are understood.
+_KNOWN = frozenset(
+    {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"}
+)
+#: Arguments of older versions that ask for something only if they are True.
+_FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+class Reason(Exception):
+    """Why the programs cannot run a call."""
+
+
+def tell(text: str) -> None:
+    """Log a message once per process, at level INFO."""
+    if text not in _told:
+        _told.add(text)
+        logger.info("%s", text)
+
+
+@functools.cache
+def _output_class() -> Any:
+    from transformers.utils import ModelOutput
+
+    @dataclasses.dataclass
+    class IpexDecoderOutput(ModelOutput):  # type: ignore[misc]
+        """What a decoder returns; has all fields that models on top of one may ask for."""
+
+        last_hidden_state: Any = None
+        past_key_values: Any = None
+        hidden_states: Any = None
+        attentions: Any = None
+        cross_attentions: Any = None
+        router_logits: Any = None
+
+    return IpexDecoderOutput
+
+
+class DecoderMixin(nn.Module):
+    """Forward through programs; put in front of a decoder's class by `subclass`."""
+
+    _ipex_runner: Runner
+    _ipex_original: type[nn.Module]
+    config: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        content = dict(self.__dict__)
+        content.pop("_ipex_runner", None)  # belongs to this object; a copy is run by its own forward
+        return content
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the decoder."""
+        names = _parameters(self._ipex_original)
+        kwargs.update(zip(names, args, strict=False))
+        try:
+            runner = usable_runner(self)
+            return self._run(runner, kwargs)
+        except Reason as reason:
+            tell(f"{type(self).__name__}: runs its own forward: {reason}")
+        state = state_of_cache(kwargs.get("past_key_values"))
+        mask = kwargs.get("attention_mask")
+        if state is not None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            first = kwargs.get("input_ids")
+            first = kwargs.get("inputs_embeds") if first is None else first
+            assert first is not None
+            state.next_valid = mask[:, -first.shape[1] :].bool()
+        return super().forward(**kwargs)
+
+    def _run(self, runner: Runner, kwargs: dict[str, Any]) -> Any:
+        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        self._check(runner, kwargs)
+        first = ids if embeds is None else embeds
+        assert first is not None
+        batch, count = first.shape[:2]
+        cache = kwargs.get("past_key_values")
+        use_cache = kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(self.config, "use_cache", True)
+        state: CacheState
+        if cache is None and not use_cache:
+            state = CacheState(runner, batch, count)
+        else:
+            cache, reason = adopt(cache, runner, batch, count + 64, getattr(self, "_ipex_kv", None))
+            if reason is not None:
+                raise Reason(reason)
+            found = state_of_cache(cache)
+            assert found is not None
+            state = found
+        new = self._new_tokens(state, kwargs.get("attention_mask"), batch, count)
+        positions = self._positions(state, kwargs, batch, count)
+        if new is not None:
+            positions = positions.expand(batch, count)[new]
+            first = first[new]
+        else:
+            positions = positions.expand(batch, count).reshape(-1)
+            first = first.reshape(batch * count, *first.shape[2:])
+        if positions.numel() and runner.plan.position_embedding is not None:
+            limit = runner.plan.max_positions
+            if int(positions.max()) >= limit:
+                raise IndexError(
+                    f"{type(self).__name__}: position_ids must be below {limit}, the number of position embeddings,"
+                    f" got {int(positions.max())}"
+                )
+        if embeds is None:
+            hidden = runner.embed(first, positions)
+        else:
+            hidden = runner.place(first.to(runner.dtype), positions)
+        step = state.append(batch, count, new)
+        if hidden.shape[0]:
+            rows = runner.run(state.cache, hidden, positions, step)
+        else:
+            rows = hidden
+        if new is None:
+            out = rows.view(batch, count, -1)
+        else:
+            out = rows.new_zeros(batch, count, rows.shape[-1])
+            out[new] = rows
+        if kwargs.get("return_dict") is False:
+            return (out,) if cache is None else (out, cache)
+        return _output_class()(last_hidden_state=out, past_key_values=cache)
+
+    def _check(self, runner: Runner, kwargs: dict[str, Any]) -> None:
+        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        if (ids is None) == (embeds is None):
+            raise Reason("exactly one of input_ids and inputs_embeds is needed")
+        first = ids if embeds is None else embeds
+        assert first is not None
+        if first.numel() == 0 or first.dim() != (2 if embeds is None else 3):
+            raise Reason("the input is empty or of another shape")
+        if embeds is not None and runner.plan.embedding_scale != 1.0:
+            raise Reason("inputs_embeds of a model that scales its embeddings")
+        if first.device.type != "cpu":
+            raise Reason(f"the input is on {first.device}")
+        for name, value in kwargs.items():
+            if name in _KNOWN or name in _IGNORED or value is None or value is False:
+                continue
+            raise Reason(f"argument {name}")
+        for name in _FLAGS:
+            if kwargs.get(name) is None and getattr(self.config, name, False):
+                raise Reason(f"config.{name}")
+
+    def _new_tokens(
+        self, state: CacheState, mask: Any, batch: int, count: int
+    ) -> Tensor | None:
+        """Return which of the new places are tokens, or None for all."""
+        past = state.length
+        if mask is None:
+            if state.valid is not None:
+                raise Reason("the attention mask of earlier calls is missing")
+            return None
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            raise Reason("the attention mask is not 2-D")
+        if mask.shape[0] != batch or mask.shape[1] not in (past + count, count):
+            raise Reason(f"the attention mask has shape {list(mask.shape)}")
+        if state.valid is None and bool(mask.all()):
+            return None
+        known = mask.bool()
+        if mask.shape[1] == past + count and past:
+            before = state.valid
+            same = known[:, :past].all() if before is None else torch.equal(known[:, :past], before)
+            if not same:
+                raise Reason("the attention mask of earlier tokens has changed")
+        return known[:, -count:].contiguous()
+
+    def _positions(
+        self, state: CacheState, kwargs: dict[str, Any], batch: int, count: int
+    ) -> Tensor:
+        given = kwargs.get("position_ids")
+        if given is not None:
+            if given.dim() != 2 or given.shape[1] != count or given.shape[0] not in (1, batch):
+                raise Reason(f"position_ids of shape {list(given.shape)}")
+            return given.to(torch.int64)
+        past = state.length
+        mask = kwargs.get("attention_mask")
+        if mask is not None and self._ipex_runner.plan.position_offset and mask.shape[1] >= past + count:
+            # OPT counts the tokens that the mask lets through.
+            places = (mask.long().cumsum(1) * mask.long()).long() - 1
+            return places[:, -count:].clamp_min(0)
+        return torch.arange(past, past + count).unsqueeze(0)
+
+
+def usable_runner(module: Any) -> Runner:
+    """Return the runner of a decoder if it may run now.
+
+    Raises:
+        Reason: Why not.
+    """
+    runner = module.__dict__.get("_ipex_runner")
+    if not isinstance(runner, Runner):
+        runner = _revive(module)
+    if module.training:
+        raise Reason("the model is in training mode")
+    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        raise Reason("gradients are on: call it under torch.no_grad() or torch.inference_mode()")
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling():
+        raise Reason("the call is traced")
+    if not runner.fresh():
+        runner = _revive(module)
+    return runner
+
+
+def _revive(module: Any) -> Runner:
+    """Pack again: the parameters are others than those that were packed, or this is a copy."""
+    from ipex_llm._optimize import attach_runner
+
+    runner = attach_runner(module)
+    if runner is None:
+        raise Reason("its parameters have changed in a way that programs cannot follow")
+    return runner
+
+
+@functools.cache
+def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+@functools.cache
+def subclass(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
+    """Return ``kind`` with ``mixin`` in front. It has the same name, since transformers looks at names."""
+    content: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "_ipex_original": kind,
+        "_ipex_mixin": mixin,
+    }
+    if "forward" in mixin.__dict__:
+        forward = mixin.__dict__["forward"]
+
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, *args, **kwargs)
+
+        functools.update_wrapper(wrapped, kind.forward)
+        content["forward"] = wrapped
+    return type(kind.__name__, (mixin, kind), content)
+
+
+def _rebuild(kind: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:
+    new = subclass(kind, mixin)
+    return new.__new__(new)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`optimize`: a model of transformers, made fast, still the user's model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import ipex_core
+from ipex_core._optimize._arguments import DTYPES, check_model
+from ipex_core._optimize._pipeline import _copy
+from ipex_core._optimize._records import log_of
+from ipex_core.errors import OpArgumentError
+from ipex_core.nn._packed import PackedWeight
+from ipex_llm._forward import DecoderMixin, subclass
+from ipex_llm._plan import DecoderPlan
+from ipex_llm._runner import Runner
+from ipex_llm._weights import UnsupportedPlan
+
+__all__ = ["attach_runner", "optimize", "optimize_transformers"]
+
+logger = logging.getLogger("ipex.llm")
+
+_KEYS = ("_ipex_runner", "_ipex_top", "_ipex_kv", "_ipex_undo")
+
+
+def optimize(
+    model: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    dtype: torch.dtype | None = torch.float32,
+    inplace: bool = False,
+    device: str | torch.device = "cpu",
+    quantization_config: Any = None,
+    qconfig_summary_file: str | None = None,
+    low_precision_checkpoint: Any = None,
+    sample_inputs: Any = None,
+    deployment_mode: bool = True,
+    cache_weight_for_large_batch: bool = False,
+    *,
+    kv_cache_dtype: torch.dtype | str | None = None,
+) -> Any:
+    """Make a language model of transformers faster on this CPU.
+
+    The result is a model of the same class: ``generate``, ``forward``, ``state_dict`` and ``save_pretrained`` work as
+    before, with the same tokens in float32. If the structure of its decoder is understood, the whole stack runs as one
+    program per step over a paged cache; otherwise its layers are made faster one by one. `ipex.explain` tells which,
+    and `ipex.restore` undoes it (but for quantised weights).
+
+    Args:
+        model: Model in inference mode. A ``torch.jit.ScriptModule`` is returned untouched.
+        optimizer: Must be None.
+        dtype: ``torch.bfloat16`` or ``torch.float16`` to cast the parameters, ``torch.float32`` or None to leave them.
+        inplace: Change ``model`` itself. Otherwise a deep copy is changed and ``model`` stays as it is.
+        device: ``"cpu"``.
+        quantization_config: Weight-only quantisation, of ``ipex.quantization.get_weight_only_quant_qconfig_mapping``.
+        qconfig_summary_file: Must be None (static quantisation of activations).
+        low_precision_checkpoint: Quantised weights, of ``ipex.llm.utils.load_low_precision_checkpoint``.
+        sample_inputs: Accepted; nothing needs them.
+        deployment_mode: True: run the whole decoder as a program. False: only make layers faster, so that
+            ``torch.compile`` sees an ordinary model.
+        cache_weight_for_large_batch: Accepted; one packed form serves all batch sizes.
+        kv_cache_dtype: dtype of cached keys and values: None (that of the model), ``"int8"`` or ``"fp8_e5m2"``.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: An argument has the wrong type (for the model it is an AttributeError too).
+        ValueError: An unknown dtype or option; a model in training mode, or an optimizer (also an AssertionError).
+        RuntimeError: An unknown device.
+        NotImplementedError: Static quantisation.
+
+    Example:
+        >>> import torch, transformers
+        >>> config = transformers.LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...     num_attention_heads=2)
+        >>> model = optimize(transformers.LlamaForCausalLM(config).eval())
+        >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False, pad_token_id=0).shape
+        torch.Size([1, 5])
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        return model
+    check_model(model, None)
+    _check_arguments(optimizer, dtype, device, qconfig_summary_file, inplace)
+    kv = _kv_dtype(kv_cache_dtype)
+    if not inplace:
+        model = _copy(model)
+    if quantization_config is not None or low_precision_checkpoint is not None:
+        _quantize(model, quantization_config, low_precision_checkpoint)
+    plan, reason = _plan(model) if deployment_mode else (None, "deployment_mode is False")
+    ipex_core.optimize(model, dtype=dtype, inplace=True)
+    if plan is not None:
+        reason = _attach(model, plan, kv)
+    log = log_of(model)
+    if log is not None:
+        done = reason is None
+        text = "the whole decoder stack runs as one program per step" if done else f"layer by layer: {reason}"
+        log.add("", model, "llm", done, text, "ipex::program_run" if done else "")
+    if reason is not None:
+        logger.info("optimize: %s runs layer by layer: %s", type(model).__name__, reason)
+    return model
+
+
+def optimize_transformers(*args: Any, **kwargs: Any) -> Any:
+    """Return `optimize` of the arguments; the former name."""
+    warnings.warn(
+        "optimize_transformers is deprecated: use ipex.llm.optimize", FutureWarning, stacklevel=2
+    )
+    return optimize(*args, **kwargs)
+
+
+def _check_arguments(
+    optimizer: Any, dtype: Any, device: Any, summary: Any, inplace: Any
+) -> None:
+    if optimizer is not None:
+        raise OpArgumentError(
+            "optimize: optimizer must be None, got one: ipex.llm.optimize is for inference; train with ipex.optimize"
+        )
+    if not isinstance(inplace, bool):
+        raise TypeError(f"optimize: inplace must be True or False, got {inplace!r}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"optimize: dtype must be a torch.dtype or None, got {dtype!r}")
+    if dtype is not None and dtype not in DTYPES:
+        names = ", ".join(map(str, DTYPES))
+        raise OpArgumentError(f"optimize: dtype must be one of {names} or None, got {dtype}")
+    kind = torch.device(device).type if isinstance(device, (str, torch.device)) else device
+    if kind != "cpu":
+        raise RuntimeError(f"optimize: device must be 'cpu', got {device!r}")
+    if summary is not None:
+        raise NotImplementedError(
+            "optimize: static quantisation (qconfig_summary_file) is not available: use weight-only quantisation"
+        )
+
+
+def _kv_dtype(value: Any) -> torch.dtype | None:
+    from ipex_llm._cache import CACHE_DTYPES
+
+    if isinstance(value, str):
+        if value not in CACHE_DTYPES:
+            names = ", ".join(map(repr, CACHE_DTYPES))
+            raise OpArgumentError(f"optimize: kv_cache_dtype must be one of {names}, got {value!r}")
+        return CACHE_DTYPES[value]
+    if value not in (None, torch.int8, torch.float8_e5m2):
+        raise OpArgumentError(
+            f"optimize: kv_cache_dtype must be None, torch.int8 or torch.float8_e5m2, got {value!r}"
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def _quantize(model: nn.Module, config: Any, checkpoint: Any) -> None:
+    raise NotImplementedError("optimize: weight-only quantisation is not available yet")
+
+
+def _plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
+    """Return the plan of a model, or why there is none."""
+    from ipex_llm import _match
+
+    return _match.find(model)
+
+
+def _attach(model: nn.Module, plan: DecoderPlan, kv: torch.dtype | None) -> str | None:
+    """Make a model run its plan; return why it cannot."""
+    decoder = plan.decoder
+    try:
+        runner = Runner(plan, _dtype(plan), _shared(model))
+    except UnsupportedPlan as reason:
+        return str(reason)
+    from ipex_llm.generation._hf import GenerationMixin, can_generate
+
+    for module in {id(m): m for m in (decoder, model)}.values():
+        module.__dict__["_ipex_runner"] = runner
+        module.__dict__["_ipex_top"] = model
+        module.__dict__["_ipex_kv"] = kv
+        module.__dict__["_ipex_undo"] = _undo
+    decoder.__class__ = subclass(type(decoder), DecoderMixin)
+    if model is not decoder and can_generate(model) and plan.head is not None:
+        model.__class__ = subclass(type(model), GenerationMixin)
+    return None
+
+
+def _dtype(plan: DecoderPlan) -> torch.dtype:
+    weight = plan.layers[0].attention.output.modules[0]._parameters.get("weight")
+    if weight is None or not weight.is_floating_point():
+        weight = plan.embedding._parameters["weight"]
+        assert weight is not None
+    return weight.dtype
+
+
+def _shared(model: nn.Module) -> set[int]:
+    """Return ids of parameters that several modules have."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, PackedWeight):
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return {key for key, count in owners.items() if count > 1}
+
+
+def _undo(module: nn.Module) -> None:
+    """Take back what `_attach` did to a module; called by `ipex.restore`."""
+    runner = module.__dict__.get("_ipex_runner")
+    if isinstance(runner, Runner):
+        runner.store.undo()
+    for key in _KEYS:
+        module.__dict__.pop(key, None)
+    original = getattr(type(module), "_ipex_original", None)
+    if original is not None:
+        module.__class__ = original
+
+
+@contextlib.contextmanager
+def _original_classes(*modules: nn.Module) -> Iterator[None]:
+    former = [type(module) for module in modules]
+    for module in modules:
+        module.__class__ = getattr(type(module), "_ipex_original", type(module))
+    try:
+        yield
+    finally:
+        for module, kind in zip(modules, former, strict=True):
+            module.__class__ = kind
+
+
+def attach_runner(decoder: nn.Module) -> Runner | None:
+    """Pack a decoder again whose parameters have changed, or a copy; return None if that is not possible."""
+    top = decoder.__dict__.get("_ipex_top")
+    if not isinstance(top, nn.Module):
+        return None
+    former = decoder.__dict__.pop("_ipex_runner", None)
+    top.__dict__.pop("_ipex_runner", None)
+    if isinstance(former, Runner):
+        former.store.undo()
+    with _original_classes(decoder, top):
+        plan, _ = _plan(top)
+        if plan is None or plan.decoder is not decoder:
+            return None
+        try:
+            runner = Runner(plan, _dtype(plan), _shared(top))
+        except UnsupportedPlan:
+            return None
+    decoder.__dict__["_ipex_runner"] = top.__dict__["_ipex_runner"] = runner
+    return runner

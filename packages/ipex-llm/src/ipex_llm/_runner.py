@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a decoder: one call per step for the whole stack."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from ipex_core.nn.rope import rope_frequencies
+from ipex_core.program import Program
+from ipex_llm._cache import LayerShape, PagedCache, Step, cache_dtype
+from ipex_llm._emit import Emitter, Mode
+from ipex_llm._plan import DecoderPlan, RopePlan
+from ipex_llm._weights import WeightStore
+
+__all__ = ["Runner"]
+
+Tensor = torch.Tensor
+
+#: Kinds of rotation whose angles depend on the length of the sequence.
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+class Runner:
+    """A decoder as programs over a paged cache.
+
+    Args:
+        plan: Structure of the decoder.
+        dtype: dtype of rows and weights.
+
+    Attributes:
+        plan: As given.
+        dtype: As given.
+        vocab_size: Width of the logits.
+    """
+
+    def __init__(self, plan: DecoderPlan, dtype: torch.dtype, shared: set[int] | None = None) -> None:
+        self.plan = plan
+        self.dtype = dtype
+        self.vocab_size = plan.vocab_size
+        self.store = WeightStore(dtype, shared)
+        try:
+            self.emitter = Emitter(plan, self.store)
+            #: Programs by (mode, with logits, cache dtype).
+            self._programs: dict[tuple[Mode, bool, torch.dtype | None], Program] = {}
+            self._program("decode", plan.head is not None, None)  # what cannot be written raises here
+        except BaseException:
+            self.store.undo()
+            raise
+        attentions = [layer.attention for layer in plan.layers]
+        self.shapes = tuple(LayerShape(a.kv_heads, a.head_dim) for a in attentions)
+        ropes = {repr(a.rope): a.rope for a in attentions if a.rope is not None}
+        self._ropes = [_Rope(ropes[key], plan.max_positions) for key in self.emitter.ropes]
+        self._lock = threading.Lock()
+
+    def _program(self, mode: Mode, logits: bool, cache: torch.dtype | None) -> Program:
+        key = (mode, logits, cache)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self.emitter.program(mode, logits, cache)
+        return program
+
+    def fresh(self) -> bool:
+        """Return whether the model's parameters are still those that were packed."""
+        return self.store.fresh()
+
+    # ---------------------------------------------------------------------------------------------------------- caches
+
+    def new_cache(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> PagedCache:
+        """Return a cache; per layer keys and values ``[num_blocks, kv_heads, block_size, head_dim]``.
+
+        Args:
+            num_blocks: Number of blocks.
+            block_size: Rows of a block.
+            dtype: The model's own (None), ``torch.int8`` or ``torch.float8_e5m2``.
+
+        Raises:
+            ValueError: An argument is out of range.
+        """
+        return PagedCache(self.shapes, num_blocks, block_size, cache_dtype(dtype, self.dtype))
+
+    def cache_bytes(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> int:
+        """Return the memory that such a cache takes."""
+        own = cache_dtype(dtype, self.dtype)
+        return PagedCache.bytes(self.shapes, num_blocks, block_size, own)
+
+    # --------------------------------------------------------------------------------------------------------- running
+
+    def forward(
+        self,
+        cache: PagedCache,
+        tokens: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run new tokens of some sequences and return logits.
+
+        Args:
+            cache: Of `new_cache`; keys and values of the tokens are written to it.
+            tokens: int64 ``[T]``, the tokens of all sequences back to back, without padding.
+            positions: int64 ``[T]``, their positions.
+            slot_mapping: int64 ``[T]``, ``block * block_size + row`` of each; negative: not stored.
+            block_tables: int32 ``[B, max_blocks]``.
+            query_starts: int32 ``[B + 1]``, offsets of the sequences in ``tokens``.
+            context_lens: int32 ``[B]``, history and new tokens of each sequence.
+            rows: int64 ``[R]``, the tokens that get logits; None: the last one of each sequence.
+
+        Returns:
+            Logits ``[R, vocab_size]`` in the dtype of the model.
+
+        Raises:
+            RuntimeError: A token, position, slot or block is out of range.
+        """
+        count, batch = tokens.shape[0], context_lens.shape[0]
+        singles = count == batch
+        longest = int(context_lens.max()) if batch else 0
+        most = 1 if singles else int((query_starts[1:] - query_starts[:-1]).max())
+        step = Step(slot_mapping, block_tables, query_starts, context_lens, longest, most, singles)
+        return self.run(cache, self.embed(tokens, positions), positions, step, rows, logits=True)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the rows ``[T, H]`` that the first layer reads."""
+        plan = self.plan
+        weight: Any = plan.embedding._parameters["weight"]
+        h = torch.nn.functional.embedding(tokens, weight.detach())
+        if h.dtype is not self.dtype:
+            h = h.to(self.dtype)
+        if plan.embedding_scale != 1.0:
+            h = h * torch.tensor(plan.embedding_scale, dtype=self.dtype)
+        return self.place(h, positions)
+
+    def place(self, h: Tensor, positions: Tensor) -> Tensor:
+        """Add learned embeddings of positions, where the model has them."""
+        module = self.plan.position_embedding
+        if module is None:
+            return h
+        weight: Any = module._parameters["weight"]
+        at = positions + self.plan.position_offset if self.plan.position_offset else positions
+        return h + torch.nn.functional.embedding(at, weight.detach()).to(self.dtype)
+
+    def run(
+        self,
+        cache: PagedCache,
+        hidden: Tensor,
+        positions: Tensor,
+        step: Step,
+        rows: Tensor | None = None,
+        *,
+        logits: bool = False,
+    ) -> Tensor:
+        """Run rows ``[T, H]`` through the stack; see `forward`.
+
+        Returns:
+            Logits of ``rows`` (None: the last of each sequence), or without ``logits`` all rows after the last norm.
+        """
+        mode: Mode = "decode" if step.singles else "prefill"
+        own = None if cache.dtype == self.dtype else cache.dtype
+        program = self._program(mode, logits, own)
+        inputs: list[Any] = [hidden, positions, step.slots, step.tables]
+        if step.singles:
+            inputs.append(step.lengths)
+        else:
+            key_starts = torch.zeros(step.lengths.shape[0] + 1, dtype=torch.int32)
+            torch.cumsum(step.lengths, 0, dtype=torch.int32, out=key_starts[1:])
+            inputs += [step.starts, key_starts]
+        if logits:
+            inputs.append(step.starts[1:].long() - 1 if rows is None else rows)
+        at = positions
+        for rope in self._ropes:
+            cos, sin, at = rope.tables(positions, step.longest)
+            inputs += [cos, sin]
+        if self._ropes:
+            inputs[1] = at
+        inputs += cache.tensors
+        inputs += [cache.block_size, step.longest]
+        if not step.singles:
+            inputs.append(step.most)
+        return program.run(*inputs)[0]
+
+
+class _Rope:
+    """Cosines and sines of one rotation, for as many positions as were asked for."""
+
+    def __init__(self, plan: RopePlan, positions: int) -> None:
+        self.plan = plan
+        self.by_length = plan.kind in _BY_LENGTH
+        self.cos = self.sin = torch.empty(0)
+        self.size = 0
+        self._start = positions
+        self._key: int | None = None
+
+    def tables(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tables and the rows of them that belong to ``positions``."""
+        needed = longest
+        if positions.numel():
+            needed = max(needed, int(positions.max()) + 1)
+        length = needed if self.by_length else 0
+        key = self._length_key(length)
+        if needed > self.size or key != self._key:
+            self._make(max(needed, self._start if not self.by_length else 0, 2 * self.size), length)
+            self._key = key
+        return self.cos, self.sin, positions
+
+    def _length_key(self, length: int) -> int | None:
+        """Return what of the length the frequencies depend on."""
+        if not self.by_length:
+            return None
+        scaling = self.plan.scaling or {}
+        if self.plan.kind == "longrope":
+            original: Any = scaling.get("original_max_position_embeddings")
+            return int(length > (original or self.plan.max_position_embeddings))
+        return max(length, self.plan.max_position_embeddings)
+
+    def _make(self, size: int, length: int) -> None:
+        plan = self.plan
+        frequencies, factor = rope_frequencies(
+            plan.kind,
+            plan.dim,
+            plan.base,
+            plan.scaling,
+            positions=length or size,
+            max_position_embeddings=plan.max_position_embeddings,
+        )
+        angles = torch.arange(size, dtype=torch.float64).unsqueeze(1) * frequencies
+        factor *= plan.factor
+        self.cos, self.sin = (angles.cos() * factor).float(), (angles.sin() * factor).float()
+        self.size = size

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed weights of a plan, and the way back to the parameters they were made from.
+
+A layer's projections that read the same input are packed as one weight, once. Each parameter that went into it is
+replaced by a `PlannedWeight`: a parameter of the same shape and dtype that holds no memory of its own and unpacks its
+part when somebody computes with it or saves it. So ``state_dict()``, ``parameters()`` and the model's own forward stay
+what they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_core import nn as inn
+from ipex_core.nn._leaf import has_hooks
+from ipex_core.nn._packed import _CONSTANT, _KEEP, PackedWeight
+from ipex_core.nn._state import attach, realize, state_of, swap_class, unpack_weight
+from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
+from ipex_llm._plan import ExpertsPlan, LinearPlan
+
+__all__ = ["Experts", "Linear", "PlannedWeight", "UnsupportedPlan", "WeightStore"]
+
+Tensor = torch.Tensor
+
+
+class UnsupportedPlan(Exception):
+    """A plan holds something that no program can run; the text says what."""
+
+
+class PlannedWeight(PackedWeight):
+    """A parameter that is a part of a packed weight; ``recover`` gives its values."""
+
+    recover: Callable[[], Tensor]
+    former: nn.Parameter
+
+    @staticmethod
+    def of(former: nn.Parameter, packed: Tensor, recover: Callable[[], Tensor]) -> PlannedWeight:
+        """Make one that stands for ``former``."""
+        self = torch.Tensor._make_wrapper_subclass(
+            PlannedWeight,
+            former.shape,
+            dtype=former.dtype,
+            device=torch.device("cpu"),
+            requires_grad=former.requires_grad,
+        )
+        assert isinstance(self, PlannedWeight)
+        self.packed, self.form, self.start, self.rows = packed, "plan", 0, None
+        self.gated = None
+        self.recover, self.former = recover, former
+        return self
+
+    def _plain(self) -> Tensor:
+        with torch.no_grad():
+            return self.recover()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op on the unpacked weight; detaching keeps it packed."""
+        first = args[0] if args else None
+        if func in _KEEP and isinstance(first, PlannedWeight):
+            copied = PlannedWeight.of(first.former, first.packed, first.recover)
+            return copied.requires_grad_(False)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear layer as a program calls it.
+
+    Attributes:
+        op: ``"linear"`` or ``"woq_linear"``.
+        weight: Packed.
+        features: Rows of the result; of a gated pair the rows of one of the two.
+        bias: One number per row of the packed weight, or None.
+        options: Further arguments of the op.
+    """
+
+    op: str
+    weight: Tensor
+    features: int
+    bias: Tensor | None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experts:
+    """Packed experts as a program calls them; see ``fused_experts``."""
+
+    w13: Tensor
+    w2: Tensor
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+
+
+class WeightStore:
+    """All packed weights of a plan.
+
+    Args:
+        dtype: dtype of the packed weights.
+        shared: Ids of parameters that have another use than in the plan's linear layers (tied embeddings): they are
+            packed and kept.
+    """
+
+    def __init__(self, dtype: torch.dtype, shared: set[int] | None = None) -> None:
+        self.dtype = dtype
+        self.shared = shared or set()
+        self._entries: list[tuple[nn.Module, str, PlannedWeight]] = []
+        self._plain: list[tuple[nn.Module, str, Any, int]] = []
+        self._adopted: list[nn.Module] = []
+        self._memo: dict[tuple[int, ...], Linear] = {}
+
+    # ---------------------------------------------------------------------------------------------------- linear
+
+    def linear(self, plan: LinearPlan, partner: LinearPlan | None = None) -> Linear:
+        """Pack a linear layer, or with ``partner`` (the factor of this gate) the two interleaved.
+
+        Raises:
+            UnsupportedPlan: A module has hooks, or its weight is no plain floating matrix.
+        """
+        plans = [plan] if partner is None else [plan, partner]
+        modules = [module for one in plans for module in one.modules]
+        key = (partner is not None, *map(id, modules))
+        if key not in self._memo:
+            self._memo[key] = self._pack(plans, False)
+        return self._memo[key]
+
+    def fused_gate(self, plan: LinearPlan) -> Linear:
+        """Pack one module that holds a gate's rows and then those of its factor, interleaved."""
+        key = (True, *map(id, plan.modules))
+        if key not in self._memo:
+            self._memo[key] = self._pack([plan], True)
+        return self._memo[key]
+
+    @torch.no_grad()
+    def _pack(self, plans: list[LinearPlan], fused: bool) -> Linear:
+        modules = [module for plan in plans for module in plan.modules]
+        for module in modules:
+            reason = _not_packable(module)
+            if reason is not None:
+                raise UnsupportedPlan(f"{type(module).__name__}: {reason}")
+        gated = fused or len(plans) == 2
+        only = modules[0]
+        kept = only.__dict__.get("_packed")
+        weight = only._parameters.get("weight")
+        if (
+            len(modules) == 1
+            and not gated
+            and plans[0].order is None
+            and not plans[0].transposed
+            and isinstance(weight, PackedWeight)
+            and weight.form == "ipex"
+            and weight.rows is None
+            and kept is weight.packed
+            and weight.dtype == self.dtype
+        ):  # packed by ipex_core.optimize already
+            self._plain.append((only, "weight", weight, 0))
+            bias = self._bias(plans, fused)
+            return Linear("linear", weight.packed, weight.shape[0], bias)
+        for module in modules:
+            _unpack(module)
+        parts = [self._rows(plan) for plan in plans]
+        wide = _interleaved(parts, fused) if gated else parts[0]
+        features = wide.shape[0]
+        if gated:
+            features = parts[0].shape[0] // 2 if fused else parts[0].shape[0]
+        bias = self._bias(plans, fused)
+        packed: Tensor = torch.ops.ipex.pack_linear_weight(wide.to(self.dtype).contiguous())
+        shape = list(wide.shape)
+        del parts, wide
+        for index, plan in enumerate(plans):
+            start = 0
+            for module in plan.modules:
+                parameter = module._parameters["weight"]
+                assert isinstance(parameter, nn.Parameter)
+                rows = parameter.shape[1] if plan.transposed else parameter.shape[0]
+                part = _Part(packed, shape, self.dtype, plan, index, start, rows, features, gated, fused)
+                self._replace(module, "weight", packed, part)
+                start += rows
+        return Linear("linear", packed, features, bias)
+
+    def _rows(self, plan: LinearPlan) -> Tensor:
+        weights = []
+        for module in plan.modules:
+            weight = module._parameters["weight"]
+            assert weight is not None
+            value = weight.detach()
+            weights.append(value.t() if plan.transposed else value)
+        wide = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return wide if plan.order is None else wide[plan.order]
+
+    def _bias(self, plans: list[LinearPlan], fused: bool) -> Tensor | None:
+        """Return the biases side by side, as the packed rows lie; zeros for a module that has none."""
+        found = []
+        some = False
+        for plan in plans:
+            parts = []
+            for module in plan.modules:
+                bias = module._parameters.get("bias")
+                some = some or bias is not None
+                rows = _out_features(module, plan.transposed)
+                if bias is not None:
+                    self._plain.append((module, "bias", bias, bias._version))
+                parts.append(torch.zeros(rows) if bias is None else bias.detach())
+            whole = torch.cat([part.to(self.dtype) for part in parts])
+            found.append(whole if plan.order is None else whole[plan.order])
+        if not some:
+            return None
+        if fused or len(plans) == 2:
+            return _interleaved(found, fused).contiguous()
+        return found[0]
+
+    # --------------------------------------------------------------------------------------------------- experts
+
+    @torch.no_grad()
+    def experts(self, plan: ExpertsPlan) -> Experts:
+        """Pack the experts of a layer.
+
+        Raises:
+            UnsupportedPlan: They lie in memory in a way that is not known here.
+        """
+        if isinstance(plan.gate_up, tuple) or isinstance(plan.down, tuple):
+            raise UnsupportedPlan("the experts are separate modules")
+        gate_up, down = plan.gate_up, plan.down
+        names = {id(p): n for n, p in plan.module._parameters.items() if p is not None}
+        if id(gate_up) not in names or id(down) not in names:
+            raise UnsupportedPlan("the weights of the experts are no parameters of their module")
+        form = (plan.transposed, plan.interleaved)
+        size = plan.intermediate_size
+        made: list[Tensor] = []
+        for gated, parameter in ((True, gate_up), (False, down)):
+            assert isinstance(parameter, nn.Parameter)
+            rows = _expert_rows(parameter.detach(), gated, form)
+            packed = torch.ops.ipex.pack_moe_weight(rows.to(self.dtype).contiguous(), gated)
+            shape = (rows.shape[1], rows.shape[2])
+            del rows
+            part = _ExpertPart(packed, shape, self.dtype, gated, form)
+            self._replace(plan.module, names[id(parameter)], packed, part)
+            made.append(packed)
+        bias = plan.gate_up_bias
+        if bias is not None:
+            bias = bias.detach()
+            if plan.interleaved:
+                bias = torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1)
+            bias = bias[:, : 2 * size].contiguous()
+        down_bias = None if plan.down_bias is None else plan.down_bias.detach()
+        return Experts(made[0], made[1], bias, down_bias)
+
+    # ------------------------------------------------------------------------------------------------- the way back
+
+    def _replace(
+        self, module: nn.Module, name: str, packed: Tensor, recover: Callable[[], Tensor]
+    ) -> None:
+        parameter = module._parameters[name]
+        assert isinstance(parameter, nn.Parameter)
+        if id(parameter) in self.shared or parameter.dtype != self.dtype:
+            self._plain.append((module, name, parameter, parameter._version))
+            return
+        if state_of(module) is None:
+            attach(module)
+            if type(module) is nn.Linear:
+                swap_class(module, inn.OptimizedLinear)
+            realize(module)
+            self._adopted.append(module)
+        wrapper: Any = PlannedWeight.of(parameter, packed, recover)
+        module._parameters[name] = wrapper
+        module.__dict__["_packed"] = None
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+        self._entries.append((module, name, wrapper))
+
+    def constant(self, module: nn.Module, name: str) -> Tensor | None:
+        """Return a small parameter that programs read as it is, or None if the module has none."""
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            return None
+        self._plain.append((module, name, parameter, -1))
+        return parameter.detach()
+
+    def fresh(self) -> bool:
+        """Return whether all parameters are still those that the programs were made from."""
+        for module, name, wrapper in self._entries:
+            if module._parameters.get(name) is not wrapper:
+                return False
+        for module, name, parameter, version in self._plain:
+            found = module._parameters.get(name)
+            if found is not parameter or (version > 0 and found._version != version):
+                return False
+        return True
+
+    def undo(self) -> None:
+        """Put the original parameters back, unpacked."""
+        for module, name, wrapper in self._entries:
+            if module._parameters.get(name) is wrapper:
+                wrapper.former.data = wrapper.plain()
+                module._parameters[name] = wrapper.former
+        self._entries.clear()
+        self._plain.clear()
+        self._memo.clear()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """Gives the values of one module's weight back from a packed one."""
+
+    packed: Tensor
+    shape: list[int]
+    dtype: torch.dtype
+    plan: LinearPlan
+    index: int
+    start: int
+    rows: int
+    features: int
+    gated: bool
+    fused: bool
+
+    def __call__(self) -> Tensor:
+        wide: Tensor = torch.ops.ipex.unpack_linear_weight(self.packed, *self.shape, self.dtype)
+        if self.gated:
+            pair = deinterleave_gate_up(wide, self.features)
+            wide = torch.cat(pair) if self.fused else pair[self.index]
+        if self.plan.order is not None:
+            given = torch.empty_like(wide)
+            given[self.plan.order] = wide
+            wide = given
+        mine = wide[self.start : self.start + self.rows]
+        return (mine.t() if self.plan.transposed else mine).clone(memory_format=torch.contiguous_format)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ExpertPart:
+    """Gives the stacked weights of experts back."""
+
+    packed: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    gated: bool
+    form: tuple[bool, bool]
+
+    def __call__(self) -> Tensor:
+        rows: Tensor = torch.ops.ipex.unpack_moe_weight(
+            self.packed, *self.shape, self.dtype, self.gated
+        )
+        transposed, interleaved = self.form
+        if self.gated and interleaved:
+            rows = torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
+        return (rows.transpose(1, 2) if transposed else rows).contiguous()
+
+
+def _expert_rows(weight: Tensor, gated: bool, form: tuple[bool, bool]) -> Tensor:
+    transposed, interleaved = form
+    rows = weight.transpose(1, 2) if transposed else weight
+    if gated and interleaved:
+        rows = torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
+    return rows
+
+
+def _interleaved(parts: list[Tensor], fused: bool) -> Tensor:
+    gate, up = parts[0].chunk(2) if fused else parts
+    if gate.shape != up.shape:
+        raise UnsupportedPlan("gate and up have different shapes")
+    return interleave_gate_up(gate, up)
+
+
+def _out_features(module: nn.Module, transposed: bool) -> int:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return int(weight.shape[1] if transposed else weight.shape[0])
+
+
+def _not_packable(module: nn.Module) -> str | None:
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "it has no parameter weight"
+    if weight.dim() != 2 or not weight.is_floating_point():
+        return f"its weight is {weight.dim()}-D of dtype {weight.dtype}"
+    if weight.device.type != "cpu":
+        return f"its weight is on {weight.device}"
+    if has_hooks(module):
+        return "it has hooks"
+    return None
+
+
+def _unpack(module: nn.Module) -> None:
+    """Give a module that ipex_core.optimize packed on its own its plain weight back."""
+    state = state_of(module)
+    if state is not None and isinstance(module._parameters.get("weight"), PackedWeight):
+        unpack_weight(module, state)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our loops in the place of those of transformers, behind ``model.generate``.
+
+``generate`` prepares everything as ever: generation config, processors of logits, stopping criteria, streamer. Only the
+loop itself is exchanged, and only where it can honour all of that; otherwise the loop of transformers runs on our
+forward, which is told once.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_llm._forward import Reason, tell, usable_runner
+from ipex_llm._hf_cache import adopt, state_of_cache
+from ipex_llm._runner import Runner
+from ipex_llm.generation._loop import Loop, choose
+
+__all__ = ["GenerationMixin", "can_generate", "start"]
+
+#: What `generate` may hand to the loop. Anything else is meant for a forward that we do not know.
+_KNOWN = frozenset(
+    {
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "cache_position",
+        "logits_to_keep",
+        "return_dict",
+        "token_type_ids",
+    }
+)
+
+
+def can_generate(model: nn.Module) -> bool:
+    """Return whether a model has the loops of transformers."""
+    return hasattr(type(model), "_sample") and hasattr(type(model), "generate")
+
+
+class GenerationMixin(nn.Module):
+    """Loops; put in front of a model's class by `subclass`."""
+
+    _ipex_original: type[nn.Module]
+    config: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from ipex_llm._forward import _rebuild
+
+        return _rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        content = dict(self.__dict__)
+        content.pop("_ipex_runner", None)
+        return content
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        try:
+            loop = start(self, input_ids, generation_config, synced_gpus, model_kwargs)
+        except Reason as reason:
+            tell(f"{type(self).__name__}.generate: the loop of transformers runs: {reason}")
+            return super()._sample(  # type: ignore[misc]
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **model_kwargs,
+            )
+        loop.choice = choose(generation_config, logits_processor)
+        return loop.run(stopping_criteria, streamer)
+
+
+def start(
+    model: Any,
+    input_ids: torch.Tensor,
+    config: Any,
+    synced_gpus: bool,
+    model_kwargs: dict[str, Any],
+) -> Loop:
+    """Return our loop for a call of ``generate``.
+
+    Raises:
+        Reason: Why it cannot do what is asked for.
+    """
+    decoder = model.__dict__["_ipex_runner"].plan.decoder if "_ipex_runner" in model.__dict__ else None
+    if decoder is None:
+        decoder = model.get_decoder()
+    runner = usable_runner(decoder)
+    if runner.plan.head is None:
+        raise Reason("the model has no head")
+    if synced_gpus:
+        raise Reason("synced_gpus")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            raise Reason(name)
+    if os.environ.get("DISABLE_IPEX_SAMPLE") and config.do_sample:
+        raise Reason("DISABLE_IPEX_SAMPLE is set")
+    if not model_kwargs.get("use_cache", True) or getattr(config, "is_assistant", False):
+        raise Reason("use_cache is False, or the model assists another")
+    for name, value in model_kwargs.items():
+        if name not in _KNOWN and value is not None and value is not False:
+            raise Reason(f"argument {name}")
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0 or input_ids.dtype != torch.int64:
+        raise Reason("the prompt is empty")
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.shape != input_ids.shape:
+        raise Reason("the attention mask is not that of the prompt")
+    if mask is not None and not bool(mask.any(1).all()):
+        raise Reason("a prompt has no token")
+    _check_length(model, runner, config)
+    batch, count = input_ids.shape
+    room = (config.max_length or count + 64) + 1
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise Reason("there is a past")
+    known = state_of_cache(past)
+    if known is not None and len(known.sequences) != batch:
+        raise Reason("the cache is of another batch")
+    kv = getattr(model, "_ipex_kv", None)
+    cache, reason = adopt(past, runner, batch, min(room, count + 4096), kv)
+    if reason is not None:
+        raise Reason(reason)
+    positions = model_kwargs.get("position_ids")
+    return Loop(model, runner, cache, input_ids, mask, positions, config)
+
+
+def _check_length(model: Any, runner: Runner, config: Any) -> None:
+    plan = runner.plan
+    longest = config.max_length or 0
+    if plan.position_embedding is not None and longest > plan.max_positions + 1:
+        raise Reason(f"max_length is beyond the {plan.max_positions} positions of the model")
+    for layer in plan.layers:
+        rope = layer.attention.rope
+        if rope is not None and rope.kind in ("longrope", "dynamic"):
+            scaling = rope.scaling or {}
+            original: Any = scaling.get("original_max_position_embeddings") or rope.max_position_embeddings
+            if longest > original:
+                raise Reason("rotary frequencies change with the length")

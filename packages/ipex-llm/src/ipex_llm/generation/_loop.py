@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop for greedy search and sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+
+from ipex_llm._hf_cache import CacheState, state_of_cache
+from ipex_llm._runner import Runner
+from ipex_llm.generation._session import Session
+
+__all__ = ["Choice", "Loop", "choose"]
+
+Tensor = torch.Tensor
+
+#: Processors of transformers that ``sample_token`` does, in the order in which it does them.
+_WARPERS = (
+    ("TemperatureLogitsWarper", "temperature"),
+    ("TopKLogitsWarper", "top_k"),
+    ("TopPLogitsWarper", "top_p"),
+    ("MinPLogitsWarper", "min_p"),
+)
+
+
+@dataclasses.dataclass
+class Choice:
+    """How a token is chosen from logits.
+
+    Attributes:
+        sample: Draw it; otherwise take the most likely.
+        processors: What transformers does to the logits before.
+        options: Limits that ``sample_token`` applies.
+    """
+
+    sample: bool = False
+    processors: list[Any] = dataclasses.field(default_factory=list)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def tokens(self, scores: Tensor) -> Tensor:
+        """Return a token for each row ``[B, V]``."""
+        if not self.sample:
+            chosen: Tensor = torch.ops.ipex.argmax(scores)
+            return chosen
+        chosen = torch.ops.ipex.sample_token(scores, torch.rand(scores.shape[0]), **self.options)
+        return chosen
+
+
+def choose(config: Any, processors: Any) -> Choice:
+    """Split processors into those that are called and those that ``sample_token`` does."""
+    rest = list(processors)
+    choice = Choice(bool(config.do_sample))
+    if not choice.sample:
+        # Limits do not change which token is the most likely.
+        names = {name for name, _ in _WARPERS}
+        while rest and type(rest[-1]).__name__ in names:
+            rest.pop()
+        choice.processors = rest
+        return choice
+    for name, option in reversed(_WARPERS):
+        if not rest or type(rest[-1]).__name__ != name:
+            continue
+        value = _value(rest[-1], option)
+        if value is None:
+            break
+        rest.pop()
+        choice.options[option] = value
+    choice.processors = rest
+    return choice
+
+
+def _value(warper: Any, option: str) -> float | int | None:
+    """Return the number of a warper, or None if it does more than ``sample_token``."""
+    if option != "temperature":
+        if getattr(warper, "filter_value", -float("inf")) != -float("inf"):
+            return None
+        if option != "top_k" and getattr(warper, "min_tokens_to_keep", 1) != 1:
+            return None
+    value = getattr(warper, option, None)
+    if not isinstance(value, (int, float)):
+        return None
+    if option == "temperature" and not 1e-6 <= value <= 1e6:
+        return None
+    return value
+
+
+@dataclasses.dataclass
+class _Stop:
+    """Stopping criteria, split into those that the loop knows and those that are called."""
+
+    length: int | None = None
+    ends: list[int] = dataclasses.field(default_factory=list)
+    called: list[Any] = dataclasses.field(default_factory=list)
+
+    @staticmethod
+    def of(criteria: Any) -> _Stop:
+        stop = _Stop()
+        for one in criteria:
+            kind = type(one).__name__
+            if kind == "MaxLengthCriteria":
+                stop.length = one.max_length if stop.length is None else min(stop.length, one.max_length)
+            elif kind == "EosTokenCriteria":
+                stop.ends += one.eos_token_id.flatten().tolist()
+            else:
+                stop.called.append(one)
+        return stop
+
+
+class Loop:
+    """One call of ``generate``.
+
+    Args:
+        model: The model; for its config and the class of its output.
+        runner: Runs it.
+        cache: An empty `IpexCache`.
+        ids: Prompts ``[B, N]``.
+        mask: ``[B, N]``, 0 at padding; or None.
+        positions: Of the prompts, or None.
+        config: Generation config.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        runner: Runner,
+        cache: Any,
+        ids: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        config: Any,
+    ) -> None:
+        state = state_of_cache(cache)
+        assert isinstance(state, CacheState)
+        self.model, self.cache, self.config = model, cache, config
+        self.ids, self.mask, self.positions = ids, mask, positions
+        if positions is not None and (positions.dim() != 2 or positions.shape[1] != ids.shape[1]):
+            self.positions = None
+        self.session = Session(runner, state)
+        self.choice = Choice()
+
+    def run(self, criteria: Any, streamer: Any) -> Any:
+        """Generate until everything has ended.
+
+        Returns:
+            Token ids ``[B, N + new]``, or with ``return_dict_in_generate`` what transformers returns.
+        """
+        config, ids, choice = self.config, self.ids, self.choice
+        stop = _Stop.of(criteria)
+        batch, length = ids.shape
+        pad = self._pad()
+        room = stop.length or length + 64
+        out = torch.empty(batch, max(room, length + 1), dtype=torch.int64)
+        out[:, :length] = ids
+        detailed = bool(config.return_dict_in_generate)
+        scores: list[Tensor] | None = [] if detailed and config.output_scores else None
+        raw: list[Tensor] | None = [] if detailed and config.output_logits else None
+        wide = bool(choice.processors) or scores is not None or raw is not None
+        times: list[float] = []
+        ended = [False] * batch
+        ends = set(stop.ends)
+        started = time.perf_counter()
+        logits = self.session.prefill(
+            ids, self.mask, self.positions, getattr(config, "prefill_chunk_size", None)
+        )
+        while True:
+            if wide:
+                logits = logits.float()
+                if raw is not None:
+                    raw.append(logits.clone())
+                for processor in choice.processors:
+                    logits = processor(out[:, :length], logits)
+                if scores is not None:
+                    scores.append(self._limited(logits))
+            tokens = choice.tokens(logits)
+            now = time.perf_counter()
+            times.append(now - started)
+            started = now
+            if ends or stop.called:
+                found = tokens.tolist()
+                if any(ended):
+                    found = [pad if done else token for token, done in zip(found, ended, strict=True)]
+                    tokens = torch.tensor(found)
+                ended = [done or token in ends for token, done in zip(found, ended, strict=True)]
+            if length == out.shape[1]:
+                out = torch.cat([out, torch.empty_like(out)], dim=1)
+            out[:, length] = tokens
+            length += 1
+            if streamer is not None:
+                streamer.put(tokens)
+            if stop.called:
+                kept = tuple(scores) if scores is not None else None
+                for one in stop.called:
+                    hit = one(out[:, :length], kept)
+                    hits = [hit] * batch if isinstance(hit, bool) else hit.tolist()
+                    ended = [a or bool(b) for a, b in zip(ended, hits, strict=True)]
+            if all(ended) or (stop.length is not None and length >= stop.length):
+                break
+            logits = self.session.step(tokens)
+        if streamer is not None:
+            streamer.end()
+        sequences = out[:, :length].contiguous() if length < out.shape[1] else out
+        return self._result(sequences, scores, raw, times)
+
+    def _pad(self) -> int:
+        pad = getattr(self.config, "_pad_token_tensor", None)
+        return 0 if pad is None else int(pad)
+
+    def _limited(self, logits: Tensor) -> Tensor:
+        """Return scores as transformers reports them, with the limits of sampling applied."""
+        if not self.choice.options:
+            return logits.clone()
+        from transformers.generation import logits_process
+
+        for name, option in _WARPERS:
+            if option in self.choice.options:
+                logits = getattr(logits_process, name)(self.choice.options[option])(None, logits)
+        return logits
+
+    def _result(
+        self,
+        sequences: Tensor,
+        scores: list[Tensor] | None,
+        raw: list[Tensor] | None,
+        times: list[float],
+    ) -> Any:
+        result: Any = sequences
+        if self.config.return_dict_in_generate:
+            from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+            result = GenerateDecoderOnlyOutput(
+                sequences=sequences,
+                scores=None if scores is None else tuple(scores),
+                logits=None if raw is None else tuple(raw),
+                past_key_values=self.cache,
+            )
+        if getattr(self.model.config, "token_latency", False):
+            return result, times
+        return result
