@@ -58,4 +58,7 @@ def test_parameters_stay_what_they_were():
         torch.testing.assert_close(model(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
     model.load_state_dict({k: v * 2 for k, v in before.items()})
     assert not runner.fresh()
-    assert torch.equal(model.state_dict()["model.layers.0.self_attn.k_proj.weight"], 2 * before["model.layers.0.self_attn.k_proj.weight"])
+    assert torch.equal(
+        model.state_dict()["model.layers.0.self_attn.k_proj.weight"],
+        2 * before["model.layers.0.self_attn.k_proj.weight"],
+    )

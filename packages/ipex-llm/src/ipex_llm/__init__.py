@@ -15,10 +15,12 @@ from ipex_llm._version import __version__
 _LAZY: dict[str, str] = {
     "Engine": "ipex_llm.engine",
     "SamplingParams": "ipex_llm.engine",
+    "optimize": "ipex_llm._optimize",
+    "optimize_transformers": "ipex_llm._optimize",
 }
 
 #: Modules that are imported when they are named.
-_MODULES: tuple[str, ...] = ("engine", "functional", "modules")
+_MODULES: tuple[str, ...] = ("engine", "functional", "generation", "modules")
 
 __all__ = ["__version__", *_LAZY, *_MODULES]  # noqa: PLE0604  (the keys are strings)
 

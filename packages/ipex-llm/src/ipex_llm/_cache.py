@@ -86,7 +86,9 @@ class PagedCache:
         self.values: list[Tensor] = []
         self.tensors: list[Tensor] = []
         start = 0
-        while start < len(self.layers):  # neighbours of one shape share an allocation: one copy moves a block
+        while start < len(
+            self.layers
+        ):  # neighbours of one shape share an allocation: one copy moves a block
             shape = self.layers[start]
             end = start
             while end < len(self.layers) and self.layers[end] == shape:
@@ -111,7 +113,10 @@ class PagedCache:
         layers: Sequence[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> int:
         """Return the memory of a cache."""
-        row = sum(2 * s.kv_heads * (s.head_dim * dtype.itemsize + 4 * (dtype == torch.int8)) for s in layers)
+        row = sum(
+            2 * s.kv_heads * (s.head_dim * dtype.itemsize + 4 * (dtype == torch.int8))
+            for s in layers
+        )
         return row * num_blocks * block_size
 
     def grow(self, num_blocks: int) -> None:

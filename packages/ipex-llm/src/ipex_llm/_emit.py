@@ -76,7 +76,7 @@ class Emitter:
         self.ropes = list(dict.fromkeys(k for p in plan.layers if (k := rope_key(p.attention))))
         for layer in plan.layers:  # before anything is packed
             _check(layer)
-        self._before = self._linear(plan.embedding_projection)
+        self.before = self._linear(plan.embedding_projection)
         self._layers = [self._pack(layer) for layer in plan.layers]
         self._after = self._linear(plan.output_projection)
         self._head = self._linear(plan.head)
@@ -119,8 +119,8 @@ class Emitter:
         """Write a program.
 
         Its inputs are ``hidden`` [T, H] (embeddings of the tokens), ``positions`` [T], ``slots`` [T], ``tables``
-        [B, M]; then ``lengths`` [B] (decode) or ``query_starts`` and ``key_starts`` [B + 1] (prefill); ``rows`` [R] with
-        ``logits``; cosines and sines of each rotation; the tensors of the cache layer by layer; and the integers
+        [B, M]; then ``lengths`` [B] (decode) or ``query_starts`` and ``key_starts`` [B + 1] (prefill); ``rows`` [R]
+        with ``logits``; cosines and sines of each rotation; the tensors of the cache layer by layer; and the integers
         ``block_size``, ``max_context`` and (prefill) ``max_query``.
 
         Args:
@@ -134,8 +134,10 @@ class Emitter:
         """Return weight and bias of a norm."""
         key = id(plan.module)
         if key not in self._norms:
-            constant = self.store.constant
-            self._norms[key] = constant(plan.module, "weight"), constant(plan.module, "bias")
+            self._norms[key] = (
+                self.store.constant(plan.module, "weight", plan.weight),
+                self.store.constant(plan.module, "bias", plan.bias),
+            )
         return self._norms[key]
 
 
@@ -160,7 +162,9 @@ class _Writer:
         else:
             self.starts, self.key_starts = b.input("query_starts"), b.input("key_starts")
         self.rows = b.input("rows") if logits else None
-        self.ropes = {k: (b.input(f"cos {i}"), b.input(f"sin {i}")) for i, k in enumerate(emitter.ropes)}
+        self.ropes = {
+            k: (b.input(f"cos {i}"), b.input(f"sin {i}")) for i, k in enumerate(emitter.ropes)
+        }
         parts = ("key", "value", "key_scales", "value_scales")[: 4 if self.scaled else 2]
         self.caches = [
             tuple(b.input(f"{part} {i}") for part in parts) for i in range(len(self.plan.layers))
@@ -173,8 +177,6 @@ class _Writer:
     def write(self) -> Program:
         b, plan, e = self.b, self.plan, self.e
         h: Register = self.hidden
-        if e._before is not None:
-            h = self.linear(e._before, h)
         if plan.embedding_norm is not None:
             h = self.norm(plan.embedding_norm, h)
         pending: Register | None = None  # what the last block adds to the stream
@@ -211,16 +213,25 @@ class _Writer:
         return result
 
     def norm(self, plan: NormPlan, x: Register) -> Register:
+        b = self.b
         weight, bias = self._norm_constants(plan)
+        stored = self.e.norm(plan)[0]
+        by_head = stored is not None and stored.dim() == 2  # one norm for each head
+        own, shift = (None, None) if by_head else (weight, bias)
+        result: Register
         if plan.kind == "rms":
-            result: Register = self.b.call("rms_norm", x, weight, plan.eps, plan.offset)
-            return result
-        result = self.b.call("layer_norm", x, weight, bias, plan.eps)
+            result = b.call("rms_norm", x, own, plan.eps, 0.0 if by_head else plan.offset)
+        else:
+            result = b.call("layer_norm", x, own, shift, plan.eps)
+        if by_head:
+            result = b.call("mul", result, weight)
+            result = result if bias is None else b.call("add", result, bias)
         return result
 
     def _norm_constants(self, plan: NormPlan) -> tuple[Register | None, Register | None]:
         weight, bias = self.e.norm(plan)
-        if plan.kind == "layer" and plan.offset and weight is not None:
+        separate = plan.kind == "layer" or (weight is not None and weight.dim() == 2)
+        if separate and plan.offset and weight is not None:
             weight = (weight.float() + plan.offset).to(weight.dtype)
         constant = self.b.constant
         return (
@@ -377,6 +388,10 @@ class _Writer:
         if mlp.gate is None and not mlp.fused:
             if act in _EPILOGUES:
                 return self.linear(weights[0], x, activation=act)
+            if act == "relu2":
+                positive = self.linear(weights[0], x, activation="relu")
+                squared: Register = b.call("mul", positive, positive)
+                return squared
             return self._activation(act, self.linear(weights[0], x))
         if act in _GATES:
             return self.linear(weights[0], x, gate=act)
@@ -474,7 +489,7 @@ def _check(layer: LayerPlan) -> None:
             raise UnsupportedPlan("the experts are separate modules")
         mlp = mlp.shared
     if mlp is not None:
-        known = (*_EPILOGUES, "gelu_quick")
+        known = (*_EPILOGUES, "gelu_quick", *(("relu2",) if mlp.gate is None else ()))
         if mlp.fused and mlp.activation not in (*_GATES, "gelu_quick"):
             raise UnsupportedPlan(f"activation {mlp.activation!r} of a fused pair")
         if mlp.activation not in known:

@@ -19,7 +19,7 @@ from torch import nn
 from ipex_llm._hf_cache import CacheState, adopt, state_of_cache
 from ipex_llm._runner import Runner
 
-__all__ = ["DecoderMixin", "Reason", "subclass", "tell"]
+__all__ = ["DecoderMixin", "Reason", "rebuild", "subclass", "tell", "usable_runner"]
 
 Tensor = torch.Tensor
 logger = logging.getLogger("ipex.llm")
@@ -50,7 +50,7 @@ def tell(text: str) -> None:
 
 @functools.cache
 def _output_class() -> Any:
-    from transformers.utils import ModelOutput
+    from transformers.utils.generic import ModelOutput
 
     @dataclasses.dataclass
     class IpexDecoderOutput(ModelOutput):  # type: ignore[misc]
@@ -74,11 +74,13 @@ class DecoderMixin(nn.Module):
     config: Any
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
+        return rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         content = dict(self.__dict__)
-        content.pop("_ipex_runner", None)  # belongs to this object; a copy is run by its own forward
+        content.pop(
+            "_ipex_runner", None
+        )  # belongs to this object; a copy is run by its own forward
         return content
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,9 +174,7 @@ class DecoderMixin(nn.Module):
             if kwargs.get(name) is None and getattr(self.config, name, False):
                 raise Reason(f"config.{name}")
 
-    def _new_tokens(
-        self, state: CacheState, mask: Any, batch: int, count: int
-    ) -> Tensor | None:
+    def _new_tokens(self, state: CacheState, mask: Any, batch: int, count: int) -> Tensor | None:
         """Return which of the new places are tokens, or None for all."""
         past = state.length
         if mask is None:
@@ -205,7 +205,11 @@ class DecoderMixin(nn.Module):
             return given.to(torch.int64)
         past = state.length
         mask = kwargs.get("attention_mask")
-        if mask is not None and self._ipex_runner.plan.position_offset and mask.shape[1] >= past + count:
+        if (
+            mask is not None
+            and self._ipex_runner.plan.position_offset
+            and mask.shape[1] >= past + count
+        ):
             # OPT counts the tokens that the mask lets through.
             places = (mask.long().cumsum(1) * mask.long()).long() - 1
             return places[:, -count:].clamp_min(0)
@@ -242,14 +246,21 @@ def _revive(module: Any) -> Runner:
     return runner
 
 
-@functools.cache
+_names: dict[type[nn.Module], tuple[str, ...]] = {}
+_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
 def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    if kind not in _names:
+        _names[kind] = tuple(inspect.signature(kind.forward).parameters)[1:]
+    return _names[kind]
 
 
-@functools.cache
 def subclass(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
     """Return ``kind`` with ``mixin`` in front. It has the same name, since transformers looks at names."""
+    known = _classes.get((kind, mixin))
+    if known is not None:
+        return known
     content: dict[str, Any] = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -265,9 +276,10 @@ def subclass(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
 
         functools.update_wrapper(wrapped, kind.forward)
         content["forward"] = wrapped
-    return type(kind.__name__, (mixin, kind), content)
+    made = _classes[kind, mixin] = type(kind.__name__, (mixin, kind), content)
+    return made
 
 
-def _rebuild(kind: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:
+def rebuild(kind: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:
     new = subclass(kind, mixin)
     return new.__new__(new)

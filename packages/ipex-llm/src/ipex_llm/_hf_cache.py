@@ -95,7 +95,7 @@ class CacheState:
             self.valid = self.valid[:, : self.length - count]
         self.length -= count
 
-    # -------------------------------------------------------------------- for the model's own forward (see DynamicCache)
+    # ------------------------------------------------------------ for the own forward of a model (DynamicCache)
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Store padded keys and values ``[B, kv_heads, n, head_dim]`` of a layer and return all of it."""
@@ -148,7 +148,11 @@ def cache_class() -> Any:
     """Return the class `IpexCache`; transformers is imported now."""
     from transformers.cache_utils import Cache, DynamicCache
 
-    removes = "tokens_to_remove" in inspect.signature(Cache.crop).parameters if hasattr(Cache, "crop") else False
+    removes = (
+        "tokens_to_remove" in inspect.signature(Cache.crop).parameters
+        if hasattr(Cache, "crop")
+        else False
+    )
 
     class IpexCache(DynamicCache):  # type: ignore[misc]
         """Keys and values in blocks; see `ipex_llm`."""

@@ -100,7 +100,11 @@ def optimize(
     log = log_of(model)
     if log is not None:
         done = reason is None
-        text = "the whole decoder stack runs as one program per step" if done else f"layer by layer: {reason}"
+        text = (
+            "the whole decoder stack runs as one program per step"
+            if done
+            else f"layer by layer: {reason}"
+        )
         log.add("", model, "llm", done, text, "ipex::program_run" if done else "")
     if reason is not None:
         logger.info("optimize: %s runs layer by layer: %s", type(model).__name__, reason)
@@ -115,9 +119,7 @@ def optimize_transformers(*args: Any, **kwargs: Any) -> Any:
     return optimize(*args, **kwargs)
 
 
-def _check_arguments(
-    optimizer: Any, dtype: Any, device: Any, summary: Any, inplace: Any
-) -> None:
+def _check_arguments(optimizer: Any, dtype: Any, device: Any, summary: Any, inplace: Any) -> None:
     if optimizer is not None:
         raise OpArgumentError(
             "optimize: optimizer must be None, got one: ipex.llm.optimize is for inference; train with ipex.optimize"
@@ -159,9 +161,12 @@ def _quantize(model: nn.Module, config: Any, checkpoint: Any) -> None:
 
 def _plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
     """Return the plan of a model, or why there is none."""
-    from ipex_llm import _match
+    from ipex_llm._match import MatchError, match
 
-    return _match.find(model)
+    try:
+        return match(model), None
+    except MatchError as error:
+        return None, str(error)
 
 
 def _attach(model: nn.Module, plan: DecoderPlan, kv: torch.dtype | None) -> str | None:

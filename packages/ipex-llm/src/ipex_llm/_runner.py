@@ -13,7 +13,7 @@ from ipex_core.program import Program
 from ipex_llm._cache import LayerShape, PagedCache, Step, cache_dtype
 from ipex_llm._emit import Emitter, Mode
 from ipex_llm._plan import DecoderPlan, RopePlan
-from ipex_llm._weights import WeightStore
+from ipex_llm._weights import WeightStore, call_linear
 
 __all__ = ["Runner"]
 
@@ -36,7 +36,9 @@ class Runner:
         vocab_size: Width of the logits.
     """
 
-    def __init__(self, plan: DecoderPlan, dtype: torch.dtype, shared: set[int] | None = None) -> None:
+    def __init__(
+        self, plan: DecoderPlan, dtype: torch.dtype, shared: set[int] | None = None
+    ) -> None:
         self.plan = plan
         self.dtype = dtype
         self.vocab_size = plan.vocab_size
@@ -45,7 +47,9 @@ class Runner:
             self.emitter = Emitter(plan, self.store)
             #: Programs by (mode, with logits, cache dtype).
             self._programs: dict[tuple[Mode, bool, torch.dtype | None], Program] = {}
-            self._program("decode", plan.head is not None, None)  # what cannot be written raises here
+            self._program(
+                "decode", plan.head is not None, None
+            )  # what cannot be written raises here
         except BaseException:
             self.store.undo()
             raise
@@ -140,7 +144,10 @@ class Runner:
         return self.place(h, positions)
 
     def place(self, h: Tensor, positions: Tensor) -> Tensor:
-        """Add learned embeddings of positions, where the model has them."""
+        """Project embeddings of tokens and add those of positions, where the model does."""
+        before = self.emitter.before
+        if before is not None:
+            h = call_linear(before, h)
         module = self.plan.position_embedding
         if module is None:
             return h

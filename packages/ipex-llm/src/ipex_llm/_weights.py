@@ -18,12 +18,12 @@ from torch import nn
 
 from ipex_core import nn as inn
 from ipex_core.nn._leaf import has_hooks
-from ipex_core.nn._packed import _CONSTANT, _KEEP, PackedWeight
+from ipex_core.nn._packed import _KEEP, PackedWeight
 from ipex_core.nn._state import attach, realize, state_of, swap_class, unpack_weight
 from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
 from ipex_llm._plan import ExpertsPlan, LinearPlan
 
-__all__ = ["Experts", "Linear", "PlannedWeight", "UnsupportedPlan", "WeightStore"]
+__all__ = ["Experts", "Linear", "PlannedWeight", "UnsupportedPlan", "WeightStore", "call_linear"]
 
 Tensor = torch.Tensor
 
@@ -87,6 +87,13 @@ class Linear:
     features: int
     bias: Tensor | None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def call_linear(linear: Linear, x: Tensor) -> Tensor:
+    """Compute a packed linear layer outside of a program."""
+    op = getattr(torch.ops.ipex, linear.op)
+    result: Tensor = op(x, linear.weight, linear.features, linear.bias, **linear.options)
+    return result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,7 +187,9 @@ class WeightStore:
                 parameter = module._parameters["weight"]
                 assert isinstance(parameter, nn.Parameter)
                 rows = parameter.shape[1] if plan.transposed else parameter.shape[0]
-                part = _Part(packed, shape, self.dtype, plan, index, start, rows, features, gated, fused)
+                part = _Part(
+                    packed, shape, self.dtype, plan, index, start, rows, features, gated, fused
+                )
                 self._replace(module, "weight", packed, part)
                 start += rows
         return Linear("linear", packed, features, bias)
@@ -235,7 +244,6 @@ class WeightStore:
         size = plan.intermediate_size
         made: list[Tensor] = []
         for gated, parameter in ((True, gate_up), (False, down)):
-            assert isinstance(parameter, nn.Parameter)
             rows = _expert_rows(parameter.detach(), gated, form)
             packed = torch.ops.ipex.pack_moe_weight(rows.to(self.dtype).contiguous(), gated)
             shape = (rows.shape[1], rows.shape[2])
@@ -274,13 +282,15 @@ class WeightStore:
         parameter.data = torch.empty(0, dtype=parameter.dtype)
         self._entries.append((module, name, wrapper))
 
-    def constant(self, module: nn.Module, name: str) -> Tensor | None:
-        """Return a small parameter that programs read as it is, or None if the module has none."""
-        parameter = module._parameters.get(name)
-        if parameter is None:
+    def constant(self, module: nn.Module, name: str, value: Tensor | None) -> Tensor | None:
+        """Return a small parameter that programs read as it is, or None if there is none."""
+        if value is None:
             return None
-        self._plain.append((module, name, parameter, -1))
-        return parameter.detach()
+        parameter = module._parameters.get(name)
+        if parameter is not None and parameter is value:
+            self._plain.append((module, name, parameter, -1))
+        value = value.detach()
+        return value if value.dtype in (torch.float32, self.dtype) else value.to(self.dtype)
 
     def fresh(self) -> bool:
         """Return whether all parameters are still those that the programs were made from."""
@@ -329,7 +339,9 @@ class _Part:
             given[self.plan.order] = wide
             wide = given
         mine = wide[self.start : self.start + self.rows]
-        return (mine.t() if self.plan.transposed else mine).clone(memory_format=torch.contiguous_format)
+        return (mine.t() if self.plan.transposed else mine).clone(
+            memory_format=torch.contiguous_format
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

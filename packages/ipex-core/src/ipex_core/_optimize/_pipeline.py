@@ -134,6 +134,10 @@ def restore(model: _M) -> _M:
         raise OpArgumentError(
             "restore: the model is not optimized: ipex.optimize has not returned this object"
         )
+    for module in list(model.modules()):
+        undo = module.__dict__.get("_ipex_undo")  # of a package on top of this one
+        if undo is not None:
+            undo(module)
     for step in reversed(passes()):
         step.undo(model, log)
     for module in model.modules():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm._forward import Reason, tell, usable_runner
+from ipex_llm._forward import Reason, rebuild, tell, usable_runner
 from ipex_llm._hf_cache import adopt, state_of_cache
 from ipex_llm._runner import Runner
 from ipex_llm.generation._loop import Loop, choose
@@ -48,9 +48,7 @@ class GenerationMixin(nn.Module):
     config: Any
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from ipex_llm._forward import _rebuild
-
-        return _rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
+        return rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         content = dict(self.__dict__)
@@ -96,7 +94,9 @@ def start(
     Raises:
         Reason: Why it cannot do what is asked for.
     """
-    decoder = model.__dict__["_ipex_runner"].plan.decoder if "_ipex_runner" in model.__dict__ else None
+    decoder = (
+        model.__dict__["_ipex_runner"].plan.decoder if "_ipex_runner" in model.__dict__ else None
+    )
     if decoder is None:
         decoder = model.get_decoder()
     runner = usable_runner(decoder)
@@ -147,6 +147,8 @@ def _check_length(model: Any, runner: Runner, config: Any) -> None:
         rope = layer.attention.rope
         if rope is not None and rope.kind in ("longrope", "dynamic"):
             scaling = rope.scaling or {}
-            original: Any = scaling.get("original_max_position_embeddings") or rope.max_position_embeddings
+            original: Any = (
+                scaling.get("original_max_position_embeddings") or rope.max_position_embeddings
+            )
             if longest > original:
                 raise Reason("rotary frequencies change with the length")

@@ -101,7 +101,9 @@ class _Stop:
         for one in criteria:
             kind = type(one).__name__
             if kind == "MaxLengthCriteria":
-                stop.length = one.max_length if stop.length is None else min(stop.length, one.max_length)
+                stop.length = (
+                    one.max_length if stop.length is None else min(stop.length, one.max_length)
+                )
             elif kind == "EosTokenCriteria":
                 stop.ends += one.eos_token_id.flatten().tolist()
             else:
@@ -181,7 +183,9 @@ class Loop:
             if ends or stop.called:
                 found = tokens.tolist()
                 if any(ended):
-                    found = [pad if done else token for token, done in zip(found, ended, strict=True)]
+                    found = [
+                        pad if done else token for token, done in zip(found, ended, strict=True)
+                    ]
                     tokens = torch.tensor(found)
                 ended = [done or token in ends for token, done in zip(found, ended, strict=True)]
             if length == out.shape[1]:
@@ -228,9 +232,10 @@ class Loop:
     ) -> Any:
         result: Any = sequences
         if self.config.return_dict_in_generate:
-            from transformers.generation.utils import GenerateDecoderOnlyOutput
+            from transformers.generation import utils
 
-            result = GenerateDecoderOnlyOutput(
+            output: Any = utils.GenerateDecoderOnlyOutput
+            result = output(
                 sequences=sequences,
                 scores=None if scores is None else tuple(scores),
                 logits=None if raw is None else tuple(raw),
