@@ -15,13 +15,16 @@ import ipex_core.doctor
 import ipex_core.errors
 import ipex_core.testing
 import ipex_core.woq
+import ipex_llm.functional
+import ipex_llm.modules
+import ipex_llm.modules.utils
 
 __all__ = ["pages"]
 
 
 def pages() -> dict[str, str]:
     """Return the pages by file name."""
-    return {"api.md": user_page(), "authors.md": author_page()}
+    return {"api.md": user_page(), "authors.md": author_page(), "llm.md": llm_page()}
 
 
 def user_page() -> str:
@@ -76,6 +79,23 @@ def author_page() -> str:
         ("Tests: `ipex_core.testing`", ipex_core.testing),
         ("Measurements: `ipex_core.benchmark`", ipex_core.benchmark),
         ("Quantised weights: `ipex_core.woq`", ipex_core.woq),
+    ):
+        lines += section(title, members(module))
+    return "\n".join(lines)
+
+
+def llm_page() -> str:
+    """Return the reference of the functions and modules for language models."""
+    lines = ["# Functions and modules for language models", ""]
+    lines += [
+        "`ipex.llm.functional` and `ipex.llm.modules`, generated from the docstrings;"
+        " [the user page](../llm_functions.md) shows them at work.",
+        "",
+    ]
+    for title, module in (
+        ("Functions: `ipex.llm.functional`", ipex_llm.functional),
+        ("Modules: `ipex.llm.modules`", ipex_llm.modules),
+        ("Look-up: `ipex.llm.modules.utils`", ipex_llm.modules.utils),
     ):
         lines += section(title, members(module))
     return "\n".join(lines)
