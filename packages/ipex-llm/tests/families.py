@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["CAUSAL", "FAMILIES", "UNMATCHED", "VOCAB", "randomize", "tokens"]
+__all__ = ["CAUSAL", "FAMILIES", "LOOKALIKES", "UNMATCHED", "VOCAB", "randomize", "tokens"]
 
 VOCAB = 96
 #: Longest sequence of the tiny models, and a sliding window short enough to matter in a test.
@@ -304,7 +304,9 @@ _CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
 _CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig", "Phimoe": "PhimoeConfig"}
 
 #: Families whose whole decoder is not matched on purpose.
-UNMATCHED: frozenset[str] = frozenset({"deepseek_v2", "deepseek_v3", "jamba", "mllama", "phimoe"})
+UNMATCHED: frozenset[str] = frozenset(
+    {"deepseek_v2", "deepseek_v3", "jamba", "mllama", "phimoe", "yuan"}
+)
 
 
 @torch.no_grad()
@@ -398,16 +400,34 @@ def _mllama() -> nn.Module:
 def _prototype(name: str) -> nn.Module:
     if name in _CAUSAL:
         return _causal(name)
-    return {"llava": _llava, "mllama": _mllama}[name]()
+    if name in _VISION:
+        return {"llava": _llava, "mllama": _mllama}[name]()
+    import lookalikes
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return randomize(lookalikes.make(name))
 
 
 def _build(name: str) -> nn.Module:
     return copy.deepcopy(_prototype(name))
 
 
+_VISION = ("llava", "mllama")
+
+#: Models whose code comes with their checkpoints; see lookalikes.py. They have no cache.
+LOOKALIKES: tuple[str, ...] = (
+    "baichuan",
+    "baichuan_alibi",
+    "chatglm",
+    "internlm2",
+    "qwen",
+    "yuan",
+)
+
 #: Name -> maker of a new model.
 FAMILIES: dict[str, Callable[[], Any]] = {
-    name: functools.partial(_build, name) for name in (*_CAUSAL, "llava", "mllama")
+    name: functools.partial(_build, name) for name in (*_CAUSAL, *_VISION, *LOOKALIKES)
 }
 
 #: The names of `FAMILIES` that are plain causal language models.

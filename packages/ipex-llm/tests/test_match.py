@@ -93,6 +93,10 @@ VALUES: dict[str, dict[str, Any]] = {
     "olmo2": {"input_norm": None, "mlp_norm": None, "norm_over": "all"},
     "cohere": {"parallel": True, "logit_scale": 0.0625},
     "llama4": {"max_positions": 128},
+    "baichuan": {"kv_heads": 4, "alibi_slopes": None},
+    "baichuan_alibi": {"rope": None},
+    "chatglm": {"kv_heads": 2, "max_positions": 256},
+    "internlm2": {"kv_heads": 2},
 }
 
 
@@ -167,6 +171,26 @@ def test_layers_of_several_kinds() -> None:
     assert [layer.attention.window for layer in qwen.layers] == [-1, -1, WINDOW - 1, WINDOW - 1]
     moe = match(FAMILIES["qwen2_moe"]())
     assert [type(layer.mlp) for layer in moe.layers] == [MlpPlan, ExpertsPlan]
+
+
+def test_models_that_bring_their_code() -> None:
+    glm = attention(match(FAMILIES["chatglm"]()))
+    assert glm.rope is not None
+    assert (glm.rope.dim, glm.rope.half) == (8, False)
+    assert glm.qkv.order is None
+    intern = attention(match(FAMILIES["internlm2"]()))
+    assert intern.qkv.order is not None
+    assert intern.rope is not None
+    assert intern.rope.base == pytest.approx(1e6)
+    slopes = attention(match(FAMILIES["baichuan_alibi"]())).alibi_slopes
+    assert slopes is not None
+    assert slopes.tolist() == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]
+    # The mlp of the first Qwen gates with what is named second.
+    model = FAMILIES["qwen"]()
+    mlp = match(model).layers[0].mlp
+    assert isinstance(mlp, MlpPlan)
+    assert mlp.gate is not None
+    assert mlp.gate.modules[0] is model.transformer.h[0].mlp.w2
 
 
 def test_experts() -> None:
@@ -273,6 +297,7 @@ def test_language_model_of_a_vision_model() -> None:
         ("jamba", r"layers\.0: has no self attention among its parts \(mamba, "),
         ("mllama", r"layers\.1: does not run on text alone \(its parts: cross_attn, "),
         ("phimoe", r"layers\.0\.\w+: \w+ routes or computes otherwise"),
+        ("yuan", r"layers\.0\.self_attn: has linear layers \(q_proj, k_proj, v_proj, o_proj\)"),
         ("deepseek_v3", r"layers\.0\.self_attn: has linear layers \(q_a_proj, "),
     ],
 )
