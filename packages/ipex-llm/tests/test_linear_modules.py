@@ -150,6 +150,28 @@ def test_wrapped_layers_of_other_kinds():
         close(mixed(x), F.silu(plain(x)) * want, factor=10)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weight_only_quantised_layers(dtype):
+    from ipex_quant import (
+        WeightOnlyQuantizedLinear,
+        WoqWeightDtype,
+        get_weight_only_quant_qconfig_mapping,
+    )
+
+    config = get_weight_only_quant_qconfig_mapping(weight_dtype=WoqWeightDtype.INT4, group_size=32)
+    plain = [layer(), layer()]
+    for one in plain:
+        one.qconfig = config.global_qconfig
+    mine = [WeightOnlyQuantizedLinear.from_float(one) for one in plain]
+    x, y = torch.randn(3, 64, dtype=dtype), torch.randn(3, 40, dtype=dtype)
+    with torch.no_grad():
+        gate, up = (F.linear(x.float(), one.dequantize().float(), one.bias.float()) for one in mine)
+        close(M.LinearSiluMul(mine[0]).eval()(x, y), F.silu(gate) * y.float(), dtype, 10)
+        close(M.LinearAddAdd(mine[0]).eval()(x, y, y), gate + 2 * y.float(), dtype, 10)
+        close(M.LinearNewGelu(mine[0]).eval()(x), F.gelu(gate, approximate="tanh"), dtype, 10)
+        close(M.Linear2SiluMul(*mine).eval()(x), F.silu(gate) * up, dtype, 10)
+
+
 def test_operands_of_other_shapes_and_dtypes():
     plain, x = layer(torch.bfloat16), torch.randn(3, 64).bfloat16()
     row, single = torch.randn(40).bfloat16(), torch.randn(3, 40)
