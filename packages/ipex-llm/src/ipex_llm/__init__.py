@@ -20,7 +20,14 @@ _LAZY: dict[str, str] = {
 }
 
 #: Modules that are imported when they are named.
-_MODULES: tuple[str, ...] = ("engine", "functional", "generation", "modules")
+_MODULES: tuple[str, ...] = (
+    "engine",
+    "functional",
+    "generation",
+    "modules",
+    "quantization",
+    "utils",
+)
 
 __all__ = ["__version__", *_LAZY, *_MODULES]  # noqa: PLE0604  (the keys are strings)
 

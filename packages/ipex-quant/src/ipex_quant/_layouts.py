@@ -119,9 +119,10 @@ def unsigned_weight(
         zeros = zeros.to(torch.int8 if small else torch.float32)
     if g_idx is not None:
         g_idx = _g_idx(g_idx, k, group_size, scales.shape[1], name)
-    return QuantizedWeight(
+    weight = QuantizedWeight(
         form, k, stored, scales.contiguous(), zeros, group_size, g_idx, bias, name
     )
+    return weight.even() if weight.not_packable() else weight
 
 
 def _g_idx(g_idx: Tensor, k: int, group_size: int, groups: int, name: str) -> Tensor | None:
@@ -225,6 +226,7 @@ def awq_weight(
     qweight: Tensor,
     scales: Tensor,
     qzeros: Tensor | None,
+    g_idx: Tensor | None = None,
     *,
     group_size: int = -1,
     bias: Tensor | None = None,
@@ -236,6 +238,7 @@ def awq_weight(
         qweight: int32 ``[K, N / 8]``.
         scales: ``[G, N]``.
         qzeros: int32 ``[G, N / 8]``, or None where all zero points are 8.
+        g_idx: The group of each input feature, ``[K]``, where they do not just follow each other, or None.
         group_size: Input features that share a scale, or -1.
         bias: ``[N]``, or None.
         name: The module's name, for messages.
@@ -248,10 +251,10 @@ def awq_weight(
     check(two, key, "qweight and scales", "be 2-D", [list(qweight.shape), list(scales.shape)])
     k, n = qweight.shape[0], scales.shape[1]
     _check_words(qweight, name, "qweight", [k, -(-n // 8)])
-    groups = _groups(k, group_size, scales, None, name)
+    groups = _groups(k, group_size, scales, g_idx, name)
     zeros: Tensor | None = None
     if qzeros is not None:
         _check_words(qzeros, name, "qzeros", [groups, -(-n // 8)])
         zeros = unpack_awq(qzeros)[:, :n].t().contiguous()
     codes = unpack_awq(qweight)[:, :n].t().contiguous()
-    return unsigned_weight(codes, zeros, scales.t(), 4, group_size, None, bias, name)
+    return unsigned_weight(codes, zeros, scales.t(), 4, group_size, g_idx, bias, name)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
@@ -98,6 +99,23 @@ class QuantizedWeight:
         k = self.in_features
         return k if self.group_size == -1 else min(self.group_size, k)
 
+    def even(self) -> QuantizedWeight:
+        """Return the weight with smaller groups, where that makes them all alike and in order; else itself.
+
+        The input features that a rank has of a weight may begin and end within a group.
+        """
+        if self.g_idx is None or not self.g_idx.numel():
+            return self
+        steps = self.g_idx[1:] != self.g_idx[:-1]
+        starts = (steps.nonzero().flatten() + 1).tolist()
+        part = packable_group(math.gcd(*starts, 256), 257) if starts else -1
+        if part is None:
+            return self
+        columns = self.g_idx[:: self.in_features if part == -1 else part].long()
+        zeros = None if self.zeros is None else self.zeros[:, columns]
+        scales = _columns(self.scales, columns)
+        return dataclasses.replace(self, scales=scales, zeros=zeros, group_size=part, g_idx=None)
+
     def not_packable(self) -> str | None:
         """Return why the packed format cannot hold this weight, or None."""
         if packable_group(self._group, self.in_features) is None:
@@ -190,6 +208,11 @@ class QuantizedWeight:
             order,
         )
         return packed
+
+
+def _columns(values: Tensor, index: Tensor) -> Tensor:
+    raw = values.view(torch.uint8) if values.dtype.itemsize == 1 else values
+    return raw[:, index].view(values.dtype)
 
 
 def _repeat(values: Tensor, times: int, count: int) -> Tensor:

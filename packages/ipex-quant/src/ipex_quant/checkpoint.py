@@ -169,6 +169,8 @@ def _need(parts: Parts, name: str, part: str) -> Tensor:
 def _read_words(parts: Parts, scheme: LayerScheme, name: str) -> QuantizedWeight:
     qweight, scales = _need(parts, name, "qweight"), _need(parts, name, "scales")
     qzeros, g_idx, bias = parts["qzeros"], parts["g_idx"], parts["bias"]
+    if g_idx is not None and not g_idx.numel():
+        g_idx = None
     if not scheme.symmetric:
         qzeros = _need(parts, name, "qzeros")
     awq = scheme.layout == "awq"
@@ -181,9 +183,7 @@ def _read_words(parts: Parts, scheme: LayerScheme, name: str) -> QuantizedWeight
         group = -1 if scales.shape[0] == 1 else -(-k // scales.shape[0])
     if awq:
         check(scheme.bits == 4, f"{name}.qweight", "bits", "be 4 for AWQ", scheme.bits)
-        return awq_weight(qweight, scales, qzeros, group_size=group, bias=bias, name=name)
-    if g_idx is not None and not g_idx.numel():
-        g_idx = None
+        return awq_weight(qweight, scales, qzeros, g_idx, group_size=group, bias=bias, name=name)
     return gptq_weight(
         qweight,
         scales,

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers on weights that GPTQ and AWQ have quantised, in the form in which other libraries ask for them.
+
+Example:
+    >>> import torch
+    >>> from ipex_llm.quantization import IPEXWeightOnlyQuantizedLinear, QuantDtype, QuantMethod
+    >>> qweight = torch.zeros(64 // 8, 32, dtype=torch.int32)
+    >>> scales, qzeros = torch.ones(2, 32), torch.full((2, 32 // 8), 0x77777777, dtype=torch.int32)
+    >>> linear = IPEXWeightOnlyQuantizedLinear.from_weight(
+    ...     qweight, scales, qzeros, 64, 32, None, None, 32, None, QuantMethod.GPTQ_GEMM, QuantDtype.INT4
+    ... )
+    >>> linear(torch.ones(1, 64))[0, 0].item()
+    -512.0
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ipex_quant.linear import QuantDtype, QuantMethod, WeightOnlyQuantizedLinear
+
+__all__ = ["IPEXWeightOnlyQuantizedLinear", "QuantDtype", "QuantMethod"]
+
+
+class IPEXWeightOnlyQuantizedLinear(WeightOnlyQuantizedLinear):
+    """`WeightOnlyQuantizedLinear` under the name that serving engines and quantisers use.
+
+    It is made with `from_weight`, whose positional order is (qweight, scales, zero_points, in_features, out_features,
+    qconfig, bias, group_size, g_idx, quant_method, dtype).
+    """
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Compute ``x @ weight.T + bias``; the result has the dtype of ``x``. Keywords are ignored."""
+        return self.fused(x)
