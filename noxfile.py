@@ -44,6 +44,8 @@ PACKAGES = {
 }
 BUILD_TOOLS = ("build", "hatchling", "scikit-build-core", "cmake", "ninja", "torch", "numpy")
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy")
+# Of the server, which tests of packages alone do without.
+SERVE_TOOLS = ("fastapi", "uvicorn", "httpx")
 
 # Not the sources of a wheel, or products of a build.
 NOT_SOURCE = {"tests", "benchmarks", "build", "dist", "__pycache__"}
@@ -170,7 +172,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run all tests, of each package and across packages, from built wheels."""
     prepare(session)
-    install_wheels(session, PACKAGES, *TEST_TOOLS, "nox", extras="[demo]")
+    install_wheels(session, PACKAGES, *TEST_TOOLS, *SERVE_TOOLS, "nox", extras="[demo]")
     session.env["IPEX_TEST_WHEELS"] = str(DIST)
     session.run("ipex", "doctor")
     session.run("pytest", *session.posargs)

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ipex llm``: generation, benchmark, quantisation and a server for model folders."""
+
+from __future__ import annotations
+
+import typer
+
+from ipex_llm._cli.generate import generate
+from ipex_llm._cli.make_model import make_model
+from ipex_llm._cli.quantize import quantize
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="LLM inference on model folders (Hugging Face layout, safetensors).",
+)
+app.command()(generate)
+app.command()(quantize)
+app.command("make-model")(make_model)

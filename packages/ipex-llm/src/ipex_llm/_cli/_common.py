@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "DTYPES",
+    "Dtype",
+    "GroupSize",
+    "Model",
+    "Threads",
+    "errors",
+    "load_model",
+    "load_tokenizer",
+    "make_console",
+    "set_threads",
+]
+
+#: Value of ``--dtype`` -> dtype of the model, weight dtype of `WoqWeightDtype`.
+DTYPES: dict[str, tuple[str, str | None]] = {
+    "bf16": ("bfloat16", None),
+    "fp16": ("float16", None),
+    "fp32": ("float32", None),
+    "int8": ("bfloat16", "INT8"),
+    "int4": ("bfloat16", "INT4"),
+    "nf4": ("bfloat16", "NF4"),
+    "fp8": ("bfloat16", "FP8"),
+    "mxfp4": ("bfloat16", "MXFP4"),
+}
+
+#: Groups of input features that share a scale, where nothing else is said.
+_GROUPS = {"INT8": -1, "INT4": 128, "NF4": 64, "FP8": -1, "MXFP4": 32}
+
+
+def _dtype(value: str) -> str:
+    if value not in DTYPES:
+        raise typer.BadParameter(f"must be one of {', '.join(DTYPES)}, got {value!r}")
+    return value
+
+
+Model = Annotated[
+    Path,
+    typer.Option(
+        exists=True,
+        file_okay=False,
+        help="Folder of a model: config, safetensors, tokenizer.",
+        show_default=False,
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        callback=_dtype,
+        help="Weights: bf16, fp16, fp32, int8, int4, nf4, fp8, mxfp4. Folders that are quantised keep theirs.",
+    ),
+]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Input features that share a scale, -1 for all (default: what is usual for the dtype)."
+    ),
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="Number of threads (default: torch's).")]
+
+
+def make_console(stderr: bool = False) -> Console:
+    """Return a console; what is not a terminal is wide enough for every table."""
+    console = Console(stderr=stderr)
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
+        return Console(stderr=stderr, width=140)
+    return console
+
+
+@contextlib.contextmanager
+def errors() -> Iterator[None]:
+    """Turn errors that arguments or files cause into one line on standard error and exit status 2."""
+    from ipex_core.errors import IpexError
+
+    try:
+        yield
+    except (IpexError, OSError, ValueError, MemoryError, ImportError, re.error) as error:
+        text = str(error) or type(error).__name__
+        Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), text))
+        raise typer.Exit(2) from error
+
+
+def set_threads(count: int | None) -> None:
+    """Set torch's number of threads."""
+    if count is not None:
+        import torch
+
+        torch.set_num_threads(count)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a model folder.
+
+    Raises:
+        ValueError: There is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{folder} must have a tokenizer, got: {reason}") from error
+
+
+def load_stock(folder: Path, dtype: torch.dtype) -> Any:
+    """Return the model of a folder as transformers makes it."""
+    import transformers
+
+    name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, **{name: dtype}
+    )
+    return model.eval()
+
+
+def load_model(folder: Path, dtype: str, group_size: int | None = None, lowp: str = "auto") -> Any:
+    """Return the model of a folder, optimised.
+
+    Args:
+        folder: A model folder.
+        dtype: One of `DTYPES`; a folder with quantised weights keeps them, and takes the float dtype from here.
+        group_size: For quantised dtypes.
+        lowp: What quantised layers compute in: ``"int8"``, ``"bf16"``, or ``"auto"``: int8 for int4 and int8.
+
+    Raises:
+        CheckpointError: The folder is incomplete or damaged.
+        ValueError: The model is of a kind that transformers does not know.
+    """
+    import torch
+
+    import ipex_llm
+    from ipex_llm._checkpoint.files import check_model_folder
+
+    config = check_model_folder(folder)
+    name, weights = DTYPES[dtype]
+    float_dtype = getattr(torch, name)
+    if "quantization_config" in config:
+        return _load_quantized(folder, float_dtype)
+    options: dict[str, Any] = {}
+    if weights is not None:
+        from ipex_quant import WoqLowpMode, WoqWeightDtype, get_weight_only_quant_qconfig_mapping
+
+        if lowp == "auto":
+            lowp = "int8" if weights in ("INT4", "INT8") else "bf16"
+        options["quantization_config"] = get_weight_only_quant_qconfig_mapping(
+            weight_dtype=WoqWeightDtype[weights],
+            lowp_mode=WoqLowpMode[lowp.upper()],
+            group_size=_GROUPS[weights] if group_size is None else group_size,
+        )
+    model = load_stock(folder, float_dtype)
+    return ipex_llm.optimize(model, dtype=float_dtype, inplace=True, **options)
+
+
+def _load_quantized(folder: Path, dtype: torch.dtype) -> Any:
+    """Build the model without weights and let the optimisation fill it from the folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import ipex_llm
+
+    checkpoint = ipex_llm.utils.load_low_precision_checkpoint(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    return ipex_llm.optimize(model, dtype=dtype, inplace=True, low_precision_checkpoint=checkpoint)
