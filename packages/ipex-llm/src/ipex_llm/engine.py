@@ -114,6 +114,7 @@ class Engine:
             raise ValueError("Engine: num_blocks and cache_bytes must not both be given, got both")
         self.runner = runner_of(model)
         self.tokenizer = tokenizer
+        self.max_num_seqs = max_num_seqs
         self.vocab_size: int = self.runner.vocab_size
         context: int = self.runner.plan.max_positions
         if max_model_len is not None and max_model_len > context:

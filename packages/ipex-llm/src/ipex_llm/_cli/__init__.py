@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import typer
 
+from ipex_llm._cli.bench import bench
 from ipex_llm._cli.generate import generate
 from ipex_llm._cli.make_model import make_model
 from ipex_llm._cli.quantize import quantize
+from ipex_llm._cli.serve import serve
 
 __all__ = ["app"]
 
@@ -18,5 +20,7 @@ app = typer.Typer(
     help="LLM inference on model folders (Hugging Face layout, safetensors).",
 )
 app.command()(generate)
+app.command()(bench)
 app.command()(quantize)
+app.command()(serve)
 app.command("make-model")(make_model)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that owns the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ipex_llm._serve.metrics import Metrics
+from ipex_llm.engine import Engine, SamplingParams, StepOutput
+
+__all__ = ["Accepted", "Failed", "QueueFull", "StoppedError", "Ticket", "Worker"]
+
+
+class QueueFull(Exception):
+    """There are as many requests as the server takes."""
+
+
+class StoppedError(Exception):
+    """The server is shutting down."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accepted:
+    """The engine took a request."""
+
+    prompt_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine did not take a request, or failed while it ran.
+
+    Attributes:
+        error: What happened; ValueError, TypeError and MemoryError are mistakes of the request.
+    """
+
+    error: BaseException
+
+    @property
+    def of_the_request(self) -> bool:
+        """Whether the request is to blame."""
+        return isinstance(self.error, (ValueError, TypeError, MemoryError))
+
+
+Event = Accepted | Failed | StepOutput
+
+
+@dataclasses.dataclass(slots=True)
+class Ticket:
+    """A request from outside: where its events go."""
+
+    id: str
+    prompt: Callable[[], Sequence[int]]
+    params: SamplingParams
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Event]
+    arrived: float
+    last: float | None = None
+
+    def send(self, event: Event) -> None:
+        """Hand an event over to the event loop of the server."""
+        # A loop that is closed raises: nobody waits any more.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+class Worker:
+    """Runs the engine in a thread of its own; everything that touches engine or tokenizer happens there.
+
+    Args:
+        engine: The engine; nobody else may use it.
+        max_queue: Most requests that wait beside those that can run; more raise `QueueFull`.
+    """
+
+    def __init__(self, engine: Engine, max_queue: int = 64) -> None:
+        self.engine = engine
+        self.metrics = Metrics()
+        self.limit = max_queue + engine.max_num_seqs
+        self.errors = 0
+        self.rejected = 0
+        self._tickets: dict[str, Ticket] = {}
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self._commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ipex-llm-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs and takes requests."""
+        return self._thread.is_alive() and not self._stopping
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that are here."""
+        return len(self._tickets)
+
+    def submit(
+        self, requests: Sequence[tuple[Callable[[], Sequence[int]], SamplingParams]]
+    ) -> list[Ticket]:
+        """Queue requests, all or none; called from an event loop.
+
+        Args:
+            requests: For each a function that returns the tokens of the prompt, which the thread calls, and parameters.
+
+        Raises:
+            QueueFull: There is no room for all of them.
+            StoppedError: The server is shutting down.
+        """
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if not self.alive:
+                raise StoppedError("the server is shutting down")
+            if len(self._tickets) + len(requests) > self.limit:
+                self.rejected += 1
+                raise QueueFull(f"{len(self._tickets)} requests are waiting or running")
+            tickets = [
+                Ticket(
+                    f"q{next(self._ids)}", prompt, params, loop, asyncio.Queue(), time.monotonic()
+                )
+                for prompt, params in requests
+            ]
+            self._tickets |= {ticket.id: ticket for ticket in tickets}
+        for ticket in tickets:
+            self._commands.put(("add", ticket))
+        return tickets
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request, which may have ended already. Its place is free at once."""
+        with self._lock:
+            found = self._tickets.pop(ticket.id, None)
+        if found is not None:
+            self._commands.put(("cancel", ticket.id))
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Fail what is still here, and end the thread."""
+        with self._lock:
+            self._stopping = True
+        self._commands.put(("stop", None))
+        self._thread.join(timeout)
+
+    # -- in the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            # Without work it sleeps until a command comes; with work it takes what is there and goes on.
+            if not self._obey(block=not self.engine.has_work):
+                break
+            if not self.engine.has_work:
+                continue
+            try:
+                outputs = self.engine.step()
+            except Exception as error:
+                self.errors += 1
+                self._fail_all(error)
+                continue
+            now = time.monotonic()
+            for output in outputs:
+                self._deliver(output, now)
+        self._fail_all(StoppedError("the server is shutting down"))
+
+    def _obey(self, block: bool) -> bool:
+        """Carry out all commands that are there; return False at the end."""
+        while True:
+            try:
+                command, value = self._commands.get(block)
+            except queue.Empty:
+                return True
+            block = False
+            if command == "stop":
+                return False
+            if command == "cancel":
+                self.engine.cancel(value)
+            else:
+                self._add(value)
+
+    def _add(self, ticket: Ticket) -> None:
+        if ticket.id not in self._tickets:
+            return  # cancelled before it came here
+        try:
+            tokens = list(ticket.prompt())
+            self.engine.add_request(tokens, ticket.params, request_id=ticket.id)
+        except Exception as error:
+            self._end(ticket, Failed(error))
+            return
+        ticket.send(Accepted(len(tokens)))
+
+    def _deliver(self, output: StepOutput, now: float) -> None:
+        ticket = self._tickets.get(output.request_id)
+        if ticket is None:
+            return
+        if output.tokens:
+            if ticket.last is None:
+                self.metrics.observe("time_to_first_token_seconds", now - ticket.arrived)
+            else:
+                self.metrics.observe("time_per_output_token_seconds", now - ticket.last)
+            ticket.last = now
+        if output.finished:
+            self.metrics.observe("request_seconds", now - ticket.arrived)
+            self._end(ticket, output)
+        else:
+            ticket.send(output)
+
+    def _end(self, ticket: Ticket, event: Event) -> None:
+        with self._lock:
+            self._tickets.pop(ticket.id, None)
+        ticket.send(event)
+
+    def _fail_all(self, error: Exception) -> None:
+        # What happened inside a batch cannot be blamed on one of its requests, whatever its type.
+        failure = error if isinstance(error, StoppedError) else RuntimeError(str(error))
+        for ticket in list(self._tickets.values()):
+            self.engine.cancel(ticket.id)
+            self._end(ticket, Failed(failure))

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of `ipex llm`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ipex_llm
+from ipex_llm._cli import app
+from ipex_llm._cli._common import load_tokenizer
+
+needs_optimize = pytest.mark.skipif(
+    "optimize" not in ipex_llm.__all__, reason="optimize is not there yet"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    done = run("make-model", path, "--dtype", "fp32")
+    assert done.exit_code == 0 and "0.2 million" in done.output
+    return path
+
+
+def run(*arguments, **options):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+
+
+def said(done):
+    return " ".join(done.output.replace("│", " ").split())
+
+
+def test_the_command_is_found():
+    entries = importlib.metadata.entry_points(group="ipex.commands")
+    found = [entry for entry in entries if entry.name == "llm"]
+    if not found:
+        pytest.skip("ipex-llm is not installed, only importable")
+    assert found[0].value == "ipex_llm._cli:app"
+
+
+def test_help_lists_the_commands():
+    done = run("--help")
+    assert done.exit_code == 0
+    assert all(name in done.output for name in ("generate", "bench", "quantize", "serve"))
+
+
+def test_the_tokenizer_gives_back_every_text(folder):
+    tokenizer = load_tokenizer(folder)
+    for text in ("The capital of France", "héllo 日本語 🎉", "  blanks\n"):
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
+
+
+def test_make_model_twice_is_the_same_and_never_overwrites(folder, tmp_path):
+    from safetensors.torch import load_file
+
+    assert run("make-model", tmp_path / "again", "--dtype", "fp32").exit_code == 0
+    first, second = (load_file(p / "model.safetensors") for p in (folder, tmp_path / "again"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    done = run("make-model", folder)
+    assert done.exit_code == 2 and "not an empty folder" in said(done)
+    assert "shape must be one of" in said(run("make-model", tmp_path / "x", "--shape", "huge"))
+    assert "must be bf16" in said(run("make-model", tmp_path / "x", "--dtype", "int4"))
+
+
+def test_quantize(folder, tmp_path):
+    done = run("quantize", "--model", folder, "--out", tmp_path / "q", "--scheme", "int8")
+    assert done.exit_code == 0, done.output
+    assert "14 weights quantised" in said(done)
+    config = json.loads((tmp_path / "q/config.json").read_text())
+    assert config["quantization_config"]["format"] == "int-quantized"
+    done = run("quantize", "--model", folder, "--out", tmp_path / "q")
+    assert done.exit_code == 2 and "exists and is not an empty folder" in said(done)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scheme", "int3"], "scheme must be one of int4"),
+        (["--group-size", "7"], "group_size must be"),
+        (["--skip", "("], "error:"),
+        (["--skip", "layers"], "got none"),
+        (["--shard-size", "0"], "--shard-size"),
+    ],
+)
+def test_bad_arguments_of_quantize(folder, tmp_path, arguments, message):
+    done = run("quantize", "--model", folder, "--out", tmp_path / "q", *arguments)
+    assert done.exit_code == 2 and message in said(done)
+    assert "Traceback" not in done.output
+
+
+def test_damaged_folders_are_told_before_anything_is_loaded(folder, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for command in (["generate", "--prompt", "A"], ["quantize", "--out", tmp_path / "q"]):
+        done = run(command[0], "--model", damaged, *command[1:])
+        assert done.exit_code == 2 and "1 fewer than" in said(done)
+    weights.unlink()
+    done = run("generate", "--model", damaged, "--prompt", "A")
+    assert done.exit_code == 2 and "got no model.safetensors" in said(done)
+    (damaged / "tokenizer.json").unlink()
+    (damaged / "tokenizer_config.json").unlink()
+    done = run("generate", "--model", damaged, "--prompt", "A")
+    assert done.exit_code == 2 and "must have a tokenizer" in said(done)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "at least one character"),
+        (["--prompt", "word " * 600], "fewer than 512 tokens, the context of the model"),
+        (["--prompt", "A", "--temperature", "-1"], "temperature must be 0 or in"),
+        (["--prompt", "A", "--top-p", "2"], "top_p must be in [0, 1]"),
+        (["--prompt", "A", "--top-k", "-1"], "top_k must be"),
+        (["--prompt", "A", "--max-new-tokens", "0"], "max_new_tokens must be a positive integer"),
+        (["--prompt", "A", "--dtype", "int7"], "must be one of bf16"),
+        (["--prompt", "A", "--threads", "0"], "--threads"),
+    ],
+)
+def test_bad_arguments_of_generate(folder, arguments, message):
+    done = run("generate", "--model", folder, *arguments)
+    assert done.exit_code == 2 and message in said(done)
+    assert "Traceback" not in done.output
+
+
+def test_no_folder(tmp_path):
+    assert "does not exist" in said(run("generate", "--model", tmp_path / "x", "--prompt", "A"))
+    assert "config.json" in said(run("quantize", "--model", tmp_path, "--out", tmp_path / "q"))
+
+
+@needs_optimize
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
+def test_generate_and_stream_give_the_same_text(folder, dtype):
+    common = ["generate", "--model", folder, "--prompt", "The sea", "--dtype", dtype]
+    common += ["--max-new-tokens", 12, "--quiet"]
+    plain, streamed = run(*common), run(*common, "--stream")
+    assert plain.exit_code == 0, plain.output
+    assert plain.output == streamed.output and plain.output.strip()
+    first = run(*common, "--temperature", "1", "--seed", "3")
+    again = run(*common, "--temperature", "1", "--seed", "3")
+    assert first.output == again.output != plain.output
+    assert run(*common, "--chat").exit_code == 0
+    timed = run(*common[:-1])
+    assert "tokens/s" in timed.output
+    assert run(*common[:-2], "--prompt", "-", input="The sea").exit_code == 0
+
+
+@needs_optimize
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+def test_quantised_folders_generate(folder, tmp_path, scheme):
+    done = run("quantize", "--model", folder, "--out", tmp_path / "q", "--scheme", scheme)
+    assert done.exit_code == 0
+    done = run("generate", "--model", tmp_path / "q", "--prompt", "The sea", "--quiet")
+    assert done.exit_code == 0, done.output
+    assert done.output.strip()
