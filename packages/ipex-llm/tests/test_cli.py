@@ -18,6 +18,9 @@ from ipex_llm._cli._common import load_tokenizer
 needs_optimize = pytest.mark.skipif(
     "optimize" not in ipex_llm.__all__, reason="optimize is not there yet"
 )
+needs_quantisation = pytest.mark.skipif(
+    "utils" not in ipex_llm.__all__, reason="optimize cannot quantise yet"
+)
 
 
 @pytest.fixture(scope="module")
@@ -137,27 +140,62 @@ def test_no_folder(tmp_path):
 
 
 @needs_optimize
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["fp32", "bf16", *(pytest.param(d, marks=needs_quantisation) for d in ("int8", "int4", "fp8"))],
+)
 def test_generate_and_stream_give_the_same_text(folder, dtype):
     common = ["generate", "--model", folder, "--prompt", "The sea", "--dtype", dtype]
     common += ["--max-new-tokens", 12, "--quiet"]
     plain, streamed = run(*common), run(*common, "--stream")
     assert plain.exit_code == 0, plain.output
-    assert plain.output == streamed.output and plain.output.strip()
+    assert plain.stdout == streamed.stdout and plain.stdout.strip()
     first = run(*common, "--temperature", "1", "--seed", "3")
     again = run(*common, "--temperature", "1", "--seed", "3")
-    assert first.output == again.output != plain.output
+    assert first.stdout == again.stdout != plain.stdout
     assert run(*common, "--chat").exit_code == 0
     timed = run(*common[:-1])
     assert "tokens/s" in timed.output
-    assert run(*common[:-2], "--prompt", "-", input="The sea").exit_code == 0
+    assert run(*common[:-1], "--prompt", "-", input="The sea").exit_code == 0
 
 
-@needs_optimize
-@pytest.mark.parametrize("scheme", ["int4", "int8"])
+@needs_quantisation
+@pytest.mark.parametrize("scheme", ["int4", "int8", "nf4", "fp8", "mxfp4"])
 def test_quantised_folders_generate(folder, tmp_path, scheme):
     done = run("quantize", "--model", folder, "--out", tmp_path / "q", "--scheme", scheme)
     assert done.exit_code == 0
     done = run("generate", "--model", tmp_path / "q", "--prompt", "The sea", "--quiet")
     assert done.exit_code == 0, done.output
-    assert done.output.strip()
+    assert done.stdout.strip()
+
+
+@needs_optimize
+def test_bench(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    common = ["bench", "--model", folder, "--dtype", "fp32", "--new", 3, "--rounds", 1]
+    files = ["--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]
+    done = run(*common, "--batch", "1,2", "--prompt", "4,9", *files)
+    assert done.exit_code == 0, done.output
+    assert "% of limit" in done.output and "ratio" in done.output
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert [(r["batch"], r["prompt"]) for r in data["results"]] == [(1, 4), (1, 9), (2, 4), (2, 9)]
+    assert all(r["decode_ratio"] > 0 and r["limit_percent"] > 0 for r in data["results"])
+    assert data["machine"]["torch"] == torch.__version__
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    done = run(*common, "--no-stock", "--dtype", "bf16")
+    assert done.exit_code == 0 and "stock" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "0"], "must be positive numbers"),
+        (["--prompt", "x"], "must be positive numbers"),
+        (["--prompt", "500"], "must fit the context of 512"),
+        (["--new", "1"], "--new"),
+        (["--json", "/dev/null/x"], "cannot write"),
+    ],
+)
+def test_bad_arguments_of_bench(folder, arguments, message):
+    done = run("bench", "--model", folder, *arguments)
+    assert done.exit_code == 2 and message in said(done)

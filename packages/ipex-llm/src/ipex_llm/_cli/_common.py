@@ -25,8 +25,10 @@ __all__ = [
     "Threads",
     "errors",
     "load_model",
+    "load_stock",
     "load_tokenizer",
     "make_console",
+    "quiet_transformers",
     "set_threads",
 ]
 
@@ -121,10 +123,18 @@ def load_tokenizer(folder: Path) -> Any:
         raise ValueError(f"{folder} must have a tokenizer, got: {reason}") from error
 
 
+def quiet_transformers() -> None:
+    """Switch off the progress bars of transformers: they would stand among the output."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def load_stock(folder: Path, dtype: torch.dtype) -> Any:
     """Return the model of a folder as transformers makes it."""
     import transformers
 
+    quiet_transformers()
     name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, **{name: dtype}

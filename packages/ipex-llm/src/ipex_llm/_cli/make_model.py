@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ipex_llm._cli._common import DTYPES, errors, make_console
+from ipex_llm._cli._common import DTYPES, errors, make_console, quiet_transformers
 
 __all__ = ["make_model"]
 
@@ -30,5 +30,6 @@ def make_model(
 
         from ipex_llm._checkpoint.make import make_folder
 
+        quiet_transformers()
         count = make_folder(folder, shape, getattr(torch, DTYPES[dtype][0]), seed)
     make_console().print(f"wrote {folder}: {count / 1e6:,.1f} million parameters", highlight=False)

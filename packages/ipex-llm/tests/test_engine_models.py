@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ipex_llm.engine` on models: the tokens are those of stock transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import FAMILIES
+
+import ipex_llm
+from ipex_llm.engine import Engine, SamplingParams
+
+transformers = pytest.importorskip("transformers")
+
+PROMPTS = (3, 40, 17, 1, 70, 5)
+NAMES = [
+    name
+    for name in (
+        "mistral",
+        "gemma2",
+        "gemma3",
+        "gpt2",
+        "gptj",
+        "bloom",
+        "mixtral",
+        "qwen3",
+        "gpt_oss",
+    )
+    if name in FAMILIES
+]
+
+
+@pytest.fixture(scope="module")
+def models():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    stock = transformers.LlamaForCausalLM(config).eval()
+    for parameter in stock.parameters():  # so that logits differ by more than rounding
+        if parameter.dim() == 2:
+            parameter.data.mul_(8)
+    return stock, ipex_llm.optimize(stock)
+
+
+def prompts():
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 97, (n,), generator=draw).tolist() for n in PROMPTS]
+
+
+def greedy(stock, prompt, count):
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = stock.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+        )
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 64},
+        {"num_blocks": 64, "max_tokens_per_step": 16, "max_num_seqs": 4},
+        {"num_blocks": 14, "max_tokens_per_step": 9, "max_num_seqs": 6, "block_size": 8},
+    ],
+    ids=["all at once", "in pieces", "too little memory"],
+)
+def test_tokens_are_those_of_stock(models, options):
+    stock, fast = models
+    engine = Engine(fast, **{"block_size": 16, "eos_token_ids": ()} | options)
+    params = SamplingParams(max_new_tokens=20)
+    for _ in range(2):  # the second time on the prefixes of the first
+        for prompt, output in zip(prompts(), engine.generate(prompts(), params), strict=True):
+            assert output.tokens == greedy(stock, prompt, 20)
+    stats = engine.stats()
+    scarce = options["num_blocks"] == 14
+    assert scarce == (stats.preemptions > 0)
+    assert scarce or stats.cached_tokens > 0
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(models):
+    _, fast = models
+    engine = Engine(fast, block_size=16, num_blocks=64, eos_token_ids=(), prefix_reuse=False)
+    params = SamplingParams(max_new_tokens=16, temperature=1.0, top_p=0.95, seed=4)
+    alone = engine.generate([prompts()[1]], params)[0].tokens
+    assert engine.generate(prompts(), params)[1].tokens == alone
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_families(name):
+    """Windows, softcaps, biases, positions and experts in a batch of prompts and single tokens."""
+    stock = FAMILIES[name]()
+    fast = ipex_llm.optimize(stock)
+    if "_ipex_runner" not in fast.__dict__:
+        pytest.skip("runs layer by layer")
+    engine = Engine(
+        fast, block_size=16, num_blocks=32, max_tokens_per_step=24, eos_token_ids=(), max_num_seqs=4
+    )
+    chosen = [[t % 95 + 1 for t in prompt] for prompt in prompts()]
+    outputs = engine.generate(chosen, SamplingParams(max_new_tokens=8))
+    for prompt, output in zip(chosen, outputs, strict=True):
+        assert output.tokens == greedy(stock, prompt, 8)
