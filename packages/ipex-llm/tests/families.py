@@ -17,11 +17,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
-__all__ = ["CAUSAL", "FAMILIES", "LOOKALIKES", "UNMATCHED", "VOCAB", "randomize", "tokens"]
+__all__ = ["CAUSAL", "FAMILIES", "LOOKALIKES", "OLD", "UNMATCHED", "VOCAB", "randomize", "tokens"]
 
 VOCAB = 96
+#: Whether transformers is older than 5.
+OLD = transformers.__version__.startswith("4.")
 #: Longest sequence of the tiny models, and a sliding window short enough to matter in a test.
 POSITIONS = 256
 WINDOW = 8
@@ -69,7 +72,7 @@ _YARN = {
     "original_max_position_embeddings": 64,
 }
 _LONG = {
-    "rope_type": "longrope",
+    "type": "longrope",  # the name of "rope_type" before transformers 5, which takes both
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
     "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
 }
@@ -334,22 +337,24 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def _causal(name: str) -> nn.Module:
-    import transformers
-
     prefix, options = _CAUSAL[name]
     config_class = getattr(transformers, _CONFIGS.get(prefix, f"{prefix}Config"))
     model_class = getattr(transformers, f"{prefix}ForCausalLM", None)
     if model_class is None:
         model_class = getattr(transformers, f"{prefix}LMHeadModel")
     config = config_class(**options)
+    if OLD:
+        # The eager one of Falcon adds ALiBi twice, that of Llama 4 mixes dtypes.
+        if prefix not in ("Falcon", "Llama4"):
+            # The others leave out windows and soft caps of some models.
+            config._attn_implementation = "eager"
+        config.use_mamba_kernels = False
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return randomize(model_class(config))
 
 
 def _vision(kind: str) -> Any:
-    import transformers
-
     size = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -373,8 +378,6 @@ def _vision(kind: str) -> Any:
 
 
 def _llava() -> nn.Module:
-    import transformers
-
     text = transformers.LlamaConfig(**_BASE)
     config = transformers.LlavaConfig(
         vision_config=_vision("llava"), text_config=text, image_token_index=VOCAB - 1
@@ -385,8 +388,6 @@ def _llava() -> nn.Module:
 
 
 def _mllama() -> nn.Module:
-    import transformers
-
     text = {**_BASE, **_FOUR, "cross_attention_layers": [1, 3], "rope_scaling": _LLAMA3}
     config = transformers.MllamaConfig(
         vision_config=_vision("mllama"), text_config=text, image_token_index=VOCAB - 1
@@ -415,6 +416,14 @@ def _build(name: str) -> nn.Module:
 
 _VISION = ("llava", "mllama")
 
+#: The names of `FAMILIES` that are plain causal language models, those that this transformers has.
+CAUSAL: tuple[str, ...] = tuple(
+    name
+    for name, (prefix, _) in _CAUSAL.items()
+    if hasattr(transformers, f"{prefix}ForCausalLM")
+    or hasattr(transformers, f"{prefix}LMHeadModel")
+)
+
 #: Models whose code comes with their checkpoints; see lookalikes.py. They have no cache.
 LOOKALIKES: tuple[str, ...] = (
     "baichuan",
@@ -427,11 +436,8 @@ LOOKALIKES: tuple[str, ...] = (
 
 #: Name -> maker of a new model.
 FAMILIES: dict[str, Callable[[], Any]] = {
-    name: functools.partial(_build, name) for name in (*_CAUSAL, *_VISION, *LOOKALIKES)
+    name: functools.partial(_build, name) for name in (*CAUSAL, *_VISION, *LOOKALIKES)
 }
-
-#: The names of `FAMILIES` that are plain causal language models.
-CAUSAL: tuple[str, ...] = tuple(_CAUSAL)
 
 
 def tokens(batch: int = 1, length: int = 20, seed: int = 1) -> torch.Tensor:

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from families import CAUSAL, FAMILIES, POSITIONS, UNMATCHED, VOCAB, WINDOW, tokens
+from families import CAUSAL, FAMILIES, OLD, POSITIONS, UNMATCHED, VOCAB, WINDOW, tokens
 from torch import nn
 
 from ipex_llm._match import MatchError, match, why_not
 from ipex_llm._plan import AttentionPlan, DecoderPlan, ExpertsPlan, MlpPlan
 from ipex_llm._reference import run_plan, verify
 
-MATCHED = [name for name in FAMILIES if name not in UNMATCHED]
+#: Transformers 4 puts the window of some layers on all of them.
+WRONG = {"qwen2_window"} if OLD else set()
+MATCHED = [name for name in FAMILIES if name not in UNMATCHED | WRONG]
 
 
 def attention(plan: DecoderPlan, layer: int = 0) -> AttentionPlan:
@@ -198,7 +200,9 @@ def test_experts() -> None:
         layers = match(FAMILIES[name]()).layers
         return next(x.mlp for x in layers if isinstance(x.mlp, ExpertsPlan))
 
-    for name in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4", "granitemoe"):
+    for name in {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4", "granitemoe"} & set(
+        CAUSAL
+    ):
         plan = first(name)
         assert (plan.experts, plan.scoring) == (4, "sigmoid" if name == "llama4" else "softmax")
         assert plan.top_k == (1 if name == "llama4" else 2)
@@ -284,9 +288,7 @@ def test_decoder_without_a_head(name: str) -> None:
 def test_language_model_of_a_vision_model() -> None:
     model = FAMILIES["llava"]()
     plan = match(model)
-    text = model.get_submodule(
-        "model.language_model" if hasattr(model.model, "language_model") else "language_model.model"
-    )
+    text = next(m for m in model.modules() if type(m).__name__ == "LlamaModel")
     assert plan.decoder is text
     assert match(text).head is None
 
@@ -296,7 +298,7 @@ def test_language_model_of_a_vision_model() -> None:
     [
         ("jamba", r"layers\.0: has no self attention among its parts \(mamba, "),
         ("mllama", r"layers\.1: does not run on text alone \(its parts: cross_attn, "),
-        ("phimoe", r"layers\.0\.\w+: \w+ routes or computes otherwise"),
+        ("phimoe", r"layers\.0\.\w+: \w+ (routes or )?computes "),
         ("yuan", r"layers\.0\.self_attn: has linear layers \(q_proj, k_proj, v_proj, o_proj\)"),
         ("deepseek_v3", r"layers\.0\.self_attn: has linear layers \(q_a_proj, "),
     ],
