@@ -296,7 +296,7 @@ def _positions(config: Config, layers: tuple[LayerPlan, ...]) -> int:
             default=2048,
         )
     )
-    kinds = config.get("layer_types", default=[])
+    kinds = config.get("layer_types", default=["chunked_attention"])
     chunk = config.get("attention_chunk_size")
     if chunk and "chunked_attention" in kinds:
         most = min(most, int(chunk))  # beyond, some layers do not see the chunks before
