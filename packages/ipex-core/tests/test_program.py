@@ -143,7 +143,7 @@ def test_an_error_names_the_instruction():
             method(torch.ones(2, 3))
     b = ProgramBuilder()
     program = b.build([b.call("add", b.input("x"), b.input("y"))])
-    with pytest.raises(RuntimeError, match=r"program: instruction 0 \(add\): The size of tensor"):
+    with pytest.raises(RuntimeError, match=r"program: instruction 0 \(add\): add: b must have a"):
         program.run_reference(torch.ones(2), torch.ones(3))
 
 
@@ -178,7 +178,12 @@ def test_wrong_inputs(method, inputs, message):
         (lambda b, x, i: b.call("narrow", x, 0, -1, 2), r"must lie in \[0, 4\], got -1, 2"),
         (lambda b, x, i: b.call("transpose", x, 0, 5), "b must be a dimension of x"),
         (lambda b, x, i: b.call("reshape", x, [4, 2, 0]), "have 0 only below 2"),
-        (lambda b, x, i: b.call("reshape", x, [3, -1]), "shape"),
+        (lambda b, x, i: b.call("reshape", x, [3, -1]), "give the shape of 8 elements"),
+        (lambda b, x, i: b.call("reshape", x, [-1, -1]), "negative but for one -1"),
+        (lambda b, x, i: b.call("mul", x, i), "b must have the dtype of a = float32, got int64"),
+        (lambda b, x, i: b.call("mul", i, 2), "mul: a must have dtype float32, .* got int64"),
+        (lambda b, x, i: b.call("add", x, b.constant(torch.ones(3))), "broadcasts with that of a"),
+        (lambda b, x, i: b.call("copy_", x, b.constant(torch.ones(3))) or x, "shape of dst ="),
     ],
 )
 @pytest.mark.parametrize("method", ["run", "run_reference"])

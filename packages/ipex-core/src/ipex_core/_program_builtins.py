@@ -8,13 +8,15 @@ versions. They have no entry in ``torch.ops.ipex``: stock PyTorch has an op for 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ipex_core._spec import check
+from ipex_core._spec import FLOATS, check
+from ipex_core.ops._common import check_dtype, check_tensor, dtype_name
 
 __all__ = ["BUILTINS", "Builtin"]
 
@@ -61,7 +63,13 @@ def reshape(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """Return ``x`` in another shape: 0 keeps the size at that place, one -1 is inferred. A view where possible."""
     kept = all(size != 0 for size in sizes[x.dim() :])
     check(kept, "reshape", "sizes", f"have 0 only below {x.dim()} (the dimensions of x)", sizes)
-    return x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(sizes)])
+    shape = [x.shape[i] if size == 0 else size for i, size in enumerate(sizes)]
+    known = math.prod(size for size in shape if size != -1)
+    positive = all(size >= 0 for size in shape if size != -1) and shape.count(-1) <= 1
+    check(positive, "reshape", "sizes", "not be negative but for one -1", sizes)
+    fits = (known > 0 and x.numel() % known == 0) if -1 in shape else known == x.numel()
+    check(fits, "reshape", "sizes", f"give the shape of {x.numel()} elements", sizes)
+    return x.reshape(shape)
 
 
 def narrow(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
@@ -87,8 +95,55 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
+def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``a + b``, broadcast; float32, bfloat16, float16, int32 or int64, both of one dtype."""
+    _check_pair("add", a, b)
+    return a + b
+
+
+def mul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``a * b``, broadcast; float32, bfloat16, float16, int32 or int64, both of one dtype."""
+    _check_pair("mul", a, b)
+    return a * b
+
+
+def add_scalar(a: torch.Tensor, b: float) -> torch.Tensor:
+    """Return ``a + b`` for a number; ``a`` is float32, bfloat16 or float16."""
+    check_tensor("add", "a", a, min_dim=0)
+    return a + b
+
+
+def mul_scalar(a: torch.Tensor, b: float) -> torch.Tensor:
+    """Return ``a * b`` for a number; ``a`` is float32, bfloat16 or float16."""
+    check_tensor("mul", "a", a, min_dim=0)
+    return a * b
+
+
+def _check_pair(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    known = a.dtype in (*FLOATS, torch.int32, torch.int64)
+    check_dtype(op, "b", b, a, "a")
+    check(known, op, "a", "have dtype float32, bfloat16, float16", dtype_name(a.dtype))
+    pairs = zip(reversed(a.shape), reversed(b.shape), strict=False)
+    wanted = f"have a shape that broadcasts with that of a = {list(a.shape)}"
+    check(all(m in (n, 1) or n == 1 for m, n in pairs), op, "b", wanted, list(b.shape))
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    """Return a new contiguous tensor of the shape and dtype of ``x``, with any values."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def tanh(x: torch.Tensor) -> torch.Tensor:
+    """Return the hyperbolic tangent of each element."""
+    return x.tanh()
+
+
 def copy_(dst: torch.Tensor, src: torch.Tensor) -> None:
     """Write ``src``, broadcast and converted, into ``dst``."""
+    pairs = zip(reversed(dst.shape), reversed(src.shape), strict=False)
+    fits = src.dim() <= dst.dim() and all(n in (m, 1) for m, n in pairs)
+    wanted = f"have a shape that broadcasts to the shape of dst = {list(dst.shape)}"
+    check(fits, "copy_", "src", wanted, list(src.shape))
     dst.copy_(src)
 
 
@@ -103,12 +158,12 @@ BUILTINS: Mapping[str, Builtin] = MappingProxyType(
         ),
         "transpose": Builtin("(Tensor x, int a, int b) -> Tensor", transpose, view=True),
         "cast": Builtin("(Tensor x, ScalarType dtype) -> Tensor", cast, view=True),
-        "add": Builtin("(Tensor a, Tensor b) -> Tensor", torch.add),
-        "add_scalar": Builtin("(Tensor a, float b) -> Tensor", torch.add),
-        "mul": Builtin("(Tensor a, Tensor b) -> Tensor", torch.mul),
-        "mul_scalar": Builtin("(Tensor a, float b) -> Tensor", torch.mul),
-        "tanh": Builtin("(Tensor x) -> Tensor", torch.tanh),
-        "empty_like": Builtin("(Tensor x) -> Tensor", torch.empty_like),
+        "add": Builtin("(Tensor a, Tensor b) -> Tensor", add),
+        "add_scalar": Builtin("(Tensor a, float b) -> Tensor", add_scalar),
+        "mul": Builtin("(Tensor a, Tensor b) -> Tensor", mul),
+        "mul_scalar": Builtin("(Tensor a, float b) -> Tensor", mul_scalar),
+        "tanh": Builtin("(Tensor x) -> Tensor", tanh),
+        "empty_like": Builtin("(Tensor x) -> Tensor", empty_like),
         "copy_": Builtin("(Tensor(a!) dst, Tensor src) -> ()", copy_),
     }
 )

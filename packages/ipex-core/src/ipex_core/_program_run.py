@@ -73,6 +73,13 @@ class Program:
 
     A program has no derivative and ignores autocast: what it computes is fixed when it is built. It can be run by
     several threads at once, as long as they do not write to the same caches.
+
+    Attributes:
+        instructions: The op calls, in order.
+        constants: The tensors that the program keeps, by register.
+        outputs: The registers that `run` returns.
+        registers: Number of tensor registers.
+        registers_of_inputs: The registers of the inputs, in the order of `run`.
     """
 
     def __init__(
@@ -85,23 +92,29 @@ class Program:
         registers: int,
     ) -> None:
         self.instructions = instructions
-        self._inputs = inputs
-        self._constants = dict(constants)
-        self._outputs = outputs
-        self._registers = registers
+        self.constants = dict(constants)
+        self.outputs = outputs
+        self.registers = registers
+        self.registers_of_inputs = inputs
         self._tensors = [i for i, r in enumerate(inputs) if r.kind == "tensor"]
         self._ints = [i for i, r in enumerate(inputs) if r.kind == "int"]
         self._native = NativeProgram()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy makes its own native program: a handle belongs to one object of one process.
-        parts = (self._inputs, self._constants, self.instructions, self._outputs, self._registers)
+        parts = (
+            self.registers_of_inputs,
+            self.constants,
+            self.instructions,
+            self.outputs,
+            self.registers,
+        )
         return _rebuild, parts
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The names of the inputs in the order of `run`."""
-        return tuple(register.name for register in self._inputs)
+        return tuple(register.name for register in self.registers_of_inputs)
 
     @property
     def native(self) -> bool:
@@ -111,7 +124,7 @@ class Program:
     def __repr__(self) -> str:
         return (
             f"Program({len(self.instructions)} instructions, inputs: {', '.join(self.inputs)},"
-            f" {len(self._constants)} constants, {len(self._outputs)} outputs)"
+            f" {len(self.constants)} constants, {len(self.outputs)} outputs)"
         )
 
     def __str__(self) -> str:
@@ -130,10 +143,11 @@ class Program:
             RuntimeError: An instruction failed; the message names it. Results of earlier instructions are lost, but
                 what they wrote to caches stays.
         """
-        handle = self._native.handle(self)
-        if handle is None or torch.compiler.is_compiling():
+        # A compiler sees the ops of the program, not one call that it knows nothing of.
+        handle = None if torch.compiler.is_compiling() else self._native.handle(self)
+        if handle is None:
             return self.run_reference(*inputs)
-        if len(inputs) != len(self._inputs):
+        if len(inputs) != len(self.registers_of_inputs):
             self._check_inputs(inputs)
         tensors = [inputs[i] for i in self._tensors]
         try:
@@ -143,12 +157,12 @@ class Program:
             raise
 
     def _check_inputs(self, inputs: tuple[Any, ...]) -> None:
-        if len(inputs) != len(self._inputs):
+        if len(inputs) != len(self.registers_of_inputs):
             names = ", ".join(self.inputs)
             raise TypeError(
-                f"Program.run: takes {len(self._inputs)} inputs ({names}), got {len(inputs)}"
+                f"Program.run: takes {len(self.registers_of_inputs)} inputs ({names}), got {len(inputs)}"
             )
-        for register, value in zip(self._inputs, inputs, strict=True):
+        for register, value in zip(self.registers_of_inputs, inputs, strict=True):
             kind, wanted = (
                 (torch.Tensor, "a Tensor") if register.kind == "tensor" else (int, "an int")
             )
@@ -160,11 +174,11 @@ class Program:
     def run_reference(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the program as a sequence of calls of ``torch.ops.ipex`` and of stock PyTorch; else like `run`."""
         self._check_inputs(inputs)
-        tensors: list[torch.Tensor | None] = [None] * self._registers
+        tensors: list[torch.Tensor | None] = [None] * self.registers
         ints: list[int] = []
-        for index, tensor in self._constants.items():
+        for index, tensor in self.constants.items():
             tensors[index] = tensor
-        for register, value in zip(self._inputs, inputs, strict=True):
+        for register, value in zip(self.registers_of_inputs, inputs, strict=True):
             if register.kind == "tensor":
                 tensors[register.index] = value
             else:
@@ -187,7 +201,7 @@ class Program:
                     tensors[index] = result
                 for index in instruction.frees:
                     tensors[index] = None
-        return tuple(tensors[index] for index in self._outputs)  # type: ignore[misc]
+        return tuple(tensors[index] for index in self.outputs)  # type: ignore[misc]
 
 
 def _function(name: str) -> Callable[..., Any]:

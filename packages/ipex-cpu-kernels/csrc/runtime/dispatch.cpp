@@ -3,6 +3,8 @@
 
 #include <limits>
 
+#include "ipex/tensor_pool.h"
+
 namespace ipex {
 namespace {
 
@@ -111,6 +113,10 @@ void check_vector(const char* op, const char* name, const OptionalTensor& value,
 }
 
 Tensor new_tensor(const int64_t* sizes, const int64_t* strides, int64_t dim, ScalarType dtype) {
+  if (TensorPool* pool = TensorPool::current()) {
+    OptionalTensor recycled;
+    if (pool->take(sizes, strides, dim, dtype, recycled)) return *std::move(recycled);
+  }
   AtenTensorHandle handle;
   const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   IPEX_SHIM_CALL(aoti_torch_empty_strided(dim, sizes, strides, shim_dtype,
@@ -140,11 +146,10 @@ Tensor as_contiguous(const Tensor& x) {
 }
 
 Rows as_rows(const Tensor& x) {
-  Rows view;
+  Rows view{x};  // an empty tensor would be an allocation
   const int64_t dim = x.dim();
   if (dim == 0) {
-    view = {x, x.const_data_ptr(), 1, 1, 1};
-    return view;
+    return {x, x.const_data_ptr(), 1, 1, 1};
   }
   view.columns = x.size(dim - 1);
   view.rows = 1;
@@ -162,7 +167,6 @@ Rows as_rows(const Tensor& x) {
     }
     next *= x.size(i);
   }
-  view.tensor = x;
   if (!equal && !x.is_contiguous()) {
     view.tensor = torch::stable::contiguous(x);
     view.stride = view.columns;

@@ -16,6 +16,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "ipex/kernel.h"
+#include "ipex/op_table.h"
 #include "runtime/loader.h"
 
 // Raises RuntimeError in Python with exactly this text. torch's own check macro adds the source

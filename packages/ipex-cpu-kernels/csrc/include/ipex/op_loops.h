@@ -27,7 +27,7 @@ struct RowGroups {
   const void* data = nullptr;
   int64_t groups = 1, rows = 1, columns = 0, group_stride = 0, stride = 0;
 
-  explicit RowGroups(const Tensor& x) {
+  explicit RowGroups(const Tensor& x) : tensor(x) {
     const int64_t last = x.dim() - 1;
     if (last < 1 || !describe(x)) {
       const Rows plain = as_rows(x);
@@ -65,7 +65,6 @@ struct RowGroups {
       if (size[level] == 1) step[level] = x.stride(i);
       size[level] *= x.size(i);
     }
-    tensor = x;
     rows = size[0];
     stride = step[0];
     groups = size[1];

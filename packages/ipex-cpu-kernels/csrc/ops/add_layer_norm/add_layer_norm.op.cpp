@@ -66,6 +66,6 @@ Tensor add_layer_norm_(const Tensor& x, const Tensor& residual, const OptionalTe
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("add_layer_norm", TORCH_BOX(&ipex::add_layer_norm));
-  m.impl("add_layer_norm_", TORCH_BOX(&ipex::add_layer_norm_));
+  IPEX_IMPL(m, "add_layer_norm", ipex::add_layer_norm);
+  IPEX_IMPL(m, "add_layer_norm_", ipex::add_layer_norm_);
 }

@@ -65,6 +65,6 @@ Tensor add_rms_norm_(const Tensor& x, const Tensor& residual, const OptionalTens
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("add_rms_norm", TORCH_BOX(&ipex::add_rms_norm));
-  m.impl("add_rms_norm_", TORCH_BOX(&ipex::add_rms_norm_));
+  IPEX_IMPL(m, "add_rms_norm", ipex::add_rms_norm);
+  IPEX_IMPL(m, "add_rms_norm_", ipex::add_rms_norm_);
 }

@@ -53,4 +53,4 @@ Tensor argmax(const Tensor& x) {
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("argmax", TORCH_BOX(&ipex::argmax)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "argmax", ipex::argmax); }

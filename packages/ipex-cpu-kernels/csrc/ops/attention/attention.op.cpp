@@ -128,4 +128,4 @@ Tensor attention(const Tensor& query0, const Tensor& key0, const Tensor& value0,
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("attention", TORCH_BOX(&ipex::attention)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "attention", ipex::attention); }

@@ -185,4 +185,4 @@ Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, doubl
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("bmm", TORCH_BOX(&ipex::bmm)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "bmm", ipex::bmm); }

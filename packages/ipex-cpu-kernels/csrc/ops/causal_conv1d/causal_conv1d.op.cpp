@@ -281,6 +281,6 @@ Tensor causal_conv1d_update(const Tensor& x, const Tensor& state0, const Tensor&
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("causal_conv1d_fn", TORCH_BOX(&ipex::causal_conv1d_fn));
-  m.impl("causal_conv1d_update", TORCH_BOX(&ipex::causal_conv1d_update));
+  IPEX_IMPL(m, "causal_conv1d_fn", ipex::causal_conv1d_fn);
+  IPEX_IMPL(m, "causal_conv1d_update", ipex::causal_conv1d_update);
 }

@@ -87,5 +87,5 @@ Tensor decode_attention(const Tensor& query0, const Tensor& key_cache, const Ten
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("decode_attention", TORCH_BOX(&ipex::decode_attention));
+  IPEX_IMPL(m, "decode_attention", ipex::decode_attention);
 }

@@ -86,7 +86,7 @@ inline int64_t decode_mask_stride(const Tensor& mask, int64_t from_last) {
 
 // Keeps alive what the arguments point to.
 struct DecodeMemory {
-  Tensor mask, alibi, sinks;
+  OptionalTensor mask, alibi, sinks;
   std::vector<DecodeItem> items;
   std::vector<int32_t> first;
 };
@@ -99,16 +99,16 @@ inline void set_options(DecodeArgs& args, DecodeMemory& memory, const DecodeOpti
   args.window = options.window > 0 ? options.window : 0;
   if (options.alibi) {
     memory.alibi = as_contiguous(*options.alibi);
-    args.alibi = static_cast<const float*>(memory.alibi.const_data_ptr());
+    args.alibi = static_cast<const float*>(memory.alibi->const_data_ptr());
   }
   if (options.sinks) {
     memory.sinks = as_contiguous(*options.sinks);
-    args.sinks = static_cast<const float*>(memory.sinks.const_data_ptr());
+    args.sinks = static_cast<const float*>(memory.sinks->const_data_ptr());
   }
   if (!options.mask) return;
   const int64_t step = decode_mask_stride(*options.mask, 0);
   memory.mask = step == 0 || step == 1 ? *options.mask : torch::stable::contiguous(*options.mask);
-  const Tensor& mask = memory.mask;
+  const Tensor& mask = *memory.mask;
   args.mask = mask.const_data_ptr();
   args.mask_kind = mask.scalar_type() == ScalarType::Bool    ? DecodeMask::kBool
                    : mask.scalar_type() == ScalarType::Float ? DecodeMask::kFloat

@@ -214,5 +214,5 @@ void flash_attn_varlen_func(Tensor out, const Tensor& query0, const Tensor& key_
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("flash_attn_varlen_func", TORCH_BOX(&ipex::flash_attn_varlen_func));
+  IPEX_IMPL(m, "flash_attn_varlen_func", ipex::flash_attn_varlen_func);
 }

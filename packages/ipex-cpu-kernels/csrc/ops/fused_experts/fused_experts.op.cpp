@@ -337,6 +337,4 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("fused_experts", TORCH_BOX(&ipex::fused_experts));
-}
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "fused_experts", ipex::fused_experts); }

@@ -17,7 +17,7 @@ struct Halves {
   Tensor y;
   Rows gate, up;
 
-  Halves(const char* op, const Tensor& x) {
+  Halves(const char* op, const Tensor& x) : y(x), gate{x}, up{x} {
     check_tensor(op, "x", x);
     const int64_t last = x.dim() - 1, columns = x.size(last);
     IPEX_CHECK(columns % 2 == 0, op, ": x must have a last dimension of even size, got ", columns);
@@ -58,6 +58,6 @@ Tensor gelu_and_mul(const Tensor& x, const std::string& approximate) {
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("silu_and_mul", TORCH_BOX(&ipex::silu_and_mul));
-  m.impl("gelu_and_mul", TORCH_BOX(&ipex::gelu_and_mul));
+  IPEX_IMPL(m, "silu_and_mul", ipex::silu_and_mul);
+  IPEX_IMPL(m, "gelu_and_mul", ipex::gelu_and_mul);
 }

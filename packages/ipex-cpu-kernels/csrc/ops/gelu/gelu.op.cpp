@@ -25,4 +25,4 @@ Tensor gelu(const Tensor& x_any, const std::string& approximate) {
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("gelu", TORCH_BOX(&ipex::gelu)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "gelu", ipex::gelu); }

@@ -27,4 +27,4 @@ Tensor gelu_mul(const Tensor& gate, const Tensor& up, const std::string& approxi
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("gelu_mul", TORCH_BOX(&ipex::gelu_mul)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "gelu_mul", ipex::gelu_mul); }

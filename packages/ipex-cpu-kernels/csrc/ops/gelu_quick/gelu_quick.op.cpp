@@ -23,4 +23,4 @@ Tensor gelu_quick(const Tensor& x_any) {
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("gelu_quick", TORCH_BOX(&ipex::gelu_quick)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "gelu_quick", ipex::gelu_quick); }

@@ -159,6 +159,4 @@ Tensor grouped_linear(const Tensor& x, const Tensor& offsets, const Tensor& pack
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("grouped_linear", TORCH_BOX(&ipex::grouped_linear));
-}
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "grouped_linear", ipex::grouped_linear); }

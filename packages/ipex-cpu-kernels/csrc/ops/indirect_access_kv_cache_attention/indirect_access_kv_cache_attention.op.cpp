@@ -175,6 +175,5 @@ Tensor indirect_access_kv_cache_attention(const Tensor& query0, const Tensor& ke
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("indirect_access_kv_cache_attention",
-         TORCH_BOX(&ipex::indirect_access_kv_cache_attention));
+  IPEX_IMPL(m, "indirect_access_kv_cache_attention", ipex::indirect_access_kv_cache_attention);
 }

@@ -110,4 +110,4 @@ Tensor int8_linear(const Tensor& x, const Tensor& packed_weight, int64_t out_fea
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("int8_linear", TORCH_BOX(&ipex::int8_linear)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "int8_linear", ipex::int8_linear); }

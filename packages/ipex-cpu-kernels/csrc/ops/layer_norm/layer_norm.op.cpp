@@ -34,4 +34,4 @@ Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalT
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("layer_norm", TORCH_BOX(&ipex::layer_norm)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "layer_norm", ipex::layer_norm); }

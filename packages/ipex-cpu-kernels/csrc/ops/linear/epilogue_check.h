@@ -80,7 +80,7 @@ class CheckedEpilogue {
                  args.gated ? "of the interleaved weight = " : "out_features = ", n, ", got ",
                  shape_text(bias));
       bias_ = as_contiguous(bias);
-      args.bias = bias_.const_data_ptr();
+      args.bias = bias_->const_data_ptr();
       args.bias_is_f32 = dtype == ScalarType::Float;
     }
     operand("mul", tensors_.mul, x, out_features, &mul_, &args.mul, &args.mul_stride);
@@ -116,7 +116,7 @@ class CheckedEpilogue {
   const char* of_ = "x";
   ScalarType dtype_ = ScalarType::Float;
   EpilogueTensors tensors_;
-  Tensor bias_;
+  OptionalTensor bias_;
   Rows mul_, add_, add2_;
 };
 

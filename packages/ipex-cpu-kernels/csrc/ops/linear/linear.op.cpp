@@ -50,4 +50,4 @@ Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("linear", TORCH_BOX(&ipex::linear)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "linear", ipex::linear); }

@@ -274,10 +274,10 @@ void sgmv_expand_slice(const Tensor& out, const Tensor& input, const Tensor& wei
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("bgmv_shrink", TORCH_BOX(&ipex::bgmv_shrink));
-  m.impl("bgmv_expand", TORCH_BOX(&ipex::bgmv_expand));
-  m.impl("bgmv_expand_slice", TORCH_BOX(&ipex::bgmv_expand_slice));
-  m.impl("sgmv_shrink", TORCH_BOX(&ipex::sgmv_shrink));
-  m.impl("sgmv_expand", TORCH_BOX(&ipex::sgmv_expand));
-  m.impl("sgmv_expand_slice", TORCH_BOX(&ipex::sgmv_expand_slice));
+  IPEX_IMPL(m, "bgmv_shrink", ipex::bgmv_shrink);
+  IPEX_IMPL(m, "bgmv_expand", ipex::bgmv_expand);
+  IPEX_IMPL(m, "bgmv_expand_slice", ipex::bgmv_expand_slice);
+  IPEX_IMPL(m, "sgmv_shrink", ipex::sgmv_shrink);
+  IPEX_IMPL(m, "sgmv_expand", ipex::sgmv_expand);
+  IPEX_IMPL(m, "sgmv_expand_slice", ipex::sgmv_expand_slice);
 }

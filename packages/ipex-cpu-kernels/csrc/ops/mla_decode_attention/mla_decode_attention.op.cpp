@@ -192,5 +192,5 @@ Tensor mla_decode_attention(const Tensor& query0, const Tensor& cache, const Ten
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("mla_decode_attention", TORCH_BOX(&ipex::mla_decode_attention));
+  IPEX_IMPL(m, "mla_decode_attention", ipex::mla_decode_attention);
 }

@@ -100,4 +100,4 @@ std::tuple<Tensor, Tensor> moe_routing(const Tensor& logits, int64_t top_k, bool
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("moe_routing", TORCH_BOX(&ipex::moe_routing)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "moe_routing", ipex::moe_routing); }

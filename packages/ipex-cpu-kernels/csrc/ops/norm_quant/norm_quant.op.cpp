@@ -154,8 +154,8 @@ Quantized add_layer_norm_quant_(const Tensor& x, const Tensor& residual,
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("rms_norm_quant", TORCH_BOX(&ipex::rms_norm_quant));
-  m.impl("add_rms_norm_quant_", TORCH_BOX(&ipex::add_rms_norm_quant_));
-  m.impl("layer_norm_quant", TORCH_BOX(&ipex::layer_norm_quant));
-  m.impl("add_layer_norm_quant_", TORCH_BOX(&ipex::add_layer_norm_quant_));
+  IPEX_IMPL(m, "rms_norm_quant", ipex::rms_norm_quant);
+  IPEX_IMPL(m, "add_rms_norm_quant_", ipex::add_rms_norm_quant_);
+  IPEX_IMPL(m, "layer_norm_quant", ipex::layer_norm_quant);
+  IPEX_IMPL(m, "add_layer_norm_quant_", ipex::add_layer_norm_quant_);
 }

@@ -87,6 +87,6 @@ Tensor unpack(const Tensor& packed, int64_t n, int64_t k) {
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("pack_int8_weight", TORCH_BOX(&ipex::pack));
-  m.impl("unpack_int8_weight", TORCH_BOX(&ipex::unpack));
+  IPEX_IMPL(m, "pack_int8_weight", ipex::pack);
+  IPEX_IMPL(m, "unpack_int8_weight", ipex::unpack);
 }

@@ -94,6 +94,6 @@ Tensor unpack(const Tensor& packed, int64_t n, int64_t k, ScalarType dtype) {
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("pack_linear_weight", TORCH_BOX(&ipex::pack));
-  m.impl("unpack_linear_weight", TORCH_BOX(&ipex::unpack));
+  IPEX_IMPL(m, "pack_linear_weight", ipex::pack);
+  IPEX_IMPL(m, "unpack_linear_weight", ipex::unpack);
 }

@@ -147,7 +147,7 @@ Tensor stack(std::vector<Tensor> packed) {
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("pack_moe_weight", TORCH_BOX(&ipex::pack));
-  m.impl("pack_moe_stack", TORCH_BOX(&ipex::stack));
-  m.impl("unpack_moe_weight", TORCH_BOX(&ipex::unpack));
+  IPEX_IMPL(m, "pack_moe_weight", ipex::pack);
+  IPEX_IMPL(m, "pack_moe_stack", ipex::stack);
+  IPEX_IMPL(m, "unpack_moe_weight", ipex::unpack);
 }

@@ -204,4 +204,4 @@ Tensor pack(const Tensor& qweight, const Tensor& scales, const OptionalTensor& z
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("pack_woq_weight", TORCH_BOX(&ipex::pack)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "pack_woq_weight", ipex::pack); }

@@ -89,6 +89,6 @@ Quantized quantize_per_tensor(const Tensor& x, const OptionalTensor& scale,
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("quantize_per_token", TORCH_BOX(&ipex::quantize_per_token));
-  m.impl("quantize_per_tensor", TORCH_BOX(&ipex::quantize_per_tensor));
+  IPEX_IMPL(m, "quantize_per_token", ipex::quantize_per_token);
+  IPEX_IMPL(m, "quantize_per_tensor", ipex::quantize_per_tensor);
 }

@@ -130,6 +130,6 @@ void reshape_and_cache_flash(const Tensor& key, const Tensor& value, const Tenso
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("reshape_and_cache", TORCH_BOX(&ipex::reshape_and_cache));
-  m.impl("reshape_and_cache_flash", TORCH_BOX(&ipex::reshape_and_cache_flash));
+  IPEX_IMPL(m, "reshape_and_cache", ipex::reshape_and_cache);
+  IPEX_IMPL(m, "reshape_and_cache_flash", ipex::reshape_and_cache_flash);
 }

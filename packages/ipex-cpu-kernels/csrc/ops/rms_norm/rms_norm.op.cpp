@@ -33,4 +33,4 @@ Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, doubl
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("rms_norm", TORCH_BOX(&ipex::rms_norm)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "rms_norm", ipex::rms_norm); }

@@ -170,7 +170,7 @@ void rotary_embedding_batched(const Tensor& positions, const Tensor& query, cons
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("rotary_embedding", TORCH_BOX(&ipex::rotary_embedding));
-  m.impl("rotary_embedding_functional", TORCH_BOX(&ipex::rotary_embedding_functional));
-  m.impl("rotary_embedding_batched", TORCH_BOX(&ipex::rotary_embedding_batched));
+  IPEX_IMPL(m, "rotary_embedding", ipex::rotary_embedding);
+  IPEX_IMPL(m, "rotary_embedding_functional", ipex::rotary_embedding_functional);
+  IPEX_IMPL(m, "rotary_embedding_batched", ipex::rotary_embedding_batched);
 }

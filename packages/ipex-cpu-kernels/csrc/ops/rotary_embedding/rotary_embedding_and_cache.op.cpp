@@ -104,5 +104,5 @@ void rotary_embedding_and_cache(const Tensor& query, const Tensor& key, const Te
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("rotary_embedding_and_cache", TORCH_BOX(&ipex::rotary_embedding_and_cache));
+  IPEX_IMPL(m, "rotary_embedding_and_cache", ipex::rotary_embedding_and_cache);
 }

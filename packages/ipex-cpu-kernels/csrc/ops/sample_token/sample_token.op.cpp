@@ -310,4 +310,4 @@ Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperatur
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("sample_token", TORCH_BOX(&ipex::sample_token)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "sample_token", ipex::sample_token); }

@@ -124,6 +124,4 @@ std::tuple<Tensor, Tensor> selective_scan(const Tensor& u0, const Tensor& delta0
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("selective_scan_fn", TORCH_BOX(&ipex::selective_scan));
-}
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "selective_scan_fn", ipex::selective_scan); }

@@ -143,5 +143,5 @@ Tensor selective_state_update(const Tensor& state0, const Tensor& x, const Tenso
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("selective_state_update", TORCH_BOX(&ipex::selective_state_update));
+  IPEX_IMPL(m, "selective_state_update", ipex::selective_state_update);
 }

@@ -24,4 +24,4 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("silu_mul", TORCH_BOX(&ipex::silu_mul)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "silu_mul", ipex::silu_mul); }

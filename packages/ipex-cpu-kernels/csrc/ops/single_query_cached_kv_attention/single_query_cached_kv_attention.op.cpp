@@ -120,5 +120,5 @@ void single_query_cached_kv_attention(const Tensor& output, const Tensor& query0
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("single_query_cached_kv_attention", TORCH_BOX(&ipex::single_query_cached_kv_attention));
+  IPEX_IMPL(m, "single_query_cached_kv_attention", ipex::single_query_cached_kv_attention);
 }

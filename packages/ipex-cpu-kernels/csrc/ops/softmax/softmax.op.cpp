@@ -109,4 +109,4 @@ Tensor softmax(const Tensor& x, const OptionalTensor& mask, double scale) {
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("softmax", TORCH_BOX(&ipex::softmax)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "softmax", ipex::softmax); }

@@ -119,4 +119,4 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpack(const Tensor& packed, int64_t 
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { m.impl("unpack_woq_weight", TORCH_BOX(&ipex::unpack)); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "unpack_woq_weight", ipex::unpack); }

@@ -98,5 +98,5 @@ void varlen_attention(const Tensor& query0, const Tensor& key0, const Tensor& va
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("varlen_attention", TORCH_BOX(&ipex::varlen_attention));
+  IPEX_IMPL(m, "varlen_attention", ipex::varlen_attention);
 }

@@ -232,6 +232,6 @@ Tensor dequantize(const Tensor& packed, int64_t n, int64_t k, ScalarType dtype) 
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
-  m.impl("woq_linear", TORCH_BOX(&ipex::woq_linear));
-  m.impl("dequantize_woq_weight", TORCH_BOX(&ipex::dequantize));
+  IPEX_IMPL(m, "woq_linear", ipex::woq_linear);
+  IPEX_IMPL(m, "dequantize_woq_weight", ipex::dequantize);
 }
