@@ -374,6 +374,11 @@ def test_from_float_and_qweight() -> None:
         linear, codes, D.INT4, scales, zeros, torch.ones(24), 32
     )
     assert other.modes[0] == "int8" and torch.equal(other.dequantize(), m.dequantize())
+    with pytest.warns(DeprecationWarning, match="use from_float_and_qweight"):
+        old = WeightOnlyQuantizedLinear.from_float_and_int4_weight(
+            linear, codes, scales, zeros, None, 32
+        )
+    assert torch.equal(old.dequantize(), m.dequantize())
     with pytest.raises(OpArgumentError, match="weight_format must"):
         WeightOnlyQuantizedLinear.from_float_and_qweight(
             linear, codes, D.INT4, scales, zeros, weight_format=5

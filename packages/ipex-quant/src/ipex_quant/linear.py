@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -184,6 +185,36 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
         )
         result.set_weight(weight)
         return result
+
+    @classmethod
+    def from_float_and_int4_weight(
+        cls,
+        mod: nn.Module,
+        qweight: Tensor,
+        scales: Tensor,
+        zero_points: Tensor | None,
+        bias: Tensor | None = None,
+        group_size: int = -1,
+        g_idx: Tensor | None = None,
+        weight_format: int = WoqWeightFormat.PLAIN_FORMAT,
+    ) -> WeightOnlyQuantizedLinear:
+        """`from_float_and_qweight` for INT4, under its deprecated name."""
+        warnings.warn(
+            f"{cls.__name__}.from_float_and_int4_weight is deprecated, use from_float_and_qweight",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return cls.from_float_and_qweight(
+            mod,
+            qweight,
+            WoqWeightDtype.INT4,
+            scales,
+            zero_points,
+            bias,
+            group_size,
+            g_idx,
+            weight_format,
+        )
 
     @classmethod
     def from_int4_weight(

@@ -6,6 +6,7 @@ They are subclasses of the stock layers and are made by changing the class of an
 
 from __future__ import annotations
 
+from ipex_core.nn import modules
 from ipex_core.nn._fusable import FusableLinear
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._packed import PackedWeight
@@ -56,4 +57,5 @@ __all__ = [
     "OptimizedRNN",
     "OptimizedSoftmax",
     "PackedWeight",
+    "modules",
 ]
