@@ -42,7 +42,7 @@ napoleon_custom_sections = [("Source", "params_style")]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!ipex).*"),
-    (r"py:(class|obj|data)", r"ipex_core\..*"),  # types in signatures that have no page
+    (r"py:(class|obj|data)", r"ipex_(core|quant)\..*"),  # types in signatures that have no page
 ]
 
 # Examples in docstrings use names as their module has them.
@@ -56,6 +56,7 @@ from ipex_core.benchmark import *
 from ipex_core.testing import *
 from ipex_llm.functional import *
 from ipex_llm.modules import *
+from ipex_quant.qconfig import *
 from ipex_core.woq import *
 _ = torch.manual_seed(0)
 """

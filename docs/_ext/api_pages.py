@@ -18,13 +18,25 @@ import ipex_core.woq
 import ipex_llm.functional
 import ipex_llm.modules
 import ipex_llm.modules.utils
+import ipex_llm.quantization
+import ipex_llm.utils
+import ipex_quant
+import ipex_quant.checkpoint
+import ipex_quant.linear
+import ipex_quant.qconfig
+import ipex_quant.quantize
 
 __all__ = ["pages"]
 
 
 def pages() -> dict[str, str]:
     """Return the pages by file name."""
-    return {"api.md": user_page(), "authors.md": author_page(), "llm.md": llm_page()}
+    return {
+        "api.md": user_page(),
+        "authors.md": author_page(),
+        "llm.md": llm_page(),
+        "quantization.md": quantization_page(),
+    }
 
 
 def user_page() -> str:
@@ -99,6 +111,34 @@ def llm_page() -> str:
     ):
         lines += section(title, members(module))
     return "\n".join(lines)
+
+
+def quantization_page() -> str:
+    """Return the reference of weight-only quantisation."""
+    lines = ["# Weight-only quantisation: reference", ""]
+    lines += [
+        "`ipex.quantization`, and what `ipex.llm` has for quantised checkpoints, generated from the docstrings;"
+        " [the user page](../weight_only.md) shows them at work.",
+        "",
+    ]
+    models = [
+        *entry("ipex_quant", "quantize_linears", ipex_quant.quantize_linears),
+        *entry("ipex_quant", "combine_linears", ipex_quant.combine_linears),
+    ]
+    weight = entry("ipex_quant", "QuantizedWeight", ipex_quant.QuantizedWeight)
+    for title, body in (
+        ("Configurations", members(ipex_quant.qconfig)),
+        ("Models", models),
+        ("Layers", members(ipex_quant.linear)),
+        ("Weights", weight + members(ipex_quant.quantize)),
+        ("Checkpoints", members(ipex_quant.checkpoint)),
+        ("Model folders: `ipex.llm.utils`", members(ipex_llm.utils)),
+        ("Other libraries: `ipex.llm.quantization`", members(ipex_llm.quantization, ipex_quant)),
+    ):
+        lines += section(title, body)
+    # What a layer computes, saves and shows is in its base class.
+    layer = ".. autoclass:: ipex_quant.linear.WeightOnlyQuantizedLinear\n   :members:"
+    return "\n".join(lines).replace(layer, f"{layer}\n   :inherited-members: Module")
 
 
 def members(module: ModuleType, elsewhere: ModuleType | None = None) -> list[str]:

@@ -29,7 +29,6 @@ __all__ = [
     "WoqWeightDtype",
     "WoqWeightQScheme",
     "get_weight_only_quant_qconfig_mapping",
-    "weight_format",
     "woq_qconfig",
 ]
 

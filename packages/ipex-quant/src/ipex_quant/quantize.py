@@ -44,8 +44,6 @@ from ipex_quant.qconfig import WoqWeightDtype, _weight_dtype, weight_format
 __all__ = [
     "dequantize_per_block",
     "dequantize_per_channel",
-    "is_4bit",
-    "quantize_in_parts",
     "quantize_per_block",
     "quantize_per_channel",
 ]
