@@ -94,7 +94,9 @@ def errors() -> Iterator[None]:
 
     try:
         yield
-    except (IpexError, OSError, ValueError, MemoryError, ImportError, re.error) as error:
+    except (
+        *(IpexError, OSError, ValueError, MemoryError, ImportError, NotImplementedError, re.error),
+    ) as error:
         text = str(error) or type(error).__name__
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), text))
         raise typer.Exit(2) from error
