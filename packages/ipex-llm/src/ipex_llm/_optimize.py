@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ipex_core._optimize._records import log_of
 from ipex_core.errors import OpArgumentError
 from ipex_core.nn._packed import PackedWeight
 from ipex_llm._forward import DecoderMixin, subclass
-from ipex_llm._plan import DecoderPlan
+from ipex_llm._plan import DecoderPlan, ExpertsPlan
 from ipex_llm._runner import Runner
 from ipex_llm._weights import UnsupportedPlan
 
@@ -91,9 +91,11 @@ def optimize(
     kv = _kv_dtype(kv_cache_dtype)
     if not inplace:
         model = _copy(model)
-    if quantization_config is not None or low_precision_checkpoint is not None:
-        _quantize(model, quantization_config, low_precision_checkpoint)
+    if low_precision_checkpoint is not None:
+        _load(model, quantization_config, low_precision_checkpoint)
     plan, reason = _plan(model) if deployment_mode else (None, "deployment_mode is False")
+    if quantization_config is not None and low_precision_checkpoint is None:
+        plan = _quantize(model, plan, quantization_config)
     ipex_core.optimize(model, dtype=dtype, inplace=True)
     if plan is not None:
         reason = _attach(model, plan, kv)
@@ -155,8 +157,73 @@ def _kv_dtype(value: Any) -> torch.dtype | None:
     return value  # type: ignore[no-any-return]
 
 
-def _quantize(model: nn.Module, config: Any, checkpoint: Any) -> None:
-    raise NotImplementedError("optimize: weight-only quantisation is not available yet")
+def _quantize(model: nn.Module, plan: DecoderPlan | None, config: Any) -> DecoderPlan | None:
+    """Quantise the linear layers of a model; return the plan with the new layers."""
+    from ipex_llm import _woq
+    from ipex_quant import quantize_linears
+
+    names = dict(model.named_modules(remove_duplicate=False))
+    quantize_linears(model, config, _kept(plan))
+    new = dict(model.named_modules(remove_duplicate=False))
+    changed = {id(old): new[name] for name, old in names.items() if new.get(name) is not old}
+    return None if plan is None else _woq.remap(plan, changed)
+
+
+def _kept(plan: DecoderPlan | None) -> tuple[str, ...]:
+    """Return patterns of layers that stay in floating point: the routers of experts, which choose."""
+    if plan is None:
+        return ()
+    names: list[str] = []
+    for layer in plan.layers:
+        mlp = layer.mlp
+        if isinstance(mlp, ExpertsPlan):
+            names += [
+                name
+                for name, module in layer.module.named_modules()
+                if module is mlp.router or module is mlp.shared_gate
+            ]
+    return tuple(sorted({f"*.{name}" for name in names}))
+
+
+def _load(model: nn.Module, config: Any, checkpoint: Any) -> None:
+    """Replace linear layers by those of a checkpoint, and load what else it has."""
+    from ipex_quant._build import as_qconfig
+    from ipex_quant._model import replace_module
+    from ipex_quant.checkpoint import linear_from, read_checkpoint
+
+    if isinstance(checkpoint, Mapping):
+        warnings.warn(
+            "optimize: low_precision_checkpoint has no quant_config: it is taken as GPTQ with 4 bits; pass"
+            " (state_dict, quant_config)",
+            stacklevel=4,
+        )
+        checkpoint = (checkpoint, None)
+    if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
+        raise OpArgumentError(
+            "optimize: low_precision_checkpoint must be (state_dict, quant_config), got"
+            f" {type(checkpoint).__name__}"
+        )
+    tensors, scheme = checkpoint
+    qconfig = None if config is None else as_qconfig("optimize", config)
+    known = dict(model.named_modules())
+    done: set[str] = set()
+    for weight in read_checkpoint(tensors, scheme):
+        name = weight.name
+        if name not in known:
+            raise OpArgumentError(
+                f"optimize: low_precision_checkpoint must have layers of the model only, got {name!r}"
+            )
+        old = known[name]
+        for side in ("in_features", "out_features"):
+            wanted, got = getattr(old, side, None), getattr(weight, side)
+            if wanted is not None and wanted != got:
+                raise OpArgumentError(
+                    f"optimize: low_precision_checkpoint: {name}.{side} must be {wanted}, got {got}"
+                )
+        replace_module(model, name, linear_from(weight, qconfig))
+        done.add(name)
+    rest = {key: value for key, value in tensors.items() if key.rpartition(".")[0] not in done}
+    model.load_state_dict(rest, strict=False)
 
 
 def _plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:

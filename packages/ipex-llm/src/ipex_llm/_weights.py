@@ -21,6 +21,7 @@ from ipex_core.nn._leaf import has_hooks
 from ipex_core.nn._packed import _KEEP, PackedWeight
 from ipex_core.nn._state import attach, realize, state_of, swap_class, unpack_weight
 from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
+from ipex_llm import _woq
 from ipex_llm._plan import ExpertsPlan, LinearPlan
 
 __all__ = ["Experts", "Linear", "PlannedWeight", "UnsupportedPlan", "WeightStore", "call_linear"]
@@ -120,7 +121,10 @@ class WeightStore:
         self.shared = shared or set()
         self._entries: list[tuple[nn.Module, str, PlannedWeight]] = []
         self._plain: list[tuple[nn.Module, str, Any, int]] = []
-        self._adopted: list[nn.Module] = []
+        self._lent: list[
+            tuple[Any, Tensor]
+        ] = []  # quantised layers and what their weight is a part of
+        self._own: list[tuple[nn.Module, Tensor]] = []  # quantised layers that are used as they are
         self._memo: dict[tuple[int, ...], Linear] = {}
 
     # ---------------------------------------------------------------------------------------------------- linear
@@ -135,15 +139,34 @@ class WeightStore:
         modules = [module for one in plans for module in one.modules]
         key = (partner is not None, *map(id, modules))
         if key not in self._memo:
-            self._memo[key] = self._pack(plans, False)
+            self._memo[key] = self._any(plans, False)
         return self._memo[key]
 
     def fused_gate(self, plan: LinearPlan) -> Linear:
         """Pack one module that holds a gate's rows and then those of its factor, interleaved."""
         key = (True, *map(id, plan.modules))
         if key not in self._memo:
-            self._memo[key] = self._pack([plan], True)
+            self._memo[key] = self._any([plan], True)
         return self._memo[key]
+
+    def _any(self, plans: list[LinearPlan], fused: bool) -> Linear:
+        modules = [module for plan in plans for module in plan.modules]
+        if not any(_woq.is_quantized(module) for module in modules):
+            return self._pack(plans, fused)
+        if not all(_woq.is_quantized(module) for module in modules):
+            raise UnsupportedPlan("some layers with one input are quantised, others are not")
+        found = _woq.combine(plans, fused)
+        if found is None:
+            raise UnsupportedPlan("quantised layers with one input have different formats")
+        packed, bias, modes, lent = found
+        self._lent += lent
+        features = sum(_features(module) for module in modules)
+        features = features // 2 if fused or len(plans) == 2 else features
+        if not lent:
+            self._own.append((modules[0], packed))
+        if bias is not None and bias.dtype not in (torch.float32, self.dtype):
+            bias = bias.to(self.dtype)
+        return Linear("woq_linear", packed, features, bias, dict(modes))
 
     @torch.no_grad()
     def _pack(self, plans: list[LinearPlan], fused: bool) -> Linear:
@@ -275,7 +298,6 @@ class WeightStore:
             if type(module) is nn.Linear:
                 swap_class(module, inn.OptimizedLinear)
             realize(module)
-            self._adopted.append(module)
         wrapper: Any = PlannedWeight.of(parameter, packed, recover)
         module._parameters[name] = wrapper
         module.__dict__["_packed"] = None
@@ -301,7 +323,9 @@ class WeightStore:
             found = module._parameters.get(name)
             if found is not parameter or (version > 0 and found._version != version):
                 return False
-        return True
+        if not all(_woq.taken(module, packed) for module, packed in self._lent):
+            return False
+        return all(module._buffers.get("packed_weight") is packed for module, packed in self._own)
 
     def undo(self) -> None:
         """Put the original parameters back, unpacked."""
@@ -309,6 +333,10 @@ class WeightStore:
             if module._parameters.get(name) is wrapper:
                 wrapper.former.data = wrapper.plain()
                 module._parameters[name] = wrapper.former
+        for module, _ in self._lent:
+            _woq.give_back(module)
+        self._lent.clear()
+        self._own.clear()
         self._entries.clear()
         self._plain.clear()
         self._memo.clear()
@@ -383,6 +411,10 @@ def _out_features(module: nn.Module, transposed: bool) -> int:
     weight = module._parameters["weight"]
     assert weight is not None
     return int(weight.shape[1] if transposed else weight.shape[0])
+
+
+def _features(module: Any) -> int:
+    return int(module.out_features)
 
 
 def _not_packable(module: nn.Module) -> str | None:

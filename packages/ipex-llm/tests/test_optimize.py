@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ipex.llm.optimize`: what it changes, what it leaves, and how it goes back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from families import FAMILIES, tokens
+
+import ipex_core
+from ipex_llm._optimize import optimize, optimize_transformers
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def same(a, b):
+    assert list(a) == list(b)
+    for name, value in a.items():
+        assert value.dtype == b[name].dtype and torch.equal(value, b[name]), name
+
+
+def logits(model, ids=None):
+    with torch.no_grad():
+        return model(tokens(1, 9) if ids is None else ids).logits
+
+
+def record(model):
+    return next(row for row in ipex_core.explain(model).rows if row.step == "llm")
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_tied", "gpt2", "gpt_neox", "phi3", "qwen3_moe", "gpt_oss"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_dict_and_restore(name, dtype):
+    model = FAMILIES[name]()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    kinds = [type(m) for m in model.modules()]
+    fast = optimize(model, dtype=dtype)
+    assert fast is not model and record(fast).done
+    assert isinstance(fast, type(model)) and type(fast).__name__ == type(model).__name__
+    same(fast.state_dict(), before)
+    same(model.state_dict(), before)
+    ipex_core.restore(fast)
+    same(fast.state_dict(), before)
+    assert [type(m) for m in fast.modules()] == kinds
+    assert torch.equal(logits(fast), logits(model))
+
+
+def test_inplace_and_loading():
+    model = FAMILIES["llama"]()
+    other = {k: v + 0.01 for k, v in model.state_dict().items()}
+    expected = FAMILIES["llama"]()
+    expected.load_state_dict(other)
+    assert optimize(model, inplace=True) is model
+    logits(model)
+    model.load_state_dict(other)
+    torch.testing.assert_close(logits(model), logits(expected), rtol=1e-4, atol=1e-4)
+    ids = tokens(1, 5)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), expected.generate(ids, **options))
+
+
+def test_copy_and_pickle():
+    fast = optimize(FAMILIES["llama"]())
+    want = logits(fast)
+    for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        torch.testing.assert_close(logits(again), want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(
+            again.generate(tokens(1, 5), max_new_tokens=5, do_sample=False),
+            fast.generate(tokens(1, 5), max_new_tokens=5, do_sample=False),
+        )
+    buffer = io.BytesIO()
+    torch.save(fast.state_dict(), buffer)
+
+
+def test_save_pretrained(tmp_path):
+    import transformers
+
+    fast = optimize(FAMILIES["llama"](), dtype=torch.bfloat16)
+    fast.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(again) is transformers.LlamaForCausalLM
+    torch.testing.assert_close(logits(again), logits(FAMILIES["llama"]()), rtol=1e-4, atol=1e-4)
+
+
+def test_layer_by_layer():
+    fast = optimize(FAMILIES["jamba"]())
+    assert not record(fast).done and "no self attention" in record(fast).text
+    fast = optimize(FAMILIES["llama"](), deployment_mode=False)
+    assert "deployment_mode" in record(fast).text
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"dtype": torch.int8}, ValueError, "dtype must be one of"),
+        ({"dtype": "bf16"}, TypeError, "dtype must be a torch.dtype"),
+        ({"device": "xpu"}, RuntimeError, "device must be 'cpu'"),
+        ({"inplace": 1}, TypeError, "inplace must be"),
+        ({"qconfig_summary_file": "x.json"}, NotImplementedError, "static quantisation"),
+        ({"kv_cache_dtype": "int4"}, ValueError, "kv_cache_dtype must be"),
+        ({"low_precision_checkpoint": 3}, ValueError, "low_precision_checkpoint must be"),
+    ],
+)
+def test_bad_arguments(options, error, text):
+    with pytest.raises(error, match=text):
+        optimize(FAMILIES["llama"](), **options)
+
+
+def test_training():
+    model = FAMILIES["llama"]()
+    with pytest.raises(ValueError, match="optimizer must be None"):
+        optimize(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(AssertionError, match="training mode"):
+        optimize(model.train())
+    with pytest.raises(AttributeError, match=r"must be a torch\.nn\.Module"):
+        optimize(3)
+
+
+def test_former_name():
+    with pytest.warns(FutureWarning, match="optimize_transformers is deprecated"):
+        optimize_transformers(FAMILIES["llama"]())
+
+
+@pytest.mark.parametrize("lowp", ["NONE", "INT8"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "phi3", "mixtral"])
+def test_quantised_weights(name, lowp):
+    import ipex_quant as q
+
+    config = q.woq_qconfig(
+        weight_dtype=q.WoqWeightDtype.INT4, group_size=32, lowp_mode=q.WoqLowpMode[lowp]
+    )
+    model = FAMILIES[name]()
+    reference = copy.deepcopy(model)
+    q.quantize_linears(reference, config, ["*.mlp.gate"] if name == "mixtral" else ())
+    fast = optimize(model, quantization_config=config)
+    assert record(fast).done
+    wanted, found = reference.state_dict(), fast.state_dict()
+    assert set(wanted) == set(found)
+    for key, value in wanted.items():
+        assert torch.equal(value, found[key]), key
+    ids = tokens(2, 12)
+    close = {"rtol": 1e-4, "atol": 1e-4} if lowp == "NONE" else {"rtol": 0.1, "atol": 0.3}
+    torch.testing.assert_close(logits(fast, ids), logits(reference, ids), **close)
+    if lowp == "NONE":
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(fast.generate(ids, **options), reference.generate(ids, **options))
+    with torch.no_grad():  # its own forward
+        fast(ids, output_hidden_states=True)
+
+
+def test_low_precision_checkpoint():
+    import ipex_quant as q
+
+    model = FAMILIES["llama"]()
+    source = copy.deepcopy(model)
+    weights = {}
+    for layer, module in source.named_modules():
+        if isinstance(module, torch.nn.Linear) and layer != "lm_head":
+            codes, scales, _ = q.quantize_per_channel(
+                module.weight, q.WoqWeightDtype.INT8, sym_quant=True
+            )
+            weights[f"{layer}.weight"], weights[f"{layer}.weight_scale"] = codes, scales
+            module.weight.data = codes.float() * scales[:, None]
+    fast = optimize(model, low_precision_checkpoint=(weights, {"quant_method": "int8"}))
+    assert record(fast).done
+    torch.testing.assert_close(logits(fast), logits(source), rtol=1e-3, atol=1e-3)
