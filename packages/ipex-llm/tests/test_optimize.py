@@ -80,13 +80,16 @@ def test_copy_and_pickle():
 
 
 def test_save_pretrained(tmp_path):
+    import safetensors.torch
     import transformers
 
     fast = optimize(FAMILIES["llama"](), dtype=torch.bfloat16)
     fast.save_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    wanted = FAMILIES["llama"]().state_dict()
+    same(dict(sorted(saved.items())), dict(sorted(wanted.items())))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(again) is transformers.LlamaForCausalLM
-    torch.testing.assert_close(logits(again), logits(FAMILIES["llama"]()), rtol=1e-4, atol=1e-4)
 
 
 def test_layer_by_layer():
