@@ -11,13 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import ipex_llm
 from ipex_llm._cli import app
 from ipex_llm._cli._common import load_tokenizer
-
-needs_optimize = pytest.mark.skipif(
-    "optimize" not in ipex_llm.__all__, reason="optimize is not there yet"
-)
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +24,7 @@ def folder(tmp_path_factory):
 
 
 def run(*arguments, **options):
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
-    if "weight-only quantisation is not available yet" in done.output:
-        pytest.skip("optimize cannot quantise yet")
-    return done
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
 
 
 def said(done):
@@ -139,7 +131,6 @@ def test_no_folder(tmp_path):
     assert "config.json" in said(run("quantize", "--model", tmp_path, "--out", tmp_path / "q"))
 
 
-@needs_optimize
 @pytest.mark.parametrize(
     "dtype",
     ["fp32", "bf16", "int8", "int4", "fp8"],
@@ -159,7 +150,6 @@ def test_generate_and_stream_give_the_same_text(folder, dtype):
     assert run(*common[:-1], "--prompt", "-", input="The sea").exit_code == 0
 
 
-@needs_optimize
 @pytest.mark.parametrize("scheme", ["int4", "int8", "nf4", "fp8", "mxfp4"])
 def test_quantised_folders_generate(folder, tmp_path, scheme):
     done = run("quantize", "--model", folder, "--out", tmp_path / "q", "--scheme", scheme)
@@ -169,7 +159,18 @@ def test_quantised_folders_generate(folder, tmp_path, scheme):
     assert done.stdout.strip()
 
 
-@needs_optimize
+def test_a_quantised_folder_without_a_weight_is_refused(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    out = tmp_path / "q"
+    assert run("quantize", "--model", folder, "--out", out, "--scheme", "int8").exit_code == 0
+    tensors = load_file(out / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, out / "model.safetensors")
+    done = run("generate", "--model", out, "--prompt", "The sea")
+    assert done.exit_code == 2 and "got no model.norm.weight" in said(done)
+
+
 def test_bench(folder, tmp_path):
     pytest.importorskip("matplotlib")
     common = ["bench", "--model", folder, "--dtype", "fp32", "--new", 3, "--rounds", 1]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 from collections.abc import Iterator
@@ -188,6 +189,7 @@ def _load_quantized(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import ipex_llm
+    from ipex_llm._checkpoint.files import CheckpointError
 
     checkpoint = ipex_llm.utils.load_low_precision_checkpoint(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -196,8 +198,30 @@ def _load_quantized(folder: Path, dtype: torch.dtype) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):
+        # Not on the meta device: buffers that no checkpoint has (of rotary embeddings) must be computed. Without
+        # initialisation the weights that are replaced are never touched, so they take no memory.
+        with _no_init():
             model = AutoModelForCausalLM.from_config(config).eval()
     finally:
         torch.set_default_dtype(before)
+    model.tie_weights()
+    # What stays without a value would be noise: every parameter, or parts in its place, must be in the checkpoint.
+    layers = {name.rpartition(".")[0] for name in checkpoint[0] if not name.endswith(".bias")}
+    missing = [
+        name
+        for name, _ in model.named_parameters()
+        if name not in checkpoint[0]
+        and (name.endswith(".bias") or name.rpartition(".")[0] not in layers)
+    ]
+    if missing:
+        raise CheckpointError(f"{folder} must have all weights of the model, got no {missing[0]}")
     return ipex_llm.optimize(model, dtype=dtype, inplace=True, low_precision_checkpoint=checkpoint)
+
+
+def _no_init() -> Any:
+    """Return the context of transformers in which new models have weights of any value."""
+    try:
+        module = importlib.import_module("transformers.initialization")  # 5.x
+    except ImportError:
+        module = importlib.import_module("transformers.modeling_utils")
+    return module.no_init_weights()
