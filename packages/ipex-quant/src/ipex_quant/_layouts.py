@@ -24,6 +24,8 @@ __all__ = [
 Tensor = torch.Tensor
 
 BITS = (2, 3, 4, 8)
+#: Columns turned into rows at a time.
+_COLUMNS = 64
 #: Nibble i of a word of AWQ holds this one of its eight columns.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -70,6 +72,25 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
             value = (value & ((1 << (32 - shift)) - 1)) | (view[:, word + 1] << (32 - shift))
         codes[:, i] = (value & mask).to(torch.uint8)
     return codes.view(-1, words.shape[1])[:count]
+
+
+def codes_by_rows(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return ``[C, count]`` codes from ``[W, C]`` words: those of `unpack_words`, turned in pieces that fit a cache."""
+    result = torch.empty(words.shape[1], count, dtype=torch.uint8)
+    for start in range(0, words.shape[1], _COLUMNS):
+        part = words[:, start : start + _COLUMNS].contiguous()
+        result[start : start + _COLUMNS] = unpack_words(part, bits, count).t()
+    return result
+
+
+def awq_by_rows(words: Tensor, columns: int) -> Tensor:
+    """Return ``[columns, R]`` codes from ``[R, C]`` words: those of `unpack_awq`, turned."""
+    result = torch.empty(words.shape[1] * 8, words.shape[0], dtype=torch.uint8)
+    step = _COLUMNS // 8
+    for start in range(0, words.shape[1], step):
+        part = unpack_awq(words[:, start : start + step].contiguous())
+        result[start * 8 : (start + step) * 8] = part.t()
+    return result[:columns]
 
 
 def unpack_awq(words: Tensor) -> Tensor:
@@ -217,7 +238,7 @@ def gptq_weight(
         if offset:
             # A zero point of 0 is stored as -1, that is as the largest code.
             zeros = (zeros + 1) & ((1 << bits) - 1)
-    codes = unpack_words(qweight.contiguous(), bits, k).t().contiguous()
+    codes = codes_by_rows(qweight, bits, k)
     scales = scales.t()
     return unsigned_weight(codes, zeros, scales, bits, group_size, g_idx, bias, name)
 
@@ -256,5 +277,5 @@ def awq_weight(
     if qzeros is not None:
         _check_words(qzeros, name, "qzeros", [groups, -(-n // 8)])
         zeros = unpack_awq(qzeros)[:, :n].t().contiguous()
-    codes = unpack_awq(qweight)[:, :n].t().contiguous()
+    codes = awq_by_rows(qweight, n)
     return unsigned_weight(codes, zeros, scales.t(), 4, group_size, g_idx, bias, name)

@@ -51,7 +51,7 @@ __all__ = [
 Tensor = torch.Tensor
 
 #: Weights quantised at a time: float32 copies of more than that would be larger than the layer.
-_PART = 1 << 21
+_PART = 1 << 18
 
 
 def is_4bit(dtype: WoqWeightDtype) -> bool:
