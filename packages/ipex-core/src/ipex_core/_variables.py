@@ -207,5 +207,15 @@ VARIABLES: Mapping[str, Variable] = {
             "0, 1 (also false/true, off/on, no/yes)",
             "Asks the operating system for transparent huge pages under packed weights.",
         ),
+        Variable(
+            "IPEX_SHARED_MEMORY",
+            "shared_memory",
+            "bool",
+            _parse_bool,
+            True,
+            "0, 1 (also false/true, off/on, no/yes)",
+            "Sums over the processes of one host go through memory that they share; 0: through the backend of "
+            "torch.distributed.",
+        ),
     )
 }

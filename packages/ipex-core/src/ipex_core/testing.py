@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ipex_core._ranks import run_ranks
 from ipex_core._spec import FLOATS, OpSpec, Sample, specs
 from ipex_core.errors import UnknownOpError
 
@@ -23,6 +24,7 @@ __all__ = [
     "assert_matches_reference",
     "assert_same_for_any_thread_count",
     "reference_result",
+    "run_ranks",
     "samples",
 ]
 

@@ -23,6 +23,7 @@ from ipex._version import __version__
 if TYPE_CHECKING:
     from ipex import cpu as cpu
     from ipex_core import config as config
+    from ipex_core import distributed as distributed
     from ipex_core import errors as errors
     from ipex_core import nn as nn
     from ipex_core import testing as testing
@@ -84,6 +85,7 @@ __all__ = [
     "config",
     "cpu",
     "disable_auto_channels_last",
+    "distributed",
     "doctor",
     "enable_auto_channels_last",
     "errors",

@@ -22,6 +22,7 @@ OLD_NAME = "intel_extension_for_pytorch"
 #: Submodules of the facade that live in another package.
 SUBMODULES: Mapping[str, str] = {
     "config": "ipex_core.config",
+    "distributed": "ipex_core.distributed",
     "errors": "ipex_core.errors",
     "nn": "ipex_core.nn",
     "testing": "ipex_core.testing",
