@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from ipex_core._spec import specs
 from ipex_core.program import ProgramBuilder
@@ -287,6 +289,24 @@ def test_programs_are_freed_with_their_constants():
         run_native(handle, [one], [])
     with pytest.raises(RuntimeError, match="handle must be one of program_create, got"):
         torch.ops.ipex.program_free(handle)
+
+
+def test_programs_are_freed_in_the_middle_of_a_trace():
+    class Refuses(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise RuntimeError("refused")
+
+    for mode in (Refuses(), FakeTensorMode()):
+        b = ProgramBuilder()
+        program = b.build([b.call("add", b.input("x"), 1.0)])
+        program.run(torch.ones(1))
+        handle = program._native.handle(program)
+        x = torch.ones(1)
+        with mode:
+            del program, b
+            gc.collect()
+        with pytest.raises(RuntimeError, match="handle must be one of program_create, got"):
+            run_native(handle, [x], [])
 
 
 def test_memory_of_dead_registers_is_given_back():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.library import Library, fallthrough_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ipex_core import _plugins
 from ipex_core._program_builtins import BUILTINS
@@ -69,7 +70,7 @@ class NativeProgram:
         code, text = _Encoder().encode(program)
         handle = torch.ops.ipex.program_create(code, text, list(program.constants.values()))
         # Not at the end of the process: memory is given back anyway, and torch may be half gone.
-        weakref.finalize(self, torch.ops.ipex.program_free, handle).atexit = False
+        weakref.finalize(self, _free, handle).atexit = False
         return int(handle)
 
     @staticmethod
@@ -79,6 +80,12 @@ class NativeProgram:
             with torch.no_grad():
                 return _run(handle, tensors, ints)  # type: ignore[no-any-return]
         return _run(handle, tensors, ints)  # type: ignore[no-any-return]
+
+
+def _free(handle: int) -> None:
+    """Free a native program. Garbage may be collected in the middle of a trace, whose modes must not see this call."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        torch.ops.ipex.program_free(handle)
 
 
 def _is_supported(program: Program) -> bool:
