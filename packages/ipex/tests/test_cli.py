@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ipex import cli
-from ipex_core import _plugins, config
+from ipex_core import _machine, _plugins, config
 from ipex_core.doctor import Report
 
 runner = CliRunner()
@@ -45,6 +45,8 @@ def _ipex(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 def _providers(monkeypatch):
     def use(*statuses: _plugins.ProviderStatus) -> None:
         monkeypatch.setattr(_plugins, "load_providers", lambda: statuses)
+        # What other tests have loaded (scikit-learn brings an OpenMP runtime of its own) is no problem of this one.
+        monkeypatch.setattr(_machine, "loaded_libraries", lambda root: ("/usr/lib/libgomp.so.1",))
 
     return use
 

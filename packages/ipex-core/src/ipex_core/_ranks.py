@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import datetime
+import importlib
+import importlib.util
 import os
 import tempfile
 import time
@@ -20,8 +22,8 @@ def run_ranks(
     """Run a function in new processes that form a group of the backend gloo, with one thread each.
 
     Args:
-        function: Called as ``function(rank, ranks, *args)``; a function of a module, that returns what can be pickled
-            and is no tensor.
+        function: Called as ``function(rank, ranks, *args)``; a function at the top of a module, that returns what can
+            be pickled and is no tensor.
         ranks: Number of processes.
         args: Further arguments.
         timeout: Of the group, in seconds; processes that still run 30 s later are killed.
@@ -38,7 +40,8 @@ def run_ranks(
         meeting = f"file://{directory}/meeting"
         workers = [
             context.Process(
-                target=_work, args=(function, rank, ranks, meeting, timeout, results, args)
+                target=_work,
+                args=(_address(function), rank, ranks, meeting, timeout, results, args),
             )
             for rank in range(ranks)
         ]
@@ -60,8 +63,26 @@ def run_ranks(
     return [found.get(rank) for rank in range(ranks)]
 
 
+def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Return module, file and name of a function: test runners give modules names that nobody can import."""
+    return function.__module__, function.__code__.co_filename, function.__name__
+
+
+def _find(module: str, path: str, name: str) -> Callable[..., Any]:
+    """Return the function of an address: from its module where that can be imported, else from its file."""
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError:
+        spec = importlib.util.spec_from_file_location("ipex_ranks", path)
+        assert spec is not None and spec.loader is not None
+        found = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+    function: Callable[..., Any] = getattr(found, name)
+    return function
+
+
 def _work(
-    function: Callable[..., Any],
+    address: tuple[str, str, str],
     rank: int,
     ranks: int,
     meeting: str,
@@ -77,7 +98,7 @@ def _work(
     try:
         wait = datetime.timedelta(seconds=timeout)
         init_process_group("gloo", meeting, wait, ranks, rank)
-        result = function(rank, ranks, *args)
+        result = _find(*address)(rank, ranks, *args)
     except Exception as error:
         traceback.print_exc()
         result = f"{type(error).__name__}: {error}"

@@ -187,9 +187,7 @@ def _kept(plan: DecoderPlan | None) -> tuple[str, ...]:
 
 def _load(model: nn.Module, config: Any, checkpoint: Any) -> None:
     """Replace linear layers by those of a checkpoint, and load what else it has."""
-    from ipex_quant._build import as_qconfig
-    from ipex_quant._model import replace_module
-    from ipex_quant.checkpoint import linear_from, read_checkpoint
+    from ipex_llm._lowp_model import replace_linears_from_checkpoint
 
     if isinstance(checkpoint, Mapping):
         warnings.warn(
@@ -204,26 +202,7 @@ def _load(model: nn.Module, config: Any, checkpoint: Any) -> None:
             f" {type(checkpoint).__name__}"
         )
     tensors, scheme = checkpoint
-    qconfig = None if config is None else as_qconfig("optimize", config)
-    known = dict(model.named_modules())
-    done: set[str] = set()
-    for weight in read_checkpoint(tensors, scheme):
-        name = weight.name
-        if name not in known:
-            raise OpArgumentError(
-                f"optimize: low_precision_checkpoint must have layers of the model only, got {name!r}"
-            )
-        old = known[name]
-        for side in ("in_features", "out_features"):
-            wanted, got = getattr(old, side, None), getattr(weight, side)
-            if wanted is not None and wanted != got:
-                raise OpArgumentError(
-                    f"optimize: low_precision_checkpoint: {name}.{side} must be {wanted}, got {got}"
-                )
-        replace_module(model, name, linear_from(weight, qconfig))
-        done.add(name)
-    rest = {key: value for key, value in tensors.items() if key.rpartition(".")[0] not in done}
-    model.load_state_dict(rest, strict=False)
+    replace_linears_from_checkpoint(model, tensors, scheme, config)
 
 
 def _plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
