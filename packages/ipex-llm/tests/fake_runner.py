@@ -21,6 +21,7 @@ class FakeRunner:
         self.batches = []
         self.weights = torch.randn(257, vocab, generator=torch.Generator().manual_seed(seed)) * 2
         self.broken = False
+        self.poison = {}  # a token after which every logit is this number
 
     def new_cache(self, num_blocks, block_size, dtype=None):
         return torch.full((num_blocks, block_size, 2), -1, dtype=torch.int64)
@@ -63,6 +64,9 @@ class FakeRunner:
         return torch.stack(logits)[wanted]
 
     def row(self, tokens):
+        for token, value in self.poison.items():
+            if token in tokens.tolist():
+                return torch.full_like(self.weights[0], value)
         weights = torch.arange(1, len(tokens) + 1)
         return self.weights[int((tokens * weights * 31 + weights).sum()) % 257]
 

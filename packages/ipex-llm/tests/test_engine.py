@@ -348,6 +348,46 @@ def test_a_failed_step_can_be_repeated():
     assert tuple(tokens) == runner.alone([1, 2, 3], 12)[1:]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_one_request(value, temperature):
+    runner = FakeRunner()
+    runner.poison = {63: value}
+    e = engine(runner, tokenizer=CharTokenizer(), max_tokens_per_step=8)
+    bad = [5] * 9 + [63, 1]
+    asked = [[1, 2, 3], bad, [4] * 12, bad]
+    params = SamplingParams(max_new_tokens=4, seed=1, logprobs=1)
+    outputs = e.generate(asked, [params, *[params.replace(temperature=temperature)] * 3])
+    good, first, _, second = outputs
+    healthy = runner.alone([1, 2, 3], 4)
+    assert good.tokens[: healthy.index(63) if 63 in healthy else 4] == healthy
+    assert good.error is None
+    for failed in (first, second):
+        assert failed.reason == "error" and failed.tokens == () and failed.logprobs == ()
+        assert failed.error == (
+            "Engine.step: the logits after token 11 must be finite, got NaN or infinity"
+        )
+    stats = e.stats()
+    assert stats.failed == 2 and stats.blocks_held == 0 and not e.has_work
+    # What it left in the cache is not used again.
+    assert e.generate([[*bad[:8], 2]], params)[0].cached_tokens == 0
+
+
+def test_logits_that_are_not_finite_later_keep_what_came_before():
+    runner = FakeRunner()
+    # A prompt whose output repeats nothing at first.
+    prompt, tokens = next(
+        (p, t) for p in prompts(50) if (t := runner.alone(p, 12))[5] not in [*p, *t[:5]]
+    )
+    poison = tokens[5]
+    runner.poison = {poison: float("nan")}
+    e = engine(runner, tokenizer=CharTokenizer())
+    (*before, last) = e.stream(prompt, GREEDY)
+    count = tokens.index(poison) + 1
+    assert tuple(t for o in before for t in o.tokens) == tokens[:count]
+    assert last.finished and last.reason == "error" and last.tokens == ()
+
+
 @pytest.mark.parametrize(
     ("prompt", "error", "message"),
     [

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from families import FAMILIES
@@ -94,6 +96,32 @@ def test_a_seed_gives_the_same_tokens_in_any_company(models):
     params = SamplingParams(max_new_tokens=16, temperature=1.0, top_p=0.95, seed=4)
     alone = engine.generate([prompts()[1]], params)[0].tokens
     assert engine.generate(prompts(), params)[1].tokens == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_bad_request_in_a_batch_and_in_its_blocks(models, dtype):
+    """NaN in an embedding, and in all the memory of the cache."""
+    stock, _ = models
+    fast = ipex_llm.optimize(copy.deepcopy(stock), dtype=dtype)
+    options = {"block_size": 16, "num_blocks": 32, "eos_token_ids": (), "max_tokens_per_step": 24}
+    params = SamplingParams(max_new_tokens=8)
+    healthy = [prompt for prompt in prompts() if 96 not in prompt]
+    assert len(healthy) > 2
+    expected = Engine(fast, **options, prefix_reuse=False).generate(healthy, params)
+    with torch.no_grad():
+        fast.get_input_embeddings().weight[96] = torch.nan
+    engine = Engine(fast, **options)
+    for tensor in engine._cache.tensors:
+        tensor.fill_(torch.nan)
+    bad = [1] * 20 + [96] + [2] * 20
+    for _ in range(2):
+        *outputs, failed, again = engine.generate([*healthy, bad, bad], params)
+        for output, want in zip(outputs, expected, strict=True):
+            if 96 not in want.tokens:
+                assert output.tokens == want.tokens
+        for output in (failed, again):
+            assert output.reason == "error" and output.tokens == () and "finite" in output.error
+    assert engine.stats().failed == 4 and engine.stats().blocks_held == 0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -104,6 +104,25 @@ def test_completions():
         assert default.json()["usage"]["completion_tokens"] == 16
 
 
+def test_a_request_that_fails_alone():
+    runner = FakeRunner()
+    runner.poison = {33: float("nan")}
+    server = Server(runner)
+
+    @server
+    async def _(client):
+        body = {**GREEDY, "max_tokens": 1}
+        bad = await client.post("/v1/completions", json={**body, "prompt": "AB"})
+        assert bad.status_code == 500
+        assert "must be finite" in bad.json()["error"]["message"]
+        stream = {**body, "prompt": "AB", "stream": True}
+        text = (await client.post("/v1/completions", json=stream)).text
+        assert "must be finite" in text and "[DONE]" not in text
+        good = await client.post("/v1/completions", json={**body, "prompt": "B"})
+        assert good.status_code == 200
+        assert "requests_failed_total 2" in (await client.get("/metrics")).text
+
+
 def test_streams_are_the_same_text():
     server = Server()
 

@@ -138,7 +138,7 @@ class Engine:
         self._ended: list[StepOutput] = []
         self._ids = itertools.count()
         self._counts = dict.fromkeys(
-            ("steps", "finished", "cancelled", "prompt", "cached", "generated"), 0
+            ("steps", "finished", "cancelled", "failed", "prompt", "cached", "generated"), 0
         )
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -223,7 +223,11 @@ class Engine:
 
         Returns:
             What is new, one entry for each request that got a token or ended. May be empty although there is work: a
-            long prompt takes several steps.
+            long prompt takes several steps. A request whose logits are not finite ends with the reason ``"error"``;
+            the others go on.
+
+        Raises:
+            Exception: The model failed. Nothing has changed: the step can be repeated.
         """
         outputs, self._ended = self._ended, []
         chosen = self._scheduler.plan()
@@ -246,13 +250,25 @@ class Engine:
         for request, count in chosen:
             self._scheduler.advance(request, count)
         self._counts["steps"] += 1
-        self._counts["generated"] += len(tokens)
         for request, token in zip(batch.complete, tokens, strict=True):
-            outputs.append(self._append(request, token))
+            outputs.append(self._fail(request) if token is None else self._append(request, token))
         return outputs
+
+    def _fail(self, request: Request) -> StepOutput:
+        """End a request that no token can be chosen for."""
+        # Its keys and values may be as bad; who has the same prompt computes them anew.
+        self._pool.hide(request.blocks)
+        del self._requests[request.id]
+        self._scheduler.remove(request)
+        self._counts["failed"] += 1
+        text = request.stream.finish() if request.stream else ""
+        place = len(request.tokens)
+        error = f"Engine.step: the logits after token {place} must be finite, got NaN or infinity"
+        return StepOutput(request.id, (), text, True, "error", error=error)
 
     def _append(self, request: Request, token: int) -> StepOutput:
         """Add a token to a request, which may end it."""
+        self._counts["generated"] += 1
         if request.first_token_at is None:
             request.first_token_at = time.monotonic()
             self._counts["cached"] += request.cached_tokens
@@ -313,16 +329,16 @@ class Engine:
             raise
         requests = {request_id: self._requests[request_id] for request_id in ids}
         texts: dict[str, list[str]] = {request_id: [] for request_id in ids}
-        reasons: dict[str, str] = {}
+        last: dict[str, StepOutput] = {}
         others: list[StepOutput] = []
-        while len(reasons) < len(ids):
+        while len(last) < len(ids):
             for output in self.step():
                 if output.request_id not in requests:
                     others.append(output)
                     continue
                 texts[output.request_id].append(output.text)
                 if output.finished:
-                    reasons[output.request_id] = output.reason or ""
+                    last[output.request_id] = output
         self._ended += others
         return [
             GenerationOutput(
@@ -331,8 +347,9 @@ class Engine:
                 cached_tokens=request.cached_tokens,
                 tokens=tuple(request.tokens[request.prompt_length :]),
                 text="".join(texts[request_id]),
-                reason=reasons[request_id],
+                reason=last[request_id].reason or "",
                 logprobs=tuple(request.logprobs),
+                error=last[request_id].error,
             )
             for request_id, request in requests.items()
         ]
@@ -371,6 +388,7 @@ class Engine:
             steps=counts["steps"],
             finished=counts["finished"],
             cancelled=counts["cancelled"],
+            failed=counts["failed"],
             preemptions=self._scheduler.preemptions,
             evictions=self._pool.evictions,
             prompt_tokens=counts["prompt"],

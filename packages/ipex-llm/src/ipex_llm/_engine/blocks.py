@@ -91,6 +91,13 @@ class BlockPool:
             self._key_of[block] = key
             self._block_of[key] = block
 
+    def hide(self, blocks: Iterable[int]) -> None:
+        """Let nobody find blocks any more whose contents are of no use; a holder keeps them."""
+        for block in blocks:
+            key = self._key_of.pop(block, None)
+            if key is not None:
+                del self._block_of[key]
+
     def give_back(self, blocks: Sequence[int]) -> None:
         """Give up blocks of one request, in its order: the last ones, which end a prefix, are reused first."""
         for block in reversed(blocks):

@@ -176,8 +176,10 @@ class StepOutput:
         text: New text, if the engine has a tokenizer. Text that may yet become a stop string, and bytes that are no
             whole character yet, come later.
         finished: Whether this is the last output of the request.
-        reason: Why: ``"stop"`` (end token, stop token or stop string), ``"length"``, ``"cancelled"``; None before.
+        reason: Why: ``"stop"`` (end token, stop token or stop string), ``"length"``, ``"cancelled"``, ``"error"``; None
+            before.
         logprobs: For each new token, if they were asked for.
+        error: With ``"error"``: what happened, for this request alone.
     """
 
     request_id: str
@@ -186,6 +188,7 @@ class StepOutput:
     finished: bool
     reason: str | None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,6 +202,7 @@ class GenerationOutput:
     text: str
     reason: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,6 +216,7 @@ class EngineStats:
     steps: int
     finished: int
     cancelled: int
+    failed: int
     preemptions: int
     evictions: int
     prompt_tokens: int

@@ -16,7 +16,7 @@ __all__ = ["choose"]
 Tensor = torch.Tensor
 
 
-def choose(requests: Sequence[Request], logits: Tensor) -> list[int]:
+def choose(requests: Sequence[Request], logits: Tensor) -> list[int | None]:
     """Choose a token for each request, and note log probabilities where they are asked for.
 
     Each row is treated on its own, so that the tokens of a request do not depend on what else is in the batch.
@@ -26,7 +26,7 @@ def choose(requests: Sequence[Request], logits: Tensor) -> list[int]:
         logits: ``[R, vocab]``, a row for each request.
 
     Returns:
-        R tokens.
+        R tokens; None for a row that no token can be chosen from, since it has NaN or infinity or no finite number.
     """
     original = logits
     if any(_changed(request) for request in requests):
@@ -34,10 +34,14 @@ def choose(requests: Sequence[Request], logits: Tensor) -> list[int]:
         for request, row in zip(requests, logits, strict=True):
             if _changed(request):
                 _change(request, row)
+    # The maximum is NaN if anything is.
+    usable = logits.amax(-1).isfinite().tolist()
     groups: dict[tuple[float, int, float, float] | None, list[int]] = {}
     for row, request in enumerate(requests):
+        if not usable[row]:
+            continue
         groups.setdefault(_group(request.params), []).append(row)
-    chosen = [0] * len(requests)
+    chosen: list[int | None] = [None] * len(requests)
     for group, rows in groups.items():
         part = logits if len(rows) == len(requests) else logits[rows]
         if group is None:
@@ -45,11 +49,12 @@ def choose(requests: Sequence[Request], logits: Tensor) -> list[int]:
         else:
             noise = torch.tensor([requests[row].noise() for row in rows], dtype=torch.float32)
             tokens = torch.ops.ipex.sample_token(part, noise, *group)
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            chosen[row] = token
+        for row, value in zip(rows, tokens.tolist(), strict=True):
+            chosen[row] = value
     for row, request in enumerate(requests):
-        if request.params.logprobs is not None:
-            request.logprobs.append(_logprobs(original[row], chosen[row], request.params.logprobs))
+        token = chosen[row]
+        if token is not None and request.params.logprobs is not None:
+            request.logprobs.append(_logprobs(original[row], token, request.params.logprobs))
     return chosen
 
 

@@ -16,7 +16,15 @@ from ipex_core.errors import MissingComponentError
 from ipex_llm._serve.guard import Guard
 from ipex_llm._serve.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, sampling_params
 from ipex_llm._serve.replies import Reply, usage
-from ipex_llm._serve.worker import Accepted, Failed, QueueFull, StoppedError, Ticket, Worker
+from ipex_llm._serve.worker import (
+    Accepted,
+    Failed,
+    QueueFull,
+    RequestError,
+    StoppedError,
+    Ticket,
+    Worker,
+)
 from ipex_llm.engine import StepOutput, TokenLogprobs
 
 try:
@@ -75,6 +83,8 @@ def _failure(event: Failed) -> ApiError:
         return ApiError(503, str(event.error), "server_error")
     if event.of_the_request:
         return ApiError(400, str(event.error))
+    if isinstance(event.error, RequestError):
+        return ApiError(500, str(event.error), "server_error")
     return ApiError(500, "the engine failed; see the log of the server", "server_error")
 
 
@@ -179,6 +189,7 @@ class _Api:
             "steps_total": ("Batches computed.", now.steps),
             "requests_finished_total": ("Requests that came to their end.", now.finished),
             "requests_cancelled_total": ("Requests that were cancelled.", now.cancelled),
+            "requests_failed_total": ("Requests whose logits were not finite.", now.failed),
             "requests_rejected_total": ("Requests refused: the queue was full.", worker.rejected),
             "engine_errors_total": ("Batches that failed.", worker.errors),
             "preemptions_total": ("Requests that had to start anew.", now.preemptions),

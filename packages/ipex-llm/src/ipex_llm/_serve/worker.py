@@ -16,11 +16,15 @@ from typing import Any
 from ipex_llm._serve.metrics import Metrics
 from ipex_llm.engine import Engine, SamplingParams, StepOutput
 
-__all__ = ["Accepted", "Failed", "QueueFull", "StoppedError", "Ticket", "Worker"]
+__all__ = ["Accepted", "Failed", "QueueFull", "RequestError", "StoppedError", "Ticket", "Worker"]
 
 
 class QueueFull(Exception):
     """There are as many requests as the server takes."""
+
+
+class RequestError(Exception):
+    """One request failed inside the engine; the others go on."""
 
 
 class StoppedError(Exception):
@@ -207,7 +211,9 @@ class Worker:
             else:
                 self.metrics.observe("time_per_output_token_seconds", now - ticket.last)
             ticket.last = now
-        if output.finished:
+        if output.error is not None:
+            self._end(ticket, Failed(RequestError(output.error)))
+        elif output.finished:
             self.metrics.observe("request_seconds", now - ticket.arrived)
             self._end(ticket, output)
         else:
