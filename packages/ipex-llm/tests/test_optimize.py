@@ -132,7 +132,7 @@ def test_former_name():
 
 
 @pytest.mark.parametrize("lowp", ["NONE", "INT8"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "phi3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "phi3"])
 def test_quantised_weights(name, lowp):
     import ipex_quant as q
 
@@ -141,7 +141,7 @@ def test_quantised_weights(name, lowp):
     )
     model = FAMILIES[name]()
     reference = copy.deepcopy(model)
-    q.quantize_linears(reference, config, ["*.mlp.gate"] if name == "mixtral" else ())
+    q.quantize_linears(reference, config)
     fast = optimize(model, quantization_config=config)
     assert record(fast).done
     wanted, found = reference.state_dict(), fast.state_dict()

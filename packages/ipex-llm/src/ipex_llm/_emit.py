@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from ipex_core.program import Program, ProgramBuilder, Register
+from ipex_llm._experts import Experts, pack_experts
 from ipex_llm._plan import (
     AttentionPlan,
     DecoderPlan,
@@ -27,7 +28,7 @@ from ipex_llm._plan import (
     MlpPlan,
     NormPlan,
 )
-from ipex_llm._weights import Experts, Linear, UnsupportedPlan, WeightStore
+from ipex_llm._weights import Linear, UnsupportedPlan, WeightStore
 
 __all__ = ["Emitter", "Mode", "rope_key"]
 
@@ -53,7 +54,6 @@ class _Layer:
     output: Linear
     mlp: tuple[Linear, ...] = ()
     experts: Experts | None = None
-    shared: Experts | None = None
     router: Linear | None = None
     shared_gate: Linear | None = None
 
@@ -90,9 +90,8 @@ class Emitter:
         packed = _Layer(store.linear(layer.attention.qkv), store.linear(layer.attention.output))
         if isinstance(mlp, ExpertsPlan):
             packed.router = _router(mlp, store.dtype)
-            packed.experts = store.experts(mlp)
+            packed.experts = pack_experts(store, mlp)
             if mlp.shared is not None:
-                packed.shared = None
                 packed.mlp = self._mlp(mlp.shared)
             if mlp.shared_gate is not None:
                 packed.shared_gate = store.linear(LinearPlan((mlp.shared_gate,)))
@@ -448,6 +447,7 @@ class _Writer:
             None if e.w2_bias is None else b.constant(e.w2_bias),
             swiglu_alpha=mlp.swiglu_alpha,
             swiglu_limit=mlp.swiglu_limit,
+            lowp_mode=e.lowp,
         )
         if mlp.shared is None:
             return y
@@ -485,8 +485,6 @@ def _check(layer: LayerPlan) -> None:
             raise UnsupportedPlan("the weights of experts multiply their input")
         if mlp.activation not in _EXPERT_ACTIVATIONS:
             raise UnsupportedPlan(f"activation {mlp.activation!r} of experts")
-        if isinstance(mlp.gate_up, tuple) or isinstance(mlp.down, tuple):
-            raise UnsupportedPlan("the experts are separate modules")
         mlp = mlp.shared
     if mlp is not None:
         known = (*_EPILOGUES, "gelu_quick", *(("relu2",) if mlp.gate is None else ()))

@@ -18,6 +18,7 @@ from torch import nn
 
 from ipex_llm._hf_cache import CacheState, adopt, state_of_cache
 from ipex_llm._runner import Runner
+from ipex_llm._subclass import rebuild, subclass
 
 __all__ = ["DecoderMixin", "Reason", "rebuild", "subclass", "tell", "usable_runner"]
 
@@ -247,39 +248,9 @@ def _revive(module: Any) -> Runner:
 
 
 _names: dict[type[nn.Module], tuple[str, ...]] = {}
-_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
     if kind not in _names:
         _names[kind] = tuple(inspect.signature(kind.forward).parameters)[1:]
     return _names[kind]
-
-
-def subclass(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
-    """Return ``kind`` with ``mixin`` in front. It has the same name, since transformers looks at names."""
-    known = _classes.get((kind, mixin))
-    if known is not None:
-        return known
-    content: dict[str, Any] = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-        "_ipex_original": kind,
-        "_ipex_mixin": mixin,
-    }
-    if "forward" in mixin.__dict__:
-        forward = mixin.__dict__["forward"]
-
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return forward(self, *args, **kwargs)
-
-        functools.update_wrapper(wrapped, kind.forward)
-        content["forward"] = wrapped
-    made = _classes[kind, mixin] = type(kind.__name__, (mixin, kind), content)
-    return made
-
-
-def rebuild(kind: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:
-    new = subclass(kind, mixin)
-    return new.__new__(new)

@@ -19,9 +19,10 @@ from ipex_core._optimize._records import log_of
 from ipex_core.errors import OpArgumentError
 from ipex_core.nn._packed import PackedWeight
 from ipex_llm._forward import DecoderMixin, subclass
-from ipex_llm._plan import DecoderPlan, ExpertsPlan
+from ipex_llm._plan import DecoderPlan
 from ipex_llm._runner import Runner
 from ipex_llm._weights import UnsupportedPlan
+from ipex_llm._woq_model import Notes, quantize
 
 __all__ = ["attach_runner", "optimize", "optimize_transformers"]
 
@@ -94,8 +95,9 @@ def optimize(
     if low_precision_checkpoint is not None:
         _load(model, quantization_config, low_precision_checkpoint)
     plan, reason = _plan(model) if deployment_mode else (None, "deployment_mode is False")
+    notes: Notes = []
     if quantization_config is not None and low_precision_checkpoint is None:
-        plan = _quantize(model, plan, quantization_config)
+        plan, notes = quantize(model, plan, quantization_config)
     ipex_core.optimize(model, dtype=dtype, inplace=True)
     if plan is not None:
         reason = _attach(model, plan, kv)
@@ -107,6 +109,16 @@ def optimize(
             if done
             else f"layer by layer: {reason}"
         )
+        for name, module, problem in notes:
+            said = "quantised" if problem is None else f"experts are not quantised: {problem}"
+            log.add(
+                name,
+                module,
+                "experts",
+                problem is None,
+                said,
+                "ipex::fused_experts" if problem is None else "",
+            )
         log.add("", model, "llm", done, text, "ipex::program_run" if done else "")
     if reason is not None:
         logger.info("optimize: %s runs layer by layer: %s", type(model).__name__, reason)
@@ -155,34 +167,6 @@ def _kv_dtype(value: Any) -> torch.dtype | None:
             f"optimize: kv_cache_dtype must be None, torch.int8 or torch.float8_e5m2, got {value!r}"
         )
     return value  # type: ignore[no-any-return]
-
-
-def _quantize(model: nn.Module, plan: DecoderPlan | None, config: Any) -> DecoderPlan | None:
-    """Quantise the linear layers of a model; return the plan with the new layers."""
-    from ipex_llm import _woq
-    from ipex_quant import quantize_linears
-
-    names = dict(model.named_modules(remove_duplicate=False))
-    quantize_linears(model, config, _kept(plan))
-    new = dict(model.named_modules(remove_duplicate=False))
-    changed = {id(old): new[name] for name, old in names.items() if new.get(name) is not old}
-    return None if plan is None else _woq.remap(plan, changed)
-
-
-def _kept(plan: DecoderPlan | None) -> tuple[str, ...]:
-    """Return patterns of layers that stay in floating point: the routers of experts, which choose."""
-    if plan is None:
-        return ()
-    names: list[str] = []
-    for layer in plan.layers:
-        mlp = layer.mlp
-        if isinstance(mlp, ExpertsPlan):
-            names += [
-                name
-                for name, module in layer.module.named_modules()
-                if module is mlp.router or module is mlp.shared_gate
-            ]
-    return tuple(sorted({f"*.{name}" for name in names}))
 
 
 def _load(model: nn.Module, config: Any, checkpoint: Any) -> None:

@@ -22,9 +22,9 @@ from ipex_core.nn._packed import _KEEP, PackedWeight
 from ipex_core.nn._state import attach, realize, state_of, swap_class, unpack_weight
 from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
 from ipex_llm import _woq
-from ipex_llm._plan import ExpertsPlan, LinearPlan
+from ipex_llm._plan import LinearPlan
 
-__all__ = ["Experts", "Linear", "PlannedWeight", "UnsupportedPlan", "WeightStore", "call_linear"]
+__all__ = ["Linear", "PlannedWeight", "UnsupportedPlan", "WeightStore", "call_linear"]
 
 Tensor = torch.Tensor
 
@@ -97,16 +97,6 @@ def call_linear(linear: Linear, x: Tensor) -> Tensor:
     return result
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Experts:
-    """Packed experts as a program calls them; see ``fused_experts``."""
-
-    w13: Tensor
-    w2: Tensor
-    w13_bias: Tensor | None
-    w2_bias: Tensor | None
-
-
 class WeightStore:
     """All packed weights of a plan.
 
@@ -121,10 +111,10 @@ class WeightStore:
         self.shared = shared or set()
         self._entries: list[tuple[nn.Module, str, PlannedWeight]] = []
         self._plain: list[tuple[nn.Module, str, Any, int]] = []
-        self._lent: list[
-            tuple[Any, Tensor]
-        ] = []  # quantised layers and what their weight is a part of
-        self._own: list[tuple[nn.Module, Tensor]] = []  # quantised layers that are used as they are
+        #: Quantised layers and what their weight is a part of.
+        self._lent: list[tuple[Any, Tensor]] = []
+        #: Quantised weights that are used as they are: module, name of the buffer, what it was.
+        self._own: list[tuple[nn.Module, str, Tensor]] = []
         self._memo: dict[tuple[int, ...], Linear] = {}
 
     # ---------------------------------------------------------------------------------------------------- linear
@@ -163,7 +153,7 @@ class WeightStore:
         features = sum(_features(module) for module in modules)
         features = features // 2 if fused or len(plans) == 2 else features
         if not lent:
-            self._own.append((modules[0], packed))
+            self._own.append((modules[0], "packed_weight", packed))
         if bias is not None and bias.dtype not in (torch.float32, self.dtype):
             bias = bias.to(self.dtype)
         return Linear("woq_linear", packed, features, bias, dict(modes))
@@ -248,41 +238,6 @@ class WeightStore:
             return _interleaved(found, fused).contiguous()
         return found[0]
 
-    # --------------------------------------------------------------------------------------------------- experts
-
-    @torch.no_grad()
-    def experts(self, plan: ExpertsPlan) -> Experts:
-        """Pack the experts of a layer.
-
-        Raises:
-            UnsupportedPlan: They lie in memory in a way that is not known here.
-        """
-        if isinstance(plan.gate_up, tuple) or isinstance(plan.down, tuple):
-            raise UnsupportedPlan("the experts are separate modules")
-        gate_up, down = plan.gate_up, plan.down
-        names = {id(p): n for n, p in plan.module._parameters.items() if p is not None}
-        if id(gate_up) not in names or id(down) not in names:
-            raise UnsupportedPlan("the weights of the experts are no parameters of their module")
-        form = (plan.transposed, plan.interleaved)
-        size = plan.intermediate_size
-        made: list[Tensor] = []
-        for gated, parameter in ((True, gate_up), (False, down)):
-            rows = _expert_rows(parameter.detach(), gated, form)
-            packed = torch.ops.ipex.pack_moe_weight(rows.to(self.dtype).contiguous(), gated)
-            shape = (rows.shape[1], rows.shape[2])
-            del rows
-            part = _ExpertPart(packed, shape, self.dtype, gated, form)
-            self._replace(plan.module, names[id(parameter)], packed, part)
-            made.append(packed)
-        bias = plan.gate_up_bias
-        if bias is not None:
-            bias = bias.detach()
-            if plan.interleaved:
-                bias = torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1)
-            bias = bias[:, : 2 * size].contiguous()
-        down_bias = None if plan.down_bias is None else plan.down_bias.detach()
-        return Experts(made[0], made[1], bias, down_bias)
-
     # ------------------------------------------------------------------------------------------------- the way back
 
     def _replace(
@@ -325,7 +280,7 @@ class WeightStore:
                 return False
         if not all(_woq.taken(module, packed) for module, packed in self._lent):
             return False
-        return all(module._buffers.get("packed_weight") is packed for module, packed in self._own)
+        return all(module._buffers.get(name) is packed for module, name, packed in self._own)
 
     def undo(self) -> None:
         """Put the original parameters back, unpacked."""
@@ -370,34 +325,6 @@ class _Part:
         return (mine.t() if self.plan.transposed else mine).clone(
             memory_format=torch.contiguous_format
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _ExpertPart:
-    """Gives the stacked weights of experts back."""
-
-    packed: Tensor
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    gated: bool
-    form: tuple[bool, bool]
-
-    def __call__(self) -> Tensor:
-        rows: Tensor = torch.ops.ipex.unpack_moe_weight(
-            self.packed, *self.shape, self.dtype, self.gated
-        )
-        transposed, interleaved = self.form
-        if self.gated and interleaved:
-            rows = torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
-        return (rows.transpose(1, 2) if transposed else rows).contiguous()
-
-
-def _expert_rows(weight: Tensor, gated: bool, form: tuple[bool, bool]) -> Tensor:
-    transposed, interleaved = form
-    rows = weight.transpose(1, 2) if transposed else weight
-    if gated and interleaved:
-        rows = torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
-    return rows
 
 
 def _interleaved(parts: list[Tensor], fused: bool) -> Tensor:

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from ipex_core.woq import deinterleave_gate_up
-from ipex_llm._plan import DecoderPlan, LinearPlan
+from ipex_llm._plan import LinearPlan
 from ipex_quant import combine_linears
 from ipex_quant._module import WoqLinearModule
 from ipex_quant._weight import QuantizedWeight, unpack
 
-__all__ = ["combine", "give_back", "is_quantized", "remap", "taken"]
+__all__ = ["combine", "give_back", "is_quantized", "lend", "taken"]
 
 Tensor = torch.Tensor
 KEY = "_ipex_part"
@@ -92,8 +92,8 @@ class _Borrowed(WoqLinearModule):
         self.set_weight(weight)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        give_back(self)
-        return super().__reduce_ex__(protocol)
+        give_back(self)  # it has its own class again
+        return self.__reduce_ex__(protocol)
 
 
 class _Own:
@@ -153,6 +153,16 @@ def combine(
     return packed, bias, modes, lent
 
 
+def lend(
+    modules: tuple[WoqLinearModule, ...], packed: Tensor, gated: bool
+) -> list[tuple[WoqLinearModule, Tensor]]:
+    """Make a packed weight, gate and up or a single one, that of its modules; return what `taken` checks."""
+    for index, module in enumerate(modules):
+        rows = module.out_features
+        _lend(module, _Part(packed, index, 0, rows, rows if gated else 0, False, None))
+    return [(module, packed) for module in modules]
+
+
 def _lend(module: WoqLinearModule, part: _Part) -> None:
     kind = type(module)
     if kind not in _classes:
@@ -180,22 +190,3 @@ def give_back(module: WoqLinearModule, keep: bool = True) -> None:
     if weight is not None:
         order = "vnni" if module.modes[0] == "int8" else "dot"
         module._buffers["packed_weight"] = weight.pack(order)
-
-
-def remap(plan: DecoderPlan, modules: dict[int, nn.Module]) -> DecoderPlan:
-    """Return the plan with other modules in the place of those whose id is a key."""
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return modules.get(id(value), value)
-        if isinstance(value, tuple):
-            return tuple(walk(one) for one in value)
-        if not dataclasses.is_dataclass(value) or isinstance(value, type):
-            return value
-        changes = {f.name: walk(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        if isinstance(value, LinearPlan) and any(is_quantized(m) for m in changes["modules"]):
-            changes["transposed"] = False
-        return dataclasses.replace(value, **changes)
-
-    result: DecoderPlan = walk(plan)
-    return result

@@ -18,7 +18,11 @@ Tensor = torch.Tensor
 
 
 def combine_linears(
-    linears: Sequence[WoqLinearModule], order: Tensor | None = None, gate: bool = False
+    linears: Sequence[WoqLinearModule],
+    order: Tensor | None = None,
+    gate: bool = False,
+    *,
+    codes_order: str | None = None,
 ) -> tuple[Tensor, Tensor | None] | None:
     """Return the packed weight and the bias of layers put side by side, exactly as the single ones compute.
 
@@ -28,6 +32,8 @@ def combine_linears(
             for their own order.
         gate: The two layers, or the halves of one, are a gate and an up projection: rows come in the order that ops
             with an argument ``gate`` take (`ipex_core.woq.interleave_gate_up`). Not together with ``order``.
+        codes_order: Order of the codes in memory, ``"dot"`` or ``"vnni"``; None for the one that the modes of the
+            layers need.
 
     Returns:
         ``(packed_weight, bias)`` for ``torch.ops.ipex.woq_linear`` with the modes of the layers, or None where they
@@ -83,7 +89,8 @@ def combine_linears(
         bias,
         op,
     )
-    return weight.pack("vnni" if linears[0].modes[0] == "int8" else "dot"), bias
+    needed = "vnni" if linears[0].modes[0] == "int8" else "dot"
+    return weight.pack(codes_order or needed), bias
 
 
 def _same_g_idx(parts: Sequence[QuantizedWeight]) -> bool:

@@ -8,14 +8,17 @@ parts; `ipex_llm._reference.verify` compares the whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 from ipex_llm._match._decoder import match_decoder, match_layers
-from ipex_llm._match._trace import MatchError, Trace
-from ipex_llm._plan import DecoderPlan
+from ipex_llm._match._experts import is_mixture, match_experts
+from ipex_llm._match._trace import Config, MatchError, Trace
+from ipex_llm._plan import DecoderPlan, ExpertsPlan
 
-__all__ = ["MatchError", "match", "why_not"]
+__all__ = ["MatchError", "find_mixtures", "match", "why_not"]
 
 
 @torch.no_grad()
@@ -54,3 +57,37 @@ def why_not(model: nn.Module) -> tuple[MatchError, ...]:
     except MatchError as error:
         return (error,)
     return errors
+
+
+@torch.no_grad()
+def find_mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsPlan | MatchError]]:
+    """Yield the mixtures of experts of any model: name, block, and plan or the reason why there is none.
+
+    Args:
+        model: As for `match`; the rest of it need not be understood.
+    """
+    blocks = {name: module for name, module in model.named_modules() if is_mixture(module)}
+    if not blocks:
+        return
+    try:
+        trace = Trace(model)
+    except MatchError as error:
+        yield from ((name, block, error) for name, block in blocks.items())
+        return
+    for name, block in blocks.items():
+        if not trace.ran(block):
+            yield name, block, trace.error(block, "does not run on text alone")
+            continue
+        try:
+            yield name, block, match_experts(trace, Config(_config(model, block)), block)
+        except MatchError as error:
+            yield name, block, error
+
+
+def _config(model: nn.Module, block: nn.Module) -> object:
+    """Return the configuration of a block: its own, or that of the innermost module around it that has one."""
+    found: object = getattr(model, "config", None)
+    for module in model.modules():
+        if any(part is block for part in module.modules()):
+            found = getattr(module, "config", found)
+    return found

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantising a model: its linear layers, and the experts of its mixtures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from ipex_llm import _woq, _woq_experts
+from ipex_llm._plan import DecoderPlan, ExpertsPlan, LinearPlan
+from ipex_quant import quantize_linears
+from ipex_quant._build import as_qconfig
+
+__all__ = ["quantize"]
+
+#: Name of the module with the experts, and why they were not quantised (None: they were).
+Notes = list[tuple[str, nn.Module, str | None]]
+
+
+def quantize(
+    model: nn.Module, plan: DecoderPlan | None, config: Any
+) -> tuple[DecoderPlan | None, Notes]:
+    """Quantise a model in place.
+
+    Routers, which choose experts, stay in floating point.
+
+    Args:
+        model: The model.
+        plan: Of its decoder, or None; experts are looked for in the model then.
+        config: A `QConfigWoq`, or a mapping with one as global.
+
+    Returns:
+        The plan with the new layers, and what was done about stacked experts.
+
+    Raises:
+        OpArgumentError: The configuration does not fit a layer.
+    """
+    qconfig = as_qconfig("optimize", config)
+    paths = {id(module): name for name, module in model.named_modules()}
+    found, notes = _mixtures(model, plan)
+    stacked: list[tuple[str, ExpertsPlan]] = []
+    for mixture in found:
+        name = paths.get(id(mixture.module), "")
+        if isinstance(mixture.gate_up, tuple) or _woq_experts.weights(mixture.module):
+            continue  # linear layers as all others, or quantised already
+        reason = _woq_experts.reason_against(mixture)
+        if reason is None:
+            _woq_experts.check_group(mixture, name, qconfig)
+            stacked.append((name, mixture))
+        notes.append((name, mixture.module, reason))
+    kept = {m for one in found for m in (one.router, one.shared_gate) if m is not None}
+    names = dict(model.named_modules(remove_duplicate=False))
+    quantize_linears(model, config, tuple(n for n, m in names.items() if m in kept and _linear(m)))
+    for name, mixture in stacked:
+        _woq_experts.quantize(mixture, name, qconfig)
+    new = dict(model.named_modules(remove_duplicate=False))
+    changed = {id(old): new[name] for name, old in names.items() if new.get(name) is not old}
+    return (None if plan is None else _remap(plan, changed)), notes
+
+
+def _linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _mixtures(model: nn.Module, plan: DecoderPlan | None) -> tuple[list[ExpertsPlan], Notes]:
+    """Return the mixtures of experts of a model, and those that are not understood."""
+    from ipex_llm._match import MatchError, find_mixtures
+
+    if plan is not None:
+        return [layer.mlp for layer in plan.layers if isinstance(layer.mlp, ExpertsPlan)], []
+    found: list[ExpertsPlan] = []
+    notes: Notes = []
+    for name, block, mixture in find_mixtures(model):
+        if isinstance(mixture, MatchError):
+            notes.append((name, block, mixture.reason))
+        else:
+            found.append(mixture)
+    return found, notes
+
+
+def _remap(plan: DecoderPlan, modules: dict[int, nn.Module]) -> DecoderPlan:
+    """Return the plan with other modules in the place of those whose id is a key, and quantised experts."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return modules.get(id(value), value)
+        if isinstance(value, tuple):
+            return tuple(walk(one) for one in value)
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return value
+        changes = {f.name: walk(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if isinstance(value, LinearPlan) and any(_woq.is_quantized(m) for m in changes["modules"]):
+            changes["transposed"] = False
+        if isinstance(value, ExpertsPlan) and (names := _woq_experts.weights(value.module)):
+            gate_up, down = (getattr(value.module, name) for name in names)
+            changes |= {"gate_up": gate_up, "down": down}
+        return dataclasses.replace(value, **changes)
+
+    result: DecoderPlan = walk(plan)
+    return result
