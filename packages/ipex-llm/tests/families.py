@@ -397,8 +397,54 @@ def _mllama() -> nn.Module:
         return randomize(transformers.MllamaForConditionalGeneration(config))
 
 
+def _t5(gated: bool = False) -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCAB,
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_layers=2,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+        feed_forward_proj="gated-gelu" if gated else "relu",
+        tie_word_embeddings=not gated,
+        eos_token_id=None,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+    )
+    return randomize(transformers.T5ForConditionalGeneration(config))
+
+
+def _whisper() -> nn.Module:
+    config = transformers.WhisperConfig(
+        vocab_size=VOCAB,
+        num_mel_bins=8,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_source_positions=16,
+        max_target_positions=POSITIONS,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    return randomize(transformers.WhisperForConditionalGeneration(config))
+
+
 @functools.cache
 def _prototype(name: str) -> nn.Module:
+    if name in ENCODER_DECODERS:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return ENCODER_DECODERS[name]()
     if name in _CAUSAL:
         return _causal(name)
     if name in _VISION:
@@ -410,11 +456,19 @@ def _prototype(name: str) -> nn.Module:
         return randomize(lookalikes.make(name))
 
 
-def _build(name: str) -> nn.Module:
+def build(name: str) -> nn.Module:
+    """Return a new model of a family."""
     return copy.deepcopy(_prototype(name))
 
 
 _VISION = ("llava", "mllama")
+
+#: Families whose decoder reads what an encoder made of the input; of `build`.
+ENCODER_DECODERS: dict[str, Callable[[], nn.Module]] = {
+    "t5": _t5,
+    "t5_gated": functools.partial(_t5, gated=True),
+    "whisper": _whisper,
+}
 
 #: The names of `FAMILIES` that are plain causal language models, those that this transformers has.
 CAUSAL: tuple[str, ...] = tuple(
@@ -436,7 +490,7 @@ LOOKALIKES: tuple[str, ...] = (
 
 #: Name -> maker of a new model.
 FAMILIES: dict[str, Callable[[], Any]] = {
-    name: functools.partial(_build, name) for name in (*CAUSAL, *_VISION, *LOOKALIKES)
+    name: functools.partial(build, name) for name in (*CAUSAL, *_VISION, *LOOKALIKES)
 }
 
 
