@@ -40,6 +40,12 @@ class Own(nn.Linear):
         return super().forward(input) * 2
 
 
+class OtherWords(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        hidden = input @ self.weight.T
+        return hidden if self.bias is None else hidden + self.bias
+
+
 def model() -> Any:
     torch.manual_seed(0)
     return nn.ModuleDict({"a": Block(), "b": Block(), "own": Own(32, 32), "lm_head": Own(32, 8)})
@@ -55,6 +61,14 @@ def test_all() -> None:
     x = torch.randn(2, 32)
     assert m["a"](x).shape == (2, 32)
     assert quantize_linears(m, INT4) == ()
+
+
+def test_linear_layers_in_other_words() -> None:
+    m: Any = nn.ModuleDict({"a": OtherWords(32, 32), "hooked": OtherWords(32, 32)})
+    m["hooked"].register_forward_hook(lambda *_: None)
+    before = torch.get_rng_state()
+    assert quantize_linears(m, INT4) == ("a",)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_mapping_works_too() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from ipex_core._optimize._progress import progress as show_progress
 from ipex_core._spec import check
 from ipex_core.nn import OptimizedLinear
+from ipex_core.nn._leaf import has_hooks
 from ipex_quant._build import as_qconfig
 from ipex_quant._weight import packable_group
 from ipex_quant.linear import WeightOnlyQuantizedLinear
@@ -39,7 +41,7 @@ def quantize_linears(
 
     One layer at a time is quantised and its float weight freed, so memory never exceeds that of the model by more than
     one layer. Layers on the meta device become layers without a weight, ready for ``load_state_dict``. Subclasses of
-    `torch.nn.Linear` with a forward of their own are left alone; ``Conv1D`` of transformers is replaced.
+    `torch.nn.Linear` that compute something else are left alone; ``Conv1D`` of transformers is replaced.
 
     Args:
         model: The model; its class stays, its linear layers change.
@@ -107,7 +109,41 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, OptimizedLinear) or _is_conv1d(module)
+    kind: Any = type(module)
+    if kind in (nn.Linear, OptimizedLinear) or _is_conv1d(module):
+        return True
+    return isinstance(module, nn.Linear) and _has_only(module) and _computes_linear(kind)
+
+
+def _has_only(module: nn.Linear) -> bool:
+    """Return whether a layer consists of a weight and a bias, and nothing of its own changes what it computes."""
+    return (
+        set(module._parameters) == {"weight", "bias"}
+        and not module._buffers
+        and not module._modules
+        and not has_hooks(module)
+    )
+
+
+#: What the forward of a linear layer may read or call; whoever also sums over processes, or scales, reads more.
+_LINEAR_NAMES = frozenset(
+    {"weight", "bias", "T", "t", "matmul", "linear", "F", "functional", "nn", "torch"}
+)
+
+
+@functools.cache
+def _computes_linear(kind: Any) -> bool:
+    """Return whether a subclass computes what `torch.nn.Linear` does, in other words (``FalconLinear``)."""
+    code = getattr(kind.forward, "__code__", None)
+    if code is None or code.co_freevars or not _LINEAR_NAMES.issuperset(code.co_names):
+        return False
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        layer = kind.__new__(kind)
+        nn.Linear.__init__(layer, 8, 16)
+        x = torch.randn(3, 8)
+        expected = nn.functional.linear(x, layer.weight, layer.bias)
+        found = layer.eval()(x)
+    return found.shape == expected.shape and torch.allclose(found, expected, 1e-4, 1e-5)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
