@@ -117,6 +117,10 @@ class HuggingFaceAttention(Pass):
     def _reason(self, model: nn.Module, configs: list[Any]) -> str | None:
         if not has_kernel("attention"):
             return "no kernel package implements attention"
+        import transformers
+
+        if not hasattr(transformers, "AttentionMaskInterface"):
+            return "transformers before 4.53 makes masks only for attention that it knows"
         names = sorted({str(c._attn_implementation_internal) for c in configs})
         if names != ["sdpa"]:
             return f"the attention implementation is {', '.join(names)}, not sdpa"
