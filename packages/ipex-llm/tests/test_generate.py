@@ -108,6 +108,20 @@ def test_outputs_and_cache():
     assert torch.equal(again, expected)
 
 
+@pytest.mark.parametrize("use_cache", [None, False, True])
+def test_without_a_cache(use_cache, caplog):
+    """As the configs of MPT have it; our loop runs all the same, only hands no cache out."""
+    model, fast = pair("mpt")
+    assert model.config.use_cache is False
+    caplog.set_level(logging.INFO, "ipex.llm")
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"pad_token_id": 0} | ({} if use_cache is None else {"use_cache": use_cache})
+    got, want = (m.generate(tokens(2, 9), **options) for m in (fast, model))
+    assert torch.equal(got.sequences, want.sequences)
+    assert (got.past_key_values is None) == (not use_cache)
+    assert "the loop of transformers" not in caplog.text
+
+
 def test_sampling_is_seeded_and_limited():
     _, fast = pair()
     ids = tokens(2, 8)

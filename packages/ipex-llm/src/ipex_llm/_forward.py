@@ -72,7 +72,6 @@ class DecoderMixin(nn.Module):
 
     _ipex_runner: Runner
     _ipex_original: type[nn.Module]
-    config: Any
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
@@ -111,7 +110,7 @@ class DecoderMixin(nn.Module):
         cache = kwargs.get("past_key_values")
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
-            use_cache = getattr(self.config, "use_cache", True)
+            use_cache = getattr(getattr(self, "config", None), "use_cache", True)
         state: CacheState
         if cache is None and not use_cache:
             state = CacheState(runner, batch, count)
@@ -171,8 +170,9 @@ class DecoderMixin(nn.Module):
             if name in _KNOWN or name in _IGNORED or value is None or value is False:
                 continue
             raise Reason(f"argument {name}")
+        config = getattr(self, "config", None)
         for name in _FLAGS:
-            if kwargs.get(name) is None and getattr(self.config, name, False):
+            if kwargs.get(name) is None and getattr(config, name, False):
                 raise Reason(f"config.{name}")
 
     def _new_tokens(self, state: CacheState, mask: Any, batch: int, count: int) -> Tensor | None:

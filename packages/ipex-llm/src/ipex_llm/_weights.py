@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ipex_core import nn as inn
+from ipex_core._optimize._cast import cast_input
 from ipex_core.nn._leaf import has_hooks
 from ipex_core.nn._packed import _KEEP, PackedWeight
 from ipex_core.nn._state import attach, realize, state_of, swap_class, unpack_weight
@@ -352,9 +353,17 @@ def _not_packable(module: nn.Module) -> str | None:
         return f"its weight is {weight.dim()}-D of dtype {weight.dtype}"
     if weight.device.type != "cpu":
         return f"its weight is on {weight.device}"
-    if has_hooks(module):
+    hooks = module._forward_pre_hooks
+    # That of ipex_core.optimize casts the input, which programs have in the right dtype.
+    if has_hooks(module) and not (list(hooks.values()) == [cast_input] and _only_hooks(module)):
         return "it has hooks"
     return None
+
+
+def _only_hooks(module: nn.Module) -> bool:
+    """Return whether a module has no hooks but those that see the input."""
+    others = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return "forward" not in module.__dict__ and not any(others)
 
 
 def _unpack(module: nn.Module) -> None:

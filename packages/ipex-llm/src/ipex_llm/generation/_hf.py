@@ -109,8 +109,8 @@ def start(
             raise Reason(name)
     if os.environ.get("DISABLE_IPEX_SAMPLE") and config.do_sample:
         raise Reason("DISABLE_IPEX_SAMPLE is set")
-    if not model_kwargs.get("use_cache", True) or getattr(config, "is_assistant", False):
-        raise Reason("use_cache is False, or the model assists another")
+    if getattr(config, "is_assistant", False):
+        raise Reason("the model assists another")
     for name, value in model_kwargs.items():
         if name not in _KNOWN and value is not None and value is not False:
             raise Reason(f"argument {name}")
@@ -135,7 +135,10 @@ def start(
     if reason is not None:
         raise Reason(reason)
     positions = model_kwargs.get("position_ids")
-    return Loop(model, runner, cache, input_ids, mask, positions, config)
+    loop = Loop(model, runner, cache, input_ids, mask, positions, config)
+    # The loop needs a cache; without use_cache (the configs of MPT) it is only not handed out.
+    loop.returns_cache = bool(model_kwargs.get("use_cache", True))
+    return loop
 
 
 def _check_length(model: Any, runner: Runner, config: Any) -> None:

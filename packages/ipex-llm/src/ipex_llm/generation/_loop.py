@@ -142,6 +142,7 @@ class Loop:
             self.positions = None
         self.session = Session(runner, state)
         self.choice = Choice()
+        self.returns_cache = True
 
     def run(self, criteria: Any, streamer: Any) -> Any:
         """Generate until everything has ended.
@@ -239,7 +240,7 @@ class Loop:
                 sequences=sequences,
                 scores=None if scores is None else tuple(scores),
                 logits=None if raw is None else tuple(raw),
-                past_key_values=self.cache,
+                past_key_values=self.cache if self.returns_cache else None,
             )
         if getattr(self.model.config, "token_latency", False):
             return result, times
