@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 __all__ = ["make"]
 
@@ -197,9 +197,9 @@ class ChatTransformer(nn.Module):
         self.encoder = ChatEncoder(c)
         self.output_layer = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        return self.encoder(x, self.rotary_pos_emb(x))
+    def forward(self, input_ids: Tensor) -> BaseModelOutput:
+        x = self.embedding(input_ids)
+        return BaseModelOutput(last_hidden_state=self.encoder(x, self.rotary_pos_emb(x)))
 
 
 class InternAttention(nn.Module):
@@ -300,12 +300,12 @@ class PlainDecoder(nn.Module):
         self.add_module(names[1], nn.ModuleList(layer(c) for _ in range(2)))
         self.add_module(names[2], RMSNorm(c.hidden_size))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor) -> BaseModelOutput:
         table, layers, norm = (self.get_submodule(name) for name in self.parts)
-        x = table(ids)
+        x = table(input_ids)
         for layer in layers:  # type: ignore[attr-defined]
             x = layer(x)
-        return norm(x)
+        return BaseModelOutput(last_hidden_state=norm(x))
 
 
 class Lookalike(PreTrainedModel, GenerationMixin):
@@ -330,12 +330,9 @@ class Lookalike(PreTrainedModel, GenerationMixin):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutputWithPast:
-        if hasattr(self, "model"):
-            logits = self.lm_head(self.model(input_ids))
-        elif hasattr(self, "lm_head"):
-            logits = self.lm_head(self.transformer(input_ids))
-        else:
-            logits = self.transformer.output_layer(self.transformer(input_ids))
+        decoder = self.model if hasattr(self, "model") else self.transformer
+        head = self.lm_head if hasattr(self, "lm_head") else self.transformer.output_layer
+        logits = head(decoder(input_ids)[0])
         return CausalLMOutputWithPast(logits=logits)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **_: Any) -> dict[str, Any]:

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of model families, from the file that the tests of ipex-llm check row by row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["pages"]
+
+SOURCE = Path(__file__).parents[2] / "packages" / "ipex-llm" / "tests" / "model_families.json"
+
+DEPTHS = {1: "1, layer by layer", 3: "3, whole stack"}
+
+
+def pages() -> dict[str, str]:
+    """Return the parts that ``model_families.md`` includes."""
+    data = json.loads(SOURCE.read_text(encoding="utf-8"))
+    return {
+        "parts/model_families.md": table(data["families"], data["more"]),
+        "parts/model_families_why.md": reasons(data["families"]),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]], more: Sequence[str]) -> str:
+    """Return the table of all families."""
+    lines = [
+        "| Family | Tested with | Class | Depth | dtypes | Loop of `generate` |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        kind = f"`{row['class']}`" if row["class"] else "code of the checkpoint"
+        dtypes = [
+            "float32",
+            "bfloat16",
+            *(["float16"] if row["name"] in more else []),
+            "int8 weights",
+        ]
+        cells = (
+            row["family"],
+            row["variant"],
+            kind,
+            DEPTHS[row["depth"]],
+            ", ".join(dtypes),
+            "ours" if row["loop"] == "own" else "transformers",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def reasons(rows: Sequence[dict[str, Any]]) -> str:
+    """Return why families run layer by layer, those with one reason together."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if "why" in row:
+            name = f"{row['family']} ({row['variant']})"
+            found.setdefault(row["why"], []).append(name)
+    return "".join(f"- {', '.join(names)}: {why}\n" for why, names in found.items())
