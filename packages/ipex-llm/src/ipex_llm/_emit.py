@@ -193,7 +193,12 @@ class _Writer:
             return b.build([h])
         if e._head is None:
             raise UnsupportedPlan("there is no head")
-        y = self.linear(e._head, h)
+        parallel = plan.parallel
+        if parallel is None:
+            y = self.linear(e._head, h)
+        else:
+            y = self.linear(e._head, parallel.emit_head_input(b, h))
+            y = parallel.emit_head_output(b, y)
         if plan.logit_scale != 1.0:
             y = b.call("mul", y, plan.logit_scale)
         if plan.logit_softcap > 0:
@@ -285,10 +290,15 @@ class _Writer:
         **post: Any,
     ) -> tuple[Register, Register | None]:
         """Write a block's last linear layer: added to the stream by it, or pending."""
-        if norm is None and layer.residual_scale == 1.0:
+        if norm is None and layer.residual_scale == 1.0 and self.plan.parallel is None:
             return self.linear(last, x, residual=h, **post), None
-        y = self.linear(last, x, **post)
+        y = self._sum(self.linear(last, x, **post))
         return h, self._scaled(layer, norm, y)
+
+    def _sum(self, y: Register) -> Register:
+        """Write the sum over the ranks that have parts of ``y``."""
+        parallel = self.plan.parallel
+        return y if parallel is None else parallel.emit_all_reduce(self.b, y)
 
     def _scaled(self, layer: LayerPlan, norm: NormPlan | None, y: Register) -> Register:
         if norm is not None:
@@ -376,7 +386,7 @@ class _Writer:
         if isinstance(mlp, MlpPlan):
             inner = self._inner(mlp, w.mlp, x)
             return self._block(layer, w.mlp[-1], inner, norm, h)
-        y = self._experts(mlp, w, x)
+        y = self._sum(self._experts(mlp, w, x))
         if norm is None and layer.residual_scale == 1.0 and mlp.shared is None:
             return h, y
         return h, self._scaled(layer, norm, y)

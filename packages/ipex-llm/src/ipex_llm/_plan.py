@@ -8,10 +8,13 @@ differs between the families of models is a value here; nothing that runs a plan
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from ipex_llm._parallel import TensorParallel
 
 __all__ = [
     "AttentionPlan",
@@ -213,3 +216,5 @@ class DecoderPlan:
     position_offset: int = 0  # row of position 0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    #: The ranks that have the rest of a sharded model: output and down projections, experts and the head give parts.
+    parallel: TensorParallel | None = None

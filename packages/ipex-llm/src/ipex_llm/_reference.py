@@ -225,6 +225,9 @@ def run_experts(plan: ExpertsPlan, x: Tensor) -> Tensor:
             y.index_add_(0, rows, _expert(plan, x[rows] * scale, expert))
         else:
             y.index_add_(0, rows, _expert(plan, x[rows], expert) * scale)
+    whole = getattr(plan.module, "sum_over_ranks", None)
+    if whole is not None and isinstance(plan.down, Tensor):  # seen from outside of a sharded model
+        y = whole(y)
     if plan.shared is not None:
         shared = run_mlp(plan.shared, x)
         if plan.shared_gate is not None:
@@ -233,21 +236,27 @@ def run_experts(plan: ExpertsPlan, x: Tensor) -> Tensor:
     return y
 
 
-def _feed_forward(plan: LayerPlan, x: Tensor) -> Tensor:
+def _sum(parallel: Any, y: Tensor) -> Tensor:
+    """Return the sum of the parts that the ranks of a sharded model have."""
+    return y if parallel is None else parallel.all_reduce(y.contiguous())  # type: ignore[no-any-return]
+
+
+def _feed_forward(plan: LayerPlan, x: Tensor, parallel: Any) -> Tensor:
     y = run_mlp(plan.mlp, x) if isinstance(plan.mlp, MlpPlan) else run_experts(plan.mlp, x)
+    y = _sum(parallel, y)
     return run_norm(plan.post_mlp_norm, y) * plan.residual_scale
 
 
-def _run_layer(plan: LayerPlan, h: Tensor) -> Tensor:
+def _run_layer(plan: LayerPlan, h: Tensor, parallel: Any) -> Tensor:
     x = run_norm(plan.input_norm, h)
-    attention = run_attention(plan.attention, x)
+    attention = _sum(parallel, run_attention(plan.attention, x))
     attention = run_norm(plan.post_attention_norm, attention) * plan.residual_scale
     if plan.parallel:
         mlp_input = x if plan.mlp_norm is None else run_norm(plan.mlp_norm, h)
-        return h + attention + _feed_forward(plan, mlp_input)
+        return h + attention + _feed_forward(plan, mlp_input, parallel)
     h = (x if plan.residual_after_norm else h) + attention
     x = run_norm(plan.mlp_norm, h)
-    return (x if plan.residual_after_norm else h) + _feed_forward(plan, x)
+    return (x if plan.residual_after_norm else h) + _feed_forward(plan, x, parallel)
 
 
 def _embed(plan: DecoderPlan, ids: Tensor) -> Tensor:
@@ -284,16 +293,29 @@ def run_plan(plan: DecoderPlan, input_ids: Tensor) -> Tensor:
 def _run_sequence(plan: DecoderPlan, ids: Tensor) -> Tensor:
     h = _embed(plan, ids)
     for layer in plan.layers:
-        h = _run_layer(layer, h)
+        h = _run_layer(layer, h, plan.parallel)
     h = run_norm(plan.final_norm, h)
     if plan.output_projection is not None:
         h = run_linear(plan.output_projection, h)
     if plan.head is None:
         return h
-    logits = run_linear(plan.head, h) * plan.logit_scale
+    logits = _head(plan, h) * plan.logit_scale
     if plan.logit_softcap > 0:
         logits = plan.logit_softcap * torch.tanh(logits / plan.logit_softcap)
     return logits
+
+
+def _head(plan: DecoderPlan, h: Tensor) -> Tensor:
+    assert plan.head is not None
+    parallel = plan.parallel
+    shard = None if parallel is None else parallel.head
+    if parallel is None or shard is None:
+        return run_linear(plan.head, h)
+    sizes, rank = shard.sizes, parallel.rank
+    if shard.by == "vocabulary":
+        return parallel.gather(run_linear(plan.head, h), sizes)
+    part = h.narrow(-1, sum(sizes[:rank]), sizes[rank])
+    return parallel.all_reduce(run_linear(plan.head, part))
 
 
 @torch.no_grad()

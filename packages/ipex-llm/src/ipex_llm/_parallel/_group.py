@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sharded model knows about its group, and the two ways to use it: at once, and as instructions of a program."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ipex_core import distributed
+from ipex_core.program import ProgramBuilder, Register
+
+__all__ = ["HeadShard", "TensorParallel"]
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadShard:
+    """How the head is divided.
+
+    Attributes:
+        by: ``"vocabulary"``: each rank computes some logits, which are gathered. ``"input"``: each rank reads some of
+            the features, and the logits are summed (DeepSpeed's way).
+        sizes: Logits or features of each rank.
+    """
+
+    by: Literal["vocabulary", "input"]
+    sizes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """A group of processes that compute one model together.
+
+    Attributes:
+        group: The group, as torch.distributed knows it.
+        rank: Own rank.
+        ranks: Number of ranks.
+        shared: Memory that the ranks share, or None.
+        timeout: Seconds until a rank that does not come is given up.
+        name: Name of the group for functional collectives.
+        head: How the head is divided; None: each rank has all of it.
+    """
+
+    group: Any
+    rank: int
+    ranks: int
+    shared: distributed.SharedGroup | None
+    timeout: float
+    name: str
+    head: HeadShard | None = None
+
+    @classmethod
+    def of(cls, group: Any = None) -> TensorParallel:
+        """Return what is to be known about a group; collective, as it may make the shared memory.
+
+        Args:
+            group: A process group; None: the default one.
+
+        Raises:
+            ValueError: No group has been started, or this process is not in it.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                "shard_model: group must be started (ipex.distributed.init_process_group), got none"
+            )
+        found = dist.group.WORLD if group is None else group
+        rank = dist.get_rank(found)
+        if rank < 0:
+            raise ValueError(
+                "shard_model: group must have this process as a member, got another group"
+            )
+        shared = distributed.shared_group(found)
+        timeout = distributed.timeout_of(found)
+        return cls(found, rank, dist.get_world_size(found), shared, timeout, found.group_name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        return self  # a copy of a model talks to the same ranks, through the same memory
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a sharded model must stay in its process: save its state_dict, and shard again after loading"
+        )
+
+    @property
+    def _memory(self) -> Tensor | None:
+        return None if self.shared is None else self.shared.memory
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Replace ``x`` by its sum over the ranks, and return it; not differentiable."""
+        with torch.no_grad():
+            if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+                name = "" if self.shared is not None else self.name
+                torch.ops.ipex.all_reduce_(x.detach(), self._memory, self.rank, self.timeout, name)
+            else:
+                dist.all_reduce(x.detach(), group=self.group)
+        return x
+
+    def gather(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Return the columns of all ranks side by side: ``[..., sizes[rank]]`` to ``[..., sum(sizes)]``."""
+        name = "" if self.shared is not None else self.name
+        result: Tensor = torch.ops.ipex.all_gather_columns(
+            x, list(sizes), self._memory, self.rank, self.timeout, name
+        )
+        return result
+
+    # ------------------------------------------------------------------------------------------------------- programs
+
+    def _arguments(self, builder: ProgramBuilder) -> tuple[Any, ...]:
+        if self.shared is None:
+            return None, self.rank, self.timeout, self.name
+        return builder.constant(self.shared.memory), self.rank, self.timeout, ""
+
+    def emit_all_reduce(self, builder: ProgramBuilder, x: Register) -> Register:
+        """Append the sum over the ranks of a register, in place, and return it.
+
+        It belongs behind every output projection of attention, every down projection and every mixture of experts;
+        before the residual is added, which all ranks have.
+        """
+        builder.call("all_reduce_", x, *self._arguments(builder))
+        return x
+
+    def emit_head_input(self, builder: ProgramBuilder, x: Register) -> Register:
+        """Return what the own part of the head reads of the rows ``[R, hidden]``."""
+        if self.head is None or self.head.by == "vocabulary":
+            return x
+        sizes = self.head.sizes
+        result: Register = builder.call("narrow", x, 1, sum(sizes[: self.rank]), sizes[self.rank])
+        return result
+
+    def emit_head_output(self, builder: ProgramBuilder, y: Register) -> Register:
+        """Return all logits, from those that the own part of the head gave."""
+        if self.head is None:
+            return y
+        if self.head.by == "input":
+            return self.emit_all_reduce(builder, y)
+        result: Register = builder.call(
+            "all_gather_columns", y, list(self.head.sizes), *self._arguments(builder)
+        )
+        return result
