@@ -35,12 +35,14 @@ class Replaced:
         dense: Those of them that had to become ordinary linear layers; the log says why.
         loaded: Names of the other tensors that were loaded.
         unused: Keys of the checkpoint that the model has no place for.
+        sums: Names of layers that have some of their input features only, with ``parts``.
     """
 
     layers: tuple[str, ...]
     dense: tuple[str, ...]
     loaded: tuple[str, ...]
     unused: tuple[str, ...]
+    sums: tuple[str, ...] = ()
 
 
 def replace_linears_from_checkpoint(
@@ -50,6 +52,7 @@ def replace_linears_from_checkpoint(
     qconfig: Any = None,
     *,
     take: bool = False,
+    parts: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Replaced:
     """Replace the linear layers of a model by those of a quantised checkpoint, in place, and load its other tensors.
@@ -64,6 +67,7 @@ def replace_linears_from_checkpoint(
         qconfig: A `QConfigWoq`, or a mapping with one as global, which says how to compute; its bit width, and its
             group size if it has one, must be those of the checkpoint. None: in the dtype of the input.
         take: Remove from ``state_dict`` what has been read, so that its memory is freed.
+        parts: Accept layers with fewer features than the model's: those of one rank.
         progress: Called with the number of layers done, of all, and the name of the last one.
 
     Returns:
@@ -81,9 +85,11 @@ def replace_linears_from_checkpoint(
     dtype = _float_dtype(model)
     consumed: set[str] = set()
     dense: list[str] = []
+    sums: list[str] = []
     for done, (name, place) in enumerate(places.items(), 1):
         weight = read_linear(state_dict, name, quant_config)
-        _check_shape(model.get_submodule(place), weight, place)
+        if _check_shape(model.get_submodule(place), weight, place, parts):
+            sums.append(place)
         if config is not None:
             _check_config(config, weight)
         layer = linear_from(weight, config, dtype)
@@ -100,9 +106,11 @@ def replace_linears_from_checkpoint(
         if progress is not None:
             progress(done, len(places), place)
     rest = {key: value for key, value in state_dict.items() if key not in consumed}
+    if parts:
+        sums += _make_room(model, rest)
     loaded, unused = _load_rest(model, rest)
     _finish_meta(model)
-    return Replaced(tuple(places.values()), tuple(dense), loaded, unused)
+    return Replaced(tuple(places.values()), tuple(dense), loaded, unused, tuple(sums))
 
 
 def _keys(state_dict: Mapping[str, Tensor], name: str) -> list[str]:
@@ -148,12 +156,43 @@ def _float_dtype(model: nn.Module) -> torch.dtype:
     return torch.float32
 
 
-def _check_shape(module: nn.Module, weight: QuantizedWeight, place: str) -> None:
-    wanted = [getattr(module, name, None) for name in ("out_features", "in_features")]
+def _check_shape(module: nn.Module, weight: QuantizedWeight, place: str, parts: bool) -> bool:
+    """Check the shape of a layer; return whether it has some of its input features only."""
+    wanted: list[Any] = [getattr(module, name, None) for name in ("out_features", "in_features")]
     if None in wanted:
-        return
+        return False
     got = [weight.out_features, weight.in_features]
+    if parts:
+        most = all(0 < a <= b for a, b in zip(got, wanted, strict=True))
+        check(most, _OP, place, f"have a part of shape {wanted}, as the model says", got)
+        return bool(got[1] < wanted[1])
     check(got == wanted, _OP, place, f"have shape {wanted}, as the model says", got)
+    return False
+
+
+def _make_room(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """Give linear layers that are not quantised the shape of their part; return those with fewer input features."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = []
+    for key, value in state.items():
+        names = [n.rpartition(".")[0] for n in _renamed(model, key) if n.endswith(".weight")]
+        name = next((n for n in names if isinstance(modules.get(n), nn.Linear)), None)
+        layer: Any = None if name is None else modules[name]
+        if layer is None or value.dim() != 2 or value.shape == layer.weight.shape:
+            continue
+        wanted, got = list(layer.weight.shape), list(value.shape)
+        most = all(0 < a <= b for a, b in zip(got, wanted, strict=True))
+        check(most, _OP, key, f"have a part of shape {wanted}, as the model says", got)
+        assert name is not None
+        if got[1] < wanted[1]:
+            found.append(name)
+            if key.removesuffix("weight") + "bias" not in state:  # another rank brings it
+                layer.bias = None
+        layer.weight = nn.Parameter(layer.weight.new_empty(got), requires_grad=False)
+        if layer.bias is not None and got[0] < wanted[0]:
+            layer.bias = nn.Parameter(layer.bias.new_empty(got[0]), requires_grad=False)
+        layer.out_features, layer.in_features = got
+    return found
 
 
 def _check_config(config: QConfigWoq, weight: QuantizedWeight) -> None:

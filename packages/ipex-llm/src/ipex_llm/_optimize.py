@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,6 +20,18 @@ from ipex_core._optimize._records import log_of
 from ipex_core.errors import OpArgumentError
 from ipex_core.nn._packed import PackedWeight
 from ipex_llm._forward import DecoderMixin, subclass
+from ipex_llm._parallel import (
+    TensorParallel,
+    adopt,
+    divide,
+    is_sharded,
+    load_parts,
+    parallel_plan,
+    shard_head,
+    uncovered,
+    wrap_head,
+)
+from ipex_llm._parallel._split import GRAINS
 from ipex_llm._plan import DecoderPlan
 from ipex_llm._runner import Runner
 from ipex_llm._weights import UnsupportedPlan
@@ -45,6 +58,7 @@ def optimize(
     cache_weight_for_large_batch: bool = False,
     *,
     kv_cache_dtype: torch.dtype | str | None = None,
+    tp_group: Any = None,
 ) -> Any:
     """Make a language model of transformers faster on this CPU.
 
@@ -67,13 +81,19 @@ def optimize(
             ``torch.compile`` sees an ordinary model.
         cache_weight_for_large_batch: Accepted; one packed form serves all batch sizes.
         kv_cache_dtype: dtype of cached keys and values: None (that of the model), ``"int8"`` or ``"fp8_e5m2"``.
+        tp_group: Divide the model among the ranks of a process group of ``torch.distributed`` (True: the default one,
+            or a device mesh of one dimension): each rank calls this with the same whole model, keeps its part of the
+            heads, features and vocabulary, and all call ``generate`` and ``forward`` together with the same input. A
+            ``low_precision_checkpoint`` must be the part of this rank. None: the model is not divided, or has been by
+            DeepSpeed or by the ``tp_plan`` of transformers.
 
     Returns:
         The model.
 
     Raises:
         TypeError: An argument has the wrong type (for the model it is an AttributeError too).
-        ValueError: An unknown dtype or option; a model in training mode, or an optimizer (also an AssertionError).
+        ValueError: An unknown dtype or option; a model in training mode, or an optimizer (also an AssertionError); a
+            group that is not started, or has more ranks than heads; a model that cannot be divided.
         RuntimeError: An unknown device.
         NotImplementedError: Static quantisation.
 
@@ -90,17 +110,30 @@ def optimize(
     check_model(model, None)
     _check_arguments(optimizer, dtype, device, qconfig_summary_file, inplace)
     kv = _kv_dtype(kv_cache_dtype)
+    parallel = None if tp_group is None else TensorParallel.of(tp_group)
     if not inplace:
         model = _copy(model)
+    adopt(model)
+    plan, reason = None, None
     if low_precision_checkpoint is not None:
-        _load(model, quantization_config, low_precision_checkpoint)
-    plan, reason = _plan(model) if deployment_mode else (None, "deployment_mode is False")
+        _load(model, quantization_config, low_precision_checkpoint, parallel)
+    elif parallel is not None:
+        plan = divide(model, parallel, grains=_grains(quantization_config))
+    if not deployment_mode:
+        plan, reason = None, "deployment_mode is False"
+    elif plan is None:
+        plan, reason = _plan(model)
+    if low_precision_checkpoint is not None and is_sharded(model):
+        plan = _divide_head(model, plan)
     notes: Notes = []
     if quantization_config is not None and low_precision_checkpoint is None:
-        plan, notes = quantize(model, plan, quantization_config)
+        with uncovered(model):
+            plan, notes = quantize(model, plan, quantization_config)
     ipex_core.optimize(model, dtype=dtype, inplace=True)
     if plan is not None:
         reason = _attach(model, plan, kv)
+    if is_sharded(model) and reason is not None:
+        _share_random(model)
     log = log_of(model)
     if log is not None:
         done = reason is None
@@ -169,7 +202,40 @@ def _kv_dtype(value: Any) -> torch.dtype | None:
     return value  # type: ignore[no-any-return]
 
 
-def _load(model: nn.Module, config: Any, checkpoint: Any) -> None:
+def _grains(config: Any) -> tuple[int, ...]:
+    """Return how many features of an mlp should stay together: whole groups, so that their scales are the same."""
+    if config is None:
+        return GRAINS
+    from ipex_quant._build import as_qconfig
+
+    group = as_qconfig("optimize", config).group_size
+    return GRAINS if group <= 1 else (math.lcm(GRAINS[0], group), group, *GRAINS)
+
+
+def _divide_head(model: nn.Module, plan: DecoderPlan | None) -> DecoderPlan | None:
+    """Divide the head of a model whose layers were divided by loading them, if it is not quantised."""
+    if plan is None or plan.head is None or not _is_float(plan.head.modules[0]):
+        return plan
+    with torch.no_grad():
+        plan = shard_head(plan)
+    wrap_head(model, plan)
+    return plan
+
+
+def _is_float(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.is_floating_point()
+
+
+def _share_random(model: nn.Module) -> None:
+    """Let ``generate`` of a sharded model that has no program draw the same random numbers on each rank."""
+    from ipex_llm.generation._hf import SameRandomMixin, can_generate
+
+    if can_generate(model):
+        model.__class__ = subclass(type(model), SameRandomMixin)
+
+
+def _load(model: nn.Module, config: Any, checkpoint: Any, parallel: TensorParallel | None) -> None:
     """Replace linear layers by those of a checkpoint, and load what else it has."""
     from ipex_llm._lowp_model import replace_linears_from_checkpoint
 
@@ -186,7 +252,10 @@ def _load(model: nn.Module, config: Any, checkpoint: Any) -> None:
             f" {type(checkpoint).__name__}"
         )
     tensors, scheme = checkpoint
-    replace_linears_from_checkpoint(model, tensors, scheme, config)
+    if parallel is not None:
+        load_parts(model, tensors, scheme, config, parallel)
+    else:
+        replace_linears_from_checkpoint(model, tensors, scheme, config)
 
 
 def _plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
@@ -194,7 +263,7 @@ def _plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
     from ipex_llm._match import MatchError, match
 
     try:
-        return match(model), None
+        return parallel_plan(model, match(model)), None
     except MatchError as error:
         return None, str(error)
 
@@ -206,7 +275,7 @@ def _attach(model: nn.Module, plan: DecoderPlan, kv: torch.dtype | None) -> str 
         runner = Runner(plan, _dtype(plan), _shared(model))
     except UnsupportedPlan as reason:
         return str(reason)
-    from ipex_llm.generation._hf import GenerationMixin, can_generate
+    from ipex_llm.generation._hf import GenerationMixin, ParallelGenerationMixin, can_generate
 
     for module in {id(m): m for m in (decoder, model)}.values():
         module.__dict__["_ipex_runner"] = runner
@@ -215,7 +284,8 @@ def _attach(model: nn.Module, plan: DecoderPlan, kv: torch.dtype | None) -> str 
         module.__dict__["_ipex_undo"] = _undo
     decoder.__class__ = subclass(type(decoder), DecoderMixin)
     if model is not decoder and can_generate(model) and plan.head is not None:
-        model.__class__ = subclass(type(model), GenerationMixin)
+        mixin = GenerationMixin if plan.parallel is None else ParallelGenerationMixin
+        model.__class__ = subclass(type(model), mixin)
     return None
 
 
@@ -247,6 +317,8 @@ def _undo(module: nn.Module) -> None:
     original = getattr(type(module), "_ipex_original", None)
     if original is not None:
         module.__class__ = original
+    if is_sharded(module):  # still
+        _share_random(module)
 
 
 @contextlib.contextmanager

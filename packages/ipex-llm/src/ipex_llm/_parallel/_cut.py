@@ -8,6 +8,7 @@ import dataclasses
 import torch
 from torch import nn
 
+from ipex_core.errors import OpArgumentError
 from ipex_llm._plan import ExpertsPlan, LinearPlan
 
 __all__ = ["cut_columns", "cut_experts", "cut_rows", "features_in", "features_out"]
@@ -18,8 +19,8 @@ Tensor = torch.Tensor
 def _weight(module: nn.Module) -> nn.Parameter:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(
-            f"shard_model: model must have floating point weights, got a {type(module).__name__} without:"
+        raise OpArgumentError(
+            f"optimize: model must have floating point weights, got a {type(module).__name__} without:"
             " shard first and quantise then, or load a checkpoint that is sharded itself"
             " (ipex.llm.utils.load_low_precision_checkpoint)"
         )
@@ -125,8 +126,8 @@ def cut_experts(plan: ExpertsPlan, first: int, last: int, *, bias: bool) -> Expe
         if old is None:
             return None
         if id(old) not in owners:
-            raise ValueError(
-                "shard_model: the weights of experts must be parameters of their module, got other tensors"
+            raise OpArgumentError(
+                "optimize: the weights of experts must be parameters of their module, got other tensors"
             )
         module, name = owners[id(old)]
         value = torch.zeros_like(old) if index is None else old.detach().index_select(dim, index)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ipex_core import distributed
+from ipex_core.errors import OpArgumentError
 from ipex_core.program import ProgramBuilder, Register
 
 __all__ = ["HeadShard", "TensorParallel"]
@@ -58,20 +59,28 @@ class TensorParallel:
         """Return what is to be known about a group; collective, as it may make the shared memory.
 
         Args:
-            group: A process group; None: the default one.
+            group: A process group, or a device mesh of one dimension; None or True: the default group.
 
         Raises:
+            TypeError: It is something else.
             ValueError: No group has been started, or this process is not in it.
         """
         if not dist.is_available() or not dist.is_initialized():
-            raise ValueError(
-                "shard_model: group must be started (ipex.distributed.init_process_group), got none"
+            raise OpArgumentError(
+                "optimize: tp_group must be started (ipex.distributed.init_process_group), got none"
             )
-        found = dist.group.WORLD if group is None else group
+        found: Any = dist.group.WORLD if group is None or group is True else group
+        if getattr(found, "ndim", None) == 1 and hasattr(found, "get_group"):
+            found = found.get_group()
+        if not isinstance(found, dist.ProcessGroup):
+            raise TypeError(
+                "optimize: tp_group must be a process group, a device mesh of one dimension, True (the default group)"
+                f" or None, got {type(group).__name__}"
+            )
         rank = dist.get_rank(found)
         if rank < 0:
-            raise ValueError(
-                "shard_model: group must have this process as a member, got another group"
+            raise OpArgumentError(
+                "optimize: tp_group must have this process as a member, got another group"
             )
         shared = distributed.shared_group(found)
         timeout = distributed.timeout_of(found)
@@ -106,6 +115,13 @@ class TensorParallel:
             x, list(sizes), self._memory, self.rank, self.timeout, name
         )
         return result
+
+    def from_first(self, values: list[int]) -> list[int]:
+        """Return what rank 0 has: as many numbers on each rank, 0 to 2**24."""
+        x = torch.tensor(values, dtype=torch.float32)
+        if self.rank:
+            x.zero_()
+        return [int(value) for value in self.all_reduce(x).tolist()]
 
     # ------------------------------------------------------------------------------------------------------- programs
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from ipex_llm._parallel._group import HeadShard, TensorParallel
 
-__all__ = ["AllReduce", "ShardedHead", "ShardedModule", "inner", "replace_child"]
+__all__ = ["AllReduce", "ShardedHead", "ShardedModule", "inner", "replace_child", "uncovered"]
 
 Tensor = torch.Tensor
 
@@ -47,7 +49,7 @@ class ShardedModule(nn.Module):
 
     def _check(self) -> None:
         if self.training:
-            raise RuntimeError("shard_model: a sharded model is for inference: call model.eval()")
+            raise RuntimeError("optimize: a sharded model is for inference: call model.eval()")
 
 
 def _rename(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -103,3 +105,26 @@ def replace_child(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for name, child in module._modules.items():
             if child is old:
                 module._modules[name] = new
+
+
+@contextlib.contextmanager
+def uncovered(model: nn.Module) -> Iterator[None]:
+    """Show the modules inside the wrappers of this file under their own names, so that they can be replaced."""
+    wrappers = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, ShardedModule)
+    }
+
+    def put(name: str, module: nn.Module) -> None:
+        parent, _, last = name.rpartition(".")
+        model.get_submodule(parent)._modules[last] = module
+
+    for name, wrapper in wrappers.items():
+        put(name, wrapper.linear)
+    try:
+        yield
+    finally:
+        for name, wrapper in wrappers.items():
+            wrapper.linear = model.get_submodule(name)
+            put(name, wrapper)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ipex_core.errors import OpArgumentError
 from ipex_llm._lowp_shards import split_range
 from ipex_llm._parallel._cut import (
     cut_columns,
@@ -32,7 +33,15 @@ from ipex_llm._plan import (
     NormPlan,
 )
 
-__all__ = ["PARALLEL", "parallel_plan", "shard_plan", "wrap_outputs"]
+__all__ = [
+    "PARALLEL",
+    "parallel_plan",
+    "set_numbers",
+    "shard_head",
+    "shard_plan",
+    "wrap_head",
+    "wrap_outputs",
+]
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -80,27 +89,34 @@ def shard_plan(
     for layer in plan.layers:
         _check(layer, parallel, grains)
     layers = tuple(_shard_layer(layer, parallel, grains) for layer in plan.layers)
-    own = plan.head
-    if own is not None and head:
-        module = own.modules[0]
-        total = features_out(module, own.transposed)
-        grain = 32 if total % 32 == 0 and total // 32 >= parallel.ranks else 1
-        if total < parallel.ranks:
-            raise ValueError(
-                f"shard_model: group must have at most as many ranks as the vocabulary has tokens = {total},"
-                f" got {parallel.ranks}"
-            )
-        edges = [
-            tuple(edge * grain for edge in split_range(total // grain, rank, parallel.ranks))
-            for rank in range(parallel.ranks)
-        ]
-        first, last = edges[parallel.rank]
-        # A tied weight stays whole for the embedding; the part is a view of it then.
-        tied = module._parameters["weight"] is plan.embedding._parameters.get("weight")
-        own = cut_rows(own, torch.arange(first, last), view=tied)
-        sizes = tuple(b - a for a, b in edges)
-        parallel = dataclasses.replace(parallel, head=HeadShard("vocabulary", sizes))
-    return dataclasses.replace(plan, layers=layers, head=own, parallel=parallel)
+    plan = dataclasses.replace(plan, layers=layers, parallel=parallel)
+    return shard_head(plan) if head else plan
+
+
+def shard_head(plan: DecoderPlan) -> DecoderPlan:
+    """Cut this rank's part out of the head of a plan whose layers are parts, in place; see `shard_plan`."""
+    own, parallel = plan.head, plan.parallel
+    if own is None or parallel is None:
+        return plan
+    module = own.modules[0]
+    total = features_out(module, own.transposed)
+    grain = 32 if total % 32 == 0 and total // 32 >= parallel.ranks else 1
+    if total < parallel.ranks:
+        raise OpArgumentError(
+            f"optimize: tp_group must have at most as many ranks as the vocabulary has tokens = {total},"
+            f" got {parallel.ranks}"
+        )
+    edges = [
+        tuple(edge * grain for edge in split_range(total // grain, rank, parallel.ranks))
+        for rank in range(parallel.ranks)
+    ]
+    first, last = edges[parallel.rank]
+    # A tied weight stays whole for the embedding; the part is a view of it then.
+    tied = module._parameters["weight"] is plan.embedding._parameters.get("weight")
+    own = cut_rows(own, torch.arange(first, last), view=tied)
+    sizes = tuple(b - a for a, b in edges)
+    parallel = dataclasses.replace(parallel, head=HeadShard("vocabulary", sizes))
+    return dataclasses.replace(plan, head=own, parallel=parallel)
 
 
 def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) -> None:
@@ -108,15 +124,15 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
     split_heads(a.heads, a.kv_heads, parallel.rank, parallel.ranks)
     for norm in (a.query_norm, a.key_norm):
         if norm is not None and a.norm_over == "all":
-            raise ValueError(
-                "shard_model: model must have norms of q and k for each head, got one over all heads, which need the"
+            raise OpArgumentError(
+                "optimize: model must have norms of q and k for each head, got one over all heads, which need the"
                 " heads of all ranks"
             )
         if norm is not None and norm.weight is not None and norm.weight.dim() == 2:
             weight = norm.module._parameters.get("weight")
             if weight is None or weight.dim() != 2:
-                raise ValueError(
-                    "shard_model: model must keep the weights of norms of q and k in one parameter, got one module for"
+                raise OpArgumentError(
+                    "optimize: model must keep the weights of norms of q and k in one parameter, got one module for"
                     " each head"
                 )
     mlps: list[Any] = [layer.mlp]
@@ -217,24 +233,37 @@ def _shard_experts(
 def _set_numbers(layer: nn.Module, plan: AttentionPlan, part: HeadRange) -> None:
     """Tell the modules around the attention of a layer how many heads they have."""
     output = plan.output.modules[0]
-    around = [
-        m for m in layer.modules() if m is not layer and any(c is output for c in m.modules())
-    ]
-    width = plan.head_dim
-    for module in around:
-        if module is output:
-            continue
-        config = module.__dict__.get("config")
-        if len(plan.qkv.modules) == 1 and config is not None:
-            # Who splits rows itself may count heads by the configuration, which belongs to all modules (Phi-3).
-            module.__dict__["config"] = own = copy.copy(config)
-            _replace_numbers(own, _KV_HEADS, plan.kv_heads, part.kv_heads)
-            _replace_numbers(own, _HEADS, plan.heads, part.heads)
-        _replace_numbers(module, _GROUPS, plan.heads // plan.kv_heads, part.heads // part.kv_heads)
-        _replace_numbers(module, _KV_HEADS, plan.kv_heads, part.kv_heads)
-        _replace_numbers(module, _HEADS, plan.heads, part.heads)
-        _replace_numbers(module, _KV_WIDTHS, plan.kv_heads * width, part.kv_heads * width)
-        _replace_numbers(module, _WIDTHS, plan.heads * width, part.heads * width)
+    for module in layer.modules():
+        around = any(child is output for child in module.modules())
+        if around and module is not layer and module is not output:
+            fused = len(plan.qkv.modules) == 1
+            set_numbers(module, plan.heads, plan.kv_heads, plan.head_dim, part, fused)
+
+
+def set_numbers(
+    module: nn.Module, heads: int, kv_heads: int, head_dim: int, part: HeadRange, fused: bool
+) -> None:
+    """Tell a module of an attention how many heads it has.
+
+    Args:
+        module: The module.
+        heads: Query heads of the whole model.
+        kv_heads: Its key/value heads.
+        head_dim: Width of a head.
+        part: What is left of them.
+        fused: Queries, keys and values come from one projection.
+    """
+    config = module.__dict__.get("config")
+    if fused and config is not None:
+        # Who splits rows itself may count heads by the configuration, which belongs to all modules (Phi-3).
+        module.__dict__["config"] = own = copy.copy(config)
+        _replace_numbers(own, _KV_HEADS, kv_heads, part.kv_heads)
+        _replace_numbers(own, _HEADS, heads, part.heads)
+    _replace_numbers(module, _GROUPS, heads // kv_heads, part.heads // part.kv_heads)
+    _replace_numbers(module, _KV_HEADS, kv_heads, part.kv_heads)
+    _replace_numbers(module, _HEADS, heads, part.heads)
+    _replace_numbers(module, _KV_WIDTHS, kv_heads * head_dim, part.kv_heads * head_dim)
+    _replace_numbers(module, _WIDTHS, heads * head_dim, part.heads * head_dim)
 
 
 def _replace_numbers(module: Any, names: Sequence[str], old: int, new: int) -> None:
@@ -273,6 +302,14 @@ def wrap_outputs(model: nn.Module, plan: DecoderPlan) -> None:
                 layer.mlp.down if isinstance(layer.mlp.down, tuple) else (layer.mlp.module,)
             ):
                 sum_of(module)
+    wrap_head(model, plan)
+
+
+def wrap_head(model: nn.Module, plan: DecoderPlan) -> None:
+    """Do the part of `wrap_outputs` that is about the head."""
+    parallel = plan.parallel
+    if parallel is None:
+        return
     if plan.head is not None and parallel.head is not None:
         own = plan.head.modules[0]
         replace_child(model, own, ShardedHead(own, parallel, parallel.head))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from ipex_core.errors import OpArgumentError
 from ipex_llm._lowp_shards import split_range, split_sizes
 
 __all__ = ["HeadRange", "split_features", "split_heads"]
@@ -49,12 +50,12 @@ def split_heads(heads: int, kv_heads: int, rank: int, ranks: int) -> HeadRange:
         [4, 2, 2]
     """
     if heads % kv_heads:
-        raise ValueError(
-            f"shard_model: heads must be a multiple of kv_heads = {kv_heads}, got {heads}"
+        raise OpArgumentError(
+            f"optimize: heads must be a multiple of kv_heads = {kv_heads}, got {heads}"
         )
     if ranks > heads:
-        raise ValueError(
-            f"shard_model: group must have at most as many ranks as the model has heads = {heads}, got {ranks}:"
+        raise OpArgumentError(
+            f"optimize: tp_group must have at most as many ranks as the model has heads = {heads}, got {ranks}:"
             " a head cannot be divided"
         )
     group = heads // kv_heads
@@ -70,8 +71,8 @@ def split_heads(heads: int, kv_heads: int, rank: int, ranks: int) -> HeadRange:
                 break
             return HeadRange(kv * group + first, kv * group + last, kv, kv + 1)
         rank -= members
-    raise ValueError(
-        f"shard_model: group must leave a query head to each rank, got {ranks} ranks for {kv_heads} key/value heads"
+    raise OpArgumentError(
+        f"optimize: tp_group must leave a query head to each rank, got {ranks} ranks for {kv_heads} key/value heads"
         f" with {group} query heads each"
     )
 
@@ -99,7 +100,7 @@ def split_features(
         if size % grain == 0 and size // grain >= ranks:
             first, last = split_range(size // grain, rank, ranks)
             return first * grain, last * grain
-    raise ValueError(
-        f"shard_model: group must have at most as many ranks as {what} has pieces, got {ranks} ranks for {size}"
+    raise OpArgumentError(
+        f"optimize: tp_group must have at most as many ranks as {what} has pieces, got {ranks} ranks for {size}"
         f" features in pieces of {grains[-1]}"
     )

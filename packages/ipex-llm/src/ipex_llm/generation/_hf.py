@@ -16,10 +16,17 @@ from torch import nn
 
 from ipex_llm._forward import Reason, rebuild, tell, usable_runner
 from ipex_llm._hf_cache import adopt, state_of_cache
+from ipex_llm._parallel import PARALLEL
 from ipex_llm._runner import Runner
 from ipex_llm.generation._loop import Loop, choose
 
-__all__ = ["GenerationMixin", "can_generate", "start"]
+__all__ = [
+    "GenerationMixin",
+    "ParallelGenerationMixin",
+    "SameRandomMixin",
+    "can_generate",
+    "start",
+]
 
 #: What `generate` may hand to the loop. Anything else is meant for a forward that we do not know.
 _KNOWN = frozenset(
@@ -80,6 +87,33 @@ class GenerationMixin(nn.Module):
             )
         loop.choice = choose(generation_config, logits_processor)
         return loop.run(stopping_criteria, streamer)
+
+
+class SameRandomMixin(nn.Module):
+    """``generate`` of a model that several ranks have parts of: all draw the random numbers of rank 0.
+
+    The numbers come from a generator with a seed that rank 0 draws at the beginning of the call, so that
+    `torch.manual_seed` there makes them repeatable. Logits have the same bits on each rank, and with them tokens.
+    """
+
+    _ipex_original: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the one of transformers."""
+        parallel = self.__dict__.get(PARALLEL)
+        if parallel is None:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        low, high = parallel.from_first(torch.randint(2**24, (2,)).tolist())
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(low + (high << 24))
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+class ParallelGenerationMixin(SameRandomMixin, GenerationMixin):
+    """Loops for a model that several ranks have parts of."""
 
 
 def start(

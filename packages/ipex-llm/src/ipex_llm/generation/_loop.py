@@ -201,6 +201,9 @@ class Loop:
                     hit = one(out[:, :length], kept)
                     hits = [hit] * batch if isinstance(hit, bool) else hit.tolist()
                     ended = [a or bool(b) for a, b in zip(ended, hits, strict=True)]
+                parallel = self.session.runner.plan.parallel
+                if parallel is not None:  # a criterion may look at the clock
+                    ended = [bool(value) for value in parallel.from_first(list(map(int, ended)))]
             if all(ended) or (stop.length is not None and length >= stop.length):
                 break
             logits = self.session.step(tokens)
