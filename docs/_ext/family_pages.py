@@ -38,11 +38,14 @@ def table(rows: Sequence[dict[str, Any]], more: Sequence[str]) -> str:
             *(["float16"] if row["name"] in more else []),
             "int8 weights",
         ]
+        older = ""
+        if "depth_transformers_4" in row:
+            older = f" ({row['depth_transformers_4']} with transformers 4)"
         cells = (
             row["family"],
             row["variant"],
             kind,
-            DEPTHS[row["depth"]],
+            DEPTHS[row["depth"]] + older,
             ", ".join(dtypes),
             "ours" if row["loop"] == "own" else "transformers",
         )

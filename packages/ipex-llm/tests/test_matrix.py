@@ -47,6 +47,15 @@ PROMPT, GREEDY, BEAM, BATCH = 12, 64, 16, 8
 TIE = 1e-4
 
 
+#: What is wrong with the stock models of transformers 4.
+WRONG = {
+    "qwen2_window": "transformers 4 masks the windows of some layers in all of them",
+    "phi3_longrope": "transformers 4 reads the prompt again without a causal mask where the rotation changes",
+    "gpt_bigcode": "transformers 4 looks for the length of the past in a cache of its own kind",
+}
+WRONG["gpt_bigcode_mha"] = WRONG["gpt_bigcode"]
+
+
 def depth(name: str) -> int:
     row = TABLE[name]
     return int(row.get("depth_transformers_4", row["depth"]) if OLD else row["depth"])
@@ -229,22 +238,28 @@ def test_float32(name: str, calls: Calls) -> None:
     fast = optimize(want.model)
     found, text = reached(fast)
     assert found == wanted, text
+    if OLD and name == "qwen2_window":
+        pytest.skip(WRONG[name])
     if not OLD and wanted == 1:
         assert TABLE[name]["because"] in text
     torch.testing.assert_close(
         logits(fast, name), want.logits, rtol=1e-4, atol=1e-4 * float(want.logits.abs().max())
     )
     assert calls.take() == (1 if wanted == 3 else 0, 0)
+    if OLD and name == "phi3_longrope":
+        pytest.skip(WRONG[name])
     given = inputs(name)
     cached = {"use_cache": False} if name in LOOKALIKES and wanted == 1 else {}
     same_tokens(generate(fast, given, GREEDY, **cached), want.greedy)
     own = wanted == 3 and TABLE[name]["loop"] == "own"
     assert calls.take() == (GREEDY if wanted == 3 else 0, int(own))
-    same_beams(generate(fast, given, BEAM, num_beams=4, output_scores=True, **cached), want.beam)
-    assert (calls.take()[0] == BEAM) == (wanted == 3)
     if want.batch is not None:
         same_tokens(generate(fast, padded(), BATCH), want.batch)
         assert (calls.take()[0] == BATCH) == (wanted == 3)
+    if OLD and name in WRONG:
+        pytest.skip(WRONG[name])
+    same_beams(generate(fast, given, BEAM, num_beams=4, output_scores=True, **cached), want.beam)
+    assert (calls.take()[0] == BEAM) == (wanted == 3)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +268,8 @@ def test_float32(name: str, calls: Calls) -> None:
 )
 def test_16_bits(name: str, dtype: torch.dtype) -> None:
     """Against the stock model in float32, from which the stock model in 16 bits is as far away."""
+    if OLD and name == "qwen2_window":
+        pytest.skip(WRONG[name])
     want = stock(name)
     plain = error(logits(build(name).to(dtype), name), want.logits)
     fast = optimize(want.model, dtype=dtype)
@@ -286,6 +303,8 @@ def test_layer_by_layer(name: str, calls: Calls) -> None:
 )
 def test_int8_weights(name: str, deployment_mode: bool) -> None:
     """Against the stock model with the weights that the codes and scales stand for."""
+    if OLD and name == "qwen2_window":
+        pytest.skip(WRONG[name])
     config = ipex_quant.woq_qconfig(weight_dtype=ipex_quant.WoqWeightDtype.INT8)
     fast = optimize(stock(name).model, quantization_config=config, deployment_mode=deployment_mode)
     assert reached(fast)[0] == (depth(name) if deployment_mode else 1)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from ipex_core.nn._packed import PackedWeight
 from ipex_core.program import Program, ProgramBuilder, Register
 from ipex_llm._experts import Experts, pack_experts
 from ipex_llm._plan import (
@@ -479,7 +480,12 @@ class _Writer:
 
 
 def _router(mlp: ExpertsPlan, dtype: torch.dtype) -> Linear:
-    weight = mlp.router_weight.detach().to(dtype).contiguous()
+    weight: Any = mlp.router._parameters.get("weight")
+    if isinstance(weight, PackedWeight):  # a linear layer, which ipex_core.optimize has packed
+        weight = weight.plain()
+    elif weight is None:
+        weight = mlp.router_weight
+    weight = weight.detach().to(dtype).contiguous()
     bias = None if mlp.router_bias is None else mlp.router_bias.detach()
     packed = torch.ops.ipex.pack_linear_weight(weight)
     return Linear("linear", packed, weight.shape[0], bias)

@@ -28,7 +28,14 @@ _told: set[str] = set()
 
 #: Arguments that say nothing about what is computed here.
 _IGNORED = frozenset(
-    {"cache_position", "return_dict", "use_cache", "logits_to_keep", "num_logits_to_keep"}
+    {
+        "cache_position",
+        "last_cache_position",
+        "return_dict",
+        "use_cache",
+        "logits_to_keep",
+        "num_logits_to_keep",
+    }
 )
 #: Arguments that are understood.
 _KNOWN = frozenset(

@@ -36,6 +36,7 @@ _KNOWN = frozenset(
         "past_key_values",
         "use_cache",
         "cache_position",
+        "last_cache_position",
         "logits_to_keep",
         "return_dict",
         "token_type_ids",
@@ -61,6 +62,22 @@ class GenerationMixin(nn.Module):
         content = dict(self.__dict__)
         content.pop("_ipex_runner", None)
         return content
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        # What models with windows ask for by themselves in transformers 4: a cache of a fixed size.
+        hybrid = getattr(generation_config, "cache_implementation", None) == "hybrid"
+        outputs = ("output_attentions", "output_hidden_states")  # for which their own forward runs
+        if hybrid and not any(getattr(generation_config, name, False) for name in outputs):
+            from transformers import DynamicCache
+
+            if model_kwargs.get("past_key_values") is None:
+                model_kwargs["past_key_values"] = DynamicCache()
+                return None
+        return super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, *args, **kwargs
+        )
 
     def _sample(
         self,
