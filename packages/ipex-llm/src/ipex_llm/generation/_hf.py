@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from ipex_llm._forward import Reason, rebuild, tell, usable_runner
-from ipex_llm._hf_cache import adopt, state_of_cache
+from ipex_llm._hf_cache import BLOCK, adopt, state_of_cache
 from ipex_llm._parallel import PARALLEL
 from ipex_llm._runner import Runner
+from ipex_llm.generation._beam import BeamLoop
 from ipex_llm.generation._loop import Loop, choose
 
 __all__ = [
@@ -105,6 +106,30 @@ class GenerationMixin(nn.Module):
         loop.choice = choose(generation_config, logits_processor)
         return loop.run(stopping_criteria, streamer)
 
+    def _beam_search(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        try:
+            beams = int(generation_config.num_beams)
+            loop = start(self, input_ids, generation_config, synced_gpus, model_kwargs, beams)
+        except Reason as reason:
+            tell(f"{type(self).__name__}.generate: the loop of transformers runs: {reason}")
+            return super()._beam_search(  # type: ignore[misc]
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                **model_kwargs,
+            )
+        return loop.search(logits_processor, stopping_criteria)
+
 
 class SameRandomMixin(nn.Module):
     """``generate`` of a model that several ranks have parts of: all draw the random numbers of rank 0.
@@ -139,8 +164,17 @@ def start(
     config: Any,
     synced_gpus: bool,
     model_kwargs: dict[str, Any],
-) -> Loop:
+    beams: int | None = None,
+) -> Any:
     """Return our loop for a call of ``generate``.
+
+    Args:
+        model: The model.
+        input_ids: Prompts, or with beams each prompt as many times.
+        config: Generation config.
+        synced_gpus: As in transformers.
+        model_kwargs: What the forward of the model would get.
+        beams: Number of beams, None for a `Loop`.
 
     Raises:
         Reason: Why it cannot do what is asked for.
@@ -158,6 +192,8 @@ def start(
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise Reason(name)
+    if beams is not None and (not config.max_length or getattr(config, "low_memory", None)):
+        raise Reason("max_length is missing, or low_memory is set")
     if os.environ.get("DISABLE_IPEX_SAMPLE") and config.do_sample:
         raise Reason("DISABLE_IPEX_SAMPLE is set")
     if getattr(config, "is_assistant", False):
@@ -173,8 +209,16 @@ def start(
     if mask is not None and not bool(mask.any(1).all()):
         raise Reason("a prompt has no token")
     _check_length(model, runner, config)
+    positions = model_kwargs.get("position_ids")
+    if beams is not None:
+        input_ids = _each(input_ids, beams)
+        mask = None if mask is None else _each(mask, beams)
+        if positions is not None and positions.shape[0] != 1:
+            positions = _each(positions, beams)
     batch, count = input_ids.shape
     room = (config.max_length or count + 64) + 1
+    if beams is not None:  # of each beam what is new, and a block that it shares no more
+        room = count + beams * (min(room - count, 4096) + 2 * BLOCK)
     past = model_kwargs.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise Reason("there is a past")
@@ -182,14 +226,27 @@ def start(
     if known is not None and len(known.sequences) != batch:
         raise Reason("the cache is of another batch")
     kv = getattr(model, "_ipex_kv", None)
-    cache, reason = adopt(past, runner, batch, min(room, count + 4096), kv)
+    room = room if beams is not None else min(room, count + 4096)
+    cache, reason = adopt(past, runner, batch, room, kv)
     if reason is not None:
         raise Reason(reason)
-    positions = model_kwargs.get("position_ids")
-    loop = Loop(model, runner, cache, input_ids, mask, positions, config)
+    kind = Loop if beams is None else BeamLoop
+    loop = kind(model, runner, cache, input_ids, mask, positions, config)
     # The loop needs a cache; without use_cache (the configs of MPT) it is only not handed out.
     loop.returns_cache = bool(model_kwargs.get("use_cache", True))
     return loop
+
+
+def _each(rows: torch.Tensor, beams: int) -> torch.Tensor:
+    """Return one of the ``beams`` equal rows of each prompt.
+
+    Raises:
+        Reason: They are not equal.
+    """
+    grouped = rows.unflatten(0, (-1, beams))
+    if not bool((grouped == grouped[:, :1]).all()):
+        raise Reason("the beams of a prompt begin with different tokens")
+    return grouped[:, 0].contiguous()
 
 
 def _check_length(model: Any, runner: Runner, config: Any) -> None:

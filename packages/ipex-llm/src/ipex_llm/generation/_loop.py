@@ -13,7 +13,7 @@ from ipex_llm._hf_cache import CacheState, state_of_cache
 from ipex_llm._runner import Runner
 from ipex_llm.generation._session import Session
 
-__all__ = ["Choice", "Loop", "choose"]
+__all__ = ["Choice", "Loop", "Stop", "choose"]
 
 Tensor = torch.Tensor
 
@@ -88,7 +88,7 @@ def _value(warper: Any, option: str) -> float | int | None:
 
 
 @dataclasses.dataclass
-class _Stop:
+class Stop:
     """Stopping criteria, split into those that the loop knows and those that are called."""
 
     length: int | None = None
@@ -96,8 +96,8 @@ class _Stop:
     called: list[Any] = dataclasses.field(default_factory=list)
 
     @staticmethod
-    def of(criteria: Any) -> _Stop:
-        stop = _Stop()
+    def of(criteria: Any) -> Stop:
+        stop = Stop()
         for one in criteria:
             kind = type(one).__name__
             if kind == "MaxLengthCriteria":
@@ -151,7 +151,7 @@ class Loop:
             Token ids ``[B, N + new]``, or with ``return_dict_in_generate`` what transformers returns.
         """
         config, ids, choice = self.config, self.ids, self.choice
-        stop = _Stop.of(criteria)
+        stop = Stop.of(criteria)
         batch, length = ids.shape
         pad = self._pad()
         room = stop.length or length + 64
@@ -233,17 +233,19 @@ class Loop:
         scores: list[Tensor] | None,
         raw: list[Tensor] | None,
         times: list[float],
+        kind: str = "GenerateDecoderOnlyOutput",
+        more: dict[str, Any] | None = None,
     ) -> Any:
         result: Any = sequences
         if self.config.return_dict_in_generate:
             from transformers.generation import utils
 
-            output: Any = utils.GenerateDecoderOnlyOutput
-            result = output(
+            result = getattr(utils, kind)(
                 sequences=sequences,
                 scores=None if scores is None else tuple(scores),
                 logits=None if raw is None else tuple(raw),
                 past_key_values=self.cache if self.returns_cache else None,
+                **(more or {}),
             )
         if getattr(self.model.config, "token_latency", False):
             return result, times
