@@ -107,6 +107,66 @@ def test_damaged_folders_are_told_before_anything_is_loaded(folder, tmp_path):
     assert done.exit_code == 2 and "must have a tokenizer" in said(done)
 
 
+def test_shards_that_are_missing_or_damaged(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    sharded = tmp_path / "sharded"
+    shutil.copytree(folder, sharded)
+    tensors = load_file(sharded / "model.safetensors")
+    (sharded / "model.safetensors").unlink()
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    table = {name: names[i % 2] for i, name in enumerate(tensors)}
+    for file in names:
+        save_file({n: t for n, t in tensors.items() if table[n] == file}, sharded / file)
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    common = ["generate", "--model", sharded, "--prompt", "A", "--max-new-tokens", 2]
+    assert run(*common).exit_code == 0
+    last = sharded / names[1]
+    whole = last.read_bytes()
+    for damaged, message in (
+        (whole[:-5], "5 fewer than"),
+        (b"", "0 bytes with no header"),
+        (b"\xff" * 64, "64 bytes with no header"),
+        (whole[:8] + b"{" + whole[9:50] + b"!" * (len(whole) - 50), "header that cannot be read"),
+    ):
+        last.write_bytes(damaged)
+        done = run(*common)
+        assert done.exit_code == 2 and message in said(done), message
+        assert "Traceback" not in done.output
+    last.unlink()
+    assert f"all shards of its index, got no {names[1]}" in said(run(*common))
+    index.write_text("{")
+    assert "must be JSON" in said(run(*common))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_size": 16}, "group"),
+        ({"num_bits": 8}, "bit"),
+    ],
+)
+def test_quantised_folders_whose_config_says_something_else(folder, tmp_path, changes, message):
+    out = tmp_path / "q"
+    done = run("quantize", "--model", folder, "--out", out, "--scheme", "int4", "--group-size", 32)
+    assert done.exit_code == 0
+    config = json.loads((out / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["weights"].update(changes)
+    (out / "config.json").write_text(json.dumps(config))
+    done = run("generate", "--model", out, "--prompt", "A", "--max-new-tokens", 2)
+    assert done.exit_code == 2, done.output
+    assert "error:" in said(done) and "Traceback" not in done.output
+
+
+def test_the_context_ends_the_output(folder):
+    common = ["generate", "--model", folder, "--prompt", "a" * 500, "--max-new-tokens", 50]
+    done = run(*common)
+    assert done.exit_code == 0
+    assert " new" in said(done) and "50 new" not in said(done)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from ipex_llm._engine.memory import available_memory, format_bytes
+from ipex_llm._engine.params import CacheMemoryError
+
 __all__ = ["CACHE_DTYPES", "LayerShape", "PagedCache", "Sequences", "Step", "cache_dtype"]
 
 Tensor = torch.Tensor
@@ -123,6 +126,13 @@ class PagedCache:
         """Make room for more blocks; the former ones keep numbers and contents."""
         if num_blocks <= self.num_blocks:
             return
+        needed = self.bytes(self.layers, num_blocks, self.block_size, self.dtype)
+        free = available_memory()
+        if free is not None and needed > free:  # both are there while the contents move
+            raise CacheMemoryError(
+                f"PagedCache: the cache must fit the free memory of {format_bytes(free)}, got"
+                f" {num_blocks * self.block_size} tokens, {format_bytes(needed)}"
+            )
         former, count = self._stores, self.num_blocks
         self._allocate(num_blocks)
         for new, old in zip(self._stores, former, strict=True):

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ipex_llm._cache import PagedCache, Sequences, Step
+from ipex_llm._engine.memory import available_memory, format_bytes
+from ipex_llm._engine.params import CacheMemoryError
 
 if TYPE_CHECKING:
     from ipex_llm._runner import Runner
@@ -42,6 +44,13 @@ class CacheState:
         self, runner: Runner, batch: int, tokens: int, dtype: torch.dtype | None = None
     ) -> None:
         per = -(-max(tokens, 1) // BLOCK) + 1
+        needed = runner.cache_bytes(max(batch, 1) * per, BLOCK, dtype)
+        free = available_memory()
+        if free is not None and needed > free:
+            raise CacheMemoryError(
+                f"IpexCache: the cache must fit the free memory of {format_bytes(free)}, got {batch} sequences of"
+                f" {tokens} tokens, {format_bytes(needed)}; ask for fewer, or give optimize kv_cache_dtype='int8'"
+            )
         self.cache: PagedCache = runner.new_cache(max(batch, 1) * per, BLOCK, dtype)
         self.sequences = Sequences(self.cache, batch)
         self.dtype = runner.dtype

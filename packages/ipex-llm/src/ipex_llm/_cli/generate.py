@@ -62,19 +62,23 @@ def generate(
         begin = time.perf_counter()
         tokenizer = load_tokenizer(model)
         inputs = _encode(tokenizer, prompt, chat)
-        _check_length(model, inputs["input_ids"].shape[1])
+        room = _room(model, inputs["input_ids"].shape[1])
         loaded = load_model(model, dtype, group_size)
         ready = time.perf_counter()
 
     import torch
 
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    # As in the engine, the context of the model ends the output.
+    options: dict[str, Any] = {
+        "max_new_tokens": min(max_new_tokens, room),
+        "do_sample": temperature > 0,
+    }
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     if seed is not None:
         torch.manual_seed(seed)
     clock = _Clock(tokenizer if stream else None)
-    with torch.inference_mode():
+    with errors(), torch.inference_mode():
         output = loaded.generate(**inputs, **options, streamer=clock)
     count = output.shape[1] - inputs["input_ids"].shape[1]
     if not stream:
@@ -95,15 +99,21 @@ def _encode(tokenizer: Any, prompt: str, chat: bool) -> dict[str, Any]:
     return {name: found[name] for name in ("input_ids", "attention_mask")}
 
 
-def _check_length(folder: Any, length: int) -> None:
+def _room(folder: Any, length: int) -> int:
+    """Return how many tokens the context has left behind a prompt."""
     from ipex_llm._checkpoint.files import read_config
 
     config = read_config(folder)
     context = config.get("max_position_embeddings") or config.get("n_positions")
-    if isinstance(context, int) and length >= context:
+    if length == 0:
+        raise ValueError("generate: prompt must have at least one token, got none")
+    if not isinstance(context, int):
+        return sys.maxsize
+    if length >= context:
         raise ValueError(
             f"generate: prompt must have fewer than {context} tokens, the context of the model, got {length}"
         )
+    return context - length
 
 
 class _Clock:

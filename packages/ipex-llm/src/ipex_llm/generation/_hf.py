@@ -117,6 +117,8 @@ class GenerationMixin(nn.Module):
     ) -> Any:
         try:
             beams = int(generation_config.num_beams)
+            if beams < 1:
+                raise ValueError(f"generate: num_beams must be positive, got {beams}")
             loop = start(self, input_ids, generation_config, synced_gpus, model_kwargs, beams)
         except Reason as reason:
             tell(f"{type(self).__name__}.generate: the loop of transformers runs: {reason}")
