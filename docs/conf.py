@@ -54,6 +54,7 @@ from ipex import *
 from ipex_core._spec import *
 from ipex_core.benchmark import *
 from ipex_core.testing import *
+from ipex_llm.engine import *
 from ipex_llm.functional import *
 from ipex_llm.modules import *
 from ipex_quant.qconfig import *

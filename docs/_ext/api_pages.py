@@ -15,6 +15,7 @@ import ipex_core.doctor
 import ipex_core.errors
 import ipex_core.testing
 import ipex_core.woq
+import ipex_llm.engine
 import ipex_llm.functional
 import ipex_llm.modules
 import ipex_llm.modules.utils
@@ -34,6 +35,7 @@ def pages() -> dict[str, str]:
     return {
         "api.md": user_page(),
         "authors.md": author_page(),
+        "engine.md": engine_page(),
         "llm.md": llm_page(),
         "quantization.md": quantization_page(),
     }
@@ -110,6 +112,18 @@ def llm_page() -> str:
         ("Look-up: `ipex.llm.modules.utils`", ipex_llm.modules.utils),
     ):
         lines += section(title, members(module))
+    return "\n".join(lines)
+
+
+def engine_page() -> str:
+    """Return the reference of the engine."""
+    lines = ["# The engine: reference", ""]
+    lines += [
+        "`ipex.llm.Engine` and what it takes and gives, generated from the docstrings;"
+        " [the user page](../serving.md) shows them at work.",
+        "",
+    ]
+    lines += section("`ipex_llm.engine`", members(ipex_llm.engine))
     return "\n".join(lines)
 
 
