@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from families import CAUSAL, FAMILIES, tokens
+from families import CAUSAL, FAMILIES, OLD, tokens
 
 import ipex_core
 from ipex_llm import _forward
@@ -41,6 +41,8 @@ def padded(batch=3, length=14):
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_families_greedy_and_beam(name):
+    if OLD and name in ("qwen2_window", "gpt_bigcode", "gpt_bigcode_mha"):
+        pytest.skip("transformers 4; test_matrix.py says why")
     model, fast = pair(name)
     ids, mask = padded()
     if name == "jamba":  # its stock model differs with padding
@@ -73,6 +75,10 @@ def test_families_greedy_and_beam(name):
 def test_generation_config(options, batch):
     if batch > 1 and "prompt_lookup_num_tokens" in options:
         pytest.skip("transformers: one sequence")
+    if OLD and "prompt_lookup_num_tokens" in options:
+        pytest.skip("transformers 4: needs a token that ends")
+    if OLD and batch > 1 and "prefill_chunk_size" in options:
+        pytest.skip("transformers 4: positions of chunks do not know padding")
     model, fast = pair()
     ids, mask = padded(batch)
     common = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0, **options}

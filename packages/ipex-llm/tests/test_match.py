@@ -108,7 +108,7 @@ VALUES: dict[str, dict[str, Any]] = {
 def test_values(name: str) -> None:
     plan = match(FAMILIES[name]())
     for key, value in VALUES[name].items():
-        for owner in (plan, plan.layers[0], attention(plan)):
+        for owner in (plan.layers[0], attention(plan), plan):
             if hasattr(owner, key):
                 assert getattr(owner, key) == pytest.approx(value), key
                 break

@@ -38,6 +38,8 @@ def record(model):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_dict_and_restore(name, dtype):
+    if name not in FAMILIES:
+        pytest.skip("not in this transformers")
     model = FAMILIES[name]()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     kinds = [type(m) for m in model.modules()]
