@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES, tokens
+from families import FAMILIES, OLD, tokens
 
 from ipex_llm import _cache, _hf_cache
 from ipex_llm._optimize import optimize
@@ -94,13 +94,15 @@ def test_bad_sampling_parameters(llama, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_new_tokens": 30},
+        {"max_new_tokens": 30, "eos_token_id": 95},
         {"max_new_tokens": 30, "eos_token_id": list(range(20, 30))},
-        {"max_new_tokens": 20, "repetition_penalty": 1.3},
+        {"max_new_tokens": 20, "eos_token_id": 95, "repetition_penalty": 1.3},
     ],
 )
 def test_speculation_gives_the_greedy_tokens(name, options):
     """With a good and with a bad draft model, both optimised, and from the prompt itself."""
+    if OLD and name == "gpt2":
+        pytest.skip("transformers 4.51 refuses cache objects for drafts of this family")
     model = FAMILIES[name]()
     fast = optimize(copy.deepcopy(model))
     good = copy.deepcopy(model)
