@@ -102,7 +102,9 @@ def test_bad_sampling_parameters(llama, options):
 def test_speculation_gives_the_greedy_tokens(name, options):
     """With a good and with a bad draft model, both optimised, and from the prompt itself."""
     if OLD and name == "gpt2":
-        pytest.skip("not yet: transformers 4.51 refuses our cache for optimised drafts of this family")
+        pytest.skip(
+            "not yet: transformers 4.51 refuses our cache for optimised drafts of this family"
+        )
     model = FAMILIES[name]()
     fast = optimize(copy.deepcopy(model))
     good = copy.deepcopy(model)
