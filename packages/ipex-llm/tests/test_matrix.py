@@ -51,9 +51,7 @@ TIE = 1e-4
 WRONG = {
     "qwen2_window": "transformers 4 masks the windows of some layers in all of them",
     "phi3_longrope": "transformers 4 reads the prompt again without a causal mask where the rotation changes",
-    "gpt_bigcode": "transformers 4 looks for the length of the past in a cache of its own kind",
 }
-WRONG["gpt_bigcode_mha"] = WRONG["gpt_bigcode"]
 
 
 def depth(name: str) -> int:
@@ -256,8 +254,6 @@ def test_float32(name: str, calls: Calls) -> None:
     if want.batch is not None:
         same_tokens(generate(fast, padded(), BATCH), want.batch)
         assert (calls.take()[0] == BATCH) == (wanted == 3)
-    if OLD and name in WRONG:
-        pytest.skip(WRONG[name])
     same_beams(generate(fast, given, BEAM, num_beams=4, output_scores=True, **cached), want.beam)
     assert (calls.take()[0] == BEAM) == (wanted == 3)
 
