@@ -57,6 +57,7 @@ def test_built_ins(dtype):
         (lambda b, x, y: b.call("mul", x, y), (x, y), x * y),
         (lambda b, x: b.call("mul", x, b=0.5), (x,), x * 0.5),
         (lambda b, x: b.call("tanh", x), (x,), x.tanh()),
+        (lambda b, x: b.call("clamp", x, -0.3, 0.9), (x,), x.clamp(-0.3, 0.9)),
     ]
     for build, inputs, want in cases:
         got = run(build, *inputs)

@@ -167,6 +167,7 @@ def test_arithmetic_and_views(dtype):
     views = [b.call("transpose", a, 0, -1), b.call("reshape", a, [-1])]
     outputs = [b.call("add", a, c), b.call("mul", a, c), b.call("add", a, 0.3), *views]
     outputs += [b.call("mul", a, -1.7), b.call("tanh", a), b.call("mul", views[0], 3)]
+    outputs += [b.call("clamp", a, -0.3, 0.9), b.call("clamp", views[0], 0.1, 0.1)]
     outputs += [b.call("cast", a, d) for d in (torch.float32, torch.bfloat16, torch.float16)]
     program = b.build([*outputs, b.call("cast", a, torch.float64)])
     for pair in shapes:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from families import FAMILIES, tokens
+from families import FAMILIES, VOCAB, randomize, tokens
 from plans import llama_plan
 
 from ipex_llm._cache import Sequences
+from ipex_llm._match import match
 from ipex_llm._runner import Runner
 
 
@@ -62,3 +65,42 @@ def test_parameters_stay_what_they_were():
         model.state_dict()["model.layers.0.self_attn.k_proj.weight"],
         2 * before["model.layers.0.self_attn.k_proj.weight"],
     )
+
+
+def test_queries_scaled_by_position():
+    """Llama 4's layers without rotation, beyond the place from which on it matters."""
+    import transformers
+
+    config = transformers.Llama4TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        intermediate_size_mlp=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        no_rope_layers=[1, 0],
+        attention_chunk_size=128,
+        attn_temperature_tuning=True,
+        floor_scale=3,
+        attn_scale=0.5,
+        max_position_embeddings=128,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = randomize(transformers.Llama4ForCausalLM(config))
+    plan = match(model)
+    assert [layer.attention.temperature for layer in plan.layers] == [None, (0.5, 3.0)]
+    ids = tokens(1, 24)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    for dtype, close in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
+        runner = Runner(match(copy.deepcopy(model).to(dtype)), dtype)
+        sequences = Sequences(runner.new_cache(4, 16), 1)
+        got = run(runner, sequences, [ids[0, :20].tolist()]).float()
+        torch.testing.assert_close(got, expected[:, 19], rtol=close, atol=close)
+        for at in range(20, 24):
+            got = run(runner, sequences, [[int(ids[0, at])]]).float()
+            torch.testing.assert_close(got, expected[:, at], rtol=close, atol=close)

@@ -128,6 +128,13 @@ def _check_pair(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
     check(all(m in (n, 1) or n == 1 for m, n in pairs), op, "b", wanted, list(b.shape))
 
 
+def clamp(a: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Return ``a`` with elements below ``low`` or above ``high`` replaced by these; NaN stays."""
+    check_tensor("clamp", "a", a, min_dim=0)
+    check(low <= high, "clamp", "low", f"be at most high = {high}", low)
+    return a.clamp(low, high)
+
+
 def empty_like(x: torch.Tensor) -> torch.Tensor:
     """Return a new contiguous tensor of the shape and dtype of ``x``, with any values."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -163,6 +170,7 @@ BUILTINS: Mapping[str, Builtin] = MappingProxyType(
         "mul": Builtin("(Tensor a, Tensor b) -> Tensor", mul),
         "mul_scalar": Builtin("(Tensor a, float b) -> Tensor", mul_scalar),
         "tanh": Builtin("(Tensor x) -> Tensor", tanh),
+        "clamp": Builtin("(Tensor a, float low, float high) -> Tensor", clamp),
         "empty_like": Builtin("(Tensor x) -> Tensor", empty_like),
         "copy_": Builtin("(Tensor(a!) dst, Tensor src) -> ()", copy_),
     }

@@ -148,7 +148,8 @@ class ProgramBuilder:
             name: An op of ``torch.ops.ipex`` or a built-in: ``embedding(weight, ids)``,
                 ``select_rows(x, index)``, ``reshape(x, sizes)`` (0 keeps a size, -1 is inferred),
                 ``narrow(x, dim, start, length)``, ``transpose(x, a, b)``, ``cast(x, dtype)``, ``add(a, b)``,
-                ``mul(a, b)`` (``b`` a register or a number), ``tanh(x)``, ``empty_like(x)``, ``copy_(dst, src)``.
+                ``mul(a, b)`` (``b`` a register or a number), ``tanh(x)``, ``clamp(a, low, high)``,
+                ``empty_like(x)``, ``copy_(dst, src)``.
             args: Arguments as in the op's schema: registers for tensors, registers of `input_int` or
                 numbers for integers, ``None`` where the schema allows it.
             kwargs: Arguments by name; missing ones get the schema's default.

@@ -75,6 +75,8 @@ class Emitter:
         self.plan = plan
         self.store = store
         self.ropes = list(dict.fromkeys(k for p in plan.layers if (k := rope_key(p.attention))))
+        temperatures = (p.attention.temperature for p in plan.layers)
+        self.temperatures = list(dict.fromkeys(t for t in temperatures if t is not None))
         for layer in plan.layers:  # before anything is packed
             _check(layer)
         self.before = self._linear(plan.embedding_projection)
@@ -120,7 +122,8 @@ class Emitter:
 
         Its inputs are ``hidden`` [T, H] (embeddings of the tokens), ``positions`` [T], ``slots`` [T], ``tables``
         [B, M]; then ``lengths`` [B] (decode) or ``query_starts`` and ``key_starts`` [B + 1] (prefill); ``rows`` [R]
-        with ``logits``; cosines and sines of each rotation; the tensors of the cache layer by layer; and the integers
+        with ``logits``; cosines and sines of each rotation; the factors on queries [T, 1, 1] of each temperature; the
+        tensors of the cache layer by layer; and the integers
         ``block_size``, ``max_context`` and (prefill) ``max_query``.
 
         Args:
@@ -165,6 +168,7 @@ class _Writer:
         self.ropes = {
             k: (b.input(f"cos {i}"), b.input(f"sin {i}")) for i, k in enumerate(emitter.ropes)
         }
+        self.factors = {t: b.input(f"query factors {t}") for t in emitter.temperatures}
         parts = ("key", "value", "key_scales", "value_scales")[: 4 if self.scaled else 2]
         self.caches = [
             tuple(b.input(f"{part} {i}") for part in parts) for i in range(len(self.plan.layers))
@@ -311,6 +315,8 @@ class _Writer:
     def attention(self, index: int, a: AttentionPlan, w: _Layer, x: Register) -> Register:
         b = self.b
         qkv = self.linear(w.qkv, x)
+        if a.clip_qkv is not None:
+            qkv = b.call("clamp", qkv, -a.clip_qkv, a.clip_qkv)
         heads, kv, d = a.heads, a.kv_heads, a.head_dim
         rows = b.call("reshape", qkv, [0, heads + 2 * kv, d])
         q = b.call("narrow", rows, 1, 0, heads)
@@ -336,6 +342,9 @@ class _Writer:
         if not fused:
             scales = {} if not self.scaled else {"key_scales": cache[2], "value_scales": cache[3]}
             b.call("reshape_and_cache", k, v, cache[0], cache[1], self.slots, **scales)
+        if a.temperature is not None:
+            wide = b.call("mul", b.call("cast", q, torch.float32), self.factors[a.temperature])
+            q = b.call("cast", wide, self.e.store.dtype)
         out = b.call("empty_like", q)
         self._attend(a, out, q, cache)
         result: Register = b.call("reshape", out, [0, heads * d])
@@ -437,7 +446,7 @@ class _Writer:
     def _experts(self, mlp: ExpertsPlan, w: _Layer, x: Register) -> Register:
         b = self.b
         assert w.router is not None and w.experts is not None
-        correction = mlp.correction_bias
+        correction, plain = mlp.correction_bias, x
         weights, ids = b.call(
             "moe_routing",
             self.linear(w.router, x),
@@ -449,6 +458,8 @@ class _Writer:
             None if correction is None else b.constant(correction.detach().float()),
             mlp.routed_scale,
         )
+        if mlp.scale_input:
+            x, weights = self._scaled_input(x, weights)
         e = w.experts
         y: Register = b.call(
             "fused_experts",
@@ -462,7 +473,7 @@ class _Writer:
         )
         if mlp.shared is None:
             return y
-        inner = self._inner(mlp.shared, w.mlp, x)
+        inner = self._inner(mlp.shared, w.mlp, plain)
         if w.shared_gate is None:
             return self.linear(w.mlp[-1], inner, residual=y)
         # The sigmoid of one number per row is the routing to a single expert.
@@ -470,6 +481,11 @@ class _Writer:
         own = b.call("mul", self.linear(w.mlp[-1], inner), self._like(factor))
         result: Register = b.call("add", own, y)
         return result
+
+    def _scaled_input(self, x: Register, weights: Register) -> tuple[Register, Register]:
+        """Multiply rows with the weight of their only expert; return them and a weight of one for each."""
+        ones, _ = self.b.call("moe_routing", weights, 1, True)
+        return self.b.call("mul", x, self._like(weights)), ones
 
     def _like(self, x: Register) -> Register:
         dtype = self.e.store.dtype
@@ -493,12 +509,10 @@ def _router(mlp: ExpertsPlan, dtype: torch.dtype) -> Linear:
 
 def _check(layer: LayerPlan) -> None:
     """Raise if no op computes a part of a layer."""
-    if layer.attention.clip_qkv is not None:
-        raise UnsupportedPlan("queries, keys and values are clipped")
     mlp: MlpPlan | ExpertsPlan | None = layer.mlp
     if isinstance(mlp, ExpertsPlan):
-        if mlp.scale_input:
-            raise UnsupportedPlan("the weights of experts multiply their input")
+        if mlp.scale_input and mlp.top_k != 1:
+            raise UnsupportedPlan("the weights of several experts multiply their input")
         if mlp.activation not in _EXPERT_ACTIVATIONS:
             raise UnsupportedPlan(f"activation {mlp.activation!r} of experts")
         mlp = mlp.shared

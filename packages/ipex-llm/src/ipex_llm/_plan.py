@@ -124,6 +124,8 @@ class AttentionPlan:
     softcap: float = -1.0
     sinks: Tensor | None = None  # [heads]
     clip_qkv: float | None = None
+    #: Queries are multiplied with ``1 + scale * log(1 + floor((position + 1) / floor_scale))`` (Llama 4); the two.
+    temperature: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ __all__ = [
     "activate",
     "attend",
     "combine_gate",
+    "query_factors",
     "run_attention",
     "run_experts",
     "run_linear",
@@ -114,6 +115,12 @@ def _head_norm(plan: AttentionPlan, norm: NormPlan | None, x: Tensor) -> Tensor:
     )
 
 
+def query_factors(positions: Tensor, temperature: tuple[float, float]) -> Tensor:
+    """Return the factor on the queries of each position, float32; see `AttentionPlan.temperature`."""
+    scale, floor = temperature
+    return 1.0 + scale * torch.log1p(torch.floor((positions.float() + 1.0) / floor))
+
+
 def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
     """Return the input of the output projection, ``[T, heads * head_dim]``, for the rows ``[T, ...]`` of `plan.qkv`."""
     qkv = qkv.float()
@@ -128,6 +135,9 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
         query, key = _rotate(plan.rope, query), _rotate(plan.rope, key)
     if plan.norm_after_rope:
         query, key = _head_norm(plan, plan.query_norm, query), _head_norm(plan, plan.key_norm, key)
+    if plan.temperature is not None:
+        factors = query_factors(torch.arange(length, device=qkv.device), plan.temperature)
+        query = query * factors.view(-1, 1, 1)
     groups = plan.heads // plan.kv_heads
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * plan.scale

@@ -13,6 +13,7 @@ from ipex_core.program import Program
 from ipex_llm._cache import LayerShape, PagedCache, Step, cache_dtype
 from ipex_llm._emit import Emitter, Mode
 from ipex_llm._plan import DecoderPlan, RopePlan
+from ipex_llm._reference import query_factors
 from ipex_llm._weights import WeightStore, call_linear
 
 __all__ = ["Runner"]
@@ -188,6 +189,8 @@ class Runner:
             inputs += [cos, sin]
         if self._ropes:
             inputs[1] = at
+        for temperature in self.emitter.temperatures:
+            inputs.append(query_factors(positions, temperature).view(-1, 1, 1))
         inputs += cache.tensors
         inputs += [cache.block_size, step.longest]
         if not step.singles:

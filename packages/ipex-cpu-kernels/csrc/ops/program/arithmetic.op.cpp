@@ -151,6 +151,12 @@ Tensor mul_scalar(const Tensor& a, double b) {
   return unary("mul", a, [s = static_cast<float>(b)](float x) { return x * s; });
 }
 
+Tensor clamp(const Tensor& x, double low, double high) {
+  IPEX_CHECK(low <= high, "clamp: low must be at most high = ", high, ", got ", low);
+  const float least = static_cast<float>(low), most = static_cast<float>(high);
+  return unary("clamp", x, [=](float v) { return v < least ? least : v > most ? most : v; });
+}
+
 // torch's own, which is vectorised.
 Tensor tanh(const Tensor& x) {
   StableIValue stack[1] = {torch::stable::detail::from(x)};
@@ -183,6 +189,7 @@ const bool registered = [] {
   add("add_scalar", Adapter<&add_scalar>::entry());
   add("mul_scalar", Adapter<&mul_scalar>::entry());
   add("tanh", Adapter<&tanh>::entry());
+  add("clamp", Adapter<&clamp>::entry());
   add("cast", Adapter<&cast>::entry());
   return true;
 }();

@@ -22,7 +22,14 @@ from ipex_llm._match._trace import Config, Trace, distance, is_norm, linears, sa
 from ipex_llm._plan import AttentionPlan, LinearPlan, NormPlan, RopePlan
 from ipex_llm._reference import attend
 
-__all__ = ["ATTENTION_NAMES", "find_attention", "linear_plan", "match_attention", "window_of"]
+__all__ = [
+    "ATTENTION_NAMES",
+    "find_attention",
+    "linear_plan",
+    "match_attention",
+    "scales_of",
+    "window_of",
+]
 
 Tensor = torch.Tensor
 
@@ -146,7 +153,8 @@ def _slopes(heads: int, most: float = 8.0) -> Tensor:
     return torch.tensor(first + rest)
 
 
-def _scales(config: Config, attention: nn.Module, width: int, index: int) -> list[float]:
+def scales_of(config: Config, attention: nn.Module, width: int, index: int) -> list[float]:
+    """Return the factors on scores that an attention may have, the likeliest first."""
     found: list[float] = []
     for name in ("scaling", "softmax_scale", "inv_norm_factor", "norm_factor", "scale"):
         value = getattr(attention, name, None)
@@ -250,11 +258,18 @@ def match_attention(
         None,
     ]
     plan = _settle(trace, config, attention, base, ropes, qkv, expected, index, hint)
-    if plan.rope is None and getattr(attention, "attn_temperature_tuning", False):
-        floor = config.get("floor_scale")
-        if not floor:
-            raise trace.error(attention, "scales queries by position, without a floor_scale")
+    scales = plan.rope is None and getattr(attention, "attn_temperature_tuning", False)
+    if scales and plan.temperature is None:
+        raise trace.error(attention, "scales queries by position in an unknown way")
     return plan
+
+
+def _temperature(config: Config, attention: nn.Module) -> tuple[float, float] | None:
+    """Return scale and floor of the factor that layers without rotation have on queries."""
+    if not getattr(attention, "attn_temperature_tuning", False):
+        return None
+    scale, floor = (_number(config, attention, name) for name in ("attn_scale", "floor_scale"))
+    return None if scale is None or floor is None else (scale, floor)
 
 
 def _settle(
@@ -271,10 +286,11 @@ def _settle(
     """Return the candidate that gives what the module gave."""
     fused = len(base.qkv.modules) == 1
     layouts = list(_layouts(base.heads, base.kv_heads, base.head_dim)) if fused else [None]
-    scales = _scales(config, attention, base.head_dim, index)
+    scales = scales_of(config, attention, base.head_dim, index)
     after = [False, True] if base.query_norm is not None else [False]
     most = getattr(config.get("attn_config"), "alibi_bias_max", None) or 8.0
     slopes = _slopes(base.heads, float(most))
+    temperature = _temperature(config, attention)
 
     def candidates() -> Iterator[AttentionPlan]:
         for old in hint:
@@ -285,6 +301,7 @@ def _settle(
                 scale=old.scale,
                 alibi_slopes=old.alibi_slopes,
                 norm_after_rope=old.norm_after_rope,
+                temperature=old.temperature,
             )
         for order, late, rope, scale in itertools.product(layouts, after, ropes, scales):
             plan = dataclasses.replace(
@@ -294,6 +311,8 @@ def _settle(
                 scale=scale,
                 norm_after_rope=late,
             )
+            if rope is None and temperature is not None:  # it shows from position floor - 1 on only
+                plan = dataclasses.replace(plan, temperature=temperature)
             yield plan
             if rope is None:
                 yield dataclasses.replace(plan, alibi_slopes=slopes)

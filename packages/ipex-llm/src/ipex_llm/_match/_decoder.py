@@ -284,7 +284,7 @@ def _head(trace: Trace, config: Config, x: Tensor) -> tuple[LinearPlan | None, f
     return linear_plan(module), factor, cap
 
 
-def _positions(config: Config, layers: tuple[LayerPlan, ...]) -> int:
+def _positions(config: Config) -> int:
     """Return how many positions the plan holds for."""
     most = int(
         config.get(
@@ -300,10 +300,6 @@ def _positions(config: Config, layers: tuple[LayerPlan, ...]) -> int:
     chunk = config.get("attention_chunk_size")
     if chunk and "chunked_attention" in kinds:
         most = min(most, int(chunk))  # beyond, some layers do not see the chunks before
-    floor = config.get("floor_scale")
-    plain = any(layer.attention.rope is None for layer in layers)
-    if config.get("attn_temperature_tuning") and floor and plain:
-        most = min(most, int(floor) - 1)  # beyond, queries are scaled by position
     return most
 
 
@@ -336,7 +332,7 @@ def match_decoder(trace: Trace) -> DecoderPlan:
         head=head,
         hidden_size=trace.input(modules[0]).shape[-1],
         vocab_size=weight.shape[0],
-        max_positions=_positions(config, layers),
+        max_positions=_positions(config),
         embedding_scale=entry.scale,
         embedding_norm=entry.norm,
         embedding_projection=entry.projection,
