@@ -307,9 +307,7 @@ _CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
 _CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig", "Phimoe": "PhimoeConfig"}
 
 #: Families whose whole decoder is not matched on purpose.
-UNMATCHED: frozenset[str] = frozenset(
-    {"deepseek_v2", "deepseek_v3", "jamba", "mllama", "phimoe", "yuan"}
-)
+UNMATCHED: frozenset[str] = frozenset({"jamba", "mllama", "phimoe", "yuan"})
 
 
 @torch.no_grad()

@@ -50,10 +50,19 @@ def cache_dtype(value: Any, own: torch.dtype) -> torch.dtype:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer stores for a token: ``kv_heads`` keys and values of ``head_dim``."""
+    """What one layer stores for a token: ``kv_heads`` keys and values of ``head_dim``.
+
+    With ``latent``, a single row that is key and value: the first ``latent`` elements are what both are made of.
+    """
 
     kv_heads: int
     head_dim: int
+    latent: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Tensors of a layer."""
+        return 1 if self.latent else 2
 
 
 class PagedCache:
@@ -96,7 +105,8 @@ class PagedCache:
             end = start
             while end < len(self.layers) and self.layers[end] == shape:
                 end += 1
-            size = (2 * (end - start), num_blocks, shape.kv_heads, self.block_size)
+            parts = shape.parts
+            size = (parts * (end - start), num_blocks, shape.kv_heads, self.block_size)
             store = torch.empty(*size, shape.head_dim, dtype=self.dtype)
             self._stores.append(store)
             scales = None
@@ -104,11 +114,12 @@ class PagedCache:
                 scales = torch.ones(*size)
                 self._stores.append(scales)
             for i in range(end - start):
-                self.keys.append(store[2 * i])
-                self.values.append(store[2 * i + 1])
-                self.tensors += [store[2 * i], store[2 * i + 1]]
+                first, last = parts * i, parts * (i + 1) - 1
+                self.keys.append(store[first])
+                self.values.append(store[last])
+                self.tensors += [store[first], store[last]]
                 if scales is not None:
-                    self.tensors += [scales[2 * i], scales[2 * i + 1]]
+                    self.tensors += [scales[first], scales[last]]
             start = end
 
     @staticmethod
@@ -117,7 +128,7 @@ class PagedCache:
     ) -> int:
         """Return the memory of a cache."""
         row = sum(
-            2 * s.kv_heads * (s.head_dim * dtype.itemsize + 4 * (dtype == torch.int8))
+            s.parts * s.kv_heads * (s.head_dim * dtype.itemsize + 4 * (dtype == torch.int8))
             for s in layers
         )
         return row * num_blocks * block_size
@@ -149,7 +160,10 @@ class PagedCache:
             raw[:, to] = raw[:, at]
 
     def rows(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        """Return the first ``length`` keys and values of some blocks as float rows ``[kv_heads, length, head_dim]``."""
+        """Return the first ``length`` keys and values of some blocks as float rows ``[kv_heads, length, head_dim]``.
+
+        Of a layer with a latent: the latents, and the rotated parts of the keys.
+        """
         found = []
         for part in (0, 1):
             per = 4 if self.dtype == torch.int8 else 2
@@ -162,6 +176,9 @@ class PagedCache:
             elif self.dtype == torch.float8_e5m2:
                 picked = picked.float()
             found.append(picked.transpose(0, 1).flatten(1, 2)[:, :length])
+        latent = self.layers[layer].latent
+        if latent:
+            return found[0][..., :latent], found[0][..., latent:]
         return found[0], found[1]
 
 

@@ -19,6 +19,7 @@ import torch
 
 from ipex_core.nn._packed import PackedWeight
 from ipex_core.program import Program, ProgramBuilder, Register
+from ipex_llm._emit_latent import Latent, pack_latent, write_latent
 from ipex_llm._experts import Experts, pack_experts
 from ipex_llm._plan import (
     AttentionPlan,
@@ -57,6 +58,7 @@ class _Layer:
     experts: Experts | None = None
     router: Linear | None = None
     shared_gate: Linear | None = None
+    latent: Latent | None = None
 
 
 class Emitter:
@@ -91,6 +93,8 @@ class Emitter:
     def _pack(self, layer: LayerPlan) -> _Layer:
         store, mlp = self.store, layer.mlp
         packed = _Layer(store.linear(layer.attention.qkv), store.linear(layer.attention.output))
+        if layer.attention.latent is not None:
+            packed.latent = pack_latent(store, layer.attention)
         if isinstance(mlp, ExpertsPlan):
             packed.router = _router(mlp, store.dtype)
             packed.experts = pack_experts(store, mlp)
@@ -156,6 +160,7 @@ class _Writer:
         self.logits = logits
         self.b = b = ProgramBuilder()
         self.scaled = cache_dtype == torch.int8
+        self.own_cache = cache_dtype in (None, emitter.store.dtype)
         self.hidden = b.input("hidden")
         self.positions = b.input("positions")
         self.slots = b.input("slots")
@@ -317,6 +322,8 @@ class _Writer:
         qkv = self.linear(w.qkv, x)
         if a.clip_qkv is not None:
             qkv = b.call("clamp", qkv, -a.clip_qkv, a.clip_qkv)
+        if w.latent is not None:
+            return write_latent(self, index, a, qkv, w.latent)
         heads, kv, d = a.heads, a.kv_heads, a.head_dim
         rows = b.call("reshape", qkv, [0, heads + 2 * kv, d])
         q = b.call("narrow", rows, 1, 0, heads)

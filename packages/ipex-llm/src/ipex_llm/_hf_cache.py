@@ -116,8 +116,17 @@ class CacheState:
             self._fallback = self.append(batch, count, new), new
         assert self._fallback is not None
         step, new = self._fallback
+        shape, parts = self.cache.layers[layer], (key, value)
+        if shape.latent:
+            if key.shape[1] != 1 or key.shape[-1] != shape.latent:
+                raise NotImplementedError(
+                    "IpexCache: keys must be latents, got those of heads: this version of the model's own forward"
+                    " cannot go on with a cache of latents; pass use_cache=False"
+                )
+            both = torch.cat([key, value], dim=-1)
+            parts = (both, both)
         rows = []
-        for part in (key, value):
+        for part in parts:
             flat = part.transpose(1, 2)
             flat = flat.flatten(0, 1) if new is None else flat[new]
             rows.append(flat.to(self.dtype).contiguous())
@@ -139,7 +148,7 @@ class CacheState:
         ):
             for out, rows in zip(parts, self.cache.rows(layer, blocks, length), strict=True):
                 if self.valid is not None:
-                    wide = rows.new_zeros(shape.kv_heads, self.length, shape.head_dim)
+                    wide = rows.new_zeros(shape.kv_heads, self.length, rows.shape[-1])
                     wide[:, self.valid[i]] = rows
                     rows = wide
                 out.append(rows)

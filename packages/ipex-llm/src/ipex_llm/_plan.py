@@ -20,6 +20,7 @@ __all__ = [
     "AttentionPlan",
     "DecoderPlan",
     "ExpertsPlan",
+    "LatentPlan",
     "LayerPlan",
     "LinearPlan",
     "MlpPlan",
@@ -105,10 +106,29 @@ class RopePlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LatentPlan:
+    """Keys and values of all heads from one latent row (multi-head latent attention).
+
+    `AttentionPlan.qkv` gives the queries, or what they are made of; then the latent ``[rank]``; then the part of the
+    keys that is rotated and the same for all heads, ``[rope.dim]``. The head of a query is ``[head_dim - rope.dim |
+    rope.dim]``, and so is that of a key: what `up` makes of the latent, and the rotated part.
+    """
+
+    up: nn.Module  # rows: of each head the key's without rotation, then the value's
+    norm: NormPlan | None  # of the latent, before `up`
+    rank: int
+    value_dim: int
+    query: LinearPlan | None = None  # None: `qkv` gives the queries
+    query_norm: NormPlan | None = None  # before `query`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Attention of queries to cached keys and values."""
 
-    qkv: LinearPlan  # rows: all query heads, all key heads, all value heads
+    qkv: (
+        LinearPlan  # rows: all query heads, all key heads, all value heads; with `latent` see there
+    )
     output: LinearPlan
     heads: int
     kv_heads: int
@@ -126,6 +146,7 @@ class AttentionPlan:
     clip_qkv: float | None = None
     #: Queries are multiplied with ``1 + scale * log(1 + floor((position + 1) / floor_scale))`` (Llama 4); the two.
     temperature: tuple[float, float] | None = None
+    latent: LatentPlan | None = None  # `kv_heads` is 1 then
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

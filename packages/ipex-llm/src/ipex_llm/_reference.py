@@ -18,6 +18,7 @@ from ipex_llm._plan import (
     AttentionPlan,
     DecoderPlan,
     ExpertsPlan,
+    LatentPlan,
     LayerPlan,
     LinearPlan,
     MlpPlan,
@@ -126,6 +127,9 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
     qkv = qkv.float()
     if plan.clip_qkv is not None:
         qkv = qkv.clamp(-plan.clip_qkv, plan.clip_qkv)
+    if plan.latent is not None:
+        query, key, value = _from_latent(plan, plan.latent, qkv)
+        return _weigh(plan, query, key, value)
     length, width = qkv.shape[0], plan.head_dim
     heads = qkv.view(length, plan.heads + 2 * plan.kv_heads, width)
     query, key, value = heads.split([plan.heads, plan.kv_heads, plan.kv_heads], dim=1)
@@ -138,12 +142,37 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
     if plan.temperature is not None:
         factors = query_factors(torch.arange(length, device=qkv.device), plan.temperature)
         query = query * factors.view(-1, 1, 1)
-    groups = plan.heads // plan.kv_heads
+    return _weigh(plan, query, key, value)
+
+
+def _from_latent(
+    plan: AttentionPlan, latent: LatentPlan, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys ``[T, heads, head_dim]`` and values ``[T, heads, value_dim]``."""
+    rope = plan.rope
+    assert rope is not None
+    length, plain = rows.shape[0], plan.head_dim - rope.dim
+    width = rows.shape[-1] - latent.rank - rope.dim
+    query, low, turned = rows.split([width, latent.rank, rope.dim], dim=-1)
+    if latent.query is not None:
+        query = run_linear(latent.query, run_norm(latent.query_norm, query))
+    query = query.view(length, plan.heads, plan.head_dim)
+    query = torch.cat([query[..., :plain], _rotate(rope, query[..., plain:])], dim=-1)
+    both = run_linear(LinearPlan((latent.up,)), run_norm(latent.norm, low))
+    both = both.view(length, plan.heads, plain + latent.value_dim)
+    turned = _rotate(rope, turned.unsqueeze(1)).expand(-1, plan.heads, -1)
+    return query, torch.cat([both[..., :plain], turned], dim=-1), both[..., plain:]
+
+
+def _weigh(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return the values weighted by the scores of queries and keys ``[T, heads, ...]``, ``[T, heads * value_dim]``."""
+    length = query.shape[0]
+    groups = plan.heads // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * plan.scale
     if plan.softcap > 0:
         scores = plan.softcap * torch.tanh(scores / plan.softcap)
-    rows = torch.arange(length, device=qkv.device)
+    rows = torch.arange(length, device=query.device)
     distance = rows.unsqueeze(1) - rows  # how far key k lies to the left of query q
     if plan.alibi_slopes is not None:
         scores = scores - plan.alibi_slopes.to(scores).view(-1, 1, 1) * distance

@@ -12,7 +12,7 @@ from ipex_core.nn.rope import rope_frequencies
 from ipex_core.program import Program
 from ipex_llm._cache import LayerShape, PagedCache, Step, cache_dtype
 from ipex_llm._emit import Emitter, Mode
-from ipex_llm._plan import DecoderPlan, RopePlan
+from ipex_llm._plan import AttentionPlan, DecoderPlan, RopePlan
 from ipex_llm._reference import query_factors
 from ipex_llm._weights import WeightStore, call_linear
 
@@ -55,7 +55,7 @@ class Runner:
             self.store.undo()
             raise
         attentions = [layer.attention for layer in plan.layers]
-        self.shapes = tuple(LayerShape(a.kv_heads, a.head_dim) for a in attentions)
+        self.shapes = tuple(map(_shape, attentions))
         ropes = {repr(a.rope): a.rope for a in attentions if a.rope is not None}
         self._ropes = [_Rope(ropes[key], plan.max_positions) for key in self.emitter.ropes]
         self._lock = threading.Lock()
@@ -196,6 +196,14 @@ class Runner:
         if not step.singles:
             inputs.append(step.most)
         return program.run(*inputs)[0]
+
+
+def _shape(plan: AttentionPlan) -> LayerShape:
+    latent = plan.latent
+    if latent is None:
+        return LayerShape(plan.kv_heads, plan.head_dim)
+    assert plan.rope is not None
+    return LayerShape(1, latent.rank + plan.rope.dim, latent.rank)
 
 
 class _Rope:

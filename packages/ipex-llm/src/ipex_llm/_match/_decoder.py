@@ -98,7 +98,7 @@ def match_layers(trace: Trace) -> Iterator[tuple[nn.Module, Layer | MatchError]]
             yield layer, error
             continue
         attention = found.plan.attention
-        if not any(_alike(attention, old) for old in hint):
+        if attention.latent is None and not any(_alike(attention, old) for old in hint):
             hint.append(attention)
         yield layer, found
 

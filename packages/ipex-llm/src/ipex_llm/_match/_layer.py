@@ -10,6 +10,7 @@ from torch import nn
 
 from ipex_llm._match._attention import find_attention, match_attention
 from ipex_llm._match._experts import is_mixture, match_experts
+from ipex_llm._match._latent import is_latent, match_latent
 from ipex_llm._match._mlp import match_mlp
 from ipex_llm._match._norm import match_norm
 from ipex_llm._match._trace import Config, Trace, distance, is_linear, is_norm, same
@@ -108,7 +109,10 @@ def match_layer(
     if module is None:
         children = ", ".join(name for name, _ in layer.named_children())
         raise trace.error(layer, f"has no self attention among its parts ({children})")
-    attention = match_attention(trace, config, decoder, module, index, hint)
+    if is_latent(module):
+        attention = match_latent(trace, config, decoder, module, index)
+    else:
+        attention = match_attention(trace, config, decoder, module, index, hint)
     mlp, mlp_in, mlp_out = _feed_forward(trace, config, layer)
     norms = [m for m in layer.children() if is_norm(m) and trace.ran(m)]
     attention_in = trace.input(attention.qkv.modules[0])
