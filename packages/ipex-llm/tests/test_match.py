@@ -302,7 +302,6 @@ def test_language_model_of_a_vision_model() -> None:
         ("mllama", r"layers\.1: does not run on text alone \(its parts: cross_attn, "),
         ("phimoe", r"layers\.0\.\w+: \w+ (routes or )?computes "),
         ("yuan", r"layers\.0\.self_attn: has linear layers \(q_proj, k_proj, v_proj, o_proj\)"),
-        ("deepseek_v3", r"layers\.0\.self_attn: has linear layers \(q_a_proj, "),
     ],
 )
 def test_no_match(name: str, message: str) -> None:

@@ -12,11 +12,10 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ipex_core.program import Register
 from ipex_llm import _woq
-from ipex_llm._plan import AttentionPlan, LatentPlan
+from ipex_llm._plan import AttentionPlan
 from ipex_llm._weights import Linear, UnsupportedPlan, WeightStore, _not_packable, _unpack
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ def write_latent(
         query = b.call("narrow", rows, 1, 0, first)
     else:
         assert weights.query is not None
-        first = _features(latent, a)
+        first = _features(a)
         query = b.call("narrow", rows, 1, 0, first)
         if latent.query_norm is not None:
             query = writer.norm(latent.query_norm, query)
@@ -170,8 +169,7 @@ def write_latent(
     return result
 
 
-def _features(latent: LatentPlan, a: AttentionPlan) -> int:
+def _features(a: AttentionPlan) -> int:
     """Return how many features the queries are made of."""
     module: Any = a.qkv.modules[0]
-    assert isinstance(module, nn.Module) and latent.query is not None
     return int(module.out_features)

@@ -71,8 +71,12 @@ def _stacked_biases(store: WeightStore, plan: ExpertsPlan) -> tuple[Tensor | Non
 
 def _pack_stacked(store: WeightStore, plan: ExpertsPlan) -> Experts:
     gate_up, down = plan.gate_up, plan.down
-    names = {id(p): n for n, p in plan.module._parameters.items() if p is not None}
-    if id(gate_up) not in names or id(down) not in names:
+    owners = {  # the module itself, or one for each weight
+        id(parameter): (module, name)
+        for module in plan.module.modules()
+        for name, parameter in module._parameters.items()
+    }
+    if id(gate_up) not in owners or id(down) not in owners:
         raise UnsupportedPlan("the weights of the experts are no parameters of their module")
     made: list[Tensor] = []
     for gated, parameter in ((True, gate_up), (False, down)):
@@ -83,7 +87,7 @@ def _pack_stacked(store: WeightStore, plan: ExpertsPlan) -> Experts:
         shape = (rows.shape[1], rows.shape[2])
         del rows
         part = _StackPart(packed, shape, store.dtype, gated, form)
-        store._replace(plan.module, names[id(parameter)], packed, part)
+        store._replace(*owners[id(parameter)], packed, part)
         made.append(packed)
     return Experts(made[0], made[1], *_stacked_biases(store, plan))
 

@@ -121,6 +121,10 @@ def shard_head(plan: DecoderPlan) -> DecoderPlan:
 
 def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) -> None:
     a = layer.attention
+    if a.latent is not None:
+        raise OpArgumentError(
+            "optimize: model must have projections to keys and values to be divided, got latent attention"
+        )
     split_heads(a.heads, a.kv_heads, parallel.rank, parallel.ranks)
     for norm in (a.query_norm, a.key_norm):
         if norm is not None and a.norm_over == "all":
