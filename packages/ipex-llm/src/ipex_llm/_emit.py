@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from ipex_core._memory import return_free_memory
 from ipex_core.nn._packed import PackedWeight
 from ipex_core.program import Program, ProgramBuilder, Register
 from ipex_llm._emit_latent import Latent, pack_latent, write_latent
@@ -104,6 +105,7 @@ class Emitter:
                 packed.shared_gate = store.linear(LinearPlan((mlp.shared_gate,)))
         else:
             packed.mlp = self._mlp(mlp)
+        return_free_memory()
         return packed
 
     def _mlp(self, mlp: MlpPlan) -> tuple[Linear, ...]:

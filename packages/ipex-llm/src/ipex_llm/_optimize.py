@@ -16,6 +16,7 @@ from torch import nn
 import ipex_core
 from ipex_core._optimize._arguments import DTYPES, check_model
 from ipex_core._optimize._pipeline import _copy
+from ipex_core._optimize._prepack import PACKED_LATER
 from ipex_core._optimize._records import log_of
 from ipex_core.errors import OpArgumentError
 from ipex_core.nn._packed import PackedWeight
@@ -129,9 +130,12 @@ def optimize(
     if quantization_config is not None and low_precision_checkpoint is None:
         with uncovered(model):
             plan, notes = quantize(model, plan, quantization_config)
-    ipex_core.optimize(model, dtype=dtype, inplace=True)
+    with _packed_later(plan):
+        ipex_core.optimize(model, dtype=dtype, inplace=True)
     if plan is not None:
         reason = _attach(model, plan, kv)
+        if reason is not None:  # pack what was left to the plan
+            ipex_core.optimize(ipex_core.restore(model), dtype=dtype, inplace=True)
     if is_sharded(model) and reason is not None:
         _share_random(model)
     log = log_of(model)
@@ -266,6 +270,19 @@ def _plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
         return parallel_plan(model, match(model)), None
     except MatchError as error:
         return None, str(error)
+
+
+@contextlib.contextmanager
+def _packed_later(plan: DecoderPlan | None) -> Iterator[None]:
+    """Keep `ipex_core.optimize` from packing layers one by one that the plan packs side by side."""
+    modules: list[nn.Module] = [] if plan is None else [*plan.linear_modules()]
+    for module in modules:
+        module.__dict__[PACKED_LATER] = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.__dict__.pop(PACKED_LATER, None)
 
 
 def _attach(model: nn.Module, plan: DecoderPlan, kv: torch.dtype | None) -> str | None:

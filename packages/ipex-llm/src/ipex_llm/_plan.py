@@ -8,6 +8,7 @@ differs between the families of models is a value here; nothing that runs a plan
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -241,3 +242,18 @@ class DecoderPlan:
     logit_softcap: float = 0.0
     #: The ranks that have the rest of a sharded model: output and down projections, experts and the head give parts.
     parallel: TensorParallel | None = None
+
+    def linear_modules(self) -> Iterator[nn.Module]:
+        """Iterate over the modules of all linear layers of the plan."""
+        return _linear_modules(self)
+
+
+def _linear_modules(value: object) -> Iterator[nn.Module]:
+    if isinstance(value, LinearPlan):
+        yield from value.modules
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _linear_modules(one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _linear_modules(getattr(value, field.name))

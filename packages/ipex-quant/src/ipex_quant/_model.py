@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core._memory import return_free_memory
 from ipex_core._optimize._progress import progress as show_progress
 from ipex_core._spec import check
 from ipex_core.nn import OptimizedLinear
@@ -88,6 +89,7 @@ def quantize_linears(
         for name in places:
             replace_module(model, name, replacement)
         done += places
+        return_free_memory()
     return tuple(done)
 
 

@@ -19,7 +19,18 @@ from ipex_core.nn._leaf import has_kernel
 from ipex_core.nn._packed import pack
 from ipex_core.nn._state import attach, state_of, swap_class
 
-__all__ = ["LinearChoice", "Prepack", "choose_linear", "measure_conv", "measure_linear"]
+__all__ = [
+    "PACKED_LATER",
+    "LinearChoice",
+    "Prepack",
+    "choose_linear",
+    "measure_conv",
+    "measure_linear",
+]
+
+
+#: Attribute of modules whose weights a package on top of this one packs, once `optimize` has returned.
+PACKED_LATER = "_ipex_packed_later"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +176,10 @@ class Prepack(Pass):
                     context.log.add(
                         path, module, self.name, False, "a subclass with a forward of its own"
                     )
+                continue
+            if module.__dict__.get(PACKED_LATER):
+                text = "packed together with its neighbours afterwards"
+                context.log.add(path, module, self.name, True, text, "ipex::linear")
                 continue
             reason = swap_reason(module) if kind is type(module) else None
             if reason is None and context.shared(module):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ipex_core import nn as inn
+from ipex_core._memory import return_free_memory
 from ipex_core._optimize._passes import Context, Pass, register, swap_reason
 from ipex_core._optimize._records import Log
 from ipex_core.nn._leaf import has_kernel
@@ -118,6 +119,10 @@ class Kernels(Pass):
         return None
 
 
+#: Bytes of replaced weights after which freed memory is returned to the system.
+RETURN_BYTES = 64 << 20
+
+
 @register
 class Realize(Pass):
     """Carry out the plans: one module at a time, so that at most one weight exists twice."""
@@ -135,8 +140,13 @@ class Realize(Pass):
 
         registry: dict[int, SavedTensor] = {}
         todo = [(p, m) for p, m in context.modules() if "_ipex_state" in m.__dict__]
+        freed = 0
         for _, module in progress(todo):
+            freed += sum(p.nbytes for p in module._parameters.values() if p is not None)
             realize(module, registry)
+            if freed >= RETURN_BYTES:
+                return_free_memory()
+                freed = 0
 
 
 @register
