@@ -30,8 +30,8 @@ std::atomic<int64_t> mapped{0};
 int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
 Chunk* map_chunk(int64_t bytes) {
-  // The end of a chunk gets a huge page of its own only if little of that stays unused: weights of a few megabytes, of
-  // which a model has hundreds, would take 10 % more memory otherwise.
+  // The end of a chunk gets a huge page of its own only if little of that stays unused: weights of
+  // a few megabytes, of which a model has hundreds, would take 10 % more memory otherwise.
   const int64_t whole = round_up(bytes, kHugePage);
   const bool fits = (whole - bytes) * 32 <= bytes;
   const int64_t size = fits ? whole : round_up(bytes, kSmallPage);
