@@ -15,11 +15,12 @@ import torch
 
 from ipex_core.program import Register
 from ipex_llm import _woq
+from ipex_llm._emit._attention import attend
 from ipex_llm._plan import AttentionPlan
 from ipex_llm._weights import Linear, UnsupportedPlan, WeightStore, _not_packable, _unpack
 
 if TYPE_CHECKING:
-    from ipex_llm._emit import _Writer
+    from ipex_llm._emit._writer import Writer
 
 __all__ = ["Latent", "pack_latent", "write_latent"]
 
@@ -96,7 +97,7 @@ class _UpPart:
 
 
 def write_latent(
-    writer: _Writer, index: int, a: AttentionPlan, rows: Register, weights: Latent
+    writer: Writer, index: int, a: AttentionPlan, rows: Register, weights: Latent
 ) -> Register:
     """Write a latent attention.
 
@@ -153,7 +154,7 @@ def write_latent(
         )
     else:
         wide = b.call("empty_like", q)
-        writer._attend(a, wide, q, cache)
+        attend(writer, a, wide, q, cache)
         out = b.call("narrow", wide, 2, 0, latent.rank)
     y = b.call(
         "bmm",
