@@ -17,6 +17,7 @@ ops = torch.ops.ipex
 X = torch.ones(3, 8)
 W = torch.ones(8)
 PACKED = ops.pack_linear_weight(torch.ones(5, 8))
+IDS = torch.tensor([4, 0])
 Q = torch.ones(1, 2, 3, 8)
 
 
@@ -63,6 +64,18 @@ def bad_calls():
     yield "unpack_linear_weight", (PACKED, 5, 9, torch.float32), "packed must be"
     yield "unpack_linear_weight", (PACKED, 5, 8, torch.int8), "dtype must be"
     yield "unpack_linear_weight", (PACKED, 0, 8, torch.float32), "out_features must be positive"
+    yield "packed_embedding", (PACKED, IDS, 5, 8, torch.int8), "dtype must be"
+    yield "packed_embedding", (PACKED, IDS, 5, 0, torch.float32), "embedding_dim must be positive"
+    yield "packed_embedding", (PACKED, IDS, 0, 8, torch.float32), "num_embeddings must be positive"
+    yield "packed_embedding", (PACKED, IDS, 5, 9, torch.float32), "packed must be"
+    yield "packed_embedding", (PACKED, IDS, 6, 8, torch.float32), "header"  # the same padded size
+    yield "packed_embedding", (PACKED, IDS.float(), 5, 8, torch.float32), "ids must have dtype"
+    yield (
+        "packed_embedding",
+        (PACKED, IDS + 1, 5, 8, torch.float32),
+        "ids must hold rows in \\[0, 5",
+    )
+    yield "packed_embedding", (PACKED, IDS - 1, 5, 8, torch.float32), "ids must hold rows in .* -1"
     yield "attention", (Q[0], Q, Q), "query must be 4-D"
     yield "attention", (Q, Q[..., :4], Q[..., :4]), "key must have shape"
     yield "attention", (Q, Q, Q[:, :, :2]), "value must have the shape"
