@@ -115,7 +115,9 @@ def replace_linears_from_checkpoint(
 
 def _keys(state_dict: Mapping[str, Tensor], name: str) -> list[str]:
     start = f"{name}."
-    return [key for key in state_dict if key.startswith(start) and "." not in key[len(start) :]]
+    rest = ((key, key[len(start) :]) for key in state_dict if key.startswith(start))
+    # bitsandbytes hangs its tensors on the weight.
+    return [key for key, part in rest if "." not in part or part.startswith("weight.")]
 
 
 def _renamed(model: nn.Module, name: str) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from ipex_core._spec import check
 from ipex_llm._lowp_files import model_config as read_model_config
 from ipex_llm._lowp_files import quantization_config, tensors
+from ipex_llm._lowp_gguf import is_gguf, load_gguf
 from ipex_llm._lowp_model import Replaced, replace_linears_from_checkpoint
 from ipex_llm._lowp_shards import Splitter
 from ipex_quant._schemes import method_of
@@ -46,8 +47,11 @@ def load_low_precision_checkpoint(
     ``quantization_config`` in ``config.json``, or a ``quantize_config.json``. Tensors of safetensors files are mapped
     and not read until they are used.
 
+    A GGUF file, or a folder that has nothing else, is read too: its tensors get the names and the order that
+    Hugging Face's models of the architectures llama (Mistral too), qwen2 and qwen3 have.
+
     Args:
-        pathname: The folder.
+        pathname: The folder, or a GGUF file.
         rank: With ``world_size`` > 1, whose part of the split layers is returned; see
             `shard_low_precision_checkpoint`.
         world_size: Number of ranks.
@@ -60,6 +64,11 @@ def load_low_precision_checkpoint(
             quantised, or the model cannot be split among so many ranks.
     """
     op = "load_low_precision_checkpoint"
+    if is_gguf(pathname):
+        state, quant_config = load_gguf(op, pathname)
+        check(bool(quantized_names(state)), op, "pathname", "have gguf weights", "none")
+        check(world_size == 1 and rank == 0, op, "world_size", "be 1 for GGUF files", world_size)
+        return state, quant_config
     config = read_model_config(op, pathname)
     folder = Path(pathname)
     quant_config = quantization_config(op, folder, config)

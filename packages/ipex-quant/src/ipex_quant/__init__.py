@@ -27,6 +27,7 @@ _LAZY: dict[str, str] = {
     "QuantizedWeight": "ipex_quant._weight",
     "QuantMethod": "ipex_quant.linear",
     "read_checkpoint": "ipex_quant.checkpoint",
+    "read_gguf": "ipex_quant._gguf",
     "read_linear": "ipex_quant.checkpoint",
     "WeightOnlyQuantizedLinear": "ipex_quant.linear",
     "woq_qconfig": "ipex_quant.qconfig",

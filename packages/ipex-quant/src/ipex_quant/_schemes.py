@@ -26,6 +26,8 @@ METHODS = {
     "fp8": "fp8",
     "compressed-tensors": "compressed-tensors",
     "ipex": "compressed-tensors",
+    "bitsandbytes": "bitsandbytes",
+    "gguf": "gguf",
 }
 _FORMATS = {
     "pack-quantized": "words",
@@ -86,6 +88,8 @@ def scheme_of(op: str, config: Mapping[str, Any] | None, name: str) -> LayerSche
         return LayerScheme("gptq", 4, None, False, "gptq")
     if method == "compressed-tensors":
         return _compressed(op, config, name)
+    if method in ("bitsandbytes", "gguf"):  # each tensor says all by itself
+        return LayerScheme(method)
     if method in ("int8", "fp8"):
         return LayerScheme(method, block=_block(op, config.get("weight_block_size")))
     values = {**config, **_override(config, name)}

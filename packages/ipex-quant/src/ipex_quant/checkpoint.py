@@ -10,7 +10,10 @@ int8                   ``weight``, ``weight_scale``
 fp8                    ``weight``, ``weight_scale_inv`` for blocks of 128 x 128 or others; ``weight_scale``
 compressed-tensors     ``pack-quantized`` (2, 3, 4, 8 bits), ``int-quantized``, ``float-quantized``,
                        ``mxfp4-pack-quantized``
-ipex                   as compressed-tensors, and ``nf4-pack-quantized``
+ipex                   as compressed-tensors, and ``nf4-pack-quantized``; what ``state_dict`` of a quantised layer has
+bitsandbytes           ``weight`` with ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``), ``weight.absmax``, also
+                       nested; int8 ``weight`` with ``SCB``
+gguf                   ``gguf_blocks`` and ``gguf_type``, which `read_gguf` makes
 =====================  ==============================================================================================
 
 Scales of activations are not used: activations keep their dtype, or are rounded as ``lowp_mode`` says.
@@ -35,7 +38,10 @@ import torch
 from torch import nn
 
 from ipex_core._spec import check
+from ipex_quant import _saved
+from ipex_quant._bnb import PARTS, bnb_weight
 from ipex_quant._formats import codebook_weight, fp8_weight, int8_weight, packed_weight
+from ipex_quant._gguf_blocks import blocks_weight
 from ipex_quant._layouts import awq_weight, gptq_weight
 from ipex_quant._schemes import LayerScheme, method_of, scheme_of
 from ipex_quant._weight import QuantizedWeight
@@ -48,12 +54,16 @@ Tensor = torch.Tensor
 log = logging.getLogger("ipex")
 
 #: What tells that a layer is quantised.
-_MARKS = ("qweight", "weight_packed", "weight_scale_inv", "weight_scale")
+_MARKS = (
+    *("qweight", "weight_packed", "weight_scale_inv", "weight_scale"),
+    *("gguf_blocks", "SCB", "absmax"),
+)
 #: Everything that belongs to a quantised layer.
 _PARTS = (
     *("qweight", "scales", "qzeros", "g_idx", "bias", "weight", "weight_scale", "weight_scale_inv"),
     *("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"),
     *("input_scale", "input_zero_point", "output_scale", "perm"),
+    *("zeros", "woq", "gguf_blocks", "gguf_type", *PARTS),
 )
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -63,6 +73,8 @@ def quantized_names(state_dict: Mapping[str, Tensor]) -> list[str]:
     names: dict[str, None] = {}
     for key in state_dict:
         name, _, last = key.rpartition(".")
+        if last == "absmax":  # bitsandbytes hangs its tensors on the weight
+            name = name.removesuffix(".weight")
         if last in _MARKS and name:
             names[name] = None
     return list(names)
@@ -111,6 +123,10 @@ def read_linear(
     Raises:
         OpArgumentError: As for `read_checkpoint`.
     """
+    if f"{name}.woq" in state_dict:  # a layer of ours
+        absent = _saved.absent(state_dict, f"{name}.")
+        check(not absent, "read_linear", "state_dict", f"have {', '.join(absent)}", "none")
+        return _saved.weight(state_dict, f"{name}.")
     scheme = scheme_of("read_linear", quant_config, name)
     parts = {part: state_dict.get(f"{name}.{part}") for part in _PARTS}
     read = {
@@ -120,6 +136,8 @@ def read_linear(
         "auto-round": _read_words,
         "int8": _read_bytes,
         "fp8": _read_bytes,
+        "bitsandbytes": _read_bnb,
+        "gguf": _read_gguf,
     }.get(scheme.method, _read_compressed)
     return read(parts, scheme, name)
 
@@ -204,6 +222,15 @@ def _in_features(qweight: Tensor, bits: int, g_idx: Tensor | None) -> int | None
     if g_idx is None or qweight.dim() != 2:
         return None
     return g_idx.numel() if -(-g_idx.numel() * bits // 32) == qweight.shape[0] else None
+
+
+def _read_bnb(parts: Parts, scheme: LayerScheme, name: str) -> QuantizedWeight:
+    return bnb_weight(parts, name)
+
+
+def _read_gguf(parts: Parts, scheme: LayerScheme, name: str) -> QuantizedWeight:
+    blocks, kind = _need(parts, name, "gguf_blocks"), _need(parts, name, "gguf_type")
+    return blocks_weight(blocks, int(kind), parts["bias"], name)
 
 
 def _read_bytes(parts: Parts, scheme: LayerScheme, name: str) -> QuantizedWeight:
