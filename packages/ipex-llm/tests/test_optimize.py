@@ -176,3 +176,17 @@ def test_low_precision_checkpoint():
     fast = optimize(model, low_precision_checkpoint=(weights, {"quant_method": "int8"}))
     assert record(fast).done
     torch.testing.assert_close(logits(fast), logits(source), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_made_faster_compile_without_graph_breaks(name, dtype):
+    torch._dynamo.reset()
+    model = optimize(FAMILIES[name](), dtype=dtype, deployment_mode=False)
+    ids = tokens(1, 12)
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        got = compiled(ids, use_cache=False).logits
+    bound = 1e-4 if dtype == torch.float32 else 0.05  # a few roundings of bfloat16
+    torch.testing.assert_close(got, want, atol=bound, rtol=bound)
