@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from families import CAUSAL, FAMILIES, OLD, tokens
+from families import FAMILIES, OLD, tokens
 
 import ipex_core
 from ipex_llm import _forward
@@ -39,14 +39,10 @@ def padded(batch=3, length=14):
     return ids, mask
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_families_greedy_and_beam(name):
-    if OLD and name == "qwen2_window":
-        pytest.skip("transformers 4; test_matrix.py says why")
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2", "gpt2", "bloom", "qwen3", "phi"])
+def test_padded_batches_greedy_and_beam(name):
     model, fast = pair(name)
     ids, mask = padded()
-    if name == "jamba":  # its stock model differs with padding
-        mask = torch.ones_like(mask)
     options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(ids, max_new_tokens=30, **options)
     assert torch.equal(fast.generate(ids, max_new_tokens=30, **options), expected)

@@ -198,15 +198,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from threads, and lose a lot on a machine that does other work too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def packs_small_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pack the layers of the tiny models too, as those of real ones are."""
