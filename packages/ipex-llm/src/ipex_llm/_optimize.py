@@ -35,7 +35,7 @@ from ipex_llm._parallel import (
 from ipex_llm._parallel._split import GRAINS
 from ipex_llm._plan import DecoderPlan
 from ipex_llm._runner import Runner
-from ipex_llm._weights import UnsupportedPlan
+from ipex_llm._weights import Owners, UnsupportedPlan
 from ipex_llm._woq_model import Notes, quantize
 
 __all__ = ["attach_runner", "optimize", "optimize_transformers"]
@@ -314,14 +314,14 @@ def _dtype(plan: DecoderPlan) -> torch.dtype:
     return weight.dtype
 
 
-def _shared(model: nn.Module) -> set[int]:
-    """Return ids of parameters that several modules have."""
-    owners: dict[int, int] = {}
+def _shared(model: nn.Module) -> dict[int, Owners]:
+    """Return, by id, the owners of parameters that several modules have."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for name, parameter in module._parameters.items():
             if parameter is not None and not isinstance(parameter, PackedWeight):
-                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return {key for key, count in owners.items() if count > 1}
+                owners.setdefault(id(parameter), []).append((module, name))
+    return {key: found for key, found in owners.items() if len(found) > 1}
 
 
 def _undo(module: nn.Module) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ipex_llm._cache import LayerShape, PagedCache, Step, cache_dtype
 from ipex_llm._emit import Emitter, Mode
 from ipex_llm._plan import AttentionPlan, DecoderPlan, RopePlan
 from ipex_llm._reference import query_factors
-from ipex_llm._weights import WeightStore, call_linear
+from ipex_llm._weights import Owners, PlannedWeight, WeightStore, call_linear
 
 __all__ = ["Runner"]
 
@@ -30,6 +31,7 @@ class Runner:
     Args:
         plan: Structure of the decoder.
         dtype: dtype of rows and weights.
+        shared: Owners of parameters that several modules have; see `WeightStore`.
 
     Attributes:
         plan: As given.
@@ -38,7 +40,10 @@ class Runner:
     """
 
     def __init__(
-        self, plan: DecoderPlan, dtype: torch.dtype, shared: set[int] | None = None
+        self,
+        plan: DecoderPlan,
+        dtype: torch.dtype,
+        shared: Mapping[int, Owners] | None = None,
     ) -> None:
         self.plan = plan
         self.dtype = dtype
@@ -137,7 +142,10 @@ class Runner:
         """Return the rows ``[T, H]`` that the first layer reads."""
         plan = self.plan
         weight: Any = plan.embedding._parameters["weight"]
-        h = torch.nn.functional.embedding(tokens, weight.detach())
+        if isinstance(weight, PlannedWeight) and weight.whole:
+            h = weight.look_up(tokens)
+        else:
+            h = torch.nn.functional.embedding(tokens, weight.detach())
         if h.dtype is not self.dtype:
             h = h.to(self.dtype)
         if plan.embedding_scale != 1.0:

@@ -10,7 +10,8 @@ what they were.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,57 +20,24 @@ from torch import nn
 from ipex_core import nn as inn
 from ipex_core._optimize._cast import cast_input
 from ipex_core.nn._leaf import has_hooks
-from ipex_core.nn._packed import _KEEP, PackedWeight
-from ipex_core.nn._state import attach, realize, state_of, swap_class, unpack_weight
-from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
+from ipex_core.nn._packed import PackedWeight
+from ipex_core.nn._saved import SavedTensor
+from ipex_core.nn._state import attach, put_back, realize, state_of, swap_class, unpack_weight
+from ipex_core.woq import interleave_gate_up
 from ipex_llm import _woq
 from ipex_llm._plan import LinearPlan
+from ipex_llm._planned import Part, PlannedWeight, TiedEmbedding
+from ipex_llm._subclass import subclass
 
-__all__ = ["Linear", "PlannedWeight", "UnsupportedPlan", "WeightStore", "call_linear"]
+__all__ = ["Linear", "Owners", "PlannedWeight", "UnsupportedPlan", "WeightStore", "call_linear"]
 
 Tensor = torch.Tensor
+#: Modules that have a parameter, and the name it has there.
+Owners = Sequence[tuple[nn.Module, str]]
 
 
 class UnsupportedPlan(Exception):
     """A plan holds something that no program can run; the text says what."""
-
-
-class PlannedWeight(PackedWeight):
-    """A parameter that is a part of a packed weight; ``recover`` gives its values."""
-
-    recover: Callable[[], Tensor]
-    former: nn.Parameter
-
-    @staticmethod
-    def of(former: nn.Parameter, packed: Tensor, recover: Callable[[], Tensor]) -> PlannedWeight:
-        """Make one that stands for ``former``."""
-        self = torch.Tensor._make_wrapper_subclass(
-            PlannedWeight,
-            former.shape,
-            dtype=former.dtype,
-            device=torch.device("cpu"),
-            requires_grad=former.requires_grad,
-        )
-        assert isinstance(self, PlannedWeight)
-        self.packed, self.form, self.start, self.rows = packed, "plan", 0, None
-        self.gated = None
-        self.recover, self.former = recover, former
-        return self
-
-    def _plain(self) -> Tensor:
-        with torch.no_grad():
-            return self.recover()
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an op on the unpacked weight; detaching keeps it packed."""
-        first = args[0] if args else None
-        if func in _KEEP and isinstance(first, PlannedWeight):
-            copied = PlannedWeight.of(first.former, first.packed, first.recover)
-            return copied.requires_grad_(False)
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,13 +71,13 @@ class WeightStore:
 
     Args:
         dtype: dtype of the packed weights.
-        shared: Ids of parameters that have another use than in the plan's linear layers (tied embeddings): they are
-            packed and kept.
+        shared: Owners, by id, of parameters that several modules have. The weight of a head that embeddings have too
+            is exchanged in all of them; other shared parameters are packed and kept.
     """
 
-    def __init__(self, dtype: torch.dtype, shared: set[int] | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, shared: Mapping[int, Owners] | None = None) -> None:
         self.dtype = dtype
-        self.shared = shared or set()
+        self.shared = shared or {}
         self._entries: list[tuple[nn.Module, str, PlannedWeight]] = []
         self._plain: list[tuple[nn.Module, str, Any, int]] = []
         #: Quantised layers and what their weight is a part of.
@@ -201,7 +169,7 @@ class WeightStore:
                 parameter = module._parameters["weight"]
                 assert isinstance(parameter, nn.Parameter)
                 rows = parameter.shape[1] if plan.transposed else parameter.shape[0]
-                part = _Part(
+                part = Part(
                     packed, shape, self.dtype, plan, index, start, rows, features, gated, fused
                 )
                 self._replace(module, "weight", packed, part)
@@ -246,19 +214,31 @@ class WeightStore:
     ) -> None:
         parameter = module._parameters[name]
         assert isinstance(parameter, nn.Parameter)
-        if id(parameter) in self.shared or parameter.dtype != self.dtype:
+        owners = self.shared.get(id(parameter), [(module, name)])
+        wrapper: Any = PlannedWeight.of(parameter, packed, recover)
+        if parameter.dtype != self.dtype or not _exchangeable(module, owners, wrapper):
             self._plain.append((module, name, parameter, parameter._version))
             return
-        if state_of(module) is None:
-            attach(module)
-            if type(module) is nn.Linear:
-                swap_class(module, inn.OptimizedLinear)
-            realize(module)
-        wrapper: Any = PlannedWeight.of(parameter, packed, recover)
-        module._parameters[name] = wrapper
-        module.__dict__["_packed"] = None
+        # Owners share what is remembered of the original, too.
+        states = [(state_of(owner), key) for owner, key in owners]
+        known = [
+            state.saved[key] for state, key in states if state is not None and key in state.saved
+        ]
+        originals: dict[int, SavedTensor] = {id(parameter): known[0]} if known else {}
+        for owner, _ in owners:
+            if state_of(owner) is None:
+                attach(owner)
+                if type(owner) is nn.Linear:
+                    swap_class(owner, inn.OptimizedLinear)
+                realize(owner, originals)
+            if owner is not module and not isinstance(owner, TiedEmbedding):
+                swap_class(owner, subclass(type(owner), TiedEmbedding))
+        wrapper.owners = [(weakref.ref(owner), key) for owner, key in owners]
+        for owner, key in owners:
+            owner._parameters[key] = wrapper
+            owner.__dict__["_packed"] = None
+            self._entries.append((owner, key, wrapper))
         parameter.data = torch.empty(0, dtype=parameter.dtype)
-        self._entries.append((module, name, wrapper))
 
     def constant(self, module: nn.Module, name: str, value: Tensor | None) -> Tensor | None:
         """Return a small parameter that programs read as it is, or None if there is none."""
@@ -287,8 +267,7 @@ class WeightStore:
         """Put the original parameters back, unpacked."""
         for module, name, wrapper in self._entries:
             if module._parameters.get(name) is wrapper:
-                wrapper.former.data = wrapper.plain()
-                module._parameters[name] = wrapper.former
+                put_back(module, name, wrapper)
         for module, _ in self._lent:
             _woq.give_back(module)
         self._lent.clear()
@@ -298,34 +277,15 @@ class WeightStore:
         self._memo.clear()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
-    """Gives the values of one module's weight back from a packed one."""
-
-    packed: Tensor
-    shape: list[int]
-    dtype: torch.dtype
-    plan: LinearPlan
-    index: int
-    start: int
-    rows: int
-    features: int
-    gated: bool
-    fused: bool
-
-    def __call__(self) -> Tensor:
-        wide: Tensor = torch.ops.ipex.unpack_linear_weight(self.packed, *self.shape, self.dtype)
-        if self.gated:
-            pair = deinterleave_gate_up(wide, self.features)
-            wide = torch.cat(pair) if self.fused else pair[self.index]
-        if self.plan.order is not None:
-            given = torch.empty_like(wide)
-            given[self.plan.order] = wide
-            wide = given
-        mine = wide[self.start : self.start + self.rows]
-        return (mine.t() if self.plan.transposed else mine).clone(
-            memory_format=torch.contiguous_format
-        )
+def _exchangeable(module: nn.Module, owners: Owners, weight: PlannedWeight) -> bool:
+    """Return whether all owners of a parameter can have a packed weight in its place."""
+    others = [owner for owner, _ in owners if owner is not module]
+    if not others:
+        return True
+    # An embedding with a largest norm writes to its weight.
+    return weight.whole and all(
+        isinstance(owner, nn.Embedding) and owner.max_norm is None for owner in others
+    )
 
 
 def _interleaved(parts: list[Tensor], fused: bool) -> Tensor:

@@ -73,9 +73,10 @@ class OptimizedModule(nn.Module):
         weight = self._parameters.get("weight")
         content.pop("_lowered", None)
         if isinstance(weight, PackedWeight):
-            parameters = dict(content["_parameters"])
-            parameters["weight"] = nn.Parameter(weight.plain(), weight.requires_grad)
-            content["_parameters"] = parameters
+            if weight.former is None:  # others, which may be tied, turn into parameters themselves
+                parameters = dict(content["_parameters"])
+                parameters["weight"] = nn.Parameter(weight.plain(), weight.requires_grad)
+                content["_parameters"] = parameters
             content["_packed"] = None
             state = ModuleState()
             state.__dict__.update(content["_ipex_state"].__dict__)

@@ -9,17 +9,21 @@ identity: only ``.data`` is exchanged, so tied parameters stay tied and an optim
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ipex_core.nn._packed import PackedWeight, pack
 from ipex_core.nn._saved import SavedTensor
 
-__all__ = ["ModuleState", "attach", "detach", "realize", "revert", "state_of"]
+__all__ = ["ModuleState", "attach", "detach", "put_back", "realize", "revert", "state_of"]
 
+Tensor = torch.Tensor
 KEY = "_ipex_state"
 
 
@@ -225,10 +229,8 @@ def pack_weight(module: nn.Module, state: ModuleState) -> None:
 def unpack_weight(module: nn.Module, state: ModuleState) -> None:
     """Replace packed weights by the plain parameters they were made from."""
     for name, parameter in list(module._parameters.items()):
-        former = parameter.former if isinstance(parameter, PackedWeight) else None
-        if former is not None and isinstance(parameter, PackedWeight):
-            former.data = parameter.plain()
-            module._parameters[name] = former
+        if isinstance(parameter, PackedWeight) and parameter.former is not None:
+            put_back(module, name, parameter)
     weight = module._parameters.get("weight")
     if isinstance(weight, PackedWeight):
         plain = weight.plain()
@@ -242,6 +244,16 @@ def unpack_weight(module: nn.Module, state: ModuleState) -> None:
         state.plain = None
     module.__dict__["_packed"] = None
     module.__dict__.pop("_lowered", None)
+
+
+def put_back(module: nn.Module, name: str, packed: PackedWeight) -> None:
+    """Replace a packed weight by the parameter whose place it has taken."""
+    former = packed.former
+    assert former is not None
+    # Otherwise another owner of a tied weight has it already, perhaps with new values.
+    if former.numel() != packed.numel():
+        former.data = packed.plain()
+    module._parameters[name] = former
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -260,6 +272,9 @@ def _on_save(
         value = state_dict.get(prefix + name)
         if value is None:
             continue
+        if isinstance(value, PackedWeight) and value.former is not None:
+            state_dict[prefix + name] = _tied_original(state_dict, value, saved)
+            continue
         packed = isinstance(value, PackedWeight)
         current = value.plain() if packed else value.detach()
         unchanged = saved.form == "same" and saved.dtype == current.dtype
@@ -269,6 +284,26 @@ def _on_save(
         if value.requires_grad or (isinstance(value, nn.Parameter) and not packed):  # keep_vars
             original = nn.Parameter(original, value.requires_grad)
         state_dict[prefix + name] = original
+
+
+#: By parameters that packed ones stand for: the last state dict that one is in, and its values there.
+_entries = WeakTensorKeyDictionary()
+
+
+def _tied_original(state_dict: dict[str, Any], value: PackedWeight, saved: SavedTensor) -> Tensor:
+    """Return the original of a packed weight: one tensor for all its owners in a state dict."""
+    known: Tensor | None
+    last, where = _entries.get(value.former, (None, None))
+    if where is not None and last() is state_dict:
+        known = where()
+        if known is not None:
+            return known
+    original = saved.original(value.plain())
+    if value.requires_grad:  # keep_vars
+        original = nn.Parameter(original)
+    with contextlib.suppress(TypeError):  # a plain dict given by the caller
+        _entries[value.former] = weakref.ref(state_dict), weakref.ref(original)
+    return original
 
 
 def _before_load(module: nn.Module, *_: Any) -> None:
