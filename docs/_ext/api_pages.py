@@ -23,9 +23,12 @@ import ipex_llm.quantization
 import ipex_llm.utils
 import ipex_quant
 import ipex_quant.checkpoint
+import ipex_quant.int8_layers
 import ipex_quant.linear
+import ipex_quant.prepare_convert
 import ipex_quant.qconfig
 import ipex_quant.quantize
+import ipex_quant.static_qconfig
 
 __all__ = ["pages"]
 
@@ -128,12 +131,17 @@ def engine_page() -> str:
 
 
 def quantization_page() -> str:
-    """Return the reference of weight-only quantisation."""
-    lines = ["# Weight-only quantisation: reference", ""]
+    """Return the reference of quantisation."""
+    lines = ["# Quantisation: reference", ""]
     lines += [
         "`ipex.quantization`, and what `ipex.llm` has for quantised checkpoints, generated from the docstrings;"
-        " [the user page](../weight_only.md) shows them at work.",
+        " [INT8](../static_int8.md) and [Weight-only quantisation](../weight_only.md) show them at work.",
         "",
+    ]
+    int8 = [
+        *members(ipex_quant.prepare_convert),
+        *members(ipex_quant.static_qconfig),
+        *members(ipex_quant.int8_layers),
     ]
     models = [
         *entry("ipex_quant", "quantize_linears", ipex_quant.quantize_linears),
@@ -141,7 +149,8 @@ def quantization_page() -> str:
     ]
     weight = entry("ipex_quant", "QuantizedWeight", ipex_quant.QuantizedWeight)
     for title, body in (
-        ("Configurations", members(ipex_quant.qconfig)),
+        ("INT8", int8),
+        ("Weight-only configurations", members(ipex_quant.qconfig)),
         ("Models", models),
         ("Layers", members(ipex_quant.linear)),
         ("Weights", weight + members(ipex_quant.quantize)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`explain`: what `ipex.optimize` did to a model, module by module, and what it did not and why."""
+"""`explain`: what was optimized and quantised in a model, module by module, and what was not and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ipex_core._optimize._passes import ORDER
-from ipex_core._optimize._records import Log, Record, log_of
+from ipex_core._optimize._records import Quantisation, Record, log_of, quantisation_of
 from ipex_core.nn._state import state_of
 
 __all__ = ["Explanation", "explain"]
@@ -64,7 +64,8 @@ class Explanation:
         return tuple(row for row in self.rows if row.module == path)
 
     def __str__(self) -> str:
-        head = f"{self.model}: " + ("optimized" if self.optimized else "not optimized")
+        state = "optimized" if self.optimized else "quantised" if self.rows else "not optimized"
+        head = f"{self.model}: {state}"
         if self.optimized:
             head += f", level {self.level}, dtype {self.dtype or 'unchanged'}"
         kernels = f"kernel package at ISA level {self.isa}" if self.isa else "no kernel package"
@@ -92,7 +93,7 @@ def _table(rows: tuple[Record, ...]) -> list[str]:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """Tell what `ipex.optimize` did to a model, or could do.
+    """Tell what `ipex.optimize` and `ipex.quantization.convert` did to a model, or could do.
 
     Args:
         model: Any module.
@@ -119,13 +120,15 @@ def explain(model: nn.Module) -> Explanation:
         "isa": provider.level() if provider is not None else None,
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
+    more = quantisation_of(model) or Quantisation()
     if log is None:
-        return Explanation(False, rows=(), notes=_advice(model), dtype=None, level=None, **common)
+        rows, notes = tuple(more.records), (*more.notes, *_advice(model))
+        return Explanation(False, rows=rows, notes=notes, dtype=None, level=None, **common)
     dtype = log.options.dtype
     return Explanation(
         True,
-        rows=_ordered(model, log),
-        notes=tuple(log.notes),
+        rows=_ordered(model, [*more.records, *log.records]),
+        notes=(*more.notes, *log.notes),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         level=log.options.level,
         extra_bytes=_extra_bytes(model),
@@ -133,12 +136,10 @@ def explain(model: nn.Module) -> Explanation:
     )
 
 
-def _ordered(model: nn.Module, log: Log) -> tuple[Record, ...]:
+def _ordered(model: nn.Module, records: list[Record]) -> tuple[Record, ...]:
     place = {path: i for i, (path, _) in enumerate(model.named_modules())}
     steps = {name: i for i, name in enumerate((*ORDER, "concat_linear"))}
-    return tuple(
-        sorted(log.records, key=lambda r: (place.get(r.module, -1), steps.get(r.step, -1)))
-    )
+    return tuple(sorted(records, key=lambda r: (place.get(r.module, -1), steps.get(r.step, -1))))
 
 
 def _extra_bytes(model: nn.Module) -> int:

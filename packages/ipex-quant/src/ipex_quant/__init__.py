@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantisation: weight-only configurations, quantised layers and checkpoint readers.
+"""Quantisation: INT8 layers, weight-only configurations, quantised layers and checkpoint readers.
 
 Names are imported from the module they live in when they are first used.
 """
@@ -14,10 +14,21 @@ from ipex_quant._version import __version__
 #: Public name -> module that has it.
 _LAZY: dict[str, str] = {
     "combine_linears": "ipex_quant._combine",
+    "convert": "ipex_quant.prepare_convert",
+    "default_dynamic_qconfig": "ipex_quant.static_qconfig",
+    "default_dynamic_qconfig_mapping": "ipex_quant.static_qconfig",
+    "default_static_qconfig": "ipex_quant.static_qconfig",
+    "default_static_qconfig_mapping": "ipex_quant.static_qconfig",
     "dequantize_per_block": "ipex_quant.quantize",
     "dequantize_per_channel": "ipex_quant.quantize",
+    "DynamicInt8Linear": "ipex_quant.int8_layers",
+    "get_smooth_quant_qconfig_mapping": "ipex_quant.static_qconfig",
     "get_weight_only_quant_qconfig_mapping": "ipex_quant.qconfig",
+    "Int8Conv": "ipex_quant.int8_layers",
+    "Int8Linear": "ipex_quant.int8_layers",
     "linear_from": "ipex_quant.checkpoint",
+    "prepare": "ipex_quant.prepare_convert",
+    "QConfigSmoothQuant": "ipex_quant.static_qconfig",
     "QConfigWoq": "ipex_quant.qconfig",
     "QuantDtype": "ipex_quant.linear",
     "quantize_linears": "ipex_quant._model",

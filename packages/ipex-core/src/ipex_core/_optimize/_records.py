@@ -10,9 +10,10 @@ from torch import nn
 
 from ipex_core._optimize._arguments import Options
 
-__all__ = ["Log", "Record", "log_of"]
+__all__ = ["Log", "Quantisation", "Record", "log_of", "quantisation_of"]
 
 KEY = "_ipex_log"
+QUANTISATION = "_ipex_quantisation"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,18 @@ class Log:
         self.records.append(Record(path, kind, step, done, text, kernel))
 
 
+@dataclasses.dataclass
+class Quantisation:
+    """What was quantised in a model; `optimize` and `restore` leave it alone."""
+
+    records: list[Record] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, path: str, kind: str, step: str, done: bool, text: str, kernel: str = "") -> None:
+        """Append a record."""
+        self.records.append(Record(path, kind, step, done, text, kernel))
+
+
 def class_name(module: nn.Module) -> str:
     """Return the name of the class a module had before it was optimized."""
     from ipex_core.nn._state import state_of
@@ -66,3 +79,9 @@ def log_of(model: nn.Module) -> Log | None:
     """Return the log of an optimized model, or None."""
     log = model.__dict__.get(KEY)
     return log if isinstance(log, Log) else None
+
+
+def quantisation_of(model: nn.Module) -> Quantisation | None:
+    """Return what was quantised in a model, or None."""
+    found = model.__dict__.get(QUANTISATION)
+    return found if isinstance(found, Quantisation) else None

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which module's output goes where, read from one run of a model.
+
+Every tensor that passes between modules is a numbered value. Modules whose meaning is known are one event each;
+elsewhere each function that takes tensors is one. No tracing: any forward can be recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Add", "Event", "Flow", "activation_of", "record", "role_of"]
+
+
+class Add(nn.Module):
+    """``a + b`` as a module; stands in a forward that was rewritten, so that it can be quantised."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return the sum."""
+        return a + b
+
+
+@dataclasses.dataclass
+class Event:
+    """One call.
+
+    Attributes:
+        index: Position in the order of calls.
+        role: ``"linear"``, ``"conv"``, ``"norm"``, ``"batch_norm"``, ``"activation"``, ``"add"``, ``"same_codes"``,
+            ``"other"`` for a known module without a meaning here, or ``"function"``.
+        path: Path of the module; for a function that of the module whose forward called it.
+        name: Name of the class or function.
+        inputs: The values that go in, in the order of arguments.
+        outputs: The values that come out.
+        simple: Whether the arguments were tensors and nothing else.
+    """
+
+    index: int
+    role: str
+    path: str
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    simple: bool
+
+
+@dataclasses.dataclass
+class Flow:
+    """All calls of a run, in order."""
+
+    events: list[Event]
+    results: frozenset[int]
+
+    @functools.cached_property
+    def calls(self) -> dict[str, list[Event]]:
+        """The calls of each known module."""
+        found: dict[str, list[Event]] = {}
+        for event in self.events:
+            if event.role != "function":
+                found.setdefault(event.path, []).append(event)
+        return found
+
+    @functools.cached_property
+    def consumers(self) -> dict[int, list[Event]]:
+        """Who reads a value."""
+        found: dict[int, list[Event]] = {}
+        for event in self.events:
+            for value in event.inputs:
+                found.setdefault(value, []).append(event)
+        return found
+
+    @functools.cached_property
+    def producers(self) -> dict[int, Event]:
+        """Who made a value."""
+        return {value: event for event in self.events for value in event.outputs}
+
+    def only_consumer(self, value: int) -> Event | None:
+        """Return the one call that reads a value that nobody else sees, if its module is called once."""
+        readers = self.consumers.get(value, [])
+        if value in self.results or len(readers) != 1 or readers[0].role == "function":
+            return None
+        return readers[0] if len(self.calls[readers[0].path]) == 1 else None
+
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_RESHAPES = (nn.Flatten, nn.Unflatten)
+_NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": functools.partial(nn.functional.gelu, approximate="tanh"),
+    "silu": nn.functional.silu,
+    "relu6": nn.functional.relu6,
+}
+
+
+def activation_of(module: nn.Module) -> str:
+    """Return which activation a module without parameters computes, or an empty string."""
+    if next(module.parameters(), None) is not None or next(module.children(), None) is not None:
+        return ""
+    if not re.search("relu|gelu|silu|swish", type(module).__name__.lower()):
+        return ""
+    x = torch.linspace(-8.0, 8.0, 129)
+    try:
+        with torch.no_grad():
+            y = module(x.clone())
+    except Exception:
+        return ""
+    for name, function in _ACTIVATIONS.items():
+        if isinstance(y, torch.Tensor) and torch.allclose(y, function(x), rtol=1e-5, atol=1e-6):
+            return name
+    return ""
+
+
+def role_of(module: nn.Module) -> str:
+    """Return what a module means to quantisation, or an empty string to look at what its forward does."""
+    kind = type(module)
+    if kind is nn.Linear:
+        return "linear"
+    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return "conv"
+    if kind in _NORMS:
+        return "norm"
+    if kind in _BATCH_NORMS:
+        return "batch_norm"
+    if kind is Add:
+        return "add"
+    if kind in _RESHAPES or (isinstance(module, nn.MaxPool2d) and _plain_pool(module)):
+        return "same_codes"
+    if kind in _NOTHING:
+        return "nothing"
+    if activation_of(module):
+        return "activation"
+    leaf = next(module.children(), None) is None
+    return "other" if leaf and kind.__module__.startswith("torch.nn.modules") else ""
+
+
+def _plain_pool(pool: nn.MaxPool2d) -> bool:
+    """Return whether a pooling layer has a form for codes."""
+    pairs = {1, (1, 1)}
+    return (
+        type(pool) is nn.MaxPool2d
+        and pool.dilation in pairs
+        and not (pool.ceil_mode or pool.return_indices)
+    )
+
+
+#: What a forward may ask about a tensor without caring what is in it.
+_HARMLESS = frozenset({"size", "dim", "numel", "is_contiguous", "ndimension", "__len__"})
+_HARMLESS_FIELDS = frozenset({"shape", "ndim", "device", "is_cuda", "requires_grad", "layout"})
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.numbers: dict[int, int] = {}
+        self.alive: list[torch.Tensor] = []  # an id is unique only while its tensor lives
+        self.owners: list[str] = [""]
+        self.inside = 0
+
+    def value(self, tensor: torch.Tensor, new: bool = False) -> int:
+        if new or id(tensor) not in self.numbers:
+            self.alive.append(tensor)
+            self.numbers[id(tensor)] = len(self.alive) - 1
+        return self.numbers[id(tensor)]
+
+    def add(self, role: str, path: str, name: str, args: Any, results: Any) -> None:
+        leaves = tree_leaves(args)
+        inputs = tuple(self.value(t) for t in leaves if isinstance(t, torch.Tensor))
+        outputs = tuple(
+            self.value(t, new=True) for t in tree_leaves(results) if isinstance(t, torch.Tensor)
+        )
+        simple = all(isinstance(t, torch.Tensor) for t in leaves)
+        event = Event(len(self.events), role, path, name, inputs, outputs, simple)
+        self.events.append(event)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        result = func(*args, **kwargs)
+        if self.inside:
+            return result
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            field = getattr(getattr(func, "__self__", None), "__name__", "")
+            if field in _HARMLESS_FIELDS:
+                return result
+        if name in _HARMLESS:
+            return result
+        if any(isinstance(t, torch.Tensor) for t in tree_leaves((args, kwargs))):
+            self.add("function", self.owners[-1], name, (args, kwargs), result)
+        return result
+
+
+def _enter(recorder: _Recorder, role: str, path: str, *_: Any) -> None:
+    if role:
+        recorder.inside += 1
+    else:
+        recorder.owners.append(path)
+
+
+def _leave(
+    recorder: _Recorder, role: str, path: str, module: Any, args: Any, kwargs: Any, result: Any
+) -> None:
+    if not role:
+        recorder.owners.pop()
+        return
+    recorder.inside -= 1
+    if not recorder.inside and role != "nothing":
+        recorder.add(role, path, type(module).__name__, (args, kwargs), result)
+
+
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flow:
+    """Run a model once without gradients and return what went where; errors of the model are passed on."""
+    recorder = _Recorder()
+    handles: list[Any] = []
+    try:
+        for path, module in _modules(model):
+            role = role_of(module)
+            enter = functools.partial(_enter, recorder, role, path)
+            leave = functools.partial(_leave, recorder, role, path)
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave, with_kwargs=True))
+        with torch.no_grad(), recorder:
+            results = model(*args, **kwargs)
+        outputs = {recorder.value(t) for t in _tensors(results)}
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Flow(recorder.events, frozenset(outputs))
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield from model.named_modules()
+
+
+def _tensors(results: Any) -> Iterator[torch.Tensor]:
+    """Return all tensors of an output, also those in objects that are not known to pytree."""
+    for leaf in tree_leaves(results):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors(list(leaf.values()))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op ``ipex_quant::int8_conv``: a convolution on codes, run by oneDNN.
+
+oneDNN wants the weight in a layout of its own, which cannot be saved, copied or compiled. So the op takes the plain
+weight and keeps what it made of it as long as the weight lives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+__all__ = ["int8_conv"]
+
+Tensor = torch.Tensor
+
+_LIBRARY = torch.library.Library("ipex_quant", "DEF")
+_LIBRARY.define(
+    "int8_conv(Tensor x, Tensor weight, Tensor weight_scale, float x_scale, int x_zero, Tensor? bias,"
+    " int[] stride, int[] padding, int[] dilation, int groups, str activation, ScalarType dtype,"
+    " float output_scale, int output_zero, Tensor? residual, float residual_scale, int residual_zero)"
+    " -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+#: id of a weight -> the weight, what it was packed for, the packed weight and zeros for its channels.
+_packed: dict[int, tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor, Tensor]] = {}
+_NAMES = {"none": "none", "relu": "relu", "silu": "swish", "relu6": "hardtanh"}
+
+
+def _prepacked(weight: Tensor, scale: Tensor, key: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    key = (weight._version, *key)
+    entry = _packed.get(id(weight))
+    if entry is not None and entry[0]() is weight and entry[1] == key:
+        return entry[2], entry[3]
+    packed = torch.ops.onednn.qconv_prepack(weight, scale, *key[1:])
+    zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
+    place = id(weight)
+
+    def forget(reference: weakref.ref[Tensor]) -> None:
+        if place in _packed and _packed[place][0] is reference:
+            del _packed[place]
+
+    _packed[place] = (weakref.ref(weight, forget), key, packed, zeros)
+    return packed, zeros
+
+
+def quantize(x: Tensor, scale: float, zero: int) -> Tensor:
+    """Return uint8 codes in the memory format of ``x``."""
+    if x.dim() in (4, 5) and not x.is_contiguous():
+        forth = (0, *range(2, x.dim()), 1)
+        rows = x.permute(forth)
+        if rows.is_contiguous():
+            back = (0, x.dim() - 1, *range(1, x.dim() - 1))
+            return quantize(rows, scale, zero).permute(back)
+    one = torch.tensor(scale, dtype=torch.float32)
+    by = torch.tensor([zero], dtype=torch.int32)
+    codes: Tensor = torch.ops.ipex.quantize_per_tensor(x, one, by, False)[0]
+    return codes
+
+
+def _dequantize(x: Tensor, scale: float, zero: int, dtype: torch.dtype) -> Tensor:
+    return ((x.float() - zero) * scale).to(dtype)
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: float,
+    x_zero: int,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    activation: str,
+    dtype: torch.dtype,
+    output_scale: float,
+    output_zero: int,
+    residual: Tensor | None,
+    residual_scale: float,
+    residual_zero: int,
+) -> Tensor:
+    codes = x if x.dtype == torch.uint8 else quantize(x, x_scale, x_zero)
+    if codes.dim() == weight.dim() - 1:  # a single image
+        codes = codes.unsqueeze(0)
+    wide = codes.dim() == 4
+    if wide:
+        codes = codes.contiguous(memory_format=torch.channels_last)
+    geometry = (x_scale, x_zero, stride, padding, dilation, groups)
+    packed, zeros = _prepacked(weight, weight_scale, geometry)
+    limits = [0.0, 6.0] if activation == "relu6" else []
+    head = (codes, x_scale, x_zero, packed, weight_scale, zeros)
+    tail = (bias, stride, padding, dilation, groups)
+    if residual is None:
+        name = _NAMES[activation]
+        rest: tuple[Any, ...] = (output_scale, output_zero, dtype, name, limits, "")
+        y: Tensor = torch.ops.onednn.qconv_pointwise(*head, *tail, *rest)
+    else:
+        if dtype != torch.uint8 and residual.dtype == torch.uint8:
+            residual = _dequantize(residual, residual_scale, residual_zero, dtype)
+        to_float = dtype == torch.uint8 and residual.dtype != torch.uint8
+        result = torch.float32 if to_float else dtype
+        scale, zero = (1.0, 0) if to_float else (output_scale, output_zero)
+        step, shift = (residual_scale, residual_zero) if result == torch.uint8 else (1.0, 0)
+        # The product is added to a copy: others may read the residual.
+        layout = torch.channels_last if residual.dim() == 4 else torch.contiguous_format
+        total = residual.to(result).clone(memory_format=layout)
+        if total.dim() == weight.dim() - 1:
+            total = total.unsqueeze(0)
+        rest = (scale, zero, result, step, shift, "sum", None, activation, [], "")
+        y = torch.ops.onednn.qconv2d_pointwise.binary(*head, total, *tail, *rest)
+        if to_float:
+            y = quantize(y, output_scale, output_zero)
+    return y.squeeze(0) if x.dim() == weight.dim() - 1 else y
+
+
+def _fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    stride, padding, dilation = args[4:7]
+    dims = range(weight.dim() - 2)
+    lead = x.shape[: x.dim() - len(dims) - 1]
+    sizes = [
+        (x.shape[i - len(dims)] + 2 * padding[i] - dilation[i] * (weight.shape[i + 2] - 1) - 1)
+        // stride[i]
+        + 1
+        for i in dims
+    ]
+    shape = (*lead, weight.shape[0], *sizes)
+    result = x.new_empty(shape, dtype=args[9])
+    if result.dim() == weight.dim() == 4:
+        result = result.to(memory_format=torch.channels_last)
+    if result.dim() == weight.dim() == 5:
+        result = result.to(memory_format=torch.channels_last_3d)
+    if weight.dim() == 3 and result.dim() == 3:
+        result = result.transpose(1, 2).contiguous().transpose(1, 2)
+    return result
+
+
+_LIBRARY.impl("int8_conv", _run, "CPU")
+torch.library.register_fake("ipex_quant::int8_conv", _fake, lib=_LIBRARY)
+
+int8_conv = torch.ops.ipex_quant.int8_conv.default

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Putting INT8 layers into a model, in place."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconfig
+
+from ipex_core._optimize._records import QUANTISATION, Quantisation
+from ipex_core._spec import check
+from ipex_quant._int8_plan import Layer, Plan, root
+from ipex_quant._int8_state import KEY, Prepared, detach, replan, scales_of_layers, state_of
+from ipex_quant._model import quantize_linears, replace_module
+from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear, Int8MaxPool2d, Scale
+from ipex_quant.static_qconfig import default_dynamic_qconfig
+
+__all__ = ["Names", "convert_model"]
+
+Tensor = torch.Tensor
+
+#: Of each quantised layer: path of the float module and of the INT8 module that give the same output.
+Names = list[tuple[str, str, str]]
+
+_STEP = "int8"
+
+
+def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
+    """Replace what the plan names; return the model and which outputs can be compared."""
+    state = state_of(model)
+    assert state is not None
+    detach(model)
+    plan = replan(model, state)
+    norms = {place: model.get_submodule(place) for place in plan.norms.values()}
+    scales = scales_of_layers(model, state, plan)
+    log = Quantisation()
+    folded = _fold_into_norms(plan, scales, norms)
+    built: dict[str, Any] = {}
+    for path, layer in plan.layers.items():
+        module = model.get_submodule(path)
+        scale, factor = scales[path]
+        made = _build(path, layer, module, scale, factor)
+        if factor is not None and path not in folded:
+            made.smooth = factor.clone()
+        if layer.codes:
+            made.output = state.watches[layer.result].get_scale()
+        if layer.residual_codes:
+            made.residual = _residual_scale(state, layer)
+        built[path] = made
+        _note(log, state, layer, module, made, path in folded)
+    names: Names = []
+    for path, layer in plan.layers.items():
+        last = layer.fused[-1] if layer.fused else path
+        names.append((path, last, layer.place))
+        for other in (path, *layer.fused):
+            if other != layer.place:
+                _replace(model, other, nn.Identity().eval())
+        _replace(model, layer.place, built[path])
+    for path in plan.pools:
+        pool: Any = model.get_submodule(path)
+        made = Int8MaxPool2d(pool.kernel_size, pool.stride, pool.padding).eval()
+        log.add(path, type(pool).__name__, _STEP, True, "on uint8 codes")
+        _replace(model, path, made)
+    for path in state.dynamic:
+        module = model.get_submodule(path)
+        _replace(model, path, _dynamic(state, path, module))
+        log.add(
+            path,
+            type(module).__name__,
+            _STEP,
+            True,
+            "uint8 activations, scale of each row at each call",
+        )
+        names.append((path, path, path))
+    for layer_path, norm_path in state.folded:
+        log.add(norm_path, "BatchNorm", _STEP, True, f"folded into {layer_path}", "none (identity)")
+    for path, reason in plan.left.items():
+        log.add(
+            path, type(model.get_submodule(path)).__name__, _STEP, False, f"stays float: {reason}"
+        )
+    woq = model.__dict__.pop("_ipex_woq", None)
+    for name in (KEY, "q_config", "save_qconf_summary", "load_qconf_summary"):
+        model.__dict__.pop(name, None)
+    if woq is not None:
+        for path in quantize_linears(model, woq):
+            log.add(path, "Linear", _STEP, True, f"weights {woq.weight_dtype.name}", "woq_linear")
+    model.__dict__[QUANTISATION] = log
+    return model, names
+
+
+def _residual_scale(state: Prepared, layer: Layer) -> Scale:
+    """Return the scale of the codes that are added."""
+    assert state.flow is not None
+    return state.watches[root(state.flow, layer.residual_value)].get_scale()
+
+
+def _fold_into_norms(plan: Plan, scales: dict[str, Any], norms: dict[str, Any]) -> set[str]:
+    """Let norms multiply by channel scales where all who read them want the same."""
+    done = set()
+    for value, place in plan.norms.items():
+        layers = [path for path, layer in plan.layers.items() if layer.source == value]
+        factors = [scales[path][1] for path in layers]
+        if any(f is None or not torch.equal(f, factors[0]) for f in factors):
+            continue
+        norm = norms[place]
+        with torch.no_grad():
+            for parameter in (norm.weight, getattr(norm, "bias", None)):
+                if parameter is not None:
+                    parameter.mul_(factors[0].to(parameter.dtype))
+        done.update(layers)
+    return done
+
+
+def _build(path: str, layer: Layer, module: Any, scale: Scale, factor: Tensor | None) -> Any:
+    weight = module.weight.detach().float()
+    if factor is not None:
+        weight = weight / factor
+    codes, steps = _quantize_weight(path, layer.qconfig, weight)
+    made: Any
+    if layer.kind == "linear":
+        made = Int8Linear(codes, steps, module.bias)
+    else:
+        made = Int8Conv(module, codes, steps)
+    made.set_input(scale)
+    made.activation = layer.activation
+    made.name = path
+    made.residual_position = layer.residual
+    return made.eval()
+
+
+def _quantize_weight(path: str, qconfig: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and one scale for each output channel, as the observer of the weight says."""
+    finite = bool(weight.isfinite().all())
+    check(finite, "convert", f"the weight of {path}", "be finite", "another value")
+    observer: Any = qconfig.weight()
+    observer(weight)
+    scale, zero = observer.calculate_qparams()
+    symmetric = observer.dtype == torch.qint8 and not bool(zero.any())
+    what = f"the weight observer of {path}"
+    check(symmetric, "convert", what, "be symmetric with qint8 codes", observer.qscheme)
+    channels = weight.shape[0]
+    per_row = scale.numel() in (1, channels) and getattr(observer, "ch_axis", 0) == 0
+    check(per_row, "convert", what, "be per tensor or per output channel", list(scale.shape))
+    scale = scale.float().clamp(min=2.0**-100).expand(channels).contiguous()
+    steps = scale.view(-1, *[1] * (weight.dim() - 1))
+    low, high = getattr(observer, "quant_min", -128), getattr(observer, "quant_max", 127)
+    codes = torch.round(weight / steps).clamp(max(low, -128), min(high, 127)).to(torch.int8)
+    return codes, scale
+
+
+def _dynamic(state: Prepared, path: str, module: Any) -> nn.Module:
+    """Return the dynamic INT8 form of a layer."""
+    if isinstance(module, nn.Linear):
+        codes, steps = _quantize_weight(
+            path, default_dynamic_qconfig, module.weight.detach().float()
+        )
+        made = DynamicInt8Linear(codes, steps, module.bias)
+        made.name = path
+        return made.eval()
+    recurrent = importlib.import_module("torch.ao.nn.quantized.dynamic")
+    module.qconfig = stock_dynamic_qconfig
+    with warnings.catch_warnings():  # torch's note to itself about the tensors it keeps weights in
+        warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")
+        return getattr(recurrent, type(module).__name__).from_float(module)
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a module in all places of the one at ``path``."""
+    old = model.get_submodule(path)
+    for name, found in list(model.named_modules(remove_duplicate=False)):
+        if found is old:
+            replace_module(model, name, module)
+
+
+def _note(
+    log: Quantisation, state: Prepared, layer: Layer, module: nn.Module, made: Any, folded: bool
+) -> None:
+    watch = state.watches[layer.source]
+    if watch.runs == 0:
+        source = "from a file"
+    elif layer.smooth:
+        source = f"SmoothQuant, {watch.runs} runs"
+    else:
+        source = f"{type(watch.observer).__name__}, {watch.runs} runs"
+    text = f"uint8 activations, scale {made.input.scale:.4g} zero {made.input.zero} ({source})"
+    if layer.smooth:
+        text += ", channel scales in the norm before it" if folded else ", multiplies channels"
+    if layer.fused:
+        text += f"; computes {', '.join(layer.fused)} too"
+    if layer.codes:
+        text += "; passes uint8 on"
+    kernel = "int8_linear" if layer.kind == "linear" else "onednn qconv"
+    log.add(layer.path, type(module).__name__, _STEP, True, text, kernel)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes INT8: layers with what is fused into them, and the values that need a scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ipex_core.nn._leaf import has_hooks
+from ipex_quant._flow import Event, Flow, activation_of
+from ipex_quant.static_qconfig import QConfigSmoothQuant
+
+__all__ = ["Layer", "Plan", "make_plan", "root"]
+
+#: Activations that an integer product can be followed by, in the same kernel.
+_FUSED: dict[type[nn.Module], frozenset[str]] = {
+    nn.Linear: frozenset({"relu", "gelu", "gelu_tanh", "silu"}),
+    nn.Conv1d: frozenset({"relu"}),
+    nn.Conv2d: frozenset({"relu", "relu6", "silu"}),
+    nn.Conv3d: frozenset(),
+}
+
+
+@dataclasses.dataclass
+class Layer:
+    """One product on integers.
+
+    Attributes:
+        path: Path of the float layer.
+        kind: ``"linear"`` or ``"conv"``.
+        qconfig: Its configuration.
+        source: Value that it reads.
+        result: Value that comes out after everything fused.
+        place: Path of the module that the integer layer will stand for: the layer, or the sum fused into it.
+        fused: Paths of the modules that it computes too.
+        activation: The fused activation, or ``"none"``.
+        residual: Which argument of the sum is the other operand, or None.
+        residual_value: The value of that operand.
+        residual_codes: Whether the other operand comes as codes.
+        codes: Whether the result is codes.
+    """
+
+    path: str
+    kind: str
+    qconfig: Any
+    source: int
+    result: int
+    place: str
+    fused: list[str] = dataclasses.field(default_factory=list)
+    activation: str = "none"
+    residual: int | None = None
+    residual_value: int = -1
+    residual_codes: bool = False
+    codes: bool = False
+
+    @property
+    def smooth(self) -> bool:
+        """Whether outliers of its input move into its weight."""
+        return isinstance(self.qconfig, QConfigSmoothQuant)
+
+
+@dataclasses.dataclass
+class Plan:
+    """The layers, and where each value that needs a scale can be seen.
+
+    Attributes:
+        layers: By path.
+        watches: For each value the path of a module and the position of the argument that it is.
+        norms: For each value the norm that alone makes it for layers with one smoothing, if there is one.
+        pools: Pooling layers that get codes.
+        left: What stays float, by path, and why.
+    """
+
+    layers: dict[str, Layer]
+    watches: dict[int, tuple[str, int]]
+    norms: dict[int, str]
+    left: dict[str, str]
+    pools: list[str] = dataclasses.field(default_factory=list)
+
+
+def make_plan(model: nn.Module, flow: Flow, qconfig_for: Callable[[str, nn.Module], Any]) -> Plan:
+    """Decide what to quantise from one recorded run."""
+    modules = dict(model.named_modules())
+    plan = Plan({}, {}, {}, {})
+    for path, module in modules.items():
+        if type(module) in _FUSED:
+            _add_layer(plan, flow, path, module, qconfig_for(path, module))
+    for layer in sorted(plan.layers.values(), key=lambda it: -flow.calls[it.path][0].index):
+        _fuse(plan, flow, modules, layer)
+    readers = {layer.path: layer for layer in plan.layers.values()}
+    sums = {layer.place: layer for layer in plan.layers.values() if layer.residual is not None}
+    for layer in plan.layers.values():
+        once = len(flow.calls[layer.path]) == 1 and not has_hooks(modules[layer.path])
+        layer.codes = once and _takes_codes(flow, modules, readers, sums, layer.result)
+    coded = {layer.result for layer in plan.layers.values() if layer.codes}
+    for layer in sums.values():
+        layer.residual_codes = root(flow, layer.residual_value) in coded
+    plan.pools = pools_with_codes(plan, flow, modules)
+    _find_watches(plan, flow)
+    _find_norms(plan, flow, modules)
+    return plan
+
+
+def pools_with_codes(plan: Plan, flow: Flow, modules: dict[str, nn.Module]) -> list[str]:
+    """Return the pooling layers on the way of codes."""
+    coded = {layer.result for layer in plan.layers.values() if layer.codes}
+    return [
+        event.path
+        for event in flow.events
+        if event.role == "same_codes"
+        and isinstance(modules[event.path], nn.MaxPool2d)
+        and root(flow, event.inputs[0]) in coded
+    ]
+
+
+def _add_layer(plan: Plan, flow: Flow, path: str, module: Any, qconfig: Any) -> None:
+    events = flow.calls.get(path, [])
+    if qconfig is None:
+        plan.left[path] = "the configuration leaves it out"
+    elif not events:
+        plan.left[path] = "the example inputs do not reach it"
+    elif not path:
+        plan.left[path] = "it is the model itself; put it into a container"
+    elif has_hooks(module):
+        plan.left[path] = "it has hooks"
+    elif getattr(module, "padding_mode", "zeros") != "zeros":
+        plan.left[path] = f"padding_mode {module.padding_mode!r}"
+    elif getattr(module, "padding", None) == "same" and any(
+        d * (k - 1) % 2 for d, k in zip(module.dilation, module.kernel_size, strict=True)
+    ):
+        plan.left[path] = "its padding 'same' is uneven"
+    elif any(not event.simple or len(event.inputs) != 1 for event in events):
+        plan.left[path] = "it is called with other arguments"
+    else:
+        event = events[0]
+        source, result = root(flow, event.inputs[0]), event.outputs[0]
+        plan.layers[path] = Layer(path, event.role, qconfig, source, result, path)
+
+
+def root(flow: Flow, value: int) -> int:
+    """Follow a value back through pooling and reshaping modules, which do not change codes."""
+    event = flow.producers.get(value)
+    while event is not None and event.role == "same_codes" and len(flow.calls[event.path]) == 1:
+        value = event.inputs[0]
+        event = flow.producers.get(value)
+    return value
+
+
+def _fuse(plan: Plan, flow: Flow, modules: dict[str, nn.Module], layer: Layer) -> None:
+    """Take in the activation and the sum that follow."""
+    module = modules[layer.path]
+    if len(flow.calls[layer.path]) != 1:
+        return
+    allowed = _FUSED[type(module)]
+    taken = {path for other in plan.layers.values() for path in other.fused}
+    event = flow.only_consumer(layer.result)
+    if layer.kind == "linear" and event is not None:
+        event = _fuse_activation(flow, modules, layer, event, allowed)
+    if event is not None and event.role == "add" and event.path not in taken and event.simple:
+        other = [value for value in event.inputs if value != layer.result]
+        two_d = layer.kind == "linear" or isinstance(module, nn.Conv2d)
+        if len(event.inputs) == 2 and len(other) == 1 and two_d and not _hooked(modules, event):
+            layer.residual = 1 - event.inputs.index(layer.result)
+            layer.residual_value = other[0]
+            layer.place = event.path
+            layer.fused.append(event.path)
+            layer.result = event.outputs[0]
+            event = flow.only_consumer(layer.result)
+            allowed = frozenset({"relu"})
+    if layer.kind == "conv" and event is not None:
+        _fuse_activation(flow, modules, layer, event, allowed)
+
+
+def _fuse_activation(
+    flow: Flow, modules: dict[str, nn.Module], layer: Layer, event: Event, allowed: frozenset[str]
+) -> Event | None:
+    """Fuse an activation if there is one; return who reads the result."""
+    if event.role != "activation" or _hooked(modules, event):
+        return event
+    name = activation_of(modules[event.path])
+    if name not in allowed:
+        return event
+    layer.activation = name
+    layer.fused.append(event.path)
+    layer.result = event.outputs[0]
+    return flow.only_consumer(layer.result)
+
+
+def _hooked(modules: dict[str, nn.Module], event: Event) -> bool:
+    return has_hooks(modules[event.path])
+
+
+def _takes_codes(
+    flow: Flow,
+    modules: dict[str, nn.Module],
+    readers: dict[str, Layer],
+    sums: dict[str, Layer],
+    value: int,
+) -> bool:
+    """Return whether everyone who reads a value is a quantised layer."""
+    events = flow.consumers.get(value, [])
+    if value in flow.results or not events:
+        return False
+    for event in events:
+        if event.role == "function" or len(flow.calls[event.path]) != 1 or _hooked(modules, event):
+            return False
+        if event.path in sums:
+            layer = sums[event.path]
+            if layer.kind != "conv" or layer.residual_value != value:
+                return False
+        elif event.path in readers:
+            if readers[event.path].smooth:
+                return False
+        elif event.role != "same_codes" or not _takes_codes(
+            flow, modules, readers, sums, event.outputs[0]
+        ):
+            return False
+    return True
+
+
+def _find_watches(plan: Plan, flow: Flow) -> None:
+    """Choose for each value the first call that shows it."""
+    for layer in plan.layers.values():
+        plan.watches.setdefault(layer.source, (layer.path, 0))
+    for layer in plan.layers.values():
+        if layer.residual is not None and layer.residual_codes:
+            value = root(flow, layer.residual_value)
+            plan.watches.setdefault(value, (layer.place, layer.residual))
+
+
+def _find_norms(plan: Plan, flow: Flow, modules: dict[str, nn.Module]) -> None:
+    for value in plan.watches:
+        event = flow.producers.get(value)
+        if event is None or event.role != "norm" or len(flow.calls[event.path]) != 1:
+            continue
+        readers = flow.consumers[value]
+        smooth = all(e.path in plan.layers and plan.layers[e.path].smooth for e in readers)
+        norm: Any = modules[event.path]
+        one_dim = norm.weight is not None and norm.weight.dim() == 1
+        if smooth and one_dim and value not in flow.results and not has_hooks(norm):
+            plan.norms[value] = event.path

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done to a float model before it is observed: batch norms folded, sums and activations made modules."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+
+from ipex_core.nn._leaf import has_hooks
+from ipex_quant._flow import Add, Event, Flow, activation_of
+from ipex_quant._model import replace_module
+
+__all__ = ["containers_to_rewrite", "fold_batch_norms", "remove_dropout", "rewrite"]
+
+_ADDS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "iadd"})
+_ADD_TARGETS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
+_F = nn.functional
+_MODULES: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "relu_": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+}
+_FUNCTIONS: dict[Any, type[nn.Module]] = {
+    _F.relu: nn.ReLU,
+    torch.relu: nn.ReLU,
+    torch.relu_: nn.ReLU,
+    _F.relu6: nn.ReLU6,
+    _F.silu: nn.SiLU,
+    _F.gelu: nn.GELU,
+}
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
+
+def remove_dropout(model: nn.Module) -> None:
+    """Replace dropout layers, which do nothing in evaluation mode."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if name and type(module) in _DROPOUTS and not has_hooks(module):
+            replace_module(model, name, nn.Identity().eval())
+
+
+def fold_batch_norms(model: nn.Module, flow: Flow) -> list[tuple[str, str]]:
+    """Fold each batch norm that alone reads a convolution or linear layer into it; return both paths."""
+    folded = []
+    modules = dict(model.named_modules())
+    for path, events in flow.calls.items():
+        if events[0].role not in ("conv", "linear") or len(events) != 1 or not path:
+            continue
+        norm_event = flow.only_consumer(events[0].outputs[0])
+        if norm_event is None or norm_event.role != "batch_norm":
+            continue
+        layer: Any = modules[path]
+        norm: Any = modules[norm_event.path]
+        features = layer.out_channels if hasattr(layer, "out_channels") else layer.out_features
+        usable = norm.running_mean is not None and norm.num_features == features
+        # A linear layer's channels are the last dimension, those of the norm the second.
+        usable &= events[0].role == "conv" or isinstance(norm, nn.BatchNorm1d)
+        if not usable or norm.training or has_hooks(layer) or has_hooks(norm):
+            continue
+        fuse: Any = fuse_conv_bn_eval if events[0].role == "conv" else fuse_linear_bn_eval
+        with torch.no_grad():
+            replace_module(model, path, fuse(layer, norm))
+        replace_module(model, norm_event.path, nn.Identity().eval())
+        folded.append((path, norm_event.path))
+    return folded
+
+
+def containers_to_rewrite(model: nn.Module, flow: Flow) -> list[str]:
+    """Return the modules whose forward itself adds to, or activates, what a convolution or linear layer gives."""
+    found = {}
+    for event in flow.events:
+        if event.role == "function" and event.name in _ADDS | set(_MODULES):
+            kinds = ("conv",) if event.name in _ADDS else ("conv", "linear", "add")
+            if any(_source_role(flow, value) in kinds for value in event.inputs):
+                found[event.path] = True
+    for path, events in flow.calls.items():
+        if len(events) > 1 and events[0].role == "activation":
+            found[path.rpartition(".")[0]] = True
+    return [path for path in found if path]  # the class of the model itself stays
+
+
+def _source_role(flow: Flow, value: int) -> str:
+    event: Event | None = flow.producers.get(value)
+    if event is not None and event.role == "function" and event.name in _ADDS:
+        return "add"
+    return event.role if event is not None else ""
+
+
+class _Shallow(fx.Tracer):
+    """Traces one forward; the modules that it calls stay calls."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return True for every module."""
+        return True
+
+
+def rewrite(container: nn.Module) -> fx.GraphModule | None:
+    """Return a module with the same children whose sums and activations are modules too, or None if it cannot be."""
+    if has_hooks(container) or isinstance(container, (nn.Sequential, nn.ModuleList)):
+        return None
+    if not _plain_signature(container):
+        return None
+    try:
+        graph = _Shallow().trace(container)
+    except Exception:  # control flow on data, or whatever else a forward does: it stays as it is
+        return None
+    for node in graph.nodes:
+        node.type = None  # annotations that are strings cannot be pickled
+    result = fx.GraphModule(container, graph, type(container).__name__)
+    calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
+    for node in list(graph.nodes):
+        if node.op == "call_module":
+            module = result.get_submodule(str(node.target))
+            if calls[str(node.target)] > 1 and activation_of(module):
+                node.target = _add(result, str(node.target), copy.deepcopy(module))
+            continue
+        made = _module_for(node)
+        if made is not None:
+            name = _add(result, type(made).__name__.lower(), made.eval())
+            with graph.inserting_after(node):
+                call = graph.call_module(name, tuple(_operands(node)))
+            node.replace_all_uses_with(call)
+            graph.erase_node(node)
+    result.delete_all_unused_submodules()
+    result.recompile()
+    return result.train(container.training)
+
+
+def _plain_signature(container: nn.Module) -> bool:
+    import inspect
+
+    parameters = inspect.signature(container.forward).parameters.values()
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return all(p.kind is plain and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    return [arg for arg in node.args if isinstance(arg, fx.Node)]
+
+
+def _module_for(node: fx.Node) -> nn.Module | None:
+    by_function = node.op == "call_function"
+    by_method = node.op == "call_method"
+    if not by_function and not by_method:
+        return None
+    operands = _operands(node)
+    if (by_function and node.target in _ADD_TARGETS) or (by_method and node.target in _ADDS):
+        in_place = node.target is operator.iadd or node.target == "add_"
+        if len(operands) != 2 or len(node.args) != 2 or node.kwargs:
+            return None
+        # Whoever reads the first operand later would see the sum.
+        return None if in_place and len(operands[0].users) != 1 else Add()
+    kind = _FUNCTIONS.get(node.target) if by_function else _MODULES.get(str(node.target))
+    options = {name: value for name, value in node.kwargs.items() if name != "inplace"}
+    if kind is None or len(node.args) != 1 or len(operands) != 1 or options:
+        return None
+    return kind()
+
+
+def _add(module: nn.Module, name: str, child: nn.Module) -> str:
+    number = 1
+    while hasattr(module, f"{name}_{number}"):
+        number += 1
+    module.add_module(f"{name}_{number}", child)
+    return f"{name}_{number}"

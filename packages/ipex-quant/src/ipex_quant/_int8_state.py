@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prepared model knows: the plan, the observers, the scales."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_quant._flow import Flow
+from ipex_quant._int8_observe import Watch, channel_observer
+from ipex_quant._int8_plan import Layer, Plan, make_plan
+from ipex_quant._smooth import smooth_group
+from ipex_quant.int8_layers import Scale
+
+__all__ = ["Prepared", "attach", "detach", "renew", "replan", "scales_of_layers", "state_of"]
+
+KEY = "_ipex_int8"
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass
+class Prepared:
+    """Kept by a prepared model.
+
+    Attributes:
+        qconfigs: The configuration of each layer that has one.
+        flow: The recorded run; None without static layers.
+        plan: What becomes INT8 with static scales.
+        watches: The observer of each value.
+        dynamic: Paths of modules that become dynamic INT8.
+        folded: Paths of layers and the batch norms folded into them.
+        loaded: Scale and channel scales of layers from a file.
+    """
+
+    qconfigs: dict[str, Any]
+    flow: Flow | None
+    plan: Plan
+    watches: dict[int, Watch] = dataclasses.field(default_factory=dict)
+    dynamic: list[str] = dataclasses.field(default_factory=list)
+    folded: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    loaded: dict[str, tuple[Scale, Tensor | None]] = dataclasses.field(default_factory=dict)
+
+
+def state_of(model: Any) -> Prepared | None:
+    """Return the state of a prepared model."""
+    state = getattr(model, "__dict__", {}).get(KEY)
+    return state if isinstance(state, Prepared) else None
+
+
+def attach(model: nn.Module, state: Prepared) -> None:
+    """Make the observers of the plan and put them into the model."""
+    for value, (path, position) in state.plan.watches.items():
+        watch = Watch(path, position, None)
+        renew(state, value, watch)
+        state.watches[value] = watch
+        model.get_submodule(path).register_forward_pre_hook(watch)
+
+
+def renew(state: Prepared, value: int, watch: Watch) -> None:
+    """Give a watch observers that have seen nothing."""
+    layers = state.plan.layers.values()
+    readers = [layer for layer in layers if layer.source == value]
+    smooth = [layer for layer in readers if layer.smooth]
+    # A value that is only added gets the observer of the layer that adds it.
+    plain = [layer for layer in readers if not layer.smooth] or [
+        layer for layer in layers if not readers and not layer.smooth
+    ]
+    watch.observer = plain[0].qconfig.activation() if plain else None
+    if smooth:
+        watch.channels = (smooth[0].qconfig.act_ic_observer or channel_observer)()
+        watch.keep = any(it.qconfig.alpha_of(it.path) == "auto" for it in smooth)
+    watch.runs, watch.rows, watch.scale = 0, None, None
+
+
+def detach(model: nn.Module) -> None:
+    """Take all observers out of a model."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, Watch):
+                del module._forward_pre_hooks[key]
+
+
+def replan(model: nn.Module, state: Prepared) -> Plan:
+    """Plan again without the layers that calibration did not reach. No observer may be attached."""
+    ready = {value for value, watch in state.watches.items() if watch.ready}
+    missing = {
+        path
+        for path, layer in state.plan.layers.items()
+        if path not in state.loaded and layer.source not in ready
+    }
+    sums = [value for value in state.watches if value not in ready]
+    if not missing and not sums:
+        return state.plan
+    assert state.flow is not None
+    wanted: Callable[[str, nn.Module], Any] = lambda path, _: (  # noqa: E731
+        None if path in missing or path not in state.plan.layers else state.qconfigs.get(path)
+    )
+    plan = make_plan(model, state.flow, wanted)
+    plan.left = {
+        **state.plan.left,
+        **dict.fromkeys(missing, "no calibration data came to it"),
+    }
+    for layer in plan.layers.values():
+        layer.codes = layer.codes and layer.result in ready
+    coded = {layer.result for layer in plan.layers.values() if layer.codes}
+    for layer in plan.layers.values():
+        layer.residual_codes = layer.residual_codes and layer.residual_value in coded
+    return plan
+
+
+def scales_of_layers(
+    model: nn.Module, state: Prepared, plan: Plan
+) -> dict[str, tuple[Scale, Tensor | None]]:
+    """Return for each layer the scale of its input and what its channels are multiplied by first."""
+    found: dict[str, tuple[Scale, Tensor | None]] = {}
+    groups: dict[Any, list[Layer]] = {}
+    for path, layer in plan.layers.items():
+        watch = state.watches[layer.source]
+        if path in state.loaded and not watch.runs:
+            found[path] = state.loaded[path]
+        elif not layer.smooth:
+            found[path] = (watch.get_scale(), None)
+        else:
+            alone = "" if layer.qconfig.share_weight_observers else path
+            groups.setdefault((layer.source, alone), []).append(layer)
+    for (value, _), layers in groups.items():
+        weights: list[Any] = [model.get_submodule(layer.path).weight for layer in layers]
+        first = layers[0]
+        factor, scale = smooth_group(first.qconfig, state.watches[value], weights, first.path)
+        found.update((layer.path, (scale, factor)) for layer in layers)
+    return found

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scales of a prepared model as JSON, in the form that IPEX wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_core._spec import check
+from ipex_core.errors import OpArgumentError
+from ipex_quant._int8_plan import Layer
+from ipex_quant._int8_state import Prepared, renew, scales_of_layers, state_of
+from ipex_quant.int8_layers import Scale
+
+__all__ = ["load_summary", "save_summary"]
+
+Tensor = torch.Tensor
+
+
+def save_summary(model: nn.Module, qconf_summary: Any) -> None:
+    """Write the scales of a calibrated model as JSON.
+
+    Args:
+        model: The prepared model.
+        qconf_summary: Path of the file; it is replaced only when everything is written.
+
+    Raises:
+        OpArgumentError: There is no path, or no calibration was done.
+    """
+    op = "save_qconf_summary"
+    path = _path(op, qconf_summary)
+    state = _state(op, model)
+    seen = bool(state.loaded) or any(watch.ready for watch in state.watches.values())
+    check(seen or not state.plan.layers, op, "model", "be calibrated", "no data")
+    text = json.dumps(_summary(model, state), indent=4)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_summary(model: nn.Module, qconf_summary: Any) -> None:
+    """Read scales that `save_summary` wrote; calibrating again replaces them.
+
+    Args:
+        model: The prepared model.
+        qconf_summary: Path of the file.
+
+    Raises:
+        OpArgumentError: The file is not one of such a model; the text names the difference. Nothing has changed then.
+    """
+    op = "load_qconf_summary"
+    path = _path(op, qconf_summary)
+    state = _state(op, model)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise OpArgumentError(f"{op}: qconf_summary must be JSON, got {path}: {error}") from error
+    loaded, results = _read(op, model, state, data)
+    state.loaded = loaded
+    for value, watch in state.watches.items():
+        renew(state, value, watch)
+    for name, layer in state.plan.layers.items():
+        if name in loaded and not layer.smooth:
+            state.watches[layer.source].scale = loaded[name][0]
+    for value, scale in results.items():
+        state.watches[value].scale = scale
+
+
+def _path(op: str, path: Any) -> Path:
+    check(isinstance(path, (str, os.PathLike)), op, "qconf_summary", "be a path", path)
+    return Path(path)
+
+
+def _state(op: str, model: nn.Module) -> Prepared:
+    state = state_of(model)
+    if state is None:
+        raise OpArgumentError(f"{op}: model must be a result of prepare, got another model")
+    return state
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0] or " "  # IPEX's name of the model itself
+
+
+def _by_parent(state: Prepared) -> dict[str, list[Layer]]:
+    assert state.flow is not None
+    calls = state.flow.calls
+    groups: dict[str, list[Layer]] = {}
+    for layer in sorted(state.plan.layers.values(), key=lambda it: calls[it.path][0].index):
+        groups.setdefault(_parent(layer.path), []).append(layer)
+    return groups
+
+
+def _summary(model: nn.Module, state: Prepared) -> dict[str, Any]:
+    if state.flow is None:
+        return {}
+    scales = scales_of_layers(model, state, _reached(state))
+    summary: dict[str, Any] = {}
+    for parent, layers in _by_parent(state).items():
+        ops: dict[str, Any] = {}
+        for layer in layers:
+            if layer.path in scales:
+                ops[str(len(ops))] = _entry(model, state, layer, *scales[layer.path])
+        summary[parent] = {"q_op_infos": ops, "nonq_op_infos": {}, "layer_output_infos": []}
+    return summary
+
+
+def _reached(state: Prepared) -> Any:
+    layers = {
+        path: layer
+        for path, layer in state.plan.layers.items()
+        if path in state.loaded or state.watches[layer.source].ready
+    }
+    return dataclasses.replace(state.plan, layers=layers)
+
+
+def _entry(
+    model: nn.Module, state: Prepared, layer: Layer, scale: Scale, factor: Tensor | None
+) -> dict[str, Any]:
+    module: Any = model.get_submodule(layer.path)
+    watch = state.watches[layer.source]
+    weight: Any = layer.qconfig.weight()
+    weight(module.weight.detach().float() if factor is None else module.weight.detach() / factor)
+    weight_scale, weight_zero = weight.calculate_qparams()
+    dtype = str(torch.quint8)
+    entry: dict[str, Any] = {
+        "op_type": str(type(module)),
+        "op_type_is_module": True,
+        "fqn": layer.path,
+        "input_tensor_infos": [
+            {
+                "id": layer.source,
+                "orig_dtype": str(module.weight.dtype),
+                "inf_dtype": dtype,
+                "force_dtype": dtype,
+                "scale": [scale.scale],
+                "zero_point": [scale.zero],
+            }
+        ],
+        "weight_tensor_infos": [
+            {
+                "orig_dtype": str(module.weight.dtype),
+                "inf_dtype": str(torch.qint8),
+                "scale": weight_scale.tolist(),
+                "zero_point": weight_zero.tolist(),
+            }
+        ],
+        "output_tensor_infos": [
+            {
+                "id": layer.result,
+                "orig_dtype": str(module.weight.dtype),
+                "inf_dtype": dtype if layer.codes else str(module.weight.dtype),
+                "scale": [],
+                "zero_point": [],
+            }
+        ],
+        "activation_observer": _describe(watch.observer or watch.channels),
+        "weight_observer": _describe(weight),
+    }
+    if layer.codes and state.watches[layer.result].ready:
+        result = state.watches[layer.result].get_scale()
+        entry["output_tensor_infos"][0].update(scale=[result.scale], zero_point=[result.zero])
+    if factor is not None:
+        entry["share_weight_observers"] = layer.qconfig.share_weight_observers
+        entry["input_tensor_infos"][0]["smooth_quant_scaling_factor"] = factor.tolist()
+    return entry
+
+
+def _describe(observer: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"name": type(observer).__name__}
+    for name in ("dtype", "qscheme", "reduce_range", "quant_min", "quant_max", "bins", "ch_axis"):
+        value = getattr(observer, name, None)
+        if value is not None:
+            fields[name] = value if isinstance(value, (bool, int, float)) else str(value)
+    return fields
+
+
+def _read(
+    op: str, model: nn.Module, state: Prepared, data: Any
+) -> tuple[dict[str, tuple[Scale, Tensor | None]], dict[int, Scale]]:
+    """Return the scale of each layer's input and of results that are codes."""
+    found = {}
+    try:
+        for group in data.values():
+            for info in group["q_op_infos"].values():
+                found[str(info["fqn"])] = info
+    except (AttributeError, KeyError, TypeError) as error:
+        what = "have q_op_infos with fqn for each module"
+        raise OpArgumentError(f"{op}: qconf_summary must {what}, got {error!r}") from error
+    wanted = set(state.plan.layers)
+    extra, missing = sorted(found.keys() - wanted), sorted(wanted - found.keys())
+    differences = [f"only in the file: {', '.join(extra)}"] if extra else []
+    differences += [f"only in the model: {', '.join(missing)}"] if missing and extra else []
+    check(not extra, op, "qconf_summary", "be of this model", "; ".join(differences))
+    loaded: dict[str, tuple[Scale, Tensor | None]] = {}
+    results: dict[int, Scale] = {}
+    for name, info in found.items():
+        layer = state.plan.layers[name]
+        module: Any = model.get_submodule(name)
+        same = info.get("op_type") == str(type(module))
+        check(same, op, f"op_type of {name}", f"be {type(module)}", info.get("op_type"))
+        try:
+            channels = len(info["weight_tensor_infos"][0]["scale"])
+            source, result = info["input_tensor_infos"][0], info["output_tensor_infos"][0]
+            scale = _scale(source)
+            factor = source.get("smooth_quant_scaling_factor")
+            if layer.codes and result["scale"]:
+                results[layer.result] = _scale(result)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise OpArgumentError(
+                f"{op}: the entry of {name} must have scales, got {error!r}"
+            ) from error
+        rows = module.weight.shape[0]
+        what = f"the number of weight scales of {name}"
+        check(channels in (1, rows), op, what, f"be 1 or {rows}", channels)
+        what = f"smooth_quant_scaling_factor of {name}"
+        columns = module.weight.shape[1]
+        check(
+            (factor is not None) == layer.smooth, op, what, _given(layer.smooth), factor is not None
+        )
+        check(
+            factor is None or len(factor) == columns, op, what, f"have {columns} numbers", "other"
+        )
+        loaded[name] = (scale, None if factor is None else torch.tensor(factor))
+    return loaded, results
+
+
+def _given(smooth: bool) -> str:
+    return "be given" if smooth else "not be there"
+
+
+def _scale(info: Any) -> Scale:
+    """Return the scale of an entry; signed codes are those of IPEX's qint8."""
+    scale, zero = float(info["scale"][0]), int(info["zero_point"][0])
+    if not 0.0 < scale < 3e38:
+        raise ValueError(f"scale {scale}")
+    return Scale(scale, zero + (128 if info.get("inf_dtype") == "torch.qint8" else 0))

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmoothQuant: channel scales that move outliers of an activation into the weights that read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.ao.quantization.observer import MinMaxObserver
+
+from ipex_quant._int8_observe import Watch, scale_of
+from ipex_quant.int8_layers import Scale
+from ipex_quant.static_qconfig import QConfigSmoothQuant
+
+__all__ = ["smooth_group"]
+
+Tensor = torch.Tensor
+
+_FLOOR = 1e-6
+_ALPHAS = tuple(i / 10 for i in range(11))
+
+
+def smooth_group(
+    qconfig: QConfigSmoothQuant, watch: Watch, weights: list[Tensor], name: str
+) -> tuple[Tensor, Scale]:
+    """Return what the channels of an activation are multiplied by, and the scale of the result.
+
+    Args:
+        qconfig: The configuration of the layers.
+        watch: Of the activation, calibrated.
+        weights: The float weights ``[N, K]`` of the layers that share the scales.
+        name: Of the first layer, for its alpha.
+    """
+    low, high = watch.channel_range()
+    x_peak = torch.maximum(low.abs(), high.abs()).float()
+    w_peak = _weight_peak(qconfig, weights)
+    alpha = qconfig.alpha_of(name)
+    if alpha == "auto":
+        alpha = _best_alpha(qconfig, watch, weights, x_peak, w_peak)
+    factor = _factor(x_peak, w_peak, float(alpha))
+    return factor, _range_scale(qconfig, low * factor, high * factor, watch.name)
+
+
+def _factor(x_peak: Tensor, w_peak: Tensor, alpha: float) -> Tensor:
+    return (w_peak + _FLOOR).pow(1 - alpha) / (x_peak + _FLOOR).pow(alpha)
+
+
+def _weight_peak(qconfig: QConfigSmoothQuant, weights: list[Tensor]) -> Tensor:
+    if qconfig.wei_ic_observer is None:
+        return torch.stack([weight.detach().float().abs().amax(0) for weight in weights]).amax(0)
+    observer: Any = qconfig.wei_ic_observer()
+    for weight in weights:
+        observer(weight.detach().float())
+    return torch.maximum(observer.min_val.abs(), observer.max_val.abs())
+
+
+def _range_scale(qconfig: QConfigSmoothQuant, low: Tensor, high: Tensor, name: str) -> Scale:
+    observer: Any = (qconfig.activation or MinMaxObserver)()
+    observer(torch.stack([low, high]))
+    return scale_of(observer, name)
+
+
+def _best_alpha(
+    qconfig: QConfigSmoothQuant, watch: Watch, weights: list[Tensor], x_peak: Tensor, w_peak: Tensor
+) -> float:
+    """Return the alpha whose integers give the least squared error on rows that were kept."""
+    x = watch.rows
+    assert x is not None
+    low, high = watch.channel_range()
+    best, least = 0.5, float("inf")
+    for alpha in _ALPHAS:
+        factor = _factor(x_peak, w_peak, alpha)
+        scale = _range_scale(qconfig, low * factor, high * factor, watch.name)
+        codes = torch.round(x * factor / scale.scale + scale.zero).clamp(0, 255)
+        rounded = (codes - scale.zero) * scale.scale
+        error = 0.0
+        for weight in weights:
+            plain = weight.detach().float()
+            smoothed = plain / factor
+            step = smoothed.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+            back = torch.round(smoothed / step).clamp(-128, 127) * step
+            error += (rounded @ back.T - x @ plain.T).square().sum().item()
+        if error < least:
+            best, least = alpha, error
+    return best

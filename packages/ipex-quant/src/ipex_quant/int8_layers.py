@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that compute on 8-bit integers, as `ipex.quantization.convert` puts them into a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
+from ipex_quant._int8_conv import int8_conv
+
+__all__ = ["DynamicInt8Linear", "Int8Conv", "Int8Linear", "Int8MaxPool2d"]
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Scale and zero point of uint8 codes: a value is ``(code - zero) * scale``."""
+
+    scale: float = 0.0
+    zero: int = 0
+
+    def __bool__(self) -> bool:
+        """Return whether there is one."""
+        return self.scale != 0.0
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of a float result: as stock layers have it."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu")
+    return x.dtype if x.is_floating_point() else torch.float32
+
+
+class _Int8Layer(nn.Module):
+    """What both kinds share: the scales, and staying 8-bit when the model is cast.
+
+    A state dict has the integers, their scales, the bias and, as one tensor of the layer's extra state, the scales of
+    activations.
+    """
+
+    activation: str = "none"
+    name: str = ""
+    input: Scale = Scale()
+    output: Scale = Scale()
+    residual: Scale = Scale()
+    residual_position: int | None = None
+
+    def get_extra_state(self) -> Tensor:
+        """Return the scales and zero points of input, output and residual."""
+        scales = (self.input, self.output, self.residual)
+        return torch.tensor(
+            [number for it in scales for number in (it.scale, it.zero)], dtype=torch.float64
+        )
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take them over."""
+        values = [float(number) for number in state]
+        pairs = zip(values[::2], values[1::2], strict=True)
+        self.input, self.output, self.residual = (Scale(s, round(z)) for s, z in pairs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)  # codes and scales have one dtype only
+        return self
+
+    def _operands(self, *args: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return input and residual of a call, which come in the order of the sum that was fused."""
+        if self.residual_position is None:
+            (x,) = args
+            return x, None
+        first, second = args
+        return (second, first) if self.residual_position == 0 else (first, second)
+
+    def _extras(self) -> str:
+        parts = [f"activation={self.activation}"] if self.activation != "none" else []
+        parts += ["adds its other input"] if self.residual_position is not None else []
+        parts += [f"output={self.output.scale:.4g}*(uint8-{self.output.zero})"] * bool(self.output)
+        return "".join(f", {part}" for part in parts)
+
+
+class Int8Linear(_Int8Layer):
+    """A linear layer on int8 weights with activations of static scale.
+
+    Takes float32, bfloat16, float16 or uint8 codes of its own scale ``[..., in_features]``; gives float, or uint8
+    codes where the next layer takes them.
+
+    Attributes:
+        weight: Packed int8 weight, see ``torch.ops.ipex.pack_int8_weight``.
+        weight_scale: float32 ``[out_features]``.
+        bias: float32 ``[out_features]``, or None.
+        smooth: float32 ``[in_features]`` that the input is multiplied by, or None.
+    """
+
+    weight: Tensor
+    smooth: Tensor | None
+
+    def __init__(self, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", torch.ops.ipex.pack_int8_weight(weight))
+        self.register_buffer("weight_scale", weight_scale.float())
+        self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
+        self.register_buffer("smooth", None)
+        self.register_buffer("x_scale", None)
+        self.register_buffer("x_zero", None)
+
+    def set_input(self, value: Scale) -> None:
+        """Set the scale of the activation."""
+        self.input = value
+        self.x_scale = torch.tensor([value.scale], dtype=torch.float32)
+        self.x_zero = torch.tensor([value.zero], dtype=torch.int32)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take over the scales of a state dict."""
+        super().set_extra_state(state)
+        if self.input:
+            self.set_input(self.input)
+
+    def int_weight(self) -> Tensor:
+        """Return the plain int8 weight, ``[out_features, in_features]``."""
+        return torch.ops.ipex.unpack_int8_weight(self.weight, self.out_features, self.in_features)
+
+    def forward(self, *args: Tensor) -> Tensor:
+        """Return the layer's output."""
+        x, residual = self._operands(*args)
+        if self.smooth is not None:
+            x = x * self.smooth.to(x.dtype)
+        dtype = torch.uint8 if self.output else _result_dtype(x)
+        if residual is not None:
+            residual = residual.to(torch.float32 if dtype == torch.uint8 else dtype)
+        return torch.ops.ipex.int8_linear(
+            x,
+            self.weight,
+            self.out_features,
+            self.weight_scale,
+            self.x_scale,
+            self.x_zero,
+            self.bias,
+            residual,
+            self.activation,
+            None,
+            None,
+            "none",
+            "per_token",
+            False,
+            dtype,
+            self.output.scale,
+            self.output.zero,
+        )
+
+    def extra_repr(self) -> str:
+        """Return sizes and scales."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        kind = "dynamic" if self.x_scale is None else f"scale={self.input.scale:.4g}"
+        return f"{sizes}, bias={self.bias is not None}, {kind}{self._extras()}"
+
+
+class DynamicInt8Linear(Int8Linear):
+    """A linear layer on int8 weights whose activations get the scale of each row as they come."""
+
+
+class Int8Conv(_Int8Layer):
+    """A convolution of one, two or three dimensions on int8 weights, with activations of static scale.
+
+    Takes float or uint8 codes of its own scale; gives float, or uint8 codes where the next layer takes them.
+
+    Attributes:
+        weight: int8 ``[out_channels, in_channels / groups, ...]``.
+        weight_scale: float32 ``[out_channels]``.
+        bias: float32 ``[out_channels]``, or None.
+    """
+
+    weight: Tensor
+
+    def __init__(self, conv: Any, weight: Tensor, weight_scale: Tensor) -> None:
+        super().__init__()
+        self.stride, self.dilation, self.groups = (
+            list(conv.stride),
+            list(conv.dilation),
+            conv.groups,
+        )
+        self.padding = _padding(conv)
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale", weight_scale.float())
+        bias = conv.bias
+        self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
+
+    def set_input(self, value: Scale) -> None:
+        """Set the scale of the activation."""
+        self.input = value
+
+    def int_weight(self) -> Tensor:
+        """Return the plain int8 weight."""
+        return self.weight
+
+    def forward(self, *args: Tensor) -> Tensor:
+        """Return the convolution's output."""
+        x, residual = self._operands(*args)
+        wanted = _result_dtype(x)
+        # oneDNN gives float32, bfloat16 or codes.
+        dtype = wanted if wanted in (torch.float32, torch.bfloat16) else torch.float32
+        y = int8_conv(
+            x,
+            self.weight,
+            self.weight_scale,
+            self.input.scale,
+            self.input.zero,
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+            self.activation,
+            torch.uint8 if self.output else dtype,
+            self.output.scale or 1.0,
+            self.output.zero,
+            residual,
+            self.residual.scale or 1.0,
+            self.residual.zero,
+        )
+        return y if self.output or dtype == wanted else y.to(wanted)
+
+    def extra_repr(self) -> str:
+        """Return sizes and scales."""
+        out_channels, in_channels, *kernel = self.weight.shape
+        geometry = f"kernel_size={tuple(kernel)}, stride={tuple(self.stride)}"
+        head = f"{in_channels * self.groups}, {out_channels}, {geometry}"
+        return f"{head}, scale={self.input.scale:.4g}{self._extras()}"
+
+
+class Int8MaxPool2d(nn.MaxPool2d):
+    """Maximum pooling that takes uint8 codes of any image size too, which stock pooling does not."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the maxima."""
+        if input.dtype != torch.uint8:
+            return super().forward(input)
+        sizes = [_pair(it) for it in (self.kernel_size, self.stride, self.padding)]
+        (kernel_h, kernel_w), (stride_h, stride_w), (pad_h, pad_w) = sizes
+        x = nn.functional.pad(input, (pad_w, pad_w, pad_h, pad_h))  # 0 is the least code
+        x = _maxima(x, -2, kernel_h, stride_h)
+        return _maxima(x, -1, kernel_w, stride_w)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else tuple(value)
+
+
+def _maxima(x: Tensor, dim: int, kernel: int, stride: int) -> Tensor:
+    """Return the maximum of each window along one dimension."""
+    count = (x.shape[dim] - kernel) // stride + 1
+    size = stride * (count - 1) + 1
+    result = x.narrow(dim, 0, size)
+    index: list[Any] = [slice(None)] * x.dim()
+    index[dim] = slice(None, None, stride)
+    result = result[tuple(index)]
+    for start in range(1, kernel):
+        result = torch.maximum(result, x.narrow(dim, start, size)[tuple(index)])
+    return result
+
+
+def _padding(conv: Any) -> list[int]:
+    """Return the padding as numbers; what cannot be said in these is an error of the caller."""
+    if conv.padding == "valid":
+        return [0] * len(conv.stride)
+    if conv.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        return [total // 2 for total in totals]
+    return list(conv.padding)

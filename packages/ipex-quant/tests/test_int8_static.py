@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Static INT8: what is fused, that the result behaves like any module, and bad input."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import QConfig, QConfigMapping
+from torch.ao.quantization.observer import MinMaxObserver, PerChannelMinMaxObserver
+
+import ipex_quant
+from ipex_core import explain
+from ipex_core.errors import OpArgumentError
+from ipex_quant import (
+    Int8Conv,
+    Int8Linear,
+    convert,
+    default_static_qconfig,
+    default_static_qconfig_mapping,
+    prepare,
+)
+
+Tensor = torch.Tensor
+
+
+class Block(nn.Module):
+    """Two convolutions and a sum, with one activation module for all."""
+
+    def __init__(self, channels: int, wider: int = 1) -> None:
+        super().__init__()
+        out = channels * wider
+        self.conv1 = nn.Conv2d(channels, out, 3, stride=wider, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.down = nn.Conv2d(channels, out, 1, stride=wider) if wider > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        other = x if self.down is None else self.down(x)
+        y += other
+        return self.relu(y)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 7, 2, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        )
+        self.blocks = nn.Sequential(Block(8), Block(8, 2))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    model = Net()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+    return model.eval()
+
+
+def images(seed: int = 1) -> Tensor:
+    return torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(seed))
+
+
+def calibrated(model: nn.Module, x: Tensor, **options: Any) -> Any:
+    prepared = prepare(model, default_static_qconfig_mapping, x, **options)
+    with torch.no_grad():
+        prepared(x)
+    return prepared
+
+
+def near(found: Tensor, expected: Tensor, least: float = 0.999) -> bool:
+    rows = (t.reshape(1, -1).double() for t in (found, expected))
+    return nn.functional.cosine_similarity(*rows).item() >= least
+
+
+@torch.no_grad()
+def test_residual_network(net: nn.Module) -> None:
+    x = images()
+    prepared = calibrated(net, x)
+    torch.testing.assert_close(prepared(x), net(x))
+    model = convert(prepared)
+    assert near(model(x), net(x))
+    kinds = [type(m).__name__ for m in model.modules()]
+    assert kinds.count("Int8Conv") == 6
+    assert "Conv2d" not in kinds and "BatchNorm2d" not in kinds
+    codes = [m for m in model.modules() if isinstance(m, Int8Conv) and m.output]
+    assert len(codes) == 5  # all but the last, which gives floats to the mean
+    assert model.stem[0].activation == "relu"
+    assert model.stem(x).dtype == torch.uint8
+    assert isinstance(net.stem[0], nn.Conv2d)  # the original stays
+    rows = {row.module: row for row in explain(model).rows}
+    assert "scale" in rows["stem.0"].text and "stem.2" in rows["stem.0"].text
+
+
+@torch.no_grad()
+def test_ordinary_module(net: nn.Module) -> None:
+    x = images()
+    prepared = calibrated(net, x)
+    model = convert(pickle.loads(pickle.dumps(prepared)))
+    expected = convert(prepared)(x)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)
+    other = convert(calibrated(net, images(5) * 3))
+    assert not torch.equal(other(x), expected)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(x), expected)
+    assert torch.equal(model.to(torch.bfloat16).float()(x), expected)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_and_compiled(net: nn.Module) -> None:
+    x = images()
+    model = convert(calibrated(net, x))
+    expected = model(x)
+    traced = torch.jit.trace(model, x, check_trace=False)
+    assert torch.equal(torch.jit.freeze(traced)(x), expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolutions(dims: int, groups: int) -> None:
+    torch.manual_seed(dims)
+    kind = getattr(nn, f"Conv{dims}d")
+    model = nn.Sequential(
+        kind(4, 8, 3, stride=2, padding=1, groups=groups), nn.ReLU(), kind(8, 6, 2, padding="same"),
+        kind(6, 4, 3, padding="same", dilation=2),
+    ).eval()  # fmt: skip
+    x = torch.randn(2, 4, *[9] * dims)
+    quantised = convert(calibrated(model, x))
+    assert near(quantised(x), model(x))
+    assert near(quantised(x[0]), model(x[0]))
+    assert isinstance(quantised[0], Int8Conv) and isinstance(quantised[3], Int8Conv)
+    assert isinstance(quantised[2], kind)  # uneven padding
+    assert any(row.module == "2" and not row.done for row in explain(quantised).rows)
+    compiled = torch.compile(quantised, backend="aot_eager", fullgraph=True)
+    assert compiled(x).stride() == quantised(x).stride()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.SiLU])
+def test_linear_chain(activation: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(24, 48),
+        activation(),
+        nn.Dropout(),
+        nn.Linear(48, 24),
+        nn.Tanh(),
+        nn.Linear(24, 5),
+    ).eval()
+    x = torch.randn(3, 7, 24)
+    quantised = convert(calibrated(model, x))
+    first, second = quantised[0], quantised[3]
+    assert isinstance(first, Int8Linear) and first.output and not second.output
+    assert first(x).dtype == torch.uint8
+    assert isinstance(quantised[1], nn.Identity)
+    assert near(quantised(x), model(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert quantised(x).dtype == torch.bfloat16
+    assert quantised(x.bfloat16()).dtype == torch.float32  # after codes nobody knows
+
+
+@torch.no_grad()
+def test_values_that_others_see_stay_float() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.a(x)
+            z = self.b(y)
+            return self.c(z) + z.sum(), y
+
+    model = Two().eval()
+    x = torch.randn(4, 16)
+    quantised = convert(calibrated(model, x))
+    assert not any(m.output for m in (quantised.a, quantised.b, quantised.c))
+    for found, expected in zip(quantised(x), model(x), strict=True):
+        assert near(found, expected)
+
+
+@torch.no_grad()
+def test_layer_called_twice() -> None:
+    layer = nn.Linear(16, 16)
+    model = nn.Sequential(layer, nn.ReLU(), layer).eval()
+    x = torch.randn(4, 16)
+    quantised = convert(calibrated(model, x))
+    assert quantised[0] is quantised[2] and isinstance(quantised[0], Int8Linear)
+    assert near(quantised(x), model(x), 0.99)
+
+
+@torch.no_grad()
+def test_other_observers_and_signed_codes() -> None:
+    qconfig = QConfig(
+        activation=MinMaxObserver.with_args(qscheme=torch.per_tensor_symmetric, dtype=torch.qint8),
+        weight=PerChannelMinMaxObserver.with_args(
+            dtype=torch.qint8, qscheme=torch.per_channel_symmetric
+        ),
+    )
+    model = nn.Sequential(nn.Linear(16, 32), nn.Conv1d(4, 4, 3), nn.Linear(30, 8)).eval()
+    x = torch.randn(2, 4, 16)
+    mapping = QConfigMapping().set_global(qconfig).set_module_name("2", None)
+    prepared = prepare(model, mapping, x)
+    prepared(x)
+    quantised = convert(prepared)
+    assert quantised[0].input.zero == 128 and isinstance(quantised[2], nn.Linear)
+    assert near(quantised(x), model(x))
+
+
+@torch.no_grad()
+def test_summary(net: nn.Module, tmp_path: Path) -> None:
+    x, file = images(), tmp_path / "summary.json"
+    prepared = calibrated(net, x)
+    prepared.save_qconf_summary(qconf_summary=file)
+    data = json.loads(file.read_text())
+    info = data["stem"]["q_op_infos"]["0"]
+    assert info["fqn"] == "stem.0" and info["op_type_is_module"]
+    assert info["input_tensor_infos"][0]["inf_dtype"] == "torch.quint8"
+    assert info["activation_observer"]["name"] == "HistogramObserver"
+    assert " " in data  # the model itself has the head
+    other = prepare(net, default_static_qconfig_mapping, x)
+    other.load_qconf_summary(str(file))
+    assert torch.equal(convert(other)(x), convert(prepared)(x))
+    other(x * 4)  # calibrating again wins
+    assert not torch.equal(convert(other)(x), convert(prepared)(x))
+
+
+@torch.no_grad()
+def test_wrong_summary(net: nn.Module, tmp_path: Path) -> None:
+    x, file = images(), tmp_path / "summary.json"
+    prepared = calibrated(net, x)
+    prepared.save_qconf_summary(file)
+    other = prepare(
+        nn.Sequential(nn.Linear(8, 8)).eval(), default_static_qconfig_mapping, torch.ones(1, 8)
+    )
+    with pytest.raises(
+        OpArgumentError, match=r"only in the file: blocks\.0\.conv1.*only in the model: 0"
+    ):
+        other.load_qconf_summary(file)
+    data = json.loads(file.read_text())
+    entry = data["stem"]["q_op_infos"]["0"]
+    entry["weight_tensor_infos"][0]["scale"].pop()
+    file.write_text(json.dumps(data))
+    with pytest.raises(OpArgumentError, match=r"weight scales of stem.0 must be 1 or 8, got 7"):
+        prepared.load_qconf_summary(file)
+    entry["input_tensor_infos"] = []
+    file.write_text(json.dumps(data))
+    with pytest.raises(OpArgumentError, match=r"entry of stem.0 must have scales"):
+        prepared.load_qconf_summary(file)
+    file.write_text("[1, 2")
+    with pytest.raises(OpArgumentError, match="must be JSON"):
+        prepared.load_qconf_summary(file)
+    with pytest.raises(OpArgumentError, match="qconf_summary must be a path, got None"):
+        prepared.save_qconf_summary(None)
+    assert torch.equal(convert(prepared)(x), convert(calibrated(net, x))(x))
+
+
+def test_bad_input(net: nn.Module) -> None:
+    x = images()
+    with pytest.raises(OpArgumentError, match="example_inputs must be given for a static"):
+        prepare(net, default_static_qconfig_mapping)
+    with pytest.raises(
+        OpArgumentError, match=r"must fit the model, got tensors of shapes \[\[2, 5\]\]"
+    ):
+        prepare(net, default_static_qconfig_mapping, torch.ones(2, 5))
+    with pytest.raises(OpArgumentError, match="configure must be a QConfigMapping or a QConfig"):
+        prepare(net, {"": 1}, x)
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module"):
+        prepare("net", default_static_qconfig_mapping, x)  # type: ignore[arg-type]
+    with pytest.raises(OpArgumentError, match="model must have layers that the configuration"):
+        prepare(nn.Sequential(nn.ReLU()), default_static_qconfig_mapping, x)
+    with pytest.raises(OpArgumentError, match="must be in evaluation mode"):
+        prepare(Net().train(), default_static_qconfig_mapping, x)
+    with pytest.warns(DeprecationWarning, match="use a QConfigMapping"):
+        prepared = prepare(net, default_static_qconfig, x)
+    with pytest.raises(OpArgumentError, match="must not be prepared already"):
+        prepare(prepared, default_static_qconfig_mapping, x)
+    with pytest.raises(OpArgumentError, match=r"must be calibrated.*got no data"):
+        convert(prepared)
+    with pytest.raises(OpArgumentError, match="must be a result of prepare"):
+        convert(net)
+    prepared(x[:0])  # an empty batch tells nothing
+    with pytest.raises(OpArgumentError, match="got no data"):
+        convert(prepared)
+    with pytest.raises(OpArgumentError, match=r"stem.0 must get finite inputs, got NaN in run 1"):
+        prepared(x * float("nan"))
+
+
+@torch.no_grad()
+def test_layers_without_data_stay_float() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+        def forward(self, x: Tensor, first: bool = True) -> Tensor:
+            return self.a(x) if first else self.b(x)
+
+    x = torch.randn(2, 8)
+    prepared = prepare(Either().eval(), default_static_qconfig_mapping, (x, False))
+    prepared.b[1](x)
+    model = convert(prepared)
+    assert type(model.b[0]) is nn.Linear and isinstance(model.b[1], Int8Linear)
+    left = {row.module: row.text for row in explain(model).rows if not row.done}
+    assert "do not reach" in left["a"] and "no calibration data" in left["b.0"]
+
+
+@torch.no_grad()
+def test_check(net: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    x = images()
+    model = convert(calibrated(net, x), check=x)
+    text = capsys.readouterr().out
+    assert "blocks.1.conv2" in text and "the same largest element in" in text
+    assert any(note.startswith("check: cosine") for note in explain(model).notes)
+    far = calibrated(net, x * 0.02)
+    with pytest.warns(UserWarning, match=r"have a cosine of .* below 0.99"):
+        convert(far, check=(x,))
+    with pytest.raises(OpArgumentError, match="check must be a batch for the model"):
+        convert(far, check=torch.ones(3))
+
+
+def test_names() -> None:
+    for name in ("prepare", "convert", "default_static_qconfig", "Int8Linear"):
+        assert name in dir(ipex_quant)
