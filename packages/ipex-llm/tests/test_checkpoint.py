@@ -12,16 +12,16 @@ from safetensors.torch import load_file, save_file
 from ipex_core._woq_quantize import CODEBOOKS, unpack_nibbles
 from ipex_core.errors import OpArgumentError
 from ipex_llm._checkpoint import quantize
-from ipex_llm._checkpoint.files import (
+from ipex_llm._checkpoint.make import make_folder
+from ipex_llm._checkpoint.quantize import quantize_folder
+from ipex_llm._checkpoint.schemes import make_scheme
+from ipex_quant._files import (
     CheckpointError,
     ShardWriter,
     check_model_folder,
     read_header,
     weight_files,
 )
-from ipex_llm._checkpoint.make import make_folder
-from ipex_llm._checkpoint.quantize import quantize_folder
-from ipex_llm._checkpoint.schemes import make_scheme
 
 LINEAR = [
     f"model.layers.{i}.{name}"

@@ -241,7 +241,7 @@ def _share_random(model: nn.Module) -> None:
 
 def _load(model: nn.Module, config: Any, checkpoint: Any, parallel: TensorParallel | None) -> None:
     """Replace linear layers by those of a checkpoint, and load what else it has."""
-    from ipex_llm._lowp_model import replace_linears_from_checkpoint
+    from ipex_quant._replace import replace_linears_from_checkpoint
 
     if isinstance(checkpoint, Mapping):
         warnings.warn(

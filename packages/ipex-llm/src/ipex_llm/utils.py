@@ -20,8 +20,8 @@ from ipex_core._spec import check
 from ipex_llm._lowp_files import model_config as read_model_config
 from ipex_llm._lowp_files import quantization_config, tensors
 from ipex_llm._lowp_gguf import is_gguf, load_gguf
-from ipex_llm._lowp_model import Replaced, replace_linears_from_checkpoint
 from ipex_llm._lowp_shards import Splitter
+from ipex_quant._replace import Replaced, replace_linears_from_checkpoint
 from ipex_quant._schemes import method_of
 from ipex_quant.checkpoint import quantized_names
 

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ipex_llm._checkpoint.files import (
+from ipex_llm._checkpoint.schemes import Scheme
+from ipex_quant._files import (
     CheckpointError,
     Entry,
     ShardWriter,
@@ -26,7 +27,6 @@ from ipex_llm._checkpoint.files import (
     read_rows,
     weight_files,
 )
-from ipex_llm._checkpoint.schemes import Scheme
 
 __all__ = ["Progress", "Summary", "quantize_folder"]
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import re
 from collections.abc import Iterator
@@ -161,7 +160,7 @@ def load_model(folder: Path, dtype: str, group_size: int | None = None, lowp: st
     import torch
 
     import ipex_llm
-    from ipex_llm._checkpoint.files import check_model_folder
+    from ipex_quant._files import check_model_folder
 
     config = check_model_folder(folder)
     name, weights = DTYPES[dtype]
@@ -189,7 +188,8 @@ def _load_quantized(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import ipex_llm
-    from ipex_llm._checkpoint.files import CheckpointError
+    from ipex_quant._files import CheckpointError
+    from ipex_quant.loading import no_init
 
     checkpoint = ipex_llm.utils.load_low_precision_checkpoint(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -200,7 +200,7 @@ def _load_quantized(folder: Path, dtype: torch.dtype) -> Any:
     try:
         # Not on the meta device: buffers that no checkpoint has (of rotary embeddings) must be computed. Without
         # initialisation the weights that are replaced are never touched, so they take no memory.
-        with _no_init():
+        with no_init():
             model = AutoModelForCausalLM.from_config(config).eval()
     finally:
         torch.set_default_dtype(before)
@@ -216,12 +216,3 @@ def _load_quantized(folder: Path, dtype: torch.dtype) -> Any:
     if missing:
         raise CheckpointError(f"{folder} must have all weights of the model, got no {missing[0]}")
     return ipex_llm.optimize(model, dtype=dtype, inplace=True, low_precision_checkpoint=checkpoint)
-
-
-def _no_init() -> Any:
-    """Return the context of transformers in which new models have weights of any value."""
-    try:
-        module = importlib.import_module("transformers.initialization")  # 5.x
-    except ImportError:
-        module = importlib.import_module("transformers.modeling_utils")
-    return module.no_init_weights()

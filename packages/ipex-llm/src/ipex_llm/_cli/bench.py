@@ -92,7 +92,7 @@ def bench(
     console = make_console()
     set_threads(threads)
     with errors():
-        from ipex_llm._checkpoint.files import check_model_folder
+        from ipex_quant._files import check_model_folder
 
         config = check_model_folder(model)
         context = config.get("max_position_embeddings")

@@ -101,7 +101,7 @@ def _encode(tokenizer: Any, prompt: str, chat: bool) -> dict[str, Any]:
 
 def _room(folder: Any, length: int) -> int:
     """Return how many tokens the context has left behind a prompt."""
-    from ipex_llm._checkpoint.files import read_config
+    from ipex_quant._files import read_config
 
     config = read_config(folder)
     context = config.get("max_position_embeddings") or config.get("n_positions")

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from ipex_core.errors import OpArgumentError
-from ipex_llm._lowp_model import replace_linears_from_checkpoint
 from ipex_llm._lowp_shards import _ATTENTION_OUT, _value
 from ipex_llm._parallel._group import TensorParallel
 from ipex_llm._parallel._modules import AllReduce
 from ipex_llm._parallel._shard import PARALLEL, set_numbers
 from ipex_llm._parallel._split import split_heads
+from ipex_quant._replace import replace_linears_from_checkpoint
 
 __all__ = ["load_parts"]
 

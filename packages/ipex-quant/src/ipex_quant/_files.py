@@ -26,6 +26,7 @@ __all__ = [
     "Entry",
     "ShardWriter",
     "check_model_folder",
+    "mapped",
     "read_bytes",
     "read_config",
     "read_header",
@@ -147,6 +148,8 @@ def read_header(path: Path) -> dict[str, Entry]:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise wrong(f"a header that cannot be read ({type(error).__name__}: {error})") from None
     for name, entry in found.items():
+        if entry.start < 8 + length:
+            raise wrong(f"data of {name} in the header")
         if entry.start + entry.size > total:
             raise wrong(f"{total} bytes, {entry.start + entry.size - total} fewer than {name} ends")
         if entry.size != math.prod(entry.shape) * entry.dtype.itemsize or entry.size < 0:
@@ -164,6 +167,25 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
     for path in weight_files(folder):
         read_header(path)
     return config
+
+
+def mapped(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file as views of mapped memory: what is not used is not read.
+
+    Raises:
+        CheckpointError: The file is damaged or incomplete.
+    """
+    entries = read_header(path)
+    size = path.stat().st_size
+    # Private: who writes to a tensor does not write to the file.
+    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    found = {}
+    for name, entry in entries.items():
+        part = data[entry.start : entry.start + entry.size]
+        if entry.start % entry.dtype.itemsize:  # torch cannot look at such places
+            part = part.clone()
+        found[name] = part.view(entry.dtype).view(entry.shape)
+    return found
 
 
 def read_bytes(file: BinaryIO, entry: Entry, first: int, count: int) -> bytearray:

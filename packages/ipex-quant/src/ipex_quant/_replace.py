@@ -19,7 +19,7 @@ from ipex_quant._weight import QuantizedWeight
 from ipex_quant.checkpoint import linear_from, quantized_names, read_linear
 from ipex_quant.qconfig import QConfigWoq
 
-__all__ = ["Replaced", "replace_linears_from_checkpoint"]
+__all__ = ["Replaced", "assign", "finish_meta", "replace_linears_from_checkpoint"]
 
 Tensor = torch.Tensor
 _OP = "replace_linears_from_checkpoint"
@@ -53,6 +53,7 @@ def replace_linears_from_checkpoint(
     *,
     take: bool = False,
     parts: bool = False,
+    exact: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Replaced:
     """Replace the linear layers of a model by those of a quantised checkpoint, in place, and load its other tensors.
@@ -65,9 +66,12 @@ def replace_linears_from_checkpoint(
         state_dict: All tensors of the checkpoint. Names may have or lack the prefix of the base model.
         quant_config: The ``quantization_config`` of its ``config.json``; None for GPTQ with 4 bits.
         qconfig: A `QConfigWoq`, or a mapping with one as global, which says how to compute; its bit width, and its
-            group size if it has one, must be those of the checkpoint. None: in the dtype of the input.
+            group size if it has one, must be those of the checkpoint. None: in the dtype of the input. A dictionary
+            has one for each layer of the checkpoint, of which only the modes matter.
         take: Remove from ``state_dict`` what has been read, so that its memory is freed.
         parts: Accept layers with fewer features than the model's: those of one rank.
+        exact: The other tensors replace those of the model and keep their dtype, instead of being copied. What a model
+            on the meta device lacks then is left to the caller (`finish_meta`).
         progress: Called with the number of layers done, of all, and the name of the last one.
 
     Returns:
@@ -77,7 +81,8 @@ def replace_linears_from_checkpoint(
         OpArgumentError: A name, a shape, a bit width or a group size does not fit the model or the configuration; or
             weights of the model are still missing.
     """
-    config = None if qconfig is None else as_qconfig(_OP, qconfig)
+    single = qconfig is None or not isinstance(qconfig, dict)
+    config = None if qconfig is None or not single else as_qconfig(_OP, qconfig)
     method = method_of(_OP, quant_config)
     names = quantized_names(state_dict)
     check(bool(names), _OP, "state_dict", f"have quantised layers for method {method}", "none")
@@ -90,7 +95,9 @@ def replace_linears_from_checkpoint(
         weight = read_linear(state_dict, name, quant_config)
         if _check_shape(model.get_submodule(place), weight, place, parts):
             sums.append(place)
-        if config is not None:
+        if not single:
+            config = qconfig[name]
+        elif config is not None:
             _check_config(config, weight)
         layer = linear_from(weight, config, dtype)
         if type(layer) is nn.Linear:
@@ -108,8 +115,9 @@ def replace_linears_from_checkpoint(
     rest = {key: value for key, value in state_dict.items() if key not in consumed}
     if parts:
         sums += _make_room(model, rest)
-    loaded, unused = _load_rest(model, rest)
-    _finish_meta(model)
+    loaded, unused = _load_rest(model, rest, exact)
+    if not exact:
+        finish_meta(model)
     return Replaced(tuple(places.values()), tuple(dense), loaded, unused, tuple(sums))
 
 
@@ -219,7 +227,7 @@ def _check_config(config: QConfigWoq, weight: QuantizedWeight) -> None:
 
 @torch.no_grad()
 def _load_rest(
-    model: nn.Module, state: Mapping[str, Tensor]
+    model: nn.Module, state: Mapping[str, Tensor], exact: bool = False
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Load what is not quantised; return the names in the model and the keys without a place there."""
     places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -233,15 +241,18 @@ def _load_rest(
         target = places[name]
         shape = list(target.shape)
         check(list(value.shape) == shape, _OP, key, f"have shape {shape}", list(value.shape))
-        if target.is_meta:
-            _assign(model, name, value.to(target.dtype))
+        if exact:
+            assign(model, name, value.clone())
+        elif target.is_meta:
+            assign(model, name, value.to(target.dtype))
         else:
             target.copy_(value)
         loaded.append(name)
     return tuple(loaded), tuple(unused)
 
 
-def _assign(model: nn.Module, name: str, value: Tensor) -> None:
+def assign(model: nn.Module, name: str, value: Tensor) -> None:
+    """Put a tensor in the place of a parameter or buffer."""
     parent, _, last = name.rpartition(".")
     module = model.get_submodule(parent)
     if last in module._parameters:
@@ -250,7 +261,7 @@ def _assign(model: nn.Module, name: str, value: Tensor) -> None:
         module._buffers[last] = value
 
 
-def _finish_meta(model: nn.Module) -> None:
+def finish_meta(model: nn.Module) -> None:
     """Fill what a model made on the meta device still lacks: tied weights and computed buffers."""
     if not _on_meta(model):
         return

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised models from the folders that `ipex_quant.saving` writes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_core._spec import check
+from ipex_quant._files import mapped, read_config, weight_files
+from ipex_quant._model import replace_module
+from ipex_quant._replace import assign, finish_meta, replace_linears_from_checkpoint
+from ipex_quant.checkpoint import quantized_names
+from ipex_quant.qconfig import (
+    QConfigWoq,
+    WoqActQuantMode,
+    WoqLowpMode,
+    WoqWeightDtype,
+    woq_qconfig,
+)
+from ipex_quant.saving import VERSION, is_saved
+
+__all__ = ["load", "no_init"]
+
+Tensor = torch.Tensor
+#: Called as ``progress(done, total, name)`` after each layer.
+Progress = Callable[[int, int, str], None]
+
+
+def load(
+    folder: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    *,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """Read a model that `save` wrote.
+
+    Args:
+        folder: The folder.
+        model: A model of the same structure, with any weights or on the meta device; it is changed in place. None for
+            models of transformers, whose class ``config.json`` names.
+        progress: Called with the number of quantised layers done, of all, and the name of the last one.
+
+    Returns:
+        The model, in evaluation mode, with the tensors and dtypes that were saved.
+
+    Raises:
+        CheckpointError: A file is missing, cut off or damaged.
+        OpArgumentError: The folder is of another kind or version, or does not fit the model.
+    """
+    op = "load"
+    place = Path(folder)
+    config = read_config(place)
+    what = "be a folder that ipex.quantization.save wrote"
+    check(is_saved(config), op, "folder", what, f"{place} without its quantization_config")
+    about = config["quantization_config"]
+    version = about.get("version")
+    check(version == VERSION, op, f"version of {place}", f"be {VERSION}", version)
+    layers = _layers(op, about)
+    state: dict[str, Tensor] = {}
+    for path in weight_files(place):
+        state |= mapped(path)
+    names = set(quantized_names(state))
+    strangers = sorted(names ^ set(layers))
+    check(not strangers, op, "folder", "have the layers of its config.json", strangers[:3])
+    if model is None:
+        model = _make(op, place, config)
+    shared, tied = about.get("shared", {}), about.get("tied", {})
+    done = replace_linears_from_checkpoint(
+        model, state, about, layers, exact=True, progress=progress
+    )
+    check(not done.unused, op, "model", f"have a place for all tensors of {place}", done.unused[:3])
+    for name, value in about["layers"].items():
+        layer: Any = model.get_submodule(name)
+        layer._float_dtype = getattr(torch, value.get("weight", "float32"))
+    for name, first in shared.items():
+        replace_module(model, name, model.get_submodule(first))
+    _tie(model, tied)
+    finish_meta(model)
+    inner = {f"{name}.{part}" for name in (*layers, *shared) for part in ("bias", "weight")}
+    known = {*done.loaded, *tied, *inner}
+    absent = [name for name, _ in model.named_parameters() if name not in known]
+    check(not absent, op, "folder", "have all weights of the model", f"no {', '.join(absent[:3])}")
+    return model.eval()
+
+
+def _layers(op: str, about: Mapping[str, Any]) -> dict[str, QConfigWoq]:
+    """Return how each layer computes."""
+    found = {}
+    rows = about.get("layers")
+    check(isinstance(rows, dict), op, "layers", "be in quantization_config", rows)
+    assert isinstance(rows, dict)
+    for name, row in rows.items():
+        values: dict[str, Any] = {}
+        for key, kind in (("lowp_mode", WoqLowpMode), ("act_quant_mode", WoqActQuantMode)):
+            listed = kind.__members__
+            what = f"be one of {', '.join(listed)}"
+            check(row.get(key) in listed, op, f"{key} of {name}", what, row.get(key))
+            values[key] = kind[row[key]]
+        cache = bool(row.get("cache_weight_for_large_batch", False))
+        # Of the weight's dtype nothing is needed but that it has all modes.
+        found[name] = woq_qconfig(
+            weight_dtype=WoqWeightDtype.INT4, cache_weight_for_large_batch=cache, **values
+        )
+    return found
+
+
+def _tie(model: nn.Module, tied: Mapping[str, str]) -> None:
+    for name, first in tied.items():
+        parent, _, last = first.rpartition(".")
+        source = model.get_submodule(parent)
+        owner, _, key = name.rpartition(".")
+        target = model.get_submodule(owner)
+        for kind in ("_parameters", "_buffers"):
+            if last in getattr(source, kind) and key in getattr(target, kind):
+                getattr(target, kind)[key] = getattr(source, kind)[last]
+                break
+        else:
+            assign(model, name, model.state_dict()[first].clone())
+
+
+def _make(op: str, folder: Path, config: Mapping[str, Any]) -> nn.Module:
+    """Return a model of transformers with weights of any value."""
+    names = config.get("architectures") or []
+    known = bool(names) and "model_type" in config
+    check(
+        known, op, "model", f"be given, since {folder} does not name a model of transformers", None
+    )
+    transformers = importlib.import_module("transformers")
+    kind = getattr(transformers, names[0], None)
+    check(kind is not None, op, "model", f"be given, since transformers has no {names[0]}", None)
+    assert kind is not None
+    settings: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    if hasattr(settings, "quantization_config"):
+        del settings.quantization_config
+    # Not on the meta device: buffers that no file has (of rotary embeddings) must be computed. Without initialisation
+    # the weights that are replaced are never touched, so they take no memory.
+    with no_init():
+        model: Any = kind(settings).eval()
+    model.tie_weights()
+    if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model  # type: ignore[no-any-return]
+
+
+def no_init() -> contextlib.AbstractContextManager[Any]:
+    """Return the context of transformers in which new models have weights of any value."""
+    try:
+        module = importlib.import_module("transformers.initialization")  # 5.x
+    except ImportError:
+        module = importlib.import_module("transformers.modeling_utils")
+    return module.no_init_weights()  # type: ignore[no-any-return]

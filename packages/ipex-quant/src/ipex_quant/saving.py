@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised models in folders: safetensors and JSON, written module by module, complete or not there at all.
+
+===================================  =================================================================================
+file                                 content
+===================================  =================================================================================
+``model.safetensors``, or shards     all tensors by the names of ``model.state_dict()``; those of a quantised layer are
+with ``model.safetensors.index...``  its codes, scales and zero points, and not the packed form
+``config.json``                      the model's configuration, if it has one; ``quantization_config`` says how each
+                                     quantised layer computes, and what shares its weight
+``generation_config.json``           as ``transformers`` writes it, if the model has one
+===================================  =================================================================================
+
+Example:
+    >>> import torch
+    >>> from ipex_quant import load, quantize_linears, save, woq_qconfig
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).eval()
+    >>> _ = quantize_linears(model, woq_qconfig(weight_dtype=2, group_size=32))
+    >>> _ = save(model, "quantised")  # doctest: +SKIP
+    >>> again = load("quantised", model=torch.nn.Sequential(...))  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_core._spec import check
+from ipex_quant._files import NAMES, ShardWriter, read_config
+from ipex_quant._module import WoqLinearModule
+
+__all__ = [
+    "VERSION",
+    "Kinds",
+    "entries",
+    "identity",
+    "is_saved",
+    "model_config",
+    "modules",
+    "save",
+    "write_json",
+]
+
+Tensor = torch.Tensor
+Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+#: Version of what ``quantization_config`` says.
+VERSION = 1
+_FORMAT = "woq"
+
+
+def save(
+    model: nn.Module, folder: str | os.PathLike[str], *, shard_bytes: int = 4 << 30
+) -> tuple[str, ...]:
+    """Write a model with weight-only quantised linear layers to a folder.
+
+    What is written does not depend on the processor. One module at a time is unpacked. The folder appears when all is
+    written; until then an older one of the same name stays as it is, and after an error too.
+
+    Args:
+        model: The model.
+        folder: Must not exist, be empty, or be one that this function wrote.
+        shard_bytes: Most bytes of a file.
+
+    Returns:
+        The names of the quantised layers.
+
+    Raises:
+        OpArgumentError: The model has no quantised layer, or something that safetensors cannot hold.
+        FileExistsError: The folder has other things in it.
+        OSError: Writing failed, for instance because the disk is full.
+    """
+    op = "save"
+    check(isinstance(model, nn.Module), op, "model", "be a module", type(model).__name__)
+    check(shard_bytes > 0, op, "shard_bytes", "be positive", shard_bytes)
+    target = Path(folder).absolute()
+    _check_target(target)
+    names = {n: m for n, m in model.named_modules() if isinstance(m, WoqLinearModule)}
+    check(bool(names), op, "model", "have quantised linear layers", type(model).__name__)
+    shards, tied = _plan(op, model, shard_bytes)
+    about = _about(model, names, tied)
+    work = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        _write(work, model, shards, about)
+        _exchange(work, target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return tuple(names)
+
+
+def _check_target(target: Path) -> None:
+    if target.is_dir() and (not any(target.iterdir()) or is_saved(_config_or_none(target))):
+        return
+    if target.exists():
+        raise FileExistsError(
+            f"save: folder must be new, empty or one that save wrote, got {target}"
+        )
+
+
+def _config_or_none(folder: Path) -> Mapping[str, Any] | None:
+    try:
+        return read_config(folder)
+    except ValueError:
+        return None
+
+
+def is_saved(config: Mapping[str, Any] | None) -> bool:
+    """Return whether a ``config.json`` is of a folder that `save` wrote."""
+    about = None if config is None else config.get("quantization_config")
+    return isinstance(about, dict) and about.get("format") == _FORMAT
+
+
+def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that have tensors of their own, each once; quantised layers have nothing below them."""
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        if isinstance(module, WoqLinearModule):
+            inside.update(id(m) for m in module.modules())
+        yield name, module
+
+
+def entries(op: str, name: str, module: nn.Module) -> dict[str, Tensor]:
+    """Return what a module alone adds to a state dict."""
+    prefix = f"{name}." if name else ""
+    found: Any = {}
+    for before in module._state_dict_pre_hooks.values():
+        before(module, prefix, False)
+    module._save_to_state_dict(found, prefix, False)
+    for after in module._state_dict_hooks.values():
+        after(module, found, prefix, {})
+    for key, value in found.items():
+        check(isinstance(value, Tensor), op, key, "be a tensor", type(value).__name__)
+        check(value.dtype in NAMES, op, key, "have a dtype of safetensors", value.dtype)
+        check(not value.is_meta, op, key, "have values", "a tensor on the meta device")
+        other = key.endswith(".woq") and not isinstance(module, WoqLinearModule)
+        check(not other, op, "model", "have no quantised layers but linear ones", name)
+    return found  # type: ignore[no-any-return]
+
+
+def identity(value: Tensor) -> tuple[Any, ...]:
+    """Return what tells that two tensors are one."""
+    return value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
+
+
+def _plan(
+    op: str, model: nn.Module, most: int
+) -> tuple[list[tuple[list[str], Kinds]], dict[str, str]]:
+    """Return the modules and tensors of each file, and which names share the tensor of another."""
+    shards: list[tuple[list[str], Kinds]] = [([], {})]
+    seen: dict[tuple[Any, ...], str] = {}
+    tied: dict[str, str] = {}
+    size = 0
+    for name, module in modules(model):
+        kinds: Kinds = {}
+        for key, value in entries(op, name, module).items():
+            own = not isinstance(module, WoqLinearModule) and value.numel() > 0
+            first = seen.setdefault(identity(value), key) if own else key
+            if first != key:
+                tied[key] = first
+            else:
+                kinds[key] = value.dtype, tuple(value.shape)
+        more = sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
+        if shards[-1][1] and size + more > most:
+            shards.append(([], {}))
+            size = 0
+        shards[-1][0].append(name)
+        shards[-1][1].update(kinds)
+        size += more
+    return shards, tied
+
+
+def _about(
+    model: nn.Module, layers: Mapping[str, WoqLinearModule], tied: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the ``quantization_config``."""
+    first = {id(module): name for name, module in layers.items()}
+    every = model.named_modules(remove_duplicate=False)
+    shared = {n: first[id(m)] for n, m in every if id(m) in first and first[id(m)] != n}
+    return {
+        "quant_method": "ipex",
+        "format": _FORMAT,
+        "version": VERSION,
+        "layers": {
+            name: {
+                "lowp_mode": module.lowp_mode.name,
+                "act_quant_mode": module.act_quant_mode.name,
+                "cache_weight_for_large_batch": module.cache_weight_for_large_batch,
+                "weight": str(module._float_dtype).removeprefix("torch."),
+            }
+            for name, module in layers.items()
+        },
+        "shared": shared,
+        "tied": dict(tied),
+    }
+
+
+def _write(
+    work: Path, model: nn.Module, shards: list[tuple[list[str], Kinds]], about: dict[str, Any]
+) -> None:
+    places = dict(model.named_modules())
+    table: dict[str, str] = {}
+    for i, (names, kinds) in enumerate(shards, 1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        table.update(dict.fromkeys(kinds, file))
+        writer = ShardWriter(work / file, kinds)
+        writer.open()
+        complete = False
+        try:
+            for name in names:
+                for key, value in entries("save", name, places[name]).items():
+                    if key in kinds:
+                        writer.write(value)
+            complete = True
+        finally:
+            writer.close(complete)
+    if len(shards) > 1:
+        size = sum(math.prod(s) * d.itemsize for _, kinds in shards for d, s in kinds.values())
+        index = {"metadata": {"total_size": size}, "weight_map": table}
+        write_json(work / "model.safetensors.index.json", index)
+    write_json(work / "config.json", {**model_config(model), "quantization_config": about})
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(work)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file and wait until the disk has it."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, default=str)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def model_config(model: nn.Module) -> dict[str, Any]:
+    """Return the configuration of a model of transformers, with the name of its class."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return {}
+    kind = getattr(type(model), "_ipex_original", type(model))
+    found = {**config.to_dict(), "architectures": [kind.__name__]}
+    return found
+
+
+def _exchange(work: Path, target: Path) -> None:
+    """Put a complete folder in the place of an older one."""
+    if not target.exists():
+        work.rename(target)
+        return
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    target.rename(old)
+    try:
+        work.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
