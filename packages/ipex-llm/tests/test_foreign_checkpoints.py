@@ -12,11 +12,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from ipex_core.errors import OpArgumentError
 from ipex_llm.utils import load_low_precision_checkpoint, replace_linears_from_checkpoint
-from ipex_quant import WeightOnlyQuantizedLinear
+from ipex_quant import WeightOnlyQuantizedLinear, gptq, load, quantize_linears, save, woq_qconfig
 
 
 def _load_writer() -> Any:
@@ -178,3 +187,47 @@ def test_bitsandbytes_in_a_model(tmp_path: Path) -> None:
     found = replace_linears_from_checkpoint(model, *load_low_precision_checkpoint(tmp_path))
     assert len(found.layers) == 14 and not found.unused
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-3, atol=1e-3)
+
+
+SMALL = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+FAMILIES: dict[str, Any] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, **SMALL)),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, vocab_size=64)
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", 14), ("gpt2", 8), ("t5", 32)])
+@torch.no_grad()
+def test_gptq_writes_what_is_read(family: str, layers: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = FAMILIES[family]().eval()
+    ids = torch.randint(3, 64, (4, 2, 16))
+    more = {"decoder_input_ids": ids[0, :, :7]} if family == "t5" else {}
+    expected = model(ids[0], **more).logits
+    gptq(model, [{"input_ids": row, **more} for row in ids], group_size=32, save_dir=tmp_path)
+    found = model(ids[0], **more).logits
+    assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), 0) > 0.99
+    other = FAMILIES[family]().eval()
+    replaced = replace_linears_from_checkpoint(other, *load_low_precision_checkpoint(tmp_path))
+    assert len(replaced.layers) == layers and not replaced.unused and not replaced.dense
+    assert torch.equal(other(ids[0], **more).logits, found)
+
+
+@torch.no_grad()
+def test_saved_folders_are_checkpoints(tmp_path: Path) -> None:
+    import ipex_llm
+
+    model = make_model("llama")
+    quantize_linears(model, woq_qconfig(weight_dtype=2, group_size=32), modules_to_skip=["lm_head"])
+    ids = torch.tensor([[1, 2, 3, 60]])
+    expected = model(ids).logits
+    save(
+        ipex_llm.optimize(model, dtype=torch.float32), tmp_path / "m"
+    )  # packed side by side by then
+    assert torch.equal(load(tmp_path / "m")(ids).logits, expected)
+    other = make_model("llama")
+    replace_linears_from_checkpoint(other, *load_low_precision_checkpoint(tmp_path / "m"))
+    assert torch.equal(other(ids).logits, expected)

@@ -24,6 +24,7 @@ _LAZY: dict[str, str] = {
     "DynamicInt8Linear": "ipex_quant.int8_layers",
     "get_smooth_quant_qconfig_mapping": "ipex_quant.static_qconfig",
     "get_weight_only_quant_qconfig_mapping": "ipex_quant.qconfig",
+    "gptq": "ipex_quant._gptq",
     "Int8Conv": "ipex_quant.int8_layers",
     "Int8Linear": "ipex_quant.int8_layers",
     "linear_from": "ipex_quant.checkpoint",
