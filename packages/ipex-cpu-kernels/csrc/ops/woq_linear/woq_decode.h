@@ -200,5 +200,20 @@ IPEX_INLINE void with_format(uint32_t format, const F& f) {
   }
 }
 
+// Asks for what the four strips behind these begin with; called with each of `steps` steps through
+// them. All strips end at once, and where the next ones begin is nothing that hardware foresees: it
+// would wait for the memory a dozen times.
+template <int kStrips>
+IPEX_INLINE void fetch_next_strips(const WoqLayout& at, const char* const* strips, int64_t step,
+                                   int64_t steps) {
+  constexpr int64_t kFirst = 16;  // lines of weights, until the hardware has seen the pattern
+  const int64_t lines = at.weights / 64 + kFirst;
+  const int64_t begin = step * lines / steps, end = (step + 1) * lines / steps;
+  for (int s = 0; s < kStrips; ++s) {
+    const char* next = strips[s] + 4 * at.strip_bytes;
+    for (int64_t line = begin; line < end; ++line) __builtin_prefetch(next + line * 64, 0, 2);
+  }
+}
+
 }  // namespace
 }  // namespace ipex

@@ -50,6 +50,7 @@ void few_bf16(const WoqLinearArgs& args, const char* const* strips, int64_t row,
     for (auto& sum : acc)
       for (auto& of_row : sum)
         for (auto& one : of_row) one = zero();
+    fetch_next_strips<kStrips>(args.at, strips, g, args.at.groups);
     for (; k < group_end; k += kBlockK) {
       __m512i word[kStrips];
 #pragma GCC unroll 4

@@ -168,6 +168,7 @@ void few_int8(const WoqInt8Args& args, const ByteTable& table, const char* const
     i32v acc[kRows][kStrips * kStripVectors];
     for (auto& of_row : acc)
       for (auto& sum : of_row) sum = iset1(0);
+    fetch_next_strips<kStrips>(args.at, strips, chunk, args.chunks);
 #if IPEX_HAVE_AVX2 && !(IPEX_HAVE_AVX512_VNNI || IPEX_HAVE_AVX_VNNI)
     if constexpr (kCodes == Codes::kNibbles) {
       for (; block + 4 <= end; block += 4)
