@@ -111,6 +111,28 @@ def test_residual_network(net: nn.Module) -> None:
 
 
 @torch.no_grad()
+def test_sum_written_in_a_forward() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
+            self.after = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.body(x)
+            y += x
+            return self.after(y)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), Sum(), nn.Conv2d(4, 2, 1)).eval()
+    x = images()
+    quantised = convert(calibrated(model, x))
+    added = [m for m in quantised.modules() if isinstance(m, Int8Conv) and m.residual]
+    assert len(added) == 1 and added[0].activation == "relu" and added[0].output
+    assert near(quantised(x), model(x))
+
+
+@torch.no_grad()
 def test_ordinary_module(net: nn.Module) -> None:
     x = images()
     prepared = calibrated(net, x)

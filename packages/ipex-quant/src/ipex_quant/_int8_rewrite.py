@@ -88,6 +88,8 @@ def containers_to_rewrite(model: nn.Module, flow: Flow) -> list[str]:
 
 def _source_role(flow: Flow, value: int) -> str:
     event: Event | None = flow.producers.get(value)
+    if event is not None and event.role == "batch_norm":  # folded since the run
+        event = flow.producers.get(event.inputs[0])
     if event is not None and event.role == "function" and event.name in _ADDS:
         return "add"
     return event.role if event is not None else ""
