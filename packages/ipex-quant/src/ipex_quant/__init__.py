@@ -13,6 +13,7 @@ from ipex_quant._version import __version__
 
 #: Public name -> module that has it.
 _LAZY: dict[str, str] = {
+    "awq": "ipex_quant._awq",
     "combine_linears": "ipex_quant._combine",
     "convert": "ipex_quant.prepare_convert",
     "default_dynamic_qconfig": "ipex_quant.static_qconfig",

@@ -126,15 +126,26 @@ class Block:
         self._inputs: dict[int, Any] = {}
 
     @torch.no_grad()
-    def run(self) -> Iterator[tuple[Sample, Any]]:
-        """Yield each sample and what the block returns for it."""
+    def run(self, dtype: torch.dtype | None = None) -> Iterator[tuple[Sample, Any]]:
+        """Yield each sample and what the block returns for it; with a dtype, floats among the arguments are cast."""
         for index, call in self._calls:
             value = self._inputs.get(index) if call.given is None else call.given
+            args, kwargs = _cast((value, *call.args), dtype), _cast(call.kwargs, dtype)
             if call.key is None:
-                result = self.module(value, *call.args, **call.kwargs)
+                result = self.module(*args, **kwargs)
             else:
-                result = self.module(*call.args, **{**call.kwargs, call.key: value})
+                result = self.module(*args[1:], **{**kwargs, call.key: args[0]})
             yield self.samples[index], result
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_cast(item, dtype) for item in value)
+    return {k: _cast(v, dtype) for k, v in value.items()} if type(value) is dict else value
 
 
 def stacks(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
