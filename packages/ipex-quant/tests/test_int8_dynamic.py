@@ -49,6 +49,19 @@ def test_dynamic_linear() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("activation", [nn.GELU, nn.ReLU, nn.Tanh])
+def test_dynamic_activation(activation: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 24), activation(), nn.Linear(24, 8)).eval()
+    x = torch.randn(5, 16)
+    quantised = convert(prepare(model, default_dynamic_qconfig_mapping, x), check=x)
+    assert near(quantised(x), model(x))
+    assert isinstance(quantised[1], nn.Identity) == (activation is not nn.Tanh)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(float(line.split()[-1]) > 0.999 for line in lines[1:4])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
 def test_dynamic_recurrent(kind: Any) -> None:

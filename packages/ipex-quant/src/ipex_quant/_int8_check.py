@@ -91,7 +91,11 @@ def _candidates(model: nn.Module) -> list[str]:
     state = state_of(model)
     assert state is not None
     layers = state.plan.layers.values()
-    return [*{p for it in layers for p in (it.path, *it.fused)}, *state.dynamic]
+    return [
+        *{p for it in layers for p in (it.path, *it.fused)},
+        *state.dynamic,
+        *(path for path, _ in state.activations.values()),
+    ]
 
 
 def sqnr(expected: Tensor, found: Tensor) -> float:

@@ -67,15 +67,15 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
         _replace(model, path, made)
     for path in state.dynamic:
         module = model.get_submodule(path)
-        _replace(model, path, _dynamic(state, path, module))
-        log.add(
-            path,
-            type(module).__name__,
-            _STEP,
-            True,
-            "uint8 activations, scale of each row at each call",
-        )
-        names.append((path, path, path))
+        made = _dynamic(path, module)
+        last, text = path, "uint8 activations, scale of each row at each call"
+        if path in state.activations:
+            last, made.activation = state.activations[path]
+            _replace(model, last, nn.Identity().eval())
+            text += f"; computes {last} too"
+        _replace(model, path, made)
+        log.add(path, type(module).__name__, _STEP, True, text)
+        names.append((path, last, path))
     for layer_path, norm_path in state.folded:
         log.add(norm_path, "BatchNorm", _STEP, True, f"folded into {layer_path}", "none (identity)")
     for path, reason in plan.left.items():
@@ -152,7 +152,7 @@ def _quantize_weight(path: str, qconfig: Any, weight: Tensor) -> tuple[Tensor, T
     return codes, scale
 
 
-def _dynamic(state: Prepared, path: str, module: Any) -> nn.Module:
+def _dynamic(path: str, module: Any) -> Any:
     """Return the dynamic INT8 form of a layer."""
     if isinstance(module, nn.Linear):
         codes, steps = _quantize_weight(

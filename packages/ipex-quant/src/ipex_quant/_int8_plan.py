@@ -13,7 +13,7 @@ from ipex_core.nn._leaf import has_hooks
 from ipex_quant._flow import Event, Flow, activation_of
 from ipex_quant.static_qconfig import QConfigSmoothQuant
 
-__all__ = ["Layer", "Plan", "make_plan", "root"]
+__all__ = ["Layer", "Plan", "fusable_activations", "make_plan", "root"]
 
 #: Activations that an integer product can be followed by, in the same kernel.
 _FUSED: dict[type[nn.Module], frozenset[str]] = {
@@ -114,6 +114,25 @@ def pools_with_codes(plan: Plan, flow: Flow, modules: dict[str, nn.Module]) -> l
         and isinstance(modules[event.path], nn.MaxPool2d)
         and root(flow, event.inputs[0]) in coded
     ]
+
+
+def fusable_activations(
+    model: nn.Module, flow: Flow, paths: list[str]
+) -> dict[str, tuple[str, str]]:
+    """Return for linear layers the path and name of the activation that alone reads them."""
+    modules = dict(model.named_modules())
+    found = {}
+    for path in paths:
+        events = flow.calls.get(path, [])
+        if type(modules[path]) is not nn.Linear or len(events) != 1 or has_hooks(modules[path]):
+            continue
+        event = flow.only_consumer(events[0].outputs[0])
+        if event is None or event.role != "activation" or _hooked(modules, event):
+            continue
+        name = activation_of(modules[event.path])
+        if name in _FUSED[nn.Linear]:
+            found[path] = (event.path, name)
+    return found
 
 
 def _add_layer(plan: Plan, flow: Flow, path: str, module: Any, qconfig: Any) -> None:

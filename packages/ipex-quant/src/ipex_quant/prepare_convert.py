@@ -19,7 +19,7 @@ from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
 from ipex_quant import _int8_rewrite
 from ipex_quant._flow import Flow, record
-from ipex_quant._int8_plan import Plan, make_plan
+from ipex_quant._int8_plan import Plan, fusable_activations, make_plan
 from ipex_quant._int8_state import KEY, Prepared, attach, state_of
 from ipex_quant._int8_summary import load_summary, save_summary
 from ipex_quant._model import replace_module
@@ -60,7 +60,8 @@ def prepare(
     Args:
         model: A float model in evaluation mode.
         configure: A ``QConfigMapping`` of torch or a ``QConfig``; this package has defaults for both.
-        example_inputs: A tensor or a tuple of positional arguments, for static configurations.
+        example_inputs: A tensor or a tuple of positional arguments. Static configurations need them; with dynamic ones
+            activations are found that linear layers can compute too.
         inplace: Whether to change the model itself rather than a copy.
         bn_folding: Whether to fold batch norms.
         example_kwarg_inputs: Keyword arguments, instead of positional ones or besides them.
@@ -96,14 +97,16 @@ def prepare(
     if statics:
         check(not model.training, op, "model", "be in evaluation mode", "training mode")
     flow: Flow | None = None
-    if statics:
+    if statics or (dynamic and (args or kwargs) and not model.training):
         flow = _first_run(op, model, args, kwargs)
     if not inplace:
         model = copy.deepcopy(model)
     state = Prepared(statics, None, Plan({}, {}, {}, {}), dynamic=dynamic)
     if weight_only:
         _set_hidden(model, "_ipex_woq", mapping.global_qconfig)
-    if flow is not None:
+    if flow is not None and dynamic:
+        state.activations = fusable_activations(model, flow, dynamic)
+    if flow is not None and statics:
         _int8_rewrite.remove_dropout(model)
         if bn_folding:
             state.folded = _int8_rewrite.fold_batch_norms(model, flow)
