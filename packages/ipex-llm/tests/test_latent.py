@@ -55,10 +55,10 @@ def test_own_forward_with_the_cache(name):
     cache = fast(first, use_cache=True).past_key_values
     if OLD:
         with pytest.raises(NotImplementedError, match="keys must be latents"):
-            fast(second, past_key_values=cache, output_hidden_states=True)
+            fast(second, past_key_values=cache, output_attentions=True)
         return
     plain = model(first, use_cache=True).past_key_values
-    for ids, options in ((second, {"output_hidden_states": True}), (third, {})):
+    for ids, options in ((second, {"output_attentions": True}), (third, {})):
         got = fast(ids, past_key_values=cache, **options).logits
         want = model(ids, past_key_values=plain).logits
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)

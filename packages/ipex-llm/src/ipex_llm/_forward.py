@@ -39,10 +39,17 @@ _IGNORED = frozenset(
 )
 #: Arguments that are understood.
 _KNOWN = frozenset(
-    {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"}
+    {
+        "input_ids",
+        "inputs_embeds",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "output_hidden_states",
+    }
 )
 #: Arguments of older versions that ask for something only if they are True.
-_FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_FLAGS = ("output_attentions", "output_router_logits")
 
 
 class Reason(Exception):
@@ -148,18 +155,30 @@ class DecoderMixin(nn.Module):
         else:
             hidden = runner.place(first.to(runner.dtype), positions)
         step = state.append(batch, count, new)
+        states: list[Tensor] | None = [] if self._wants_states(kwargs) else None
         if hidden.shape[0]:
-            rows = runner.run(state.cache, hidden, positions, step)
+            rows = runner.run(state.cache, hidden, positions, step, states=states)
         else:
             rows = hidden
-        if new is None:
-            out = rows.view(batch, count, -1)
-        else:
+
+        def placed(rows: Tensor) -> Tensor:
+            if new is None:
+                return rows.view(batch, count, -1)
             out = rows.new_zeros(batch, count, rows.shape[-1])
             out[new] = rows
+            return out
+
+        out = placed(rows)
+        every = None if states is None else (*map(placed, states[:-1]), out)
         if kwargs.get("return_dict") is False:
-            return (out,) if cache is None else (out, cache)
-        return _output_class()(last_hidden_state=out, past_key_values=cache)
+            return tuple(one for one in (out, cache, every) if one is not None)
+        return _output_class()(last_hidden_state=out, past_key_values=cache, hidden_states=every)
+
+    def _wants_states(self, kwargs: dict[str, Any]) -> bool:
+        wanted = kwargs.get("output_hidden_states")
+        if wanted is None:
+            wanted = getattr(getattr(self, "config", None), "output_hidden_states", False)
+        return bool(wanted)
 
     def _check(self, runner: Runner, kwargs: dict[str, Any]) -> None:
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
@@ -173,6 +192,13 @@ class DecoderMixin(nn.Module):
             raise Reason("inputs_embeds of a model that scales its embeddings")
         if first.device.type != "cpu":
             raise Reason(f"the input is on {first.device}")
+        if self._wants_states(kwargs):
+            plan = runner.plan
+            cut = any(layer.residual_after_norm for layer in plan.layers)
+            if cut or plan.output_projection is not None:
+                raise Reason(
+                    "output_hidden_states of layers that end in a norm, or of another width"
+                )
         for name, value in kwargs.items():
             if name in _KNOWN or name in _IGNORED or value is None or value is False:
                 continue

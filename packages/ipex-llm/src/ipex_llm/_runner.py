@@ -51,8 +51,8 @@ class Runner:
         self.store = WeightStore(dtype, shared)
         try:
             self.emitter = Emitter(plan, self.store)
-            #: Programs by (mode, with logits, cache dtype).
-            self._programs: dict[tuple[Mode, bool, torch.dtype | None], Program] = {}
+            #: Programs by (mode, with logits, cache dtype, with the states of all layers).
+            self._programs: dict[tuple[Mode, bool, torch.dtype | None, bool], Program] = {}
             self._program(
                 "decode", plan.head is not None, None
             )  # what cannot be written raises here
@@ -65,11 +65,13 @@ class Runner:
         self._ropes = [_Rope(ropes[key], plan.max_positions) for key in self.emitter.ropes]
         self._lock = threading.Lock()
 
-    def _program(self, mode: Mode, logits: bool, cache: torch.dtype | None) -> Program:
-        key = (mode, logits, cache)
+    def _program(
+        self, mode: Mode, logits: bool, cache: torch.dtype | None, states: bool = False
+    ) -> Program:
+        key = (mode, logits, cache, states)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self.emitter.program(mode, logits, cache)
+            program = self._programs[key] = self.emitter.program(*key)
         return program
 
     def fresh(self) -> bool:
@@ -173,15 +175,19 @@ class Runner:
         rows: Tensor | None = None,
         *,
         logits: bool = False,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
         """Run rows ``[T, H]`` through the stack; see `forward`.
+
+        Args:
+            states: Gets what each layer reads, ``[T, H]``, and at last the result. Not with ``logits``.
 
         Returns:
             Logits of ``rows`` (None: the last of each sequence), or without ``logits`` all rows after the last norm.
         """
         mode: Mode = "decode" if step.singles else "prefill"
         own = None if cache.dtype == self.dtype else cache.dtype
-        program = self._program(mode, logits, own)
+        program = self._program(mode, logits, own, states is not None)
         inputs: list[Any] = [hidden, positions, step.slots, step.tables]
         if step.singles:
             inputs.append(step.lengths)
@@ -203,7 +209,10 @@ class Runner:
         inputs += [cache.block_size, step.longest]
         if not step.singles:
             inputs.append(step.most)
-        return program.run(*inputs)[0]
+        result, *between = program.run(*inputs)
+        if states is not None:
+            states += [*between, result]
+        return result
 
 
 def _shape(plan: AttentionPlan) -> LayerShape:

@@ -114,7 +114,13 @@ class Emitter:
 
     # -------------------------------------------------------------------------------------------------------- programs
 
-    def program(self, mode: Mode, logits: bool, cache_dtype: torch.dtype | None = None) -> Program:
+    def program(
+        self,
+        mode: Mode,
+        logits: bool,
+        cache_dtype: torch.dtype | None = None,
+        states: bool = False,
+    ) -> Program:
         """Write a program.
 
         Its inputs are ``hidden`` [T, H] (embeddings of the tokens), ``positions`` [T], ``slots`` [T], ``tables``
@@ -127,8 +133,9 @@ class Emitter:
             mode: See `ipex_llm._emit`.
             logits: Return logits of ``rows`` instead of all rows after the last norm.
             cache_dtype: dtype of the cache if it is not that of the rows.
+            states: Return what each layer read as well (not with ``logits``).
         """
-        return Writer(self, mode, logits, cache_dtype).write()
+        return Writer(self, mode, logits, cache_dtype, states).write()
 
     def norm(self, plan: NormPlan) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias of a norm."""

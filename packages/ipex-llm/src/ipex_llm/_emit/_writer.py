@@ -26,12 +26,18 @@ class Writer:
     """Writes one program."""
 
     def __init__(
-        self, emitter: Emitter, mode: Mode, logits: bool, cache_dtype: torch.dtype | None
+        self,
+        emitter: Emitter,
+        mode: Mode,
+        logits: bool,
+        cache_dtype: torch.dtype | None,
+        states: bool = False,
     ) -> None:
         self.e = emitter
         self.plan = emitter.plan
         self.mode = mode
         self.logits = logits
+        self.states: list[Register] | None = [] if states else None
         self.b = b = ProgramBuilder()
         self.scaled = cache_dtype == torch.int8
         self.own_cache = cache_dtype in (None, emitter.store.dtype)
@@ -74,7 +80,7 @@ class Writer:
         if e.after is not None:
             h = self.linear(e.after, h)
         if not self.logits:
-            return b.build([h])
+            return b.build([h, *(self.states or ())])
         if e.head is None:
             raise UnsupportedPlan("there is no head")
         parallel = plan.parallel
@@ -150,6 +156,8 @@ class Writer:
     ) -> tuple[Register, Register | None]:
         """Write one layer; return the stream and what is still to be added to it."""
         x, h = self._normed(layer.input_norm, h, pending)
+        if self.states is not None:
+            self.states.append(h)
         if layer.residual_after_norm:
             h = x
         attended = self.attention(index, layer.attention, w, x)
