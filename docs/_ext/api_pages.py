@@ -146,7 +146,12 @@ def quantization_page() -> str:
     models = [
         *entry("ipex_quant", "quantize_linears", ipex_quant.quantize_linears),
         *entry("ipex_quant", "combine_linears", ipex_quant.combine_linears),
+        *entry("ipex_quant", "gptq", ipex_quant.gptq),
+        *entry("ipex_quant", "awq", ipex_quant.awq),
+        *entry("ipex_quant", "save", ipex_quant.save),
+        *entry("ipex_quant", "load", ipex_quant.load),
     ]
+    gguf = entry("ipex_quant", "read_gguf", ipex_quant.read_gguf)
     weight = entry("ipex_quant", "QuantizedWeight", ipex_quant.QuantizedWeight)
     for title, body in (
         ("INT8", int8),
@@ -154,7 +159,7 @@ def quantization_page() -> str:
         ("Models", models),
         ("Layers", members(ipex_quant.linear)),
         ("Weights", weight + members(ipex_quant.quantize)),
-        ("Checkpoints", members(ipex_quant.checkpoint)),
+        ("Checkpoints", members(ipex_quant.checkpoint) + gguf),
         ("Model folders: `ipex.llm.utils`", members(ipex_llm.utils)),
         ("Other libraries: `ipex.llm.quantization`", members(ipex_llm.quantization, ipex_quant)),
     ):
