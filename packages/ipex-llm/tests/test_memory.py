@@ -81,8 +81,8 @@ def test_peak_is_that_of_the_model_and_a_layer(source, mode, tied):
     )
     assert done.returncode == 0, done.stderr
     before, layer, peak, after = map(int, done.stdout.split())
-    # What a process has beside weights (scratch, stacks of threads) is a constant.
-    constant = 24 << 20
+    # What a process has beside weights (scratch, stacks of threads) is a constant; twice the weights would be far more.
+    constant = 40 << 20
     assert peak < 1.1 * before + layer + constant
     # Of float32 the bits that bfloat16 lacks are kept, for `ipex.restore`.
     packed = 1 if source == "float32" else {"bfloat16": 2, "INT8": 1, "INT4": 0.6}[mode] / 2
