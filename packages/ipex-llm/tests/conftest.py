@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of ipex-llm share: ``from families import FAMILIES`` works in each of them."""
+"""What the tests of ipex-llm share: ``from families import FAMILIES`` works in each of them.
+
+So does what writes tiny quantised checkpoints, ``packers`` and ``ggufs``, where the tests of ipex-quant lie beside
+these.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+
+sys.path.insert(0, str(HERE))
+sys.path.append(str(HERE.parents[1] / "ipex-quant" / "tests"))
 
 
 @pytest.fixture(scope="session", autouse=True)

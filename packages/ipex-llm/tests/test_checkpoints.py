@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,21 +33,7 @@ from ipex_quant import (
     woq_qconfig,
 )
 
-
-def _load_packers() -> Any:
-    """Import what writes tiny checkpoints; it lies with the tests of ipex-quant."""
-    path = Path(__file__).parents[2] / "ipex-quant" / "tests" / "packers.py"
-    if not path.exists():
-        pytest.skip("needs the tests of ipex-quant", allow_module_level=True)
-    spec = importlib.util.spec_from_file_location("quant_packers", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["quant_packers"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-P = _load_packers()
+P = pytest.importorskip("packers", reason="needs the tests of ipex-quant")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
 CONFIG = LlamaConfig(

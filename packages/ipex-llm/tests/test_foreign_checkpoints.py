@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +25,7 @@ from ipex_core.errors import OpArgumentError
 from ipex_llm.utils import load_low_precision_checkpoint, replace_linears_from_checkpoint
 from ipex_quant import WeightOnlyQuantizedLinear, gptq, load, quantize_linears, save, woq_qconfig
 
-
-def _load_writer() -> Any:
-    """Import what writes GGUF files; it lies with the tests of ipex-quant."""
-    path = Path(__file__).parents[2] / "ipex-quant" / "tests" / "ggufs.py"
-    if not path.exists():
-        pytest.skip("needs the tests of ipex-quant", allow_module_level=True)
-    spec = importlib.util.spec_from_file_location("quant_ggufs", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["quant_ggufs"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-G = _load_writer()
+G = pytest.importorskip("ggufs", reason="needs the tests of ipex-quant")
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import sys
-from pathlib import Path
 from typing import Any
 
+import packers as P
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,20 +27,6 @@ from ipex_quant import (
     woq_qconfig,
 )
 
-
-def _load_packers() -> Any:
-    # pytest imports tests by path, without their folder on sys.path.
-    spec = importlib.util.spec_from_file_location(
-        "quant_packers", Path(__file__).parent / "packers.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["quant_packers"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-P = _load_packers()
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
 
 

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
+import ggufs as G
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -19,20 +18,6 @@ from ipex_core._woq_quantize import NF4_VALUES
 from ipex_core.errors import OpArgumentError
 from ipex_quant import linear_from, quantized_names, read_checkpoint, read_gguf, read_linear
 
-
-def _load(name: str) -> Any:
-    # pytest imports tests by path, without their folder on sys.path.
-    spec = importlib.util.spec_from_file_location(
-        f"quant_{name}", Path(__file__).parent / f"{name}.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[f"quant_{name}"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-G = _load("ggufs")
 BLOCKS = [name for name, (_, weights, _) in G.TYPES.items() if weights > 1]
 EXACT = ("Q4_0", "Q5_0", "Q8_0")
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from ipex_llm._hf_cache import CacheState, adopt, state_of_cache
 from ipex_llm._runner import Runner
-from ipex_llm._subclass import rebuild, subclass
+from ipex_llm._subclass import rebuild
 
-__all__ = ["DecoderMixin", "Reason", "rebuild", "subclass", "tell", "usable_runner"]
+__all__ = ["DecoderMixin", "Reason", "tell", "usable_runner"]
 
 Tensor = torch.Tensor
 logger = logging.getLogger("ipex.llm")

@@ -20,7 +20,7 @@ from ipex_core._optimize._prepack import PACKED_LATER
 from ipex_core._optimize._records import log_of
 from ipex_core.errors import OpArgumentError
 from ipex_core.nn._packed import PackedWeight
-from ipex_llm._forward import DecoderMixin, subclass
+from ipex_llm._forward import DecoderMixin
 from ipex_llm._parallel import (
     TensorParallel,
     adopt,
@@ -35,6 +35,7 @@ from ipex_llm._parallel import (
 from ipex_llm._parallel._split import GRAINS
 from ipex_llm._plan import DecoderPlan
 from ipex_llm._runner import Runner
+from ipex_llm._subclass import subclass
 from ipex_llm._weights import Owners, UnsupportedPlan
 from ipex_llm._woq_model import Notes, quantize
 

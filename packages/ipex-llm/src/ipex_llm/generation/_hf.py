@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm._forward import Reason, rebuild, tell, usable_runner
+from ipex_llm._forward import Reason, tell, usable_runner
 from ipex_llm._hf_cache import BLOCK, adopt, state_of_cache
 from ipex_llm._parallel import PARALLEL
 from ipex_llm._runner import Runner
+from ipex_llm._subclass import rebuild
 from ipex_llm.generation._beam import BeamLoop
 from ipex_llm.generation._loop import Loop, choose
 
