@@ -19,7 +19,7 @@ from ipex_quant._weight import QuantizedWeight
 from ipex_quant.checkpoint import linear_from, quantized_names, read_linear
 from ipex_quant.qconfig import QConfigWoq
 
-__all__ = ["Replaced", "assign", "finish_meta", "replace_linears_from_checkpoint"]
+__all__ = ["Replaced", "assign", "finish_meta", "load_rest", "replace_linears_from_checkpoint"]
 
 Tensor = torch.Tensor
 _OP = "replace_linears_from_checkpoint"
@@ -115,7 +115,7 @@ def replace_linears_from_checkpoint(
     rest = {key: value for key, value in state_dict.items() if key not in consumed}
     if parts:
         sums += _make_room(model, rest)
-    loaded, unused = _load_rest(model, rest, exact)
+    loaded, unused = load_rest(model, rest, exact)
     if not exact:
         finish_meta(model)
     return Replaced(tuple(places.values()), tuple(dense), loaded, unused, tuple(sums))
@@ -226,7 +226,7 @@ def _check_config(config: QConfigWoq, weight: QuantizedWeight) -> None:
 
 
 @torch.no_grad()
-def _load_rest(
+def load_rest(
     model: nn.Module, state: Mapping[str, Tensor], exact: bool = False
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Load what is not quantised; return the names in the model and the keys without a place there."""

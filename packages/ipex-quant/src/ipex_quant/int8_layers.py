@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ class Scale:
     def __bool__(self) -> bool:
         """Return whether there is one."""
         return self.scale != 0.0
+
+
+_SCALES = ("input", "output", "residual")
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
@@ -63,6 +67,39 @@ class _Int8Layer(nn.Module):
         values = [float(number) for number in state]
         pairs = zip(values[::2], values[1::2], strict=True)
         self.input, self.output, self.residual = (Scale(s, round(z)) for s, z in pairs)
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what a file needs to make this layer again: numbers and strings, and plain tensors."""
+        about: dict[str, Any] = {
+            "layer": self.name,
+            "activation": self.activation,
+            **{k: [s.scale, s.zero] for k in _SCALES if (s := getattr(self, k))},
+        }
+        if self.residual_position is not None:
+            about["residual_position"] = self.residual_position
+        tensors = {"weight": self.int_weight(), "weight_scale": self._buffers["weight_scale"]}
+        extra = {name: self._buffers.get(name) for name in ("bias", "smooth")}
+        return about, {k: v for k, v in (*tensors.items(), *extra.items()) if v is not None}
+
+    def int_weight(self) -> Tensor:
+        """Return the plain int8 weight."""
+        raise NotImplementedError
+
+    def set_input(self, value: Scale) -> None:
+        """Set the scale of the activation."""
+        self.input = value
+
+    def _restore(self, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `saved` returned, except what the constructor takes."""
+        self.name, self.activation = str(about["layer"]), str(about["activation"])
+        found = {k: Scale(float(about[k][0]), int(about[k][1])) for k in _SCALES if k in about}
+        self.output = found.get("output", Scale())
+        self.residual = found.get("residual", Scale())
+        if "input" in found:
+            self.set_input(found["input"])
+        self.residual_position = about.get("residual_position")
+        if "smooth" in tensors:
+            self._buffers["smooth"] = tensors["smooth"].clone()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         before = dict(self._buffers)
@@ -116,7 +153,7 @@ class Int8Linear(_Int8Layer):
 
     def set_input(self, value: Scale) -> None:
         """Set the scale of the activation."""
-        self.input = value
+        super().set_input(value)
         self.x_scale = torch.tensor([value.scale], dtype=torch.float32)
         self.x_zero = torch.tensor([value.zero], dtype=torch.int32)
 
@@ -158,6 +195,13 @@ class Int8Linear(_Int8Layer):
             self.output.zero,
         )
 
+    @classmethod
+    def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Int8Linear:
+        """Return the layer that `saved` described."""
+        made = cls(tensors["weight"], tensors["weight_scale"], tensors.get("bias"))
+        made._restore(about, tensors)
+        return made.eval()
+
     def extra_repr(self) -> str:
         """Return sizes and scales."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -167,6 +211,9 @@ class Int8Linear(_Int8Layer):
 
 class DynamicInt8Linear(Int8Linear):
     """A linear layer on int8 weights whose activations get the scale of each row as they come."""
+
+
+_GEOMETRY = ("stride", "padding", "dilation", "groups")
 
 
 class Int8Conv(_Int8Layer):
@@ -195,13 +242,22 @@ class Int8Conv(_Int8Layer):
         bias = conv.bias
         self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
 
-    def set_input(self, value: Scale) -> None:
-        """Set the scale of the activation."""
-        self.input = value
-
     def int_weight(self) -> Tensor:
         """Return the plain int8 weight."""
         return self.weight
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what a file needs to make this layer again: numbers and strings, and plain tensors."""
+        about, tensors = super().saved()
+        return {**about, **{name: getattr(self, name) for name in _GEOMETRY}}, tensors
+
+    @classmethod
+    def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Int8Conv:
+        """Return the layer that `saved` described."""
+        conv = SimpleNamespace(bias=tensors.get("bias"), **{k: about[k] for k in _GEOMETRY})
+        made = cls(conv, tensors["weight"].clone(), tensors["weight_scale"].clone())
+        made._restore(about, tensors)
+        return made.eval()
 
     def forward(self, *args: Tensor) -> Tensor:
         """Return the convolution's output."""
@@ -240,6 +296,17 @@ class Int8Conv(_Int8Layer):
 
 class Int8MaxPool2d(nn.MaxPool2d):
     """Maximum pooling that takes uint8 codes of any image size too, which stock pooling does not."""
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what a file needs to make this layer again."""
+        return {k: getattr(self, k) for k in ("kernel_size", "stride", "padding")}, {}
+
+    @classmethod
+    def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Int8MaxPool2d:
+        """Return the layer that `saved` described."""
+        sizes = [about[k] for k in ("kernel_size", "stride", "padding")]
+        kernel, stride, padding = (tuple(s) if isinstance(s, list) else s for s in sizes)
+        return cls(kernel, stride, padding).eval()
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the maxima."""

@@ -15,8 +15,9 @@ from torch import nn
 
 from ipex_core._spec import check
 from ipex_quant._files import mapped, read_config, weight_files
+from ipex_quant._int8_saved import rebuild, restore_records
 from ipex_quant._model import replace_module
-from ipex_quant._replace import assign, finish_meta, replace_linears_from_checkpoint
+from ipex_quant._replace import assign, finish_meta, load_rest, replace_linears_from_checkpoint
 from ipex_quant.checkpoint import quantized_names
 from ipex_quant.qconfig import (
     QConfigWoq,
@@ -44,8 +45,8 @@ def load(
 
     Args:
         folder: The folder.
-        model: A model of the same structure, with any weights or on the meta device; it is changed in place. None for
-            models of transformers, whose class ``config.json`` names.
+        model: A float model of the same structure, with any weights or on the meta device; it is changed in place.
+            None for models of transformers, whose class ``config.json`` names.
         progress: Called with the number of quantised layers done, of all, and the name of the last one.
 
     Returns:
@@ -67,16 +68,23 @@ def load(
     state: dict[str, Tensor] = {}
     for path in weight_files(place):
         state |= mapped(path)
-    names = set(quantized_names(state))
-    strangers = sorted(names ^ set(layers))
-    check(not strangers, op, "folder", "have the layers of its config.json", strangers[:3])
     if model is None:
         model = _make(op, place, config)
+    int8: tuple[str, ...] = ()
+    if "int8" in about:
+        int8 = rebuild(op, model, about["int8"], state, progress)
+    names = set(quantized_names(state)) if layers or not int8 else set()
+    strangers = sorted(names ^ set(layers))
+    check(not strangers, op, "folder", "have the layers of its config.json", strangers[:3])
     shared, tied = about.get("shared", {}), about.get("tied", {})
-    done = replace_linears_from_checkpoint(
-        model, state, about, layers, exact=True, progress=progress
-    )
-    check(not done.unused, op, "model", f"have a place for all tensors of {place}", done.unused[:3])
+    if layers or not int8:
+        done = replace_linears_from_checkpoint(
+            model, state, about, layers, exact=True, progress=progress
+        )
+        loaded, unused = done.loaded, done.unused
+    else:
+        loaded, unused = load_rest(model, state, exact=True)
+    check(not unused, op, "model", f"have a place for all tensors of {place}", unused[:3])
     for name, value in about["layers"].items():
         layer: Any = model.get_submodule(name)
         layer._float_dtype = getattr(torch, value.get("weight", "float32"))
@@ -85,9 +93,10 @@ def load(
     _tie(model, tied)
     finish_meta(model)
     inner = {f"{name}.{part}" for name in (*layers, *shared) for part in ("bias", "weight")}
-    known = {*done.loaded, *tied, *inner}
+    known = {*loaded, *tied, *inner}
     absent = [name for name, _ in model.named_parameters() if name not in known]
     check(not absent, op, "folder", "have all weights of the model", f"no {', '.join(absent[:3])}")
+    restore_records(op, model, about)
     return model.eval()
 
 

@@ -7,7 +7,8 @@ file                                 content
 ``model.safetensors``, or shards     all tensors by the names of ``model.state_dict()``; those of a quantised layer are
 with ``model.safetensors.index...``  its codes, scales and zero points, and not the packed form
 ``config.json``                      the model's configuration, if it has one; ``quantization_config`` says how each
-                                     quantised layer computes, and what shares its weight
+                                     quantised layer computes, what shares its weight, and what else of the model
+                                     static quantisation changed
 ``generation_config.json``           as ``transformers`` writes it, if the model has one
 ===================================  =================================================================================
 
@@ -35,6 +36,7 @@ from torch import nn
 
 from ipex_core._spec import check
 from ipex_quant._files import NAMES, ShardWriter, read_config
+from ipex_quant._int8_saved import describe, is_int8, records, saved
 from ipex_quant._module import WoqLinearModule
 
 __all__ = [
@@ -54,13 +56,13 @@ Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 #: Version of what ``quantization_config`` says.
 VERSION = 1
-_FORMAT = "woq"
+_FORMATS = ("woq", "int8")
 
 
 def save(
     model: nn.Module, folder: str | os.PathLike[str], *, shard_bytes: int = 4 << 30
 ) -> tuple[str, ...]:
-    """Write a model with weight-only quantised linear layers to a folder.
+    """Write a model with weight-only quantised or INT8 layers to a folder.
 
     What is written does not depend on the processor. One module at a time is unpacked. The folder appears when all is
     written; until then an older one of the same name stays as it is, and after an error too.
@@ -71,7 +73,7 @@ def save(
         shard_bytes: Most bytes of a file.
 
     Returns:
-        The names of the quantised layers.
+        The names of the quantised layers, INT8 ones last.
 
     Raises:
         OpArgumentError: The model has no quantised layer, or something that safetensors cannot hold.
@@ -84,9 +86,13 @@ def save(
     target = Path(folder).absolute()
     _check_target(target)
     names = {n: m for n, m in model.named_modules() if isinstance(m, WoqLinearModule)}
-    check(bool(names), op, "model", "have quantised linear layers", type(model).__name__)
+    int8 = describe(model)
+    known = bool(names) or int8 is not None
+    check(known, op, "model", "have quantised layers", type(model).__name__)
     shards, tied = _plan(op, model, shard_bytes)
     about = _about(model, names, tied)
+    if int8 is not None:
+        about.update(format=_FORMATS[1], int8=int8)
     work = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -96,7 +102,7 @@ def save(
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-    return tuple(names)
+    return (*names, *(int8["modules"] if int8 is not None else ()))
 
 
 def _check_target(target: Path) -> None:
@@ -118,7 +124,7 @@ def _config_or_none(folder: Path) -> Mapping[str, Any] | None:
 def is_saved(config: Mapping[str, Any] | None) -> bool:
     """Return whether a ``config.json`` is of a folder that `save` wrote."""
     about = None if config is None else config.get("quantization_config")
-    return isinstance(about, dict) and about.get("format") == _FORMAT
+    return isinstance(about, dict) and about.get("format") in _FORMATS
 
 
 def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -127,14 +133,21 @@ def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if id(module) in inside:
             continue
-        if isinstance(module, WoqLinearModule):
+        if _whole(module):
             inside.update(id(m) for m in module.modules())
         yield name, module
+
+
+def _whole(module: nn.Module) -> bool:
+    """Return whether a module is written as a whole, in a form that is made for it."""
+    return isinstance(module, WoqLinearModule) or is_int8(module)
 
 
 def entries(op: str, name: str, module: nn.Module) -> dict[str, Tensor]:
     """Return what a module alone adds to a state dict."""
     prefix = f"{name}." if name else ""
+    if is_int8(module):
+        return {prefix + key: value for key, value in saved(module)[1].items()}
     found: Any = {}
     for before in module._state_dict_pre_hooks.values():
         before(module, prefix, False)
@@ -166,7 +179,7 @@ def _plan(
     for name, module in modules(model):
         kinds: Kinds = {}
         for key, value in entries(op, name, module).items():
-            own = not isinstance(module, WoqLinearModule) and value.numel() > 0
+            own = not _whole(module) and value.numel() > 0
             first = seen.setdefault(identity(value), key) if own else key
             if first != key:
                 tied[key] = first
@@ -191,7 +204,7 @@ def _about(
     shared = {n: first[id(m)] for n, m in every if id(m) in first and first[id(m)] != n}
     return {
         "quant_method": "ipex",
-        "format": _FORMAT,
+        "format": _FORMATS[0],
         "version": VERSION,
         "layers": {
             name: {
@@ -204,6 +217,7 @@ def _about(
         },
         "shared": shared,
         "tied": dict(tied),
+        **records(model),
     }
 
 

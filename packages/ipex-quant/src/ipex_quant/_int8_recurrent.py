@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recurrent layers of torch with int8 weights, as plain tensors and numbers, and back."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["KINDS", "from_saved", "is_recurrent", "saved"]
+
+Tensor = torch.Tensor
+
+#: Classes of ``torch.ao.nn.quantized.dynamic``.
+KINDS = ("GRU", "GRUCell", "LSTM", "LSTMCell", "RNNCell")
+_LAYER = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout")
+_CELL = ("input_size", "hidden_size", "bias")
+
+
+@functools.cache
+def _module() -> Any:
+    return importlib.import_module("torch.ao.nn.quantized.dynamic")
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Return whether a module is one of these layers."""
+    kind = type(module)
+    # Importing the classes to compare with costs much more than a name.
+    return kind.__name__ in KINDS and kind.__module__.startswith("torch.ao.nn.quantized.dynamic")
+
+
+def saved(module: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the numbers and the tensors of a layer; a weight is its codes and, as ``_q``, scale and zero point."""
+    names = _CELL if type(module).__name__.endswith("Cell") else (*_LAYER, "bidirectional")
+    about = {"kind": type(module).__name__, **{name: getattr(module, name) for name in names}}
+    if hasattr(module, "nonlinearity"):
+        about["nonlinearity"] = module.nonlinearity
+    tensors: dict[str, Tensor] = {}
+    for name, weight in module.get_weight().items():
+        tensors[name] = weight.int_repr()
+        step = (weight.q_scale(), weight.q_zero_point())
+        tensors[f"{name}_q"] = torch.tensor(step, dtype=torch.float64)
+    for name, bias in module.get_bias().items():
+        if bias is not None:
+            tensors[name] = bias.detach()
+    return about, tensors
+
+
+def from_saved(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return the layer that `saved` described."""
+    options = {name: value for name, value in about.items() if name != "kind"}
+    with warnings.catch_warnings():  # torch's note to itself about the tensors it keeps weights in
+        warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")
+        made = getattr(_module(), about["kind"])(**options)
+        values: dict[str, Tensor | None] = {}
+        for name in (*made.get_weight(), *made.get_bias()):
+            if not name.startswith("weight"):
+                bias = tensors.get(name)
+                values[name] = None if bias is None else bias.clone()
+                continue
+            scale, zero = tensors[f"{name}_q"].tolist()
+            codes = tensors[name]
+            values[name] = torch._make_per_tensor_quantized_tensor(codes, scale, int(zero))
+        if about["kind"].endswith("Cell"):
+            parts = {
+                k: {n: v for n, v in values.items() if n.startswith(k)} for k in ("weight", "bias")
+            }
+            made.set_weight_bias(parts)
+        else:
+            made.set_weight_bias(values)
+    return made.eval()  # type: ignore[no-any-return]

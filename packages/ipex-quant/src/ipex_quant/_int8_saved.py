@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""INT8 modules in a saved folder, and how they come back into a float model.
+
+``quantization_config`` of a model with INT8 layers has, besides what weight-only layers need::
+
+    "int8": {
+        "modules": {path: {"kind": name of the class, its scales and numbers}},
+        "identity": [paths of what is folded or fused into others],
+        "rewritten": {path: [one line for each node of the graph that its forward became]}
+    }
+
+and for all models ``records``, what ``ipex.explain`` shows.
+
+Weights are plain int8 tensors. A forward that `prepare` rewrote is rewritten again at loading, which gives the same
+graph for the same code; that it does is checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ipex_core._optimize._records import QUANTISATION, Quantisation, Record, quantisation_of
+from ipex_core._spec import check
+from ipex_core.errors import OpArgumentError
+from ipex_quant import _int8_recurrent
+from ipex_quant._int8_rewrite import rewrite
+from ipex_quant._model import replace_module
+from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear, Int8MaxPool2d
+
+__all__ = ["describe", "is_int8", "rebuild", "records", "restore_records", "saved"]
+
+Tensor = torch.Tensor
+Progress = Callable[[int, int, str], None]
+
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (DynamicInt8Linear, Int8Conv, Int8Linear, Int8MaxPool2d)
+}
+_PARTS: dict[str, Any] = {"modules": Mapping, "identity": list, "rewritten": Mapping}
+
+
+def is_int8(module: nn.Module) -> bool:
+    """Return whether a module is one that `convert` makes for INT8."""
+    return type(module) in _KINDS.values() or _int8_recurrent.is_recurrent(module)
+
+
+def saved(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the numbers and the tensors of an INT8 module."""
+    if _int8_recurrent.is_recurrent(module):
+        return _int8_recurrent.saved(module)
+    about, tensors = module.saved()  # type: ignore[operator]
+    return {"kind": type(module).__name__, **about}, tensors
+
+
+def describe(model: nn.Module) -> dict[str, Any] | None:
+    """Return the entry for ``quantization_config``, or None for a model without INT8 modules."""
+    every = list(model.named_modules(remove_duplicate=False))
+    found = {name: saved(m)[0] for name, m in model.named_modules() if is_int8(m)}
+    if not found:
+        return None
+    first = {id(model.get_submodule(name)): name for name in found}
+    return {
+        "modules": found,
+        "shared": {n: first[id(m)] for n, m in every if id(m) in first and first[id(m)] != n},
+        "identity": [n for n, m in every if type(m) is nn.Identity and n],
+        "rewritten": {n: _lines(m) for n, m in every if isinstance(m, fx.GraphModule) and n},
+    }
+
+
+def records(model: nn.Module) -> dict[str, Any]:
+    """Return what ``ipex.explain`` shows of the quantisation, for ``quantization_config``."""
+    log = quantisation_of(model)
+    if log is None:
+        return {}
+    return {"records": [dataclasses.astuple(it) for it in log.records], "notes": log.notes}
+
+
+def restore_records(op: str, model: nn.Module, about: Mapping[str, Any]) -> None:
+    """Give a model the records of a saved one."""
+    if "records" not in about:
+        return
+    try:
+        found = [Record(*row) for row in about["records"]]
+    except TypeError as error:
+        raise OpArgumentError(f"{op}: records must have rows of 6, got {error}") from error
+    model.__dict__[QUANTISATION] = Quantisation(found, list(about.get("notes", ())))
+
+
+def _lines(module: fx.GraphModule) -> list[str]:
+    """Return the graph of a module as text that does not depend on the version of torch."""
+    names: dict[fx.Node, str] = {}
+    lines = []
+    for number, node in enumerate(module.graph.nodes):
+        names[node] = f"%{number}"
+        target = node.target if isinstance(node.target, str) else node.target.__name__
+        inputs = [names[other] for other in node.all_input_nodes]
+        lines.append(" ".join([node.op, target, *inputs]))
+    return lines
+
+
+def rebuild(
+    op: str,
+    model: nn.Module,
+    about: Any,
+    state: MutableMapping[str, Tensor],
+    progress: Progress | None = None,
+) -> tuple[str, ...]:
+    """Give a float model the INT8 modules of a saved one, in place, and take their tensors out of ``state``.
+
+    Args:
+        op: Name of the function for messages.
+        model: A model of the structure that was prepared, with any weights or on the meta device.
+        about: What `describe` returned.
+        state: All tensors of the folder.
+        progress: Called with the number of modules done, of all, and the name of the last one.
+
+    Returns:
+        The paths of the INT8 modules.
+
+    Raises:
+        OpArgumentError: The description or the model is another one. The model may have changed then.
+    """
+    usable = isinstance(about, Mapping) and all(
+        isinstance(about.get(part), kind) for part, kind in _PARTS.items()
+    )
+    check(usable, op, "int8", f"have {', '.join(_PARTS)} in quantization_config", about)
+    model.eval()
+    _rewrite(op, model, about["rewritten"])
+    made: dict[str, nn.Module] = {}
+    for name, entry in about["modules"].items():
+        made[name] = _make(op, model, name, entry, state)
+        if progress is not None:
+            progress(len(made), len(about["modules"]), name)
+    shared = {name: made[first] for name, first in about.get("shared", {}).items()}
+    for name in about["identity"]:
+        module = _find(op, model, name)
+        if type(module) is not nn.Identity:
+            replace_module(model, name, nn.Identity().eval())
+    for name, module in (*made.items(), *shared.items()):
+        _find(op, model, name)
+        replace_module(model, name, module)
+    _make_biases(model, state)
+    return tuple(made)
+
+
+def _find(op: str, model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise OpArgumentError(
+            f"{op}: model must have the modules of the saved one, got none named {name}"
+        ) from None
+
+
+def _rewrite(op: str, model: nn.Module, graphs: Mapping[str, list[str]]) -> None:
+    for name in sorted(graphs, key=lambda it: -it.count(".")):
+        container = _find(op, model, name)
+        made = container if isinstance(container, fx.GraphModule) else rewrite(container)
+        same = made is not None and _lines(made) == list(graphs[name])
+        what = f"the forward of {name}"
+        got = "one of other steps" if made is not None else "one that cannot be traced"
+        check(same, op, what, "be that of the saved model", f"{got}, {type(container).__name__}")
+        assert made is not None
+        if made is not container:
+            replace_module(model, name, made)
+
+
+def _make(
+    op: str, model: nn.Module, name: str, entry: Any, state: MutableMapping[str, Tensor]
+) -> nn.Module:
+    kind: Any = entry.get("kind") if isinstance(entry, Mapping) else None
+    recurrent = _int8_recurrent.KINDS
+    known = sorted((*_KINDS, *recurrent))
+    check(kind in known, op, f"kind of {name}", f"be one of {', '.join(known)}", kind)
+    start = f"{name}."
+    keys = [key for key in state if key.startswith(start) and "." not in key[len(start) :]]
+    tensors = {key[len(start) :]: state.pop(key) for key in keys}
+    if "weight" in tensors:
+        _check_shape(op, model, str(entry.get("layer", name)), tensors["weight"])
+    try:
+        maker: Any = _int8_recurrent.from_saved if kind in recurrent else _KINDS[kind].from_saved
+        made: nn.Module = maker(entry, tensors)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise OpArgumentError(
+            f"{op}: {name} must have what a {kind} needs, got {type(error).__name__}: {error}"
+        ) from error
+    return made
+
+
+def _check_shape(op: str, model: nn.Module, name: str, weight: Tensor) -> None:
+    """Check that the float layer has the weight's shape; INT8 layers of other forms have none to compare."""
+    layer: Any = _find(op, model, name)
+    if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        wanted, got = list(layer.weight.shape), list(weight.shape)
+        check(wanted == got, op, name, f"have shape {wanted}, as the model says", got)
+
+
+def _make_biases(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Make room for the biases that layers got when a batch norm was folded into them."""
+    for name, module in model.named_modules():
+        value = state.get(f"{name}.bias")
+        if value is not None and module._parameters.get("bias", value) is None:
+            module._parameters["bias"] = nn.Parameter(value.clone(), requires_grad=False)
