@@ -30,12 +30,18 @@ _packed: dict[int, tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor, Tensor]] 
 _NAMES = {"none": "none", "relu": "relu", "silu": "swish", "relu6": "hardtanh"}
 
 
-def _prepacked(weight: Tensor, scale: Tensor, key: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def _prepacked(
+    weight: Tensor, scale: Tensor, key: tuple[Any, ...], shape: torch.Size
+) -> tuple[Tensor, Tensor]:
+    """Return the weight as oneDNN wants it, made at the first call for images of that call's shape.
+
+    Other shapes give the same results. Without any shape oneDNN may choose a layout that it has to change at each call.
+    """
     key = (weight._version, *key)
     entry = _packed.get(id(weight))
     if entry is not None and entry[0]() is weight and entry[1] == key:
         return entry[2], entry[3]
-    packed = torch.ops.onednn.qconv_prepack(weight, scale, *key[1:])
+    packed = torch.ops.onednn.qconv_prepack(weight, scale, *key[1:], list(shape))
     zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
     place = id(weight)
 
@@ -91,7 +97,7 @@ def _run(
     if wide:
         codes = codes.contiguous(memory_format=torch.channels_last)
     geometry = (x_scale, x_zero, stride, padding, dilation, groups)
-    packed, zeros = _prepacked(weight, weight_scale, geometry)
+    packed, zeros = _prepacked(weight, weight_scale, geometry, codes.shape)
     limits = [0.0, 6.0] if activation == "relu6" else []
     head = (codes, x_scale, x_zero, packed, weight_scale, zeros)
     tail = (bias, stride, padding, dilation, groups)
