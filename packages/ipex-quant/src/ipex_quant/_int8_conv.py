@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op ``ipex_quant::int8_conv``: a convolution on codes, run by oneDNN.
+"""The ops ``ipex_quant::int8_conv`` and ``int8_conv_sum_``: a convolution on codes, run by oneDNN.
+
+The second one may overwrite the codes that it adds, where nobody reads them any more: one copy less.
 
 oneDNN wants the weight in a layout of its own, which cannot be saved, copied or compiled. So the op takes the plain
 weight and keeps what it made of it as long as the weight lives.
@@ -7,23 +9,25 @@ weight and keeps what it made of it as long as the weight lives.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
 import torch
 
-__all__ = ["int8_conv"]
+__all__ = ["int8_conv", "int8_conv_sum_"]
 
 Tensor = torch.Tensor
 
 _LIBRARY = torch.library.Library("ipex_quant", "DEF")
-_LIBRARY.define(
-    "int8_conv(Tensor x, Tensor weight, Tensor weight_scale, float x_scale, int x_zero, Tensor? bias,"
-    " int[] stride, int[] padding, int[] dilation, int groups, str activation, ScalarType dtype,"
-    " float output_scale, int output_zero, Tensor? residual, float residual_scale, int residual_zero)"
-    " -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _name, _kind in (("int8_conv", "Tensor?"), ("int8_conv_sum_", "Tensor(a!)")):
+    _LIBRARY.define(
+        f"{_name}(Tensor x, Tensor weight, Tensor weight_scale, float x_scale, int x_zero, Tensor? bias,"
+        " int[] stride, int[] padding, int[] dilation, int groups, str activation, ScalarType dtype,"
+        f" float output_scale, int output_zero, {_kind} residual, float residual_scale, int residual_zero)"
+        " -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
 
 #: id of a weight -> the weight, what it was packed for, the packed weight and zeros for its channels.
 _packed: dict[int, tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor, Tensor]] = {}
@@ -89,6 +93,8 @@ def _run(
     residual: Tensor | None,
     residual_scale: float,
     residual_zero: int,
+    *,
+    free: bool = False,
 ) -> Tensor:
     codes = x if x.dtype == torch.uint8 else quantize(x, x_scale, x_zero)
     if codes.dim() == weight.dim() - 1:  # a single image
@@ -112,9 +118,13 @@ def _run(
         result = torch.float32 if to_float else dtype
         scale, zero = (1.0, 0) if to_float else (output_scale, output_zero)
         step, shift = (residual_scale, residual_zero) if result == torch.uint8 else (1.0, 0)
-        # The product is added to a copy: others may read the residual.
+        # oneDNN adds to what it is given: a copy, if others may read the residual.
         layout = torch.channels_last if residual.dim() == 4 else torch.contiguous_format
-        total = residual.to(result).clone(memory_format=layout)
+        total = residual.to(result)
+        if free or total is not residual:
+            total = total.contiguous(memory_format=layout)
+        else:
+            total = total.clone(memory_format=layout)
         if total.dim() == weight.dim() - 1:
             total = total.unsqueeze(0)
         rest = (scale, zero, result, step, shift, "sum", None, activation, [], "")
@@ -146,6 +156,9 @@ def _fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
 
 
 _LIBRARY.impl("int8_conv", _run, "CPU")
-torch.library.register_fake("ipex_quant::int8_conv", _fake, lib=_LIBRARY)
+_LIBRARY.impl("int8_conv_sum_", functools.partial(_run, free=True), "CPU")
+for _name in ("int8_conv", "int8_conv_sum_"):
+    torch.library.register_fake(f"ipex_quant::{_name}", _fake, lib=_LIBRARY)
 
 int8_conv = torch.ops.ipex_quant.int8_conv.default
+int8_conv_sum_ = torch.ops.ipex_quant.int8_conv_sum_.default

@@ -50,6 +50,7 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
             made.output = state.watches[layer.result].get_scale()
         if layer.residual_codes:
             made.residual = _residual_scale(state, layer)
+            made.residual_free = layer.residual_free
         built[path] = made
         _note(log, state, layer, module, made, path in folded)
     names: Names = []

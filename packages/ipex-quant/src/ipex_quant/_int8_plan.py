@@ -40,6 +40,7 @@ class Layer:
         residual: Which argument of the sum is the other operand, or None.
         residual_value: The value of that operand.
         residual_codes: Whether the other operand comes as codes.
+        residual_free: Whether these codes may be overwritten.
         codes: Whether the result is codes.
     """
 
@@ -54,6 +55,7 @@ class Layer:
     residual: int | None = None
     residual_value: int = -1
     residual_codes: bool = False
+    residual_free: bool = False
     codes: bool = False
 
     @property
@@ -98,10 +100,25 @@ def make_plan(model: nn.Module, flow: Flow, qconfig_for: Callable[[str, nn.Modul
     coded = {layer.result for layer in plan.layers.values() if layer.codes}
     for layer in sums.values():
         layer.residual_codes = root(flow, layer.residual_value) in coded
+        layer.residual_free = layer.residual_value in coded and _read_last(plan, flow, layer)
     plan.pools = pools_with_codes(plan, flow, modules)
     _find_watches(plan, flow)
     _find_norms(plan, flow, modules)
     return plan
+
+
+def _read_last(plan: Plan, flow: Flow, layer: Layer) -> bool:
+    """Return whether a sum reads its residual after everyone else, and nobody has a view of it."""
+
+    def when(path: str) -> int:
+        """Return the time of a call; a layer computes where the sum fused into it stands."""
+        place = plan.layers[path].place if path in plan.layers else path
+        return flow.calls[place][0].index
+
+    readers = flow.consumers[layer.residual_value]
+    if layer.source == layer.residual_value or any(it.role == "same_codes" for it in readers):
+        return False
+    return all(it.path == layer.place or when(it.path) < when(layer.path) for it in readers)
 
 
 def pools_with_codes(plan: Plan, flow: Flow, modules: dict[str, nn.Module]) -> list[str]:

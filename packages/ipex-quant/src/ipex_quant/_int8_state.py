@@ -111,6 +111,7 @@ def replan(model: nn.Module, state: Prepared) -> Plan:
     coded = {layer.result for layer in plan.layers.values() if layer.codes}
     for layer in plan.layers.values():
         layer.residual_codes = layer.residual_codes and layer.residual_value in coded
+        layer.residual_free = layer.residual_free and layer.residual_codes
     return plan
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
-from ipex_quant._int8_conv import int8_conv
+from ipex_quant._int8_conv import int8_conv, int8_conv_sum_
 
 __all__ = ["DynamicInt8Linear", "Int8Conv", "Int8Linear", "Int8MaxPool2d"]
 
@@ -225,9 +225,11 @@ class Int8Conv(_Int8Layer):
         weight: int8 ``[out_channels, in_channels / groups, ...]``.
         weight_scale: float32 ``[out_channels]``.
         bias: float32 ``[out_channels]``, or None.
+        residual_free: Whether nobody reads the residual after this layer, so that it may be overwritten.
     """
 
     weight: Tensor
+    residual_free: bool = False
 
     def __init__(self, conv: Any, weight: Tensor, weight_scale: Tensor) -> None:
         super().__init__()
@@ -265,7 +267,8 @@ class Int8Conv(_Int8Layer):
         wanted = _result_dtype(x)
         # oneDNN gives float32, bfloat16 or codes.
         dtype = wanted if wanted in (torch.float32, torch.bfloat16) else torch.float32
-        y = int8_conv(
+        run = int8_conv_sum_ if self.residual_free and residual is not None else int8_conv
+        y = run(
             x,
             self.weight,
             self.weight_scale,
@@ -295,7 +298,7 @@ class Int8Conv(_Int8Layer):
 
 
 class Int8MaxPool2d(nn.MaxPool2d):
-    """Maximum pooling that takes uint8 codes of any image size too, which stock pooling does not."""
+    """Maximum pooling that takes uint8 codes too."""
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what a file needs to make this layer again."""
@@ -313,14 +316,18 @@ class Int8MaxPool2d(nn.MaxPool2d):
         if input.dtype != torch.uint8:
             return super().forward(input)
         sizes = [_pair(it) for it in (self.kernel_size, self.stride, self.padding)]
+        if input.dim() == 4 and not torch.compiler.is_compiling():
+            result: Tensor = torch.ops.quantized.max_pool2d(input, *sizes, [1, 1], False)
+            return result
+        # Where a graph is compiled the stock op states a layout that it does not give.
         (kernel_h, kernel_w), (stride_h, stride_w), (pad_h, pad_w) = sizes
         x = nn.functional.pad(input, (pad_w, pad_w, pad_h, pad_h))  # 0 is the least code
         x = _maxima(x, -2, kernel_h, stride_h)
         return _maxima(x, -1, kernel_w, stride_w)
 
 
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else tuple(value)
+def _pair(value: Any) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
 
 
 def _maxima(x: Tensor, dim: int, kernel: int, stride: int) -> Tensor:
