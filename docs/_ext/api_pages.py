@@ -23,6 +23,7 @@ import ipex_llm.quantization
 import ipex_llm.utils
 import ipex_quant
 import ipex_quant.checkpoint
+import ipex_quant.fp8
 import ipex_quant.int8_layers
 import ipex_quant.linear
 import ipex_quant.prepare_convert
@@ -135,7 +136,8 @@ def quantization_page() -> str:
     lines = ["# Quantisation: reference", ""]
     lines += [
         "`ipex.quantization`, and what `ipex.llm` has for quantised checkpoints, generated from the docstrings;"
-        " [INT8](../static_int8.md) and [Weight-only quantisation](../weight_only.md) show them at work.",
+        " [INT8](../static_int8.md), [FP8](../fp8.md) and [Weight-only quantisation](../weight_only.md) show them at"
+        " work.",
         "",
     ]
     int8 = [
@@ -155,6 +157,7 @@ def quantization_page() -> str:
     weight = entry("ipex_quant", "QuantizedWeight", ipex_quant.QuantizedWeight)
     for title, body in (
         ("INT8", int8),
+        ("FP8: `ipex.quantization.fp8`", members(ipex_quant.fp8)),
         ("Weight-only configurations", members(ipex_quant.qconfig)),
         ("Models", models),
         ("Layers", members(ipex_quant.linear)),

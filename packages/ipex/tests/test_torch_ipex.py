@@ -25,12 +25,15 @@ WANTED = (
             "add_softmax_",
             "bmm",
             "bmm_add",
+            "cast_from_fp8",
+            "cast_to_fp8",
             "causal_conv1d_fn",
             "causal_conv1d_update",
             "dequantize_4bit",
             "dequantize_nf4",
             "dynamic_scaled_fp8_quant",
             "flash_attn_varlen_func",
+            "fp8_linear",
             "masked_multihead_self_attention",
             "punica_bgmv_expand",
             "punica_bgmv_expand_slice",
@@ -218,6 +221,28 @@ def test_fp8_quant(dtype):
     again = torch.empty_like(out)
     OPS.static_scaled_fp8_quant(again, x, scale)
     assert torch.equal(out.view(torch.uint8), again.view(torch.uint8))
+
+
+def test_fp8_linear():
+    x, w, bias = torch.randn(3, 16), torch.randn(4, 16), torch.randn(4)
+    scale, scale_inv = torch.tensor([1.0, 32.0, 1.0, 64.0]), torch.zeros(4)
+    history = torch.zeros(2, 4)
+    a = OPS.cast_to_fp8(x, scale, history, scale_inv, 1, 24)
+    b = OPS.cast_to_fp8(w, scale, history, scale_inv, 3, 23)
+    assert (a.dtype, b.dtype) == (torch.float8_e4m3fn, torch.float8_e5m2)
+    assert torch.equal(history[0, [1, 3]], torch.stack([x.abs().max(), w.abs().max()]))
+    assert scale_inv.tolist() == [0.0, 1 / 32, 0.0, 1 / 64]
+    back = OPS.cast_from_fp8(a, scale_inv, 1, 24, torch.bfloat16)
+    assert back.dtype == torch.bfloat16 and torch.equal(
+        back.float(), (x * 32).to(a.dtype).float() / 32
+    )
+    out = torch.empty(3, 4)
+    y = OPS.fp8_linear(a, scale_inv, 1, 24, b, scale_inv, 3, 23, bias, out)
+    want = back.float() @ (b.float() / 64).t() + bias
+    torch.testing.assert_close(out, want)
+    assert torch.equal(y, out)
+    with pytest.raises(RuntimeError, match="itype must be 24"):
+        OPS.cast_from_fp8(a, scale_inv, 1, 2, torch.float32)
 
 
 def test_bmm():

@@ -58,6 +58,8 @@ __all__ = ["__version__", *_LAZY]  # noqa: PLE0604  (the keys are strings)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "fp8":  # a module with names of its own
+        return importlib.import_module("ipex_quant.fp8")
     if name in _LAZY:
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
