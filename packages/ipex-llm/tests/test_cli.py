@@ -231,8 +231,9 @@ def test_a_quantised_folder_without_a_weight_is_refused(folder, tmp_path):
     assert done.exit_code == 2 and "got no model.norm.weight" in said(done)
 
 
-def test_bench(folder, tmp_path):
+def test_bench(folder, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow table would wrap its headings
     common = ["bench", "--model", folder, "--dtype", "fp32", "--new", 3, "--rounds", 1]
     files = ["--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]
     done = run(*common, "--batch", "1,2", "--prompt", "4,9", *files)

@@ -20,7 +20,7 @@ from ipex_llm._hf_cache import CacheState, adopt, state_of_cache
 from ipex_llm._runner import Runner
 from ipex_llm._subclass import rebuild
 
-__all__ = ["DecoderMixin", "Reason", "tell", "usable_runner"]
+__all__ = ["DecoderMixin", "Reason", "parameter_names", "tell", "usable_runner"]
 
 Tensor = torch.Tensor
 logger = logging.getLogger("ipex.llm")
@@ -99,7 +99,7 @@ class DecoderMixin(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder."""
-        names = _parameters(self._ipex_original)
+        names = parameter_names(self._ipex_original)
         kwargs.update(zip(names, args, strict=False))
         try:
             runner = usable_runner(self)
@@ -272,7 +272,7 @@ def usable_runner(module: Any) -> Runner:
 
 def _revive(module: Any) -> Runner:
     """Pack again: the parameters are others than those that were packed, or this is a copy."""
-    from ipex_llm._optimize import attach_runner
+    from ipex_llm._attach import attach_runner
 
     runner = attach_runner(module)
     if runner is None:
@@ -283,7 +283,8 @@ def _revive(module: Any) -> Runner:
 _names: dict[type[nn.Module], tuple[str, ...]] = {}
 
 
-def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the arguments of a class's forward."""
     if kind not in _names:
         _names[kind] = tuple(inspect.signature(kind.forward).parameters)[1:]
     return _names[kind]

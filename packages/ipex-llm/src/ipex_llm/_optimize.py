@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,31 +18,25 @@ from ipex_core._optimize._pipeline import _copy
 from ipex_core._optimize._prepack import PACKED_LATER
 from ipex_core._optimize._records import log_of
 from ipex_core.errors import OpArgumentError
-from ipex_core.nn._packed import PackedWeight
-from ipex_llm._forward import DecoderMixin
+from ipex_llm._attach import attach_decoder, attach_layers, find_plan, share_random
+from ipex_llm._layer_plans import Found, layer_plans, planned_modules
 from ipex_llm._parallel import (
     TensorParallel,
     adopt,
     divide,
     is_sharded,
     load_parts,
-    parallel_plan,
     shard_head,
     uncovered,
     wrap_head,
 )
 from ipex_llm._parallel._split import GRAINS
 from ipex_llm._plan import DecoderPlan
-from ipex_llm._runner import Runner
-from ipex_llm._subclass import subclass
-from ipex_llm._weights import Owners, UnsupportedPlan
 from ipex_llm._woq_model import Notes, quantize
 
-__all__ = ["attach_runner", "optimize", "optimize_transformers"]
+__all__ = ["optimize", "optimize_transformers"]
 
 logger = logging.getLogger("ipex.llm")
-
-_KEYS = ("_ipex_runner", "_ipex_top", "_ipex_kv", "_ipex_undo")
 
 
 def optimize(
@@ -61,13 +54,15 @@ def optimize(
     *,
     kv_cache_dtype: torch.dtype | str | None = None,
     tp_group: Any = None,
+    depth: int = 3,
 ) -> Any:
     """Make a language model of transformers faster on this CPU.
 
     The result is a model of the same class: ``generate``, ``forward``, ``state_dict`` and ``save_pretrained`` work as
     before, with the same tokens in float32. If the structure of its decoder is understood, the whole stack runs as one
-    program per step over a paged cache; otherwise its layers are made faster one by one. `ipex.explain` tells which,
-    and `ipex.restore` undoes it (but for quantised weights).
+    program per step over a paged cache (depth 3); otherwise each decoder layer that is understood runs as one program
+    (depth 2), and the layers of the rest are made faster one by one (depth 1). `ipex.explain` tells which, and
+    `ipex.restore` undoes it (but for quantised weights).
 
     Args:
         model: Model in inference mode. A ``torch.jit.ScriptModule`` is returned untouched.
@@ -80,7 +75,7 @@ def optimize(
         low_precision_checkpoint: Quantised weights, of ``ipex.llm.utils.load_low_precision_checkpoint``.
         sample_inputs: Accepted; nothing needs them.
         deployment_mode: True: run the whole decoder as a program. False: only make layers faster, so that
-            ``torch.compile`` sees an ordinary model.
+            ``torch.compile`` sees an ordinary model; the same as ``depth=1``.
         cache_weight_for_large_batch: Accepted; one packed form serves all batch sizes.
         kv_cache_dtype: dtype of cached keys and values: None (that of the model), ``"int8"`` or ``"fp8_e5m2"``.
         tp_group: Divide the model among the ranks of a process group of ``torch.distributed`` (True: the default one,
@@ -88,6 +83,7 @@ def optimize(
             heads, features and vocabulary, and all call ``generate`` and ``forward`` together with the same input. A
             ``low_precision_checkpoint`` must be the part of this rank. None: the model is not divided, or has been by
             DeepSpeed or by the ``tp_plan`` of transformers.
+        depth: The most that becomes one call: 3 the decoder stack, 2 a decoder layer, 1 neither.
 
     Returns:
         The model.
@@ -112,6 +108,8 @@ def optimize(
     check_model(model, None)
     _check_arguments(optimizer, dtype, device, qconfig_summary_file, inplace)
     kv = _kv_dtype(kv_cache_dtype)
+    if depth not in (1, 2, 3):
+        raise OpArgumentError(f"optimize: depth must be 1, 2 or 3, got {depth!r}")
     parallel = None if tp_group is None else TensorParallel.of(tp_group)
     if not inplace:
         model = _copy(model)
@@ -121,46 +119,62 @@ def optimize(
         _load(model, quantization_config, low_precision_checkpoint, parallel)
     elif parallel is not None:
         plan = divide(model, parallel, grains=_grains(quantization_config))
-    if not deployment_mode:
-        plan, reason = None, "deployment_mode is False"
+    if not deployment_mode or depth < 3:
+        plan, reason = None, "deployment_mode is False" if depth == 3 else f"depth is {depth}"
     elif plan is None:
-        plan, reason = _plan(model)
+        plan, reason = find_plan(model)
     if low_precision_checkpoint is not None and is_sharded(model):
         plan = _divide_head(model, plan)
+    wants_layers = deployment_mode and depth > 1 and not is_sharded(model)
+    layers = layer_plans(model) if wants_layers and plan is None else []
     notes: Notes = []
     if quantization_config is not None and low_precision_checkpoint is None:
         with uncovered(model):
-            plan, notes = quantize(model, plan, quantization_config)
-    with _packed_later(plan):
-        ipex_core.optimize(model, dtype=dtype, inplace=True)
+            plan, layers, notes = quantize(model, plan, quantization_config, layers)
+    _optimize_rest(model, dtype, layers, plan)
     if plan is not None:
-        reason = _attach(model, plan, kv)
+        reason = attach_decoder(model, plan, kv)
         if reason is not None:  # pack what was left to the plan
-            ipex_core.optimize(ipex_core.restore(model), dtype=dtype, inplace=True)
+            ipex_core.restore(model)
+            layers = layer_plans(model) if wants_layers else []
+            _optimize_rest(model, dtype, layers)
+    refused = attach_layers(model, layers)
+    if refused:
+        ipex_core.restore(model)
+        layers = [layer.without(refused.get(layer.name)) for layer in layers]
+        _optimize_rest(model, dtype, layers)
+        attach_layers(model, layers)
     if is_sharded(model) and reason is not None:
-        _share_random(model)
-    log = log_of(model)
-    if log is not None:
-        done = reason is None
-        text = (
-            "the whole decoder stack runs as one program per step"
-            if done
-            else f"layer by layer: {reason}"
-        )
-        for name, module, problem in notes:
-            said = "quantised" if problem is None else f"experts are not quantised: {problem}"
-            log.add(
-                name,
-                module,
-                "experts",
-                problem is None,
-                said,
-                "ipex::fused_experts" if problem is None else "",
-            )
-        log.add("", model, "llm", done, text, "ipex::program_run" if done else "")
+        share_random(model)
+    text = _report(model, reason, layers, notes)
     if reason is not None:
-        logger.info("optimize: %s runs layer by layer: %s", type(model).__name__, reason)
+        logger.info("optimize: %s: %s", type(model).__name__, text)
     return model
+
+
+def _report(model: nn.Module, reason: str | None, layers: Sequence[Found], notes: Notes) -> str:
+    """Tell `ipex.explain` what was done, and return the line about the whole model."""
+    whole = sum(layer.plan is not None for layer in layers)
+    if reason is None:
+        text = "the whole decoder stack runs as one program per step"
+    elif whole:
+        text = f"{whole} of {len(layers)} decoder layers run as one program each: {reason}"
+    else:
+        text = f"layer by layer: {reason}"
+    log = log_of(model)
+    if log is None:
+        return text
+    op = "ipex::program_run"
+    for name, module, problem in notes:
+        said = "quantised" if problem is None else f"experts are not quantised: {problem}"
+        target = "ipex::fused_experts" if problem is None else ""
+        log.add(name, module, "experts", problem is None, said, target)
+    log.add("", model, "llm", reason is None, text, op if reason is None or whole else "")
+    for layer in layers:
+        done = layer.plan is not None
+        said = "the whole layer runs as one program" if done else layer.reason
+        log.add(layer.name, layer.module, "layer", done, said, op if done else "")
+    return text
 
 
 def optimize_transformers(*args: Any, **kwargs: Any) -> Any:
@@ -232,14 +246,6 @@ def _is_float(module: nn.Module) -> bool:
     return weight is not None and weight.is_floating_point()
 
 
-def _share_random(model: nn.Module) -> None:
-    """Let ``generate`` of a sharded model that has no program draw the same random numbers on each rank."""
-    from ipex_llm.generation._hf import SameRandomMixin, can_generate
-
-    if can_generate(model):
-        model.__class__ = subclass(type(model), SameRandomMixin)
-
-
 def _load(model: nn.Module, config: Any, checkpoint: Any, parallel: TensorParallel | None) -> None:
     """Replace linear layers by those of a checkpoint, and load what else it has."""
     from ipex_quant._replace import replace_linears_from_checkpoint
@@ -263,110 +269,19 @@ def _load(model: nn.Module, config: Any, checkpoint: Any, parallel: TensorParall
         replace_linears_from_checkpoint(model, tensors, scheme, config)
 
 
-def _plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
-    """Return the plan of a model, or why there is none."""
-    from ipex_llm._match import MatchError, match
-
-    try:
-        return parallel_plan(model, match(model)), None
-    except MatchError as error:
-        return None, str(error)
-
-
-@contextlib.contextmanager
-def _packed_later(plan: DecoderPlan | None) -> Iterator[None]:
-    """Keep `ipex_core.optimize` from packing layers one by one that the plan packs side by side."""
+def _optimize_rest(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    layers: Sequence[Found],
+    plan: DecoderPlan | None = None,
+) -> None:
+    """Optimize a model but for packing the linear layers that plans pack side by side."""
     modules: list[nn.Module] = [] if plan is None else [*plan.linear_modules()]
+    modules += planned_modules(layers)
     for module in modules:
         module.__dict__[PACKED_LATER] = True
     try:
-        yield
+        ipex_core.optimize(model, dtype=dtype, inplace=True)
     finally:
         for module in modules:
             module.__dict__.pop(PACKED_LATER, None)
-
-
-def _attach(model: nn.Module, plan: DecoderPlan, kv: torch.dtype | None) -> str | None:
-    """Make a model run its plan; return why it cannot."""
-    decoder = plan.decoder
-    try:
-        runner = Runner(plan, _dtype(plan), _shared(model))
-    except UnsupportedPlan as reason:
-        return str(reason)
-    from ipex_llm.generation._hf import GenerationMixin, ParallelGenerationMixin, can_generate
-
-    for module in {id(m): m for m in (decoder, model)}.values():
-        module.__dict__["_ipex_runner"] = runner
-        module.__dict__["_ipex_top"] = model
-        module.__dict__["_ipex_kv"] = kv
-        module.__dict__["_ipex_undo"] = _undo
-    decoder.__class__ = subclass(type(decoder), DecoderMixin)
-    if model is not decoder and can_generate(model) and plan.head is not None:
-        mixin = GenerationMixin if plan.parallel is None else ParallelGenerationMixin
-        model.__class__ = subclass(type(model), mixin)
-    return None
-
-
-def _dtype(plan: DecoderPlan) -> torch.dtype:
-    weight = plan.layers[0].attention.output.modules[0]._parameters.get("weight")
-    if weight is None or not weight.is_floating_point():
-        weight = plan.embedding._parameters["weight"]
-        assert weight is not None
-    return weight.dtype
-
-
-def _shared(model: nn.Module) -> dict[int, Owners]:
-    """Return, by id, the owners of parameters that several modules have."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not isinstance(parameter, PackedWeight):
-                owners.setdefault(id(parameter), []).append((module, name))
-    return {key: found for key, found in owners.items() if len(found) > 1}
-
-
-def _undo(module: nn.Module) -> None:
-    """Take back what `_attach` did to a module; called by `ipex.restore`."""
-    runner = module.__dict__.get("_ipex_runner")
-    if isinstance(runner, Runner):
-        runner.store.undo()
-    for key in _KEYS:
-        module.__dict__.pop(key, None)
-    original = getattr(type(module), "_ipex_original", None)
-    if original is not None:
-        module.__class__ = original
-    if is_sharded(module):  # still
-        _share_random(module)
-
-
-@contextlib.contextmanager
-def _original_classes(*modules: nn.Module) -> Iterator[None]:
-    former = [type(module) for module in modules]
-    for module in modules:
-        module.__class__ = getattr(type(module), "_ipex_original", type(module))
-    try:
-        yield
-    finally:
-        for module, kind in zip(modules, former, strict=True):
-            module.__class__ = kind
-
-
-def attach_runner(decoder: nn.Module) -> Runner | None:
-    """Pack a decoder again whose parameters have changed, or a copy; return None if that is not possible."""
-    top = decoder.__dict__.get("_ipex_top")
-    if not isinstance(top, nn.Module):
-        return None
-    former = decoder.__dict__.pop("_ipex_runner", None)
-    top.__dict__.pop("_ipex_runner", None)
-    if isinstance(former, Runner):
-        former.store.undo()
-    with _original_classes(decoder, top):
-        plan, _ = _plan(top)
-        if plan is None or plan.decoder is not decoder:
-            return None
-        try:
-            runner = Runner(plan, _dtype(plan), _shared(top))
-        except UnsupportedPlan:
-            return None
-    decoder.__dict__["_ipex_runner"] = top.__dict__["_ipex_runner"] = runner
-    return runner

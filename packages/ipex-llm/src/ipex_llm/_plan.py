@@ -27,6 +27,7 @@ __all__ = [
     "MlpPlan",
     "NormPlan",
     "RopePlan",
+    "linear_modules",
 ]
 
 Tensor = torch.Tensor
@@ -245,15 +246,16 @@ class DecoderPlan:
 
     def linear_modules(self) -> Iterator[nn.Module]:
         """Iterate over the modules of all linear layers of the plan."""
-        return _linear_modules(self)
+        return linear_modules(self)
 
 
-def _linear_modules(value: object) -> Iterator[nn.Module]:
+def linear_modules(value: object) -> Iterator[nn.Module]:
+    """Iterate over the modules of all linear layers of a plan, or of a part of one."""
     if isinstance(value, LinearPlan):
         yield from value.modules
     elif isinstance(value, tuple):
         for one in value:
-            yield from _linear_modules(one)
+            yield from linear_modules(one)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _linear_modules(getattr(value, field.name))
+            yield from linear_modules(getattr(value, field.name))

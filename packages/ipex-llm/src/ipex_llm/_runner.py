@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,12 +17,25 @@ from ipex_llm._plan import AttentionPlan, DecoderPlan, RopePlan
 from ipex_llm._reference import query_factors
 from ipex_llm._weights import Owners, PlannedWeight, WeightStore, call_linear
 
-__all__ = ["Runner"]
+__all__ = ["Rope", "Runner"]
 
 Tensor = torch.Tensor
 
 #: Kinds of rotation whose angles depend on the length of the sequence.
 _BY_LENGTH = ("dynamic", "longrope")
+
+
+class Cache(Protocol):
+    """What a program must know of a cache; see `PagedCache`."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
+
+    @property
+    def block_size(self) -> int: ...
 
 
 class Runner:
@@ -32,6 +45,7 @@ class Runner:
         plan: Structure of the decoder.
         dtype: dtype of rows and weights.
         shared: Owners of parameters that several modules have; see `WeightStore`.
+        ropes: Tables of rotations that other runners have too, by `rope_key`; gets what is new here.
 
     Attributes:
         plan: As given.
@@ -44,6 +58,7 @@ class Runner:
         plan: DecoderPlan,
         dtype: torch.dtype,
         shared: Mapping[int, Owners] | None = None,
+        ropes: dict[str, Rope] | None = None,
     ) -> None:
         self.plan = plan
         self.dtype = dtype
@@ -61,8 +76,12 @@ class Runner:
             raise
         attentions = [layer.attention for layer in plan.layers]
         self.shapes = tuple(map(_shape, attentions))
-        ropes = {repr(a.rope): a.rope for a in attentions if a.rope is not None}
-        self._ropes = [_Rope(ropes[key], plan.max_positions) for key in self.emitter.ropes]
+        plans = {repr(a.rope): a.rope for a in attentions if a.rope is not None}
+        ropes = {} if ropes is None else ropes
+        for key in self.emitter.ropes:
+            if key not in ropes:
+                ropes[key] = Rope(plans[key], plan.max_positions)
+        self._ropes = [ropes[key] for key in self.emitter.ropes]
         self._lock = threading.Lock()
 
     def _program(
@@ -168,7 +187,7 @@ class Runner:
 
     def run(
         self,
-        cache: PagedCache,
+        cache: Cache,
         hidden: Tensor,
         positions: Tensor,
         step: Step,
@@ -223,7 +242,7 @@ def _shape(plan: AttentionPlan) -> LayerShape:
     return LayerShape(1, latent.rank + plan.rope.dim, latent.rank)
 
 
-class _Rope:
+class Rope:
     """Cosines and sines of one rotation, for as many positions as were asked for."""
 
     def __init__(self, plan: RopePlan, positions: int) -> None:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ipex_llm import _woq, _woq_experts
-from ipex_llm._plan import DecoderPlan, ExpertsPlan, LinearPlan
+from ipex_llm._layer_plans import Found
+from ipex_llm._plan import DecoderPlan, ExpertsPlan, LayerPlan, LinearPlan
 from ipex_quant import quantize_linears
 from ipex_quant._build import as_qconfig
 
@@ -17,11 +19,12 @@ __all__ = ["quantize"]
 
 #: Name of the module with the experts, and why they were not quantised (None: they were).
 Notes = list[tuple[str, nn.Module, str | None]]
+Plan = TypeVar("Plan", DecoderPlan | None, LayerPlan | None)
 
 
 def quantize(
-    model: nn.Module, plan: DecoderPlan | None, config: Any
-) -> tuple[DecoderPlan | None, Notes]:
+    model: nn.Module, plan: DecoderPlan | None, config: Any, layers: Sequence[Found] = ()
+) -> tuple[DecoderPlan | None, list[Found], Notes]:
     """Quantise a model in place.
 
     Routers, which choose experts, stay in floating point.
@@ -30,9 +33,10 @@ def quantize(
         model: The model.
         plan: Of its decoder, or None; experts are looked for in the model then.
         config: A `QConfigWoq`, or a mapping with one as global.
+        layers: Its decoder layers, if they have plans of their own.
 
     Returns:
-        The plan with the new layers, and what was done about stacked experts.
+        The plan and the decoder layers with the new modules, and what was done about stacked experts.
 
     Raises:
         OpArgumentError: The configuration does not fit a layer.
@@ -57,7 +61,11 @@ def quantize(
         _woq_experts.quantize(mixture, name, qconfig)
     new = dict(model.named_modules(remove_duplicate=False))
     changed = {id(old): new[name] for name, old in names.items() if new.get(name) is not old}
-    return (None if plan is None else _remap(plan, changed)), notes
+    return (
+        _remap(plan, changed),
+        [dataclasses.replace(layer, plan=_remap(layer.plan, changed)) for layer in layers],
+        notes,
+    )
 
 
 def _linear(module: nn.Module) -> bool:
@@ -80,8 +88,8 @@ def _mixtures(model: nn.Module, plan: DecoderPlan | None) -> tuple[list[ExpertsP
     return found, notes
 
 
-def _remap(plan: DecoderPlan, modules: dict[int, nn.Module]) -> DecoderPlan:
-    """Return the plan with other modules in the place of those whose id is a key, and quantised experts."""
+def _remap(plan: Plan, modules: dict[int, nn.Module]) -> Plan:
+    """Return a plan with other modules in the place of those whose id is a key, and quantised experts."""
 
     def walk(value: Any) -> Any:
         if isinstance(value, nn.Module):
@@ -98,5 +106,5 @@ def _remap(plan: DecoderPlan, modules: dict[int, nn.Module]) -> DecoderPlan:
             changes |= {"gate_up": gate_up, "down": down}
         return dataclasses.replace(value, **changes)
 
-    result: DecoderPlan = walk(plan)
+    result: Plan = walk(plan)
     return result

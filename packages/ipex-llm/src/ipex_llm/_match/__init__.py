@@ -13,12 +13,13 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ipex_llm._match._decoder import match_decoder, match_layers
+from ipex_llm._match._decoder import MatchedLayer, match_decoder, match_layers
+from ipex_llm._match._decoder import match_each as _match_each
 from ipex_llm._match._experts import is_mixture, match_experts
 from ipex_llm._match._trace import Config, MatchError, Trace
 from ipex_llm._plan import DecoderPlan, ExpertsPlan
 
-__all__ = ["MatchError", "find_mixtures", "match", "why_not"]
+__all__ = ["MatchError", "MatchedLayer", "find_mixtures", "match", "match_each", "why_not"]
 
 
 @torch.no_grad()
@@ -36,6 +37,19 @@ def match(model: nn.Module) -> DecoderPlan:
         MatchError: A part is not understood; the error names it.
     """
     return match_decoder(Trace(model))
+
+
+@torch.no_grad()
+def match_each(model: nn.Module) -> list[MatchedLayer]:
+    """Return the decoder layers of a model, each with its plan or the reason why it has none.
+
+    Args:
+        model: As for `match`; what is around the layers need not be understood.
+
+    Raises:
+        MatchError: The model does not run on tokens alone, or has no layers with attention.
+    """
+    return list(_match_each(Trace(model)))
 
 
 @torch.no_grad()

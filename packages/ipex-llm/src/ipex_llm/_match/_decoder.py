@@ -25,7 +25,7 @@ from ipex_llm._match._trace import (
 )
 from ipex_llm._plan import AttentionPlan, DecoderPlan, LayerPlan, LinearPlan, NormPlan
 
-__all__ = ["match_decoder", "match_layers"]
+__all__ = ["MatchedLayer", "match_decoder", "match_each", "match_layers"]
 
 Tensor = torch.Tensor
 
@@ -101,6 +101,38 @@ def match_layers(trace: Trace) -> Iterator[tuple[nn.Module, Layer | MatchError]]
         if attention.latent is None and not any(_alike(attention, old) for old in hint):
             hint.append(attention)
         yield layer, found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatchedLayer:
+    """A decoder layer as `match_each` finds it."""
+
+    name: str
+    module: nn.Module
+    plan: LayerPlan | MatchError
+    results: int  # see `Trace.counts`
+    config: object
+
+
+def match_each(trace: Trace) -> Iterator[MatchedLayer]:
+    """Yield each layer on its own; what is around them need not be understood.
+
+    Raises:
+        MatchError: There are no layers.
+    """
+    decoder, layers, _ = _find(trace)
+    config = _config(trace, decoder, layers)
+    for module, found in match_layers(trace):
+        plan: LayerPlan | MatchError
+        if isinstance(found, MatchError):
+            plan = found
+        elif found.last_norm is not None:
+            plan = trace.error(module, "ends in a norm")
+        else:
+            plan = _chain(trace, config, [found])[0][0]
+        yield MatchedLayer(
+            trace.names[module], module, plan, trace.counts.get(module, 0), config.raw
+        )
 
 
 def _alike(a: AttentionPlan, b: AttentionPlan) -> bool:

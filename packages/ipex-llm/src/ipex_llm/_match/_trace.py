@@ -85,6 +85,7 @@ class Trace:
         ids: The tokens, int64 ``[T]``.
         inputs: Module -> its first tensor argument.
         outputs: Module -> its first tensor result.
+        counts: Module -> how many results it gave in a tuple; 0 for one that is not in a tuple.
         names: Module -> its name.
     """
 
@@ -93,6 +94,7 @@ class Trace:
         self.names = {module: name for name, module in model.named_modules()}
         self.inputs: dict[nn.Module, Tensor] = {}
         self.outputs: dict[nn.Module, Tensor] = {}
+        self.counts: dict[nn.Module, int] = {}
         config = getattr(model, "config", None)
         if model.training:
             raise MatchError("", "is in training mode; call model.eval() first")
@@ -121,6 +123,7 @@ class Trace:
             value = _first(result)
             if value is not None and module not in self.outputs:
                 self.outputs[module] = value.detach().clone()
+                self.counts[module] = len(result) if isinstance(result, tuple) else 0
 
         handles = []
         for module in self.names:

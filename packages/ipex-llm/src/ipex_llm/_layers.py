@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder layers that run as one program each, in a model whose stack as a whole is not understood.
+
+The model keeps its own forward, loop and cache. A layer's program writes keys and values to memory with room for more,
+and shows the model's cache views of the part that is filled; whoever exchanges those (beams, another layer's own
+forward) is noticed, and the views are copied once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_llm._cache import Step
+from ipex_llm._forward import Reason, tell
+from ipex_llm._runner import Runner
+from ipex_llm._subclass import rebuild
+
+__all__ = ["Facts", "LayerMixin", "hooks_of"]
+
+Tensor = torch.Tensor
+
+#: Rows that a new cache has room for beyond those that are needed.
+ROOM = 64
+_KEY = "_ipex_rows"
+#: Caches of transformers 4 that have lists of keys and values.
+_LISTS = ("DynamicCache", "HybridMambaAttentionDynamicCache")
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """What a cache of transformers has of one layer: rows from ``start`` on; earlier ones have left the window."""
+
+    keys: Tensor
+    values: Tensor
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.keys.shape[2]
+
+
+@dataclasses.dataclass(slots=True)
+class _Rows:
+    """Keys and values of one layer, ``[B, kv_heads, capacity, head_dim]``; as programs see it, a block per sequence."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.keys, self.values]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[2]
+
+    def shows(self, part: _Part) -> bool:
+        """Return whether a part of a cache is a view of the rows from its place on."""
+        return all(
+            view.data_ptr() == whole[:, :, part.start :].data_ptr()
+            and view.stride() == whole.stride()
+            and view.shape[:2] == whole.shape[:2]
+            for view, whole in ((part.keys, self.keys), (part.values, self.values))
+        )
+
+    @staticmethod
+    def new(runner: Runner, batch: int, capacity: int) -> _Rows:
+        shape = runner.shapes[0]
+        size = (batch, shape.kv_heads, capacity, shape.head_dim)
+        return _Rows(torch.zeros(size, dtype=runner.dtype), torch.zeros(size, dtype=runner.dtype))
+
+
+class _Slot:
+    """The place of one layer in a cache of transformers, of either form that it has had."""
+
+    def __init__(self, cache: Any, index: int) -> None:
+        from transformers.cache_utils import DynamicCache
+
+        self.cache, self.index = cache, index
+        self.layer: Any = None
+        self.old = False
+        layers = getattr(cache, "layers", None)
+        if layers is not None:
+            if index < len(layers):
+                self.layer = layers[index]
+            kind = type(self.layer).__name__
+            if self.layer is not None and kind not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+                raise Reason(f"the cache of a layer is a {kind}")
+            if getattr(self.layer, "record_past", False):
+                raise Reason("the cache of a layer keeps what leaves its window")
+            if self.layer is None and type(cache) is not DynamicCache:
+                raise Reason(f"past_key_values is a {type(cache).__name__}")
+        elif type(cache).__name__ in _LISTS and hasattr(cache, "key_cache"):
+            self.old = True
+        else:
+            raise Reason(f"past_key_values is a {type(cache).__name__}")
+        if getattr(cache, "offloading", False):
+            raise Reason("past_key_values is offloaded")
+
+    def part(self) -> _Part | None:
+        """Return what there is of the layer, or None if there is nothing."""
+        if self.old:
+            if self.index >= len(self.cache.key_cache):
+                return None
+            keys, values = self.cache.key_cache[self.index], self.cache.value_cache[self.index]
+        elif self.layer is None or not self.layer.is_initialized:
+            return None
+        else:
+            keys, values = self.layer.keys, self.layer.values
+        if not keys.numel():
+            return None
+        seen = getattr(self.layer, "cumulative_length", keys.shape[2])
+        return _Part(keys, values, seen - keys.shape[2])
+
+    def show(self, rows: _Rows, past: int, new: int) -> None:
+        """Let the layer have rows, the last ``new`` of which are new."""
+        total = past + new
+        if self.part() is None:  # the cache's own way to begin
+            fresh = (whole[:, :, past:total] for whole in (rows.keys, rows.values))
+            self.cache.update(*fresh, self.index)
+            self.layer = None if self.old else self.cache.layers[self.index]
+        elif self.old:
+            if self.index == 0 and hasattr(self.cache, "_seen_tokens"):
+                self.cache._seen_tokens += new
+        elif hasattr(self.layer, "cumulative_length"):
+            self.layer.cumulative_length += new
+        window = getattr(self.layer, "sliding_window", None)
+        first = 0 if window is None else max(0, total - window + 1)
+        keys, values = rows.keys[:, :, first:total], rows.values[:, :, first:total]
+        if self.old:
+            self.cache.key_cache[self.index], self.cache.value_cache[self.index] = keys, values
+        else:
+            self.layer.keys, self.layer.values = keys, values
+
+
+def _room(runner: Runner, slot: _Slot, part: _Part | None, batch: int, count: int) -> _Rows:
+    """Return memory that has the rows of a layer and room for ``count`` more."""
+    past = 0 if part is None else part.end
+    kept: dict[int, _Rows] = slot.cache.__dict__.setdefault(_KEY, {})
+    rows = kept.get(slot.index)
+    if part is not None:
+        if part.keys.shape[0] != batch or part.keys.dtype != runner.dtype:
+            raise Reason("the cache was filled with another batch or dtype")
+        if rows is not None and rows.shows(part) and past + count <= rows.block_size:
+            return rows
+    # Rows of a cache that was emptied may still be somebody's: they are not taken again.
+    rows = kept[slot.index] = _Rows.new(runner, batch, max(past + count + ROOM, 2 * past))
+    if part is not None:
+        rows.keys[:, :, part.start : past] = part.keys
+        rows.values[:, :, part.start : past] = part.values
+    return rows
+
+
+def _step(cache: Any, batch: int, past: int, count: int, capacity: int) -> Step:
+    """Return where new rows go; the layers of one forward share it."""
+    key = (batch, past, count, capacity)
+    known = None if cache is None else cache.__dict__.get("_ipex_step")
+    if known is not None and known[0] == key:
+        return known[1]  # type: ignore[no-any-return]
+    first = torch.arange(batch, dtype=torch.int64).unsqueeze(1) * capacity + past
+    step = Step(
+        (first + torch.arange(count)).view(-1),
+        torch.arange(batch, dtype=torch.int32).unsqueeze(1),
+        torch.arange(batch + 1, dtype=torch.int32) * count,
+        torch.full((batch,), past + count, dtype=torch.int32),
+        past + count,
+        count,
+        count == 1,
+    )
+    if cache is not None:
+        cache.__dict__["_ipex_step"] = key, step
+    return step
+
+
+def _only_causal(mask: Tensor, start: int, past: int, count: int, window: int) -> bool:
+    """Return whether a mask ``[B, heads, count, keys from start on]`` hides later and distant keys alone."""
+    total = past + count
+    if mask.dim() != 4 or mask.shape[-2] != count or mask.shape[-1] < total - start:
+        return False
+    mask = mask[..., : total - start]  # transformers 4 makes one column too many
+    if mask.dtype == torch.bool:
+        seen = mask
+    elif mask.is_floating_point():
+        seen = mask == 0
+        if not bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+            return False  # something is added to the scores
+    else:
+        return False
+    distance = torch.arange(past, total).unsqueeze(1) - torch.arange(start, total)
+    expected = distance >= 0
+    if window >= 0:
+        expected &= distance <= window
+    return bool((seen == expected).all())
+
+
+# ---------------------------------------------------------------------------------------------------------- the layer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """What a layer's forward must know of its model."""
+
+    index: int  # of the layer in the cache
+    names: tuple[str, ...]  # of the arguments of its forward
+    in_tuple: bool  # it returns ``(rows,)``
+    config: Any
+
+
+class LayerMixin(nn.Module):
+    """Forward through a program; put in front of a decoder layer's class by `subclass`."""
+
+    _ipex_runner: Runner
+    _ipex_original: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        content = dict(self.__dict__)
+        for key in ("_ipex_runner", "_ipex_hooks"):  # belong to this object
+            content.pop(key, None)
+        return content
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        facts: Facts = self.__dict__["_ipex_layer"]
+        kwargs.update(zip(facts.names, args, strict=False))
+        try:
+            return self._run(kwargs)
+        except Reason as reason:
+            tell(f"{type(self).__name__}: runs its own forward: {reason}")
+        return super().forward(**kwargs)
+
+    def _run(self, kwargs: dict[str, Any]) -> Any:
+        runner = _usable(self)
+        facts: Facts = self.__dict__["_ipex_layer"]
+        hidden = kwargs.get("hidden_states")
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3 or not hidden.numel():
+            raise Reason("hidden_states is not [batch, tokens, width]")
+        if hidden.dtype != runner.dtype or hidden.device.type != "cpu":
+            raise Reason(f"hidden_states is {hidden.dtype} on {hidden.device}")
+        for name in ("output_attentions", "output_router_logits"):
+            if kwargs.get(name) or getattr(facts.config, name, False):
+                raise Reason(f"argument {name}")
+        if any(hooks_of(module) != known for module, known in self.__dict__["_ipex_hooks"]):
+            raise Reason("a module in it has hooks")
+        batch, count = hidden.shape[:2]
+        cache = kwargs.get("past_key_values")
+        cache = kwargs.get("past_key_value") if cache is None else cache
+        slot = None if cache is None else _Slot(cache, facts.index)
+        part = None if slot is None else slot.part()
+        start, past = (0, 0) if part is None else (part.start, part.end)
+        mask = kwargs.get("attention_mask")
+        window = runner.plan.layers[0].attention.window
+        if mask is not None and not _only_causal(mask, start, past, count, window):
+            raise Reason("the attention mask has padding, or more than what comes later")
+        if slot is None:
+            rows = _Rows.new(runner, batch, count)
+        else:
+            rows = _room(runner, slot, part, batch, count)
+        step = _step(cache, batch, past, count, rows.block_size)
+        positions = _positions(kwargs, batch, past, count)
+        y = runner.run(rows, hidden.reshape(batch * count, -1), positions, step)
+        if slot is not None:
+            slot.show(rows, past, count)
+        y = y.view(batch, count, -1)
+        if not facts.in_tuple:
+            return y
+        return (y, cache) if kwargs.get("use_cache") else (y,)  # as some of transformers 4 do
+
+
+def hooks_of(module: nn.Module) -> tuple[int, int, int]:
+    """Return what is done around the forward of a module's class, to notice when that changes."""
+    own = module.__dict__.get("forward")
+    return len(module._forward_hooks), len(module._forward_pre_hooks), 0 if own is None else id(own)
+
+
+def _usable(layer: Any) -> Runner:
+    if layer.training:
+        raise Reason("the model is in training mode")
+    if torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()):
+        raise Reason("gradients are on: call it under torch.no_grad() or torch.inference_mode()")
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling():
+        raise Reason("the call is traced")
+    if torch.is_autocast_enabled("cpu"):
+        raise Reason("autocast is on")
+    runner = layer.__dict__.get("_ipex_runner")
+    if not isinstance(runner, Runner) or not runner.fresh():
+        top = layer.__dict__.get("_ipex_top")
+        if isinstance(top, nn.Module):
+            from ipex_llm._attach import reattach_layers
+
+            reattach_layers(top)
+        runner = layer.__dict__.get("_ipex_runner")
+        if not isinstance(runner, Runner):
+            raise Reason("its parameters have changed in a way that programs cannot follow")
+    return runner
+
+
+def _positions(kwargs: Mapping[str, Any], batch: int, past: int, count: int) -> Tensor:
+    given = kwargs.get("position_ids")
+    if given is None:
+        given = torch.arange(past, past + count).unsqueeze(0)
+    elif given.dim() != 2 or given.shape[0] not in (1, batch) or given.shape[1] != count:
+        raise Reason(f"position_ids of shape {list(given.shape)}")
+    return given.to(torch.int64).expand(batch, count).reshape(-1)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder layers that run as one program each, under the forward, the loop and the cache of transformers."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from families import OLD, build, tokens
+from transformers.cache_utils import DynamicCache
+
+import ipex_core
+import ipex_quant
+from ipex_core._optimize import _prepack
+from ipex_llm._layers import _only_causal
+from ipex_llm._optimize import optimize
+from ipex_llm._runner import Runner
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def packs_small_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", dict.fromkeys(_prepack.MIN_WEIGHTS, 0))
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect how many rows each program ran."""
+    found: list[int] = []
+    run = Runner.run
+
+    def counted(runner: Runner, cache: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append(hidden.shape[0])
+        return run(runner, cache, hidden, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "run", counted)
+    return found
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def layers_of(model: Any) -> Any:
+    return model.model.layers
+
+
+def test_chunks_and_steps_share_a_cache(runs: list[int]) -> None:
+    model = build("llama")
+    fast = optimize(model, depth=2)
+    ids = tokens(2, 100)
+    want = model(ids).logits
+    cache, parts = DynamicCache(), []
+    for start, end in ((0, 5), (5, 6), (6, 90), (90, 91), (91, 100)):
+        parts.append(fast(ids[:, start:end], past_key_values=cache).logits)
+    close(torch.cat(parts, 1), want)
+    assert cache.get_seq_length() == 100
+    assert runs == [n for rows in (10, 2, 168, 2, 18) for n in [rows] * len(layers_of(model))]
+
+
+def test_memory_grows_rarely_and_shows_what_is_filled() -> None:
+    model = build("llama")
+    fast = optimize(model, depth=2)
+    cache = DynamicCache()
+    ids = tokens(1, 200)
+    places = set()
+    for at in range(200):
+        fast(ids[:, at : at + 1], past_key_values=cache)
+        keys = cache.layers[0].keys if hasattr(cache, "layers") else cache.key_cache[0]
+        assert keys.shape[2] == at + 1
+        places.add(keys.data_ptr())
+    assert len(places) <= 4
+
+
+def test_others_may_exchange_the_views(runs: list[int]) -> None:
+    """As beams, assisted decoding and contrastive search do."""
+    model = build("llama")
+    fast = optimize(model, depth=2)
+    ids = tokens(2, 12)
+    mine, theirs = DynamicCache(), DynamicCache()
+    fast(ids[:, :8], past_key_values=mine)
+    model(ids[:, :8], past_key_values=theirs)
+    for cache in (mine, theirs):
+        cache.reorder_cache(torch.tensor([1, 1]))
+    close(
+        fast(ids[:, 8:9], past_key_values=mine).logits,
+        model(ids[:, 8:9], past_key_values=theirs).logits,
+    )
+    removed = -2 if hasattr(mine, "layers") else 7
+    for cache in (mine, theirs):
+        cache.crop(removed)
+    close(
+        fast(ids[:, 9:11], past_key_values=mine).logits,
+        model(ids[:, 9:11], past_key_values=theirs).logits,
+    )
+    for cache in (mine, theirs):
+        cache.batch_select_indices(torch.tensor([0]))
+    close(
+        fast(ids[:1, 11:], past_key_values=mine).logits,
+        model(ids[:1, 11:], past_key_values=theirs).logits,
+    )
+    assert len(runs) == 4 * len(layers_of(model))
+
+
+def test_a_copied_cache_is_another() -> None:
+    """A prompt's cache that several continuations start from."""
+    model = build("llama")
+    fast = optimize(model, depth=2)
+    ids = tokens(1, 12)
+    prompt = DynamicCache()
+    fast(ids[:, :8], past_key_values=prompt)
+    first, second = copy.deepcopy(prompt), copy.deepcopy(prompt)
+    fast(tokens(1, 4, seed=9), past_key_values=first)
+    close(fast(ids[:, 8:], past_key_values=second).logits, model(ids).logits[:, 8:])
+    close(fast(ids[:, 8:], past_key_values=prompt).logits, model(ids).logits[:, 8:])
+
+
+def test_a_cache_that_the_stock_model_filled() -> None:
+    model = build("llama")
+    fast = optimize(model, depth=2)
+    ids = tokens(1, 12)
+    cache = DynamicCache()
+    model(ids[:, :8], past_key_values=cache)
+    close(fast(ids[:, 8:], past_key_values=cache).logits, model(ids).logits[:, 8:])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_runs_the_model_s_own_layers(side: str, runs: list[int]) -> None:
+    model = build("llama")
+    fast = optimize(model, depth=2)
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    seen = mask.bool()
+    given = {"input_ids": ids, "attention_mask": mask}
+    close(fast(**given).logits[seen], model(**given).logits[seen])
+    assert runs == []
+
+
+def test_masks() -> None:
+    low = torch.finfo(torch.float32).min
+    causal = torch.ones(3, 7, dtype=torch.bool).tril(4)[None, None]
+    assert _only_causal(causal, 0, 4, 3, -1)
+    assert _only_causal(torch.where(causal, 0.0, low), 0, 4, 3, -1)
+    assert _only_causal(torch.where(causal, 0.0, -torch.inf), 0, 4, 3, -1)
+    assert not _only_causal(torch.where(causal, -0.5, low), 0, 4, 3, -1)  # ALiBi
+    assert not _only_causal(torch.ones_like(causal), 0, 4, 3, -1)
+    assert not _only_causal(causal[0, 0], 0, 4, 3, -1)
+    assert not _only_causal(causal[..., :-1], 0, 4, 3, -1)
+    assert _only_causal(torch.cat([causal, causal[..., :1]], -1), 0, 4, 3, -1)
+    assert not _only_causal(causal, 0, 4, 3, 2)
+    window = causal & torch.ones(3, 7, dtype=torch.bool).triu(2)
+    assert _only_causal(window, 0, 4, 3, 2)
+    assert _only_causal(window[..., 2:], 2, 4, 3, 2)
+    assert not _only_causal(window, 0, 4, 3, -1)
+
+
+@pytest.mark.skipif(OLD, reason="transformers 4 has another cache for windows")
+def test_windows_that_leave_rows_behind(runs: list[int]) -> None:
+    model = build("gemma3")
+    fast = optimize(model, depth=2)
+    ids = tokens(1, 60)
+    cache = DynamicCache(config=model.config)
+    parts = [fast(ids[:, :20], past_key_values=cache).logits]
+    parts += [fast(ids[:, at : at + 1], past_key_values=cache).logits for at in range(20, 60)]
+    close(torch.cat(parts, 1), model(ids).logits)
+    assert len(runs) == 41 * len(layers_of(model))
+
+
+def test_hooks_added_later_are_called() -> None:
+    fast = optimize(build("llama"), depth=2)
+    seen = []
+    handle = layers_of(fast)[0].mlp.register_forward_hook(lambda *a: seen.append(1))
+    want = fast(tokens(1, 4)).logits
+    assert seen == [1]
+    handle.remove()
+    close(fast(tokens(1, 4)).logits, want)
+    assert seen == [1]
+
+
+def test_hooks_there_before_keep_a_layer_as_it_is() -> None:
+    model = build("llama")
+    layers_of(model)[0].mlp.register_forward_hook(lambda *a: None)
+    fast = optimize(model, depth=2, inplace=True)
+    rows = [row for row in ipex_core.explain(fast).rows if row.step == "layer"]
+    assert [row.done for row in rows] == [False, *[True] * (len(rows) - 1)]
+    assert "hooks" in rows[0].text
+
+
+def test_new_weights_are_used(runs: list[int]) -> None:
+    model, other = build("llama"), build("llama")
+    for parameter in other.parameters():
+        parameter.mul_(1.25)
+    fast = optimize(model, depth=2)
+    fast.load_state_dict(other.state_dict())
+    close(fast(tokens(1, 6)).logits, other(tokens(1, 6)).logits)
+    assert runs
+
+
+def test_restore_gives_the_same_model_back() -> None:
+    model = build("llama")
+    fast = ipex_core.restore(optimize(model, depth=2))
+    assert [type(m) for m in fast.modules()] == [type(m) for m in model.modules()]
+    for (name, a), b in zip(model.state_dict().items(), fast.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert not any(key.startswith("_ipex") for m in fast.modules() for key in m.__dict__)
+
+
+def test_copies_and_files(runs: list[int]) -> None:
+    model = build("llama")
+    fast = optimize(model, depth=2)
+    want = model(tokens(1, 6)).logits
+    close(copy.deepcopy(fast)(tokens(1, 6)).logits, want)
+    assert runs
+    file = io.BytesIO()
+    torch.save(fast, file)
+    file.seek(0)
+    close(torch.load(file, weights_only=False)(tokens(1, 6)).logits, want)
+
+
+def test_quantised_layers(runs: list[int]) -> None:
+    model = build("llama")
+    config = ipex_quant.woq_qconfig(weight_dtype=ipex_quant.WoqWeightDtype.INT8)
+    fast = optimize(model, depth=2, quantization_config=config)
+    whole = optimize(model, quantization_config=config)
+    close(fast(tokens(1, 6)).logits, whole(tokens(1, 6)).logits)
+    assert len(runs) == len(layers_of(model)) + 1
+
+
+def test_training_and_gradients_run_the_model_s_own_layers(runs: list[int]) -> None:
+    fast = optimize(build("llama"), depth=2)
+    with torch.enable_grad():
+        embeds = torch.randn(1, 4, fast.config.hidden_size, requires_grad=True)
+        fast(inputs_embeds=embeds).logits.sum().backward()
+    assert embeds.grad is not None
+    assert bool(embeds.grad.abs().sum() > 0)
+    assert runs == []
+
+
+@pytest.mark.parametrize("depth", [0, 4, "2", None, 1.5])
+def test_wrong_depth(depth: Any) -> None:
+    with pytest.raises(ValueError, match="optimize: depth must be 1, 2 or 3, got"):
+        optimize(build("llama"), depth=depth)
