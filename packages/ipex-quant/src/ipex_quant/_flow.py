@@ -18,6 +18,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ipex_quant._int8_pools import role_of_pool
+
 __all__ = ["Add", "Event", "Flow", "activation_of", "record", "role_of"]
 
 
@@ -36,12 +38,14 @@ class Event:
     Attributes:
         index: Position in the order of calls.
         role: ``"linear"``, ``"conv"``, ``"norm"``, ``"batch_norm"``, ``"activation"``, ``"add"``, ``"same_codes"``,
-            ``"other"`` for a known module without a meaning here, or ``"function"``.
+            ``"mean"``, ``"other"`` for a known module without a meaning here, or ``"function"``.
         path: Path of the module; for a function that of the module whose forward called it.
         name: Name of the class or function.
         inputs: The values that go in, in the order of arguments.
         outputs: The values that come out.
         simple: Whether the arguments were tensors and nothing else.
+        moves: Whether it is a function that gives the same elements in another shape or order.
+        shape: That of the first output.
     """
 
     index: int
@@ -51,6 +55,8 @@ class Event:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     simple: bool
+    moves: bool = False
+    shape: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -92,6 +98,14 @@ class Flow:
 
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
+_CONVS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _RESHAPES = (nn.Flatten, nn.Unflatten)
 _NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -127,7 +141,7 @@ def role_of(module: nn.Module) -> str:
     kind = type(module)
     if kind is nn.Linear:
         return "linear"
-    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    if kind in _CONVS:
         return "conv"
     if kind in _NORMS:
         return "norm"
@@ -135,8 +149,10 @@ def role_of(module: nn.Module) -> str:
         return "batch_norm"
     if kind is Add:
         return "add"
-    if kind in _RESHAPES or (isinstance(module, nn.MaxPool2d) and _plain_pool(module)):
+    if kind in _RESHAPES:
         return "same_codes"
+    if pool := role_of_pool(module):
+        return pool
     if kind in _NOTHING:
         return "nothing"
     if activation_of(module):
@@ -145,19 +161,15 @@ def role_of(module: nn.Module) -> str:
     return "other" if leaf and kind.__module__.startswith("torch.nn.modules") else ""
 
 
-def _plain_pool(pool: nn.MaxPool2d) -> bool:
-    """Return whether a pooling layer has a form for codes."""
-    pairs = {1, (1, 1)}
-    return (
-        type(pool) is nn.MaxPool2d
-        and pool.dilation in pairs
-        and not (pool.ceil_mode or pool.return_indices)
-    )
-
-
 #: What a forward may ask about a tensor without caring what is in it.
 _HARMLESS = frozenset({"size", "dim", "numel", "is_contiguous", "ndimension", "__len__"})
 _HARMLESS_FIELDS = frozenset({"shape", "ndim", "device", "is_cuda", "requires_grad", "layout"})
+
+
+#: Functions that move elements, whatever they are.
+_MOVES = frozenset(
+    {"flatten", "view", "reshape", "permute", "transpose", "contiguous", "squeeze", "unsqueeze"}
+)
 
 
 class _Recorder(TorchFunctionMode):
@@ -182,7 +194,12 @@ class _Recorder(TorchFunctionMode):
             self.value(t, new=True) for t in tree_leaves(results) if isinstance(t, torch.Tensor)
         )
         simple = all(isinstance(t, torch.Tensor) for t in leaves)
-        event = Event(len(self.events), role, path, name, inputs, outputs, simple)
+        made = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
+        read = [t for t in leaves if isinstance(t, torch.Tensor)]
+        moves = role == "function" and name in _MOVES and len(read) == len(made) == 1
+        moves = moves and read[0].dtype == made[0].dtype and read[0].numel() == made[0].numel()
+        shape = tuple(made[0].shape) if made else ()
+        event = Event(len(self.events), role, path, name, inputs, outputs, simple, moves, shape)
         self.events.append(event)
 
     def __torch_function__(

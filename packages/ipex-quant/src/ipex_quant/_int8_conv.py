@@ -45,7 +45,8 @@ def _prepacked(
     entry = _packed.get(id(weight))
     if entry is not None and entry[0]() is weight and entry[1] == key:
         return entry[2], entry[3]
-    packed = torch.ops.onednn.qconv_prepack(weight, scale, *key[1:], list(shape))
+    plain = weight.unsqueeze(2) if weight.dim() == 3 else weight
+    packed = torch.ops.onednn.qconv_prepack(plain, scale, *key[1:], list(shape))
     zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
     place = id(weight)
 
@@ -96,21 +97,27 @@ def _run(
     *,
     free: bool = False,
 ) -> Tensor:
+    one_d = weight.dim() == 3
+    if one_d:  # oneDNN fuses more after two dimensions than after one
+        x, stride, padding, dilation = x.unsqueeze(-2), [1, *stride], [0, *padding], [1, *dilation]
+        residual = None if residual is None else residual.unsqueeze(-2)
+    single = x.dim() == len(stride) + 1  # an image
     codes = x if x.dtype == torch.uint8 else quantize(x, x_scale, x_zero)
-    if codes.dim() == weight.dim() - 1:  # a single image
+    if single:
         codes = codes.unsqueeze(0)
-    wide = codes.dim() == 4
-    if wide:
+    if codes.dim() == 4:
         codes = codes.contiguous(memory_format=torch.channels_last)
     geometry = (x_scale, x_zero, stride, padding, dilation, groups)
     packed, zeros = _prepacked(weight, weight_scale, geometry, codes.shape)
-    limits = [0.0, 6.0] if activation == "relu6" else []
+    limits = [0.0, 6.0] if activation == "relu6" and len(stride) == 2 else []
     head = (codes, x_scale, x_zero, packed, weight_scale, zeros)
     tail = (bias, stride, padding, dilation, groups)
     if residual is None:
-        name = _NAMES[activation]
+        name = _NAMES[activation if len(stride) == 2 else "none"]
         rest: tuple[Any, ...] = (output_scale, output_zero, dtype, name, limits, "")
         y: Tensor = torch.ops.onednn.qconv_pointwise(*head, *tail, *rest)
+        if len(stride) == 3:
+            _clamp(y, activation, output_scale, output_zero)
     else:
         if dtype != torch.uint8 and residual.dtype == torch.uint8:
             residual = _dequantize(residual, residual_scale, residual_zero, dtype)
@@ -119,19 +126,28 @@ def _run(
         scale, zero = (1.0, 0) if to_float else (output_scale, output_zero)
         step, shift = (residual_scale, residual_zero) if result == torch.uint8 else (1.0, 0)
         # oneDNN adds to what it is given: a copy, if others may read the residual.
-        layout = torch.channels_last if residual.dim() == 4 else torch.contiguous_format
         total = residual.to(result)
-        if free or total is not residual:
-            total = total.contiguous(memory_format=layout)
-        else:
-            total = total.clone(memory_format=layout)
-        if total.dim() == weight.dim() - 1:
-            total = total.unsqueeze(0)
+        if total is residual and not free:
+            total = total.clone()
+        total = (total.unsqueeze(0) if single else total).contiguous(
+            memory_format=torch.channels_last
+        )
         rest = (scale, zero, result, step, shift, "sum", None, activation, [], "")
         y = torch.ops.onednn.qconv2d_pointwise.binary(*head, total, *tail, *rest)
         if to_float:
             y = quantize(y, output_scale, output_zero)
-    return y.squeeze(0) if x.dim() == weight.dim() - 1 else y
+    y = y.squeeze(0) if single else y
+    return y.squeeze(-2) if one_d else y
+
+
+def _clamp(y: Tensor, activation: str, scale: float, zero: int) -> None:
+    """Apply relu or relu6 to a result, codes or not; on codes it is as exact as before rounding."""
+    if activation == "none":
+        return
+    low, high = 0.0, 6.0 if activation == "relu6" else None
+    if y.dtype == torch.uint8:
+        low, high = zero, None if high is None else min(round(high / scale) + zero, 255)
+    y.clamp_(low, high)
 
 
 def _fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:

@@ -13,10 +13,13 @@ from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconf
 
 from ipex_core._optimize._records import QUANTISATION, Quantisation
 from ipex_core._spec import check
+from ipex_quant._int8_embedding import Int8EmbeddingBag
 from ipex_quant._int8_plan import Layer, Plan, root
+from ipex_quant._int8_pools import Int8Mean, pool_for
 from ipex_quant._int8_state import KEY, Prepared, detach, replan, scales_of_layers, state_of
+from ipex_quant._int8_transposed import Int8ConvTranspose, output_rows
 from ipex_quant._model import quantize_linears, replace_module
-from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear, Int8MaxPool2d, Scale
+from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear, Scale
 from ipex_quant.static_qconfig import default_dynamic_qconfig
 
 __all__ = ["Names", "convert_model"]
@@ -61,11 +64,18 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
             if other != layer.place:
                 _replace(model, other, nn.Identity().eval())
         _replace(model, layer.place, built[path])
-    for path in plan.pools:
-        pool: Any = model.get_submodule(path)
-        made = Int8MaxPool2d(pool.kernel_size, pool.stride, pool.padding).eval()
-        log.add(path, type(pool).__name__, _STEP, True, "on uint8 codes")
-        _replace(model, path, made)
+    for place in plan.pools:
+        pool = model.get_submodule(place.path)
+        watch = state.watches[place.value]
+        made = pool_for(pool, place.channels, watch.get_scale()).eval()
+        text = "uint8 codes in, float out" if isinstance(made, Int8Mean) else "on uint8 codes"
+        log.add(place.path, type(pool).__name__, _STEP, True, text)
+        _replace(model, place.path, made)
+    for path in state.tables:
+        bag: Any = model.get_submodule(path)
+        text = "8-bit rows, each with its scale"
+        log.add(path, type(bag).__name__, _STEP, True, text, "embedding_bag_byte")
+        _replace(model, path, Int8EmbeddingBag(bag.weight, bag.include_last_offset).eval())
     for path in state.dynamic:
         module = model.get_submodule(path)
         made = _dynamic(path, module)
@@ -117,13 +127,15 @@ def _fold_into_norms(plan: Plan, scales: dict[str, Any], norms: dict[str, Any]) 
 
 
 def _build(path: str, layer: Layer, module: Any, scale: Scale, factor: Tensor | None) -> Any:
-    weight = module.weight.detach().float()
+    weight = output_rows(module).float()
     if factor is not None:
         weight = weight / factor
     codes, steps = _quantize_weight(path, layer.qconfig, weight)
     made: Any
     if layer.kind == "linear":
         made = Int8Linear(codes, steps, module.bias)
+    elif module.transposed:
+        made = Int8ConvTranspose(module, codes, steps)
     else:
         made = Int8Conv(module, codes, steps)
     made.set_input(scale)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ipex_core.nn._leaf import has_hooks
 from ipex_quant._flow import Event, Flow, activation_of
+from ipex_quant._int8_pools import role_of_pool
 from ipex_quant.static_qconfig import QConfigSmoothQuant
 
 __all__ = ["Layer", "Plan", "fusable_activations", "make_plan", "root"]
@@ -18,9 +19,12 @@ __all__ = ["Layer", "Plan", "fusable_activations", "make_plan", "root"]
 #: Activations that an integer product can be followed by, in the same kernel.
 _FUSED: dict[type[nn.Module], frozenset[str]] = {
     nn.Linear: frozenset({"relu", "gelu", "gelu_tanh", "silu"}),
-    nn.Conv1d: frozenset({"relu"}),
+    nn.Conv1d: frozenset({"relu", "relu6", "silu"}),
     nn.Conv2d: frozenset({"relu", "relu6", "silu"}),
-    nn.Conv3d: frozenset(),
+    nn.Conv3d: frozenset({"relu", "relu6"}),
+    nn.ConvTranspose1d: frozenset({"relu", "relu6", "silu"}),
+    nn.ConvTranspose2d: frozenset({"relu", "relu6", "silu"}),
+    nn.ConvTranspose3d: frozenset({"relu", "relu6"}),
 }
 
 
@@ -64,6 +68,18 @@ class Layer:
         return isinstance(self.qconfig, QConfigSmoothQuant)
 
 
+_NO_LAYER = Layer("", "", None, -1, -1, "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """A pooling module that gets codes: its path, the value whose scale they have, and how many channels there are."""
+
+    path: str
+    value: int
+    channels: int
+
+
 @dataclasses.dataclass
 class Plan:
     """The layers, and where each value that needs a scale can be seen.
@@ -80,7 +96,7 @@ class Plan:
     watches: dict[int, tuple[str, int]]
     norms: dict[int, str]
     left: dict[str, str]
-    pools: list[str] = dataclasses.field(default_factory=list)
+    pools: list[Pool] = dataclasses.field(default_factory=list)
 
 
 def make_plan(model: nn.Module, flow: Flow, qconfig_for: Callable[[str, nn.Module], Any]) -> Plan:
@@ -116,21 +132,25 @@ def _read_last(plan: Plan, flow: Flow, layer: Layer) -> bool:
         return flow.calls[place][0].index
 
     readers = flow.consumers[layer.residual_value]
-    if layer.source == layer.residual_value or any(it.role == "same_codes" for it in readers):
+    if layer.source == layer.residual_value or any(
+        it.role == "same_codes" or it.moves for it in readers
+    ):
         return False
     return all(it.path == layer.place or when(it.path) < when(layer.path) for it in readers)
 
 
-def pools_with_codes(plan: Plan, flow: Flow, modules: dict[str, nn.Module]) -> list[str]:
-    """Return the pooling layers on the way of codes."""
+def pools_with_codes(plan: Plan, flow: Flow, modules: dict[str, nn.Module]) -> list[Pool]:
+    """Return the pooling modules that read codes."""
     coded = {layer.result for layer in plan.layers.values() if layer.codes}
-    return [
-        event.path
-        for event in flow.events
-        if event.role == "same_codes"
-        and isinstance(modules[event.path], nn.MaxPool2d)
-        and root(flow, event.inputs[0]) in coded
-    ]
+    found = []
+    for event in flow.events:
+        if event.role in ("same_codes", "mean") and role_of_pool(modules[event.path]):
+            value = root(flow, event.inputs[0])
+            if value in coded:
+                dims = 3 if isinstance(modules[event.path], nn.AvgPool2d) else 2
+                channels = event.shape[-dims] if len(event.shape) >= dims else 0
+                found.append(Pool(event.path, value, channels))
+    return found
 
 
 def fusable_activations(
@@ -162,6 +182,8 @@ def _add_layer(plan: Plan, flow: Flow, path: str, module: Any, qconfig: Any) -> 
         plan.left[path] = "it is the model itself; put it into a container"
     elif has_hooks(module):
         plan.left[path] = "it has hooks"
+    elif getattr(module, "transposed", False) and set(module.dilation) != {1}:
+        plan.left[path] = "its dilation"
     elif getattr(module, "padding_mode", "zeros") != "zeros":
         plan.left[path] = f"padding_mode {module.padding_mode!r}"
     elif getattr(module, "padding", None) == "same" and any(
@@ -172,14 +194,18 @@ def _add_layer(plan: Plan, flow: Flow, path: str, module: Any, qconfig: Any) -> 
         plan.left[path] = "it is called with other arguments"
     else:
         event = events[0]
-        source, result = root(flow, event.inputs[0]), event.outputs[0]
-        plan.layers[path] = Layer(path, event.role, qconfig, source, result, path)
+        layer = Layer(path, event.role, qconfig, event.inputs[0], event.outputs[0], path)
+        if not layer.smooth:  # the channels of another shape are others
+            layer.source = root(flow, layer.source)
+        plan.layers[path] = layer
 
 
 def root(flow: Flow, value: int) -> int:
-    """Follow a value back through pooling and reshaping modules, which do not change codes."""
+    """Follow a value back through pooling and reshaping, which do not change codes."""
     event = flow.producers.get(value)
-    while event is not None and event.role == "same_codes" and len(flow.calls[event.path]) == 1:
+    while event is not None and (
+        event.moves or (event.role == "same_codes" and len(flow.calls[event.path]) == 1)
+    ):
         value = event.inputs[0]
         event = flow.producers.get(value)
     return value
@@ -197,8 +223,8 @@ def _fuse(plan: Plan, flow: Flow, modules: dict[str, nn.Module], layer: Layer) -
         event = _fuse_activation(flow, modules, layer, event, allowed)
     if event is not None and event.role == "add" and event.path not in taken and event.simple:
         other = [value for value in event.inputs if value != layer.result]
-        two_d = layer.kind == "linear" or isinstance(module, nn.Conv2d)
-        if len(event.inputs) == 2 and len(other) == 1 and two_d and not _hooked(modules, event):
+        adds = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))
+        if len(event.inputs) == 2 and len(other) == 1 and adds and not _hooked(modules, event):
             layer.residual = 1 - event.inputs.index(layer.result)
             layer.residual_value = other[0]
             layer.place = event.path
@@ -241,6 +267,10 @@ def _takes_codes(
     if value in flow.results or not events:
         return False
     for event in events:
+        if event.moves:
+            if not _takes_codes(flow, modules, readers, sums, event.outputs[0]):
+                return False
+            continue
         if event.role == "function" or len(flow.calls[event.path]) != 1 or _hooked(modules, event):
             return False
         if event.path in sums:
@@ -250,6 +280,8 @@ def _takes_codes(
         elif event.path in readers:
             if readers[event.path].smooth:
                 return False
+        elif event.role == "mean":
+            continue
         elif event.role != "same_codes" or not _takes_codes(
             flow, modules, readers, sums, event.outputs[0]
         ):
@@ -260,11 +292,35 @@ def _takes_codes(
 def _find_watches(plan: Plan, flow: Flow) -> None:
     """Choose for each value the first call that shows it."""
     for layer in plan.layers.values():
-        plan.watches.setdefault(layer.source, (layer.path, 0))
+        place = (layer.path, 0)
+        if not layer.smooth and len(flow.calls[layer.path]) == 1:
+            place = _first_reader(plan, flow, layer.source) or place
+        plan.watches.setdefault(layer.source, place)
     for layer in plan.layers.values():
         if layer.residual is not None and layer.residual_codes:
             value = root(flow, layer.residual_value)
             plan.watches.setdefault(value, (layer.place, layer.residual))
+    for pool in plan.pools:
+        place = _first_reader(plan, flow, pool.value) or (pool.path, 0)
+        plan.watches.setdefault(pool.value, place)
+
+
+def _first_reader(plan: Plan, flow: Flow, value: int) -> tuple[str, int] | None:
+    """Return a module that reads all of a value; after pooling its range may be smaller."""
+    readers = flow.consumers.get(value, [])
+    for event in readers:
+        if event.path in plan.layers and plan.layers[event.path].smooth:
+            return event.path, 0
+    for event in readers:
+        if event.role == "function":
+            found = _first_reader(plan, flow, event.outputs[0]) if event.moves else None
+            if found is not None and not plan.layers.get(found[0], _NO_LAYER).smooth:
+                return found
+        elif len(flow.calls[event.path]) == 1 and (
+            event.path in plan.layers or event.role in ("same_codes", "mean")
+        ):
+            return event.path, 0
+    return None
 
 
 def _find_norms(plan: Plan, flow: Flow, modules: dict[str, nn.Module]) -> None:

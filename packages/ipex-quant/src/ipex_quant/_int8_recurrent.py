@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["KINDS", "from_saved", "is_recurrent", "saved"]
+__all__ = ["KINDS", "from_saved", "is_recurrent", "saved", "why_not"]
 
 Tensor = torch.Tensor
 
@@ -32,6 +32,16 @@ def is_recurrent(module: nn.Module) -> bool:
     kind = type(module)
     # Importing the classes to compare with costs much more than a name.
     return kind.__name__ in KINDS and kind.__module__.startswith("torch.ao.nn.quantized.dynamic")
+
+
+def why_not(layer: nn.LSTM) -> str:
+    """Return why an LSTM layer stays float, or an empty string."""
+    if layer.proj_size:
+        return "no INT8 form with proj_size"
+    if not layer.bias:
+        return "no INT8 form without bias"
+    known = "fbgemm" in torch.backends.quantized.supported_engines
+    return "" if known else "this build of torch has no quantised LSTM"
 
 
 def saved(module: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -12,11 +12,22 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
+from ipex_core._optimize._fused_forward import import_names
 from ipex_core.nn._leaf import has_hooks
 from ipex_quant._flow import Add, Event, Flow, activation_of
+from ipex_quant._int8_forward import RewrittenForward
+from ipex_quant._int8_pools import Mean
 from ipex_quant._model import replace_module
 
-__all__ = ["containers_to_rewrite", "fold_batch_norms", "remove_dropout", "rewrite"]
+__all__ = [
+    "containers_to_rewrite",
+    "fold_batch_norms",
+    "lines_of",
+    "remove_dropout",
+    "rewrite",
+    "rewrite_model",
+    "undo_rewrite_model",
+]
 
 _ADDS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "iadd"})
 _ADD_TARGETS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
@@ -36,6 +47,31 @@ _FUNCTIONS: dict[Any, type[nn.Module]] = {
     _F.silu: nn.SiLU,
     _F.gelu: nn.GELU,
 }
+_Pooling = dict[Any, tuple[Any, tuple[str, ...]]]
+_WINDOW = ("kernel_size", "stride", "padding")
+_MAX = (*_WINDOW, "dilation", "ceil_mode")
+_AVG = (*_WINDOW, "ceil_mode", "count_include_pad")
+#: Pooling functions as a trace shows them: the module, and its arguments in their order.
+_POOLS: _Pooling = {
+    torch.max_pool1d: (nn.MaxPool1d, _MAX),
+    torch.max_pool2d: (nn.MaxPool2d, _MAX),
+    torch.max_pool3d: (nn.MaxPool3d, _MAX),
+    _F.max_pool1d: (nn.MaxPool1d, (*_MAX, "return_indices")),
+    _F.max_pool2d: (nn.MaxPool2d, (*_MAX, "return_indices")),
+    _F.max_pool3d: (nn.MaxPool3d, (*_MAX, "return_indices")),
+    _F.avg_pool1d: (nn.AvgPool1d, _AVG),
+    _F.avg_pool2d: (nn.AvgPool2d, (*_AVG, "divisor_override")),
+    _F.adaptive_avg_pool1d: (nn.AdaptiveAvgPool1d, ("output_size",)),
+    _F.adaptive_avg_pool2d: (nn.AdaptiveAvgPool2d, ("output_size",)),
+    _F.adaptive_avg_pool3d: (nn.AdaptiveAvgPool3d, ("output_size",)),
+    "mean": (None, ("dim", "keepdim")),
+    torch.mean: (None, ("dim", "keepdim")),
+}
+_POOL_NAMES = frozenset(
+    {"mean", *(f"{k}_pool{d}d" for k in ("max", "avg", "adaptive_avg") for d in (1, 2, 3))}
+)
+#: What may stand between a convolution and pooling.
+_BETWEEN = frozenset({"activation", "add", "batch_norm", "same_codes"})
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
@@ -62,11 +98,17 @@ def fold_batch_norms(model: nn.Module, flow: Flow) -> list[tuple[str, str]]:
         usable = norm.running_mean is not None and norm.num_features == features
         # A linear layer's channels are the last dimension, those of the norm the second.
         usable &= events[0].role == "conv" or isinstance(norm, nn.BatchNorm1d)
+        # torch folds into transposed convolutions without groups only.
+        usable &= not getattr(layer, "transposed", False) or layer.groups == 1
         if not usable or norm.training or has_hooks(layer) or has_hooks(norm):
             continue
-        fuse: Any = fuse_conv_bn_eval if events[0].role == "conv" else fuse_linear_bn_eval
         with torch.no_grad():
-            replace_module(model, path, fuse(layer, norm))
+            fused = (
+                fuse_conv_bn_eval(layer, norm, transpose=layer.transposed)
+                if events[0].role == "conv"
+                else fuse_linear_bn_eval(layer, norm)
+            )
+        replace_module(model, path, fused)
         replace_module(model, norm_event.path, nn.Identity().eval())
         folded.append((path, norm_event.path))
     return folded
@@ -80,10 +122,23 @@ def containers_to_rewrite(model: nn.Module, flow: Flow) -> list[str]:
             kinds = ("conv",) if event.name in _ADDS else ("conv", "linear", "add")
             if any(_source_role(flow, value) in kinds for value in event.inputs):
                 found[event.path] = True
+        pools = event.role == "function" and event.name in _POOL_NAMES
+        if pools and _comes_from_conv(flow, event.inputs[0]):
+            found[event.path] = True
     for path, events in flow.calls.items():
         if len(events) > 1 and events[0].role == "activation":
             found[path.rpartition(".")[0]] = True
-    return [path for path in found if path]  # the class of the model itself stays
+    return list(found)
+
+
+def _comes_from_conv(flow: Flow, value: int) -> bool:
+    event = flow.producers.get(value)
+    while event is not None and (
+        event.role in _BETWEEN
+        or (event.role == "function" and event.name in _ADDS | set(_MODULES) | _POOL_NAMES)
+    ):
+        event = flow.producers.get(event.inputs[0])
+    return event is not None and event.role == "conv"
 
 
 def _source_role(flow: Flow, value: int) -> str:
@@ -104,9 +159,55 @@ class _Shallow(fx.Tracer):
 
 
 def rewrite(container: nn.Module) -> fx.GraphModule | None:
-    """Return a module with the same children whose sums and activations are modules too, or None if it cannot be."""
+    """Return a module of the same children whose sums, activations and pools are modules, or None if it cannot be."""
     if has_hooks(container) or isinstance(container, (nn.Sequential, nn.ModuleList)):
         return None
+    result = _with_modules(container)
+    if result is not None:
+        result.delete_all_unused_submodules()
+    return result
+
+
+def rewrite_model(model: nn.Module) -> RewrittenForward | None:
+    """Rewrite the forward of a model, which keeps its class; return the forward, or None if it cannot be."""
+    if "forward" in model.__dict__ or isinstance(model, (nn.Sequential, fx.GraphModule)):
+        return None
+    result = _with_modules(model)
+    if result is None:
+        return None
+    code = result.graph.python_code("self")
+    used = {name: value for name, value in code.globals.items() if name in code.src}
+    names = import_names(used)
+    if names is None:
+        return None
+    for name, child in result.named_children():
+        if name not in model._modules:
+            model.add_module(name, child)
+    forward = RewrittenForward(model, code.src, names, lines_of(result))
+    model.__dict__["forward"] = forward
+    return forward
+
+
+def undo_rewrite_model(model: nn.Module, children: list[str]) -> None:
+    """Take the rewritten forward away again, and all children but those named."""
+    model.__dict__.pop("forward", None)
+    for name in set(model._modules) - set(children):
+        del model._modules[name]
+
+
+def lines_of(module: fx.GraphModule) -> list[str]:
+    """Return the graph of a module as text that does not depend on the version of torch."""
+    names: dict[fx.Node, str] = {}
+    lines = []
+    for number, node in enumerate(module.graph.nodes):
+        names[node] = f"%{number}"
+        target = node.target if isinstance(node.target, str) else node.target.__name__
+        inputs = [names[other] for other in node.all_input_nodes]
+        lines.append(" ".join([node.op, target, *inputs]))
+    return lines
+
+
+def _with_modules(container: nn.Module) -> fx.GraphModule | None:
     if not _plain_signature(container):
         return None
     try:
@@ -130,7 +231,6 @@ def rewrite(container: nn.Module) -> fx.GraphModule | None:
                 call = graph.call_module(name, tuple(_operands(node)))
             node.replace_all_uses_with(call)
             graph.erase_node(node)
-    result.delete_all_unused_submodules()
     result.recompile()
     return result.train(container.training)
 
@@ -153,6 +253,8 @@ def _module_for(node: fx.Node) -> nn.Module | None:
     if not by_function and not by_method:
         return None
     operands = _operands(node)
+    if node.target in _POOLS:
+        return _pool_for(node)
     if (by_function and node.target in _ADD_TARGETS) or (by_method and node.target in _ADDS):
         in_place = node.target is operator.iadd or node.target == "add_"
         if len(operands) != 2 or len(node.args) != 2 or node.kwargs:
@@ -164,6 +266,24 @@ def _module_for(node: fx.Node) -> nn.Module | None:
     if kind is None or len(node.args) != 1 or len(operands) != 1 or options:
         return None
     return kind()
+
+
+def _pool_for(node: fx.Node) -> nn.Module | None:
+    """Return a pooling module for a call of a function, if its arguments are constants."""
+    kind, names = _POOLS[node.target]
+    if len(node.args) > 1 + len(names) or len(node.all_input_nodes) != 1 or not node.args:
+        return None
+    options = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
+    if not options.keys() <= set(names):
+        return None
+    if kind is not None:
+        made: nn.Module = kind(**{k: v for k, v in options.items() if v != []})
+        return made
+    dims = options.get("dim")
+    dims = (dims,) if isinstance(dims, int) else dims
+    if not isinstance(dims, (tuple, list)) or not all(isinstance(d, int) for d in dims) or not dims:
+        return None
+    return Mean(tuple(int(str(d)) for d in dims), bool(options.get("keepdim", False)))
 
 
 def _add(module: nn.Module, name: str, child: nn.Module) -> str:

@@ -28,9 +28,13 @@ from ipex_core._optimize._records import QUANTISATION, Quantisation, Record, qua
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
 from ipex_quant import _int8_recurrent
-from ipex_quant._int8_rewrite import rewrite
+from ipex_quant._int8_embedding import Int8EmbeddingBag
+from ipex_quant._int8_forward import RewrittenForward
+from ipex_quant._int8_pools import Int8AvgPool, Int8MaxPool, Int8Mean
+from ipex_quant._int8_rewrite import lines_of, rewrite, rewrite_model
+from ipex_quant._int8_transposed import Int8ConvTranspose, output_rows
 from ipex_quant._model import replace_module
-from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear, Int8MaxPool2d
+from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear
 
 __all__ = ["describe", "is_int8", "rebuild", "records", "restore_records", "saved"]
 
@@ -38,7 +42,17 @@ Tensor = torch.Tensor
 Progress = Callable[[int, int, str], None]
 
 _KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (DynamicInt8Linear, Int8Conv, Int8Linear, Int8MaxPool2d)
+    kind.__name__: kind
+    for kind in (
+        DynamicInt8Linear,
+        Int8AvgPool,
+        Int8Conv,
+        Int8ConvTranspose,
+        Int8EmbeddingBag,
+        Int8Linear,
+        Int8MaxPool,
+        Int8Mean,
+    )
 }
 _PARTS: dict[str, Any] = {"modules": Mapping, "identity": list, "rewritten": Mapping}
 
@@ -62,12 +76,16 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
     found = {name: saved(m)[0] for name, m in model.named_modules() if is_int8(m)}
     if not found:
         return None
+    graphs = {n: lines_of(m) for n, m in every if isinstance(m, fx.GraphModule) and n}
+    forward = model.__dict__.get("forward")
+    if isinstance(forward, RewrittenForward):
+        graphs[""] = forward.lines
     first = {id(model.get_submodule(name)): name for name in found}
     return {
         "modules": found,
         "shared": {n: first[id(m)] for n, m in every if id(m) in first and first[id(m)] != n},
         "identity": [n for n, m in every if type(m) is nn.Identity and n],
-        "rewritten": {n: _lines(m) for n, m in every if isinstance(m, fx.GraphModule) and n},
+        "rewritten": graphs,
     }
 
 
@@ -157,15 +175,20 @@ def _find(op: str, model: nn.Module, name: str) -> nn.Module:
 
 
 def _rewrite(op: str, model: nn.Module, graphs: Mapping[str, list[str]]) -> None:
-    for name in sorted(graphs, key=lambda it: -it.count(".")):
+    for name in sorted(graphs, key=lambda it: (-it.count("."), not it)):
         container = _find(op, model, name)
-        made = container if isinstance(container, fx.GraphModule) else rewrite(container)
-        same = made is not None and _lines(made) == list(graphs[name])
-        what = f"the forward of {name}"
+        made: Any
+        if not name:
+            made = model.__dict__.get("forward") or rewrite_model(model)
+            lines = getattr(made, "lines", None)
+        else:
+            made = container if isinstance(container, fx.GraphModule) else rewrite(container)
+            lines = None if made is None else lines_of(made)
+        what = f"the forward of {name or 'the model'}"
         got = "one of other steps" if made is not None else "one that cannot be traced"
+        same = lines == list(graphs[name])
         check(same, op, what, "be that of the saved model", f"{got}, {type(container).__name__}")
-        assert made is not None
-        if made is not container:
+        if name and made is not container:
             replace_module(model, name, made)
 
 
@@ -194,8 +217,8 @@ def _make(
 def _check_shape(op: str, model: nn.Module, name: str, weight: Tensor) -> None:
     """Check that the float layer has the weight's shape; INT8 layers of other forms have none to compare."""
     layer: Any = _find(op, model, name)
-    if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        wanted, got = list(layer.weight.shape), list(weight.shape)
+    if isinstance(layer, nn.Linear) or hasattr(layer, "transposed"):
+        wanted, got = list(output_rows(layer).shape), list(weight.shape)
         check(wanted == got, op, name, f"have shape {wanted}, as the model says", got)
 
 

@@ -32,6 +32,7 @@ class Prepared:
         plan: What becomes INT8 with static scales.
         watches: The observer of each value.
         dynamic: Paths of modules that become dynamic INT8.
+        tables: Paths of embedding bags that become 8-bit.
         activations: For dynamic linear layers the path and name of the activation fused into them.
         folded: Paths of layers and the batch norms folded into them.
         loaded: Scale and channel scales of layers from a file.
@@ -42,6 +43,7 @@ class Prepared:
     plan: Plan
     watches: dict[int, Watch] = dataclasses.field(default_factory=dict)
     dynamic: list[str] = dataclasses.field(default_factory=list)
+    tables: list[str] = dataclasses.field(default_factory=list)
     activations: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     folded: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     loaded: dict[str, tuple[Scale, Tensor | None]] = dataclasses.field(default_factory=dict)

@@ -16,6 +16,7 @@ from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
 from ipex_quant._int8_plan import Layer
 from ipex_quant._int8_state import Prepared, renew, scales_of_layers, state_of
+from ipex_quant._int8_transposed import output_rows
 from ipex_quant.int8_layers import Scale
 
 __all__ = ["load_summary", "save_summary"]
@@ -129,7 +130,8 @@ def _entry(
     module: Any = model.get_submodule(layer.path)
     watch = state.watches[layer.source]
     weight: Any = layer.qconfig.weight()
-    weight(module.weight.detach().float() if factor is None else module.weight.detach() / factor)
+    rows = output_rows(module).float()
+    weight(rows if factor is None else rows / factor)
     weight_scale, weight_zero = weight.calculate_qparams()
     dtype = str(torch.quint8)
     entry: dict[str, Any] = {
@@ -219,11 +221,10 @@ def _read(
             raise OpArgumentError(
                 f"{op}: the entry of {name} must have scales, got {error!r}"
             ) from error
-        rows = module.weight.shape[0]
+        rows, columns = output_rows(module).shape[:2]
         what = f"the number of weight scales of {name}"
         check(channels in (1, rows), op, what, f"be 1 or {rows}", channels)
         what = f"smooth_quant_scaling_factor of {name}"
-        columns = module.weight.shape[1]
         check(
             (factor is not None) == layer.smooth, op, what, _given(layer.smooth), factor is not None
         )

@@ -14,7 +14,7 @@ from torch import nn
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_quant._int8_conv import int8_conv, int8_conv_sum_
 
-__all__ = ["DynamicInt8Linear", "Int8Conv", "Int8Linear", "Int8MaxPool2d"]
+__all__ = ["DynamicInt8Linear", "Int8Conv", "Int8Linear"]
 
 Tensor = torch.Tensor
 
@@ -251,6 +251,8 @@ class Int8Conv(_Int8Layer):
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what a file needs to make this layer again: numbers and strings, and plain tensors."""
         about, tensors = super().saved()
+        if self.residual_free:
+            about["residual_free"] = True
         return {**about, **{name: getattr(self, name) for name in _GEOMETRY}}, tensors
 
     @classmethod
@@ -259,6 +261,7 @@ class Int8Conv(_Int8Layer):
         conv = SimpleNamespace(bias=tensors.get("bias"), **{k: about[k] for k in _GEOMETRY})
         made = cls(conv, tensors["weight"].clone(), tensors["weight_scale"].clone())
         made._restore(about, tensors)
+        made.residual_free = bool(about.get("residual_free", False))
         return made.eval()
 
     def forward(self, *args: Tensor) -> Tensor:
@@ -295,52 +298,6 @@ class Int8Conv(_Int8Layer):
         geometry = f"kernel_size={tuple(kernel)}, stride={tuple(self.stride)}"
         head = f"{in_channels * self.groups}, {out_channels}, {geometry}"
         return f"{head}, scale={self.input.scale:.4g}{self._extras()}"
-
-
-class Int8MaxPool2d(nn.MaxPool2d):
-    """Maximum pooling that takes uint8 codes too."""
-
-    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what a file needs to make this layer again."""
-        return {k: getattr(self, k) for k in ("kernel_size", "stride", "padding")}, {}
-
-    @classmethod
-    def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Int8MaxPool2d:
-        """Return the layer that `saved` described."""
-        sizes = [about[k] for k in ("kernel_size", "stride", "padding")]
-        kernel, stride, padding = (tuple(s) if isinstance(s, list) else s for s in sizes)
-        return cls(kernel, stride, padding).eval()
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the maxima."""
-        if input.dtype != torch.uint8:
-            return super().forward(input)
-        sizes = [_pair(it) for it in (self.kernel_size, self.stride, self.padding)]
-        if input.dim() == 4 and not torch.compiler.is_compiling():
-            result: Tensor = torch.ops.quantized.max_pool2d(input, *sizes, [1, 1], False)
-            return result
-        # Where a graph is compiled the stock op states a layout that it does not give.
-        (kernel_h, kernel_w), (stride_h, stride_w), (pad_h, pad_w) = sizes
-        x = nn.functional.pad(input, (pad_w, pad_w, pad_h, pad_h))  # 0 is the least code
-        x = _maxima(x, -2, kernel_h, stride_h)
-        return _maxima(x, -1, kernel_w, stride_w)
-
-
-def _pair(value: Any) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)
-
-
-def _maxima(x: Tensor, dim: int, kernel: int, stride: int) -> Tensor:
-    """Return the maximum of each window along one dimension."""
-    count = (x.shape[dim] - kernel) // stride + 1
-    size = stride * (count - 1) + 1
-    result = x.narrow(dim, 0, size)
-    index: list[Any] = [slice(None)] * x.dim()
-    index[dim] = slice(None, None, stride)
-    result = result[tuple(index)]
-    for start in range(1, kernel):
-        result = torch.maximum(result, x.narrow(dim, start, size)[tuple(index)])
-    return result
 
 
 def _padding(conv: Any) -> list[int]:

@@ -17,9 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
+from ipex_core.nn._leaf import has_hooks
 from ipex_quant import _int8_rewrite
 from ipex_quant._flow import Flow, record
+from ipex_quant._int8_embedding import why_not as why_not_bag
 from ipex_quant._int8_plan import Plan, fusable_activations, make_plan
+from ipex_quant._int8_recurrent import why_not as why_not_lstm
 from ipex_quant._int8_state import KEY, Prepared, attach, state_of
 from ipex_quant._int8_summary import load_summary, save_summary
 from ipex_quant._model import replace_module
@@ -30,17 +33,15 @@ __all__ = ["convert", "prepare"]
 
 log = logging.getLogger("ipex")
 
-_STATIC = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_DYNAMIC = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
-#: What IPEX quantised statically and this package does not yet: reported.
-_NOT_YET = (
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.EmbeddingBag,
-    nn.LSTM,
-    nn.GRU,
+_CONVS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
+_STATIC = (nn.Linear, nn.EmbeddingBag, nn.LSTM, *_CONVS)
+_DYNAMIC = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+#: Static configurations leave these as they are: reported.
+_FLOAT = (nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.MultiheadAttention)
+_PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm"})
 
 
 def prepare(
@@ -116,9 +117,7 @@ def prepare(
         state.plan = make_plan(model, state.flow, wanted)
         state.qconfigs = {path: layer.qconfig for path, layer in state.plan.layers.items()}
         attach(model, state)
-    for name, module in model.named_modules():
-        if type(module) in _NOT_YET and name not in dynamic and statics:
-            state.plan.left.setdefault(name, f"no INT8 form of {type(module).__name__}")
+        _choose_others(model, state, statics)
     for name, reason in state.plan.left.items():
         log.info("prepare: %s stays float: %s", name or "(model)", reason)
     _set_hidden(model, KEY, state)
@@ -168,6 +167,31 @@ def convert(
     model, names = _int8_convert.convert_model(model)
     _int8_check.compare(model, before, names, args, kwargs, min_cosine)
     return model
+
+
+def _choose_others(model: nn.Module, state: Prepared, statics: dict[str, Any]) -> None:
+    """Decide about what needs no calibration, and report what stays float."""
+    assert state.flow is not None
+    left = state.plan.left
+    for name, module in model.named_modules():
+        if name in statics and isinstance(module, (nn.LSTM, nn.EmbeddingBag)):
+            reason = why_not_lstm(module) if isinstance(module, nn.LSTM) else why_not_bag(module)
+            if not name:
+                reason = "it is the model itself; put it into a container"
+            elif has_hooks(module):
+                reason = "it has hooks"
+            if reason:
+                left[name] = reason
+            elif isinstance(module, nn.LSTM):
+                state.dynamic.append(name)
+            else:
+                state.tables.append(name)
+        elif type(module) in _FLOAT and name not in state.dynamic:
+            left.setdefault(name, f"no static INT8 form of {type(module).__name__}")
+    for event in state.flow.events:
+        if event.role == "function" and event.name in _PRODUCTS:
+            text = f"no INT8 form of its {event.name.strip('_')} of two activations"
+            left.setdefault(event.path, text)
 
 
 def _set_hidden(model: nn.Module, name: str, value: Any) -> None:
@@ -245,7 +269,11 @@ def _expose(
     with torch.no_grad():
         before = _tensors(model(*args, **kwargs))
     originals = {}
-    for path in sorted(paths, key=lambda it: -it.count(".")):
+    children = list(model._modules)
+    for path in sorted(paths, key=lambda it: (-it.count("."), not it)):
+        if not path:
+            _int8_rewrite.rewrite_model(model)
+            continue
         original = model.get_submodule(path)
         made = _int8_rewrite.rewrite(original)
         if made is not None:
@@ -258,6 +286,7 @@ def _expose(
         for a, b in zip(before, after, strict=True)
     )
     if not same:
+        _int8_rewrite.undo_rewrite_model(model, children)
         for path in reversed(list(originals)):
             replace_module(model, path, originals[path])
         log.info("prepare: sums and activations stay as they are: another form changes the output")

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rewritten forward of the model itself, whose class stays what it is."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ipex_core._optimize._fused_forward import _resolve
+
+__all__ = ["RewrittenForward"]
+
+
+class RewrittenForward:
+    """Runs other code in place of a module's forward; installed as ``module.__dict__["forward"]``.
+
+    Unlike the forwards that ``optimize`` installs it stays for good: the modules that it calls compute other things
+    than those of the original.
+
+    Args:
+        module: The module; it has the children that the code calls.
+        source: Code of a function ``forward`` of the module and its arguments.
+        names: For each global name of the code where it comes from, as ``"module:attribute"``.
+        lines: The graph that the code was made from, as text.
+    """
+
+    def __init__(
+        self, module: nn.Module, source: str, names: dict[str, str], lines: list[str]
+    ) -> None:
+        # Weak: a strong reference would make a cycle that keeps the weights alive until the garbage collector runs.
+        self._module = weakref.ref(module)
+        self.source = source
+        self.names = names
+        self.lines = lines
+        namespace = {name: _resolve(path) for name, path in names.items()}
+        exec(compile(source, "<ipex rewritten forward>", "exec"), namespace)
+        self._function: Callable[..., Any] = namespace["forward"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the code on the module."""
+        return self._function(self._module(), *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the original forward."""
+        signature = inspect.signature(type(self._module()).forward)  # type: ignore[union-attr]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """The code of the original forward; ``torch.export`` reads names and lines from it."""
+        code: types.CodeType = type(self._module()).forward.__code__  # type: ignore[union-attr]
+        return code
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = copy.deepcopy(self._module(), memo)
+        assert module is not None
+        return RewrittenForward(module, self.source, self.names, self.lines)
+
+    def __reduce__(self) -> Any:
+        return RewrittenForward, (self._module(), self.source, self.names, self.lines)

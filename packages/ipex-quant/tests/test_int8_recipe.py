@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What static quantisation does with layers other than linear ones and plain convolutions."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ipex_core import explain
+from ipex_quant import (
+    Int8Conv,
+    convert,
+    default_static_qconfig_mapping,
+    load,
+    prepare,
+    save,
+)
+from ipex_quant._int8_embedding import Int8EmbeddingBag
+from ipex_quant._int8_pools import Int8AvgPool, Int8MaxPool, Int8Mean
+from ipex_quant._int8_transposed import Int8ConvTranspose, output_rows
+
+Tensor = torch.Tensor
+F = nn.functional
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor"
+)
+
+
+def near(found: Tensor, expected: Tensor, least: float = 0.999) -> bool:
+    rows = (t.reshape(1, -1).double() for t in (found, expected))
+    return found.shape == expected.shape and F.cosine_similarity(*rows).item() >= least
+
+
+def quantised(model: nn.Module, *args: Any) -> Any:
+    with torch.no_grad():
+        prepared = prepare(model, default_static_qconfig_mapping, args)
+        prepared(*args)
+        return convert(prepared)
+
+
+def texts(model: nn.Module) -> dict[str, str]:
+    return {row.module: row.text for row in explain(model).rows}
+
+
+SHAPES = [  # kernel, stride, padding, output padding
+    (2, 2, 0, 0), (4, 2, 1, 0), (3, 2, 1, 1), (3, 1, 1, 0), (2, 3, 0, 0), (2, 2, 0, 1), (5, 3, 2, 2),
+]  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transposed(dims: int, groups: int, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(dims)
+    kind = getattr(nn, f"ConvTranspose{dims}d")
+    kernel, stride, padding, extra = shape
+    first = kind(4, 6, kernel, stride, padding, extra, groups=groups)
+    norm = getattr(nn, f"BatchNorm{dims}d")(6)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    middle = [norm] if groups == 1 else []
+    model = nn.Sequential(first, *middle, nn.ReLU(), kind(6, 2, 2)).eval()
+    x = torch.randn(2, 4, *(5, 4, 3)[:dims])
+    found = quantised(model, x)
+    assert type(found[0]) is Int8ConvTranspose is type(found[-1])
+    assert found[0].output and found[0].activation == "relu"
+    assert found[0](x).dtype == torch.uint8
+    assert near(found(x), model(x))
+    assert torch.equal(found(x[0]), found(x)[0])
+    weight = output_rows(model[-1])
+    codes = found[-1].int_weight().float() * found[-1].weight_scale[:2].view(-1, 1, *[1] * dims)
+    step = weight.abs().amax().item() / 127
+    torch.testing.assert_close(codes, weight, rtol=0, atol=step)
+
+
+@torch.no_grad()
+def test_transposed_with_dilation_stays() -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(3, 3, 3, dilation=2), nn.Conv2d(3, 2, 1)).eval()
+    found = quantised(model, torch.randn(1, 3, 6, 6))
+    assert type(found[0]) is nn.ConvTranspose2d
+    assert "stays float: its dilation" in texts(found)["0"]
+
+
+class Functional(nn.Module):
+    """Everything is written in the forward of the model itself, as in many a tutorial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.conv3 = nn.Conv2d(8, 8, 3, padding=1)
+        self.fc1, self.fc2 = nn.Linear(8 * 16, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        y = F.avg_pool2d(self.conv2(x), 3, 1, 1)
+        y = F.relu(self.conv3(y).add_(y))
+        x = F.avg_pool2d(y, (2, 2))
+        x = F.relu(self.fc1(torch.flatten(x, 1)))
+        return self.fc2(x.view(-1, 32))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_forward_of_the_model_itself(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Functional().eval()
+    x = torch.randn(3, 3, 16, 16)
+    found = quantised(model, x)
+    assert type(found) is Functional and "forward" not in model.__dict__
+    assert near(found(x), model(x), 0.998)
+    kinds = [type(m) for m in found.modules()]
+    assert {Int8MaxPool, Int8AvgPool, Int8Conv} <= set(kinds)
+    assert found.conv1.activation == "relu" and found.conv1.output
+    assert found.fc1.activation == "relu" and found.fc1.output
+    assert kinds.count(nn.ReLU) == 0
+    expected = found(x)
+    for other in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert torch.equal(other(x=x), expected)
+        assert other.__dict__["forward"]._module() is other
+    save(found, tmp_path / "m")
+    assert torch.equal(load(tmp_path / "m", Functional())(x), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_pools_on_codes(dims: int) -> None:
+    torch.manual_seed(0)
+
+    def kind(name: str) -> Any:
+        return getattr(nn, f"{name}{dims}d")
+
+    conv = kind("Conv")
+    model = nn.Sequential(
+        conv(3, 8, 3), nn.ReLU(), kind("MaxPool")(3, 2, 1), conv(8, 8, 3, padding=1),
+        kind("AvgPool")(2), conv(8, 8, 1), kind("AdaptiveAvgPool")(1), nn.Flatten(), nn.Linear(8, 4),
+    ).eval()  # fmt: skip
+    x = torch.randn(2, 3, *[14] * dims)
+    found = quantised(model, x)
+    assert type(found[2]) is Int8MaxPool and type(found[6]) is Int8Mean
+    assert (type(found[4]) is Int8AvgPool) == (dims < 3)
+    assert found[0].output and found[5].output and bool(found[3].output) == (dims < 3)
+    assert near(found(x), model(x), 0.997)
+    assert found[6](found[5](found[4](found[3](found[2](found[0](x)))))).dtype == torch.float32
+    codes = found[2](found[0](x))
+    scale = found[0].output
+    plain = (found[0](x).float() - scale.zero) * scale.scale
+    torch.testing.assert_close((codes.float() - scale.zero) * scale.scale, model[2](plain))
+    assert torch.equal(found(x[:1])[0], found(x)[0])
+
+
+@torch.no_grad()
+def test_pools_without_a_form_for_codes_stay() -> None:
+    pools = (
+        nn.AvgPool2d(3, 1, 1, count_include_pad=False), nn.AvgPool2d(2, ceil_mode=True),
+        nn.AvgPool2d(2, divisor_override=3), nn.AdaptiveAvgPool2d(3), nn.MaxPool2d(2, dilation=2),
+        nn.AvgPool2d(3, 1, 1),
+    )  # fmt: skip
+    x = torch.randn(2, 3, 9, 9)
+    for pool in pools:
+        model = nn.Sequential(nn.Conv2d(3, 4, 2), pool, nn.Conv2d(4, 2, 1)).eval()
+        found = quantised(model, x)
+        assert (type(found[1]) is Int8AvgPool) == (pool is pools[-1])
+        assert near(found(x), model(x))
+
+
+@torch.no_grad()
+def test_average_of_a_wider_range() -> None:
+    # Averages are small where values are large and of both signs: the scale must be that of the values.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.AvgPool2d(4), nn.Conv2d(8, 4, 1)).eval()
+    x = torch.randn(2, 3, 32, 32)
+    found = quantised(model, x)
+    values = model[0](x)
+    assert found[0].output.scale * 255 > 0.7 * (values.max() - values.min())
+    assert near(found(x), model(x), 0.99)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dims", [1, 3])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.ReLU6, nn.SiLU])
+def test_activations_after_other_convolutions(dims: int, activation: Any) -> None:
+    torch.manual_seed(0)
+    conv = getattr(nn, f"Conv{dims}d")
+    model = nn.Sequential(conv(3, 8, 3), activation(), conv(8, 4, 1), activation()).eval()
+    x = torch.randn(2, 3, *[7] * dims) * 6
+    found = quantised(model, x)
+    fused = dims == 1 or activation is not nn.SiLU
+    assert (found[0].activation != "none") == fused == isinstance(found[1], nn.Identity)
+    assert near(found(x), model(x))
+    if activation is nn.ReLU6:
+        assert found(x).max() <= 6.0 and found(x).min() >= 0.0
+
+
+class Sum1d(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv1d(4, 4, 3, padding=1), nn.Conv1d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.a(x))
+        return F.relu(self.b(y) + y)
+
+
+@torch.no_grad()
+def test_residual_of_one_dimension() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Sum1d(), nn.Conv1d(4, 2, 1)).eval()
+    x = torch.randn(2, 4, 20)
+    found = quantised(model, x)
+    added = [m for m in found.modules() if isinstance(m, Int8Conv) and m.residual]
+    assert len(added) == 1 and added[0].activation == "relu"
+    assert near(found(x), model(x)) and near(found(x[0]), model(x[0]))
+
+
+class Ranking(nn.Module):
+    """Embedding bags and an LSTM between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(100, 16, mode="sum")
+        self.open = nn.EmbeddingBag(100, 16, mode="sum", include_last_offset=True)
+        self.mean = nn.EmbeddingBag(100, 16, mode="mean")
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.gru = nn.GRU(16, 16)
+        self.head = nn.Linear(48, 4)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        a, b = self.bag(ids.view(-1), offsets), self.mean(ids.view(-1), offsets)
+        c = self.open(ids.view(-1), torch.cat([offsets, ids.new_tensor([ids.numel()])]))
+        y = self.gru(self.lstm(a.unsqueeze(1))[0])[0].squeeze(1)
+        y = torch.matmul(y, torch.ones(16, 16)) / 16
+        return self.head(torch.cat([a, b, c + y], 1))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_tables_and_recurrent_layers(tmp_path: Path) -> None:
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("torch has no quantised recurrent layers here")
+    torch.manual_seed(0)
+    model = Ranking().eval()
+    ids = torch.randint(0, 100, (4, 10))
+    offsets = torch.arange(0, 40, 10)
+    found = quantised(model, ids, offsets)
+    assert type(found.bag) is Int8EmbeddingBag is type(found.open)
+    assert type(found.lstm).__module__.startswith("torch.ao")
+    assert near(found(ids, offsets), model(ids, offsets))
+    assert near(found.bag(ids), model.bag(ids))  # two-dimensional
+    weights = torch.rand(40)
+    one = (ids.view(-1), offsets, weights)
+    assert near(found.bag(*one), model.bag(*one))
+    assert found.bag(ids[:0]).shape == (0, 16)
+    empty = offsets.clone()
+    empty[1:] = 0  # bags without rows
+    assert near(found.bag(ids.view(-1), empty), model.bag(ids.view(-1), empty))
+    with pytest.raises(ValueError, match="offsets must be given"):
+        found.bag(ids.view(-1))
+    with pytest.raises(ValueError, match="offsets must be None"):
+        found.bag(ids, offsets)
+    said = texts(found)
+    assert "8-bit rows" in said["bag"] and "no INT8 form of mode 'mean'" in said["mean"]
+    assert "no static INT8 form of GRU" in said["gru"] and "uint8" in said["lstm"]
+    assert "no INT8 form of its matmul" in said[""]
+    save(found, tmp_path / "m")
+    assert torch.equal(load(tmp_path / "m", Ranking())(ids, offsets), found(ids, offsets))
+    compiled = torch.compile(found.bag, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(ids), found.bag(ids))
+
+
+@torch.no_grad()
+def test_views_pass_codes_on() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 24), nn.Linear(24, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x).reshape(2, 4, 3, 8).permute(0, 2, 1, 3).transpose(1, 2)
+            return self.b(y.flatten(2).contiguous()).squeeze(0)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Views(), nn.Tanh()).eval(), torch.randn(2, 4, 16)
+    found = quantised(model, x)
+    assert found[0].a.output and near(found(x), model(x))
+
+
+@torch.no_grad()
+def test_forwards_that_cannot_be_rewritten() -> None:
+    class Data(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+            y = F.relu(self.a(x))
+            y = F.relu(self.b(y)) if y.mean() > 0 else y
+            return y if more is None else y + more
+
+    torch.manual_seed(0)
+    model, x = Data().eval(), torch.randn(2, 3, 5, 5)
+    found = quantised(model, x)
+    assert "forward" not in found.__dict__ and type(found.a) is Int8Conv
+    for more, sign in itertools.product((None, torch.ones(1)), (1, -1)):
+        assert near(found(sign * x, more), model(sign * x, more), 0.99)
