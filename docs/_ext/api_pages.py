@@ -25,6 +25,7 @@ import ipex_quant
 import ipex_quant.checkpoint
 import ipex_quant.fp8
 import ipex_quant.int8_layers
+import ipex_quant.kv_cache
 import ipex_quant.linear
 import ipex_quant.prepare_convert
 import ipex_quant.qconfig
@@ -163,6 +164,7 @@ def quantization_page() -> str:
         ("Layers", members(ipex_quant.linear)),
         ("Weights", weight + members(ipex_quant.quantize)),
         ("Checkpoints", members(ipex_quant.checkpoint) + gguf),
+        ("Caches of keys and values", members(ipex_quant.kv_cache)),
         ("Model folders: `ipex.llm.utils`", members(ipex_llm.utils)),
         ("Other libraries: `ipex.llm.quantization`", members(ipex_llm.quantization, ipex_quant)),
     ):

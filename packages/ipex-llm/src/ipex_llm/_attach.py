@@ -19,6 +19,7 @@ from ipex_llm._plan import DecoderPlan
 from ipex_llm._runner import Rope, Runner
 from ipex_llm._subclass import subclass
 from ipex_llm._weights import Owners, UnsupportedPlan
+from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = [
     "attach_decoder",
@@ -29,7 +30,15 @@ __all__ = [
     "share_random",
 ]
 
-_KEYS = ("_ipex_runner", "_ipex_top", "_ipex_kv", "_ipex_undo", "_ipex_layer", "_ipex_hooks")
+_KEYS = (
+    "_ipex_runner",
+    "_ipex_top",
+    "_ipex_kv",
+    "_ipex_kv_scales",
+    "_ipex_undo",
+    "_ipex_layer",
+    "_ipex_hooks",
+)
 
 
 def find_plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
@@ -50,11 +59,16 @@ def share_random(model: nn.Module) -> None:
         model.__class__ = subclass(type(model), SameRandomMixin)
 
 
-def attach_decoder(model: nn.Module, plan: DecoderPlan, kv: torch.dtype | None) -> str | None:
+def attach_decoder(
+    model: nn.Module,
+    plan: DecoderPlan,
+    kv: torch.dtype | None,
+    scales: KVCacheScales | None = None,
+) -> str | None:
     """Make a model run its plan; return why it cannot."""
     decoder = plan.decoder
     try:
-        runner = Runner(plan, _dtype(plan), _shared(model))
+        runner = Runner(plan, _dtype(plan), _shared(model), kv_scales=scales)
     except UnsupportedPlan as reason:
         return str(reason)
     from ipex_llm.generation._hf import GenerationMixin, ParallelGenerationMixin, can_generate
@@ -63,6 +77,7 @@ def attach_decoder(model: nn.Module, plan: DecoderPlan, kv: torch.dtype | None) 
         module.__dict__["_ipex_runner"] = runner
         module.__dict__["_ipex_top"] = model
         module.__dict__["_ipex_kv"] = kv
+        module.__dict__["_ipex_kv_scales"] = scales
         module.__dict__["_ipex_undo"] = _undo
     decoder.__class__ = subclass(type(decoder), DecoderMixin)
     if model is not decoder and can_generate(model) and plan.head is not None:
@@ -205,7 +220,8 @@ def attach_runner(decoder: nn.Module) -> Runner | None:
         if plan is None or plan.decoder is not decoder:
             return None
         try:
-            runner = Runner(plan, _dtype(plan), _shared(top))
+            scales = top.__dict__.get("_ipex_kv_scales")
+            runner = Runner(plan, _dtype(plan), _shared(top), kv_scales=scales)
         except UnsupportedPlan:
             return None
     decoder.__dict__["_ipex_runner"] = top.__dict__["_ipex_runner"] = runner

@@ -72,7 +72,9 @@ class PagedCache:
         layers: Shape of each layer.
         num_blocks: Number of blocks; all layers have as many.
         block_size: Rows (tokens) of a block.
-        dtype: dtype of the elements. An int8 cache has a scale for each row as well.
+        dtype: dtype of the elements.
+        scales: Of each layer what a 1 of its keys and of its values stands for, if they are 8-bit numbers. Without
+            them an int8 cache has a scale for each row.
 
     Attributes:
         keys: Per layer ``[num_blocks, kv_heads, block_size, head_dim]``.
@@ -81,7 +83,12 @@ class PagedCache:
     """
 
     def __init__(
-        self, layers: Sequence[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype
+        self,
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if not isinstance(value, int) or value < 1:
@@ -90,6 +97,8 @@ class PagedCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self.scales = scales
+        self.row_scales = dtype == torch.int8 and scales is None
         self._allocate(num_blocks)
 
     def _allocate(self, num_blocks: int) -> None:
@@ -110,7 +119,7 @@ class PagedCache:
             store = torch.empty(*size, shape.head_dim, dtype=self.dtype)
             self._stores.append(store)
             scales = None
-            if self.dtype == torch.int8:
+            if self.row_scales:
                 scales = torch.ones(*size)
                 self._stores.append(scales)
             for i in range(end - start):
@@ -124,20 +133,24 @@ class PagedCache:
 
     @staticmethod
     def bytes(
-        layers: Sequence[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        scaled: bool = False,
     ) -> int:
-        """Return the memory of a cache."""
-        row = sum(
-            s.parts * s.kv_heads * (s.head_dim * dtype.itemsize + 4 * (dtype == torch.int8))
-            for s in layers
-        )
+        """Return the memory of a cache, with scales of layers if it is ``scaled``."""
+        more = 4 if dtype == torch.int8 and not scaled else 0
+        row = sum(s.parts * s.kv_heads * (s.head_dim * dtype.itemsize + more) for s in layers)
         return row * num_blocks * block_size
 
     def grow(self, num_blocks: int) -> None:
         """Make room for more blocks; the former ones keep numbers and contents."""
         if num_blocks <= self.num_blocks:
             return
-        needed = self.bytes(self.layers, num_blocks, self.block_size, self.dtype)
+        needed = self.bytes(
+            self.layers, num_blocks, self.block_size, self.dtype, self.scales is not None
+        )
         free = available_memory()
         if free is not None and needed > free:  # both are there while the contents move
             raise CacheMemoryError(
@@ -159,20 +172,26 @@ class PagedCache:
             raw = _raw(store)
             raw[:, to] = raw[:, at]
 
+    def tensors_of(self, layer: int) -> list[Tensor]:
+        """Return the entries of `tensors` that belong to a layer."""
+        per = 4 if self.row_scales else 2
+        return self.tensors[per * layer : per * layer + per]
+
     def rows(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Return the first ``length`` keys and values of some blocks as float rows ``[kv_heads, length, head_dim]``.
 
         Of a layer with a latent: the latents, and the rotated parts of the keys.
         """
         found = []
+        tensors = self.tensors_of(layer)
         for part in (0, 1):
-            per = 4 if self.dtype == torch.int8 else 2
-            data = self.tensors[per * layer + part]
+            data = tensors[part]
             index = torch.tensor(blocks, dtype=torch.int64)
             picked = _raw(data)[index].view(data.dtype)
-            if self.dtype == torch.int8:
-                scale = self.tensors[per * layer + 2 + part][index]
-                picked = picked.float() * scale.unsqueeze(-1)
+            if self.row_scales:
+                picked = picked.float() * tensors[2 + part][index].unsqueeze(-1)
+            elif self.scales is not None:
+                picked = picked.float() * self.scales[layer][part]
             elif self.dtype == torch.float8_e5m2:
                 picked = picked.float()
             found.append(picked.transpose(0, 1).flatten(1, 2)[:, :length])

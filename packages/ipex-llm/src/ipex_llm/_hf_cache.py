@@ -130,11 +130,12 @@ class CacheState:
             flat = part.transpose(1, 2)
             flat = flat.flatten(0, 1) if new is None else flat[new]
             rows.append(flat.to(self.dtype).contiguous())
-        per = 4 if self.cache.dtype == torch.int8 else 2
-        tensors = self.cache.tensors[per * layer : per * layer + per]
+        tensors = self.cache.tensors_of(layer)
         scales: dict[str, Any] = {}
-        if per == 4:
+        if self.cache.row_scales:
             scales = {"key_scales": tensors[2], "value_scales": tensors[3]}
+        elif self.cache.scales is not None:
+            scales = dict(zip(("k_scale", "v_scale"), self.cache.scales[layer], strict=True))
         torch.ops.ipex.reshape_and_cache(*rows, tensors[0], tensors[1], step.slots, **scales)
         found = self.padded(layer)
         return found[0].to(key.dtype), found[1].to(value.dtype)

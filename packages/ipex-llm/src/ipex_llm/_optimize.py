@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from ipex_core._optimize._prepack import PACKED_LATER
 from ipex_core._optimize._records import log_of
 from ipex_core.errors import OpArgumentError
 from ipex_llm._attach import attach_decoder, attach_layers, find_plan, share_random
+from ipex_llm._kv_options import cache_text, checkpoint_scales, fitting, kv_dtype, kv_scales
 from ipex_llm._layer_plans import Found, layer_plans, planned_modules
 from ipex_llm._parallel import (
     TensorParallel,
@@ -33,6 +35,7 @@ from ipex_llm._parallel import (
 from ipex_llm._parallel._split import GRAINS
 from ipex_llm._plan import DecoderPlan
 from ipex_llm._woq_model import Notes, quantize
+from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = ["optimize", "optimize_transformers"]
 
@@ -53,6 +56,7 @@ def optimize(
     cache_weight_for_large_batch: bool = False,
     *,
     kv_cache_dtype: torch.dtype | str | None = None,
+    kv_cache_scales: KVCacheScales | str | os.PathLike[str] | None = None,
     tp_group: Any = None,
     depth: int = 3,
 ) -> Any:
@@ -78,6 +82,9 @@ def optimize(
             ``torch.compile`` sees an ordinary model; the same as ``depth=1``.
         cache_weight_for_large_batch: Accepted; one packed form serves all batch sizes.
         kv_cache_dtype: dtype of cached keys and values: None (that of the model), ``"int8"`` or ``"fp8_e5m2"``.
+        kv_cache_scales: Scales of each layer for such a cache, of ``ipex.quantization.calibrate_kv_cache``, or the file
+            in which they were saved. None: int8 rows have scales of their own, which is more exact; fp8 numbers have
+            those of the ``low_precision_checkpoint``, or none.
         tp_group: Divide the model among the ranks of a process group of ``torch.distributed`` (True: the default one,
             or a device mesh of one dimension): each rank calls this with the same whole model, keeps its part of the
             heads, features and vocabulary, and all call ``generate`` and ``forward`` together with the same input. A
@@ -107,7 +114,8 @@ def optimize(
         return model
     check_model(model, None)
     _check_arguments(optimizer, dtype, device, qconfig_summary_file, inplace)
-    kv = _kv_dtype(kv_cache_dtype)
+    kv = kv_dtype(kv_cache_dtype)
+    scales = kv_scales(kv_cache_scales, kv)
     if depth not in (1, 2, 3):
         raise OpArgumentError(f"optimize: depth must be 1, 2 or 3, got {depth!r}")
     parallel = None if tp_group is None else TensorParallel.of(tp_group)
@@ -116,6 +124,8 @@ def optimize(
     adopt(model)
     plan, reason = None, None
     if low_precision_checkpoint is not None:
+        if kv == torch.float8_e5m2 and scales is None:
+            scales = checkpoint_scales(low_precision_checkpoint)
         _load(model, quantization_config, low_precision_checkpoint, parallel)
     elif parallel is not None:
         plan = divide(model, parallel, grains=_grains(quantization_config))
@@ -133,7 +143,8 @@ def optimize(
             plan, layers, notes = quantize(model, plan, quantization_config, layers)
     _optimize_rest(model, dtype, layers, plan)
     if plan is not None:
-        reason = attach_decoder(model, plan, kv)
+        scales = fitting(plan, scales, kv_cache_scales is not None)
+        reason = attach_decoder(model, plan, kv, scales)
         if reason is not None:  # pack what was left to the plan
             ipex_core.restore(model)
             layers = layer_plans(model) if wants_layers else []
@@ -146,17 +157,19 @@ def optimize(
         attach_layers(model, layers)
     if is_sharded(model) and reason is not None:
         share_random(model)
-    text = _report(model, reason, layers, notes)
+    text = _report(model, reason, layers, notes, cache_text(kv, scales))
     if reason is not None:
         logger.info("optimize: %s: %s", type(model).__name__, text)
     return model
 
 
-def _report(model: nn.Module, reason: str | None, layers: Sequence[Found], notes: Notes) -> str:
+def _report(
+    model: nn.Module, reason: str | None, layers: Sequence[Found], notes: Notes, cache: str
+) -> str:
     """Tell `ipex.explain` what was done, and return the line about the whole model."""
     whole = sum(layer.plan is not None for layer in layers)
     if reason is None:
-        text = "the whole decoder stack runs as one program per step"
+        text = f"the whole decoder stack runs as one program per step{cache}"
     elif whole:
         text = f"{whole} of {len(layers)} decoder layers run as one program each: {reason}"
     else:
@@ -204,21 +217,6 @@ def _check_arguments(optimizer: Any, dtype: Any, device: Any, summary: Any, inpl
         raise NotImplementedError(
             "optimize: static quantisation (qconfig_summary_file) is not available: use weight-only quantisation"
         )
-
-
-def _kv_dtype(value: Any) -> torch.dtype | None:
-    from ipex_llm._cache import CACHE_DTYPES
-
-    if isinstance(value, str):
-        if value not in CACHE_DTYPES:
-            names = ", ".join(map(repr, CACHE_DTYPES))
-            raise OpArgumentError(f"optimize: kv_cache_dtype must be one of {names}, got {value!r}")
-        return CACHE_DTYPES[value]
-    if value not in (None, torch.int8, torch.float8_e5m2):
-        raise OpArgumentError(
-            f"optimize: kv_cache_dtype must be None, torch.int8 or torch.float8_e5m2, got {value!r}"
-        )
-    return value  # type: ignore[no-any-return]
 
 
 def _grains(config: Any) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from ipex_llm._emit import Emitter, Mode
 from ipex_llm._plan import AttentionPlan, DecoderPlan, RopePlan
 from ipex_llm._reference import query_factors
 from ipex_llm._weights import Owners, PlannedWeight, WeightStore, call_linear
+from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = ["Rope", "Runner"]
 
@@ -46,6 +47,8 @@ class Runner:
         dtype: dtype of rows and weights.
         shared: Owners of parameters that several modules have; see `WeightStore`.
         ropes: Tables of rotations that other runners have too, by `rope_key`; gets what is new here.
+        kv_scales: Scales of the keys and values of each layer in caches of 8-bit numbers. None: int8 rows have their
+            own, 8-bit floats have none.
 
     Attributes:
         plan: As given.
@@ -59,8 +62,10 @@ class Runner:
         dtype: torch.dtype,
         shared: Mapping[int, Owners] | None = None,
         ropes: dict[str, Rope] | None = None,
+        kv_scales: KVCacheScales | None = None,
     ) -> None:
         self.plan = plan
+        self.kv_scales = kv_scales
         self.dtype = dtype
         self.vocab_size = plan.vocab_size
         self.store = WeightStore(dtype, shared)
@@ -90,8 +95,14 @@ class Runner:
         key = (mode, logits, cache, states)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self.emitter.program(*key)
+            program = self._programs[key] = self.emitter.program(*key, self._scales(cache))
         return program
+
+    def _scales(self, dtype: torch.dtype | None) -> tuple[tuple[float, float], ...] | None:
+        """Return the scales of the layers of a cache, if it has them."""
+        if self.kv_scales is None or dtype not in (torch.int8, torch.float8_e5m2):
+            return None
+        return self.kv_scales.of(dtype)
 
     def fresh(self) -> bool:
         """Return whether the model's parameters are still those that were packed."""
@@ -112,14 +123,16 @@ class Runner:
         Raises:
             ValueError: An argument is out of range.
         """
-        return PagedCache(self.shapes, num_blocks, block_size, cache_dtype(dtype, self.dtype))
+        own = cache_dtype(dtype, self.dtype)
+        return PagedCache(self.shapes, num_blocks, block_size, own, self._scales(own))
 
     def cache_bytes(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> int:
         """Return the memory that such a cache takes."""
         own = cache_dtype(dtype, self.dtype)
-        return PagedCache.bytes(self.shapes, num_blocks, block_size, own)
+        scaled = self.kv_scales is not None
+        return PagedCache.bytes(self.shapes, num_blocks, block_size, own, scaled)
 
     # --------------------------------------------------------------------------------------------------------- running
 

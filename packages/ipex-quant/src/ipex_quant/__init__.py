@@ -14,6 +14,7 @@ from ipex_quant._version import __version__
 #: Public name -> module that has it.
 _LAZY: dict[str, str] = {
     "awq": "ipex_quant._awq",
+    "calibrate_kv_cache": "ipex_quant.kv_cache",
     "combine_linears": "ipex_quant._combine",
     "convert": "ipex_quant.prepare_convert",
     "default_dynamic_qconfig": "ipex_quant.static_qconfig",
@@ -28,6 +29,7 @@ _LAZY: dict[str, str] = {
     "gptq": "ipex_quant._gptq",
     "Int8Conv": "ipex_quant.int8_layers",
     "Int8Linear": "ipex_quant.int8_layers",
+    "KVCacheScales": "ipex_quant.kv_cache",
     "linear_from": "ipex_quant.checkpoint",
     "load": "ipex_quant.loading",
     "prepare": "ipex_quant.prepare_convert",
@@ -42,6 +44,7 @@ _LAZY: dict[str, str] = {
     "QuantMethod": "ipex_quant.linear",
     "read_checkpoint": "ipex_quant.checkpoint",
     "read_gguf": "ipex_quant._gguf",
+    "read_kv_cache_scales": "ipex_quant.kv_cache",
     "read_linear": "ipex_quant.checkpoint",
     "save": "ipex_quant.saving",
     "WeightOnlyQuantizedLinear": "ipex_quant.linear",

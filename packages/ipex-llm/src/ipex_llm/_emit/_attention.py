@@ -47,6 +47,7 @@ def write_attention(writer: Writer, index: int, a: AttentionPlan, qkv: Register)
                 "rotary_embedding_and_cache",
                 *(q, k, v, cache[0], cache[1], sin, cos, writer.slots),
                 *(rope.dim, rope.half, writer.positions),
+                **writer.scales_of(index),
             )
         else:
             b.call("rotary_embedding", q, k, sin, cos, rope.dim, rope.half, writer.positions)
@@ -54,13 +55,13 @@ def write_attention(writer: Writer, index: int, a: AttentionPlan, qkv: Register)
         q = _head_norm(writer, a, a.query_norm, q, heads)
         k = _head_norm(writer, a, a.key_norm, k, kv)
     if not fused:
-        scales = {} if not writer.scaled else {"key_scales": cache[2], "value_scales": cache[3]}
+        scales = writer.scales_of(index)
         b.call("reshape_and_cache", k, v, cache[0], cache[1], writer.slots, **scales)
     if a.temperature is not None:
         wide = b.call("mul", b.call("cast", q, torch.float32), writer.factors[a.temperature])
         q = b.call("cast", wide, writer.e.store.dtype)
     out = b.call("empty_like", q)
-    attend(writer, a, out, q, cache)
+    attend(writer, index, a, out, q)
     result: Register = b.call("reshape", out, [0, heads * d])
     return result
 
@@ -77,17 +78,13 @@ def _head_norm(
     return result
 
 
-def attend(
-    writer: Writer, a: AttentionPlan, out: Register, q: Register, cache: tuple[Register, ...]
-) -> None:
-    """Write the attention of queries ``[T, heads, width]`` to a cache, into ``out``."""
-    b = writer.b
+def attend(writer: Writer, index: int, a: AttentionPlan, out: Register, q: Register) -> None:
+    """Write the attention of queries ``[T, heads, width]`` to the cache of a layer, into ``out``."""
+    b, cache = writer.b, writer.caches[index]
     slopes = None if a.alibi_slopes is None else b.constant(a.alibi_slopes.detach().float())
-    more: dict[str, Any] = {"softcap": a.softcap}
+    more: dict[str, Any] = {"softcap": a.softcap, **writer.scales_of(index)}
     if a.sinks is not None:
         more["sinks"] = b.constant(a.sinks.detach().float())
-    if writer.scaled:
-        more["key_scales"], more["value_scales"] = cache[2], cache[3]
     if writer.mode == "decode":
         b.call(
             "single_query_cached_kv_attention",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ class Emitter:
         logits: bool,
         cache_dtype: torch.dtype | None = None,
         states: bool = False,
+        cache_scales: Sequence[tuple[float, float]] | None = None,
     ) -> Program:
         """Write a program.
 
@@ -134,8 +136,10 @@ class Emitter:
             logits: Return logits of ``rows`` instead of all rows after the last norm.
             cache_dtype: dtype of the cache if it is not that of the rows.
             states: Return what each layer read as well (not with ``logits``).
+            cache_scales: Scales of keys and values of each layer of a cache of 8-bit numbers. Without them an int8
+                cache has tensors with a scale for each row.
         """
-        return Writer(self, mode, logits, cache_dtype, states).write()
+        return Writer(self, mode, logits, cache_dtype, states, cache_scales).write()
 
     def norm(self, plan: NormPlan) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias of a norm."""

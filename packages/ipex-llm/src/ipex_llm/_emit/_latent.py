@@ -136,9 +136,7 @@ def write_latent(
     key = b.call("narrow", row, 2, latent.rank, rope.dim)
     b.call("rotary_embedding", turned, key, sin, cos, rope.dim, rope.half, writer.positions)
     cache = writer.caches[index]
-    scales: dict[str, Any] = {}
-    if writer.scaled:
-        scales = {"key_scales": cache[2], "value_scales": cache[3]}
+    scales = writer.scales_of(index)
     b.call("reshape_and_cache", row, row, cache[0], cache[1], writer.slots, **scales)
     # Queries for latents, by heads; the place behind them is for the rotated part.
     unturned = b.call("transpose", b.call("narrow", heads, 2, 0, plain), 0, 1)
@@ -154,7 +152,7 @@ def write_latent(
         )
     else:
         wide = b.call("empty_like", q)
-        attend(writer, a, wide, q, cache)
+        attend(writer, index, a, wide, q)
         out = b.call("narrow", wide, 2, 0, latent.rank)
     y = b.call(
         "bmm",

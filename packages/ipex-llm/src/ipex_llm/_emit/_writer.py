@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -32,6 +33,7 @@ class Writer:
         logits: bool,
         cache_dtype: torch.dtype | None,
         states: bool = False,
+        cache_scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         self.e = emitter
         self.plan = emitter.plan
@@ -39,7 +41,8 @@ class Writer:
         self.logits = logits
         self.states: list[Register] | None = [] if states else None
         self.b = b = ProgramBuilder()
-        self.scaled = cache_dtype == torch.int8
+        self.scaled = cache_dtype == torch.int8 and cache_scales is None  # by rows
+        self.cache_scales = cache_scales
         self.own_cache = cache_dtype in (None, emitter.store.dtype)
         self.hidden = b.input("hidden")
         self.positions = b.input("positions")
@@ -62,6 +65,15 @@ class Writer:
         self.max_context = b.input_int("max_context")
         if mode == "prefill":
             self.max_query = b.input_int("max_query")
+
+    def scales_of(self, index: int) -> dict[str, Any]:
+        """Return the arguments of ops on the cache of a layer that say what its numbers stand for."""
+        if self.scaled:
+            cache = self.caches[index]
+            return {"key_scales": cache[2], "value_scales": cache[3]}
+        if self.cache_scales is None:
+            return {}
+        return dict(zip(("k_scale", "v_scale"), self.cache_scales[index], strict=True))
 
     def write(self) -> Program:
         b, plan, e = self.b, self.plan, self.e
