@@ -13,6 +13,7 @@ from ipex_quant._version import __version__
 
 #: Public name -> module that has it.
 _LAZY: dict[str, str] = {
+    "autotune": "ipex_quant._autotune",
     "awq": "ipex_quant._awq",
     "calibrate_kv_cache": "ipex_quant.kv_cache",
     "combine_linears": "ipex_quant._combine",

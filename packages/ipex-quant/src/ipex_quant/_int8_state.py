@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,20 @@ from torch import nn
 
 from ipex_quant._flow import Flow
 from ipex_quant._int8_observe import Watch, channel_observer
-from ipex_quant._int8_plan import Layer, Plan, make_plan
+from ipex_quant._int8_plan import Layer, Plan, fusable_activations, make_plan
 from ipex_quant._smooth import smooth_group
 from ipex_quant.int8_layers import Scale
 
-__all__ = ["Prepared", "attach", "detach", "renew", "replan", "scales_of_layers", "state_of"]
+__all__ = [
+    "Prepared",
+    "attach",
+    "detach",
+    "leave_out",
+    "renew",
+    "replan",
+    "scales_of_layers",
+    "state_of",
+]
 
 KEY = "_ipex_int8"
 Tensor = torch.Tensor
@@ -99,15 +108,18 @@ def replan(model: nn.Module, state: Prepared) -> Plan:
     sums = [value for value in state.watches if value not in ready]
     if not missing and not sums:
         return state.plan
+    return _plan_without(model, state, dict.fromkeys(missing, "no calibration data came to it"))
+
+
+def _plan_without(model: nn.Module, state: Prepared, missing: Mapping[str, str]) -> Plan:
+    """Return a plan without some layers, each with the reason, in which only values with a scale are codes."""
     assert state.flow is not None
+    ready = {value for value, watch in state.watches.items() if watch.ready}
     wanted: Callable[[str, nn.Module], Any] = lambda path, _: (  # noqa: E731
         None if path in missing or path not in state.plan.layers else state.qconfigs.get(path)
     )
     plan = make_plan(model, state.flow, wanted)
-    plan.left = {
-        **state.plan.left,
-        **dict.fromkeys(missing, "no calibration data came to it"),
-    }
+    plan.left = {**state.plan.left, **missing}
     for layer in plan.layers.values():
         layer.codes = layer.codes and layer.result in ready
     coded = {layer.result for layer in plan.layers.values() if layer.codes}
@@ -115,6 +127,37 @@ def replan(model: nn.Module, state: Prepared) -> Plan:
         layer.residual_codes = layer.residual_codes and layer.residual_value in coded
         layer.residual_free = layer.residual_free and layer.residual_codes
     return plan
+
+
+def leave_out(
+    model: nn.Module, floats: Mapping[str, str], dynamic: Collection[str] = (), why: str = ""
+) -> None:
+    """Take layers out of the plan of a calibrated model; the scales of all others stay as they are.
+
+    Args:
+        model: The prepared model.
+        floats: Paths of layers that stay float, and why.
+        dynamic: Paths of linear layers whose activations get the scale of each row instead.
+        why: Reason of the dynamic ones, for messages.
+    """
+    state = state_of(model)
+    assert state is not None
+    detach(model)
+    state.dynamic = [path for path in state.dynamic if path not in floats]
+    if state.flow is not None:
+        changed = [path for path in dynamic if path in state.plan.layers]
+        missing = {**floats, **dict.fromkeys(changed, why)}
+        plan = _plan_without(model, state, missing)
+        state.dynamic = [*state.dynamic, *changed]
+        state.activations.update(fusable_activations(model, state.flow, changed))
+        for path in changed:
+            del plan.left[path]
+        state.plan = plan
+        state.watches = {v: watch for v, watch in state.watches.items() if v in plan.watches}
+        for value, watch in state.watches.items():
+            watch.name, watch.position = plan.watches[value]
+            model.get_submodule(watch.name).register_forward_pre_hook(watch)
+    state.activations = {k: v for k, v in state.activations.items() if k in state.dynamic}
 
 
 def scales_of_layers(
