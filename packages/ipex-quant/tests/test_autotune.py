@@ -251,8 +251,8 @@ def test_choices_of_types(model: nn.Module) -> None:
 
 
 def test_recurrent() -> None:
-    model = nn.LSTM(8, 8).eval()
-    tuned = autotune(nn.Sequential(model).eval(), [torch.randn(3, 2, 8)], sampling_sizes=2)
+    model = nn.Sequential(nn.GRU(8, 8)).eval()
+    tuned = autotune(model, [torch.randn(3, 2, 8)], sampling_sizes=2)
     assert names(tuned) == ["dynamic"] and tuned.tuning.met
 
 

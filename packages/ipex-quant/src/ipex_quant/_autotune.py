@@ -26,6 +26,7 @@ from ipex_quant._tune_config import Criterion, Trial, type_options
 from ipex_quant._tune_report import Progress, Tuning
 from ipex_quant._tune_search import Search
 from ipex_quant._tune_state import State, fingerprint
+from ipex_quant.prepare_convert import _DYNAMIC, _STATIC
 
 __all__ = ["autotune"]
 
@@ -166,7 +167,7 @@ def autotune(
     )
     if not best.met:
         warnings.warn(
-            f"{_OP}: no configuration has an accuracy of {search.least:.5g} or more; the most accurate one,"
+            f"{_OP}: no configuration has an accuracy of {search.least:.7g} or more; the most accurate one,"
             f" {best.trial.name}, has {best.accuracy:.5g}",
             stacklevel=2,
         )
@@ -210,9 +211,8 @@ def _trials(
 ) -> list[Trial]:
     """Return the whole recipes in the order in which they are tried."""
     kinds = {type(m) for m in model.modules()} - {kind for kind, o in options.items() if o is None}
-    static = bool(kinds & {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d})
-    recurrent = bool(kinds & {nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell})
-    check(static or recurrent, _OP, "model", "have layers that can become INT8", "none")
+    static, dynamic = bool(kinds & set(_STATIC)), bool(kinds & set(_DYNAMIC))
+    check(static or dynamic, _OP, "model", "have layers that can become INT8", "none")
     alphas: Any = _ALPHAS
     if smoothquant_args is not None:
         name = "smoothquant_args"
@@ -232,7 +232,7 @@ def _trials(
             found += [Trial("static", samples=size), Trial("min-max", samples=size)]
         if nn.Linear in kinds:
             found += [Trial("smooth", alpha=alpha, samples=size) for alpha in alphas]
-    if smoothquant_args is None and (nn.Linear in kinds or recurrent):
+    if smoothquant_args is None and dynamic:
         found.append(Trial("dynamic"))
     return found
 

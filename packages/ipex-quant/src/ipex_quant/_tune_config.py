@@ -20,6 +20,7 @@ from torch.ao.quantization.observer import (
 )
 
 from ipex_core._spec import check
+from ipex_quant.prepare_convert import _CONVS, _DYNAMIC, _STATIC
 from ipex_quant.static_qconfig import (
     default_dynamic_qconfig_mapping,
     get_smooth_quant_qconfig_mapping,
@@ -29,7 +30,6 @@ __all__ = ["Criterion", "Trial", "configuration", "type_options"]
 
 log = logging.getLogger("ipex")
 _OP = "autotune"
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: IPEX's examples name these; here they are never quantised on their own.
 _NEVER_ALONE = frozenset({"add", "relu", "flatten", "matmul", "bmm", "embedding", "layernorm"})
 
@@ -182,8 +182,8 @@ def type_options(op_type_dict: Any) -> dict[type[nn.Module], dict[str, Any] | No
 
 
 def _types(name: str, floating: bool) -> tuple[type[nn.Module], ...]:
-    kinds: dict[str, tuple[type[nn.Module], ...]] = {"conv": _CONVS, "linear": (nn.Linear,)}
-    for kind in (*_CONVS, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell):
+    kinds: dict[str, tuple[type[nn.Module], ...]] = {"conv": _CONVS}
+    for kind in {*_STATIC, *_DYNAMIC}:
         kinds[kind.__name__.lower()] = (kind,)
     if name.lower() in _NEVER_ALONE and floating:
         log.info("autotune: %s is not quantised on its own anyway", name)

@@ -55,7 +55,7 @@ class Tuning:
             f"{a:<{widths[0]}} {b:<{widths[1]}}  {c:>{widths[2]}}  {d:<{widths[3]}}  {e:>{widths[4]}}"
             for a, b, c, d, e in rows
         ]
-        notes = [f"wanted: accuracy of {self.least:.5g} or more"]
+        notes = [f"wanted: accuracy of {self.least:.7g} or more"]
         notes += [] if self.met else ["no configuration has it; * is the most accurate"]
         notes += [] if self.complete else ["the time was up before the search ended"]
         return "\n".join([*lines, *notes])
