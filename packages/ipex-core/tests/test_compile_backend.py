@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -51,7 +52,8 @@ def inductor_patches(monkeypatch):
         frozen = not gm.graph.find_nodes(op="placeholder") or all(
             "param" not in n.name for n in gm.graph.find_nodes(op="placeholder")
         )
-        seen.append({**(config_patches or {}), "lifted": frozen, "grad": torch.is_grad_enabled()})
+        patches = {k: v for k, v in (config_patches or {}).items() if k != "joint_custom_pre_pass"}
+        seen.append({**patches, "lifted": frozen, "grad": torch.is_grad_enabled()})
         return gm
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", record)
@@ -267,80 +269,211 @@ def test_compiler_backend():
     assert compile_backend._get_compiler_backend() == "inductor"
 
 
-# -- attention --------------------------------------------------------------------------------------------------------
+# -- patterns ---------------------------------------------------------------------------------------------------------
 
 
-def attention_graph(function, *tensors):
-    """Return the graph that Dynamo gives a backend for the function, after the attention pass."""
-    graphs = []
-
-    def capture(gm, inputs):
-        compile_backend.replace_attention(gm)
-        graphs.append(gm)
-        return gm
-
-    torch.compile(function, backend=capture)(*tensors)
-    return [n.target for n in graphs[0].graph.nodes if n.op == "call_function"]
+ALWAYS = {"ipex.always": True}
 
 
 @pytest.fixture
-def attention_preferred(monkeypatch):
-    monkeypatch.setattr(compile_backend, "_attention_available", lambda: True)
-    monkeypatch.setattr(compile_backend, "prefer_ipex_attention", lambda *args: True)
-    if not hasattr(torch.ops.ipex, "attention"):
-        pytest.skip("the op ipex::attention is not registered")
+def kernels(monkeypatch):
+    """Let patterns fire without a kernel package too: the ops then run their reference."""
+    monkeypatch.setattr("ipex_core.nn._leaf.has_kernel", lambda op: True)
 
 
-@torch.no_grad()
-def test_attention_is_replaced_and_equal(attention_preferred):
-    q, k, v = (torch.randn(2, 4, 6, 16) for _ in range(3))
-    mask = torch.rand(2, 1, 6, 6) > 0.3
-    mask[..., 0] = True
+class Decoder(nn.Module):
+    """One layer of a Llama, written as transformers does."""
 
-    def function(q, k, v, mask):
-        plain = F.scaled_dot_product_attention(q, k, v)
-        masked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
-        return plain, masked, F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def __init__(self, size=64, heads=4, kv_heads=2):
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        head = size // heads
+        self.q, self.o = (nn.Linear(size, size, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(size, kv_heads * head, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(size, 96, bias=False) for _ in range(2))
+        self.down = nn.Linear(96, size, bias=False)
+        self.norms = nn.ParameterList([torch.rand(size) + 0.5 for _ in range(2)])
 
-    targets = attention_graph(function, q, k, v, mask)
-    assert targets.count(torch.ops.ipex.attention.default) == 3
-    torch.testing.assert_close(
-        torch.compile(function, backend=ipex_backend)(q, k, v, mask), function(q, k, v, mask)
-    )
+    def norm(self, x, weight):
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return weight * wide.to(x.dtype)
 
+    def forward(self, x, cos, sin):
+        def rotate(t):
+            half = t.shape[-1] // 2
+            turned = torch.cat((-t[..., half:], t[..., :half]), dim=-1)
+            return t * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "case", ["3-D", "float64", "dropout", "other head size", "float mask of another dtype"]
-)
-def test_attention_that_must_stay_stock(attention_preferred, case):
-    shape = (4, 6, 16) if case == "3-D" else (2, 4, 6, 16)
-    dtype = torch.float64 if case == "float64" else torch.bfloat16
-    q, k, v = (torch.randn(shape, dtype=dtype) for _ in range(3))
-    if case == "other head size":
-        v = torch.randn(2, 4, 6, 8, dtype=dtype)
-    mask = torch.zeros(6, 6) if case == "float mask of another dtype" else None
-    dropout = 0.5 if case == "dropout" else 0.0
-
-    def function(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-
-    try:
-        targets = attention_graph(function, q, k, v)
-    except RuntimeError:
-        assert mask is not None  # newer torch refuses the mix itself
-        return
-    assert torch.ops.ipex.attention.default not in targets
+        batch, length, size = x.shape
+        y = self.norm(x, self.norms[0])
+        q, k, v = (
+            p(y).view(batch, length, -1, size // self.heads) for p in (self.q, self.k, self.v)
+        )
+        q, k, v = rotate(q.transpose(1, 2)), rotate(k.transpose(1, 2)), v.transpose(1, 2)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(a.transpose(1, 2).reshape(batch, length, size))
+        y = self.norm(x, self.norms[1])
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-@torch.no_grad()
-def test_attention_with_grouped_heads_and_dynamic_length(attention_preferred):
-    def function(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+def decoder_inputs(dtype, length, batch=2, size=64, heads=4):
+    tables = (torch.randn(1, length, size // heads, dtype=dtype) for _ in range(2))
+    return torch.randn(batch, length, size, dtype=dtype), *tables
 
-    compiled = torch.compile(function, backend=ipex_backend, dynamic=True)
-    for length in (5, 9, 12):
-        q, k, v = (torch.randn(2, heads, length, 16) for heads in (4, 2, 2))
-        torch.testing.assert_close(compiled(q, k, v), function(q, k, v))
-    torch._dynamo.reset()
-    assert torch.ops.ipex.attention.default in attention_graph(function, q, k, v)
+
+def close(got, expected):
+    limit = 2e-2 if expected.dtype is torch.bfloat16 else 1e-4
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(got, expected, rtol=limit, atol=limit * max(scale, 1.0))
+
+
+def fired(report):
+    return {p: report.count(p) for p in {f.pattern for f in report.fusions} if report.count(p)}
+
+
+DECODER = {"attention": 1, "rotary": 2, "rms_norm": 2, "linear": 7, "gated": 1, "post_op": 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoder_layer_at_twenty_lengths(kernels, dtype):
+    model, compilations = Decoder().eval().to(dtype), []
+
+    def backend(gm, inputs):
+        compilations.append(gm)
+        return ipex_backend(gm, inputs, options=ALWAYS)
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for length in range(2, 22):
+            x = decoder_inputs(dtype, length)
+            close(compiled(*x), model(*x))
+    assert len(compilations) <= 2
+    graphs = ipex_core.explain(compiled).graphs
+    assert len(graphs) == len(compilations)
+    for report in graphs:
+        assert report.frozen
+        assert fired(report) == DECODER
+
+
+def test_explain_lists_what_fired_and_what_did_not(kernels):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = self.one(x)
+            return self.two(F.gelu(y)) + x, y
+
+    model = Model().eval()
+    compiled = torch.compile(model, backend="ipex", options=ALWAYS)
+    assert ipex_core.explain(compiled).graphs == ()
+    with torch.inference_mode():
+        compiled(torch.randn(8, 64))
+    explanation = ipex_core.explain(compiled)
+    (report,) = explanation.graphs
+    assert fired(report) == {"linear": 2, "post_op": 1}
+    (kept,) = (f for f in report.fusions if not f.fired)
+    assert kept.pattern == "post_op" and "has another user" in kept.text
+    text = str(explanation)
+    assert "Model: not optimized, compiled" in text
+    assert "inference, weights frozen, 3 fusions" in text and "has another user" in text
+    assert json.loads(json.dumps(explanation.to_dict()))["graphs"][0]["frozen"] is True
+    assert ipex_core.explain(model).graphs == explanation.graphs
+
+
+def test_explain_a_function(kernels):
+    def function(x, y):
+        return F.layer_norm(x + y, (32,))
+
+    compiled = torch.compile(function, backend="ipex", options=ALWAYS)
+    with torch.no_grad():
+        x = torch.randn(4, 32)
+        close(compiled(x, x), function(x, x))
+    (report,) = ipex_core.explain(compiled).graphs
+    assert fired(report) == {"layer_norm": 1, "add_norm": 1}
+    assert "function" in report.name
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got function"):
+        ipex_core.explain(close)
+
+
+def test_patterns_can_be_turned_off(kernels):
+    model, x = mlp().requires_grad_(False), torch.randn(2, 16)
+    for options, expected in (
+        ({"ipex.disable": True}, {}),
+        ({"ipex.disable": ["post_op"], **ALWAYS}, {"linear": 2}),
+    ):
+        compiled = ipex_compile(torch.fx.symbolic_trace(model), [x], options=options)
+        close(compiled(x), model(x))
+        assert [fired(r) for r in ipex_core.explain(compiled).graphs] == [expected]
+
+
+def test_bad_options_of_our_own():
+    gm, x = torch.fx.symbolic_trace(mlp()), torch.randn(2, 16)
+    for options, message in (
+        (
+            {"ipex.disable": "rope"},
+            r"'ipex.disable' must be a bool or some of attention, .*got 'rope'",
+        ),
+        ({"ipex.disable": 3}, "'ipex.disable' must be a bool or some of .*got 3"),
+        ({"ipex.always": 1}, "'ipex.always' must be a bool, got 1"),
+        ({"ipex.disabled": True}, "unknown option 'ipex.disabled', did you mean ipex.disable"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ipex_compile(gm, [x], options=options)
+
+
+def test_decisions_are_logged(kernels, caplog):
+    gm, x = torch.fx.symbolic_trace(mlp().requires_grad_(False)), torch.randn(2, 16)
+    with caplog.at_level(logging.DEBUG, logger="ipex_core.compile_backend"):
+        ipex_compile(gm, [x], options=ALWAYS)
+    assert any("post_op -> ipex::linear fused: relu" in r.message for r in caplog.records)
+
+
+def test_gradients_leave_the_patterns_out(kernels):
+    model, x = Decoder(), decoder_inputs(torch.float32, 4)
+    compiled = torch.compile(model, backend="ipex", options=ALWAYS)
+    compiled(*x).sum().backward()
+    (report,) = ipex_core.explain(compiled).graphs
+    assert not report.inference and not report.fusions
+    assert "a gradient is needed" in report.notes[0]
+    expected = torch.autograd.grad(model(*x).sum(), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-4)
+
+
+def test_our_ops_train_in_a_compiled_graph():
+    def function(x, weight):
+        return torch.ops.ipex.rms_norm(x, weight, 1e-6).sin().sum()
+
+    x, weight = torch.randn(4, 32, requires_grad=True), torch.rand(32, requires_grad=True)
+    expected = torch.autograd.grad(function(x, weight), (x, weight))
+    torch.compile(function, backend=ipex_backend, fullgraph=True)(x, weight).backward()
+    torch.testing.assert_close((x.grad, weight.grad), expected)
+
+
+def test_autocast_packs_lowered_weights(kernels):
+    model, x = mlp(), torch.randn(3, 16)
+    compiled = torch.compile(model, backend="ipex", options=ALWAYS)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        close(compiled(x), model(x))
+    (report,) = ipex_core.explain(compiled).graphs
+    assert fired(report) == {"linear": 2, "post_op": 1}
+
+
+def test_after_optimize(kernels):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down, self.norm = nn.Linear(64, 128), nn.Linear(128, 64), nn.LayerNorm(64)
+
+        def forward(self, x):
+            return self.norm(x + self.down(F.silu(self.up(x))))
+
+    model = ipex_core.optimize(Block().eval(), dtype=torch.bfloat16, level="O1")
+    compiled = torch.compile(model, backend="ipex", fullgraph=True, options=ALWAYS)
+    with torch.no_grad():
+        x = torch.randn(5, 64, dtype=torch.bfloat16)
+        close(compiled(x), model(x))
+    assert len(ipex_core.explain(compiled).graphs) == 1

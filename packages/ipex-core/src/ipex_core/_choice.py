@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["prefer_ipex_attention"]
+__all__ = ["prefer_ipex_attention", "prefer_ipex_norm", "prefer_ipex_rotary"]
 
 
 def prefer_ipex_attention(query: Sequence[int], key: Sequence[int], dtype: torch.dtype) -> bool:
@@ -29,3 +29,23 @@ def prefer_ipex_attention(query: Sequence[int], key: Sequence[int], dtype: torch
     if query[1] != key[1]:
         return query[1] * query[2] >= 4 * key[1]
     return query[2] >= 8
+
+
+def prefer_ipex_norm(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether our norms are expected to be at least as fast as the code Inductor generates.
+
+    Args:
+        shape: sizes of the input.
+        dtype: its element type.
+    """
+    return True
+
+
+def prefer_ipex_rotary(query: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether our rotary embedding is expected to be at least as fast as the code Inductor generates.
+
+    Args:
+        query: sizes ``[batch, heads, length, head size]``.
+        dtype: its element type.
+    """
+    return True

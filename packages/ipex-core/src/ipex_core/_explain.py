@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`explain`: what was optimized and quantised in a model, module by module, and what was not and why."""
+"""`explain`: what was optimized, quantised and compiled in a model, and what was not and why."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ipex_core._compile._report import GraphReport, reports_of
 from ipex_core._optimize._passes import ORDER
 from ipex_core._optimize._records import Quantisation, Record, log_of, quantisation_of
 from ipex_core.nn._state import state_of
@@ -43,6 +45,8 @@ class Explanation:
         rows: One `Record` per decision, in module order.
         notes: Remarks on the whole.
         extra_bytes: Memory kept to give the exact originals back.
+        graphs: One `GraphReport` per graph that ``torch.compile(backend="ipex")`` has compiled, with the patterns that
+            fired and those that did not.
     """
 
     optimized: bool
@@ -54,6 +58,7 @@ class Explanation:
     rows: tuple[Record, ...]
     notes: tuple[str, ...]
     extra_bytes: int = 0
+    graphs: tuple[GraphReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain dictionaries and lists, ready for JSON."""
@@ -65,6 +70,7 @@ class Explanation:
 
     def __str__(self) -> str:
         state = "optimized" if self.optimized else "quantised" if self.rows else "not optimized"
+        state += ", compiled" if self.graphs else ""
         head = f"{self.model}: {state}"
         if self.optimized:
             head += f", level {self.level}, dtype {self.dtype or 'unchanged'}"
@@ -74,6 +80,8 @@ class Explanation:
             lines.append(f"{self.extra_bytes / 2**20:.1f} MiB keep the exact originals")
         lines += [f"note: {note}" for note in self.notes]
         lines += ["", *_table(self.rows)] if self.rows else []
+        for graph in self.graphs:
+            lines += ["", *_graph_lines(graph)]
         return "\n".join(lines)
 
 
@@ -92,37 +100,65 @@ def _table(rows: tuple[Record, ...]) -> list[str]:
     return lines
 
 
-def explain(model: nn.Module) -> Explanation:
-    """Tell what `ipex.optimize` and `ipex.quantization.convert` did to a model, or could do.
+def _graph_lines(graph: GraphReport) -> list[str]:
+    """Return the decisions on one compiled graph, equal ones counted."""
+    kind = "inference" if graph.inference else "training"
+    frozen = ", weights frozen" if graph.frozen else ""
+    lines = [f"graph {graph.name}: {kind}{frozen}, {graph.count()} fusions"]
+    lines += [f"note: {note}" for note in graph.notes]
+    counted = Counter(
+        (f.pattern, "fused" if f.fired else "kept", f.op, f.text) for f in graph.fusions
+    )
+    rows = [(f"{count}x", *key) for key, count in counted.items()]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
+    return lines + [
+        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]])
+        for row in rows
+    ]
+
+
+def explain(model: nn.Module | Callable[..., Any]) -> Explanation:
+    """Tell what `ipex.optimize`, `ipex.quantization.convert` and ``torch.compile`` did to a model, or could do.
 
     Args:
-        model: Any module.
+        model: Any module, or what ``torch.compile`` or `ipex.compile` returned for a module or a function. A compiled
+            one has to have been called: that is when it is compiled.
 
     Returns:
         An `Explanation`; printing it shows a table.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is neither a module nor a compiled function.
 
     Example:
         >>> import torch
         >>> explain(torch.nn.Sequential(torch.nn.Linear(256, 256))).optimized
         False
     """
-    if not isinstance(model, nn.Module):
+    graphs = tuple(reports_of(model))
+    compiled = hasattr(model, "_torchdynamo_orig_callable") or bool(graphs)
+    if not isinstance(model, nn.Module) and not compiled:
         raise TypeError(f"explain: model must be a torch.nn.Module, got {type(model).__name__}")
     from ipex_core import _plugins
 
     provider = _plugins.provider_for("cpu")
+    if not isinstance(model, nn.Module):
+        model = _Function()
+        name = "function"
+    else:
+        model = getattr(model, "_orig_mod", model)
+        name = type(model).__name__
     log = log_of(model)
     common: dict[str, Any] = {
-        "model": type(model).__name__,
+        "model": name,
+        "graphs": graphs,
         "isa": provider.level() if provider is not None else None,
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
     more = quantisation_of(model) or Quantisation()
     if log is None:
-        rows, notes = tuple(more.records), (*more.notes, *_advice(model))
+        advice = () if isinstance(model, _Function) else _advice(model)
+        rows, notes = tuple(more.records), (*more.notes, *advice)
         return Explanation(False, rows=rows, notes=notes, dtype=None, level=None, **common)
     dtype = log.options.dtype
     return Explanation(
@@ -134,6 +170,10 @@ def explain(model: nn.Module) -> Explanation:
         extra_bytes=_extra_bytes(model),
         **common,
     )
+
+
+class _Function(nn.Module):
+    """Stands for a compiled function, which has no modules."""
 
 
 def _ordered(model: nn.Module, records: list[Record]) -> tuple[Record, ...]:

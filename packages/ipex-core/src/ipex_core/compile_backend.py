@@ -16,7 +16,9 @@ Three things happen beyond plain Inductor, all of them only for graphs that need
   afterwards are noticed at the next call: the graph then runs unfrozen, with a warning.
 * **No need for ``no_grad``.** A graph with no input that requires grad is compiled for inference even when grad mode
   is on.
-* **Attention.** ``scaled_dot_product_attention`` becomes ``torch.ops.ipex.attention`` where that is faster.
+* **Patterns.** Attention, norms, rotary embeddings, gated MLPs, linear layers with what follows them and weight-only
+  quantised products become ops of ours where that is not slower; see `ipex_core._compile`. `ipex.explain` of a compiled
+  model lists them, and those that were left alone, with the reason.
 
 A graph that needs gradients goes through AOTAutograd and plain Inductor.
 """
@@ -24,20 +26,21 @@ A graph that needs gradients goes through AOTAutograd and plain Inductor.
 from __future__ import annotations
 
 import copy
-import logging
+import functools
+import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional as F
 
 from ipex_core._choice import prefer_ipex_attention
-from ipex_core.errors import FallbackError
+from ipex_core._compile._freeze import CompiledGraph, FrozenGraph, compiled_often, lift_parameters
+from ipex_core._compile._options import Options, read_options
+from ipex_core._compile._report import GraphReport, Origin, remember
 
 __all__ = ["compile", "ipex_backend", "prefer_ipex_attention"]
-
-log = logging.getLogger("ipex")
 
 #: What we set beyond Inductor's own defaults when no gradient is needed. ``options`` wins over it.
 INFERENCE_DEFAULTS: Mapping[str, Any] = {"freezing": True}
@@ -66,7 +69,9 @@ def ipex_backend(
         example_inputs: one value per graph input.
         mode: ``None`` or a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``, ``"max-autotune"``,
             ``"max-autotune-no-cudagraphs"``). CUDA graphs, part of two of them, are left out on the CPU.
-        options: Inductor options (``torch._inductor.list_options()``), e.g. ``{"freezing": False}``.
+        options: Inductor options (``torch._inductor.list_options()``), e.g. ``{"freezing": False}``, and ours:
+            ``"ipex.disable"``, names of patterns to leave out or True for all; ``"ipex.always"``, True to let patterns
+            fire also where Inductor's own code was measured to be as fast.
 
     Returns:
         A callable that takes the graph inputs.
@@ -75,18 +80,12 @@ def ipex_backend(
         ValueError: for an unknown mode or option, or an option value of the wrong type. Inside ``torch.compile`` it
             arrives as the cause of ``BackendCompilerFailed``.
     """
-    patches = _config_patches(mode, options)
-    if _needs_grad(gm, example_inputs):
-        return _inductor(gm, example_inputs, patches)
-
-    patches = {**INFERENCE_DEFAULTS, **patches}
-    replace_attention(gm)
-    # Inductor freezes only when grad mode is off. Nothing here requires grad, and Dynamo guards both the mode and the
-    # inputs' requires_grad, so turning it off for the compilation changes no result.
-    with torch.no_grad():
-        if not patches["freezing"] or _compiled_often():
-            return _inductor(gm, example_inputs, patches)
-        return _compile_frozen(gm, example_inputs, patches)
+    asked = read_options(mode, options)
+    name, origin = _origin(gm, example_inputs)
+    report = GraphReport(name, inference=not _needs_grad(gm, example_inputs))
+    compiled = _compile(gm, example_inputs, asked, report)
+    remember(compiled, report, origin)
+    return compiled
 
 
 def compile(
@@ -103,7 +102,7 @@ def compile(
         model: A graph module, for instance of ``torch.fx.symbolic_trace``.
         example_inputs: One value per input of the graph.
         mode: None or a mode of ``torch.compile``.
-        options: Options of Inductor, as ``torch.compile`` takes them.
+        options: Options of Inductor, as ``torch.compile`` takes them, and ours; see `ipex_backend`.
 
     Returns:
         A callable that takes the inputs of the graph.
@@ -142,36 +141,28 @@ def _get_compiler_backend() -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Options
+# Compiling
 
 
-def _config_patches(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Turn mode and options into Inductor config patches, or raise ValueError naming the culprit."""
-    import torch._inductor as inductor
-    from torch._inductor import config
-
-    patches: dict[str, Any] = {}
-    if mode is not None:
-        modes = inductor.list_mode_options()
-        if mode not in modes:
-            raise ValueError(f"compile: mode must be one of {sorted(modes)}, got {mode!r}")
-        patches.update((k, v) for k, v in modes[mode].items() if not k.startswith("triton."))
-    known: dict[str, Any] = config.get_config_copy()
-    for key, value in (options or {}).items():
-        name = key.replace("-", "_")
-        if name not in known:
-            import difflib
-
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f", did you mean {' or '.join(close)}?" if close else ""
-            raise ValueError(
-                f"compile: unknown option {key!r}{hint} (torch._inductor.list_options() lists all)"
-            )
-        current = known[name]
-        if isinstance(current, bool) and not isinstance(value, bool):
-            raise ValueError(f"compile: option {key!r} must be a bool, got {value!r}")
-        patches[name] = value
-    return patches
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], asked: Options, report: GraphReport
+) -> CompiledGraph:
+    patches = dict(asked.inductor)
+    if not report.inference:
+        report.notes.append("a gradient is needed: Inductor's own code, no patterns")
+        return CompiledGraph(_inductor(gm, example_inputs, patches), report)
+    patches = {**INFERENCE_DEFAULTS, **patches}
+    patches["joint_custom_pre_pass"] = _joint_pass(asked, patches, report)
+    # Inductor freezes only when grad mode is off. Nothing here requires grad, and Dynamo guards both the mode and the
+    # inputs' requires_grad, so turning it off for the compilation changes no result.
+    with torch.no_grad():
+        if not patches["freezing"] or compiled_often():
+            if patches["freezing"]:
+                report.notes.append(
+                    "compiled often: not frozen, so that one graph serves all the rest"
+                )
+            return CompiledGraph(_inductor(gm, example_inputs, patches), report)
+        return _compile_frozen(gm, example_inputs, patches, report)
 
 
 def _needs_grad(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -195,230 +186,66 @@ def _inductor(
     return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Freezing
-
-
 def _compile_frozen(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]
-) -> _Compiled:
-    lifted = _lift_parameters(gm, example_inputs)
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    patches: dict[str, Any],
+    report: GraphReport,
+) -> CompiledGraph:
+    lifted = lift_parameters(gm, example_inputs)
     kept = [i for i in range(len(example_inputs)) if i not in lifted]
     weights = [*gm.parameters(), *gm.buffers()]
+    report.frozen = True
     # compile_fx owns and mutates the graph it gets; this copy is what runs when the weights have changed.
     unfrozen = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     compiled = _inductor(gm, [example_inputs[i] for i in kept], patches)
     if patches.get("freezing_discard_parameters"):
         weights = []  # their values are gone, so there is nothing to compare
-    return _FrozenGraph(compiled, kept, len(example_inputs), weights, unfrozen)
+    return FrozenGraph(compiled, report, kept, len(example_inputs), weights, unfrozen)
 
 
-def _compiled_often() -> bool:
-    """Whether Dynamo is about to give up on this code object because it has been compiled too often.
-
-    That happens when the layers of a model are compiled one by one: they share one ``forward`` and each frozen graph
-    serves one layer only. A graph that is not frozen serves all the remaining ones.
-    """
-    from torch._dynamo import config
-    from torch._guards import CompileContext
-
-    compile_id = CompileContext.current_compile_id()
-    times = getattr(compile_id, "frame_compile_id", None)
-    # Two are kept back: for the unfrozen graph and for its variant with dynamic shapes.
-    return times is not None and times >= config.recompile_limit - 2
+def _joint_pass(asked: Options, patches: Mapping[str, Any], report: GraphReport) -> Any:
+    """Return our passes as one of Inductor's, followed by one that the user has set."""
+    before = patches.get("joint_custom_pre_pass")
+    return functools.partial(_run, asked, before, bool(patches["freezing"]), report)
 
 
-def _lift_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[int, Tensor]:
-    """Turn the parameter and buffer inputs of a Dynamo graph into attributes of it; return them by input position.
+def _run(asked: Options, also: Any, freezing: bool, report: GraphReport, graph: fx.Graph) -> None:
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
-    Graphs that Dynamo did not make are left as they are: their parameters are attributes already.
-    """
-    sources: dict[str, Any] | None = getattr(gm, "_param_name_to_source", None)
-    if sources is None:
-        return {}
-    from torch._dynamo.guards import GuardBuilder, install_guard
+    from ipex_core._compile._passes import frozen_placeholders, run_passes
 
-    gm._param_name_to_source = sources = dict(sources)  # type: ignore[assignment]
-    lifted: dict[int, Tensor] = {}
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    for position, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
-        source = getattr(node, "_dynamo_source", None)
-        if (
-            source is None
-            or not isinstance(value, Tensor)
-            or getattr(value, "_dynamo_static_input_type", None) is None
-        ):
-            continue
-        name = f"_ipex_frozen_{position}"
-        # A buffer, whatever it was: no gradient is wanted and a Parameter would have to be a leaf of float type.
-        gm.register_buffer(name, value)
-        sources[name] = source
-        with gm.graph.inserting_before(node):
-            constant = gm.graph.get_attr(name)
-        constant.meta.update(node.meta)
-        node.replace_all_uses_with(constant)
-        gm.graph.erase_node(node)
-        # Without this, another module of the same class would run with the weights of this one.
-        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
-        lifted[position] = value
-    gm.recompile()
-    return lifted
-
-
-class _FrozenGraph:
-    """A frozen compiled graph that notices when its weights have changed since."""
-
-    def __init__(
-        self,
-        compiled: _Compiled,
-        kept: list[int],
-        n_inputs: int,
-        weights: list[Tensor],
-        unfrozen: fx.GraphModule,
-    ) -> None:
-        self._compiled = compiled
-        self._kept = kept
-        self._n_inputs = n_inputs
-        self._weights = weights
-        self._state = self._weight_state()
-        self._unfrozen = unfrozen
-        self._stale = False
-
-    def _weight_state(self) -> list[tuple[int, int]]:
-        # Versions catch in-place updates (load_state_dict), pointers catch `p.data = ...`. Inference tensors have no
-        # version counter, packed oneDNN weights have no pointer. About 0.1 us per weight.
-        return [
-            (0 if w.is_inference() else w._version, id(w) if w.is_mkldnn else w.data_ptr())
-            for w in self._weights
-        ]
-
-    def __call__(self, *args: Any) -> Any:
-        # Dynamo reads the inputs to pass from the graph that was edited, and so leaves the lifted ones out. A wrapper
-        # between Dynamo and us may still pass them all.
-        if len(args) == self._n_inputs != len(self._kept):
-            args = tuple(args[i] for i in self._kept)
-        if self._stale or self._weight_state() != self._state:
-            return self._run_unfrozen(args)
-        return self._compiled(*args)
-
-    def _run_unfrozen(self, args: tuple[Any, ...]) -> Any:
-        if not self._stale:
-            message = (
-                "torch.compile(backend='ipex'): the weights changed after compilation, so the frozen graph is no longer"
-                " valid and the graph runs uncompiled; call torch.compiler.reset() to compile it again"
-            )
-            from ipex_core import config
-
-            if config.get("strict"):
-                raise FallbackError(message)
-            log.warning(message)
-            self._stale = True
-        return self._unfrozen(*args)
+    # What is left of dropout is a copy between any two ops.
+    remove_noop_ops(graph)
+    constants = frozen_placeholders(graph) if freezing and report.frozen else set()
+    run_passes(graph, report, constants, asked.disable, asked.always)
+    for other in also if isinstance(also, (list, tuple)) else (also,):
+        if other is not None:
+            other(graph)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Attention
+# Reports
 
 
-def replace_attention(gm: fx.GraphModule) -> int:
-    """Replace eligible ``scaled_dot_product_attention`` nodes by ``ipex::attention``; return how many."""
-    target = F.scaled_dot_product_attention
-    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is target]
-    if not nodes or not _attention_available():
-        return 0
-    autocast = torch.is_autocast_enabled("cpu") or any(
-        n.target is torch.amp.autocast_mode._enter_autocast for n in gm.graph.nodes
-    )
-    replaced = 0
-    for node in nodes:
-        arguments = _attention_arguments(node, autocast)
-        if arguments is not None:
-            node.target = torch.ops.ipex.attention.default
-            node.args, node.kwargs = arguments
-            replaced += 1
-    if replaced:
-        gm.recompile()
-    return replaced
+def _origin(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[str, Origin]:
+    """Return a name for a graph and whose it is."""
+    tensors = [t for t in example_inputs if isinstance(t, Tensor)]
+    static = [t for t in tensors if getattr(t, "_dynamo_static_input_type", None) is not None]
+    name, code = _start()
+    used = frozenset(id(t) for t in (*static, *gm.parameters(), *gm.buffers()))
+    return name, Origin(code, used)
 
 
-def _attention_available() -> bool:
-    """Whether a CPU kernel provider is active; without one the op would run its reference."""
-    try:
-        from ipex_core._plugins import load_providers
-
-        return any(
-            status.state == "active" and status.info is not None and "attention" in status.info.ops
-            for status in load_providers()
-        )
-    except ImportError:
-        return False
-
-
-def _attention_arguments(
-    node: fx.Node, autocast: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if given.get("dropout_p", 0.0) != 0.0 or not isinstance(given.get("is_causal", False), bool):
-        return None
-    values = [_example(given.get(name)) for name in ("query", "key", "value")]
-    query, key, value = values
-    if query is None or key is None or value is None:
-        return None
-    if any(
-        v.dim() != 4 or v.device.type != "cpu" or v.dtype != query.dtype
-        for v in (query, key, value)
-    ):
-        return None
-    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return None
-    if autocast and query.dtype is torch.float32:
-        return None  # autocast would lower the stock op to 16 bit
-    if not _same(key.shape, value.shape) or not _same(query.shape[::3], key.shape[::3]):
-        return None  # the stock op broadcasts batches and allows another head size for the values
-    if not given.get("enable_gqa", False) and not _same(query.shape[1:2], key.shape[1:2]):
-        return None
-    mask = given.get("attn_mask")
-    if mask is not None and given.get("is_causal", False):
-        return None  # an error of the stock op
-    if mask is not None:
-        example = _example(mask)
-        if example is None or example.requires_grad or not 2 <= example.dim() <= 4:
-            return None
-        if example.dtype not in (torch.bool, query.dtype):
-            return None
-    scale = given.get("scale")
-    if scale is not None and not isinstance(scale, float):
-        return None
-    if not prefer_ipex_attention(_hints(query), _hints(key), query.dtype):
-        return None
-    return (
-        (
-            given["query"],
-            given["key"],
-            given["value"],
-            mask,
-            scale or 0.0,
-            given.get("is_causal", False),
-        ),
-        {},
-    )
-
-
-def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether the sizes are known to be equal, without adding a guard."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return len(left) == len(right) and all(
-        statically_known_true(a == b) for a, b in zip(left, right, strict=True)
-    )
-
-
-def _example(node: Any) -> Tensor | None:
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, Tensor) else None
-
-
-def _hints(tensor: Tensor) -> list[int]:
-    """Return the sizes as plain ints without specialising the graph on symbolic ones."""
-    return [s if isinstance(s, int) else int(s.node.hint or 1) for s in tensor.shape]
+def _start() -> tuple[str, tuple[str, int] | None]:
+    """Return where the function begins that Dynamo is compiling; torch has no other way to ask for it."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_compile" and code.co_filename.endswith("convert_frame.py"):
+            compiled = frame.f_locals.get("code")
+            if isinstance(compiled, types.CodeType):
+                place = (compiled.co_filename, compiled.co_firstlineno)
+                return f"{compiled.co_name} ({place[0]}:{place[1]})", place
+        frame = frame.f_back
+    return "graph module", None

@@ -6,6 +6,8 @@ Kernels repeat these checks with the same text (``rotary_glue.h``).
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ipex_core._spec import check
@@ -137,9 +139,10 @@ def check_tables(op: str, sin: Tensor, cos: Tensor, query: Tensor, rotary_dim: i
 def check_position_ids(op: str, query: Tensor, sin: Tensor, position_ids: Tensor | None) -> None:
     """Check that there is a row of the tables for each token."""
     lead = query.shape[:-2]
-    tokens, positions = lead.numel(), lead[-1]
+    # torch.Size.numel() would turn symbolic sizes into numbers.
+    tokens, positions = math.prod(lead), lead[-1]
     if position_ids is None:
-        rows = sin.shape[:-1].numel()
+        rows = math.prod(sin.shape[:-1])
         check(
             rows == tokens or rows >= positions,
             op,

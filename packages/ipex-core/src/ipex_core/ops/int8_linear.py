@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -207,7 +208,7 @@ def _check_activations(
         expected = f"be given for x of dtype {dtype_name(x.dtype)}"
         check(x_scale is not None, _OP, "x_scale", expected, None)
     if x_scale is not None:
-        rows = x.shape[:-1].numel()
+        rows = math.prod(x.shape[:-1])
         check_device(_OP, "x_scale", x_scale, x)
         check_tensor(_OP, "x_scale", x_scale, (torch.float32,), min_dim=0)
         expected = f" or one for each row of x = {rows}" if is_codes else ""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,7 +149,7 @@ def _check(
     check(k_scale > 0, _OP, "k_scale", "be positive", f"{k_scale:g}")
     check(v_scale > 0, _OP, "v_scale", "be positive", f"{v_scale:g}")
     check_position_ids(_OP, query, sin, position_ids)
-    tokens = query.shape[:-2].numel()
+    tokens = math.prod(query.shape[:-2])
     if slot_mapping is not None:
         check_index_tensor(_OP, "slot_mapping", slot_mapping, 1, query)
         check(

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``mode`` and ``options`` of the backend: Inductor's own, and ours, whose names begin with ``ipex.``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["Options", "read_options"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a compilation was asked for.
+
+    Attributes:
+        disable: ``"ipex.disable"``: names of patterns to leave out, or True for all of them.
+        always: ``"ipex.always"``: let patterns fire also where Inductor's own code was measured to be as fast.
+        inductor: Patches of Inductor's configuration.
+    """
+
+    disable: frozenset[str] = frozenset()
+    always: bool = False
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:
+    """Check mode and options.
+
+    Raises:
+        ValueError: An unknown mode or option, or a value of the wrong type; the text names it.
+    """
+    import torch._inductor as inductor
+    from torch._inductor import config
+
+    patches: dict[str, Any] = {}
+    if mode is not None:
+        modes = inductor.list_mode_options()
+        if mode not in modes:
+            raise ValueError(f"compile: mode must be one of {sorted(modes)}, got {mode!r}")
+        patches.update((k, v) for k, v in modes[mode].items() if not k.startswith("triton."))
+    known: dict[str, Any] = config.get_config_copy()
+    own: dict[str, Any] = {}
+    for key, value in (options or {}).items():
+        if key.startswith("ipex."):
+            own[key] = value
+            continue
+        name = key.replace("-", "_")
+        if name not in known:
+            raise _unknown(key, [*known, *_OWN])
+        if isinstance(known[name], bool) and not isinstance(value, bool):
+            raise ValueError(f"compile: option {key!r} must be a bool, got {value!r}")
+        patches[name] = value
+    return Options(**{name: read(own[key]) for key, (name, read) in _own(own)}, inductor=patches)
+
+
+def _own(given: Mapping[str, Any]) -> list[tuple[str, tuple[str, Any]]]:
+    for key in given:
+        if key not in _OWN:
+            raise _unknown(key, list(_OWN))
+    return [(key, _OWN[key]) for key in given]
+
+
+def _unknown(key: str, known: list[str]) -> ValueError:
+    close = difflib.get_close_matches(key, known, n=3)
+    hint = f", did you mean {' or '.join(close)}?" if close else ""
+    return ValueError(
+        f"compile: unknown option {key!r}{hint} (torch._inductor.list_options() lists all of Inductor's,"
+        f" ours are {', '.join(_OWN)})"
+    )
+
+
+def _disable(value: Any) -> frozenset[str]:
+    from ipex_core._compile._passes import PATTERNS
+
+    if isinstance(value, bool):
+        return frozenset(PATTERNS if value else ())
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple, set, frozenset)) or not set(names) <= set(PATTERNS):
+        raise ValueError(
+            f"compile: option 'ipex.disable' must be a bool or some of {', '.join(PATTERNS)}, got {value!r}"
+        )
+    return frozenset(names)
+
+
+def _always(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"compile: option 'ipex.always' must be a bool, got {value!r}")
+    return value
+
+
+_OWN: dict[str, tuple[str, Any]] = {
+    "ipex.disable": ("disable", _disable),
+    "ipex.always": ("always", _always),
+}

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention: the stock op, and its spellings as two matrix products around a softmax.
+
+``softmax(q @ k.T * scale + mask) @ v`` as BERT, ViT, GPT-2, T5 and Llama write it in their eager form: the scale as a
+product or a quotient or not at all, any number of added masks, ``where`` with a mask and a number, the softmax in
+float32. Heads that ``repeat_kv`` has copied are taken from where they were copied from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from ipex_core._choice import prefer_ipex_attention
+from ipex_core._compile._graph import (
+    FLOATS,
+    Context,
+    binary,
+    describe,
+    hints,
+    is_call,
+    items,
+    number,
+    same,
+    scaled,
+    shape_of,
+    uncast,
+    val,
+)
+
+__all__ = ["fuse_attention"]
+
+aten = torch.ops.aten
+ipex = torch.ops.ipex
+
+_OP = "ipex::attention"
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_COPIES = (aten.expand.default, aten.clone.default, aten.alias.default)
+
+
+def fuse_attention(ctx: Context) -> None:
+    """Replace attentions by ``ipex::attention``."""
+    for node in ctx.nodes(aten._scaled_dot_product_flash_attention_for_cpu.default):
+        _stock(ctx, node)
+    for node in ctx.nodes(aten.bmm.default):
+        match = _spelled(node)
+        if match is not None:
+            _replace_spelled(ctx, match)
+
+
+def _reason(ctx: Context, q: Any, k: Any, v: Any, mask: Any, scores: Any = None) -> str | None:
+    """Return why the op cannot or should not compute an attention, or None."""
+    values = [val(x) for x in (q, k, v)]
+    query, key, value = values
+    if query is None or key is None or value is None:
+        return "shapes are unknown"
+    if any(x is None or x.dim() != 4 or x.device.type != "cpu" for x in values):
+        return f"query is {describe(q)}, not 4-D on the CPU"
+    if query.dtype not in FLOATS or not query.dtype == key.dtype == value.dtype:
+        return f"dtypes are {query.dtype}, {key.dtype}, {value.dtype}"
+    if not same(key.shape, value.shape) or not same(query.shape[::3], key.shape[::3]):
+        return f"query, key and value are {describe(q)}, {describe(k)}, {describe(v)}"
+    heads, groups = query.shape[1], key.shape[1]
+    if not isinstance(heads, int) or not isinstance(groups, int) or not groups or heads % groups:
+        return "the numbers of heads do not fit"
+    if mask is not None:
+        given = val(mask)
+        if given is None or given.dtype not in (torch.bool, torch.float32, query.dtype):
+            return f"the mask is {describe(mask)}"
+        full = (query.shape[0], heads, query.shape[2], key.shape[2])
+        if given.dim() > 4 or not _broadcasts(given.shape, full):
+            return f"the mask {describe(mask)} does not broadcast to the scores"
+    if not ctx.kernels("attention"):
+        return "no kernel package implements attention"
+    if not ctx.always and not prefer_ipex_attention(
+        hints(query.shape), hints(key.shape), query.dtype
+    ):
+        return f"the stock op is as fast at {describe(q)}"
+    return None
+
+
+def _broadcasts(shape: Any, full: Any) -> bool:
+    pairs = zip(reversed(shape), reversed(full), strict=False)
+    return all(same((a,), (b,)) or same((a,), (1,)) for a, b in pairs)
+
+
+def _stock(ctx: Context, node: fx.Node) -> None:
+    names = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    q, k, v, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
+    causal, scale = given.get("is_causal", False), given.get("scale")
+    reason = None
+    if given.get("dropout_p", 0.0) != 0.0:
+        reason = "there is dropout"
+    elif items(node, 1):
+        reason = "the log-sum-exp is used"
+    elif scale is not None and (not isinstance(scale, (int, float)) or scale == 0.0):
+        reason = f"the scale is {scale}"
+    groups = None if reason else _grouped(k, v)
+    if reason is None:
+        k, v = groups or (k, v)
+        reason = _reason(ctx, q, k, v, mask)
+    results = items(node, 0)
+    if reason is not None or len(results) != 1:
+        ctx.reject("attention", node, _OP, reason or "the result is not used")
+        return
+    assert isinstance(k, fx.Node) and isinstance(q, fx.Node)
+    text = "scaled_dot_product_attention" + (", shared heads" if groups else "")
+    ctx.replace(
+        "attention",
+        results[0],
+        [node],
+        ipex.attention.default,
+        (q, k, v, mask, float(scale or 0.0), bool(causal)),
+        text,
+    )
+
+
+def _grouped(k: Any, v: Any) -> tuple[fx.Node, fx.Node] | None:
+    """Return keys and values before ``repeat_kv`` copied their heads, if it did."""
+    found = tuple(map(_before_repeat, (k, v)))
+    if found[0] is None or found[1] is None or not same(shape_of(found[0]), shape_of(found[1])):
+        return None
+    return found[0], found[1]
+
+
+def _before_repeat(node: Any) -> fx.Node | None:
+    """Match ``x[:, :, None].expand(B, H, G, S, D).reshape(B, H * G, S, D)``; return x."""
+    if not is_call(node, *_VIEWS):
+        return None
+    wide = node.args[0]
+    if is_call(wide, aten.clone.default):
+        wide = wide.args[0]
+    if not is_call(wide, aten.expand.default):
+        return None
+    apart = wide.args[0]
+    if not is_call(apart, aten.unsqueeze.default) or apart.args[1] != 2:
+        return None
+    x = apart.args[0]
+    shape, expanded, out = shape_of(x), shape_of(wide), shape_of(node)
+    if shape is None or expanded is None or out is None or len(shape) != 4 or len(out) != 4:
+        return None
+    fits = same((*expanded[:2], *expanded[3:]), shape) and same(
+        (out[0], *out[2:]), (shape[0], *shape[2:])
+    )
+    fits = fits and same((out[1],), (expanded[1] * expanded[2],))
+    return x if fits and isinstance(x, fx.Node) else None
+
+
+@dataclasses.dataclass
+class _Match:
+    root: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    scale: float
+    masks: list[tuple[str, Any, Any]]
+    interior: list[fx.Node]
+    transpose: bool
+
+
+def _unfold(node: Any, result: Any) -> tuple[fx.Node, list[fx.Node]] | None:
+    """Return the 4-D operand behind one of ``bmm``, and the nodes passed; ``result`` is its 4-D result."""
+    passed: list[fx.Node] = []
+    whole, flat = shape_of(result), shape_of(node)
+    if whole is None or flat is None or len(whole) != 4:
+        return None
+    while isinstance(node, fx.Node):
+        shape = shape_of(node)
+        if (
+            passed
+            and shape is not None
+            and same(shape, (*whole[:2], *flat[1:]))
+            and not is_call(node, *_COPIES)
+        ):
+            return node, passed
+        if not is_call(node, *_VIEWS, *_COPIES):
+            return None
+        passed.append(node)
+        node = node.args[0]
+    return None
+
+
+def _spelled(second: fx.Node) -> _Match | None:
+    """Match from the second matrix product on upwards."""
+    if len(second.users) != 1:
+        return None
+    root = next(iter(second.users))
+    if not is_call(root, *_VIEWS):
+        return None
+    left, right = _unfold_softmax(second.args[0], root), _unfold(second.args[1], root)
+    if left is None or right is None:
+        return None
+    division, inside = left
+    pair = binary(division, aten.div.Tensor)
+    if pair is None:
+        return None
+    exp, total = pair
+    if not is_call(exp, aten.exp.default) or not is_call(total, aten.sum.dim_IntList):
+        return None
+    if total.args[0] is not exp or list(total.args[1]) not in ([-1], [3]) or not total.args[2]:
+        return None
+    difference = binary(exp.args[0], aten.sub.Tensor)
+    if difference is None or not is_call(difference[1], aten.amax.default):
+        return None
+    scores, most = difference
+    if most.args[0] is not scores or list(most.args[1]) not in ([-1], [3]) or not most.args[2]:
+        return None
+    inside += [second, *right[1], division, exp, total, exp.args[0], most]
+    found = _scores(scores, inside)
+    if found is None:
+        return None
+    first, scale, masks = found
+    product = first.args[0]
+    q, k = _unfold(product.args[0], first), _unfold(product.args[1], first)  # type: ignore[union-attr]
+    if q is None or k is None:
+        return None
+    inside += [first, product, *q[1], *k[1]]  # type: ignore[list-item]
+    key, transpose = k[0], True
+    if is_call(key, aten.permute.default) and list(key.args[1]) == [0, 1, 3, 2]:  # type: ignore[arg-type]
+        inside.append(key)
+        key, transpose = key.args[0], False  # type: ignore[assignment]
+    elif is_call(key, aten.transpose.int):
+        dims = sorted(int(d) % 4 for d in key.args[1:])  # type: ignore[arg-type]
+        if dims == [2, 3]:
+            inside.append(key)
+            key, transpose = key.args[0], False  # type: ignore[assignment]
+    return _Match(root, q[0], key, right[0], scale, masks, inside, transpose)
+
+
+def _unfold_softmax(node: Any, result: Any) -> tuple[fx.Node, list[fx.Node]] | None:
+    """Step from the first operand of the second product to the division of its softmax."""
+    passed: list[fx.Node] = []
+    while is_call(node, *_VIEWS, *_COPIES, torch.ops.prims.convert_element_type.default):
+        passed.append(node)
+        node = node.args[0]
+    shape, whole = shape_of(node), shape_of(result)
+    if shape is None or whole is None or len(shape) != 4 or not same(shape[:3], whole[:3]):
+        return None
+    return (node, passed) if is_call(node, aten.div.Tensor) else None
+
+
+def _scores(
+    node: Any, inside: list[fx.Node]
+) -> tuple[fx.Node, float, list[tuple[str, Any, Any]]] | None:
+    """Step from the argument of the softmax to the first matrix product over masks and one scale."""
+    masks: list[tuple[str, Any, Any]] = []
+    scale: float | None = None
+    while isinstance(node, fx.Node):
+        plain = _plain(node)
+        while node is not plain:
+            inside.append(node)
+            node = node.args[0]
+        if is_call(node, *_VIEWS) and is_call(node.args[0], aten.bmm.default):
+            return node, 1.0 if scale is None else scale, masks
+        part = scaled(node)
+        pair = binary(node, aten.add.Tensor)
+        if part is not None:
+            if scale is not None:
+                return None
+            inside.append(node)
+            node, scale = part
+        elif pair is not None and scale is None:
+            a, b = pair
+            a, b = (a, b) if _leads_to_product(a) else (b, a)
+            inside.append(node)
+            masks.append(("add", b, None))
+            node = a
+        elif is_call(node, aten.where.self) and scale is None:
+            condition, a, b = node.args
+            inside.append(node)
+            if number(b) is not None:
+                masks.append(("keep", condition, number(b)))
+                node = a
+            elif number(a) is not None:
+                masks.append(("drop", condition, number(a)))
+                node = b
+            else:
+                return None
+        else:
+            return None
+    return None
+
+
+def _plain(node: Any) -> Any:
+    """Step over conversions and over views to another shape and back, which in-place ops on views leave behind."""
+    while True:
+        node, before = uncast(node), node
+        if is_call(node, *_VIEWS) and is_call(node.args[0], *_VIEWS):
+            inner = node.args[0].args[0]
+            if same(shape_of(inner), shape_of(node)):
+                node = inner
+        if node is before:
+            return node
+
+
+def _leads_to_product(node: Any) -> bool:
+    for _ in range(8):
+        node = _plain(node)
+        if is_call(node, *_VIEWS) and is_call(node.args[0], aten.bmm.default):
+            return True
+        part = scaled(node)
+        if part is not None:
+            node = part[0]
+        elif is_call(node, aten.where.self):
+            node = node.args[1] if number(node.args[2]) is not None else node.args[2]
+        elif binary(node, aten.add.Tensor) is not None:
+            return any(_leads_to_product(x) for x in node.args)
+        else:
+            return False
+    return False
+
+
+def _replace_spelled(ctx: Context, match: _Match) -> None:
+    groups = None
+    if not match.transpose:
+        groups = _grouped(match.k, match.v)
+    query, root = val(match.q), match.root
+    if query is None:
+        return
+    if not match.scale:
+        ctx.reject("attention", root, _OP, "the scale is 0")
+        return
+    made: list[fx.Node] = []
+    key, value = groups or (match.k, match.v)
+    if match.transpose:
+        key = ctx.call(root, aten.permute.default, (key, [0, 1, 3, 2]))
+        made.append(key)
+    mask = _mask(ctx, match, query.dtype, made)
+    reason = _reason(ctx, match.q, key, value, mask)
+    if reason is not None:
+        ctx.reject("attention", root, _OP, reason)
+    else:
+        args = (match.q, key, value, mask, match.scale)
+        text = "matmul, softmax, matmul" + (", mask" if match.masks else "")
+        text += ", shared heads" if groups else ""
+        ctx.replace("attention", root, match.interior, ipex.attention.default, args, text)
+    ctx.drop(made)
+
+
+def _mask(ctx: Context, match: _Match, dtype: torch.dtype, made: list[fx.Node]) -> fx.Node | None:
+    """Return the sum of all masks, as one that is added to the scores.
+
+    ``where(mask, scores, -1e9)`` becomes an addition of 0 and -1e9: the scores vanish beside such a number, as do
+    those that it replaces.
+    """
+    total: fx.Node | None = None
+    for kind, mask, fill in match.masks:
+        if kind != "add":
+            if fill > -1e4:
+                mask = None  # a number beside which scores do not vanish
+            else:
+                zero = ctx.call(match.root, aten.full.default, ([], 0.0), {"dtype": dtype})
+                # In 16 bit the number of float32 would be an infinity, and a row of those a NaN.
+                fill = max(fill, torch.finfo(dtype).min)
+                low = ctx.call(match.root, aten.full.default, ([], fill), {"dtype": dtype})
+                pair = (zero, low) if kind == "keep" else (low, zero)
+                mask = ctx.call(match.root, aten.where.self, (mask, *pair))
+                made += [zero, low, mask]
+        if val(mask) is None:
+            return match.q  # not a mask: `_reason` rejects it by its shape
+        if total is not None:
+            mask = ctx.call(match.root, aten.add.Tensor, (total, mask))
+            made.append(mask)
+        total = mask
+    return total
