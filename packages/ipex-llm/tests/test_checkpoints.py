@@ -141,6 +141,26 @@ def test_load(tmp_path: Path, files: int, suffix: str) -> None:
     assert load_low_precision_checkpoint(str(folder))[1] == GPTQ
 
 
+def test_file_of_ipex(tmp_path: Path) -> None:
+    """A state dict without ``g_idx`` and configuration, as IPEX's ``gptq`` has written it."""
+    state, reference = checkpoint(group=16)
+    path = tmp_path / "gptq_checkpoint_g16.pt"
+    torch.save({key: value for key, value in state.items() if "g_idx" not in key}, path)
+    found, config = load_low_precision_checkpoint(path)
+    assert config == {"quant_method": "gptq", "bits": 4} and "lm_head.weight" in found
+    model = make_model()
+    assert len(replace_linears_from_checkpoint(model, found, config).layers) == 14
+    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-3, atol=1e-3)
+    with pytest.raises(OpArgumentError, match=r"world_size must be 1 for \.pt files"):
+        load_low_precision_checkpoint(path, 0, 2)
+    torch.save({"a.weight": torch.ones(2)}, path)
+    with pytest.raises(OpArgumentError, match="pathname must have gptq weights"):
+        load_low_precision_checkpoint(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(OpArgumentError, match="must be a complete weight file"):
+        load_low_precision_checkpoint(path)
+
+
 def test_configuration_beside(tmp_path: Path) -> None:
     state, _ = checkpoint()
     old = {"bits": 4, "group_size": 16, "desc_act": False}

@@ -15,7 +15,7 @@ import torch
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
 
-__all__ = ["model_config", "quantization_config", "tensors"]
+__all__ = ["model_config", "quantization_config", "read_file", "tensors"]
 
 Tensor = torch.Tensor
 
@@ -68,7 +68,7 @@ def tensors(op: str, folder: Path) -> Iterator[tuple[str, Tensor]]:
     check(not missing, op, "pathname", f"have all shards of {folder}", f"no {', '.join(missing)}")
     seen: set[str] = set()
     for name in files:
-        for key, tensor in _read(op, folder / name):
+        for key, tensor in read_file(op, folder / name):
             seen.add(key)
             yield key, tensor
     absent = sorted(promised - seen)
@@ -108,7 +108,8 @@ def _complete(names: list[str]) -> list[str]:
     return sorted(every)
 
 
-def _read(op: str, path: Path) -> Iterator[tuple[str, Tensor]]:
+def read_file(op: str, path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of one file."""
     damaged = f"{op}: {path} must be a complete weight file, got"
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError, safe_open

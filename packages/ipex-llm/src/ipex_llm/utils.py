@@ -18,7 +18,7 @@ import torch
 
 from ipex_core._spec import check
 from ipex_llm._lowp_files import model_config as read_model_config
-from ipex_llm._lowp_files import quantization_config, tensors
+from ipex_llm._lowp_files import quantization_config, read_file, tensors
 from ipex_llm._lowp_gguf import is_gguf, load_gguf
 from ipex_llm._lowp_shards import Splitter
 from ipex_quant._replace import Replaced, replace_linears_from_checkpoint
@@ -48,10 +48,11 @@ def load_low_precision_checkpoint(
     and not read until they are used.
 
     A GGUF file, or a folder that has nothing else, is read too: its tensors get the names and the order that
-    Hugging Face's models of the architectures llama (Mistral too), qwen2 and qwen3 have.
+    Hugging Face's models of the architectures llama (Mistral too), qwen2 and qwen3 have. So is ``*.pt``, a state dict
+    of 4-bit GPTQ weights as IPEX's ``gptq`` has written it.
 
     Args:
-        pathname: The folder, or a GGUF file.
+        pathname: The folder, or a GGUF file, or a ``.pt`` file.
         rank: With ``world_size`` > 1, whose part of the split layers is returned; see
             `shard_low_precision_checkpoint`.
         world_size: Number of ranks.
@@ -69,6 +70,12 @@ def load_low_precision_checkpoint(
         check(bool(quantized_names(state)), op, "pathname", "have gguf weights", "none")
         check(world_size == 1 and rank == 0, op, "world_size", "be 1 for GGUF files", world_size)
         return state, quant_config
+    if Path(pathname).suffix == ".pt" and Path(pathname).is_file():
+        state = dict(read_file(op, Path(pathname)))
+        check(bool(quantized_names(state)), op, "pathname", "have gptq weights", "none")
+        what = "be 1 for .pt files: use shard_low_precision_checkpoint"
+        check(world_size == 1 and rank == 0, op, "world_size", what, world_size)
+        return state, {"quant_method": "gptq", "bits": 4}
     config = read_model_config(op, pathname)
     folder = Path(pathname)
     quant_config = quantization_config(op, folder, config)
