@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipex_core import explain
 from ipex_quant import (
@@ -227,14 +229,15 @@ class Ranking(nn.Module):
         self.bag = nn.EmbeddingBag(100, 16, mode="sum")
         self.open = nn.EmbeddingBag(100, 16, mode="sum", include_last_offset=True)
         self.mean = nn.EmbeddingBag(100, 16, mode="mean")
-        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.lstm = nn.LSTM(16, 512, batch_first=True)
+        self.small = nn.LSTM(512, 16, batch_first=True)
         self.gru = nn.GRU(16, 16)
         self.head = nn.Linear(48, 4)
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
         a, b = self.bag(ids.view(-1), offsets), self.mean(ids.view(-1), offsets)
         c = self.open(ids.view(-1), torch.cat([offsets, ids.new_tensor([ids.numel()])]))
-        y = self.gru(self.lstm(a.unsqueeze(1))[0])[0].squeeze(1)
+        y = self.gru(self.small(self.lstm(a.unsqueeze(1))[0])[0])[0].squeeze(1)
         y = torch.matmul(y, torch.ones(16, 16)) / 16
         return self.head(torch.cat([a, b, c + y], 1))  # type: ignore[no-any-return]
 
@@ -266,6 +269,7 @@ def test_tables_and_recurrent_layers(tmp_path: Path) -> None:
     said = texts(found)
     assert "8-bit rows" in said["bag"] and "no INT8 form of mode 'mean'" in said["mean"]
     assert "no static INT8 form of GRU" in said["gru"] and "uint8" in said["lstm"]
+    assert "with hidden_size 16 an LSTM is faster in float" in said["small"]
     assert "no INT8 form of its matmul" in said[""]
     save(found, tmp_path / "m")
     assert torch.equal(load(tmp_path / "m", Ranking())(ids, offsets), found(ids, offsets))
@@ -308,3 +312,69 @@ def test_forwards_that_cannot_be_rewritten() -> None:
     assert "forward" not in found.__dict__ and type(found.a) is Int8Conv
     for more, sign in itertools.product((None, torch.ones(1)), (1, -1)):
         assert near(found(sign * x, more), model(sign * x, more), 0.99)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, only: bool = False) -> Tensor:
+        y = self.norm(x)
+        return self.q(y) if only else torch.tanh(self.q(y)) * self.k(y) + self.v(y) + y  # type: ignore[no-any-return]
+
+
+class Count(TorchDispatchMode):
+    """Counts calls of an op."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.count = name, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name().startswith(self.name)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_layers_that_read_one_activation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Attention().eval(), torch.randn(3, 5, 16)
+    found = quantised(model, x)
+    assert found.q.group is found.k.group is found.v.group is not None
+    assert "input quantised once for q, k, v" in texts(found)["k"]
+    expected = found(x)  # too small: each layer quantises
+    monkeypatch.setattr("ipex_quant._int8_group.LEAST", 1)
+    save(found, tmp_path / "m")
+    for other in (found, copy.deepcopy(found), load(tmp_path / "m", Attention())):
+        with Count("ipex::quantize_per_tensor") as counted:
+            assert torch.equal(other(x), expected)
+        assert counted.count == 1
+        assert other.q.group._entry is None  # nothing is kept
+        with torch.inference_mode():
+            assert torch.equal(other(x), expected)
+    # The same tensor with other values, and a layer that was not called the last time.
+    y = found.norm(x)
+    other = copy.deepcopy(found)
+    for values in (y, y * 0.5, y * 0.25):
+        y.copy_(values)
+        alone = [quantised_alone(layer, y) for layer in (found.q, found.k, found.v)]
+        for layers in ((other.q, other.v), (other.v, other.k), (other.k, other.q, other.v)):
+            for layer in layers:
+                index = [other.q, other.k, other.v].index(layer)
+                assert torch.equal(layer(y), alone[index])
+        y.mul_(1.0)
+    traced = torch.jit.freeze(torch.jit.trace(found, x, check_trace=False))
+    assert torch.equal(traced(x), expected) and torch.equal(traced(x * 0.5), found(x * 0.5))
+    compiled = torch.compile(found, backend="ipex", fullgraph=True)
+    result, sources = run_and_get_code(compiled, x)
+    torch.testing.assert_close(result, expected, atol=0.02, rtol=0)
+    assert "\n".join(sources).count("= torch.ops.ipex.quantize_per_tensor") == 1
+
+
+def quantised_alone(layer: Any, x: Tensor) -> Tensor:
+    single = copy.deepcopy(layer)
+    single.group = None
+    result: Tensor = single(x)
+    return result

@@ -19,7 +19,7 @@ from ipex_quant._int8_pools import Int8Mean, pool_for
 from ipex_quant._int8_state import KEY, Prepared, detach, replan, scales_of_layers, state_of
 from ipex_quant._int8_transposed import Int8ConvTranspose, output_rows
 from ipex_quant._model import quantize_linears, replace_module
-from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear, Scale
+from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear, Scale, share_input
 from ipex_quant.static_qconfig import default_dynamic_qconfig
 
 __all__ = ["Names", "convert_model"]
@@ -55,7 +55,10 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
             made.residual = _residual_scale(state, layer)
             made.residual_free = layer.residual_free
         built[path] = made
-        _note(log, state, layer, module, made, path in folded)
+    for group in _groups(state, plan, built):
+        share_input([built[path] for path in group])
+    for path, layer in plan.layers.items():
+        _note(log, state, layer, model.get_submodule(path), built[path], path in folded)
     names: Names = []
     for path, layer in plan.layers.items():
         last = layer.fused[-1] if layer.fused else path
@@ -101,6 +104,32 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
             log.add(path, "Linear", _STEP, True, f"weights {woq.weight_dtype.name}", "woq_linear")
     model.__dict__[QUANTISATION] = log
     return model, names
+
+
+def _groups(state: Prepared, plan: Plan, built: dict[str, Any]) -> list[list[str]]:
+    """Return linear layers that read one float value with one scale, in the order of their calls."""
+    flow = state.flow
+    if flow is None:
+        return []
+    coded = {layer.result for layer in plan.layers.values() if layer.codes}
+    found = []
+    for value in {layer.source: None for layer in plan.layers.values()}:
+        readers = flow.consumers.get(value, [])
+        members = [
+            event.path
+            for event in readers
+            if event.role == "linear"
+            and event.path in plan.layers
+            and len(flow.calls[event.path]) == 1
+            and built[event.path].smooth is None
+            # A sum computes where it stands, when the value may be another.
+            and plan.layers[event.path].residual is None
+        ]
+        inplace = any(e.role == "function" and e.name.strip("_") != e.name for e in readers)
+        same = {built[path].input for path in members}
+        if value not in coded and len(members) > 1 and len(same) == 1 and not inplace:
+            found.append(members)
+    return found
 
 
 def _residual_scale(state: Prepared, layer: Layer) -> Scale:
@@ -204,6 +233,8 @@ def _note(
         text += ", channel scales in the norm before it" if folded else ", multiplies channels"
     if layer.fused:
         text += f"; computes {', '.join(layer.fused)} too"
+    if getattr(made, "group", None) is not None:
+        text += f"; input quantised once for {', '.join(made.group.members)}"
     if layer.codes:
         text += "; passes uint8 on"
     kernel = "int8_linear" if layer.kind == "linear" else "onednn qconv"

@@ -99,9 +99,11 @@ class Int8EmbeddingBag(nn.Module):
                 per_sample_weights = per_sample_weights.reshape(-1)
         if offsets is None:
             raise ValueError("EmbeddingBag: offsets must be given for 1-D input, got None")
-        y: Tensor = torch.ops.ipex_quant.int8_embedding_bag(
-            self.weight, input, offsets.to(input.dtype), per_sample_weights, include_last
-        )
+        args = self.weight, input, offsets.to(input.dtype), per_sample_weights, include_last
+        # An op in Python costs as much as a small bag; only compiled graphs need one, since stock has no shapes for it.
+        if not torch.compiler.is_compiling():
+            return _run(*args)
+        y: Tensor = torch.ops.ipex_quant.int8_embedding_bag(*args)
         return y
 
     def extra_repr(self) -> str:

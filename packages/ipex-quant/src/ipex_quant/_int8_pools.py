@@ -233,7 +233,9 @@ class Int8Mean(_Scaled):
         if x.dtype != torch.uint8:
             return x.mean(self.dims, self.keepdim)
         total = x.sum(self.dims, self.keepdim, dtype=torch.int32)
-        count = x.numel() // max(total.numel(), 1)
+        count = 1
+        for dim in self.dims:
+            count = count * x.shape[dim]
         mean = (total.float() / count - self.scale.zero) * self.scale.scale
         return mean.to(_result_dtype(x))
 

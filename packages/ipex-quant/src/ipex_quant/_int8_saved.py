@@ -34,7 +34,7 @@ from ipex_quant._int8_pools import Int8AvgPool, Int8MaxPool, Int8Mean
 from ipex_quant._int8_rewrite import lines_of, rewrite, rewrite_model
 from ipex_quant._int8_transposed import Int8ConvTranspose, output_rows
 from ipex_quant._model import replace_module
-from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear
+from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear, share_input
 
 __all__ = ["describe", "is_int8", "rebuild", "records", "restore_records", "saved"]
 
@@ -153,6 +153,7 @@ def rebuild(
         made[name] = _make(op, model, name, entry, state)
         if progress is not None:
             progress(len(made), len(about["modules"]), name)
+    _share_inputs(about["modules"], made)
     shared = {name: made[first] for name, first in about.get("shared", {}).items()}
     for name in about["identity"]:
         module = _find(op, model, name)
@@ -163,6 +164,14 @@ def rebuild(
         replace_module(model, name, module)
     _make_biases(model, state)
     return tuple(made)
+
+
+def _share_inputs(entries: Mapping[str, Any], made: dict[str, nn.Module]) -> None:
+    """Put layers that quantise their input together into groups again."""
+    layers = {m.name: m for m in made.values() if isinstance(m, Int8Linear)}
+    for members in {tuple(it["group"]) for it in entries.values() if it.get("group")}:
+        if all(name in layers for name in members):
+            share_input([layers[name] for name in members])
 
 
 def _find(op: str, model: nn.Module, name: str) -> nn.Module:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
+from ipex_quant import _int8_group
 from ipex_quant._int8_conv import int8_conv, int8_conv_sum_
+from ipex_quant._int8_group import InputGroup
 
 __all__ = ["DynamicInt8Linear", "Int8Conv", "Int8Linear"]
 
@@ -136,10 +138,12 @@ class Int8Linear(_Int8Layer):
         weight_scale: float32 ``[out_features]``.
         bias: float32 ``[out_features]``, or None.
         smooth: float32 ``[in_features]`` that the input is multiplied by, or None.
+        group: The layers that read the same input, or None.
     """
 
     weight: Tensor
     smooth: Tensor | None
+    group: InputGroup | None = None
 
     def __init__(self, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -163,6 +167,13 @@ class Int8Linear(_Int8Layer):
         if self.input:
             self.set_input(self.input)
 
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what a file needs to make this layer again: numbers and strings, and plain tensors."""
+        about, tensors = super().saved()
+        if self.group is not None:
+            about["group"] = list(self.group.members)
+        return about, tensors
+
     def int_weight(self) -> Tensor:
         """Return the plain int8 weight, ``[out_features, in_features]``."""
         return torch.ops.ipex.unpack_int8_weight(self.weight, self.out_features, self.in_features)
@@ -175,6 +186,8 @@ class Int8Linear(_Int8Layer):
         dtype = torch.uint8 if self.output else _result_dtype(x)
         if residual is not None:
             residual = residual.to(torch.float32 if dtype == torch.uint8 else dtype)
+        if self.group is not None and x.dtype != torch.uint8 and _int8_group.worth(x):
+            x = self.group.codes(self.name, x, self.x_scale, self.x_zero)
         return torch.ops.ipex.int8_linear(
             x,
             self.weight,
@@ -207,6 +220,15 @@ class Int8Linear(_Int8Layer):
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         kind = "dynamic" if self.x_scale is None else f"scale={self.input.scale:.4g}"
         return f"{sizes}, bias={self.bias is not None}, {kind}{self._extras()}"
+
+
+def share_input(layers: list[Int8Linear]) -> None:
+    """Let layers with the same input and scale quantise it once; in the order of their calls."""
+    group = InputGroup(tuple(layer.name for layer in layers))
+    for layer in layers:
+        layer.group = group
+        # The same tensors, so that a compiler sees that the layers do the same.
+        layer.x_scale, layer.x_zero = layers[0].x_scale, layers[0].x_zero
 
 
 class DynamicInt8Linear(Int8Linear):
