@@ -34,6 +34,10 @@ def prefer_ipex_attention(query: Sequence[int], key: Sequence[int], dtype: torch
 def prefer_ipex_norm(shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether our norms are expected to be at least as fast as the code Inductor generates.
 
+    So far they are everywhere. Measured on Zen 4, 2 threads, bfloat16, each as a compiled function of its own, which
+    adds some 15 us to Inductor's time: RMS norm 128 x 384 52 us against 15 us, 4096 x 384 1390 against 160; addition
+    and layer norm 42 against 18 and 600 against 235. Float32 has not been measured on a quiet machine.
+
     Args:
         shape: sizes of the input.
         dtype: its element type.
@@ -43,6 +47,9 @@ def prefer_ipex_norm(shape: Sequence[int], dtype: torch.dtype) -> bool:
 
 def prefer_ipex_rotary(query: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether our rotary embedding is expected to be at least as fast as the code Inductor generates.
+
+    So far it is everywhere. Measured on Zen 4, 2 threads, bfloat16, 32 and 8 heads of 64, as a compiled function:
+    128 tokens 100 us against 37 us, 2048 tokens 2120 against 480.
 
     Args:
         query: sizes ``[batch, heads, length, head size]``.
