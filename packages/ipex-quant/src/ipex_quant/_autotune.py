@@ -72,8 +72,9 @@ def autotune(
         accuracy_criterion: ``{"relative": share}`` or ``{"absolute": loss}`` that may be lost. None: 0.01 relative.
         tuning_time: Seconds in which to look for the fastest; 0 to take the first that is accurate enough, however
             long that takes. A trial that has begun is finished.
-        smoothquant_args: ``{"alpha": ...}`` with a number, a list of numbers or ``"auto"``: only SmoothQuant is tried.
-            Without it, 0.5, 0.75, 0.25 and ``"auto"`` are tried among the others.
+        smoothquant_args: ``{"alpha": ...}`` with a number, a list of numbers or ``"auto"``, and ``auto_alpha_args`` as
+            in `get_smooth_quant_qconfig_mapping`: only SmoothQuant is tried. Without it, 0.5, 0.75, 0.25 and ``"auto"``
+            are tried among the others.
         state_file: JSON file with what was found so far; a search that was stopped goes on from it.
         report: Folder for ``tuning.txt``, ``tuning.json`` and ``tuning.png`` (accuracy against speed-up).
         progress: Whether to show a bar on a terminal; elsewhere there are log lines.
@@ -112,6 +113,8 @@ def autotune(
         "accuracy": "eval_func" if eval_func is not None else "cosine",
         "criterion": [criterion.kind, criterion.loss],
     }
+    auto_alpha_args = (smoothquant_args or {}).get("auto_alpha_args")
+    settings["auto_alpha_args"] = repr(auto_alpha_args)
     path = None if state_file is None else Path(state_file)
     state = State(path, {} if path is None else fingerprint(model, **settings))
 
@@ -150,6 +153,7 @@ def autotune(
         kwargs=kwargs,
         given=given,
         options=options,
+        auto_alpha_args=auto_alpha_args,
         calibrate=calibrate,
         evaluate=evaluate,
         least=criterion.least(state.baseline),

@@ -13,7 +13,7 @@ from torch import nn
 from ipex_quant._flow import Flow
 from ipex_quant._int8_observe import Watch, channel_observer
 from ipex_quant._int8_plan import Layer, Plan, fusable_activations, make_plan
-from ipex_quant._smooth import smooth_group
+from ipex_quant._smooth_block import BlockWatch, Group, best_of_block, blocks_to_watch
 from ipex_quant.int8_layers import Scale
 
 __all__ = [
@@ -45,6 +45,7 @@ class Prepared:
         activations: For dynamic linear layers the path and name of the activation fused into them.
         folded: Paths of layers and the batch norms folded into them.
         loaded: Scale and channel scales of layers from a file.
+        blocks: What the blocks are called with whose layers get one alpha.
     """
 
     qconfigs: dict[str, Any]
@@ -56,6 +57,7 @@ class Prepared:
     activations: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     folded: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     loaded: dict[str, tuple[Scale, Tensor | None]] = dataclasses.field(default_factory=dict)
+    blocks: dict[str, BlockWatch] = dataclasses.field(default_factory=dict)
 
 
 def state_of(model: Any) -> Prepared | None:
@@ -71,6 +73,14 @@ def attach(model: nn.Module, state: Prepared) -> None:
         renew(state, value, watch)
         state.watches[value] = watch
         model.get_submodule(path).register_forward_pre_hook(watch)
+    for name in blocks_to_watch(model, list(state.plan.layers.values())):
+        state.blocks[name] = BlockWatch()
+    _watch_blocks(model, state)
+
+
+def _watch_blocks(model: nn.Module, state: Prepared) -> None:
+    for name, block in state.blocks.items():
+        model.get_submodule(name).register_forward_pre_hook(block, with_kwargs=True)
 
 
 def renew(state: Prepared, value: int, watch: Watch) -> None:
@@ -93,8 +103,9 @@ def detach(model: nn.Module) -> None:
     """Take all observers out of a model."""
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, Watch):
+            if isinstance(hook, (Watch, BlockWatch)):
                 del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def replan(model: nn.Module, state: Prepared) -> Plan:
@@ -157,6 +168,7 @@ def leave_out(
         for value, watch in state.watches.items():
             watch.name, watch.position = plan.watches[value]
             model.get_submodule(watch.name).register_forward_pre_hook(watch)
+        _watch_blocks(model, state)
     state.activations = {k: v for k, v in state.activations.items() if k in state.dynamic}
 
 
@@ -175,9 +187,28 @@ def scales_of_layers(
         else:
             alone = "" if layer.qconfig.share_weight_observers else path
             groups.setdefault((layer.source, alone), []).append(layer)
-    for (value, _), layers in groups.items():
-        weights: list[Any] = [model.get_submodule(layer.path).weight for layer in layers]
-        first = layers[0]
-        factor, scale = smooth_group(first.qconfig, state.watches[value], weights, first.path)
-        found.update((layer.path, (scale, factor)) for layer in layers)
+    sharing = [Group.of(model, layers, state.watches[v]) for (v, _), layers in groups.items()]
+    alphas = _alphas_of_blocks(model, state, sharing)
+    for group in sharing:
+        alpha = alphas.get(group.layers[0].path)
+        factor, scale = group.scales(alpha)
+        found.update((layer.path, (scale, factor)) for layer in group.layers)
     return found
+
+
+def _alphas_of_blocks(
+    model: nn.Module, state: Prepared, groups: Collection[Group]
+) -> dict[str, float]:
+    """Return the alpha of layers that get that of their block. The blocks are run without observing."""
+    watches: list[Any] = [*state.watches.values(), *state.blocks.values()]
+    before = [watch.enabled for watch in watches]
+    for watch in watches:
+        watch.enabled = False
+    try:
+        alphas: dict[str, float] = {}
+        for name, block in state.blocks.items():
+            alphas.update(best_of_block(model, name, block, list(groups)))
+        return alphas
+    finally:
+        for watch, enabled in zip(watches, before, strict=True):
+            watch.enabled = enabled

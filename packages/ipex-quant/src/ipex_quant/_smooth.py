@@ -12,16 +12,19 @@ from ipex_quant._int8_observe import Watch, scale_of
 from ipex_quant.int8_layers import Scale
 from ipex_quant.static_qconfig import QConfigSmoothQuant
 
-__all__ = ["smooth_group"]
+__all__ = ["rounded", "rounded_weight", "smooth_group"]
 
 Tensor = torch.Tensor
 
 _FLOOR = 1e-6
-_ALPHAS = tuple(i / 10 for i in range(11))
 
 
 def smooth_group(
-    qconfig: QConfigSmoothQuant, watch: Watch, weights: list[Tensor], name: str
+    qconfig: QConfigSmoothQuant,
+    watch: Watch,
+    weights: list[Tensor],
+    name: str,
+    alpha: float | None = None,
 ) -> tuple[Tensor, Scale]:
     """Return what the channels of an activation are multiplied by, and the scale of the result.
 
@@ -30,15 +33,28 @@ def smooth_group(
         watch: Of the activation, calibrated.
         weights: The float weights ``[N, K]`` of the layers that share the scales.
         name: Of the first layer, for its alpha.
+        alpha: Instead of that of the configuration.
     """
     low, high = watch.channel_range()
     x_peak = torch.maximum(low.abs(), high.abs()).float()
     w_peak = _weight_peak(qconfig, weights)
-    alpha = qconfig.alpha_of(name)
-    if alpha == "auto":
-        alpha = _best_alpha(qconfig, watch, weights, x_peak, w_peak)
-    factor = _factor(x_peak, w_peak, float(alpha))
+    wanted = qconfig.alpha_of(name) if alpha is None else alpha
+    if wanted == "auto":
+        wanted = _best_alpha(qconfig, watch, weights, x_peak, w_peak)
+    factor = _factor(x_peak, w_peak, float(wanted))
     return factor, _range_scale(qconfig, low * factor, high * factor, watch.name)
+
+
+def rounded(x: Tensor, scale: Scale) -> Tensor:
+    """Return what the codes of an activation stand for."""
+    codes = torch.round(x / scale.scale + scale.zero).clamp(0, 255)
+    return (codes - scale.zero) * scale.scale
+
+
+def rounded_weight(weight: Tensor) -> Tensor:
+    """Return what the codes of a weight ``[N, K]`` stand for."""
+    step = weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+    return torch.round(weight / step).clamp(-128, 127) * step
 
 
 def _factor(x_peak: Tensor, w_peak: Tensor, alpha: float) -> Tensor:
@@ -67,19 +83,20 @@ def _best_alpha(
     x = watch.rows
     assert x is not None
     low, high = watch.channel_range()
-    best, least = 0.5, float("inf")
-    for alpha in _ALPHAS:
+    grid = qconfig.auto.grid()
+    errors: list[list[float]] = []  # by alpha, then layer
+    for alpha in grid:
         factor = _factor(x_peak, w_peak, alpha)
-        scale = _range_scale(qconfig, low * factor, high * factor, watch.name)
-        codes = torch.round(x * factor / scale.scale + scale.zero).clamp(0, 255)
-        rounded = (codes - scale.zero) * scale.scale
-        error = 0.0
+        codes = rounded(x * factor, _range_scale(qconfig, low * factor, high * factor, watch.name))
+        errors.append([])
         for weight in weights:
             plain = weight.detach().float()
-            smoothed = plain / factor
-            step = smoothed.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-            back = torch.round(smoothed / step).clamp(-128, 127) * step
-            error += (rounded @ back.T - x @ plain.T).square().sum().item()
-        if error < least:
-            best, least = alpha, error
-    return best
+            found = codes @ rounded_weight(plain / factor).T
+            errors[-1].append((found - x @ plain.T).square().sum().item())
+    if qconfig.auto.shared_criterion == "mean":
+        return min(zip(map(sum, errors), grid, strict=True), key=lambda it: it[0])[1]
+    own = [
+        min(zip((row[i] for row in errors), grid, strict=True), key=lambda it: it[0])[1]
+        for i in range(len(weights))
+    ]
+    return min(own) if qconfig.auto.shared_criterion == "min" else max(own)

@@ -98,17 +98,22 @@ class Criterion:
         return baseline - (abs(baseline) * self.loss if self.kind == "relative" else self.loss)
 
 
-def configuration(trial: Trial, options: Mapping[type[nn.Module], Mapping[str, Any] | None]) -> Any:
+def configuration(
+    trial: Trial,
+    options: Mapping[type[nn.Module], Mapping[str, Any] | None],
+    auto_alpha_args: Mapping[str, Any] | None = None,
+) -> Any:
     """Return the configuration of `prepare` for the method of a trial.
 
     Args:
         trial: Its layers do not count.
         options: What the caller wants for some types; None leaves the type float.
+        auto_alpha_args: How SmoothQuant searches alpha.
     """
     if trial.method == "dynamic":
         mapping = QConfigMapping().set_global(default_dynamic_qconfig_mapping.global_qconfig)
     elif trial.method == "smooth":
-        made = get_smooth_quant_qconfig_mapping(alpha=trial.alpha)
+        made = get_smooth_quant_qconfig_mapping(alpha=trial.alpha, auto_alpha_args=auto_alpha_args)
         mapping = QConfigMapping().set_global(made.global_qconfig)
         mapping.set_object_type(nn.Linear, made.object_type_qconfigs[nn.Linear])
     else:

@@ -49,6 +49,7 @@ class Search:
         kwargs: Of the same.
         given: The configuration of a model that was prepared already.
         options: What types of layers are limited to.
+        auto_alpha_args: How SmoothQuant searches alpha.
         calibrate: Runs a prepared model on so many samples.
         evaluate: Returns the accuracy of a model.
         least: The accuracy that is enough.
@@ -65,6 +66,7 @@ class Search:
     kwargs: dict[str, Any]
     given: Any
     options: Mapping[type[nn.Module], Mapping[str, Any] | None]
+    auto_alpha_args: Mapping[str, Any] | None
     calibrate: Callable[[nn.Module, int], None]
     evaluate: Callable[[nn.Module], float]
     least: float
@@ -84,7 +86,7 @@ class Search:
         if self._base is None or self._base[0] != base.key:
             self._base = None  # one float copy at a time
             mapping = self.given if base.method == "as prepared" else None
-            mapping = mapping or configuration(base, self.options)
+            mapping = mapping or configuration(base, self.options, self.auto_alpha_args)
             made = prepare(self.model, mapping, self.args, example_kwarg_inputs=self.kwargs)
             if base.samples:
                 self.calibrate(made, base.samples)

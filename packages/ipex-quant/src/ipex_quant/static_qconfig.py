@@ -23,6 +23,7 @@ from torch.ao.quantization.observer import (
 from ipex_core._spec import check
 
 __all__ = [
+    "AutoAlpha",
     "QConfigSmoothQuant",
     "default_dynamic_qconfig",
     "default_dynamic_qconfig_mapping",
@@ -48,6 +49,29 @@ default_dynamic_qconfig_mapping = QConfigMapping().set_global(default_dynamic_qc
 Observers = Callable[[], Any]
 
 
+class AutoAlpha(NamedTuple):
+    """How alpha is searched, with IPEX's names.
+
+    ``alpha_min`` to ``alpha_max`` in steps of ``alpha_step`` are tried; another alpha than ``init_alpha`` has to be
+    better than it. For layers that share one activation, ``shared_criterion`` takes the alpha of the least mean error,
+    or the least (``"min"``) or largest (``"max"``) of the layers' own. With ``enable_blockwise_loss`` one alpha is
+    chosen for all layers of a block, by the error of the block's output.
+    """
+
+    init_alpha: float = 0.5
+    alpha_min: float = 0.0
+    alpha_max: float = 1.0
+    alpha_step: float = 0.1
+    shared_criterion: str = "mean"
+    enable_blockwise_loss: bool = False
+
+    def grid(self) -> list[float]:
+        """Return what is tried, ``init_alpha`` first."""
+        count = int((self.alpha_max - self.alpha_min) / self.alpha_step + 1e-6) + 1
+        tried = [round(self.alpha_min + i * self.alpha_step, 10) for i in range(count)]
+        return [self.init_alpha, *(alpha for alpha in tried if alpha != self.init_alpha)]
+
+
 class QConfigSmoothQuant(NamedTuple):
     """Configuration of SmoothQuant, as `get_smooth_quant_qconfig_mapping` makes it.
 
@@ -63,6 +87,7 @@ class QConfigSmoothQuant(NamedTuple):
     alpha: Any = 0.5
     act_ic_observer: Observers | None = None
     wei_ic_observer: Observers | None = None
+    auto: AutoAlpha = AutoAlpha()
 
     def alpha_of(self, name: str) -> float | str:
         """Return the alpha of one layer."""
@@ -81,6 +106,8 @@ def get_smooth_quant_qconfig_mapping(
     wei_observer: Observers | None = None,
     wei_ic_observer: Observers | None = None,
     share_weight_observers: bool = True,
+    *,
+    auto_alpha_args: Mapping[str, Any] | None = None,
 ) -> QConfigMapping:
     """Return a mapping that quantises linear layers after moving outliers of activations into the weights.
 
@@ -96,6 +123,8 @@ def get_smooth_quant_qconfig_mapping(
         wei_observer: Makes the observer of the weight. None: symmetric, per output channel.
         wei_ic_observer: Makes the observer of the weight's input channels, like ``act_ic_observer`` along dimension 1.
         share_weight_observers: Whether layers that read the same activation share its channel scales.
+        auto_alpha_args: How ``"auto"`` searches: ``init_alpha``, ``alpha_min``, ``alpha_max``, ``alpha_step``,
+            ``shared_criterion`` (``"mean"``, ``"min"``, ``"max"``) and ``enable_blockwise_loss``; see `AutoAlpha`.
 
     Returns:
         A ``QConfigMapping`` of torch with a `QConfigSmoothQuant` for `torch.nn.Linear` and the default static
@@ -126,9 +155,33 @@ def get_smooth_quant_qconfig_mapping(
         alpha,
         act_ic_observer,
         wei_ic_observer,
+        _auto_alpha(op, auto_alpha_args),
     )
     mapping = QConfigMapping().set_global(default_static_qconfig)
     return mapping.set_object_type(nn.Linear, qconfig)
+
+
+def _auto_alpha(op: str, given: Any) -> AutoAlpha:
+    name = "auto_alpha_args"
+    if given is None:
+        return AutoAlpha()
+    check(isinstance(given, Mapping), op, name, "be a dict", type(given).__name__)
+    unknown = sorted(map(str, set(given) - set(AutoAlpha._fields)))
+    check(not unknown, op, name, f"have {', '.join(AutoAlpha._fields)}", unknown)
+    auto = AutoAlpha(**given)
+    for field in ("init_alpha", "alpha_min", "alpha_max", "alpha_step"):
+        value = getattr(auto, field)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        check(number and 0 <= value <= 1, op, f"{name}[{field!r}]", "be in [0, 1]", value)
+    between = auto.alpha_min <= auto.alpha_max and auto.alpha_step > 1e-4
+    steps = (auto.alpha_min, auto.alpha_max, auto.alpha_step)
+    check(between, op, name, "have alpha_min <= alpha_max and a positive alpha_step", steps)
+    criterion = auto.shared_criterion
+    where = f"{name}['shared_criterion']"
+    check(criterion in ("mean", "min", "max"), op, where, "be mean, min or max", criterion)
+    whole = auto.enable_blockwise_loss
+    check(isinstance(whole, bool), op, f"{name}['enable_blockwise_loss']", "be a bool", whole)
+    return auto
 
 
 def qconfig_of(mapping: QConfigMapping, name: str, module: nn.Module) -> Any:
