@@ -527,3 +527,19 @@ def test_each_pattern_can_be_disabled(name):
     report, _ = fuse(Layer(), *inputs, constants=(1, 2, 3), disabled=[name])
     assert report.count() and name not in fired(report)
     assert name in fired(fuse(Layer(), *inputs, constants=(1, 2, 3))[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_follows_quantised_layers(dtype):
+    x, y = randn(3, 64, dtype=dtype), randn(3, 32, dtype=dtype)
+    codes, scales = torch.randint(-99, 99, (32, 64), dtype=torch.int8), torch.rand(32) * 1e-2
+    ipex = torch.ops.ipex
+    woq = ipex.pack_woq_weight(codes, scales[:, None], None, "int8", 64)
+    int8 = ipex.pack_int8_weight(codes)
+
+    def function(x, y, woq, int8, scales):
+        first = F.silu(ipex.woq_linear(x, woq, 32)) * y
+        return first, F.gelu(ipex.int8_linear(x, int8, 32, scales)) + y
+
+    report, _ = fuse(function, x, y, woq, int8, scales)
+    assert fired(report) == {"post_op": 4}
