@@ -23,6 +23,10 @@ _NAPOLEON = Config(napoleon_use_param=False, napoleon_use_rtype=False)
 _AUTOCAST = {
     None: "none: the op runs in the dtype of its inputs",
     "lower_precision": "inputs are cast to the dtype of the autocast region",
+    "lower_precision_unless_packed": (
+        "inputs are cast to the dtype of the autocast region, unless one is packed"
+    ),
+    "widest_type": "inputs of different dtypes are cast to float32",
     "float32": "inputs are cast to float32",
 }
 

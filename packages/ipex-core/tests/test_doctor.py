@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ipex_core import _machine, _plugins, config
+from ipex_core._doctor_text import advice
 from ipex_core.doctor import Report, doctor
 from ipex_core.errors import IsaError
 
@@ -372,6 +373,14 @@ def test_advice_about_the_cpu(tmp_path, _providers, monkeypatch):
     assert "governor is acpi-cpufreq/powersave" in _advice(tmp_path)
     _write(tmp_path, **{f"{base}/scaling_driver": "intel_pstate"})
     assert "governor" not in _advice(tmp_path)
+
+
+def test_advice_about_a_level_without_bfloat16(tmp_path):
+    report = doctor(_tree(tmp_path))
+    for level, told in (("avx2", True), ("avx512_bf16", False), (None, False)):
+        isa = dataclasses.replace(report.isa, current=level)
+        text = "\n".join(advice(dataclasses.replace(report, isa=isa)))
+        assert (f"ISA level {level}, which has no bfloat16" in text) is told
 
 
 def test_advice_about_threads(tmp_path, _providers, monkeypatch):

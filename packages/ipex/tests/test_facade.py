@@ -385,3 +385,13 @@ def test_modules_under_second_names_survive_threads():
 def test_the_command_starts_without_core():
     code = "import sys; sys.argv = ['/usr/bin/ipex', 'doctor']; import ipex; print('torch' in sys.modules)"
     assert _check(code).strip() == "False"
+
+
+def test_names_of_mixed_precision():
+    import ipex
+    import ipex_core.amp
+    from ipex.cpu.autocast import _grad_scaler
+
+    assert ipex.amp is ipex_core.amp
+    assert _grad_scaler.GradScaler is ipex.amp.GradScaler
+    assert ipex.cpu.autocast.autocast is ipex.amp.autocast

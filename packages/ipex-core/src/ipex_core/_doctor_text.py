@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ipex_core import _machine
+
 if TYPE_CHECKING:
     from ipex_core.doctor import Report
 
@@ -156,6 +158,14 @@ def _cpu_advice(report: Report) -> Iterator[str]:
         yield (
             "this CPU has no bfloat16 instructions: bfloat16 saves memory, but matrix products are computed in float32 "
             "and may be slower than float32"
+        )
+    elif (
+        report.isa.current is not None
+        and report.isa.current not in _machine.NATIVE_LEVELS["bfloat16"]
+    ):
+        yield (
+            f"the kernels run at ISA level {report.isa.current}, which has no bfloat16 instructions: bfloat16 saves "
+            "memory, but matrix products are computed in float32 and may be slower than float32"
         )
     if report.amx in ("unsupported", "denied"):
         why = (

@@ -52,6 +52,13 @@ LEVEL_FEATURES: dict[str, tuple[str, ...]] = {
     "avx512_fp16": (*_AMX, "avx512_fp16"),
 }
 
+#: Reduced dtype -> the levels whose kernels multiply in it, and the features of a CPU (any of them) that can.
+NATIVE_LEVELS = {
+    "bfloat16": ("avx512_bf16", "amx", "avx512_fp16"),
+    "float16": ("avx512_fp16",),
+}
+NATIVE_FEATURES = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16",)}
+
 #: Shown and compared; the other hundred flags of a CPU say nothing about our kernels.
 _SHOWN = tuple(dict.fromkeys(f for level in LEVEL_FEATURES.values() for f in level))
 

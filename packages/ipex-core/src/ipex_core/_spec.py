@@ -25,6 +25,9 @@ __all__ = ["BenchCase", "OpSpec", "Sample", "check", "register", "specs"]
 NAMESPACE = "ipex"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
+#: See `OpSpec.autocast`.
+AutocastRule = Literal["lower_precision", "lower_precision_unless_packed", "widest_type", "float32"]
+
 #: Devices whose autocast the rules of a spec apply to.
 _AUTOCAST_DEVICES = ("cpu", "xpu")
 
@@ -85,7 +88,10 @@ class OpSpec:
             one). None where they are the same.
         dtypes: Dtypes of the leading tensor argument that the op accepts.
         backward: ``"reference"`` differentiates the reference; ``None`` makes ``requires_grad`` an error.
-        autocast: ``"lower_precision"``, ``"float32"`` or ``None`` (the op runs in the dtype of its inputs).
+        autocast: What happens to floating inputs inside ``torch.autocast``: ``"lower_precision"``, ``"float32"``;
+            ``"lower_precision_unless_packed"``, for an op whose weight may be packed (uint8) in a dtype of its own;
+            ``"widest_type"``, the arguments that are not optional get the widest dtype among them, as stock
+            arithmetic would promote them; or ``None`` (the op runs in the dtype of its inputs).
         tolerance: ``(rtol, atol)`` per dtype for comparing a kernel with the reference in float64. Integers must be
             equal unless their dtype is named.
         lift: Whether the reference is computed in float64 for that comparison. False for ops that move bits or
@@ -104,7 +110,7 @@ class OpSpec:
     stock_args: Callable[..., tuple[Any, ...]] | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
     backward: Literal["reference"] | None = "reference"
-    autocast: Literal["lower_precision", "float32"] | None = None
+    autocast: AutocastRule | None = None
     tolerance: Mapping[torch.dtype, tuple[float, float]] = dataclasses.field(
         default_factory=lambda: {
             torch.float32: (1e-5, 1e-5),
@@ -168,7 +174,7 @@ def register(spec: OpSpec) -> OpSpec:
     _LIBRARY.impl(spec.name, _autograd_kernel(spec, overload), "Autograd", with_keyset=True)
     if spec.autocast is not None:
         for device in _AUTOCAST_DEVICES:
-            kernel = _autocast_kernel(overload, spec.autocast, device)
+            kernel = _autocast_kernel(spec, overload, device)
             _LIBRARY.impl(spec.name, kernel, f"Autocast{device.upper()}")
     _SPECS[spec.name] = spec
     return spec
@@ -287,25 +293,46 @@ class _VjpOfReference(torch.autograd.Function):
         return (None, None, None, *result)
 
 
-def _autocast_kernel(overload: Any, rule: str, device: str) -> Callable[..., Any]:
+def _autocast_kernel(spec: OpSpec, overload: Any, device: str) -> Callable[..., Any]:
+    """Return the kernel of an Autocast key: cast as the rule of the op says, then go on without autocast.
+
+    Casts are not taken from autocast's cache of weights, which has no interface: our ops have few weights that are not
+    packed, and a cast is recorded by ``torch.jit.trace`` in any case.
+    """
+    rule = spec.autocast
     key = getattr(torch._C.DispatchKey, f"Autocast{device.upper()}")
     excluded = torch._C.DispatchKeySet(key)
+    required = len(re.findall(r"Tensor ", spec.schema.partition("->")[0]))
 
-    def cast(value: Any, dtype: torch.dtype) -> Any:
-        if (
+    def eligible(value: Any) -> bool:
+        return (
             isinstance(value, torch.Tensor)
             and value.dtype in FLOATS
             and value.device.type == device
+        )
+
+    def target(values: tuple[Any, ...]) -> torch.dtype | None:
+        if rule == "float32":
+            return torch.float32
+        if rule == "widest_type":
+            dtypes = {value.dtype for value in values[:required] if eligible(value)}
+            # Two different ones of these three always promote to float32.
+            return torch.float32 if len(dtypes) > 1 else None
+        if rule == "lower_precision_unless_packed" and any(
+            isinstance(value, torch.Tensor) and value.dtype is torch.uint8 for value in values
         ):
-            return value.to(dtype)
-        return value
+            return None
+        return torch.get_autocast_dtype(device)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.float32 if rule == "float32" else torch.get_autocast_dtype(device)
+        # The dispatcher hands over positional arguments, in the order of the schema.
+        dtype = target(args)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
+            if dtype is None:
+                return overload(*args, **kwargs)
             return overload(
-                *(cast(value, dtype) for value in args),
-                **{name: cast(value, dtype) for name, value in kwargs.items()},
+                *(value.to(dtype) if eligible(value) else value for value in args),
+                **{n: v.to(dtype) if eligible(v) else v for n, v in kwargs.items()},
             )
 
     return kernel

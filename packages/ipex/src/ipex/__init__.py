@@ -22,6 +22,7 @@ from ipex._version import __version__
 
 if TYPE_CHECKING:
     from ipex import cpu as cpu
+    from ipex_core import amp as amp
     from ipex_core import config as config
     from ipex_core import distributed as distributed
     from ipex_core import errors as errors
@@ -81,6 +82,7 @@ __all__ = [
     "VERBOSE_ON",
     "VERBOSE_ON_CREATION",
     "__version__",
+    "amp",
     "compile",
     "config",
     "cpu",

@@ -21,6 +21,7 @@ OLD_NAME = "intel_extension_for_pytorch"
 
 #: Submodules of the facade that live in another package.
 SUBMODULES: Mapping[str, str] = {
+    "amp": "ipex_core.amp",
     "config": "ipex_core.config",
     "distributed": "ipex_core.distributed",
     "errors": "ipex_core.errors",

@@ -13,7 +13,9 @@ from ipex_core._optimize._arguments import Options, check_model, parse
 from ipex_core._optimize._layout import auto_channels_last
 from ipex_core._optimize._passes import Context, passes
 from ipex_core._optimize._records import KEY, Log, log_of
+from ipex_core.amp import warn_if_emulated
 from ipex_core.errors import OpArgumentError
+from ipex_core.nn import _mkldnn
 from ipex_core.nn._state import detach
 
 __all__ = ["optimize", "restore"]
@@ -212,15 +214,14 @@ def _inference(model: nn.Module, options: Options, sample_input: Any) -> nn.Modu
 
 def _notes(context: Context) -> None:
     dtype = context.options.reduced
-    ops: Any = torch.ops.mkldnn
-    if dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported():
-        context.log.notes.append(
-            "this CPU has no bfloat16 support in oneDNN: bfloat16 may be slower than float32"
-        )
-    if dtype == torch.float16 and not ops._is_mkldnn_fp16_supported():
-        context.log.notes.append(
-            "this CPU has no float16 support in oneDNN: float16 may be slower than float32"
-        )
+    if dtype is None:
+        return
+    name = str(dtype).removeprefix("torch.")
+    reason = warn_if_emulated(dtype, f"optimize(dtype=torch.{name})")
+    if reason is None and not _mkldnn.supports(dtype):
+        reason = f"this CPU has no {name} support in oneDNN: {name} may be slower than float32"
+    if reason is not None:
+        context.log.notes.append(reason)
 
 
 def _shapes(model: nn.Module, sample_input: Any) -> dict[nn.Module, torch.Size]:

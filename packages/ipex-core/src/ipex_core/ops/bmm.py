@@ -157,6 +157,7 @@ register(
         reference=_bmm,
         check=_check,
         fake=_fake,
+        autocast="lower_precision_unless_packed",
         samples=_samples,
         stock=torch.bmm,
         tolerance={

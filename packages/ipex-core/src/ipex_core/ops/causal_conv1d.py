@@ -362,6 +362,7 @@ register(
         reference=_causal_conv1d_fn,
         check=_fn_check,
         fake=_fn_fake,
+        autocast="lower_precision",
         samples=_fn_samples,
         stock=_fn_stock,
         bench=_fn_bench,

@@ -143,6 +143,7 @@ register(
         reference=_gelu_mul,
         check=_mul_check,
         fake=_fake,
+        autocast="widest_type",
         samples=_mul_samples,
         stock=_stock_mul,
         bench=_mul_bench,

@@ -243,6 +243,7 @@ register(
         reference=_add_layer_norm,
         check=_add_check,
         fake=_add_fake,
+        autocast="widest_type",
         samples=_add_samples,
         stock=_add_stock,
         tolerance=_TOLERANCE,

@@ -225,6 +225,7 @@ register(
         reference=_add_rms_norm,
         check=_add_check,
         fake=_add_fake,
+        autocast="widest_type",
         samples=_add_samples,
         stock=_add_stock,
         bench=_add_bench,

@@ -71,6 +71,7 @@ register(
         reference=_silu_mul,
         check=_check,
         fake=_fake,
+        autocast="widest_type",
         samples=_samples,
         stock=lambda gate, up: functional.silu(gate) * up,
         bench=_bench,

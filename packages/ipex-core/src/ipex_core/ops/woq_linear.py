@@ -284,6 +284,7 @@ register(
         reference=_woq_linear,
         check=_check,
         fake=_fake,
+        autocast="lower_precision",
         samples=_samples,
         stock=stock_woq_linear,
         stock_args=stock_args,
