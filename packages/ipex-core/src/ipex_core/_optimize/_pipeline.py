@@ -63,7 +63,8 @@ def optimize(
         auto_kernel_selection: Choose kernels by timing them on this machine instead of by a table.
         sample_input: Tensor or tuple of tensors. The model is run on it once to learn the shapes that kernels are
             chosen for.
-        graph_mode: Compile the model at its first call. Parts that cannot be captured run eagerly.
+        graph_mode: Capture the model as a graph at its first call: by `torch.compile`, else by `torch.jit.trace`,
+            else run it eagerly; `ipex.explain` tells which and why. Calls with gradients run eagerly.
         concat_linear: Merge linear layers that are fed by the same input, such as query, key and value.
 
     Returns:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from ipex_core import nn as inn
@@ -151,7 +150,7 @@ class Realize(Pass):
 
 @register
 class GraphMode(Pass):
-    """Compile the model in place; its class and forward stay."""
+    """Let the model capture itself as a graph; its class and forward stay."""
 
     name = "graph_mode"
 
@@ -160,11 +159,12 @@ class GraphMode(Pass):
         return context.options.graph_mode
 
     def apply(self, context: Context) -> None:
-        """Compile lazily: graphs are built at the first call for each input kind, parts that cannot stay eager."""
-        backend = "ipex" if "ipex" in torch._dynamo.list_backends(()) else "inductor"
-        context.model.compile(backend=backend)
-        text = "compiled at the first call; what cannot be captured runs eagerly"
-        context.log.add("", context.model, self.name, True, text, f"torch.compile({backend})")
+        """Capture lazily, at the first call for each kind of input."""
+        from ipex_core._optimize._graph import GraphCall
+
+        text = "not called yet: capture happens at the first call without gradients"
+        context.log.add("", context.model, self.name, True, text)
+        context.model._compiled_call_impl = GraphCall(context.model, context.log)
 
     def undo(self, model: nn.Module, log: Log) -> None:
         """Call the forward directly again."""
