@@ -14,22 +14,21 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.library import Library, fallthrough_kernel
+from torch.library import fallthrough_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ipex_core import _plugins
 from ipex_core._program_builtins import BUILTINS
-from ipex_core._spec import NAMESPACE
+from ipex_core._spec import _LIBRARY, define
 
 if TYPE_CHECKING:
     from ipex_core._program_run import Program, Register
 
 __all__ = ["NativeProgram"]
 
-_LIBRARY = Library(NAMESPACE, "FRAGMENT")  # kept alive: its end would remove the registrations
-_LIBRARY.define("program_create(Tensor code, Tensor text, Tensor[] constants) -> int")
-_LIBRARY.define("program_run(int handle, Tensor[] tensors, int[] integers) -> Tensor[]")
-_LIBRARY.define("program_free(int handle) -> ()")
+define("program_create(Tensor code, Tensor text, Tensor[] constants) -> int")
+define("program_run(int handle, Tensor[] tensors, int[] integers) -> Tensor[]")
+define("program_free(int handle) -> ()")
 # Without a kernel of its own each call would go through autograd's check of every tensor in the lists.
 for _name in ("program_create", "program_run"):
     _LIBRARY.impl(_name, fallthrough_kernel, "Autograd")

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch.library import Library
 
-from ipex_core.errors import OpArgumentError
+from ipex_core.errors import KernelApiError, OpArgumentError
 
-__all__ = ["BenchCase", "OpSpec", "Sample", "check", "register", "specs"]
+__all__ = ["BenchCase", "OpSpec", "Sample", "check", "define", "register", "schemas", "specs"]
 
 NAMESPACE = "ipex"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -135,11 +135,38 @@ class OpSpec:
 
 _SPECS: dict[str, OpSpec] = {}
 _LIBRARY = Library(NAMESPACE, "FRAGMENT")  # kept alive: its end would remove the registrations
+_SCHEMAS: dict[str, str] = {}
 
 
 def specs() -> Mapping[str, OpSpec]:
     """Return all registered op specifications by name."""
     return MappingProxyType(_SPECS)
+
+
+def schemas() -> Mapping[str, str]:
+    """Return the schema, name included, of each op that `define` was given, by name."""
+    return MappingProxyType(_SCHEMAS)
+
+
+def define(schema: str) -> None:
+    """Give torch the schema of an op, unless a C++ library of ours, loaded before, has done that.
+
+    Args:
+        schema: With the name, ``"rms_norm(Tensor x, Tensor? weight) -> Tensor"``.
+
+    Raises:
+        KernelApiError: The C++ library knows another op of this name: it belongs to another version.
+    """
+    name = schema.partition("(")[0]
+    _SCHEMAS[name] = schema
+    known = torch._C._jit_get_schemas_for_operator(f"{NAMESPACE}::{name}")
+    if not known:
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    elif known[0] != torch._C.parse_schema(f"{NAMESPACE}::{schema}"):
+        raise KernelApiError(
+            f"libipex_cpp.so of another version has been loaded: it defines {known[0]}, this ipex-core {schema}:"
+            " pip install --upgrade ipex-core ipex-cpu-kernels"
+        )
 
 
 def check(condition: bool, op: str, argument: str, expected: str, got: object) -> None:
@@ -166,7 +193,7 @@ def register(spec: OpSpec) -> OpSpec:
         raise ValueError(
             f"op {spec.name!r} writes to its arguments: backward and autocast must be None"
         )
-    _LIBRARY.define(spec.name + spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    define(spec.name + spec.schema)
     overload = spec.op.default
     qualname = f"{NAMESPACE}::{spec.name}"
     _LIBRARY.impl(spec.name, _first_call_kernel(spec, overload), "CompositeExplicitAutograd")

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// C functions that the Python package calls through ctypes: queries and the choice of the level.
-// Strings stay valid until the next call on the same thread.
+// The C functions of c_api.h, which the Python package calls through ctypes.
+#include "ipex/c_api.h"
+
 #include <string>
 
 #include "ipex/dispatch.h"
-#include "ipex/kernel_api.h"
 #include "runtime/arena.h"
 #include "runtime/cpu_features.h"
 #include "runtime/loader.h"
 
-#define IPEX_C_API extern "C" __attribute__((visibility("default")))
+#define IPEX_C_API extern "C" IPEX_C_FUNCTION
 
 namespace {
 
@@ -62,7 +62,14 @@ IPEX_C_API const char* ipex_cpu_set_level(const char* level) {
   });
 }
 
-// One line per kernel: "op symbol current available,available".
+IPEX_C_API void* ipex_cpu_find_kernel(const char* symbol) {
+  try {
+    return ipex::cpu::resolve(symbol).function;
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
 IPEX_C_API const char* ipex_cpu_kernels(const char* op) {
   return guarded([&] {
     std::string text;
@@ -77,7 +84,7 @@ IPEX_C_API const char* ipex_cpu_kernels(const char* op) {
   });
 }
 
-// Names of all ops with kernels; loads no module.
+// Loads no module.
 IPEX_C_API const char* ipex_cpu_ops() {
   return guarded([] {
     std::string text;
@@ -87,7 +94,6 @@ IPEX_C_API const char* ipex_cpu_ops() {
   });
 }
 
-// "name" for each usable feature, "-name: reason" for each other.
 IPEX_C_API const char* ipex_cpu_features() {
   return guarded([] {
     std::string text;

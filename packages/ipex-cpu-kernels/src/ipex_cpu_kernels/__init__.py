@@ -9,16 +9,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from ipex_core import config
 from ipex_core._plugins import KernelInfo, ProviderInfo
 from ipex_core.errors import IsaError, KernelApiError
 from ipex_cpu_kernels._version import __version__
 
-__all__ = ["KERNEL_API", "__version__", "isa", "register"]
+__all__ = ["KERNEL_API", "__version__", "cmake_prefix_path", "isa", "register"]
 
 #: Contract version of these kernels; must equal that of the core.
 KERNEL_API = 1
+
+
+def _cmake_prefix_path() -> str:
+    # The sources have a build folder in the place of lib.
+    places = [Path(place, *inside) for place in __path__ for inside in ((), ("lib",))]
+    found = (place / "share" / "cmake" for place in places)
+    return str(next((path for path in found if path.is_dir()), places[0] / "share" / "cmake"))
+
+
+#: For CMAKE_PREFIX_PATH of C++ programs, so that find_package(IPEX) finds the kernels.
+cmake_prefix_path = _cmake_prefix_path()
 
 
 def register(api: int) -> ProviderInfo:

@@ -31,7 +31,7 @@ class GatedPair(LinearGroup):
 
     def ready(self, x: Tensor, gate: nn.Module, up: nn.Module, activation: str = "silu") -> bool:
         """Return whether `forward` can run; merges the layers if that is what it needs."""
-        if activation not in GATES[1:] or captured() or stock_only(x):
+        if activation not in GATES[1:] or captured(self.kernel) or stock_only(x):
             return False
         if torch.compiler.is_compiling():
             return self.wide is not None

@@ -79,7 +79,7 @@ class LinearGroup:
 def linears(x: Tensor, *members: nn.Module) -> tuple[Tensor, ...]:
     """Run linear layers on the same input, as one layer where that is possible."""
     group = members[0].__dict__.get(KEY)
-    if isinstance(group, LinearGroup) and not captured() and not stock_only(x):
+    if isinstance(group, LinearGroup) and not captured(group.kernel) and not stock_only(x):
         if torch.compiler.is_compiling():
             if group.wide is not None:
                 return group.run(x)

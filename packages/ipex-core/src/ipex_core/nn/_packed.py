@@ -8,6 +8,9 @@ shape and dtype of the weight and unpacks itself when somebody computes with it,
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from ipex_core._packed import deinterleave_gate_up
 from ipex_core._woq import dequantize, read_layout
 
-__all__ = ["PackedWeight", "captured", "pack", "unpack"]
+__all__ = ["PackedWeight", "captured", "exporting_kernels", "pack", "unpack"]
 
 Tensor = torch.Tensor
 
@@ -25,12 +28,36 @@ Tensor = torch.Tensor
 _ROWS_HINT = 128
 
 
-def captured() -> bool:
-    """Return whether the call is recorded by ``torch.jit.trace`` or ``torch.export``.
+#: Whether programs of ``torch.export`` may call our kernels on packed weights: set by `ipex_core._export`.
+_exporting_kernels = False
 
-    Their programs run elsewhere, perhaps without Python: they get plain weights.
+
+def captured(kernel: bool = False) -> bool:
+    """Return whether the call is recorded by ``torch.jit.trace`` or ``torch.export`` and needs a plain weight.
+
+    Their programs run elsewhere, perhaps without Python and without our ops. Those of ``ipex.export`` have the ops.
+
+    Args:
+        kernel: Whether the packed weight is one for an op of ours.
     """
-    return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
+    if torch._C._get_tracing_state() is not None:
+        return True
+    return torch.compiler.is_exporting() and not (kernel and _exporting_kernels)
+
+
+@contextlib.contextmanager
+def exporting_kernels() -> Iterator[None]:
+    """Let ``torch.export`` record our kernels on packed weights, one export at a time."""
+    global _exporting_kernels
+    with _export_lock:
+        _exporting_kernels = True
+        try:
+            yield
+        finally:
+            _exporting_kernels = False
+
+
+_export_lock = threading.Lock()
 
 
 def pack(

@@ -59,7 +59,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
             residual2: Likewise.
         """
         packed, dtype = self._packed, self._dtype
-        if packed is None or captured() or stock_only(x):
+        if packed is None or captured(self._kernel) or stock_only(x):
             return self._plain(x, post, residual, mul, residual2)
         if "weight" not in self._parameters or "bias" not in self._parameters:
             # a hook or a parametrization computes it

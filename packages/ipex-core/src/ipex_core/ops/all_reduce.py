@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ipex_core._spec import _LIBRARY, OpSpec, Sample, check, register
+from ipex_core._spec import _LIBRARY, OpSpec, Sample, check, define, register
 from ipex_core.ops._common import (
     check_device,
     check_not_expanded,
@@ -44,7 +44,7 @@ def _sum_over_backend(x: Tensor, group: str) -> Tensor:
 
 
 # Kernels call it too: the stable ABI of torch has no way to name a group.
-_LIBRARY.define("_sum_over_backend(Tensor x, str group) -> Tensor")
+define("_sum_over_backend(Tensor x, str group) -> Tensor")
 _LIBRARY.impl("_sum_over_backend", _sum_over_backend, "CompositeExplicitAutograd")
 
 
