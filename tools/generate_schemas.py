@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the op schemas for C++ programs: packages/ipex-cpu-kernels/csrc/cpp/schemas.inc.
 
-In Python the schemas come from the op specifications of ipex-core. The build of the kernel wheel needs no other package,
-so what a process without Python needs is a generated file in the repository; with ``--check`` this tool fails if that is
-out of date. Both need ipex-core to be importable.
+In Python the schemas come from the op specifications of ipex-core. The build of the kernel wheel needs no other
+package, so what a process without Python needs is a generated file in the repository; with ``--check`` this tool fails
+if that is out of date. Both need ipex-core to be importable.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ if(NOT TARGET IPEX::ipex)
   # add the folder to the run path.
   add_library(IPEX::ipex INTERFACE IMPORTED)
   set_target_properties(IPEX::ipex PROPERTIES INTERFACE_LINK_LIBRARIES
-    "-Wl,--no-as-needed,\"${_ipex_lib}/libipex_cpp.so\",--as-needed;IPEX::registration;${TORCH_LIBRARIES}")
+    "-Wl,--no-as-needed,\"${_ipex_lib}/libipex_cpp.so\",--as-needed;IPEX::registration;IPEX::cpu_kernels;${TORCH_LIBRARIES}")
   # The name of the target in Intel's package.
   add_library(intel-ext-pt-cpu INTERFACE IMPORTED)
   set_target_properties(intel-ext-pt-cpu PROPERTIES INTERFACE_LINK_LIBRARIES IPEX::ipex)

@@ -46,6 +46,7 @@ _LAZY = {
     "enable_auto_channels_last": "ipex_core._optimize",
     "doctor": "ipex_core.doctor",
     "explain": "ipex_core._explain",
+    "export": "ipex_core._export",
     "op_info": "ipex_core.introspect",
     "optimize": "ipex_core._optimize",
     "restore": "ipex_core._optimize",

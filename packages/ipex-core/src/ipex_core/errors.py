@@ -12,6 +12,7 @@ from __future__ import annotations
 __all__ = [
     "BrokenComponentError",
     "ConfigError",
+    "ExportError",
     "FallbackError",
     "IpexError",
     "IsaError",
@@ -62,6 +63,10 @@ class TorchVersionError(IpexError, ImportError):
 
 class FallbackError(IpexError, RuntimeError):
     """Under ``IPEX_STRICT=1``: a slower path would have been taken silently."""
+
+
+class ExportError(IpexError, RuntimeError):
+    """A model cannot be exported; the message has the reason that torch gives, ``__cause__`` all of its report."""
 
 
 class OpArgumentError(IpexError, ValueError, RuntimeError):

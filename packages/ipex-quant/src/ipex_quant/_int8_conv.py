@@ -14,6 +14,9 @@ import weakref
 from typing import Any
 
 import torch
+from torch.nn import functional
+
+from ipex_core._portable import FUNCTIONAL, PORTABLE
 
 __all__ = ["int8_conv", "int8_conv_sum_"]
 
@@ -178,3 +181,60 @@ for _name in ("int8_conv", "int8_conv_sum_"):
 
 int8_conv = torch.ops.ipex_quant.int8_conv.default
 int8_conv_sum_ = torch.ops.ipex_quant.int8_conv_sum_.default
+
+
+def _portable(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: float,
+    x_zero: int,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    activation: str,
+    dtype: torch.dtype,
+    output_scale: float,
+    output_zero: int,
+    residual: Tensor | None,
+    residual_scale: float,
+    residual_zero: int,
+) -> Tensor:
+    """Compute the same with dequantised operands, in the form that Inductor turns into the op of oneDNN."""
+    import torch.ao.quantization.fx._decomposed  # (defines the ops)
+
+    ops: Any = torch.ops.quantized_decomposed
+
+    def codes(value: Tensor, scale: float, zero: int) -> Tensor:
+        result: Tensor = ops.quantize_per_tensor.default(value, scale, zero, 0, 255, torch.uint8)
+        return result
+
+    def real(value: Tensor, scale: float, zero: int) -> Tensor:
+        if value.dtype != torch.uint8:
+            return value.float()
+        result: Tensor = ops.dequantize_per_tensor.default(value, scale, zero, 0, 255, torch.uint8)
+        return result
+
+    operand = x if x.dtype == torch.uint8 else codes(x.float(), x_scale, x_zero)
+    zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
+    plain = ops.dequantize_per_channel.default(
+        weight, weight_scale, zeros, 0, -128, 127, torch.int8
+    )
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(stride) - 1]
+    geometry = (stride, padding, dilation, groups)
+    y = convolve(real(operand, x_scale, x_zero), plain, bias, *geometry)
+    if residual is not None:
+        y = y + real(residual, residual_scale, residual_zero)
+    if activation != "none":
+        y = getattr(functional, activation)(y)
+    y = codes(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
+    if y.dim() == weight.dim() in (4, 5):
+        last = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
+        y = y.contiguous(memory_format=last)
+    return y
+
+
+PORTABLE[int8_conv] = _portable
+FUNCTIONAL[int8_conv_sum_] = int8_conv

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core._portable import PORTABLE
+
 __all__ = ["Int8EmbeddingBag", "why_not"]
 
 Tensor = torch.Tensor
@@ -40,6 +42,7 @@ def _fake(
 
 _LIBRARY.impl("int8_embedding_bag", _run, "CPU")
 torch.library.register_fake("ipex_quant::int8_embedding_bag", _fake, lib=_LIBRARY)
+PORTABLE[torch.ops.ipex_quant.int8_embedding_bag.default] = _run
 
 
 def why_not(bag: nn.EmbeddingBag) -> str:

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from ipex_core import nn as nn
     from ipex_core import testing as testing
     from ipex_core._explain import explain as explain
+    from ipex_core._export import export as export
     from ipex_core._optimize import disable_auto_channels_last as disable_auto_channels_last
     from ipex_core._optimize import enable_auto_channels_last as enable_auto_channels_last
     from ipex_core._optimize import optimize as optimize
     from ipex_core._optimize import restore as restore
+    from ipex_core._sdk import cmake_prefix_path as cmake_prefix_path
     from ipex_core.compile_backend import _get_compiler_backend as _get_compiler_backend
     from ipex_core.compile_backend import _set_compiler_backend as _set_compiler_backend
     from ipex_core.compile_backend import compile as compile
@@ -56,6 +58,8 @@ _NAMES = {
     "optimize": "ipex_core",
     "restore": "ipex_core",
     "explain": "ipex_core",
+    "export": "ipex_core",
+    "cmake_prefix_path": "ipex_core._sdk",
     "op_info": "ipex_core",
     "show_config": "ipex_core",
     "doctor": "ipex_core",
@@ -83,6 +87,7 @@ __all__ = [
     "VERBOSE_ON_CREATION",
     "__version__",
     "amp",
+    "cmake_prefix_path",
     "compile",
     "config",
     "cpu",
@@ -92,6 +97,7 @@ __all__ = [
     "enable_auto_channels_last",
     "errors",
     "explain",
+    "export",
     "get_fp32_math_mode",
     "nn",
     "op_info",

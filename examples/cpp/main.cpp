@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs the models that make_models.py has written, and compares with what they gave in Python:
+//
+//   run_models FOLDER
+//
+// Nothing here calls ipex: linking its library is enough for both kinds of model to find their ops.
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/script.h>
+
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include <ipex/c_api.h>
+
+namespace {
+
+// A tensor that torch.save has written.
+torch::Tensor read_tensor(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  TORCH_CHECK(file, "cannot read ", path);
+  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+  return torch::jit::pickle_load(bytes).toTensor();
+}
+
+bool same(const char* what, const torch::Tensor& got, const torch::Tensor& wanted) {
+  const bool equal = got.sizes() == wanted.sizes() && got.dtype() == wanted.dtype() &&
+                     torch::allclose(got.to(torch::kFloat), wanted.to(torch::kFloat), 2e-2, 2e-2);
+  std::cout << what << ": " << (equal ? "same as in Python" : "DIFFERENT") << '\n';
+  return equal;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) {
+    std::cerr << "usage: run_models FOLDER\n";
+    return 2;
+  }
+  const std::string folder = std::string(argv[1]) + "/";
+  try {
+    std::cout << "ISA level " << ipex_cpu_level() << '\n';
+    const c10::InferenceMode guard;
+    const torch::Tensor input = read_tensor(folder + "input.pt");
+    const torch::Tensor wanted = read_tensor(folder + "output.pt");
+
+    torch::jit::Module script = torch::jit::load(folder + "model.ts");
+    const torch::Tensor from_script = script.forward({input}).toTensor();
+
+    torch::inductor::AOTIModelPackageLoader package(folder + "model.pt2");
+    const torch::Tensor from_package = package.run({input}).at(0);
+
+    bool all = same("TorchScript", from_script, wanted);
+    all = same("AOTInductor", from_package, wanted) && all;
+    return all ? 0 : 1;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << '\n';
+    return 1;
+  }
+}

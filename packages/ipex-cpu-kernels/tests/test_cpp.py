@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ SDK: programs without Python, and Python processes that have opened the C++ library."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ipex_core._program_native  # noqa: F401  (defines ops too)
+import ipex_cpu_kernels
+from ipex_core._spec import schemas
+from ipex_cpu_kernels import _native
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "examples" / "cpp"
+LIBRARY = _native._find_library().parent / "libipex_cpp.so"
+COMPILER = os.environ.get("CXX") or shutil.which("g++")
+CMAKE = shutil.which("cmake")
+
+
+def python(code: str, *arguments: str, **variables: str) -> str:
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **variables}
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+CHECK = """
+import json, sys, torch
+def same():
+    x, w = torch.randn(3, 8), torch.randn(8)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.ops.ipex.rms_norm(x, w), torch.nn.functional.rms_norm(x, (8,), w, 1e-6))
+library = sys.argv[1]
+"""
+
+
+def test_opened_without_ipex() -> None:
+    """All ops and their kernels are there, with no line of our Python; the variable for the level counts."""
+    out = python(
+        CHECK
+        + """
+torch.ops.load_library(library)
+same()
+names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("ipex::")}
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+without = [n for n in names if not any(has(n, key) for key in ("CPU", "CompositeExplicitAutograd"))]
+import ctypes
+level = ctypes.CDLL(library.replace("cpp", "cpu")).ipex_cpu_level
+level.restype = ctypes.c_char_p
+print(json.dumps([sorted(names), without, level().decode(), [m for m in sys.modules if "ipex" in m]]))
+""",
+        str(LIBRARY),
+        IPEX_CPU_ISA="default",
+    )
+    names, without, level, modules = json.loads(out)
+    assert names == sorted(f"ipex::{name}" for name in schemas())
+    assert without == ["ipex::_sum_over_backend"]
+    assert level == "default"
+    assert modules == []
+
+
+@pytest.mark.parametrize("first", ["library", "ipex_core"])
+def test_beside_python(first: str) -> None:
+    """Whichever comes second leaves the ops as they are; derivatives and fake kernels work."""
+    steps = ["torch.ops.load_library(library); same()", "import ipex_core; same()"]
+    code = "\n".join([*(steps if first == "library" else reversed(steps)), "same()"])
+    out = python(
+        CHECK
+        + code
+        + """
+x = torch.randn(3, 8, requires_grad=True)
+torch.ops.ipex.rms_norm(x, None).sum().backward()
+print(tuple(torch.ops.ipex.rms_norm(x.detach().to("meta"), None).shape), x.grad is not None)
+from ipex_core import program
+from ipex_core._program_native import NativeProgram
+""",
+        str(LIBRARY),
+    )
+    assert out.split("\n")[0] == "(3, 8) True"
+
+
+def test_another_version_is_an_error() -> None:
+    """A schema that differs from that of a library loaded before is no definition to go on with."""
+    out = python(
+        CHECK
+        + """
+torch.ops.load_library(library)
+from ipex_core._spec import define
+try:
+    define("rms_norm(Tensor x) -> Tensor")
+except ImportError as error:
+    print(type(error).__name__, error)
+""",
+        str(LIBRARY),
+    )
+    assert out.startswith("KernelApiError libipex_cpp.so of another version has been loaded")
+
+
+def test_impossible_level_is_reported() -> None:
+    command = "import sys, torch; torch.ops.load_library(sys.argv[1])"
+    result = subprocess.run(
+        [sys.executable, "-c", command, str(LIBRARY)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "IPEX_CPU_ISA": "sse9"},
+    )
+    assert result.returncode == 0
+    assert "libipex_cpp: IPEX_CPU_ISA: ISA level sse9 cannot be used" in result.stderr
+
+
+def test_schemas_are_those_of_the_specs() -> None:
+    """The generated file is up to date: python tools/generate_schemas.py."""
+    tool = ROOT / "tools" / "generate_schemas.py"
+    result = subprocess.run(
+        [sys.executable, str(tool), "--check"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_headers_stand_alone(tmp_path: Path) -> None:
+    """Each installed header compiles, as C++17; that of the C functions as C too, and no header needs torch."""
+    include = Path(ipex_cpu_kernels.cmake_prefix_path).parent.parent / "include"
+    headers = sorted(path.relative_to(include) for path in include.rglob("*.h"))
+    assert Path("ipex/c_api.h") in headers and Path("ipex/ops/rms_norm/rms_norm.h") in headers
+    paths = [f"-I{include}", f"-I{include / 'ipex' / 'ops'}"]
+    source = tmp_path / "headers.cpp"
+    source.write_text("".join(f'#include "{header.as_posix()}"\n' for header in headers))
+    flags = ["-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([COMPILER, "-std=c++17", *flags, *paths, str(source)], check=True)
+    source = tmp_path / "c_api.c"
+    source.write_text('#include "ipex/c_api.h"\n')
+    subprocess.run([COMPILER, "-xc", "-std=c99", *flags, *paths, str(source)], check=True)
+
+
+def test_kernels_by_name() -> None:
+    """The C function gives the address of a kernel at the level in use."""
+    import ctypes
+
+    native = _native.load()._library
+    find = native.ipex_cpu_find_kernel
+    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    address = find(b"ipex_k_rms_norm_f32")
+    assert address and find(b"ipex_k_no_such_kernel") is None
+    kernel = ctypes.CFUNCTYPE(
+        *(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool),
+        *(ctypes.c_float, ctypes.c_float, ctypes.c_void_p),
+        *(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
+    )(address)
+    x, w, y = torch.randn(2, 40), torch.randn(40), torch.empty(2, 40)
+    kernel(x.data_ptr(), 40, w.data_ptr(), True, 1e-6, 0.0, y.data_ptr(), 40, 0, 2)
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (40,), w, 1e-6))
+
+
+@pytest.mark.skipif(COMPILER is None or CMAKE is None, reason="no C++ compiler or no cmake")
+@pytest.mark.skipif(not EXAMPLE.is_dir(), reason="examples are not in this tree")
+def test_example_program(tmp_path: Path) -> None:
+    """examples/cpp, built outside the source tree, gives what Python gave, at two ISA levels."""
+    pytest.importorskip("ipex")
+    models, build = tmp_path / "models", tmp_path / "build"
+    run(sys.executable, str(EXAMPLE / "make_models.py"), str(models))
+    prefix = f"{torch.utils.cmake_prefix_path};{ipex_cpu_kernels.cmake_prefix_path}"
+    generator = ["-GNinja"] if shutil.which("ninja") else []
+    run(
+        *(CMAKE, "-S", str(EXAMPLE), "-B", str(build), *generator),
+        *(f"-DCMAKE_PREFIX_PATH={prefix}", f"-DCMAKE_CXX_COMPILER={COMPILER}"),
+        "-DCMAKE_CXX_FLAGS=-Wall -Wextra",
+    )
+    run(CMAKE, "--build", str(build))
+    for level in ("", "default"):
+        out = run(str(build / "run_models"), str(models), IPEX_CPU_ISA=level)
+        assert "TorchScript: same as in Python" in out
+        assert "AOTInductor: same as in Python" in out
+        assert f"ISA level {level}" in out
+    # Without the library the models cannot run: it is what brings the ops.
+    code = "import sys, torch; torch.jit.load(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(models / "model.ts")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode != 0 and "ipex::" in result.stderr
+
+
+def run(*command: str | None, **variables: str) -> str:
+    result = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **variables},
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout
