@@ -170,6 +170,17 @@ def test_known_but_not_installed(_entry_points, name, package, extra):
     assert name not in dir(ipex)
 
 
+def test_cmake_prefix_path(monkeypatch):
+    monkeypatch.delitem(vars(ipex), "cmake_prefix_path", raising=False)
+    if any(entry.name == "cpu" for entry in _plugins._entry_points(_plugins.KERNEL_GROUP)):
+        assert ipex.cmake_prefix_path.endswith("/share/cmake")
+        monkeypatch.delitem(vars(ipex), "cmake_prefix_path")
+    monkeypatch.setattr(_plugins, "_entry_points", lambda group: ())
+    text = r"ipex.cmake_prefix_path needs the package ipex-cpu-kernels: pip install 'ipex\[cpu\]'"
+    with pytest.raises(MissingComponentError, match=text):
+        ipex.cmake_prefix_path  # noqa: B018
+
+
 def test_runtime_is_found_below_cpu(_entry_points):
     _entry_points()
     with pytest.raises(MissingComponentError, match="ipex-runtime"):

@@ -217,6 +217,6 @@ def _compile(program: torch.export.ExportedProgram, path: Path, asked: Any, name
 
 
 def _reason(what: str, error: BaseException) -> str:
-    # Reports of torch go on with guards, stacks and advice; the cause keeps all of it.
-    text = str(error).strip() or type(error).__name__
-    return f"export: {what}: {type(error).__name__}: {text.splitlines()[0]}"
+    # Reports of torch go on with stacks and advice after an empty line; the cause keeps all of it.
+    text = str(error).strip().partition("\n\n")[0] or type(error).__name__
+    return f"export: {what}: {type(error).__name__}: {text}"

@@ -59,6 +59,7 @@ _NAMES = {
     "restore": "ipex_core",
     "explain": "ipex_core",
     "export": "ipex_core",
+    # Not in __all__: without the kernel package it is an error, and `from ipex import *` must work.
     "cmake_prefix_path": "ipex_core._sdk",
     "op_info": "ipex_core",
     "show_config": "ipex_core",
@@ -87,7 +88,6 @@ __all__ = [
     "VERBOSE_ON_CREATION",
     "__version__",
     "amp",
-    "cmake_prefix_path",
     "compile",
     "config",
     "cpu",
