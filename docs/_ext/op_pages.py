@@ -84,7 +84,7 @@ def op_page(spec: OpSpec) -> str:
         "|---|---|",
         f"| Dtypes | {dtypes(spec)} |",
         f"| Autocast | {_AUTOCAST[spec.autocast]} |",
-        f"| Gradient | {'of the reference' if spec.backward else 'none'} |",
+        f"| Gradient | {gradient(spec)} |",
         "| `torch.compile` | one graph, no break; shapes may be dynamic |",
         "",
         *accuracy(spec),
@@ -92,6 +92,13 @@ def op_page(spec: OpSpec) -> str:
         *benchmark(spec),
     ]
     return "\n".join(lines) + "\n"
+
+
+def gradient(spec: OpSpec) -> str:
+    """Return where the gradients of an op come from."""
+    if callable(spec.backward):
+        return "computed by an op of its own"
+    return "of the reference" if spec.backward else "none"
 
 
 def accuracy(spec: OpSpec) -> list[str]:

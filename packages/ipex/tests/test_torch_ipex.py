@@ -20,11 +20,15 @@ WANTED = (
     *(
         f"torch_ipex::{name}"
         for name in (
+            "ROIAlign_backward",
+            "ROIAlign_forward",
             "add_layernorm",
             "add_rmsnorm",
             "add_softmax_",
+            "batch_score_nms",
             "bmm",
             "bmm_add",
+            "box_head_nms",
             "cast_from_fp8",
             "cast_to_fp8",
             "causal_conv1d_fn",
@@ -34,7 +38,11 @@ WANTED = (
             "dynamic_scaled_fp8_quant",
             "flash_attn_varlen_func",
             "fp8_linear",
+            "frozen_batch_norm",
+            "locations_to_boxes",
             "masked_multihead_self_attention",
+            "nms",
+            "parallel_scale_back_batch",
             "punica_bgmv_expand",
             "punica_bgmv_expand_slice",
             "punica_bgmv_shrink",
@@ -43,6 +51,7 @@ WANTED = (
             "punica_sgmv_shrink",
             "reshape_and_cache",
             "rmsnorm",
+            "rpn_nms",
             "selective_scan_fn",
             "selective_state_update",
             "single_query_cached_kv_attention",
@@ -307,3 +316,36 @@ def test_state_space():
     )
     torch.testing.assert_close(out, whole[..., -1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(before, state, rtol=1e-4, atol=1e-4)
+
+
+def test_detection():
+    x, rois = torch.randn(2, 3, 8, 8), torch.tensor([[0, 1, 1, 6, 6.0], [1, 0, 2, 5, 5]])
+    y = OPS.ROIAlign_forward(x, rois, 1.0, 2, 2, 2, True)
+    torch.testing.assert_close(y, torch.ops.ipex.roi_align(x, rois, 1.0, 2, 2, 2, True))
+    grad = OPS.ROIAlign_backward(y, rois, 1.0, 2, 2, 2, 3, 8, 8, 2, True, False)
+    torch.testing.assert_close((grad * x).sum(), (y * y).sum())
+    with torch.enable_grad():
+        leaf = x.clone().requires_grad_()
+        OPS.ROIAlign_forward(leaf, rois, 1.0, 2, 2, 2, True).backward(y)
+    torch.testing.assert_close(leaf.grad, grad)
+    ones, zeros = torch.ones(3), torch.zeros(3)
+    torch.testing.assert_close(OPS.frozen_batch_norm(x, ones, zeros, zeros, ones, 0.0), x)
+    dets = torch.tensor([[0, 0, 10, 10], [1, 1, 11, 11], [20, 20, 30, 30.0]])
+    scores = torch.tensor([0.9, 0.7, 0.5])
+    assert OPS.nms(dets, scores, 0.5, True).tolist() == [0, 2]
+    boxes, kept = OPS.rpn_nms(dets[None], scores[None], [(40, 40)], 1, 0.5, 1)
+    assert boxes[0].tolist() == [[0, 0, 10, 10]]
+    assert kept[0].numel() == 1
+    both = torch.stack([zeros, scores], 1)
+    _, labels, values, counts = OPS.batch_score_nms(dets[None] / 40, both[None], 0.5, 5)
+    assert labels.tolist() == [1.0, 1.0]
+    assert labels.dtype == torch.float32  # as there
+    torch.testing.assert_close(values, torch.tensor([0.5, 0.9]))
+    assert counts.tolist() == [2]
+    _, _, labels = OPS.box_head_nms([dets.repeat(1, 2)], [both], [(40, 40)], 0.1, 0.5, 5, 2)
+    assert labels[0].tolist() == [1, 1]
+    where, prior = torch.randn(1, 3, 4), torch.rand(3, 4)
+    corners = OPS.locations_to_boxes(where, prior, 0.1, 0.2)
+    same, probability = OPS.parallel_scale_back_batch(where, both[None], prior, 0.1, 0.2)
+    torch.testing.assert_close(same, corners)
+    torch.testing.assert_close(probability.sum(-1), torch.ones(1, 3))

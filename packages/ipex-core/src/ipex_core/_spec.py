@@ -87,7 +87,9 @@ class OpSpec:
         stock_args: Turns arguments of the op into those of ``stock``, outside the timing (a packed weight into a plain
             one). None where they are the same.
         dtypes: Dtypes of the leading tensor argument that the op accepts.
-        backward: ``"reference"`` differentiates the reference; ``None`` makes ``requires_grad`` an error.
+        backward: ``"reference"`` differentiates the reference; ``None`` makes ``requires_grad`` an error. A function
+            computes the gradients itself: it is called with the gradients of the outputs and then with the arguments,
+            and returns a gradient or None for each argument.
         autocast: What happens to floating inputs inside ``torch.autocast``: ``"lower_precision"``, ``"float32"``;
             ``"lower_precision_unless_packed"``, for an op whose weight may be packed (uint8) in a dtype of its own;
             ``"widest_type"``, the arguments that are not optional get the widest dtype among them, as stock
@@ -109,7 +111,7 @@ class OpSpec:
     stock: Callable[..., Any] | None = None
     stock_args: Callable[..., tuple[Any, ...]] | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    backward: Literal["reference"] | None = "reference"
+    backward: Literal["reference"] | Callable[..., tuple[Any, ...]] | None = "reference"
     autocast: AutocastRule | None = None
     tolerance: Mapping[torch.dtype, tuple[float, float]] = dataclasses.field(
         default_factory=lambda: {
@@ -301,6 +303,8 @@ class _VjpOfReference(torch.autograd.Function):
                 value.requires_grad_(True)
                 wanted.append(index)
             inputs.append(value)
+        if callable(spec.backward):
+            return (None, None, None, *spec.backward(grads, *inputs))
         result: list[Any] = [None] * len(inputs)
         with torch.enable_grad():
             output = spec.reference(*inputs)

@@ -50,7 +50,7 @@ def op_info(name: str) -> dict[str, Any]:
         "summary": spec.summary,
         "dtypes": [str(d).removeprefix("torch.") for d in spec.dtypes],
         "autocast": spec.autocast,
-        "backward": spec.backward,
+        "backward": "function" if callable(spec.backward) else spec.backward,
         "provider": provider.name if provider is not None and implements else "reference",
         "kernels": {
             k.symbol: {"current": k.current, "available": list(k.available)} for k in kernels

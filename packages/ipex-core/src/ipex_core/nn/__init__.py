@@ -2,6 +2,7 @@
 """Layers that `ipex.optimize` puts in place of stock ones.
 
 They are subclasses of the stock layers and are made by changing the class of an existing layer, never constructed.
+`FrozenBatchNorm2d` is an exception: a layer of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ipex_core.nn.conv import (
     OptimizedConvTranspose2d,
     OptimizedConvTranspose3d,
 )
+from ipex_core.nn.frozen_batch_norm import FrozenBatchNorm2d
 from ipex_core.nn.layers import (
     FoldedBatchNorm1d,
     FoldedBatchNorm2d,
@@ -38,6 +40,7 @@ __all__ = [
     "FoldedBatchNorm1d",
     "FoldedBatchNorm2d",
     "FoldedBatchNorm3d",
+    "FrozenBatchNorm2d",
     "FusableLinear",
     "OptimizedConv1d",
     "OptimizedConv2d",

@@ -14,7 +14,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipex_core._choice import prefer_ipex_attention
+from ipex_core.nn import _roi_align_helper
 from ipex_core.nn._call import call, stock_only
+from ipex_core.nn._detection import (
+    batch_score_nms,
+    box_head_nms,
+    locations_to_boxes,
+    nms,
+    parallel_scale_back_batch,
+    rpn_nms,
+)
 from ipex_core.nn._fusable import finish, is_fusable
 from ipex_core.nn._kv_cache import indirect_access_kv_cache_attention
 from ipex_core.nn._leaf import has_hooks, has_kernel
@@ -36,20 +45,27 @@ from ipex_core.ops.linear import activate
 
 __all__ = [
     "KERNEL_DTYPES",
+    "_roi_align_helper",
     "act_mul",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "batch_score_nms",
     "bgmv_expand",
     "bgmv_expand_slice",
     "bgmv_shrink",
+    "box_head_nms",
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "gelu",
     "indirect_access_kv_cache_attention",
     "layer_norm",
     "linear",
+    "locations_to_boxes",
+    "nms",
+    "parallel_scale_back_batch",
     "rms_norm",
+    "rpn_nms",
     "selective_scan_fn",
     "selective_state_update",
     "sgmv_expand",

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IPEX's module path for layers that live in packages of their own: ``ipex.nn.modules``.
+"""IPEX's module path for layers: ``ipex.nn.modules``.
 
-A name loads the package that has it; `MissingComponentError` says what to install.
+A name loads the module or the package that has it; `MissingComponentError` says what to install.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-__all__ = ["WeightOnlyQuantizedLinear", "WoqWeightFormat"]  # noqa: F822  (made when named)
+__all__ = [  # noqa: F822  (made when named)
+    "FrozenBatchNorm2d",
+    "RoIAlign",
+    "WeightOnlyQuantizedLinear",
+    "WoqWeightFormat",
+    "_roi_align",
+]
 
 #: Name -> component that has it.
 _NAMES = {
@@ -16,8 +23,18 @@ _NAMES = {
     "WoqWeightFormat": "quantization",
 }
 
+#: Name -> module of this package that has it.
+_OWN = {
+    "FrozenBatchNorm2d": "frozen_batch_norm",
+    "RoIAlign": "_roi_align",
+}
+
 
 def __getattr__(name: str) -> Any:
+    if name in _OWN:
+        return getattr(importlib.import_module(f"ipex_core.nn.{_OWN[name]}"), name)
+    if name == "_roi_align":
+        return importlib.import_module("ipex_core.nn._roi_align")
     if name not in _NAMES:
         raise AttributeError(f"module 'ipex.nn.modules' has no attribute {name!r}")
     from ipex_core import _plugins
