@@ -54,7 +54,17 @@ _LAZY = {
 }
 
 #: Modules that are imported when they are named.
-_MODULES = ("amp", "benchmark", "compile_backend", "distributed", "nn", "program", "testing", "woq")
+_MODULES = (
+    "amp",
+    "benchmark",
+    "compile_backend",
+    "distributed",
+    "jit",
+    "nn",
+    "program",
+    "testing",
+    "woq",
+)
 
 __all__ = ["__version__", "config", "errors", *_LAZY, *_MODULES]  # noqa: PLE0604  (the keys are strings)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ipex_core import config as config
     from ipex_core import distributed as distributed
     from ipex_core import errors as errors
+    from ipex_core import jit as jit
     from ipex_core import nn as nn
     from ipex_core import testing as testing
     from ipex_core._explain import explain as explain
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from ipex_core.doctor import doctor as doctor
     from ipex_core.introspect import op_info as op_info
     from ipex_core.introspect import show_config as show_config
+    from ipex_core.jit import enable_onednn_fusion as enable_onednn_fusion
 
 _MODES = "ipex_core.config"
 _BACKEND = "ipex_core.compile_backend"
@@ -74,6 +76,7 @@ _NAMES = {
     "VERBOSE_ON_CREATION": _MODES,
     "verbose": _MODES,
     "set_logging_level": _MODES,
+    "enable_onednn_fusion": "ipex_core.jit",
     "compile": _BACKEND,
     "_get_compiler_backend": _BACKEND,
     "_set_compiler_backend": _BACKEND,
@@ -95,10 +98,12 @@ __all__ = [
     "distributed",
     "doctor",
     "enable_auto_channels_last",
+    "enable_onednn_fusion",
     "errors",
     "explain",
     "export",
     "get_fp32_math_mode",
+    "jit",
     "nn",
     "op_info",
     "optimize",

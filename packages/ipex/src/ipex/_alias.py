@@ -25,6 +25,7 @@ SUBMODULES: Mapping[str, str] = {
     "config": "ipex_core.config",
     "distributed": "ipex_core.distributed",
     "errors": "ipex_core.errors",
+    "jit": "ipex_core.jit",
     "nn": "ipex_core.nn",
     "testing": "ipex_core.testing",
 }

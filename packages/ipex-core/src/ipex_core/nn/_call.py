@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["call", "stock_only"]
+__all__ = ["below_autograd", "call", "stock_only"]
 
-_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 
 
 def call(op: Any, *args: Any) -> Any:
@@ -18,9 +18,11 @@ def call(op: Any, *args: Any) -> Any:
     The autograd kernel of an op is Python and costs some 3 us even when it has nothing to do, as much as a small kernel
     itself. Under ``torch.inference_mode`` torch leaves it out; this does the same under ``torch.no_grad``.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and torch._C._get_tracing_state() is None
+    ):
         return op(*args)
-    with _BelowAutograd():
+    with below_autograd():
         return op(*args)
 
 

@@ -35,6 +35,7 @@ from ipex_core.nn._lora import (
     sgmv_expand_slice,
     sgmv_shrink,
 )
+from ipex_core.nn._scripts import function, tracing
 from ipex_core.nn._state_space import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -113,7 +114,8 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 def act_mul(gate: Tensor, up: Tensor, post: str) -> Tensor:
     """Compute ``activation(gate) * up``."""
-    if gate.shape == up.shape and gate.dtype is up.dtype:
+    # Not in a trace: at other shapes one of them might have to be broadcast.
+    if not tracing() and gate.shape == up.shape and gate.dtype is up.dtype:
         y: Tensor
         if post == "silu" and _native("silu_mul", gate, up):
             y = call(torch.ops.ipex.silu_mul.default, gate, up)
@@ -147,7 +149,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
 
 
 def _addable(op: str, x: Tensor, residual: Tensor, *rest: Tensor | None) -> bool:
-    return x.dtype is residual.dtype and x.shape == residual.shape and _native(op, x, *rest)
+    same = x.dtype is residual.dtype and (tracing() or x.shape == residual.shape)
+    return same and _native(op, x, *rest)
 
 
 def add_layer_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -156,7 +159,8 @@ def add_layer_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor
     weight, bias = norm.weight, norm.bias
     plain = has_hooks(norm) or len(norm.normalized_shape) != 1
     if not plain and _addable("add_layer_norm", x, residual, weight, bias):
-        y, total = call(torch.ops.ipex.add_layer_norm.default, x, residual, weight, bias, norm.eps)
+        op = function("add_layer_norm") if tracing() else torch.ops.ipex.add_layer_norm.default
+        y, total = call(op, x, residual, weight, bias, norm.eps)
         return y, total
     total = x + residual
     return norm(total), total
@@ -169,7 +173,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, 
     plain = has_hooks(norm) or len(norm.normalized_shape) != 1
     if not plain and _addable("add_rms_norm", x, residual, weight):
         eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-        y, total = call(torch.ops.ipex.add_rms_norm.default, x, residual, weight, eps)
+        op = function("add_rms_norm") if tracing() else torch.ops.ipex.add_rms_norm.default
+        y, total = call(op, x, residual, weight, eps)
         return y, total
     total = x + residual
     return norm(total), total
@@ -186,8 +191,13 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Scaled dot-product attention with the signature of the stock function."""
+    y: Tensor
+    if tracing() and not dropout_p and _native("attention", query):
+        sdpa = function("sdpa")
+        y = call(sdpa, query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        return y
     if attention_supported(query, key, value, attn_mask, dropout_p, is_causal):
-        y: Tensor = call(
+        y = call(
             torch.ops.ipex.attention.default,
             query,
             key,

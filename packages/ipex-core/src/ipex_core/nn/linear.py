@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 from ipex_core.nn import _mkldnn
-from ipex_core.nn._call import call, stock_only
+from ipex_core.nn._call import below_autograd, call, stock_only
 from ipex_core.nn._fusable import finish
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._packed import PackedWeight, captured, pack
+from ipex_core.nn._scripts import function, tracing
 from ipex_core.nn._state import state_of
 
 __all__ = ["OptimizedLinear"]
@@ -59,6 +60,8 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
             residual2: Likewise.
         """
         packed, dtype = self._packed, self._dtype
+        if packed is not None and self._kernel and tracing():
+            return self._traced(x, packed, post, residual, mul, residual2)
         if packed is None or captured(self._kernel) or stock_only(x):
             return self._plain(x, post, residual, mul, residual2)
         if "weight" not in self._parameters or "bias" not in self._parameters:
@@ -109,6 +112,30 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
             )
             return y
         return _mkldnn.linear(x, packed, bias, post, residual)
+
+    def _traced(
+        self,
+        x: Tensor,
+        packed: Tensor,
+        post: str,
+        residual: Tensor | None,
+        mul: Tensor | None,
+        residual2: Tensor | None,
+    ) -> Tensor:
+        """Record the op on the packed weight, which becomes a constant of the program."""
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        lowered = self._dtype is torch.float32 and torch.is_autocast_enabled("cpu")
+        if not isinstance(weight, PackedWeight) or "bias" not in self._parameters or lowered:
+            return self._plain(x, post, residual, mul, residual2)
+        if x.dtype is not self._dtype:
+            assert self._dtype is not None
+            x = x.to(self._dtype)
+        # A program has no derivative of our ops, whatever the mode it is recorded in.
+        with below_autograd():
+            y: Tensor = function("linear")(
+                x, packed, self.out_features, bias, post, mul, residual, residual2
+            )
+        return y
 
     def _fits(self, operand: Tensor | None, x: Tensor) -> bool:
         """Return whether the op can take what is multiplied or added."""
