@@ -33,12 +33,15 @@ WANTED = (
             "cast_to_fp8",
             "causal_conv1d_fn",
             "causal_conv1d_update",
+            "cumsum",
+            "cumsum_",
             "dequantize_4bit",
             "dequantize_nf4",
             "dynamic_scaled_fp8_quant",
             "flash_attn_varlen_func",
             "fp8_linear",
             "frozen_batch_norm",
+            "ipex_lstm",
             "locations_to_boxes",
             "masked_multihead_self_attention",
             "nms",
@@ -51,6 +54,8 @@ WANTED = (
             "punica_sgmv_shrink",
             "reshape_and_cache",
             "rmsnorm",
+            "rnnt_embedding",
+            "rnnt_update_batch",
             "rpn_nms",
             "selective_scan_fn",
             "selective_state_update",
@@ -349,3 +354,54 @@ def test_detection():
     same, probability = OPS.parallel_scale_back_batch(where, both[None], prior, 0.1, 0.2)
     torch.testing.assert_close(same, corners)
     torch.testing.assert_close(probability.sum(-1), torch.ones(1, 3))
+
+
+def test_recurrent():
+    lstm = torch.nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True).eval()
+    x, state = torch.randn(2, 5, 4), [torch.zeros(4, 2, 3), torch.zeros(4, 2, 3)]
+    got = OPS.ipex_lstm(x, state, lstm._flat_weights, True, 2, 0.0, False, True, True)
+    y, (h, c) = lstm(x)
+    for mine, stock in zip(got, (y, h, c), strict=True):
+        torch.testing.assert_close(mine, stock)
+    torch.testing.assert_close(OPS.cumsum(x, 1), x.cumsum(1))
+    assert OPS.cumsum(x, 1, dtype=torch.float64).dtype == torch.float64
+    table, out = torch.randn(5, 3), torch.ones(2, 3)
+    OPS.rnnt_embedding(table, torch.tensor([[-1], [4]]), out, -1, 2, 3)
+    torch.testing.assert_close(out, torch.stack([torch.zeros(3), table[4]]))
+
+
+def test_rnnt_decoding():
+    """Two sequences, labels of a script: blanks, a frame that is full, ends at different times."""
+    blank, sos = 9, -1
+    zeros = torch.zeros(2, dtype=torch.int32)
+    counters = [zeros.clone() for _ in range(6)]
+    put, last = torch.zeros(2, dtype=torch.int64), torch.full((2,), sos)
+    labels = torch.full((2, 6), sos)
+    hidden = [torch.zeros(1, 2, 3) for _ in range(2)]
+    x = torch.randn(3, 2, 4).transpose(0, 1)
+    f = x[:, :1].clone()
+    script = [[5, blank], [6, 1], [7, 2], [blank, 3], [4, 4], [blank, 4]]
+    ended = False
+    for step, k in enumerate(script):
+        assert not ended
+        new = [torch.full((1, 2, 3), float(step + 1)) for _ in range(2)]
+        ended = OPS.rnnt_update_batch(
+            torch.tensor(k),
+            torch.tensor([3, 2]),
+            *counters,
+            put,
+            labels,
+            last,
+            *hidden,
+            *new,
+            x,
+            f,
+            2,
+            blank,
+            2,
+            sos,
+            3,
+        )
+    assert ended is True
+    assert labels[:, 1:5].tolist() == [[5, 6, 7, 4], [1, 2, sos, sos]]
+    assert hidden[0][0, :, 0].tolist() == [5.0, 3.0]

@@ -7,8 +7,13 @@ current and highest built level are then ``"DEFAULT"``.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ipex_core import _machine, _plugins, config
 from ipex_core.config import FP32MathMode, get_fp32_math_mode, set_fp32_math_mode
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "FP32MathMode",
@@ -22,6 +27,8 @@ __all__ = [
     "isa_has_avx512_vnni_support",
     "onednn_has_bf16_support",
     "onednn_has_fp16_support",
+    "roc_auc_score",
+    "roc_auc_score_all",
     "set_fp32_math_mode",
 ]
 
@@ -113,3 +120,21 @@ def onednn_has_fp16_support() -> bool:
     import torch
 
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def roc_auc_score(actual: torch.Tensor, predicted: torch.Tensor) -> list[float]:
+    """Return the area under the ROC curve and two zeros, as IPEX does; see `ipex_core.metrics.roc_auc_score`."""
+    from ipex_core import metrics
+
+    return [metrics.roc_auc_score(actual, predicted), 0.0, 0.0]
+
+
+def roc_auc_score_all(actual: torch.Tensor, predicted: torch.Tensor) -> list[float]:
+    """Return the area under the ROC curve, the log loss and the accuracy."""
+    from ipex_core import metrics
+
+    return [
+        metrics.roc_auc_score(actual, predicted),
+        metrics.log_loss(actual, predicted),
+        metrics.accuracy_score(actual, predicted),
+    ]

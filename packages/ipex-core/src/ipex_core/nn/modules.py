@@ -11,6 +11,7 @@ from typing import Any
 
 __all__ = [  # noqa: F822  (made when named)
     "FrozenBatchNorm2d",
+    "IPEXLinearEltwise",
     "RoIAlign",
     "WeightOnlyQuantizedLinear",
     "WoqWeightFormat",
@@ -26,6 +27,7 @@ _NAMES = {
 #: Name -> module of this package that has it.
 _OWN = {
     "FrozenBatchNorm2d": "frozen_batch_norm",
+    "IPEXLinearEltwise": "linear_eltwise",
     "RoIAlign": "_roi_align",
 }
 

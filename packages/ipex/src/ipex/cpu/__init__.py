@@ -19,6 +19,7 @@ __all__ = [
     "_get_highest_binary_support_isa_level",
     "_get_highest_cpu_support_isa_level",
     "get_fp32_math_mode",
+    "roc_auc_score",
     "set_fp32_math_mode",
     "verbose",
 ]
@@ -27,4 +28,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "runtime":
         return importlib.import_module("ipex.runtime")
+    if name == "roc_auc_score":
+        return importlib.import_module("ipex_core.metrics").roc_auc_score
     raise AttributeError(f"module 'ipex.cpu' has no attribute {name!r}")

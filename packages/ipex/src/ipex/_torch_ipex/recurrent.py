@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Second names of the ops of recurrent networks, of RNN transducers and of running sums."""
+
+from __future__ import annotations
+
+import torch
+
+from ipex._torch_ipex._alias_op import alias_op
+
+Tensor = torch.Tensor
+_OPS = torch.ops.ipex
+
+
+@alias_op(
+    "ipex_lstm(Tensor input, Tensor[] hx, Tensor[] params, bool has_biases, int num_layers,"
+    " float dropout_p, bool train, bool bidirectional, bool batch_first) -> (Tensor, Tensor, Tensor)"
+)
+def _ipex_lstm(
+    input: Tensor,
+    hx: list[Tensor],
+    params: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout_p: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.lstm(
+        input, hx, params, has_biases, num_layers, dropout_p, train, bidirectional, batch_first
+    )
+
+
+@alias_op("cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor")
+def _cumsum(self: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.cumsum(self, dim, dtype=dtype)
+
+
+@alias_op("cumsum_(Tensor(a!) self, int dim, *, ScalarType? dtype=None) -> Tensor(a!)")
+def _cumsum_(self: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    return self.cumsum_(dim, dtype=dtype)
+
+
+@alias_op(
+    "rnnt_embedding(Tensor table, Tensor idx, Tensor(a!) out, int _SOS, int batch, int dim) -> ()"
+)
+def _rnnt_embedding(
+    table: Tensor, idx: Tensor, out: Tensor, sos: int, batch: int, dim: int
+) -> None:
+    out.copy_(_OPS.rnnt_embedding(table, idx.reshape(-1), sos).view(out.shape))
+
+
+@alias_op(
+    "rnnt_update_batch(Tensor k, Tensor out_lens, Tensor(a!) label_col, Tensor(b!) symbols_added,"
+    " Tensor(c!) time_idxs, Tensor(d!) blankness_out, Tensor(e!) blankvec_out,"
+    " Tensor(f!) not_blank_out, Tensor(g!) label_to_put_out, Tensor(h!) label_tensor_out,"
+    " Tensor(i!) label_for_next_loop_out, Tensor(j!) hidden_0, Tensor(k!) hidden_1,"
+    " Tensor hidden_prime_0, Tensor hidden_prime_1, Tensor x, Tensor(l!) f, int max_symbols,"
+    " int blank_id, int batch, int _SOS, int max_len) -> bool"
+)
+def _rnnt_update_batch(k: Tensor, out_lens: Tensor, *rest: object) -> bool:
+    *tensors, max_symbols, blank_id, _, sos, _ = rest
+    lengths = out_lens.to(torch.int32)
+    return bool(_OPS.rnnt_update(k.long(), lengths, *tensors, max_symbols, blank_id, sos))
