@@ -26,7 +26,13 @@ def floats(value):
 
 
 def cast(values, dtype):
-    return tuple(v.to(dtype) if floats(v) else v for v in values)
+    return tuple(cast_one(v, dtype) for v in values)
+
+
+def cast_one(value, dtype):
+    if isinstance(value, list):
+        return [cast_one(v, dtype) for v in value]
+    return value.to(dtype) if floats(value) else value
 
 
 def outputs(result):
@@ -59,6 +65,7 @@ def test_rules():
     rules = {name: specs()[name].autocast for name in WITH_RULE}
     assert rules == {
         "attention": "lower_precision",
+        "interaction": "lower_precision",
         "woq_linear": "lower_precision",
         "causal_conv1d_fn": "lower_precision",
         "bmm": "lower_precision_unless_packed",
@@ -136,13 +143,20 @@ def test_no_rule(name):
 def test_under_trace_and_compile(name):
     spec = specs()[name]
     sample = inputs(spec, torch.float32)
-    tensors = tuple(v for v in sample.args if isinstance(v, torch.Tensor))
+    values = (v for arg in sample.args for v in (arg if isinstance(arg, list) else [arg]))
+    tensors = tuple(v for v in values if isinstance(v, torch.Tensor))
     if name in ("silu_mul", "gelu_mul", "add_layer_norm", "add_rms_norm"):
         tensors = (tensors[0].bfloat16(), *tensors[1:])
 
     def call(*given):
         left = iter(given)
-        args = [next(left) if isinstance(v, torch.Tensor) else v for v in sample.args]
+
+        def fill(value):
+            if isinstance(value, list):
+                return [fill(v) for v in value]
+            return next(left) if isinstance(value, torch.Tensor) else value
+
+        args = [fill(v) for v in sample.args]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return spec.op(*args, **sample.kwargs)
 

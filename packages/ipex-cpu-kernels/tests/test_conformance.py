@@ -100,18 +100,21 @@ def test_gradients_equal_those_of_the_reference(op):
                 weight = torch.ones_like(w)
                 g.backward(weight, retain_graph=True)
                 w.backward(weight, retain_graph=True)
-        for a, b in zip(mine, theirs, strict=True):
-            if isinstance(a, torch.Tensor) and a.requires_grad:
+        for a, b in zip(_tensors(*mine), _tensors(*theirs), strict=True):
+            if a.requires_grad:
                 torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def _leaves(args):
-    return [
-        v.detach().clone().requires_grad_()
-        if isinstance(v, torch.Tensor) and v.is_floating_point()
-        else v
-        for v in args
-    ]
+    return [_leaf(v) for v in args]
+
+
+def _leaf(value):
+    if isinstance(value, list):
+        return _leaves(value)
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().clone().requires_grad_()
+    return value
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -137,6 +137,8 @@ def kernel(spec: OpSpec, sample: Sample) -> None:
 
 def copy_of(value: Any) -> Any:
     """Return a copy with the same strides and sharing of elements."""
+    if isinstance(value, list):
+        return [copy_of(v) for v in value]
     if not isinstance(value, torch.Tensor):
         return value
     storage = value.untyped_storage().clone()
@@ -167,7 +169,8 @@ def test_kernel_and_definition_agree(op: str, data: st.DataObject) -> None:
 def comparable(sample: Sample) -> bool:
     """Return whether the tolerances hold: not for extreme factors, nor for values that nearly cancel in 16 bits."""
     numbers = [a for a in sample.args if isinstance(a, float)]
-    dtypes = {a.dtype for a in sample.args if isinstance(a, torch.Tensor)}
+    lists = [a if isinstance(a, list) else [a] for a in sample.args]
+    dtypes = {a.dtype for one in lists for a in one if isinstance(a, torch.Tensor)}
     return not dtypes & {*FLOATS[1:]} and all(1e-20 < abs(a) < 1e20 for a in numbers if a)
 
 

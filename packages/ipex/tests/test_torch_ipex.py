@@ -405,3 +405,27 @@ def test_rnnt_decoding():
     assert ended is True
     assert labels[:, 1:5].tolist() == [[5, 6, 7, 4], [1, 2, sos, sos]]
     assert hidden[0][0, :, 0].tolist() == [5.0, 3.0]
+
+
+def test_recommendation():
+    x = [torch.randn(3, 4) for _ in range(3)]
+    out = OPS.interaction_forward(x)
+    assert torch.equal(out, torch.ops.ipex.interaction(x))
+    assert [g.shape for g in OPS.interaction_backward(out, x)] == [t.shape for t in x]
+
+    none = [torch.empty(0, dtype=torch.bfloat16)] * 2
+    tables, squares = ([torch.ones(n, 4) * value for n in (5, 6)] for value in (1, 0))
+    lookups = ([torch.tensor([1, 1, 2])] * 2, [torch.tensor([0, 2])] * 2)
+    bags = OPS.merged_embeddingbag_forward(tables, *lookups, 0, False)
+    assert [b[:, 0].tolist() for b in bags] == [[2.0, 1.0]] * 2
+    means = OPS.merged_embeddingbag_forward(tables, *lookups, 1, False)
+    assert [b[:, 0].tolist() for b in means] == [[1.0, 1.0]] * 2
+    assert OPS.merged_embeddingbag_cat_forward(tables, *lookups, x[0][:2]).shape == (2, 12)
+    grads = [torch.ones(2, 4)] * 2
+    OPS.merged_embeddingbag_backward_sgd(grads, tables, *lookups, 0, False, none, 0.0, 0.25)
+    assert tables[0][:, 0].tolist() == [1.0, 0.5, 0.75, 1.0, 1.0]
+    OPS.merged_embeddingbag_backward_adagrad(
+        grads, tables, *lookups, 0, False, squares, none, 0.0, 0.25
+    )
+    assert squares[1][:, 0].tolist() == [0.0, 4.0, 1.0, 0.0, 0.0, 0.0]
+    assert tables[0][:, 0].tolist() == [1.0, 0.25, 0.5, 1.0, 1.0]

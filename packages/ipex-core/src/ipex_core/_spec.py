@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -127,7 +127,7 @@ class OpSpec:
     @property
     def mutates(self) -> tuple[str, ...]:
         """Names of the arguments the op writes to, in the order of the schema."""
-        return tuple(re.findall(r"Tensor\([a-z]!\)\??\s+(\w+)", self.schema))
+        return tuple(re.findall(r"Tensor\([a-z]!\)(?:\[\])?\??\s+(\w+)", self.schema))
 
     @property
     def op(self) -> Any:
@@ -264,23 +264,50 @@ def _autograd_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
                 raise RuntimeError(
                     f"{spec.name}: is not differentiable; call it under torch.no_grad()"
                 )
-            return _VjpOfReference.apply(spec, redispatch, keyset & below, *args)  # type: ignore[no-untyped-call]
+            flat, counts = _flat(args)
+            return _VjpOfReference.apply(spec, redispatch, keyset & below, counts, *flat)  # type: ignore[no-untyped-call]
         return redispatch(keyset & below, *args)
 
     return kernel
+
+
+def _flat(args: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Return the arguments with the elements of lists of tensors, which autograd would not find, one by one.
+
+    The numbers are those of the elements for such a list, -1 for any other argument.
+    """
+    flat: list[Any] = []
+    counts = []
+    for value in args:
+        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            flat.extend(value)
+            counts.append(len(value))
+        else:
+            flat.append(value)
+            counts.append(-1)
+    return flat, counts
+
+
+def _nested(flat: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+    """Undo `_flat`."""
+    values = iter(flat)
+    return [next(values) if n < 0 else [next(values) for _ in range(n)] for n in counts]
 
 
 class _VjpOfReference(torch.autograd.Function):
     """Forward: the op below autograd. Backward: the vector-Jacobian product of the reference at the saved inputs."""
 
     @staticmethod
-    def forward(ctx: Any, spec: OpSpec, redispatch: Any, keyset: Any, *args: Any) -> Any:
+    def forward(
+        ctx: Any, spec: OpSpec, redispatch: Any, keyset: Any, counts: Any, *flat: Any
+    ) -> Any:
         ctx.spec = spec
-        ctx.tensors = [isinstance(value, torch.Tensor) for value in args]
-        ctx.constants = [None if t else v for v, t in zip(args, ctx.tensors, strict=True)]
-        ctx.save_for_backward(*(v for v in args if isinstance(v, torch.Tensor)))
+        ctx.counts = counts
+        ctx.tensors = [isinstance(value, torch.Tensor) for value in flat]
+        ctx.constants = [None if t else v for v, t in zip(flat, ctx.tensors, strict=True)]
+        ctx.save_for_backward(*(v for v in flat if isinstance(v, torch.Tensor)))
         with torch._C._AutoDispatchBelowAutograd():
-            output = redispatch(keyset, *args)
+            output = redispatch(keyset, *_nested(flat, counts))
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
         return output
@@ -307,7 +334,7 @@ class _VjpOfReference(torch.autograd.Function):
             return (None, None, None, *spec.backward(grads, *inputs))
         result: list[Any] = [None] * len(inputs)
         with torch.enable_grad():
-            output = spec.reference(*inputs)
+            output = spec.reference(*_nested(inputs, ctx.counts))
         outputs = output if isinstance(output, tuple) else (output,)
         pairs = [
             (o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad
@@ -321,7 +348,7 @@ class _VjpOfReference(torch.autograd.Function):
             )
             for index, grad in zip(wanted, found, strict=True):
                 result[index] = grad
-        return (None, None, None, *result)
+        return (None, None, None, None, *result)
 
 
 def _autocast_kernel(spec: OpSpec, overload: Any, device: str) -> Callable[..., Any]:
@@ -341,6 +368,11 @@ def _autocast_kernel(spec: OpSpec, overload: Any, device: str) -> Callable[..., 
             and value.dtype in FLOATS
             and value.device.type == device
         )
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [cast(v, dtype) for v in value]
+        return value.to(dtype) if eligible(value) else value
 
     def target(values: tuple[Any, ...]) -> torch.dtype | None:
         if rule == "float32":
@@ -362,8 +394,8 @@ def _autocast_kernel(spec: OpSpec, overload: Any, device: str) -> Callable[..., 
             if dtype is None:
                 return overload(*args, **kwargs)
             return overload(
-                *(value.to(dtype) if eligible(value) else value for value in args),
-                **{n: v.to(dtype) if eligible(v) else v for n, v in kwargs.items()},
+                *(cast(value, dtype) for value in args),
+                **{name: cast(value, dtype) for name, value in kwargs.items()},
             )
 
     return kernel

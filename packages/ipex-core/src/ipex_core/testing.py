@@ -10,7 +10,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -81,6 +81,8 @@ def _with_copies(
 
 def _clone(value: Any) -> Any:
     """Return a copy with the same strides, so that views of a larger tensor stay such."""
+    if isinstance(value, list):
+        return [_clone(v) for v in value]
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() == 0 or value.is_contiguous():
@@ -94,7 +96,16 @@ def _results(spec: OpSpec, out: Any, args: list[Any], kwargs: dict[str, Any]) ->
     outputs = () if out is None else out if isinstance(out, tuple) else (out,)
     by_name = {**dict(zip(_argument_names(spec), args, strict=False)), **kwargs}
     written = (by_name.get(name) for name in spec.mutates)
-    return (*outputs, *(value for value in written if isinstance(value, torch.Tensor)))
+    return (*outputs, *_tensors(written))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the values and in lists among them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def reference_result(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
@@ -149,8 +160,8 @@ def assert_inputs_unchanged(spec: OpSpec, sample: Sample) -> None:
     """Check that a call writes to no input but those of its schema, and that no output shares memory with one."""
     args, kwargs = _with_copies(spec, sample)
     named = {**dict(zip(_argument_names(spec), args, strict=False)), **kwargs}
-    everything = [v for v in named.values() if isinstance(v, torch.Tensor)]
-    tensors = [v for k, v in named.items() if isinstance(v, torch.Tensor) and k not in spec.mutates]
+    everything = list(_tensors(named.values()))
+    tensors = list(_tensors(v for k, v in named.items() if k not in spec.mutates))
     before = [t.clone() for t in tensors]
     out = spec.op(*args, **kwargs)
     outputs = () if out is None else out if isinstance(out, tuple) else (out,)

@@ -25,6 +25,7 @@ from ipex_core.nn._detection import (
     rpn_nms,
 )
 from ipex_core.nn._fusable import finish, is_fusable
+from ipex_core.nn._interaction import InteractionFunc, interaction
 from ipex_core.nn._kv_cache import indirect_access_kv_cache_attention
 from ipex_core.nn._leaf import has_hooks, has_kernel
 from ipex_core.nn._lora import (
@@ -46,6 +47,7 @@ from ipex_core.ops.linear import activate
 
 __all__ = [
     "KERNEL_DTYPES",
+    "InteractionFunc",
     "_roi_align_helper",
     "act_mul",
     "add_layer_norm",
@@ -60,6 +62,7 @@ __all__ = [
     "causal_conv1d_update",
     "gelu",
     "indirect_access_kv_cache_attention",
+    "interaction",
     "layer_norm",
     "linear",
     "locations_to_boxes",

@@ -12,6 +12,10 @@ from typing import Any
 __all__ = [  # noqa: F822  (made when named)
     "FrozenBatchNorm2d",
     "IPEXLinearEltwise",
+    "MergedEmbeddingBag",
+    "MergedEmbeddingBagWithAdaGrad",
+    "MergedEmbeddingBagWithCat",
+    "MergedEmbeddingBagWithSGD",
     "RoIAlign",
     "WeightOnlyQuantizedLinear",
     "WoqWeightFormat",
@@ -28,6 +32,10 @@ _NAMES = {
 _OWN = {
     "FrozenBatchNorm2d": "frozen_batch_norm",
     "IPEXLinearEltwise": "linear_eltwise",
+    "MergedEmbeddingBag": "merged_embedding",
+    "MergedEmbeddingBagWithAdaGrad": "merged_embedding",
+    "MergedEmbeddingBagWithCat": "merged_embedding",
+    "MergedEmbeddingBagWithSGD": "merged_embedding",
     "RoIAlign": "_roi_align",
 }
 

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sums of rows of embedding tables. The rows lie anywhere in memory, so what counts is that many of
+// them are on their way at a time.
+#include "ipex/vec.h"
+#include "merged_embeddingbag.h"
+
+namespace ipex {
+namespace {
+
+// Lookups from one to the row that is asked for ahead of its use.
+inline constexpr int64_t kAhead = 12;
+
+// The lookups of one bag.
+template <class T, class I>
+struct Bag {
+  const T* weight;
+  int64_t stride;
+  const I* rows;
+  const T* factors;
+  int64_t count;
+
+  IPEX_INLINE const T* row(int64_t i) const {
+    return weight + static_cast<int64_t>(rows[i]) * stride;
+  }
+};
+
+template <class T>
+IPEX_INLINE void fetch_row(const T* row, int64_t dim) {
+  const char* first = reinterpret_cast<const char*>(row);
+  const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(first + at);
+}
+
+// `kVectors` vectors of the sum, read and written by the given functions.
+template <int64_t kVectors, class T, class I, class Read, class Write>
+IPEX_INLINE void add_rows(const Bag<T, I>& bag, f32v factor, const Read& read, const Write& write) {
+  f32v sum[kVectors];
+#pragma GCC unroll 8
+  for (int64_t v = 0; v < kVectors; ++v) sum[v] = zero();
+  for (int64_t i = 0; i < bag.count; ++i) {
+    const T* row = bag.row(i);
+    if (bag.factors) {
+      const f32v scale = set1(load_n(bag.factors + i, 1)[0]);
+#pragma GCC unroll 8
+      for (int64_t v = 0; v < kVectors; ++v) sum[v] = fma(scale, read(row, v), sum[v]);
+    } else {
+#pragma GCC unroll 8
+      for (int64_t v = 0; v < kVectors; ++v) sum[v] = sum[v] + read(row, v);
+    }
+  }
+#pragma GCC unroll 8
+  for (int64_t v = 0; v < kVectors; ++v) write(v, sum[v] * factor);
+}
+
+template <class T, class I>
+IPEX_INLINE void add_bag(const Bag<T, I>& bag, bool mean, int64_t dim, T* out) {
+  if (bag.count == 1 && !bag.factors) {
+    __builtin_memcpy(out, bag.row(0), static_cast<size_t>(dim) * sizeof(T));
+    return;
+  }
+  const f32v factor = set1(mean && bag.count > 1 ? 1.0f / static_cast<float>(bag.count) : 1.0f);
+  constexpr int64_t kVectors = kLanes == 16 ? 8 : 4;
+  int64_t d = 0;
+  const auto read = [&](const T* row, int64_t v) IPEX_LAMBDA { return load(row + d + v * kLanes); };
+  const auto write = [&](int64_t v, f32v x) IPEX_LAMBDA { store(out + d + v * kLanes, x); };
+  for (; d + kVectors * kLanes <= dim; d += kVectors * kLanes)
+    add_rows<kVectors>(bag, factor, read, write);
+  for (; d + kLanes <= dim; d += kLanes) add_rows<1>(bag, factor, read, write);
+  if (d < dim)
+    add_rows<1>(
+        bag, factor, [&](const T* row, int64_t) IPEX_LAMBDA { return load_n(row + d, dim - d); },
+        [&](int64_t, f32v x) IPEX_LAMBDA { store_n(out + d, x, dim - d); });
+}
+
+template <class T, class I>
+IPEX_INLINE void run(const BagArgs& args, int64_t t, int64_t begin, int64_t end) {
+  const BagTable& table = args.tables[t];
+  const I* indices = static_cast<const I*>(table.indices);
+  const I* offsets = static_cast<const I*>(table.offsets);
+  const T* factors = static_cast<const T*>(table.factors);
+  T* out = static_cast<T*>(args.out) + t * args.table_stride;
+  for (int64_t b = begin; b < end; ++b) {
+    const int64_t first = offsets[b];
+    const int64_t last = b + 1 < args.bags || args.include_last ? offsets[b + 1] : table.lookups;
+    const Bag<T, I> bag{static_cast<const T*>(table.weight), table.stride, indices + first,
+                        factors ? factors + first : nullptr, last - first};
+    const int64_t ahead = last + kAhead < table.lookups ? last + kAhead : table.lookups;
+    for (int64_t i = first + kAhead; i < ahead; ++i)
+      fetch_row(
+          static_cast<const T*>(table.weight) + static_cast<int64_t>(indices[i]) * table.stride,
+          args.dim);
+    add_bag(bag, args.mean, args.dim, out + b * args.bag_stride);
+  }
+}
+
+template <class T>
+void run_any(const BagArgs& args, int64_t table, int64_t begin, int64_t end) {
+  if (args.wide)
+    run<T, int64_t>(args, table, begin, end);
+  else
+    run<T, int32_t>(args, table, begin, end);
+}
+
+}  // namespace
+}  // namespace ipex
+
+void ipex_k_merged_embeddingbag_f32(const ipex::BagArgs* args, int64_t table, int64_t begin,
+                                    int64_t end) {
+  ipex::run_any<float>(*args, table, begin, end);
+}
+void ipex_k_merged_embeddingbag_bf16(const ipex::BagArgs* args, int64_t table, int64_t begin,
+                                     int64_t end) {
+  ipex::run_any<ipex::BFloat16>(*args, table, begin, end);
+}
+void ipex_k_merged_embeddingbag_f16(const ipex::BagArgs* args, int64_t table, int64_t begin,
+                                    int64_t end) {
+  ipex::run_any<ipex::Half>(*args, table, begin, end);
+}
