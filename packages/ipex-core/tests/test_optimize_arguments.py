@@ -261,8 +261,6 @@ def test_training_with_an_optimizer():
     assert model.conv.weight.is_contiguous()
     same_model, same_optimizer = optimize(model, optimizer=sgd, inplace=True)
     assert same_model is model and same_optimizer is sgd
-    with pytest.raises(NotImplementedError, match="autocast"):
-        optimize(model, optimizer=sgd, dtype=torch.bfloat16)
 
 
 def test_script_module_is_returned():

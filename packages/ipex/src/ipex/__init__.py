@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ipex_core import errors as errors
     from ipex_core import jit as jit
     from ipex_core import nn as nn
+    from ipex_core import optim as optim
     from ipex_core import testing as testing
     from ipex_core._explain import explain as explain
     from ipex_core._export import export as export
@@ -106,6 +107,7 @@ __all__ = [
     "jit",
     "nn",
     "op_info",
+    "optim",
     "optimize",
     "restore",
     "set_fp32_math_mode",

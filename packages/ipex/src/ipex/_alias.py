@@ -27,6 +27,7 @@ SUBMODULES: Mapping[str, str] = {
     "errors": "ipex_core.errors",
     "jit": "ipex_core.jit",
     "nn": "ipex_core.nn",
+    "optim": "ipex_core.optim",
     "testing": "ipex_core.testing",
 }
 

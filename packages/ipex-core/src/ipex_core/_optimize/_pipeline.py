@@ -50,7 +50,8 @@ def optimize(
         model: Module in inference mode (``model.eval()``). With ``optimizer``, module in training mode. A
             ``torch.jit.ScriptModule`` is returned untouched.
         dtype: ``torch.bfloat16`` or ``torch.float16`` to cast the parameters, ``torch.float32`` or None to leave them.
-        optimizer: Optimizer of a model in training mode.
+            In training those of linear layers, convolutions and embeddings.
+        optimizer: Optimizer of a model in training mode. States and state dicts stay float32.
         level: ``"O1"`` turns on what is marked below, ``"O0"`` nothing. Knobs that are not None win over the level.
         inplace: Change ``model`` itself. Otherwise a deep copy is changed and ``model`` stays as it is.
         conv_bn_folding: Fold batch norms into convolutions. (O1)
@@ -58,8 +59,10 @@ def optimize(
         weights_prepack: Store weights in the layout of the kernel. (O1)
         replace_dropout_with_identity: Make dropout free in inference. (O1)
         optimize_lstm: Prepare LSTM layers. (O1)
-        split_master_weight_for_bf16: Training only. (O1)
-        fuse_update_step: Training only. (O1)
+        split_master_weight_for_bf16: Training in bfloat16 with SGD, Adagrad, Adam, AdamW, Lamb or Lars: the weights of
+            the model are the upper halves of float32 numbers, the optimizer has the lower ones. Otherwise the
+            optimizer has whole float32 weights. (O1)
+        fuse_update_step: Training: update a parameter by one op. (O1)
         auto_kernel_selection: Choose kernels by timing them on this machine instead of by a table.
         sample_input: Tensor or tuple of tensors. The model is run on it once to learn the shapes that kernels are
             chosen for.
@@ -74,7 +77,7 @@ def optimize(
         TypeError: An argument has the wrong type (for the model it is an AttributeError too).
         ValueError: An unknown ``level`` or ``dtype`` (also a RuntimeError); a model in training mode without optimizer
             or in inference mode with one (also an AssertionError).
-        NotImplementedError: Training in a reduced dtype, or casting a part that is a ScriptModule.
+        NotImplementedError: Casting a part that is a ScriptModule.
 
     Example:
         >>> import torch
@@ -173,21 +176,14 @@ def _copy(what: Any) -> Any:
 def _training(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, inplace: bool
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    if options.reduced is not None:
-        raise NotImplementedError(
-            f"optimize: training in {options.reduced} is not available yet: leave dtype out and train under"
-            " torch.autocast('cpu', dtype=torch.bfloat16); inference in bfloat16 and float16 is available"
-        )
     if not inplace:
         # Together, so that the copied optimizer holds the copied parameters.
         model, optimizer = _copy((model, optimizer))
-    if options.channels_last:
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        for module in model.modules():
-            if isinstance(module, nn.modules.conv._ConvNd) and module.weight.dim() in formats:
-                weight = module.weight
-                weight.data = weight.data.contiguous(memory_format=formats[weight.dim()])
-    return model, optimizer
+    from ipex_core._optimize._training import train
+
+    if log_of(model) is not None:
+        restore(model)
+    return train(model, optimizer, options)
 
 
 def _inference(model: nn.Module, options: Options, sample_input: Any) -> nn.Module:

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters in 16 bits that are float32 for their optimizer and for whoever saves them.
+
+A parameter keeps its identity; its data becomes the upper half of each number (split), or a rounded copy of a float32
+master weight. `Masters` knows the rest of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Masters", "StateHook"]
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass
+class _Master:
+    rest: Tensor  # bfloat16: the lower halves; float32: the whole
+    version: int  # of the parameter when both were in step
+
+    @property
+    def split(self) -> bool:
+        return self.rest.dtype == torch.bfloat16
+
+
+class Masters:
+    """The float32 values of parameters in 16 bits."""
+
+    def __init__(self) -> None:
+        self._of: dict[nn.Parameter, _Master] = {}
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._of
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, dtype: torch.dtype, split: bool) -> None:
+        """Take a float32 parameter to 16 bits."""
+        value = parameter.detach()
+        if split:
+            dense = value.contiguous()
+            top, rest = torch.ops.ipex.split_float_bfloat16(dense)
+            if not value.is_contiguous():  # channels-last: keep the layout
+                top = torch.empty_like(value, dtype=top.dtype).copy_(top)
+                rest = _bits_like(value, rest)
+            parameter.data = top
+        else:
+            rest = value.clone(memory_format=torch.preserve_format)
+            parameter.data = value.to(dtype)
+            if dtype == torch.float16:
+                # Unscaling gradients in float16 overflows; torch.amp.GradScaler refuses it.
+                parameter.grad = None
+                parameter.grad_dtype = torch.float32
+        self._of[parameter] = _Master(rest, parameter._version)
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """Return the float32 value, a new tensor."""
+        self._follow(parameter)
+        master = self._of[parameter]
+        if not master.split:
+            return master.rest.detach().clone(memory_format=torch.preserve_format)
+        return _join(parameter.detach(), master.rest)
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, value: Tensor, writes: int = 0) -> None:
+        """Give a parameter a float32 value; ``writes`` more of the same 16 bits are going to follow."""
+        master = self._of[parameter]
+        value = value.detach().float()
+        if master.split:
+            top, rest = torch.ops.ipex.split_float_bfloat16(value.contiguous())
+            parameter.copy_(top)
+            master.rest.view(torch.int16).copy_(rest.view(torch.int16))
+        else:
+            master.rest.copy_(value)
+            parameter.copy_(value)
+        master.version = parameter._version + writes
+
+    def parts(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+        """Return ``param`` and ``param2`` as the ops of optimizers take them; call `done` after writing to them."""
+        self._follow(parameter)
+        master = self._of[parameter]
+        data = parameter.detach()
+        return (data, master.rest) if master.split else (master.rest, data)
+
+    def done(self, parameter: nn.Parameter) -> None:
+        """Note that both parts have been written."""
+        self._of[parameter].version = parameter._version
+
+    def _follow(self, parameter: nn.Parameter) -> None:
+        """Take over what somebody wrote to the parameter itself."""
+        master = self._of[parameter]
+        if parameter._version == master.version:
+            return
+        with torch.no_grad():
+            if master.split:
+                master.rest.zero_()
+            else:
+                master.rest.copy_(parameter.detach())
+        master.version = parameter._version
+
+    def remove(self, parameter: nn.Parameter) -> None:
+        """Make a parameter float32 again."""
+        value = self.value(parameter)
+        parameter.grad = None
+        if parameter.dtype == torch.float16:
+            parameter.grad_dtype = None
+        parameter.data = value
+        del self._of[parameter]
+
+    @contextlib.contextmanager
+    def as_float32(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Let parameters and their gradients be float32 for a while, and keep what is written to them."""
+        saved: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
+        for parameter in parameters:
+            if parameter not in self._of:
+                continue
+            value, grad = self.value(parameter), parameter.grad
+            saved.append((parameter, parameter.data, grad))
+            parameter.grad = None
+            if parameter.dtype == torch.float16:
+                parameter.grad_dtype = None
+            parameter.data = value
+            if grad is not None:
+                parameter.grad = grad.float()
+        try:
+            yield
+        finally:
+            for parameter, data, grad in saved:
+                value = parameter.data
+                parameter.grad = None
+                parameter.data = data
+                if parameter.dtype == torch.float16:
+                    parameter.grad_dtype = torch.float32
+                parameter.grad = grad
+                self.write(parameter, value)
+
+
+def _bits_like(layout: Tensor, rest: Tensor) -> Tensor:
+    """Return lower halves in another layout; no conversion may touch them."""
+    placed = torch.empty_like(layout, dtype=torch.bfloat16)
+    placed.view(torch.int16).copy_(rest.view(torch.int16))
+    return placed
+
+
+def _join(top: Tensor, low: Tensor) -> Tensor:
+    joined: Tensor = torch.ops.ipex.cat_bfloat16_float(top, low)
+    if not top.is_contiguous():
+        joined = torch.empty_like(top, dtype=torch.float32).copy_(joined)
+    return joined
+
+
+class StateHook:
+    """Lets ``state_dict`` show float32 and ``load_state_dict`` take it; one object for each use.
+
+    Args:
+        masters: Of the model.
+        loads: For ``load_state_dict``.
+    """
+
+    def __init__(self, masters: Masters, loads: bool) -> None:
+        self.masters, self.loads = masters, loads
+
+    def __call__(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        for name, parameter in module._parameters.items():
+            key = prefix + name
+            if parameter is None or parameter not in self.masters or key not in state:
+                continue
+            if not self.loads:
+                state[key] = self.masters.value(parameter)
+            elif state[key].shape == parameter.shape:  # else torch tells the mismatch
+                self.masters.write(parameter, state[key], writes=1)
+                state[key] = parameter.detach()  # which torch copies to itself

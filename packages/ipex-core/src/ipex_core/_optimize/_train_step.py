@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step of an optimizer whose parameters may be in 16 bits, and fused steps for those in float32."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ipex_core._optimize._masters import Masters
+from ipex_core.optim._steps import step_of
+
+__all__ = ["adopt"]
+
+#: Stock optimizers that have a fused form for CPUs, which is as fast as the memory.
+_STOCK_FUSED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW)
+
+
+class OptimizerMixin(Optimizer):
+    """Put in front of an optimizer's class by `adopt`."""
+
+    _ipex_masters: Masters
+    _ipex_fuse: bool
+    _ipex_original: type[Optimizer]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = type(self)._ipex_original
+        return _rebuild, (kind,), self.__dict__
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state of the stock optimizer; its tensors stay float32."""
+        with self._ipex_masters.as_float32(_parameters(self)):
+            super().load_state_dict(state_dict)
+
+
+def _rebuild(kind: type[Optimizer]) -> Optimizer:
+    new = _subclass(kind)
+    return new.__new__(new)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+@torch.no_grad()
+def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """Do one step; with ``closure``, which computes the loss, after calling it."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    masters: Masters = self._ipex_masters
+    original = type(self)._ipex_original.step
+    original = getattr(original, "__wrapped__", original)  # hooks run around this function
+    fused = step_of(self) if self._ipex_fuse else None
+    low = [
+        (group, p)
+        for group in self.param_groups
+        for p in group["params"]
+        if p in masters and p.grad is not None
+    ]
+    for _, p in low:
+        if p.grad.is_sparse:
+            raise RuntimeError(
+                f"{type(self).__name__}: gradients of parameters in {p.dtype} must be dense, got a sparse one"
+            )
+    differentiable = any(group.get("differentiable") for group in self.param_groups)
+    if fused is None or differentiable:
+        with masters.as_float32([p for _, p in low]), _stock_fused(self):
+            original(self)
+        return loss
+    grads = [p.grad for _, p in low]
+    for _, p in low:
+        p.grad = None
+    try:
+        if any(p.grad is not None for p in _parameters(self)):
+            with _stock_fused(self):
+                original(self)
+    finally:
+        for (_, p), grad in zip(low, grads, strict=True):
+            p.grad = grad
+    for group, p in low:
+        param, param2 = masters.parts(p)
+        if p.grad.dtype == p.dtype:
+            fused(group, self.state[p], param, p.grad, param2)
+        else:  # float16, whose gradients are float32
+            fused(group, self.state[p], param, p.grad, None)
+            p.copy_(param)
+        masters.done(p)
+    return loss
+
+
+@contextlib.contextmanager
+def _stock_fused(optimizer: Any) -> Iterator[None]:
+    """Let a stock optimizer use its fused form for this step where it can."""
+    kind = type(optimizer)._ipex_original
+    changed = []
+    if optimizer._ipex_fuse and kind in _STOCK_FUSED:
+        for group in optimizer.param_groups:
+            if group.get("fused") is None and not group.get("foreach") and _fusable(group):
+                changed.append(group)
+                group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in changed:
+            group["fused"] = None
+
+
+def _fusable(group: dict[str, Any]) -> bool:
+    if group.get("differentiable") or group.get("capturable"):
+        return False
+    return all(
+        p.device.type == "cpu"
+        and p.is_floating_point()
+        and (p.grad is None or not p.grad.is_sparse)
+        for p in group["params"]
+    )
+
+
+_classes: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def _subclass(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return ``kind`` with `OptimizerMixin` in front, under the same name."""
+    if kind not in _classes:
+        step: Any = Optimizer.profile_hook_step(_step)
+        step.hooked = True  # so that torch does not wrap it once more
+        content: dict[str, Any] = {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__doc__": kind.__doc__,
+            "_ipex_original": kind,
+            "step": step,
+        }
+        _classes[kind] = type(kind.__name__, (OptimizerMixin, kind), content)
+    return _classes[kind]
+
+
+def adopt(optimizer: Any, masters: Masters, fuse: bool) -> None:
+    """Make an optimizer update parameters that have masters; in place."""
+    kind = type(optimizer)
+    optimizer.__class__ = _subclass(getattr(kind, "_ipex_original", kind))
+    optimizer._ipex_masters = masters
+    optimizer._ipex_fuse = fuse
+    if "step" in optimizer.__dict__:  # a scheduler has wrapped the former step
+        del optimizer.__dict__["step"]
+        step = type(optimizer).step
+
+        @functools.wraps(step)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            optimizer._opt_called = True
+            return step(optimizer, *args, **kwargs)
+
+        wrapped._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = wrapped

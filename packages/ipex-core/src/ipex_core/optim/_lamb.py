@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LAMB."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from ipex_core.optim._plain import check_numbers, plain_step
+
+__all__ = ["Lamb"]
+
+
+class Lamb(Optimizer):
+    """LAMB: Adam with a learning rate for each parameter, in proportion to its norm.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        betas: Shares of the former means of gradients and of their squares.
+        eps: Added to the root of the mean of squares.
+        weight_decay: Factor on the parameter in its direction.
+        fused: Accepted; there is one form, a fused op for each parameter.
+
+    Raises:
+        ValueError: A number is negative, or a beta outside of [0, 1).
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        fused: bool = False,
+    ) -> None:
+        check_numbers("Lamb", lr=lr, eps=eps, weight_decay=weight_decay)
+        for index, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Lamb: betas[{index}] must be in [0, 1), got {beta}")
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Do one step; with ``closure``, which computes the loss, after calling it."""
+        return plain_step(self, closure)

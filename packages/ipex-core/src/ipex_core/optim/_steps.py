@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fused op per parameter and step, for each optimizer that has one; states are those of the stock optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Step", "step_of"]
+
+Tensor = torch.Tensor
+#: ``(group, state, param, grad, param2)``; see `ipex_core.ops._optimizer` for the forms of a parameter.
+Step = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor, "Tensor | None"], None]
+
+
+def _zeros(param: Tensor) -> Tensor:
+    return torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
+
+
+def _count(state: dict[str, Any]) -> float:
+    """Count a step and return its number."""
+    step = state.get("step")
+    if step is None:
+        step = state["step"] = torch.tensor(0.0)
+    if isinstance(step, Tensor):
+        step += 1
+        return float(step)
+    state["step"] = step + 1
+    return float(step + 1)
+
+
+def _momentum(group: dict[str, Any], state: dict[str, Any], param: Tensor) -> tuple[Any, bool]:
+    """Return the buffer, or None without momentum, and whether it is new."""
+    if not group["momentum"]:
+        return None, False
+    buffer = state.get("momentum_buffer")
+    if buffer is None:
+        buffer = state["momentum_buffer"] = _zeros(param)
+        return buffer, True
+    return buffer, False
+
+
+def sgd(
+    group: dict[str, Any],
+    state: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    param2: Tensor | None,
+) -> None:
+    buffer, first = _momentum(group, state, param)
+    torch.ops.ipex.sgd_fused_step(
+        param,
+        grad,
+        buffer,
+        param2,
+        group["momentum"],
+        float(group["lr"]),
+        group["weight_decay"],
+        group["dampening"],
+        group["nesterov"],
+        first,
+        group.get("maximize", False),
+    )
+
+
+def adagrad(
+    group: dict[str, Any],
+    state: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    param2: Tensor | None,
+) -> None:
+    torch.ops.ipex.adagrad_fused_step(
+        param,
+        grad,
+        state["sum"],
+        param2,
+        _count(state),
+        float(group["lr"]),
+        group["weight_decay"],
+        group["lr_decay"],
+        group["eps"],
+        group.get("maximize", False),
+    )
+
+
+def adam(
+    group: dict[str, Any],
+    state: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    param2: Tensor | None,
+) -> None:
+    _adam(group, state, param, grad, param2, bool(group.get("decoupled_weight_decay", False)))
+
+
+def adamw(
+    group: dict[str, Any],
+    state: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    param2: Tensor | None,
+) -> None:
+    _adam(group, state, param, grad, param2, True)
+
+
+def _adam(
+    group: dict[str, Any],
+    state: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    param2: Tensor | None,
+    decoupled: bool,
+) -> None:
+    for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
+        if name not in state:
+            state[name] = _zeros(param)
+    beta1, beta2 = group["betas"]
+    torch.ops.ipex.adam_fused_step(
+        param,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        state.get("max_exp_avg_sq"),
+        grad,
+        param2,
+        group["amsgrad"],
+        _count(state),
+        float(beta1),
+        float(beta2),
+        float(group["lr"]),
+        group["weight_decay"],
+        group["eps"],
+        decoupled,
+        group.get("maximize", False),
+    )
+
+
+def lamb(
+    group: dict[str, Any],
+    state: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    param2: Tensor | None,
+) -> None:
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name not in state:
+            state[name] = _zeros(param)
+    beta1, beta2 = group["betas"]
+    torch.ops.ipex.lamb_fused_step(
+        param,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        grad,
+        param2,
+        int(_count(state)),
+        beta1,
+        beta2,
+        float(group["lr"]),
+        group["weight_decay"],
+        group["eps"],
+    )
+
+
+def lars(
+    group: dict[str, Any],
+    state: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    param2: Tensor | None,
+) -> None:
+    buffer, first = _momentum(group, state, param)
+    if group.get("lars_exclude", False):
+        torch.ops.ipex.sgd_fused_step(
+            param,
+            grad,
+            buffer,
+            param2,
+            group["momentum"],
+            float(group["lr"]),
+            group["weight_decay"],
+            0.0,
+            False,
+            first,
+        )
+        return
+    torch.ops.ipex.lars_fused_step(
+        param,
+        grad,
+        buffer,
+        param2,
+        group["momentum"],
+        float(group["lr"]),
+        group["eeta"],
+        group["epsilon"],
+        group["weight_decay"],
+        0.0,
+        False,
+        first,
+    )
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Step | None:
+    """Return the fused step of an optimizer's own class (not of one derived from it), or None."""
+    from ipex_core.optim._lamb import Lamb
+    from ipex_core.optim._lars import Lars
+
+    steps: dict[type[torch.optim.Optimizer], Step] = {
+        torch.optim.SGD: sgd,
+        torch.optim.Adagrad: adagrad,
+        torch.optim.Adam: adam,
+        torch.optim.AdamW: adamw,
+        Lamb: lamb,
+        Lars: lars,
+    }
+    kind = getattr(type(optimizer), "_ipex_original", type(optimizer))
+    return steps.get(kind)

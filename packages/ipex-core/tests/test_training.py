@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`optimize` with an optimizer: master weights, split weights, fused steps, state dicts."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ipex_core import explain, optimize, restore
+from ipex_core.optim import Lamb, Lars, create_optimizer_lars
+
+Tensor = torch.Tensor
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3, nesterov=True),
+    "sgd_plain": lambda p: torch.optim.SGD(p, lr=0.05),
+    "sgd_dampening": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.5, dampening=0.2),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02, lr_decay=1e-2, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=3e-3, weight_decay=1e-3),
+    "adam_amsgrad": lambda p: torch.optim.Adam(p, lr=3e-3, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
+    "lamb": lambda p: Lamb(p, lr=1e-2, weight_decay=1e-2),
+    "lars": lambda p: Lars(p, lr=1.0, momentum=0.9, eeta=1e-2, weight_decay=1e-3),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),  # no fused step
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Steps this small are over before a second thread has started."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 16),
+        nn.LayerNorm(16),
+        nn.Linear(16, 4),
+    ).train()
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    centers = torch.randn(4, 3, 6, 6, generator=generator)
+    result = []
+    for _ in range(count):
+        y = torch.randint(0, 4, (16,), generator=generator)
+        result.append((centers[y] + 0.7 * torch.randn(16, 3, 6, 6, generator=generator), y))
+    return result
+
+
+def train(model: nn.Module, optimizer: Any, count: int = 20, dtype: Any = None) -> list[float]:
+    losses = []
+    for x, y in batches(count):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = nn.functional.cross_entropy(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_float32_follows_the_stock_optimizer(name: str) -> None:
+    stock, make = net(), OPTIMIZERS[name]
+    other = make(stock.parameters())
+    fast, optimizer = optimize(stock, optimizer=other)
+    want, got = train(stock, other, 200), train(fast, optimizer, 200)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=5e-3, atol=1e-3)
+    assert got[-1] < 0.5 * got[0] or name == "lars"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_16_bits_learn_as_well(name: str, dtype: torch.dtype) -> None:
+    stock, make = net(), OPTIMIZERS[name]
+    fast, optimizer = optimize(stock, optimizer=make(stock.parameters()), dtype=dtype)
+    assert fast[0].weight.dtype == fast[4].bias.dtype == dtype
+    assert fast[1].weight.dtype == fast[5].weight.dtype == torch.float32
+    want = train(stock, make(stock.parameters()), 60)
+    got = train(fast, optimizer, 60, dtype=dtype)
+    assert abs(sum(got[-10:]) - sum(want[-10:])) / 10 < 0.1
+    for value in fast.state_dict().values():
+        assert value.dtype in (torch.float32, torch.int64)
+    for state in optimizer.state_dict()["state"].values():
+        for value in state.values():
+            assert not isinstance(value, Tensor) or value.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad", "lamb", "lars"])
+def test_split_weights_are_updated_like_float32_ones(name: str) -> None:
+    """With the same gradients the float32 weights follow the stock optimizer's, whatever the model sees."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30).train()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    fast, split = optimize(model, optimizer=optimizer, dtype=torch.bfloat16)
+    for step in range(5):
+        for p, q in zip(model.parameters(), fast.parameters(), strict=True):
+            grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            q.grad = grad.bfloat16()
+            p.grad = q.grad.float()
+        optimizer.step()
+        split.step()
+    for want, got in zip(model.parameters(), fast.state_dict().values(), strict=True):
+        torch.testing.assert_close(got, want.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_split_takes_the_memory_of_float32() -> None:
+    model = nn.Linear(64, 64).train()
+    fast, optimizer = optimize(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16
+    )
+    rest = optimizer._ipex_masters._of[fast.weight].rest
+    assert fast.weight.dtype == rest.dtype == torch.bfloat16
+    assert torch.equal(fast.state_dict()["weight"], model.weight)  # bit for bit
+
+
+def test_without_split_there_is_a_whole_master() -> None:
+    model = nn.Linear(64, 64).train()
+    fast, optimizer = optimize(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        dtype=torch.bfloat16,
+        split_master_weight_for_bf16=False,
+    )
+    assert optimizer._ipex_masters._of[fast.weight].rest.dtype == torch.float32
+    assert torch.equal(fast.weight.detach(), model.weight.detach().bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adagrad", "lamb"])
+def test_checkpoints_go_both_ways(name: str, dtype: torch.dtype | None) -> None:
+    make = OPTIMIZERS[name]
+    stock = net()
+    other = make(stock.parameters())
+    train(stock, other, 5)
+    model = net(1)
+    fast, optimizer = optimize(model, optimizer=make(model.parameters()), dtype=dtype)
+    fast.load_state_dict(stock.state_dict())
+    optimizer.load_state_dict(other.state_dict())
+    for (key, a), b in zip(fast.state_dict().items(), stock.state_dict().values(), strict=True):
+        assert torch.equal(a, b), key
+    train(fast, optimizer, 5, dtype=dtype)
+    file = io.BytesIO()
+    torch.save({"model": fast.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    back = net(2)
+    third = make(back.parameters())
+    back.load_state_dict(saved["model"])
+    third.load_state_dict(saved["optimizer"])
+    assert (
+        saved["optimizer"]["param_groups"][0].keys() == other.state_dict()["param_groups"][0].keys()
+    )
+    train(back, third, 3)
+
+
+def test_schedulers_clipping_accumulation_closures_and_groups() -> None:
+    stock = net()
+    groups = [
+        {"params": list(stock[:3].parameters()), "lr": 0.01},
+        {"params": list(stock[3:].parameters())},
+    ]
+    sgd = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    fast, optimizer = optimize(stock, optimizer=sgd, dtype=torch.bfloat16)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    calls = []
+    optimizer.register_step_post_hook(lambda *a: calls.append(1))
+    for x, y in batches(4):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            for part in (slice(0, 8), slice(8, 16)):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = nn.functional.cross_entropy(fast(x[part]).float(), y[part]) / 2
+                loss.backward()
+            total = nn.utils.clip_grad_norm_(fast.parameters(), 0.1)
+            assert torch.isfinite(total)
+            return loss
+
+        assert optimizer.step(closure) is not None
+        scheduler.step()
+    assert len(calls) == 4
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.0025, 0.0125])
+
+
+def test_a_scheduler_made_before_goes_on_in_place() -> None:
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    optimize(model, optimizer=sgd, dtype=torch.bfloat16, inplace=True)
+    before = model.state_dict()["4.weight"]
+    train(model, sgd, 1, dtype=torch.bfloat16)
+    scheduler.step()
+    assert sgd.param_groups[0]["lr"] == pytest.approx(0.05)
+    assert not torch.equal(model.state_dict()["4.weight"], before)
+
+
+def test_grad_scaler_skips_steps_that_overflow() -> None:
+    model = net()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    fast, optimizer = optimize(model, optimizer=adam, dtype=torch.float16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    (x, y), *_ = batches(1)
+
+    def once(factor: float) -> dict[str, Tensor]:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = nn.functional.cross_entropy(fast(x).float(), y) * factor
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(fast.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return {k: v.clone() for k, v in fast.state_dict().items() if "weight" in k}
+
+    first = once(1.0)
+    assert scaler.get_scale() == 2.0**10
+    second = once(float("inf"))
+    assert scaler.get_scale() == 2.0**9
+    assert all(torch.equal(first[k], second[k]) for k in ("0.weight", "4.weight"))
+
+
+def test_a_weight_that_is_written_to_is_followed() -> None:
+    model = nn.Linear(8, 8).train()
+    for split in (True, False):
+        fast, optimizer = optimize(
+            model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            dtype=torch.bfloat16,
+            split_master_weight_for_bf16=split,
+        )
+        with torch.no_grad():
+            fast.weight.fill_(2.0)
+        assert torch.equal(fast.state_dict()["weight"], torch.full((8, 8), 2.0))
+        fast.weight.grad = torch.ones(8, 8, dtype=torch.bfloat16)
+        optimizer.step()
+        torch.testing.assert_close(fast.state_dict()["weight"], torch.full((8, 8), 1.9))
+
+
+def test_copies_train_on_their_own() -> None:
+    model = net()
+    fast, optimizer = optimize(
+        model, optimizer=torch.optim.Adam(model.parameters()), dtype=torch.bfloat16
+    )
+    train(fast, optimizer, 2, dtype=torch.bfloat16)
+    kept = {k: v.clone() for k, v in fast.state_dict().items()}
+    again, other = copy.deepcopy((fast, optimizer))
+    train(again, other, 2, dtype=torch.bfloat16)
+    assert all(torch.equal(v, kept[k]) for k, v in fast.state_dict().items())
+    assert not torch.equal(again.state_dict()["4.weight"], kept["4.weight"])
+
+
+def test_embeddings_and_what_stays() -> None:
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20, 8)
+            self.sparse = nn.Embedding(20, 8, sparse=True)
+            self.frozen = nn.Linear(8, 8)
+            self.out = nn.Linear(8, 20)
+            self.out.weight = self.table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.out(self.frozen(self.table(ids).float() + self.sparse(ids)))
+
+    model = Text().train()
+    parameters = [model.table.weight, model.sparse.weight, model.out.bias]
+    sgd = torch.optim.SGD(parameters, lr=0.5)
+    fast, optimizer = optimize(model, optimizer=sgd, dtype=torch.bfloat16)
+    assert fast.table.weight is fast.out.weight and fast.table.weight.dtype == torch.bfloat16
+    assert fast.sparse.weight.dtype == fast.frozen.weight.dtype == torch.float32
+    texts = {r.module: r.text for r in explain(fast).rows if r.step == "master weights"}
+    assert "sparse gradients" in texts["sparse"] and "does not have" in texts["frozen"]
+    ids = torch.randint(0, 20, (4, 5))
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(fast(ids).float().flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+
+
+def test_restore_gives_float32_parameters_back() -> None:
+    model = net()
+    fast, optimizer = optimize(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16
+    )
+    train(fast, optimizer, 2, dtype=torch.bfloat16)
+    want = {k: v.clone() for k, v in fast.state_dict().items()}
+    back = restore(fast)
+    assert all(p.dtype == torch.float32 for p in back.parameters())
+    assert all(torch.equal(v, want[k]) for k, v in back.state_dict().items())
+    train(back, optimizer, 2)  # goes on in float32
+
+
+def test_inference_after_training() -> None:
+    model = net()
+    fast, optimizer = optimize(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16
+    )
+    train(fast, optimizer, 3, dtype=torch.bfloat16)
+    ready = optimize(fast.eval(), dtype=torch.bfloat16)
+    (x, _), *_ = batches(1)
+    with torch.no_grad():
+        want = fast(x)
+        torch.testing.assert_close(ready(x).float(), want.float(), rtol=5e-2, atol=5e-2)
+
+
+def test_sparse_gradients_of_reduced_parameters_are_refused() -> None:
+    model = nn.Linear(8, 8).train()
+    fast, optimizer = optimize(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16
+    )
+    fast.weight.grad = torch.eye(8, dtype=torch.bfloat16).to_sparse()
+    with pytest.raises(RuntimeError, match="must be dense"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda p: Lamb(p, lr=-1.0), "Lamb: lr must not be negative"),
+        (lambda p: Lamb(p, eps=-1.0), "Lamb: eps must not be negative"),
+        (lambda p: Lamb(p, weight_decay=-1.0), "Lamb: weight_decay must not be negative"),
+        (lambda p: Lamb(p, betas=(1.0, 0.9)), r"Lamb: betas\[0\] must be in \[0, 1\)"),
+        (lambda p: Lars(p, lr=-1.0), "Lars: lr must not be negative"),
+        (lambda p: Lars(p, momentum=-0.1), "Lars: momentum must not be negative"),
+        (lambda p: Lars(p, eeta=float("nan")), "Lars: eeta must not be negative"),
+        (lambda p: Lamb([]), "empty parameter list"),
+    ],
+)
+def test_bad_hyperparameters(call: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call(nn.Linear(2, 2).parameters())
+
+
+def test_create_optimizer_lars() -> None:
+    model = net()
+    one = create_optimizer_lars(model, 0.1, 0.9, 1e-4, False, 0.0)
+    assert len(one.param_groups) == 1
+    two = create_optimizer_lars(model, 0.1, 0.9, 1e-4, True, 0.0)
+    names = {id(p): n for n, p in model.named_parameters()}
+    plain = {names[id(p)] for p in two.param_groups[1]["params"]}
+    assert plain == {"0.bias", "1.weight", "1.bias", "4.bias", "5.weight", "5.bias", "6.bias"}
+    assert two.param_groups[1]["weight_decay"] == 0.0
+    train(model, two, 2)
+
+
+def test_steps_compare_with_plain_arithmetic() -> None:
+    """Lamb and Lars against their definitions, in float64."""
+    generator = torch.Generator().manual_seed(3)
+    w = torch.randn(50, generator=generator, dtype=torch.float64)
+    lamb_p, lars_p = (nn.Parameter(w.float()) for _ in range(2))
+    lamb = Lamb([lamb_p], lr=0.1, weight_decay=0.01, eps=1e-6)
+    lars = Lars([lars_p], lr=0.1, momentum=0.9, eeta=0.02, weight_decay=0.01, epsilon=1e-9)
+    a, b = w.clone(), w.clone()
+    m, v, buffer = torch.zeros_like(w), torch.zeros_like(w), None
+    for step in range(1, 4):
+        g = torch.randn(50, generator=generator, dtype=torch.float64)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        u = m / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + 1e-6) + 0.01 * a
+        a = a - 0.1 * a.norm() / u.norm() * u
+        d = (g + 0.01 * b) * 0.02 * b.norm() / (g.norm() + 0.01 * b.norm() + 1e-9)
+        buffer = d if buffer is None else 0.9 * buffer + d
+        b = b - 0.1 * buffer
+        lamb_p.grad, lars_p.grad = g.float(), g.float()
+        lamb.step()
+        lars.step()
+    torch.testing.assert_close(lamb_p.detach().double(), a, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lars_p.detach().double(), b, rtol=1e-5, atol=1e-5)
