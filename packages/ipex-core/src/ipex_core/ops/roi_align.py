@@ -349,10 +349,12 @@ def _stock(
 
 def _backward_stock(grad: Tensor, rois: Tensor, *args: Any) -> Tensor:
     scale, rows, columns, n, c, h, w, ratio, aligned, last = args
-    x = grad.new_zeros(n, c, h, w).to(memory_format=_format(last)).requires_grad_()
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
+        if grad.is_inference():  # such tensors cannot be part of a graph
+            grad, rois = grad.clone(), rois.clone()
+        x = _empty(grad, (n, c, h, w), last).zero_().requires_grad_()
         y = _stock(x, rois, scale, rows, columns, ratio, aligned)
-    return torch.autograd.grad(y, x, grad)[0]
+        return torch.autograd.grad(y, x, grad)[0]
 
 
 def _case(shape: tuple[int, ...], last: bool, dtype: torch.dtype) -> Any:
