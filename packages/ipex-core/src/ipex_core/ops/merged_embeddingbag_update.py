@@ -342,8 +342,10 @@ def _bench_for(adagrad: bool) -> Iterator[BenchCase]:
 
 
 def _stock_step(step: Callable[[], Any], backward: Callable[[], None]) -> None:
-    backward()
-    step()
+    # Sparse gradients of inference mode cannot be added up.
+    with torch.inference_mode(False), torch.no_grad():
+        backward()
+        step()
 
 
 def _stock_args(
@@ -372,7 +374,7 @@ def _stock_args(
             )
 
     def run() -> None:
-        with torch.inference_mode(False), torch.sparse.check_sparse_tensor_invariants(False):
+        with torch.sparse.check_sparse_tensor_invariants(False):
             step.step()
 
     return run, backward
