@@ -89,7 +89,7 @@ class OpSpec:
         dtypes: Dtypes of the leading tensor argument that the op accepts.
         backward: ``"reference"`` differentiates the reference; ``None`` makes ``requires_grad`` an error. A function
             computes the gradients itself: it is called with the gradients of the outputs and then with the arguments,
-            and returns a gradient or None for each argument.
+            and returns a gradient or None for each argument (a list of them for an argument that is a list).
         autocast: What happens to floating inputs inside ``torch.autocast``: ``"lower_precision"``, ``"float32"``;
             ``"lower_precision_unless_packed"``, for an op whose weight may be packed (uint8) in a dtype of its own;
             ``"widest_type"``, the arguments that are not optional get the widest dtype among them, as stock
@@ -331,7 +331,10 @@ class _VjpOfReference(torch.autograd.Function):
                 wanted.append(index)
             inputs.append(value)
         if callable(spec.backward):
-            return (None, None, None, *spec.backward(grads, *inputs))
+            # One gradient per argument; an argument that is a list has a list of them.
+            found = spec.backward(grads, *_nested(inputs, ctx.counts))
+            flat = (g if isinstance(g, (list, tuple)) else (g,) for g in found)
+            return (None, None, None, None, *(one for part in flat for one in part))
         result: list[Any] = [None] * len(inputs)
         with torch.enable_grad():
             output = spec.reference(*_nested(inputs, ctx.counts))
