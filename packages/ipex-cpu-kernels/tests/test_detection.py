@@ -35,8 +35,8 @@ def bad_calls():
     yield align, (X, ROIS.double(), 1.0, 2, 2), "rois must have the dtype of x"
     yield align, (X, ROIS, 0.0, 2, 2), "spatial_scale must be positive and below 1e\\+30, got 0"
     yield align, (X, ROIS, float("nan"), 2, 2), "spatial_scale must be positive"
-    yield align, (X, ROIS, 1.0, 0, 2), "pooled_height must be positive, got 0"
-    yield align, (X, ROIS, 1.0, 2, -1), "pooled_width must be positive, got -1"
+    yield align, (X, ROIS, 1.0, 0, 2), "pooled_height must be from 1 to 4096, got 0"
+    yield align, (X, ROIS, 1.0, 2, -1), "pooled_width must be from 1 to 4096, got -1"
     yield align, (X, ROIS, 1.0, 2, 2, 5000), "sampling_ratio must be at most 4096, got 5000"
     for index, text in ((2.0, "one of 2 images, got 2"), (-1.0, "got -1"), (0.5, "got 0.5")):
         rois = ROIS.clone()
@@ -51,7 +51,7 @@ def bad_calls():
     yield back, (grad.double(), ROIS, 1.0, 2, 2, *size, *rest), "grad must have dtype"
     yield back, (grad, ROIS, 1.0, 2, 3, *size, *rest), "grad must have shape \\[2, 3, 2, 3\\]"
     yield back, (grad, ROIS, 1.0, 2, 2, 2, 4, 8, 9, *rest), "grad must have shape \\[2, 4, 2, 2\\]"
-    yield back, (grad, ROIS, 1.0, 2, 2, 2, 3, -8, 9, *rest), "height must not be negative, got -8"
+    yield back, (grad, ROIS, 1.0, 2, 2, 2, 3, -8, 9, *rest), "height must be from 0 to 65536, got -8"
     yield back, (grad, ROIS, 1.0, 2, 2, 1, 3, 8, 9, *rest), "one of 1 images, got 1"
     nms = "nms_mask"
     yield nms, (BOXES.long(), SCORES, 0.5), "boxes must have dtype"

@@ -18,6 +18,8 @@ Tensor = torch.Tensor
 
 #: Most samples of a bin along one axis.
 MOST_SAMPLES = 4096
+#: Limits of sizes that are given as numbers: beyond them the result could not be held anyway.
+MOST_BINS, MOST_PIXELS, MOST_IMAGES = 4096, 65536, 1048576
 
 
 def _weights(
@@ -193,7 +195,7 @@ def _check_boxes(
     check(0 < scale < 1e30, op, "spatial_scale", "be positive and below 1e+30", f"{scale:g}")
     check(ratio <= MOST_SAMPLES, op, "sampling_ratio", f"be at most {MOST_SAMPLES}", ratio)
     for name, value in zip(("pooled_height", "pooled_width"), pooled, strict=True):
-        check(value > 0, op, name, "be positive", value)
+        check(0 < value <= MOST_BINS, op, name, f"be from 1 to {MOST_BINS}", value)
 
 
 def _check(
@@ -230,13 +232,13 @@ def _backward_check(
     _check_boxes(
         op, rois, grad, "grad", spatial_scale, (pooled_height, pooled_width), sampling_ratio
     )
-    for name, value in (
-        ("batch_size", batch_size),
-        ("channels", channels),
-        ("height", height),
-        ("width", width),
+    for name, value, most in (
+        ("batch_size", batch_size, MOST_IMAGES),
+        ("height", height, MOST_PIXELS),
+        ("width", width, MOST_PIXELS),
     ):
-        check(value >= 0, op, name, "not be negative", value)
+        check(0 <= value <= most, op, name, f"be from 0 to {most}", value)
+    check(channels >= 0, op, "channels", "not be negative", channels)
     shape = [rois.shape[0], channels, pooled_height, pooled_width]
     check(list(grad.shape) == shape, op, "grad", f"have shape {shape}", list(grad.shape))
 

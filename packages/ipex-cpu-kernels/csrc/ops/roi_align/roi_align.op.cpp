@@ -20,6 +20,14 @@ struct RoiScratch {
   static constexpr int kUse = 90;
 };
 
+// Limits of sizes that are given as numbers: beyond them the result could not be held anyway.
+constexpr int64_t kMostBins = 4096, kMostPixels = 65536, kMostImages = 1048576;
+
+void check_size(const char* op, const char* name, int64_t value, int64_t least, int64_t most) {
+  IPEX_CHECK(value >= least && value <= most, op, ": ", name, " must be from ", least, " to ", most,
+             ", got ", value);
+}
+
 void check_boxes(const char* op, const Tensor& rois, const Tensor& x, const char* of, double scale,
                  int64_t rows, int64_t columns, int64_t ratio) {
   constexpr int64_t kMostSamples = 4096;
@@ -30,8 +38,8 @@ void check_boxes(const char* op, const Tensor& rois, const Tensor& x, const char
              ": spatial_scale must be positive and below 1e+30, got ", scale);
   IPEX_CHECK(ratio <= kMostSamples, op, ": sampling_ratio must be at most ", kMostSamples, ", got ",
              ratio);
-  IPEX_CHECK(rows > 0, op, ": pooled_height must be positive, got ", rows);
-  IPEX_CHECK(columns > 0, op, ": pooled_width must be positive, got ", columns);
+  check_size(op, "pooled_height", rows, 1, kMostBins);
+  check_size(op, "pooled_width", columns, 1, kMostBins);
 }
 
 // The boxes as contiguous floats, all checked: nothing else guards the reads of the kernels.
@@ -101,10 +109,10 @@ Tensor roi_align_backward(const Tensor& grad, const Tensor& rois, double spatial
   const char* op = "roi_align_backward";
   check_tensor(op, "grad", grad);
   check_boxes(op, rois, grad, "grad", spatial_scale, pooled_height, pooled_width, sampling_ratio);
-  IPEX_CHECK(batch_size >= 0, op, ": batch_size must not be negative, got ", batch_size);
+  check_size(op, "batch_size", batch_size, 0, kMostImages);
+  check_size(op, "height", height, 0, kMostPixels);
+  check_size(op, "width", width, 0, kMostPixels);
   IPEX_CHECK(channels >= 0, op, ": channels must not be negative, got ", channels);
-  IPEX_CHECK(height >= 0, op, ": height must not be negative, got ", height);
-  IPEX_CHECK(width >= 0, op, ": width must not be negative, got ", width);
   check_shape(op, "grad", grad, {rois.size(0), channels, pooled_height, pooled_width});
   const Tensor boxes = checked_rois(op, rois, batch_size);
   const ScalarType dtype = grad.scalar_type();
