@@ -51,7 +51,11 @@ def bad_calls():
     yield back, (grad.double(), ROIS, 1.0, 2, 2, *size, *rest), "grad must have dtype"
     yield back, (grad, ROIS, 1.0, 2, 3, *size, *rest), "grad must have shape \\[2, 3, 2, 3\\]"
     yield back, (grad, ROIS, 1.0, 2, 2, 2, 4, 8, 9, *rest), "grad must have shape \\[2, 4, 2, 2\\]"
-    yield back, (grad, ROIS, 1.0, 2, 2, 2, 3, -8, 9, *rest), "height must be from 0 to 65536, got -8"
+    yield (
+        back,
+        (grad, ROIS, 1.0, 2, 2, 2, 3, -8, 9, *rest),
+        "height must be from 0 to 65536, got -8",
+    )
     yield back, (grad, ROIS, 1.0, 2, 2, 1, 3, 8, 9, *rest), "one of 1 images, got 1"
     nms = "nms_mask"
     yield nms, (BOXES.long(), SCORES, 0.5), "boxes must have dtype"
