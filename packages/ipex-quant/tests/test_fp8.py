@@ -14,6 +14,7 @@ from torch import nn
 
 import ipex_core
 import ipex_quant
+from ipex_core.testing import run_ranks
 from ipex_quant.fp8 import (
     DelayedScaling,
     Float8Format,
@@ -352,10 +353,9 @@ def test_compile_without_packed_weight() -> None:
         torch.testing.assert_close(compiled(x), model(x))
 
 
-def _rank(rank: int, file: str, results: object) -> None:
+def _rank(rank: int, ranks: int) -> tuple[float, float]:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     torch.manual_seed(0)
     layer = FP8Linear(4, 4).train()
     for _ in range(2):
@@ -364,15 +364,9 @@ def _rank(rank: int, file: str, results: object) -> None:
     with fp8_autocast(calibrating=True, fp8_group=dist.group.WORLD):
         layer(torch.full((1, 4), 3000.0 * rank))
     meta = layer.fp8_meta
-    results[rank] = meta["scaling_fwd"].scale[0].item(), meta["scaling_bwd"].scale[0].item()  # type: ignore[index]
-    dist.destroy_process_group()
+    return meta["scaling_fwd"].scale[0].item(), meta["scaling_bwd"].scale[0].item()
 
 
-def test_ranks_share_scales(tmp_path: object) -> None:
-    import torch.multiprocessing as mp
-
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_rank, (f"{tmp_path}/store", results), nprocs=2)
-        want = fp8_bits.scale_of(3000.0, 448), fp8_bits.scale_of(10.0, 57344)
-        assert dict(results) == dict.fromkeys((0, 1), tuple(float(v) for v in want))
+def test_ranks_share_scales() -> None:
+    want = fp8_bits.scale_of(3000.0, 448), fp8_bits.scale_of(10.0, 57344)
+    assert run_ranks(_rank, 2) == [tuple(float(v) for v in want)] * 2
