@@ -20,7 +20,7 @@ from ipex_llm._hf_cache import CacheState, adopt, state_of_cache
 from ipex_llm._runner import Runner
 from ipex_llm._subclass import rebuild
 
-__all__ = ["DecoderMixin", "Reason", "parameter_names", "tell", "usable_runner"]
+__all__ = ["DecoderMixin", "Reason", "check_inference", "parameter_names", "tell", "usable_runner"]
 
 Tensor = torch.Tensor
 logger = logging.getLogger("ipex.llm")
@@ -250,6 +250,20 @@ class DecoderMixin(nn.Module):
         return torch.arange(past, past + count).unsqueeze(0)
 
 
+def check_inference(module: nn.Module) -> None:
+    """Raise if a program may not stand in for the forward of a module now.
+
+    Raises:
+        Reason: Why not.
+    """
+    if module.training:
+        raise Reason("the model is in training mode")
+    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        raise Reason("gradients are on: call it under torch.no_grad() or torch.inference_mode()")
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling():
+        raise Reason("the call is traced")
+
+
 def usable_runner(module: Any) -> Runner:
     """Return the runner of a decoder if it may run now.
 
@@ -259,12 +273,7 @@ def usable_runner(module: Any) -> Runner:
     runner = module.__dict__.get("_ipex_runner")
     if not isinstance(runner, Runner):
         runner = _revive(module)
-    if module.training:
-        raise Reason("the model is in training mode")
-    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
-        raise Reason("gradients are on: call it under torch.no_grad() or torch.inference_mode()")
-    if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling():
-        raise Reason("the call is traced")
+    check_inference(module)
     if not runner.fresh():
         runner = _revive(module)
     return runner

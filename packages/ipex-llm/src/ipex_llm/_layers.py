@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ipex_llm._cache import Step
-from ipex_llm._forward import Reason, tell
+from ipex_llm._forward import Reason, check_inference, tell
 from ipex_llm._runner import Runner
 from ipex_llm._subclass import rebuild
 
@@ -288,12 +288,7 @@ def hooks_of(module: nn.Module) -> tuple[int, int, int]:
 
 
 def _usable(layer: Any) -> Runner:
-    if layer.training:
-        raise Reason("the model is in training mode")
-    if torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()):
-        raise Reason("gradients are on: call it under torch.no_grad() or torch.inference_mode()")
-    if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling():
-        raise Reason("the call is traced")
+    check_inference(layer)
     if torch.is_autocast_enabled("cpu"):
         raise Reason("autocast is on")
     runner = layer.__dict__.get("_ipex_runner")

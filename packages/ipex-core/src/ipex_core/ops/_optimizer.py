@@ -25,11 +25,13 @@ __all__ = [
     "check_param",
     "check_states",
     "check_step",
+    "fake_step",
     "join",
     "param_samples",
     "read_param",
     "root",
     "split",
+    "with_momentum",
     "write_param",
 ]
 
@@ -74,6 +76,19 @@ def write_param(param: Tensor, param2: Tensor | None, value: Tensor) -> None:
 def root(x: Tensor) -> Tensor:
     """Return square roots rounded correctly, which ``torch.sqrt`` in float32 does not promise."""
     return x.double().sqrt().to(x.dtype)
+
+
+def with_momentum(
+    g: Tensor, buffer: Tensor, momentum: float, dampening: float, nesterov: bool, first: bool
+) -> Tensor:
+    """Return the direction of a step with momentum, and write the new momentum to ``buffer``."""
+    b = g if first else buffer * momentum + g * (1.0 - dampening)
+    buffer.copy_(b)
+    return g + b * momentum if nesterov else b
+
+
+def fake_step(*args: Any, **kwargs: Any) -> None:
+    """Fake kernel of all steps: they write to their arguments and return nothing."""
 
 
 def check_param(op: str, param: Tensor, grad: Tensor, param2: Tensor | None) -> None:

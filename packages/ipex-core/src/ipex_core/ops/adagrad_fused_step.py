@@ -14,6 +14,7 @@ from ipex_core.ops._optimizer import (
     check_param,
     check_states,
     check_step,
+    fake_step,
     param_samples,
     read_param,
     root,
@@ -81,10 +82,6 @@ def _check(
     check_states("adagrad_fused_step", param, state_sum=state_sum)
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     def build(param: Tensor, grad: Tensor, param2: Tensor | None, seed: int) -> tuple[Any, ...]:
         total = torch.empty_like(param, dtype=torch.float32).copy_(
@@ -115,7 +112,7 @@ register(
         ),
         reference=_adagrad_fused_step,
         check=_check,
-        fake=_fake,
+        fake=fake_step,
         samples=_samples,
         backward=None,
         lift=False,

@@ -15,6 +15,7 @@ from ipex_core.ops._optimizer import (
     check_param,
     check_states,
     check_step,
+    fake_step,
     param_samples,
     read_param,
     root,
@@ -117,10 +118,6 @@ def _check(
         check_states(op, param, max_exp_avg_sq=max_exp_avg_sq)
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     def build(param: Tensor, grad: Tensor, param2: Tensor | None, seed: int) -> tuple[Any, ...]:
         like = torch.empty_like(param, dtype=torch.float32)
@@ -205,7 +202,7 @@ register(
         ),
         reference=_adam_fused_step,
         check=_check,
-        fake=_fake,
+        fake=fake_step,
         samples=_samples,
         stock=_stock,
         backward=None,

@@ -14,6 +14,7 @@ from ipex_core.ops._optimizer import (
     check_param,
     check_states,
     check_step,
+    fake_step,
     param_samples,
     read_param,
     root,
@@ -91,10 +92,6 @@ def _check(
     check_states("lamb_fused_step", param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     def build(param: Tensor, grad: Tensor, param2: Tensor | None, seed: int) -> tuple[Any, ...]:
         like = torch.empty_like(param, dtype=torch.float32)
@@ -127,7 +124,7 @@ register(
         ),
         reference=_lamb_fused_step,
         check=_check,
-        fake=_fake,
+        fake=fake_step,
         samples=_samples,
         backward=None,
         lift=False,

@@ -13,8 +13,10 @@ from ipex_core.ops._common import randn
 from ipex_core.ops._optimizer import (
     check_param,
     check_states,
+    fake_step,
     param_samples,
     read_param,
+    with_momentum,
     write_param,
 )
 
@@ -67,9 +69,7 @@ def _lars_fused_step(
     if of_w > 0 and of_g > 0:
         g = g * (eeta * of_w / (of_g + weight_decay * of_w + eps))
     if momentum_buffer is not None:
-        b = g if first else momentum_buffer * momentum + g * (1.0 - dampening)
-        momentum_buffer.copy_(b)
-        g = g + b * momentum if nesterov else b
+        g = with_momentum(g, momentum_buffer, momentum, dampening, nesterov, first)
     write_param(param, param2, w - g * lr)
 
 
@@ -89,10 +89,6 @@ def _check(
 ) -> None:
     check_param("lars_fused_step", param, grad, param2)
     check_states("lars_fused_step", param, momentum_buffer=momentum_buffer)
-
-
-def _fake(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -116,7 +112,7 @@ register(
         ),
         reference=_lars_fused_step,
         check=_check,
-        fake=_fake,
+        fake=fake_step,
         samples=_samples,
         backward=None,
         lift=False,

@@ -13,9 +13,11 @@ from ipex_core.ops._common import randn
 from ipex_core.ops._optimizer import (
     check_param,
     check_states,
+    fake_step,
     param_samples,
     read_param,
     split,
+    with_momentum,
     write_param,
 )
 
@@ -61,9 +63,7 @@ def _sgd_fused_step(
     if weight_decay:
         g = g + w * weight_decay
     if momentum_buffer is not None:
-        b = g if first else momentum_buffer * momentum + g * (1.0 - dampening)
-        momentum_buffer.copy_(b)
-        g = g + b * momentum if nesterov else b
+        g = with_momentum(g, momentum_buffer, momentum, dampening, nesterov, first)
     write_param(param, param2, w - g * lr)
 
 
@@ -82,10 +82,6 @@ def _check(
 ) -> None:
     check_param("sgd_fused_step", param, grad, param2)
     check_states("sgd_fused_step", param, momentum_buffer=momentum_buffer)
-
-
-def _fake(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -158,7 +154,7 @@ register(
         ),
         reference=_sgd_fused_step,
         check=_check,
-        fake=_fake,
+        fake=fake_step,
         samples=_samples,
         stock=_stock,
         backward=None,
