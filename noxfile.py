@@ -40,6 +40,7 @@ PACKAGES = {
     "ipex-cpu-kernels": ("ipex-core",),
     "ipex-quant": ("ipex-core",),
     "ipex-llm": ("ipex-core", "ipex-quant"),
+    "ipex-runtime": (),
     "ipex": ("ipex-core",),
 }
 BUILD_TOOLS = ("build", "hatchling", "scikit-build-core", "cmake", "ninja", "torch", "numpy")
@@ -355,7 +356,7 @@ def succeeds(session: nox.Session, command: list[str]) -> bool:
 def typecheck(session: nox.Session) -> None:
     """Check types with mypy: strictly in ipex-core, normally elsewhere."""
     prepare(session)
-    session.install("mypy", "torch", "numpy", "rich", "typer", "packaging")
+    session.install("mypy", "torch", "numpy", "rich", "typer", "packaging", "psutil")
     session.run(
         "mypy",
         *session.posargs,

@@ -42,7 +42,10 @@ napoleon_custom_sections = [("Source", "params_style")]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!ipex).*"),
-    (r"py:(class|obj|data)", r"ipex_(core|quant)\..*"),  # types in signatures that have no page
+    (
+        r"py:(class|obj|data)",
+        r"ipex_(core|quant|runtime)\..*",
+    ),  # types in signatures that have no page
 ]
 
 # Examples in docstrings use names as their module has them.

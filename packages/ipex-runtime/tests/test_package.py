@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package by itself: light to import, honest about names, and its command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import ipex_runtime
+
+
+def test_importing_it_and_reading_the_machine_needs_no_torch():
+    code = (
+        "import sys, ipex_runtime\n"
+        "from ipex_runtime import topology\n"
+        "topology.read()\n"
+        "assert 'torch' not in sys.modules and 'ipex_core' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_public_name_exists():
+    for name in ipex_runtime.__all__:
+        assert getattr(ipex_runtime, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'CPUPol'"):
+        ipex_runtime.CPUPol  # noqa: B018
+
+
+def test_command(capsys):
+    from ipex_runtime._commands.topology import command
+
+    command()
+    assert "NUMA node" in capsys.readouterr().out
+    command(json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["allowed"] == list(ipex_runtime.topology.read().allowed)
