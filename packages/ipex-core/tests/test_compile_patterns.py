@@ -230,6 +230,14 @@ def t5(q, k, v, mask):
     return torch.matmul(F.softmax(scores.float(), dim=-1).type_as(scores), v)
 
 
+def gemma2(q, k, v, mask):
+    k, v = (repeat_kv(t, q.shape[1] // t.shape[1]) for t in (k, v))
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.3
+    scores = torch.tanh(scores / 5.0) * 5.0 + mask
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(weights, v).transpose(1, 2).contiguous()
+
+
 def masked_fill(q, k, v, mask):
     scores = torch.matmul(q, k.transpose(-1, -2)).masked_fill(mask < 0, -1e9)
     return torch.matmul(scores.softmax(-1), v)
@@ -244,7 +252,7 @@ def stock_repeated(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-ATTENTIONS = (bert, vit, llama, gpt2, t5, masked_fill, stock, stock_repeated)
+ATTENTIONS = (bert, vit, llama, gpt2, t5, gemma2, masked_fill, stock, stock_repeated)
 
 
 def attention_inputs(dtype, kv_heads=4, length=6):
@@ -261,10 +269,11 @@ def attention_inputs(dtype, kv_heads=4, length=6):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", ATTENTIONS)
 def test_attention(function, dtype):
-    shared = function in (llama, stock_repeated)
+    shared = function in (llama, gemma2, stock_repeated)
     report, _ = fuse(function, *attention_inputs(dtype, 2 if shared else 4))
     assert fired(report) == {"attention": 1}, reasons(report)
     assert ("shared heads" in report.fusions[0].text) == shared
+    assert ("softcap" in report.fusions[0].text) == (function is gemma2)
 
 
 def test_attention_near_misses():
@@ -286,6 +295,21 @@ def test_attention_near_misses():
     def soft_capped(q, k, v, mask):
         return torch.tanh(q @ k.transpose(-1, -2)).softmax(-1) @ v
 
+    def cap_of_another_size(q, k, v, mask):
+        return (torch.tanh(q @ k.transpose(-1, -2) / 5.0) * 4.0).softmax(-1) @ v
+
+    def capped_after_the_mask(q, k, v, mask):
+        return (torch.tanh((q @ k.transpose(-1, -2) + mask) / 5.0) * 5.0).softmax(-1) @ v
+
+    def negative_scale(q, k, v, mask):
+        return (q @ k.transpose(-1, -2) * -0.5).softmax(-1) @ v
+
+    def negative_scale_of_the_stock_op(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, scale=-0.5)
+
+    def mask_of_one_dimension(q, k, v, mask):
+        return (q @ k.transpose(-1, -2) + mask[0, 0, 0]).softmax(-1) @ v
+
     def other_value_size(q, k, v, mask):
         return (q @ k.transpose(-1, -2)).softmax(-1) @ v[..., :8]
 
@@ -295,6 +319,11 @@ def test_attention_near_misses():
         small_fill,
         scaled_after_the_mask,
         soft_capped,
+        cap_of_another_size,
+        capped_after_the_mask,
+        negative_scale,
+        negative_scale_of_the_stock_op,
+        mask_of_one_dimension,
         other_value_size,
     ):
         assert not fired(fuse(function, q, k, v, mask)[0]), function
@@ -338,6 +367,30 @@ def test_rotary(dtype, batch):
     tables = (randn(batch, 6, 16, dtype=dtype), randn(batch, 6, 16, dtype=dtype))
     report, _ = fuse(rotary, q, k, *tables)
     assert fired(report) == {"rotary": 2}, reasons(report)
+
+
+def partial_rotary(q, k, cos, sin):
+    """As GPT-NeoX and Phi rotate the first elements of each head."""
+    heads = [(x[..., :8], x[..., 8:]) for x in (q, k)]
+    turned = rotary(heads[0][0], heads[1][0], cos, sin)
+    return tuple(torch.cat((t, rest), -1) for t, (_, rest) in zip(turned, heads, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_partial_rotary(dtype):
+    q, k, _, _ = attention_inputs(dtype, kv_heads=2)
+    tables = (randn(1, 6, 8, dtype=dtype), randn(1, 6, 8, dtype=dtype))
+    report, gm = fuse(partial_rotary, q, k, *tables)
+    assert fired(report) == {"rotary": 2}, reasons(report)
+    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
+
+    def other_rest(q, k, cos, sin):
+        turned = rotary(q[..., :8], k[..., :8], cos, sin)
+        return tuple(torch.cat((t, x[..., :8]), -1) for t, x in zip(turned, (q, k), strict=True))
+
+    report, gm = fuse(other_rest, q, k, *tables)
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)) == 2
 
 
 def test_rotary_near_misses():

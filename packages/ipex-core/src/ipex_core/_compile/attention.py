@@ -2,13 +2,14 @@
 """Attention: the stock op, and its spellings as two matrix products around a softmax.
 
 ``softmax(q @ k.T * scale + mask) @ v`` as BERT, ViT, GPT-2, T5 and Llama write it in their eager form: the scale as a
-product or a quotient or not at all, any number of added masks, ``where`` with a mask and a number, the softmax in
-float32. Heads that ``repeat_kv`` has copied are taken from where they were copied from.
+product or a quotient or not at all, a softcap, any number of added masks, ``where`` with a mask and a number, the
+softmax in float32. Heads that ``repeat_kv`` has copied are taken from where they were copied from.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def _reason(ctx: Context, q: Any, k: Any, v: Any, mask: Any, scores: Any = None)
         if given is None or given.dtype not in (torch.bool, torch.float32, query.dtype):
             return f"the mask is {describe(mask)}"
         full = (query.shape[0], heads, query.shape[2], key.shape[2])
-        if given.dim() > 4 or not _broadcasts(given.shape, full):
+        if not 2 <= given.dim() <= 4 or not _broadcasts(given.shape, full):
             return f"the mask {describe(mask)} does not broadcast to the scores"
     if not ctx.kernels("attention"):
         return "no kernel package implements attention"
@@ -97,7 +98,7 @@ def _stock(ctx: Context, node: fx.Node) -> None:
         reason = "there is dropout"
     elif items(node, 1):
         reason = "the log-sum-exp is used"
-    elif scale is not None and (not isinstance(scale, (int, float)) or scale == 0.0):
+    elif scale is not None and (not isinstance(scale, (int, float)) or not 0.0 < scale < math.inf):
         reason = f"the scale is {scale}"
     groups = None if reason else _grouped(k, v)
     if reason is None:
@@ -156,10 +157,19 @@ class _Match:
     q: fx.Node
     k: fx.Node
     v: fx.Node
-    scale: float
-    masks: list[tuple[str, Any, Any]]
+    scores: _Scores
     interior: list[fx.Node]
     transpose: bool
+
+
+@dataclasses.dataclass
+class _Scores:
+    """``product``, a view of ``bmm``, scaled, capped and masked, in this order."""
+
+    product: fx.Node
+    scale: float
+    cap: float
+    masks: list[tuple[str, Any, Any]]
 
 
 def _unfold(node: Any, result: Any) -> tuple[fx.Node, list[fx.Node]] | None:
@@ -213,7 +223,7 @@ def _spelled(second: fx.Node) -> _Match | None:
     found = _scores(scores, inside)
     if found is None:
         return None
-    first, scale, masks = found
+    first = found.product
     product = first.args[0]
     q, k = _unfold(product.args[0], first), _unfold(product.args[1], first)  # type: ignore[union-attr]
     if q is None or k is None:
@@ -228,7 +238,7 @@ def _spelled(second: fx.Node) -> _Match | None:
         if dims == [2, 3]:
             inside.append(key)
             key, transpose = key.args[0], False  # type: ignore[assignment]
-    return _Match(root, q[0], key, right[0], scale, masks, inside, transpose)
+    return _Match(root, q[0], key, right[0], found, inside, transpose)
 
 
 def _unfold_softmax(node: Any, result: Any) -> tuple[fx.Node, list[fx.Node]] | None:
@@ -243,33 +253,37 @@ def _unfold_softmax(node: Any, result: Any) -> tuple[fx.Node, list[fx.Node]] | N
     return (node, passed) if is_call(node, aten.div.Tensor) else None
 
 
-def _scores(
-    node: Any, inside: list[fx.Node]
-) -> tuple[fx.Node, float, list[tuple[str, Any, Any]]] | None:
-    """Step from the argument of the softmax to the first matrix product over masks and one scale."""
+def _scores(node: Any, inside: list[fx.Node]) -> _Scores | None:
+    """Step from the argument of the softmax to the first matrix product, over masks, a softcap and a scale."""
     masks: list[tuple[str, Any, Any]] = []
     scale: float | None = None
+    cap = 0.0
     while isinstance(node, fx.Node):
         plain = _plain(node)
         while node is not plain:
             inside.append(node)
             node = node.args[0]
         if is_call(node, *_VIEWS) and is_call(node.args[0], aten.bmm.default):
-            return node, 1.0 if scale is None else scale, masks
+            return _Scores(node, 1.0 if scale is None else scale, cap, masks)
+        capped = _capped(node)
         part = scaled(node)
         pair = binary(node, aten.add.Tensor)
-        if part is not None:
+        if capped is not None and scale is None and not cap:
+            inner, cap, passed = capped
+            inside += passed
+            node = inner
+        elif part is not None:
             if scale is not None:
                 return None
             inside.append(node)
             node, scale = part
-        elif pair is not None and scale is None:
+        elif pair is not None and scale is None and not cap:
             a, b = pair
             a, b = (a, b) if _leads_to_product(a) else (b, a)
             inside.append(node)
             masks.append(("add", b, None))
             node = a
-        elif is_call(node, aten.where.self) and scale is None:
+        elif is_call(node, aten.where.self) and scale is None and not cap:
             condition, a, b = node.args
             inside.append(node)
             if number(b) is not None:
@@ -283,6 +297,17 @@ def _scores(
         else:
             return None
     return None
+
+
+def _capped(node: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
+    """Match ``tanh(x / cap) * cap``; return x, the cap and the nodes passed."""
+    outer = scaled(node)
+    if outer is None or not is_call(outer[0], aten.tanh.default) or outer[1] <= 0.0:
+        return None
+    inner = scaled(outer[0].args[0])
+    if inner is None or not math.isclose(inner[1] * outer[1], 1.0, rel_tol=1e-6):
+        return None
+    return inner[0], outer[1], [node, outer[0], outer[0].args[0]]  # type: ignore[list-item]
 
 
 def _plain(node: Any) -> Any:
@@ -305,6 +330,8 @@ def _leads_to_product(node: Any) -> bool:
         part = scaled(node)
         if part is not None:
             node = part[0]
+        elif is_call(node, aten.tanh.default):
+            node = node.args[0]
         elif is_call(node, aten.where.self):
             node = node.args[1] if number(node.args[2]) is not None else node.args[2]
         elif binary(node, aten.add.Tensor) is not None:
@@ -321,8 +348,9 @@ def _replace_spelled(ctx: Context, match: _Match) -> None:
     query, root = val(match.q), match.root
     if query is None:
         return
-    if not match.scale:
-        ctx.reject("attention", root, _OP, "the scale is 0")
+    scores = match.scores
+    if not 0.0 < scores.scale < math.inf:
+        ctx.reject("attention", root, _OP, f"the scale is {scores.scale}")
         return
     made: list[fx.Node] = []
     key, value = groups or (match.k, match.v)
@@ -334,10 +362,11 @@ def _replace_spelled(ctx: Context, match: _Match) -> None:
     if reason is not None:
         ctx.reject("attention", root, _OP, reason)
     else:
-        args = (match.q, key, value, mask, match.scale)
-        text = "matmul, softmax, matmul" + (", mask" if match.masks else "")
-        text += ", shared heads" if groups else ""
-        ctx.replace("attention", root, match.interior, ipex.attention.default, args, text)
+        args = (match.q, key, value, mask, scores.scale)
+        text = "matmul, softmax, matmul" + (", mask" if scores.masks else "")
+        text += (", shared heads" if groups else "") + (", softcap" if scores.cap else "")
+        kwargs = {"softcap": scores.cap} if scores.cap else {}
+        ctx.replace("attention", root, match.interior, ipex.attention.default, args, text, kwargs)
     ctx.drop(made)
 
 
@@ -348,7 +377,7 @@ def _mask(ctx: Context, match: _Match, dtype: torch.dtype, made: list[fx.Node]) 
     those that it replaces.
     """
     total: fx.Node | None = None
-    for kind, mask, fill in match.masks:
+    for kind, mask, fill in match.scores.masks:
         if kind != "add":
             if fill > -1e4:
                 mask = None  # a number beside which scores do not vanish

@@ -2,13 +2,15 @@
 """Rotary embedding of queries and keys as Hugging Face models write it.
 
 ``x * cos + cat(-x[..., half:], x[..., :half]) * sin`` for a query and a key ``[B, H, S, D]`` with the same tables
-``[B or 1, 1, S, D]``.
+``[B or 1, 1, S, D]``. Models that rotate the first elements of a head only (GPT-NeoX, Phi) cut them off before and put
+the rest behind them afterwards; the op does both.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -41,6 +43,7 @@ class _Rotation:
     cos: fx.Node
     sin: fx.Node
     interior: list[fx.Node]
+    size: int
 
 
 def fuse_rotary(ctx: Context) -> None:
@@ -97,7 +100,49 @@ def _match(cat: fx.Node) -> _Rotation | None:
     if not all(isinstance(n, fx.Node) for n in (sin, cos)):
         return None
     cos, sin = _table(cos), _table(sin)
-    return _Rotation(root, x, cos, sin, [cat, high, low, upper, product, straight])  # type: ignore[arg-type]
+    match = _Rotation(root, x, cos, sin, [cat, high, low, upper, product, straight], size)  # type: ignore[arg-type]
+    _widen(match)
+    return match
+
+
+def _widen(match: _Rotation) -> None:
+    """Extend the rotation of the first elements of heads to the copy of the others behind them, if that is all."""
+    root, part = match.root, match.x
+    whole: Any = part.args[0] if is_call(part, aten.slice.Tensor) else None
+    joined = next(iter(root.users), None)
+    shape = shape_of(whole)
+    if (
+        shape is None
+        or len(shape) != 4
+        or not is_call(joined, aten.cat.default)
+        or len(root.users) != 1
+    ):
+        return
+    assert joined is not None
+    parts, size = joined.args[0], shape[3]
+    dim = joined.args[1] if len(joined.args) > 1 else 0
+    if (
+        not isinstance(parts, (list, tuple))
+        or len(parts) != 2
+        or parts[0] is not root
+        or dim not in (-1, 3)
+    ):
+        return
+    rest: Any = parts[1]
+    if (
+        not is_call(rest, aten.slice.Tensor)
+        or rest.args[0] is not whole
+        or not isinstance(size, int)
+    ):
+        return
+    if _range(part, size) != (0, match.size) or _range(rest, size) != (match.size, size):
+        return
+    match.interior += [root, rest] + ([part] if _only_for(part, match.interior) else [])
+    match.root, match.x = joined, whole
+
+
+def _only_for(node: fx.Node, users: list[fx.Node]) -> bool:
+    return all(user in users for user in node.users)
 
 
 def _table(node: fx.Node) -> fx.Node:
@@ -122,7 +167,7 @@ def _range(node: fx.Node, size: int) -> tuple[int, int] | None:
 def _partners(a: _Rotation, b: _Rotation) -> bool:
     left, right = shape_of(a.x), shape_of(b.x)
     assert left is not None and right is not None
-    return same((left[0], *left[2:]), (right[0], *right[2:]))
+    return a.size == b.size and same((left[0], *left[2:]), (right[0], *right[2:]))
 
 
 def _replace(ctx: Context, first: _Rotation, second: _Rotation) -> None:
@@ -148,7 +193,7 @@ def _replace(ctx: Context, first: _Rotation, second: _Rotation) -> None:
     both = ctx.call(
         root,
         ipex.rotary_embedding_functional.default,
-        (*heads_last, *tables, shape[3], True),
+        (*heads_last, *tables, first.size, True),
     )
     parts = [ctx.call(root, operator.getitem, (both, index)) for index in (0, 1)]
     backs = [ctx.call(root, aten.permute.default, (part, [0, 2, 1, 3])) for part in parts]
@@ -166,7 +211,7 @@ def _reason(ctx: Context, first: _Rotation, second: _Rotation) -> str | None:
         return f"query and key are {describe(first.x)} and {describe(second.x)}"
     batch, _, length, size = query.shape
     for table in (cos, sin):
-        if table.dim() != 3 or not same(table.shape[1:], (length, size)):
+        if table.dim() != 3 or not same(table.shape[1:], (length, first.size)):
             return f"the tables are {describe(first.cos)}"
         if not same(table.shape[:1], (1,)) and not same(table.shape[:1], (batch,)):
             return f"the tables are {describe(first.cos)}"

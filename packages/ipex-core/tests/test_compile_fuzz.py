@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random programs around the patterns of the compile passes give the results of eager execution.
+
+The graphs are those that AOTAutograd hands to a compiler; the passes run on them, and then the graphs as they are,
+without Inductor's code generation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compile_programs import FAMILIES, Draw, Run
+from torch import Tensor
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
+from ipex_core._compile._passes import run_passes
+from ipex_core._compile._report import GraphReport
+
+
+def check(family: str, seed: int) -> GraphReport:
+    """Run one program eagerly and as a graph that the passes have been through, and compare results and inputs."""
+    draw = Draw(seed)
+    program = FAMILIES[family](draw)
+    write = draw.mostly(None, *range(len(draw.inputs)), chance=0.9)
+    report = GraphReport(f"{family} {seed}", inference=True)
+
+    def function(*inputs: Tensor) -> Any:
+        run = Run(draw.events, inputs)
+        result = program(run)
+        if write is not None and write not in draw.constants and not _overlaps(inputs[write]):
+            inputs[write].mul_(0.5)
+            run.extra.append(inputs[write])
+        results = result if isinstance(result, tuple) else (result,)
+        return (*results, *run.extra)
+
+    def compiler(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        remove_noop_ops(gm.graph)
+        places = gm.graph.find_nodes(op="placeholder")[-len(draw.inputs) :]
+        constants = [places[i] for i in draw.constants]
+        run_passes(gm.graph, report, constants, always=True, kernels=lambda op: True)
+        gm.graph.lint()
+        gm.recompile()
+        return make_boxed_func(gm.forward)
+
+    eager, ours = ([make() for make in draw.inputs] for _ in range(2))
+    dynamic = draw.flag(0.04)
+    with torch.no_grad():
+        try:
+            expected = function(*eager)
+        except (RuntimeError, IndexError):
+            return report  # the operands do not fit each other
+        compiled = aot_function(
+            function,
+            compiler,
+            inference_compiler=compiler,
+            decompositions=select_decomp_table(),
+            dynamic=dynamic,
+        )
+        got = compiled(*ours)
+    assert len(got) == len(expected)
+    for g, e in zip((*got, *ours), (*expected, *eager), strict=True):
+        assert g.dtype == e.dtype and g.shape == e.shape, (
+            report,
+            g.dtype,
+            e.dtype,
+            g.shape,
+            e.shape,
+        )
+        limit = 1e-3 if draw.dtype == torch.float32 == e.dtype else 8e-2
+        scale = e[e.isfinite()].abs().max().item() if e.isfinite().any() else 0.0
+        torch.testing.assert_close(
+            g,
+            e,
+            rtol=limit,
+            atol=limit * max(scale, 1.0),
+            equal_nan=True,
+            msg=lambda m: f"{m}\n{report}",
+        )
+    return report
+
+
+def _overlaps(x: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_programs(family: str) -> None:
+    """60 programs of each family, 300 in all; and the patterns do fire in a good part of them."""
+    reports = [check(family, seed) for seed in range(60)]
+    assert sum(bool(r.count()) for r in reports) >= 15
+    assert sum(bool(r.count(fired=False)) for r in reports) >= 3
