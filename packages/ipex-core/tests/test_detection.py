@@ -11,8 +11,8 @@ from torch import nn
 
 from ipex_core._spec import specs
 from ipex_core.nn import FrozenBatchNorm2d, functional, modules
-from ipex_core.nn._roi_align import RoIAlign
 from ipex_core.nn._roi_align_helper import roi_align
+from ipex_core.nn.modules._roi_align import RoIAlign
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

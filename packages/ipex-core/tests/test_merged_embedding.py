@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import ipex_core.nn
 from ipex_core._spec import specs
 from ipex_core.nn import modules
 from ipex_core.nn.functional import InteractionFunc, interaction
@@ -318,3 +319,103 @@ def test_interaction_of_wrong_tensors():
         interaction()
     with pytest.raises(RuntimeError, match=r"inputs\[1\] must have the shape of inputs\[0\]"):
         interaction(torch.ones(2, 3), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_tables(dtype):
+    whole = MergedEmbeddingBagWithCat.from_embeddingbag_list(stock_tables("mean"))
+    small = MergedEmbeddingBagWithCat.from_embeddingbag_list(stock_tables("mean"))
+    with torch.no_grad():
+        small.weights[1][3] = 0.0
+        whole.weights[1][3] = 0.0
+    small.to_int8()
+    small.to_int8()  # once is enough
+    assert small.weights[0].dtype == small.dtype == torch.int8
+    dense = torch.randn(BAGS, DIM)
+    with torch.no_grad():
+        got, want = small(*lookups(), dense.to(dtype)), whole(*lookups(), dense)
+    assert got.dtype == dtype
+    # Half a step of the largest number of a row.
+    most = max(float(w.detach().abs().max()) for w in whole.weights) / 254
+    tolerance = most * 1.01 + (0.0 if dtype == torch.float32 else 2e-2)
+    torch.testing.assert_close(got.float(), want, rtol=0, atol=tolerance)
+    other = MergedEmbeddingBagWithCat.from_embeddingbag_list(stock_tables("mean"))
+    other.to_int8()
+    other.load_state_dict(small.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(*lookups(), dense.to(dtype)), got)
+
+
+@pytest.mark.parametrize(
+    "kind", [MergedEmbeddingBag, MergedEmbeddingBagWithSGD, MergedEmbeddingBagWithAdaGrad]
+)
+def test_huge_pages(kind):
+    torch.manual_seed(0)
+    tables = [torch.nn.EmbeddingBag(n, 64, mode="sum") for n in (9000, 5)]
+    merged = kind.from_embeddingbag_list(tables)
+    before = {key: value.clone() for key, value in merged.state_dict().items()}
+    merged.use_huge_pages()
+    assert merged.weights[0].data_ptr() % (2 << 20) == 0
+    assert merged.weights[0].data_ptr() != tables[0].weight.data_ptr()
+    assert merged.weights[1].data_ptr() == tables[1].weight.data_ptr()  # too small
+    for key, value in merged.state_dict().items():
+        assert torch.equal(value, before[key])
+    indices, offsets = (
+        [torch.tensor([8999, 1, 1]), torch.tensor([0, 4, 4])],
+        [torch.tensor([0])] * 2,
+    )
+    merged(indices, offsets)[0].sum().backward()
+    copied = copy.deepcopy(merged)
+    assert torch.equal(copied.weights[0], merged.weights[0])
+
+
+def test_module_path_and_functions():
+    """IPEX's module and its functions on tables of the caller."""
+    import ipex_core.nn.modules.merged_embeddingbag as names
+
+    for name in names.__all__:
+        assert hasattr(names, name)
+    assert modules.merged_embeddingbag is names
+    assert ipex_core.nn.DistMergeEmbeddingBagWithAdaGrad is modules.DistMergeEmbeddingBagWithAdaGrad
+    tables = [table.weight for table in stock_tables()]
+    merged = MergedEmbeddingBag.from_embeddingbag_list(stock_tables())
+    indices, offsets = lookups()
+    bags = names.merged_embeddingbag(tables, indices, offsets, names.PoolingMode.SUM, False)
+    loss_of(bags).backward()
+    loss_of(merged(indices, offsets)).backward()
+    for ours, theirs in zip(tables, merged.weights, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    for kind, function in (
+        (MergedEmbeddingBagWithSGD, names.merged_embeddingbag_sgd),
+        (MergedEmbeddingBagWithAdaGrad, names.merged_embeddingbag_adagrad),
+    ):
+        module = kind.from_embeddingbag_list(stock_tables())
+        mine = kind.from_embeddingbag_list(stock_tables())
+        args = getattr(mine, kind._ARGS)
+        loss_of(function(list(mine.weights), indices, offsets, 0, False, args)).backward()
+        loss_of(module(indices, offsets)).backward()
+        for a, b in zip(mine.weights, module.weights, strict=True):
+            assert torch.equal(a, b) and a.grad is None
+    dense = torch.randn(BAGS, DIM)
+    with torch.no_grad():
+        cat = names.merged_embeddingbag_with_cat(list(merged.weights), indices, offsets, dense)
+        assert torch.equal(cat, torch.cat([dense, *merged(indices, offsets)], 1))
+
+
+def test_float64_tables():
+    """They have no kernels, but IPEX takes them."""
+    stock = stock_tables(dtype=torch.float64)
+    merged = MergedEmbeddingBag.from_embeddingbag_list(stock)
+    indices, offsets = lookups()
+    got = merged(indices, offsets)
+    want = [table(i, o) for table, i, o in zip(stock, indices, offsets, strict=True)]
+    torch.testing.assert_close(got, tuple(want))
+    sum(value.square().sum() for value in got).backward()
+    sum(value.square().sum() for value in want).backward()
+    torch.testing.assert_close(merged.weights[0].grad, stock[0].weight.grad)
+    sgd = MergedEmbeddingBagWithSGD.from_embeddingbag_list(
+        stock_tables(dtype=torch.float64), lr=0.1
+    )
+    sum(value.square().sum() for value in sgd(indices, offsets)).backward()
+    expected = stock_tables(dtype=torch.float64)[0].weight - 0.1 * stock[0].weight.grad
+    torch.testing.assert_close(sgd.weights[0].detach(), expected.detach())

@@ -117,31 +117,36 @@ class Masters:
         del self._of[parameter]
 
     @contextlib.contextmanager
-    def as_float32(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Let parameters and their gradients be float32 for a while, and keep what is written to them."""
-        saved: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
+    def as_float32(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]
+    ) -> Iterator[None]:
+        """Let an optimizer have float32 parameters and gradients for a while, and keep what it writes to them.
+
+        They are other objects: who holds the accumulators of gradients of a parameter (DDP) loses them if its dtype
+        changes, even for a moment.
+        """
+        whole: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in parameters:
-            if parameter not in self._of:
-                continue
-            value, grad = self.value(parameter), parameter.grad
-            saved.append((parameter, parameter.data, grad))
-            parameter.grad = None
-            if parameter.dtype == torch.float16:
-                parameter.grad_dtype = None
-            parameter.data = value
-            if grad is not None:
-                parameter.grad = grad.float()
+            if parameter in self._of and parameter not in whole:
+                whole[parameter] = nn.Parameter(self.value(parameter))
+                if parameter.grad is not None:
+                    whole[parameter].grad = parameter.grad.float()
+        _exchange(optimizer, whole)
         try:
             yield
         finally:
-            for parameter, data, grad in saved:
-                value = parameter.data
-                parameter.grad = None
-                parameter.data = data
-                if parameter.dtype == torch.float16:
-                    parameter.grad_dtype = torch.float32
-                parameter.grad = grad
-                self.write(parameter, value)
+            _exchange(optimizer, {wide: parameter for parameter, wide in whole.items()})
+            for parameter, wide in whole.items():
+                self.write(parameter, wide)
+
+
+def _exchange(optimizer: torch.optim.Optimizer, by: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Put other parameters in the groups and the state of an optimizer."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [by.get(p, p) for p in group["params"]]
+    for old, new in by.items():
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
 
 
 def _bits_like(layout: Tensor, rest: Tensor) -> Tensor:

@@ -12,12 +12,15 @@ import torch
 from torch.optim import Optimizer
 
 from ipex_core._optimize._masters import Masters
+from ipex_core.optim._spread import is_spread
 from ipex_core.optim._steps import step_of
 
 __all__ = ["adopt"]
 
 #: Stock optimizers that have a fused form for CPUs, which is as fast as the memory.
 _STOCK_FUSED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW)
+#: Those whose fused form also takes parameters that FSDP spreads over processes.
+_STOCK_FUSED_SPREAD = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class OptimizerMixin(Optimizer):
@@ -33,7 +36,7 @@ class OptimizerMixin(Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state of the stock optimizer; its tensors stay float32."""
-        with self._ipex_masters.as_float32(_parameters(self)):
+        with self._ipex_masters.as_float32(self, _parameters(self)):
             super().load_state_dict(state_dict)
 
 
@@ -71,7 +74,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
             )
     differentiable = any(group.get("differentiable") for group in self.param_groups)
     if fused is None or differentiable:
-        with masters.as_float32([p for _, p in low]), _stock_fused(self):
+        with masters.as_float32(self, [p for _, p in low]), _stock_fused(self):
             original(self)
         return loss
     grads = [p.grad for _, p in low]
@@ -102,7 +105,7 @@ def _stock_fused(optimizer: Any) -> Iterator[None]:
     changed = []
     if optimizer._ipex_fuse and kind in _STOCK_FUSED:
         for group in optimizer.param_groups:
-            if group.get("fused") is None and not group.get("foreach") and _fusable(group):
+            if group.get("fused") is None and not group.get("foreach") and _fusable(group, kind):
                 changed.append(group)
                 group["fused"] = True
     try:
@@ -112,8 +115,10 @@ def _stock_fused(optimizer: Any) -> Iterator[None]:
             group["fused"] = None
 
 
-def _fusable(group: dict[str, Any]) -> bool:
+def _fusable(group: dict[str, Any], kind: type[Optimizer]) -> bool:
     if group.get("differentiable") or group.get("capturable"):
+        return False
+    if kind not in _STOCK_FUSED_SPREAD and any(is_spread(p) for p in group["params"]):
         return False
     return all(
         p.device.type == "cpu"
@@ -129,7 +134,9 @@ _classes: dict[type[Optimizer], type[Optimizer]] = {}
 def _subclass(kind: type[Optimizer]) -> type[Optimizer]:
     """Return ``kind`` with `OptimizerMixin` in front, under the same name."""
     if kind not in _classes:
-        step: Any = Optimizer.profile_hook_step(_step)
+        # As torch does with its own optimizers where it cannot trace them: one break in a compiled step, not many.
+        unseen: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+        step: Any = Optimizer.profile_hook_step(unseen(_step))
         step.hooked = True  # so that torch does not wrap it once more
         content: dict[str, Any] = {
             "__module__": kind.__module__,

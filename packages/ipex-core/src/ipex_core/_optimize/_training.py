@@ -14,6 +14,7 @@ from ipex_core._optimize._cast import cast_input
 from ipex_core._optimize._masters import Masters, StateHook
 from ipex_core._optimize._records import KEY, Log
 from ipex_core._optimize._train_step import adopt
+from ipex_core.optim._spread import is_spread
 from ipex_core.optim._steps import step_of
 
 __all__ = ["train"]
@@ -43,6 +44,11 @@ def train(
     masters = Masters()
     dtype = options.reduced
     if dtype is not None:
+        if any(is_spread(p) for p in model.parameters()):
+            raise NotImplementedError(
+                f"optimize: dtype must be None for parameters that fully_shard spread over processes, got {dtype}: give"
+                " fully_shard a MixedPrecisionPolicy, which casts them, and keeps them in float32"
+            )
         split = _splits(optimizer, options, dtype)
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for path, module in model.named_modules():

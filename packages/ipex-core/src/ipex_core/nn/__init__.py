@@ -7,6 +7,8 @@ They are subclasses of the stock layers and are made by changing the class of an
 
 from __future__ import annotations
 
+from typing import Any
+
 from ipex_core.nn import modules
 from ipex_core.nn._fusable import FusableLinear
 from ipex_core.nn._leaf import OptimizedModule
@@ -62,3 +64,9 @@ __all__ = [
     "PackedWeight",
     "modules",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in modules._OWN:  # IPEX has its layers here too
+        return getattr(modules, name)
+    raise AttributeError(f"module 'ipex.nn' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ipex_core._spec import check
+from ipex_core._spec import FLOATS, check
 from ipex_core.ops._common import check_device, check_dtype, check_tensor, dtype_name, randn
 
 __all__ = [
@@ -53,11 +53,12 @@ def check_bags(
     per_sample_weights: Sequence[Tensor],
     pooling_mode: str,
     include_last_offset: bool,
+    dtypes: Sequence[torch.dtype] = FLOATS,
 ) -> None:
     """Check everything but the values of indices and offsets."""
     check(len(weights) > 0, op, "weights", "hold at least 1 tensor", 0)
     first = weights[0]
-    check_tensor(op, "weights[0]", first)
+    check_tensor(op, "weights[0]", first, dtypes)
     check(first.dim() == 2, op, "weights[0]", "be 2-D [rows, D]", f"{first.dim()}-D")
     dim = first.shape[1]
     for i, weight in enumerate(weights):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ipex_core.optim import _spread
+
 __all__ = ["Step", "step_of"]
 
 Tensor = torch.Tensor
@@ -147,6 +149,9 @@ def lamb(
     for name in ("exp_avg", "exp_avg_sq"):
         if name not in state:
             state[name] = _zeros(param)
+    if _spread.is_spread(param):
+        _spread.lamb_step(param, grad, state["exp_avg"], state["exp_avg_sq"], _count(state), group)
+        return
     beta1, beta2 = group["betas"]
     torch.ops.ipex.lamb_fused_step(
         param,
@@ -171,6 +176,9 @@ def lars(
     param2: Tensor | None,
 ) -> None:
     buffer, first = _momentum(group, state, param)
+    if _spread.is_spread(param):
+        _spread.lars_step(param, grad, buffer, first, group)
+        return
     if group.get("lars_exclude", False):
         torch.ops.ipex.sgd_fused_step(
             param,

@@ -29,9 +29,9 @@ class Lookups {
  public:
   Lookups(const char* op, const TensorList& weights, const TensorList& indices,
           const TensorList& offsets, const TensorList& factors, const std::string& mode,
-          bool include_last)
+          bool include_last, bool int8 = false)
       : op_(op), include_last_(include_last), mean_(mode == "mean") {
-    check_weights(weights);
+    check_weights(weights, int8);
     IPEX_CHECK(mode == "sum" || mode == "mean", op, ": pooling_mode must be 'sum' or 'mean', got '",
                mode, "'");
     check_table_list(op, "indices", indices, weights.size());
@@ -76,10 +76,14 @@ class Lookups {
   }
 
  private:
-  void check_weights(const TensorList& weights) const {
+  void check_weights(const TensorList& weights, bool int8) const {
     IPEX_CHECK(!weights.empty(), op_, ": weights must hold at least 1 tensor, got 0");
     const Tensor& first = weights[0];
-    check_tensor(op_, "weights[0]", first);
+    if (int8)
+      IPEX_CHECK(first.scalar_type() == ScalarType::Char, op_,
+                 ": weights[0] must have dtype int8, got ", dtype_name(first.scalar_type()));
+    else
+      check_tensor(op_, "weights[0]", first);
     IPEX_CHECK(first.dim() == 2, op_, ": weights[0] must be 2-D [rows, D], got ", first.dim(),
                "-D");
     for (size_t i = 0; i < weights.size(); ++i) {

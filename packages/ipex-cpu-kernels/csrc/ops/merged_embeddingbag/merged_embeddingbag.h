@@ -12,6 +12,7 @@ struct BagTable {
   const void* offsets;
   const void* factors;  // of each lookup, in the dtype of the table; or nullptr
   int64_t lookups;      // number of indices
+  const float* scales;  // of each row of an int8 table
 };
 
 struct BagArgs {
@@ -49,10 +50,12 @@ struct UpdateArgs {
 
 }  // namespace ipex
 
-// forward: bags [begin, end) of a table. The others: the rows whose first lookup is in [begin,
-// end).
+// forward and int8: bags [begin, end) of a table, int8 with results in the type of the name. The
+// others: the rows whose first lookup is in [begin, end).
 #define IPEX_DECLARE_BAGS(suffix)                                                                \
   IPEX_KERNEL_API void ipex_k_merged_embeddingbag_##suffix(                                      \
+      const ipex::BagArgs* args, int64_t table, int64_t begin, int64_t end);                     \
+  IPEX_KERNEL_API void ipex_k_merged_embeddingbag_int8_##suffix(                                 \
       const ipex::BagArgs* args, int64_t table, int64_t begin, int64_t end);                     \
   IPEX_KERNEL_API void ipex_k_merged_embeddingbag_sgd_##suffix(const ipex::UpdateArgs* args,     \
                                                                int64_t begin, int64_t end);      \

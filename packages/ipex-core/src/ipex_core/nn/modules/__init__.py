@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = [  # noqa: F822  (made when named)
+__all__ = [
+    "DistMergeEmbeddingBagWithAdaGrad",
     "FrozenBatchNorm2d",
     "IPEXLinearEltwise",
     "MergedEmbeddingBag",
@@ -20,6 +21,7 @@ __all__ = [  # noqa: F822  (made when named)
     "WeightOnlyQuantizedLinear",
     "WoqWeightFormat",
     "_roi_align",
+    "merged_embeddingbag",
 ]
 
 #: Name -> component that has it.
@@ -28,23 +30,26 @@ _NAMES = {
     "WoqWeightFormat": "quantization",
 }
 
-#: Name -> module of this package that has it.
+#: Name -> module of `ipex_core.nn` that has it.
 _OWN = {
+    "DistMergeEmbeddingBagWithAdaGrad": "merged_embedding",
     "FrozenBatchNorm2d": "frozen_batch_norm",
     "IPEXLinearEltwise": "linear_eltwise",
     "MergedEmbeddingBag": "merged_embedding",
     "MergedEmbeddingBagWithAdaGrad": "merged_embedding",
     "MergedEmbeddingBagWithCat": "merged_embedding",
     "MergedEmbeddingBagWithSGD": "merged_embedding",
-    "RoIAlign": "_roi_align",
+    "RoIAlign": "modules._roi_align",
 }
+
+_MODULES = ("_roi_align", "merged_embeddingbag")
 
 
 def __getattr__(name: str) -> Any:
     if name in _OWN:
         return getattr(importlib.import_module(f"ipex_core.nn.{_OWN[name]}"), name)
-    if name == "_roi_align":
-        return importlib.import_module("ipex_core.nn._roi_align")
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _NAMES:
         raise AttributeError(f"module 'ipex.nn.modules' has no attribute {name!r}")
     from ipex_core import _plugins
