@@ -39,6 +39,7 @@ WANTED = (
             "dequantize_nf4",
             "dynamic_scaled_fp8_quant",
             "flash_attn_varlen_func",
+            "embedding_bag",
             "fp8_linear",
             "frozen_batch_norm",
             "ipex_lstm",
@@ -365,6 +366,9 @@ def test_recurrent():
         torch.testing.assert_close(mine, stock)
     torch.testing.assert_close(OPS.cumsum(x, 1), x.cumsum(1))
     assert OPS.cumsum(x, 1, dtype=torch.float64).dtype == torch.float64
+    out = torch.empty_like(x)
+    assert OPS.cumsum(x, 1, out=out) is out
+    torch.testing.assert_close(out, x.cumsum(1))
     table, out = torch.randn(5, 3), torch.ones(2, 3)
     OPS.rnnt_embedding(table, torch.tensor([[-1], [4]]), out, -1, 2, 3)
     torch.testing.assert_close(out, torch.stack([torch.zeros(3), table[4]]))
@@ -421,6 +425,14 @@ def test_recommendation():
     means = OPS.merged_embeddingbag_forward(tables, *lookups, 1, False)
     assert [b[:, 0].tolist() for b in means] == [[1.0, 1.0]] * 2
     assert OPS.merged_embeddingbag_cat_forward(tables, *lookups, x[0][:2]).shape == (2, 12)
+    one = [value[0] for value in lookups]
+    assert torch.equal(OPS.embedding_bag(tables[0], *one, False, False), bags[0])
+    table = tables[0].clone().requires_grad_()
+    with torch.enable_grad():
+        OPS.embedding_bag(table, *one, False, False).sum().backward()
+    ones = [torch.ones_like(value) for value in bags]
+    dense = OPS.merged_embeddingbag_backward_cpu(ones, tables, *lookups, 0, False)
+    torch.testing.assert_close(dense[0], table.grad)
     grads = [torch.ones(2, 4)] * 2
     OPS.merged_embeddingbag_backward_sgd(grads, tables, *lookups, 0, False, none, 0.0, 0.25)
     assert tables[0][:, 0].tolist() == [1.0, 0.5, 0.75, 1.0, 1.0]

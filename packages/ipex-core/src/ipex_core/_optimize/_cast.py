@@ -34,6 +34,7 @@ LEAVES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: inn.OptimizedLayerNorm,
     nn.RMSNorm: inn.OptimizedRMSNorm,
     nn.GroupNorm: inn.OptimizedGroupNorm,
+    nn.EmbeddingBag: inn.OptimizedEmbeddingBag,
     nn.LSTM: inn.OptimizedLSTM,
     nn.GRU: inn.OptimizedGRU,
     nn.RNN: inn.OptimizedRNN,
@@ -44,7 +45,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 #: Layers that compute with their own weights and have no optimized class.
-_HOOKED = (nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.EmbeddingBag)
+_HOOKED = (nn.RNNCellBase, nn.Bilinear, nn.PReLU)
 
 
 def cast_input(

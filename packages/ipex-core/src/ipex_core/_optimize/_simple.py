@@ -23,6 +23,7 @@ _KERNELS: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.RMSNorm: (inn.OptimizedRMSNorm, "rms_norm"),
     nn.GELU: (inn.OptimizedGELU, "gelu"),
     nn.Softmax: (inn.OptimizedSoftmax, "softmax"),
+    nn.EmbeddingBag: (inn.OptimizedEmbeddingBag, "merged_embeddingbag_forward"),
 }
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "FoldedBatchNorm1d",
     "FoldedBatchNorm2d",
     "FoldedBatchNorm3d",
+    "OptimizedEmbeddingBag",
     "OptimizedGELU",
     "OptimizedGRU",
     "OptimizedGroupNorm",
@@ -94,6 +95,60 @@ class OptimizedSoftmax(OptimizedModule, nn.Softmax):
             y: Tensor = call(torch.ops.ipex.softmax.default, input)
             return y
         return super().forward(input)
+
+
+class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
+    """`torch.nn.EmbeddingBag`."""
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sum or the mean of the rows of each bag."""
+        weight = self.weight
+        if per_sample_weights is not None:
+            per_sample_weights = self._cast(per_sample_weights, weight)
+        if not self._fits(input, offsets, per_sample_weights):
+            return super().forward(input, offsets, per_sample_weights)
+        last = self.include_last_offset
+        if offsets is None:
+            count, size = input.shape
+            offsets = torch.arange(count, dtype=input.dtype, device=input.device) * size
+            input, last = input.reshape(-1), False
+            if per_sample_weights is not None:
+                per_sample_weights = per_sample_weights.reshape(-1)
+        factors = [] if per_sample_weights is None else [per_sample_weights]
+        bags: Tensor = call(
+            torch.ops.ipex.merged_embeddingbag_forward.default,
+            [weight],
+            [input],
+            [offsets],
+            factors,
+            self.mode,
+            last,
+        )
+        return bags[0]
+
+    def _fits(self, input: Tensor, offsets: Tensor | None, factors: Tensor | None) -> bool:
+        """Return whether our op takes the call; what is wrong or special goes to the stock op."""
+        if torch.is_grad_enabled() and (
+            self.weight.requires_grad or (factors is not None and factors.requires_grad)
+        ):
+            return False
+        return (
+            self._kernel
+            and self.mode in ("sum", "mean")
+            and self.padding_idx is None
+            and self.max_norm is None
+            and _takes(self.weight)
+            and not stock_only(input)
+            and input.dim() == (2 if offsets is None else 1)
+            and (offsets is None or (offsets.dim() == 1 and offsets.dtype is input.dtype))
+            and (offsets is not None or not self.include_last_offset)
+            and (factors is None or (factors.shape == input.shape and self.mode == "sum"))
+        )
 
 
 class _Recurrent(OptimizedModule):

@@ -41,6 +41,40 @@ def _forward(
 
 
 @alias_op(
+    "embedding_bag(Tensor weight, Tensor indices, Tensor offsets, bool sparse, "
+    "bool include_last_offset) -> Tensor"
+)
+def _embedding_bag(
+    weight: Tensor, indices: Tensor, offsets: Tensor, sparse: bool, last: bool
+) -> Tensor:
+    if torch.is_grad_enabled() and weight.requires_grad:
+        return torch.nn.functional.embedding_bag(
+            indices, weight, offsets, mode="sum", sparse=sparse, include_last_offset=last
+        )
+    bags: Tensor = _ops.merged_embeddingbag_forward([weight], [indices], [offsets], [], "sum", last)
+    return bags[0]
+
+
+@alias_op(
+    "merged_embeddingbag_backward_cpu(Tensor[] grad, Tensor[] weight, Tensor[] index, "
+    "Tensor[] offsets, int pooling_mode, bool include_last_offsets) -> Tensor[]"
+)
+def _backward(
+    grad: list[Tensor],
+    weight: list[Tensor],
+    index: list[Tensor],
+    offsets: list[Tensor],
+    mode: int,
+    last: bool,
+) -> list[Tensor]:
+    # A step of SGD from zeros, against the gradient.
+    made = [torch.zeros_like(w, memory_format=torch.contiguous_format) for w in weight]
+    none = [torch.empty(0, dtype=torch.bfloat16) for _ in weight]
+    _ops.merged_embeddingbag_sgd(grad, made, none, index, offsets, [], _mode(mode), last, -1.0, 0.0)
+    return made
+
+
+@alias_op(
     "merged_embeddingbag_cat_forward(Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
     "Tensor dense) -> Tensor"
 )

@@ -42,6 +42,13 @@ def _cumsum_(self: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Ten
 
 
 @alias_op(
+    "cumsum.out(Tensor self, int dim, *, ScalarType? dtype=None, Tensor(a!) out) -> Tensor(a!)"
+)
+def _cumsum_out(self: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor) -> Tensor:
+    return torch.cumsum(self, dim, dtype=dtype, out=out)
+
+
+@alias_op(
     "rnnt_embedding(Tensor table, Tensor idx, Tensor(a!) out, int _SOS, int batch, int dim) -> ()"
 )
 def _rnnt_embedding(
