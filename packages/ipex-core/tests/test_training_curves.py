@@ -24,6 +24,7 @@ STEPS = 200
 
 MAKE: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    "sgd_plain": lambda p: torch.optim.SGD(p, lr=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02),
     "adam": lambda p: torch.optim.Adam(p, lr=2e-3),
     "adamw": lambda p: torch.optim.AdamW(p, lr=2e-3, weight_decay=0.05),
@@ -162,7 +163,7 @@ PAIRS = [
     ("lstm", "adam"),
     ("lstm", "sgd"),
     ("dlrm", "adagrad"),
-    ("dlrm", "sgd"),
+    ("dlrm", "sgd_plain"),
     ("bert", "lamb"),
     ("bert", "adamw"),
 ]
@@ -172,7 +173,6 @@ PAIRS = [
 def test_curves(name: str, kind: str) -> None:
     model = start(name)
     plain = copy.deepcopy(model)
-    # torch's own fused step is what float32 parameters get; its sums are in another order than those of its loop.
     stock = curve(name, plain, MAKE[kind](plain.parameters()))
     assert stock[-20:].mean() < 0.7 * stock[:5].mean()
     fast, optimizer = optimize(model, optimizer=MAKE[kind](model.parameters()))
