@@ -13,14 +13,35 @@ from ipex_runtime._version import __version__
 
 #: Public name -> module that has it.
 _LAZY: dict[str, str] = {
+    "_MultiStreamBenchmarkModule": "ipex_runtime.multi_stream",
+    "CPUPool": "ipex_runtime.cpupool",
     "format_cpu_list": "ipex_runtime.topology",
+    "get_core_list_of_node_id": "ipex_runtime.runtime_utils",
+    "get_default_num_streams": "ipex_runtime.multi_stream",
+    "get_num_cores_per_node": "ipex_runtime.runtime_utils",
+    "get_num_nodes": "ipex_runtime.runtime_utils",
+    "is_runtime_ext_enabled": "ipex_runtime.cpupool",
+    "MultiStreamModule": "ipex_runtime.multi_stream",
+    "MultiStreamModuleHint": "ipex_runtime.multi_stream",
     "parse_cpu_list": "ipex_runtime.topology",
+    "pin": "ipex_runtime.cpupool",
+    "place_memory": "ipex_runtime.memory",
+    "set_memory_policy": "ipex_runtime.memory",
+    "Task": "ipex_runtime.task",
+    "TaskFuture": "ipex_runtime.task",
 }
 
 #: Modules that have names of their own.
-_MODULES: tuple[str, ...] = ("topology",)
+_MODULES: tuple[str, ...] = (
+    "cpupool",
+    "memory",
+    "multi_stream",
+    "runtime_utils",
+    "task",
+    "topology",
+)
 
-__all__ = ["__version__", *_LAZY, *_MODULES]  # noqa: PLE0604  (the keys are strings)
+__all__ = ["__version__", *(n for n in _LAZY if n[0] != "_"), *_MODULES]  # noqa: PLE0604  (the keys are strings)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ Documentation/admin-guide/cputopology.rst, proc(5).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -74,9 +75,20 @@ def allowed_memory(root: Path) -> list[int]:
 
 def read_machine(root: Path) -> Machine:
     """Read cores, nodes and offline CPUs below ``root``."""
+    if root == ROOT:
+        # Some thousand small files on a large machine; they change when a CPU goes offline or comes back.
+        return _read_this_machine(tuple(_online(root)))
+    return _read_machine(root, _online(root))
+
+
+@functools.lru_cache(maxsize=1)
+def _read_this_machine(online: tuple[int, ...]) -> Machine:
+    return _read_machine(ROOT, list(online))
+
+
+def _read_machine(root: Path, online: list[int]) -> Machine:
     from ipex_runtime.topology import Node
 
-    online = _online(root)
     node_of, nodes = _nodes(root, online)
     if not nodes:
         nodes = {0: Node(0, tuple(online))}

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors for wrong arguments where IPEX raised AssertionError: programs that catch either kind keep working."""
+
+from __future__ import annotations
+
+__all__ = ["WrongTypeError", "WrongValueError"]
+
+
+class WrongTypeError(TypeError, AssertionError):
+    """An argument has the wrong type."""
+
+
+class WrongValueError(ValueError, AssertionError):
+    """An argument has a value that cannot be."""
