@@ -184,23 +184,23 @@ def test_goes_on(model: nn.Module, tmp_path: Path) -> None:
 
     options: dict[str, Any] = {"accuracy_criterion": {"absolute": 0.02}, "tuning_time": 1e6}
     with pytest.raises(KeyboardInterrupt):
-        autotune(model, loader(), eval_func=counted, state_file=file, **options)
+        autotune(model, loader(1), eval_func=counted, state_file=file, **options)
     assert len(json.loads(file.read_text())["results"]) == 2
-    resumed = autotune(model, loader(), eval_func=counted, state_file=file, **options)
+    resumed = autotune(model, loader(1), eval_func=counted, state_file=file, **options)
     trials = len(resumed.tuning.results)
     assert calls == 4 + trials - 2  # the two that were known, and the baseline, are not repeated
-    again = autotune(model, loader(), eval_func=counted, state_file=file, **options)
+    again = autotune(model, loader(1), eval_func=counted, state_file=file, **options)
     assert calls == 4 + trials - 2
-    fresh = autotune(model, loader(), eval_func=evaluate, **options)
+    fresh = autotune(model, loader(1), eval_func=evaluate, **options)
     assert again.tuning == resumed.tuning == fresh.tuning
-    x = loader()[0]
+    x = loader(1)[0]
     assert torch.equal(convert(again)(x), convert(fresh)(x))
     options["accuracy_criterion"] = {"relative": 0.02}
     with pytest.raises(OpArgumentError, match=r"must be of the same search, got .* criterion"):
-        autotune(model, loader(), eval_func=evaluate, state_file=file, **options)
+        autotune(model, loader(1), eval_func=evaluate, state_file=file, **options)
     file.write_text(file.read_text()[:-20])
     with pytest.raises(OpArgumentError, match="state_file must be one that autotune wrote"):
-        autotune(model, loader(), eval_func=evaluate, state_file=file, **options)
+        autotune(model, loader(1), eval_func=evaluate, state_file=file, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 

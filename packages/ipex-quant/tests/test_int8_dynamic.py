@@ -126,7 +126,7 @@ def test_smooth(alpha: Any, shared: bool, tmp_path: Path) -> None:
     quantised = convert(prepared)
     assert quantised.out.smooth is not None
     if shared:  # the norm has the scales of both
-        assert quantised.q.smooth is None and quantised.k.smooth is None
+        assert quantised.q.norm == quantised.k.norm == "norm" and not quantised.out.norm
         assert not torch.equal(quantised.norm.weight, model.norm.weight)
     else:
         assert not torch.equal(quantised.q.smooth, quantised.k.smooth)

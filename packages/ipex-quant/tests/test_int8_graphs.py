@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from ipex_quant import convert, default_static_qconfig_mapping, prepare
+from ipex_quant import convert, default_static_qconfig_mapping, load, prepare, save
 
 Tensor = torch.Tensor
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -100,3 +100,42 @@ def test_exported(model: Any) -> None:
     names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert sum("int8_conv" in name for name in names) == CONVS
     assert sum("int8_linear" in name for name in names) == LINEARS
+
+
+class WithDtype(nn.Module):
+    """As models of transformers have them: properties that read the first floating parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+    @property
+    def device(self) -> torch.device:
+        return next(p.device for p in self.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.to(self.device, self.dtype))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_dtype_without_float_layers(tmp_path: Any) -> None:
+    x = images()
+    prepared = prepare(nn.Sequential(WithDtype()).eval(), default_static_qconfig_mapping, x)
+    prepared(x)
+    converted = convert(prepared)
+    traced = torch.jit.freeze(torch.jit.trace(converted, x))
+    assert torch.equal(traced(x), converted(x))
+    save(converted, tmp_path / "m")
+    with torch.device("meta"):
+        other = nn.Sequential(WithDtype())
+    made = load(tmp_path / "m", other)
+    assert torch.equal(made(x), converted(x)) and made[0].device.type == "cpu"
+    half = copy.deepcopy(converted).to(torch.bfloat16)
+    assert half[0].dtype == torch.bfloat16 == half(x).dtype and converted[0].dtype == torch.float32
+    again = convert(prepared)
+    again.load_state_dict(converted.state_dict())
+    assert torch.equal(again(x), converted(x))

@@ -132,7 +132,7 @@ def test_round_trip(kind: str, most: int, tmp_path: Path) -> None:
         assert leaves(found) == leaves(model)
         assert explain(found).rows == explain(model).rows
         if kind != "static":
-            assert found.again is found.q and (kind != "smooth" or found.q.smooth is None)
+            assert found.again is found.q and (kind != "smooth" or found.q.norm == "norm")
     assert {name for *_, name in done} == set(names)
     again = tmp_path / "again"
     save(found, again, shard_bytes=most)
@@ -157,7 +157,7 @@ def test_int8_and_weight_only_layers(tmp_path: Path) -> None:
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_layers_that_stay_float(tmp_path: Path) -> None:
-    # The batch norm is folded into a convolution that gets a bias and stays float.
+    # A batch norm is folded into INT8 layers only.
     model = nn.Sequential(
         nn.Conv2d(3, 4, 2, padding="same", bias=False), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
     ).eval()
@@ -167,7 +167,7 @@ def test_layers_that_stay_float(tmp_path: Path) -> None:
     prepared = prepare(model, default_static_qconfig_mapping, X)
     prepared(X)
     converted = convert(prepared)
-    assert type(converted[0]) is nn.Conv2d and converted[0].bias is not None
+    assert type(converted[0]) is nn.Conv2d and type(converted[1]) is nn.BatchNorm2d
     save(converted, tmp_path / "m")
     assert torch.equal(load(tmp_path / "m", other)(X), converted(X))
 
@@ -278,12 +278,17 @@ def test_damaged_folders(tmp_path: Path) -> None:
         with pytest.raises(OpArgumentError, match=message):
             load(folder, images() if model is None else model)
 
-    fails("int8 must have modules, identity, rewritten in quantization_config, got", modules=None)
+    fails(
+        "int8 must have modules, identity, fused, start, rewritten in quantization_config, got",
+        modules=None,
+    )
     row = {**about["int8"]["modules"]["0"], "kind": "Int3Conv"}
     fails("kind of 0 must be one of DynamicInt8Linear, .*, got Int3Conv", modules={"0": row})
     row = {k: v for k, v in about["int8"]["modules"]["0"].items() if k != "stride"}
     fails("load: 0 must have what a Int8Conv needs, got KeyError: 'stride'", modules={"0": row})
     fails("model must have the modules of the saved one, got none named 77", identity=["77"])
+    with pytest.raises(TypeError, match=r"load: model must be a torch.nn.Module or None, got str"):
+        load(folder, "model")  # type: ignore[arg-type]
 
     (folder / "config.json").write_text(
         json.dumps({"quantization_config": {**about, "format": "x"}})

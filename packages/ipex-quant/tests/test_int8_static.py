@@ -105,7 +105,7 @@ def test_residual_network(net: nn.Module) -> None:
     codes = [m for m in model.modules() if isinstance(m, Int8Conv) and m.output]
     assert len(codes) == 6  # of the last the mean is taken, in the forward of the model itself
     assert model.stem[0].activation == "relu"
-    assert model.stem(x).dtype == torch.uint8
+    assert model.stem(x).codes.dtype == torch.uint8
     assert isinstance(net.stem[0], nn.Conv2d)  # the original stays
     rows = {row.module: row for row in explain(model).rows}
     assert "scale" in rows["stem.0"].text and "stem.2" in rows["stem.0"].text
@@ -200,12 +200,12 @@ def test_linear_chain(activation: Any) -> None:
     quantised = convert(calibrated(model, x))
     first, second = quantised[0], quantised[3]
     assert isinstance(first, Int8Linear) and first.output and not second.output
-    assert first(x).dtype == torch.uint8
+    assert first(x).value.codes.dtype == torch.uint8
     assert isinstance(quantised[1], nn.Identity)
     assert near(quantised(x), model(x))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert quantised(x).dtype == torch.bfloat16
-    assert quantised(x.bfloat16()).dtype == torch.float32  # after codes nobody knows
+    assert quantised(x.bfloat16()).dtype == torch.bfloat16  # after codes too
 
 
 @torch.no_grad()
@@ -291,6 +291,16 @@ def test_wrong_summary(net: nn.Module, tmp_path: Path) -> None:
     entry["weight_tensor_infos"][0]["scale"].pop()
     file.write_text(json.dumps(data))
     with pytest.raises(OpArgumentError, match=r"weight scales of stem.0 must be 1 or 8, got 7"):
+        prepared.load_qconf_summary(file)
+    entry["weight_tensor_infos"][0]["scale"] = [1.0]
+    entry["input_tensor_infos"][0]["zero_point"] = [256]
+    file.write_text(json.dumps(data))
+    with pytest.raises(
+        OpArgumentError, match=r"entry of stem.0 must have scales, .*zero point 256"
+    ):
+        prepared.load_qconf_summary(file)
+    file.write_text("{}")
+    with pytest.raises(OpArgumentError, match=r"must have layers of this model, got none"):
         prepared.load_qconf_summary(file)
     entry["input_tensor_infos"] = []
     file.write_text(json.dumps(data))

@@ -70,11 +70,11 @@ def test_search_finds_the_same(way: str) -> None:
     search = load()
     assert len(search.queries) >= 100
     mapping = getattr(ipex_quant, f"default_{way}_qconfig_mapping")
-    # Calibrated with the sentences alone: the queries are new.
+    # Calibrated with a third of the sentences: the queries are new.
     batches = search.batches(search.sentences)
     prepared = prepare(search.model, mapping, example_kwarg_inputs=batches[0])
     if way == "static":
-        for batch in batches:
+        for batch in batches[::3]:
             prepared(**batch)
     quantised = convert(prepared)
     sentences, queries = search.expected

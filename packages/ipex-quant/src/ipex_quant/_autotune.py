@@ -23,6 +23,7 @@ from ipex_quant._flow import _tensors
 from ipex_quant._int8_check import as_call, cosine
 from ipex_quant._int8_state import KEY, detach, state_of
 from ipex_quant._tune_config import Criterion, Trial, type_options
+from ipex_quant._tune_inc import tuner_of
 from ipex_quant._tune_report import Progress, Tuning
 from ipex_quant._tune_search import Search
 from ipex_quant._tune_state import State, fingerprint
@@ -45,6 +46,7 @@ def autotune(
     accuracy_criterion: Mapping[str, float] | None = None,
     tuning_time: float = 0,
     *,
+    engine: str | None = None,
     smoothquant_args: Mapping[str, Any] | None = None,
     state_file: str | os.PathLike[str] | None = None,
     report: str | os.PathLike[str] | None = None,
@@ -72,6 +74,9 @@ def autotune(
         accuracy_criterion: ``{"relative": share}`` or ``{"absolute": loss}`` that may be lost. None: 0.01 relative.
         tuning_time: Seconds in which to look for the fastest; 0 to take the first that is accurate enough, however
             long that takes. A trial that has begun is finished.
+        engine: Who says which recipe is next and when to stop: ``"neural_compressor"`` its tuner, ``"ipex"`` this
+            package, None neural-compressor if version 3 of it is installed. It is never installed here. What a trial
+            is, its calibration and the search for single layers are the same for both.
         smoothquant_args: ``{"alpha": ...}`` with a number, a list of numbers or ``"auto"``, and ``auto_alpha_args`` as
             in `get_smooth_quant_qconfig_mapping`: only SmoothQuant is tried. Without it, 0.5, 0.75, 0.25 and ``"auto"``
             are tried among the others.
@@ -88,6 +93,7 @@ def autotune(
         TypeError: ``model`` is not a module.
         OpArgumentError: Another argument is not as described, the loader is empty, ``eval_func`` returns no number, or
             the accuracy of the float model is NaN or infinite.
+        MissingComponentError: ``engine`` is ``"neural_compressor"`` and version 3 of it is not installed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_OP}: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -101,6 +107,7 @@ def autotune(
     number = isinstance(tuning_time, (int, float)) and not isinstance(tuning_time, bool)
     usable = number and 0 <= tuning_time < math.inf
     check(usable, _OP, "tuning_time", "be a finite number of seconds, 0 or more", tuning_time)
+    tuner = tuner_of(engine)
     options = type_options(op_type_dict)
     given = _configuration_of(model)
     model = _float_of(model)
@@ -161,6 +168,7 @@ def autotune(
         expired=lambda: tuning_time > 0 and timer() - start >= tuning_time,
         thorough=tuning_time > 0,
         on_trial=lambda trial: bar.trial(trial, timer() - start),
+        tuner=tuner,
     )
     try:
         best = search.run(trials)

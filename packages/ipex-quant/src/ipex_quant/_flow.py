@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ipex_quant._int8_pools import role_of_pool
+from ipex_quant._int8_wires import FIELDS, MOVES, SIZES
 
 __all__ = ["Add", "Event", "Flow", "activation_of", "record", "role_of"]
 
@@ -61,10 +62,17 @@ class Event:
 
 @dataclasses.dataclass
 class Flow:
-    """All calls of a run, in order."""
+    """All calls of a run, in order.
+
+    Attributes:
+        events: The calls.
+        results: Values that the model returns.
+        asked: Values whose sizes a forward reads.
+    """
 
     events: list[Event]
     results: frozenset[int]
+    asked: frozenset[int] = frozenset()
 
     @functools.cached_property
     def calls(self) -> dict[str, list[Event]]:
@@ -161,23 +169,13 @@ def role_of(module: nn.Module) -> str:
     return "other" if leaf and kind.__module__.startswith("torch.nn.modules") else ""
 
 
-#: What a forward may ask about a tensor without caring what is in it.
-_HARMLESS = frozenset({"size", "dim", "numel", "is_contiguous", "ndimension", "__len__"})
-_HARMLESS_FIELDS = frozenset({"shape", "ndim", "device", "is_cuda", "requires_grad", "layout"})
-
-
-#: Functions that move elements, whatever they are.
-_MOVES = frozenset(
-    {"flatten", "view", "reshape", "permute", "transpose", "contiguous", "squeeze", "unsqueeze"}
-)
-
-
 class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.numbers: dict[int, int] = {}
         self.alive: list[torch.Tensor] = []  # an id is unique only while its tensor lives
+        self.asked: set[int] = set()
         self.owners: list[str] = [""]
         self.inside = 0
 
@@ -196,7 +194,7 @@ class _Recorder(TorchFunctionMode):
         simple = all(isinstance(t, torch.Tensor) for t in leaves)
         made = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
         read = [t for t in leaves if isinstance(t, torch.Tensor)]
-        moves = role == "function" and name in _MOVES and len(read) == len(made) == 1
+        moves = role == "function" and name in MOVES and len(read) == len(made) == 1
         moves = moves and read[0].dtype == made[0].dtype and read[0].numel() == made[0].numel()
         shape = tuple(made[0].shape) if made else ()
         event = Event(len(self.events), role, path, name, inputs, outputs, simple, moves, shape)
@@ -212,9 +210,10 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             field = getattr(getattr(func, "__self__", None), "__name__", "")
-            if field in _HARMLESS_FIELDS:
-                return result
-        if name in _HARMLESS:
+            if field in FIELDS:
+                name = "size"
+        if name in SIZES:
+            self.asked.add(self.value(args[0]))
             return result
         if any(isinstance(t, torch.Tensor) for t in tree_leaves((args, kwargs))):
             self.add("function", self.owners[-1], name, (args, kwargs), result)
@@ -234,9 +233,9 @@ def _leave(
     if not role:
         recorder.owners.pop()
         return
-    recorder.inside -= 1
-    if not recorder.inside and role != "nothing":
+    if recorder.inside == 1 and role != "nothing":
         recorder.add(role, path, type(module).__name__, (args, kwargs), result)
+    recorder.inside -= 1
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flow:
@@ -256,7 +255,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     finally:
         for handle in handles:
             handle.remove()
-    return Flow(recorder.events, frozenset(outputs))
+    return Flow(recorder.events, frozenset(outputs), frozenset(recorder.asked))
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -16,6 +16,7 @@ from ipex_core._optimize._records import quantisation_of
 from ipex_core.errors import OpArgumentError
 from ipex_quant._flow import _tensors as tensors_of
 from ipex_quant._int8_observe import Watch
+from ipex_quant._int8_wires import Codes, Early
 
 __all__ = ["as_call", "collect_float", "compare"]
 
@@ -38,12 +39,13 @@ class _Outputs:
 
 
 def _keep(outputs: _Outputs, path: str, module: Any, args: Any, result: Any) -> None:
+    if isinstance(result, Early):
+        result = result.value
+    if isinstance(result, Codes):  # a copy: reading these would make everyone read floats
+        result = (result.codes.float() - result.scale.zero) * result.scale.scale
     first = next(tensors_of(result), None)
     if first is None or path in outputs.of:
         return
-    scale = getattr(module, "output", None)
-    if first.dtype == torch.uint8 and scale:
-        first = (first.float() - scale.zero) * scale.scale
     outputs.of[path] = first.detach().float().clone()
 
 
@@ -67,7 +69,7 @@ def collect_float(model: nn.Module, args: Any, kwargs: Any) -> _Outputs:
     watches = [
         hook
         for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if isinstance(hook, Watch)
     ]
     for watch in watches:

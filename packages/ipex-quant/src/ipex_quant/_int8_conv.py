@@ -115,10 +115,23 @@ def _run(
     limits = [0.0, 6.0] if activation == "relu6" and len(stride) == 2 else []
     head = (codes, x_scale, x_zero, packed, weight_scale, zeros)
     tail = (bias, stride, padding, dilation, groups)
-    if residual is None:
-        name = _NAMES[activation if len(stride) == 2 else "none"]
-        rest: tuple[Any, ...] = (output_scale, output_zero, dtype, name, limits, "")
+    if len(stride) == 3 and (residual is not None or activation == "silu"):
+        # oneDNN's op has none of this after three dimensions.
+        rest: tuple[Any, ...] = (1.0, 0, torch.float32, "none", [], "")
         y: Tensor = torch.ops.onednn.qconv_pointwise(*head, *tail, *rest)
+        if residual is not None:
+            if residual.dtype == torch.uint8:
+                residual = _dequantize(residual, residual_scale, residual_zero, torch.float32)
+            y += residual.unsqueeze(0) if single else residual
+        if activation == "silu":
+            functional.silu(y, inplace=True)
+        else:
+            _clamp(y, activation, 1.0, 0)
+        y = quantize(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
+    elif residual is None:
+        name = _NAMES[activation if len(stride) == 2 else "none"]
+        rest = (output_scale, output_zero, dtype, name, limits, "")
+        y = torch.ops.onednn.qconv_pointwise(*head, *tail, *rest)
         if len(stride) == 3:
             _clamp(y, activation, output_scale, output_zero)
     else:

@@ -13,13 +13,16 @@ from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconf
 
 from ipex_core._optimize._records import QUANTISATION, Quantisation
 from ipex_core._spec import check
+from ipex_quant._flow import activation_of
 from ipex_quant._int8_embedding import Int8EmbeddingBag
-from ipex_quant._int8_plan import Layer, Plan, root
+from ipex_quant._int8_norm import SmoothNorm
+from ipex_quant._int8_plan import Layer, Plan, float_layer, root
 from ipex_quant._int8_pools import Int8Mean, pool_for
 from ipex_quant._int8_state import KEY, Prepared, detach, replan, scales_of_layers, state_of
 from ipex_quant._int8_transposed import Int8ConvTranspose, output_rows
-from ipex_quant._model import quantize_linears, replace_module
-from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear, Scale, share_input
+from ipex_quant._int8_wires import Fused, Scale, Start
+from ipex_quant._model import dtypes_of, keep_dtypes, quantize_linears, replace_module
+from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear, share_input
 from ipex_quant.static_qconfig import default_dynamic_qconfig
 
 __all__ = ["Names", "convert_model"]
@@ -37,18 +40,17 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
     state = state_of(model)
     assert state is not None
     detach(model)
+    dtypes = dtypes_of(model)
     plan = replan(model, state)
-    norms = {place: model.get_submodule(place) for place in plan.norms.values()}
     scales = scales_of_layers(model, state, plan)
     log = Quantisation()
-    folded = _fold_into_norms(plan, scales, norms)
+    folded = _fold_into_norms(model, plan, scales)
     built: dict[str, Any] = {}
     for path, layer in plan.layers.items():
-        module = model.get_submodule(path)
         scale, factor = scales[path]
-        made = _build(path, layer, module, scale, factor)
-        if factor is not None and path not in folded:
-            made.smooth = factor.clone()
+        made = _build(layer, float_layer(model, layer), scale, factor)
+        if factor is not None:
+            made.smooth, made.norm = factor.clone(), folded.get(path, "")
         if layer.codes:
             made.output = state.watches[layer.result].get_scale()
         if layer.residual_codes:
@@ -63,9 +65,13 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
     for path, layer in plan.layers.items():
         last = layer.fused[-1] if layer.fused else path
         names.append((path, last, layer.place))
-        for other in (path, *layer.fused):
+        for other in layer.fused:
             if other != layer.place:
-                _replace(model, other, nn.Identity().eval())
+                _pass_on(model, other, path)
+        if layer.norm:
+            log.add(layer.norm, "BatchNorm", _STEP, True, f"folded into {path}", "none (identity)")
+        if layer.before:
+            _replace(model, path, Start(path, layer.before).eval())
         _replace(model, layer.place, built[path])
     for place in plan.pools:
         pool = model.get_submodule(place.path)
@@ -85,13 +91,12 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
         last, text = path, "uint8 activations, scale of each row at each call"
         if path in state.activations:
             last, made.activation = state.activations[path]
-            _replace(model, last, nn.Identity().eval())
+            made.after = (last,)
+            _pass_on(model, last, path)
             text += f"; computes {last} too"
         _replace(model, path, made)
         log.add(path, type(module).__name__, _STEP, True, text)
         names.append((path, last, path))
-    for layer_path, norm_path in state.folded:
-        log.add(norm_path, "BatchNorm", _STEP, True, f"folded into {layer_path}", "none (identity)")
     for path, reason in plan.left.items():
         log.add(
             path, type(model.get_submodule(path)).__name__, _STEP, False, f"stays float: {reason}"
@@ -102,6 +107,7 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
     if woq is not None:
         for path in quantize_linears(model, woq):
             log.add(path, "Linear", _STEP, True, f"weights {woq.weight_dtype.name}", "woq_linear")
+    keep_dtypes(model, dtypes)
     model.__dict__[QUANTISATION] = log
     return model, names
 
@@ -138,24 +144,28 @@ def _residual_scale(state: Prepared, layer: Layer) -> Scale:
     return state.watches[root(state.flow, layer.residual_value)].get_scale()
 
 
-def _fold_into_norms(plan: Plan, scales: dict[str, Any], norms: dict[str, Any]) -> set[str]:
-    """Let norms multiply by channel scales where all who read them want the same."""
-    done = set()
+def _pass_on(model: nn.Module, path: str, layer: str) -> None:
+    """Let a module pass on what a layer computes for it; activations can still compute for others."""
+    module = model.get_submodule(path)
+    original = module if activation_of(module) else None
+    _replace(model, path, Fused(path, layer, original).eval())
+
+
+def _fold_into_norms(model: nn.Module, plan: Plan, scales: dict[str, Any]) -> dict[str, str]:
+    """Let norms multiply by channel scales where all who read them want the same; return these and their norms."""
+    done: dict[str, str] = {}
     for value, place in plan.norms.items():
         layers = [path for path, layer in plan.layers.items() if layer.source == value]
         factors = [scales[path][1] for path in layers]
         if any(f is None or not torch.equal(f, factors[0]) for f in factors):
             continue
-        norm = norms[place]
-        with torch.no_grad():
-            for parameter in (norm.weight, getattr(norm, "bias", None)):
-                if parameter is not None:
-                    parameter.mul_(factors[0].to(parameter.dtype))
-        done.update(layers)
+        _replace(model, place, SmoothNorm.of(place, model.get_submodule(place), factors[0]))
+        done.update(dict.fromkeys(layers, place))
     return done
 
 
-def _build(path: str, layer: Layer, module: Any, scale: Scale, factor: Tensor | None) -> Any:
+def _build(layer: Layer, module: Any, scale: Scale, factor: Tensor | None) -> Any:
+    path = layer.path
     weight = output_rows(module).float()
     if factor is not None:
         weight = weight / factor
@@ -171,6 +181,7 @@ def _build(path: str, layer: Layer, module: Any, scale: Scale, factor: Tensor | 
     made.activation = layer.activation
     made.name = path
     made.residual_position = layer.residual
+    made.place, made.after = layer.place, layer.after
     return made.eval()
 
 
@@ -231,8 +242,9 @@ def _note(
     text = f"uint8 activations, scale {made.input.scale:.4g} zero {made.input.zero} ({source})"
     if layer.smooth:
         text += ", channel scales in the norm before it" if folded else ", multiplies channels"
-    if layer.fused:
-        text += f"; computes {', '.join(layer.fused)} too"
+    computed = [path for path in layer.fused if path != layer.norm]
+    if computed:
+        text += f"; computes {', '.join(computed)} too"
     if getattr(made, "group", None) is not None:
         text += f"; input quantised once for {', '.join(made.group.members)}"
     if layer.codes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import nn
 from torch.ao.quantization.observer import PerChannelMinMaxObserver
 
 from ipex_core.errors import OpArgumentError
-from ipex_quant.int8_layers import Scale
+from ipex_quant._int8_wires import Scale
 
-__all__ = ["Watch", "scale_of"]
+__all__ = ["Reader", "Watch", "scale_of"]
 
 Tensor = torch.Tensor
 
@@ -23,11 +24,11 @@ _SAMPLE = 256
 
 @dataclasses.dataclass
 class Watch:
-    """The observer of one value, called before the module that reads the value first.
+    """The observer of one value, called before the module that reads it first, or after the one that makes it.
 
     Attributes:
         name: Where it is seen, for messages.
-        position: Which argument of the module it is.
+        position: Which argument of the module it is; -1 for what it returns.
         observer: Of the value; None if only its channels count.
         channels: Observer of the channels along the last dimension, for SmoothQuant.
         keep: Whether rows are kept.
@@ -48,20 +49,50 @@ class Watch:
     runs: int = 0
     enabled: bool = True
     rows: Tensor | None = None
+    _last: Any = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Observe the argument of a call."""
+    def knows(self, x: Tensor) -> bool:
+        """Return whether a tensor is the one seen last, or a view of it."""
+        last = None if self._last is None else self._last()
+        if last is None:
+            return False
+        return x is last or x.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what cannot be copied."""
+        return {**self.__dict__, "_last": None}
+
+    def put(self, model: nn.Module) -> None:
+        """Observe calls of the module from now on."""
+        module = model.get_submodule(self.name)
+        if self.position < 0:
+            module.register_forward_hook(self)
+        else:
+            module.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], result: Any = None) -> None:
+        """Observe the argument, or the result, of a call."""
         if not self.enabled:
             return
-        x = args[self.position].detach()
+        self.observe(args[self.position] if self.position >= 0 else result, self.name)
+
+    def observe(self, x: Tensor, name: str, counts: bool = True) -> None:
+        """Take a tensor into account; ``name`` is the module that it was seen at."""
+        self._last = weakref.ref(x)
+        x = x.detach()
         if x.numel() == 0:
             return
         if not bool(x.isfinite().all()):
             what = "NaN" if bool(x.isnan().any()) else "inf"
-            raise OpArgumentError(
-                f"calibration: {self.name} must get finite inputs, got {what} in run {self.runs + 1}"
+            must = (
+                "get finite inputs"
+                if name != self.name or self.position >= 0
+                else "give finite results"
             )
-        self.runs += 1
+            raise OpArgumentError(
+                f"calibration: {name} must {must}, got {what} in run {self.runs + 1}"
+            )
+        self.runs += counts or not self.runs
         self.scale = None
         self.smooth = None
         x = x.float()
@@ -89,6 +120,19 @@ class Watch:
     def channel_range(self) -> tuple[Tensor, Tensor]:
         """Return least and largest number of each channel."""
         return self.channels.min_val, self.channels.max_val
+
+
+@dataclasses.dataclass
+class Reader:
+    """Observes what a layer reads on paths where that is not the value that its watch has seen already."""
+
+    name: str
+    watch: Watch
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Observe the argument of a call."""
+        if self.watch.enabled and not self.watch.knows(args[0]):
+            self.watch.observe(args[0], self.name, counts=False)
 
 
 def channel_observer() -> Any:

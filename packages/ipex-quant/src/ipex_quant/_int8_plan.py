@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from ipex_core.nn._leaf import has_hooks
 from ipex_quant._flow import Event, Flow, activation_of
@@ -21,11 +23,15 @@ _FUSED: dict[type[nn.Module], frozenset[str]] = {
     nn.Linear: frozenset({"relu", "gelu", "gelu_tanh", "silu"}),
     nn.Conv1d: frozenset({"relu", "relu6", "silu"}),
     nn.Conv2d: frozenset({"relu", "relu6", "silu"}),
-    nn.Conv3d: frozenset({"relu", "relu6"}),
+    nn.Conv3d: frozenset({"relu", "relu6", "silu"}),
     nn.ConvTranspose1d: frozenset({"relu", "relu6", "silu"}),
     nn.ConvTranspose2d: frozenset({"relu", "relu6", "silu"}),
-    nn.ConvTranspose3d: frozenset({"relu", "relu6"}),
+    nn.ConvTranspose3d: frozenset({"relu", "relu6", "silu"}),
 }
+
+
+#: In place of the position of an argument: what a module returns.
+RESULT = -1
 
 
 @dataclasses.dataclass
@@ -41,6 +47,7 @@ class Layer:
         place: Path of the module that the integer layer will stand for: the layer, or the sum fused into it.
         fused: Paths of the modules that it computes too.
         activation: The fused activation, or ``"none"``.
+        norm: Path of the batch norm folded into it, or an empty string.
         residual: Which argument of the sum is the other operand, or None.
         residual_value: The value of that operand.
         residual_codes: Whether the other operand comes as codes.
@@ -56,11 +63,24 @@ class Layer:
     place: str
     fused: list[str] = dataclasses.field(default_factory=list)
     activation: str = "none"
+    norm: str = ""
     residual: int | None = None
     residual_value: int = -1
     residual_codes: bool = False
     residual_free: bool = False
     codes: bool = False
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """What is called between the layer and the place where it computes, and that place."""
+        if self.place == self.path:
+            return ()
+        return tuple(self.fused[: self.fused.index(self.place) + 1])
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """What is called after that place and is computed already."""
+        return tuple(self.fused[len(self.before) :])
 
     @property
     def smooth(self) -> bool:
@@ -86,7 +106,7 @@ class Plan:
 
     Attributes:
         layers: By path.
-        watches: For each value the path of a module and the position of the argument that it is.
+        watches: For each value the path of a module and the position of the argument that it is, or `RESULT`.
         norms: For each value the norm that alone makes it for layers with one smoothing, if there is one.
         pools: Pooling layers that get codes.
         left: What stays float, by path, and why.
@@ -99,7 +119,12 @@ class Plan:
     pools: list[Pool] = dataclasses.field(default_factory=list)
 
 
-def make_plan(model: nn.Module, flow: Flow, qconfig_for: Callable[[str, nn.Module], Any]) -> Plan:
+def make_plan(
+    model: nn.Module,
+    flow: Flow,
+    qconfig_for: Callable[[str, nn.Module], Any],
+    bn_folding: bool = True,
+) -> Plan:
     """Decide what to quantise from one recorded run."""
     modules = dict(model.named_modules())
     plan = Plan({}, {}, {}, {})
@@ -107,7 +132,7 @@ def make_plan(model: nn.Module, flow: Flow, qconfig_for: Callable[[str, nn.Modul
         if type(module) in _FUSED:
             _add_layer(plan, flow, path, module, qconfig_for(path, module))
     for layer in sorted(plan.layers.values(), key=lambda it: -flow.calls[it.path][0].index):
-        _fuse(plan, flow, modules, layer)
+        _fuse(plan, flow, modules, layer, bn_folding)
     readers = {layer.path: layer for layer in plan.layers.values()}
     sums = {layer.place: layer for layer in plan.layers.values() if layer.residual is not None}
     for layer in plan.layers.values():
@@ -211,19 +236,27 @@ def root(flow: Flow, value: int) -> int:
     return value
 
 
-def _fuse(plan: Plan, flow: Flow, modules: dict[str, nn.Module], layer: Layer) -> None:
-    """Take in the activation and the sum that follow."""
+def _fuse(
+    plan: Plan, flow: Flow, modules: dict[str, nn.Module], layer: Layer, bn_folding: bool
+) -> None:
+    """Take in the batch norm, the activation and the sum that follow."""
     module = modules[layer.path]
     if len(flow.calls[layer.path]) != 1:
         return
     allowed = _FUSED[type(module)]
     taken = {path for other in plan.layers.values() for path in other.fused}
     event = flow.only_consumer(layer.result)
+    if bn_folding and event is not None and can_fold(modules, layer.path, event):
+        layer.norm = event.path
+        layer.fused.append(event.path)
+        layer.result = event.outputs[0]
+        event = flow.only_consumer(layer.result)
     if layer.kind == "linear" and event is not None:
         event = _fuse_activation(flow, modules, layer, event, allowed)
     if event is not None and event.role == "add" and event.path not in taken and event.simple:
         other = [value for value in event.inputs if value != layer.result]
-        adds = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))
+        adds = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        adds &= not _sizes_asked(flow, layer)
         if len(event.inputs) == 2 and len(other) == 1 and adds and not _hooked(modules, event):
             layer.residual = 1 - event.inputs.index(layer.result)
             layer.residual_value = other[0]
@@ -234,6 +267,13 @@ def _fuse(plan: Plan, flow: Flow, modules: dict[str, nn.Module], layer: Layer) -
             allowed = frozenset({"relu"})
     if layer.kind == "conv" and event is not None:
         _fuse_activation(flow, modules, layer, event, allowed)
+
+
+def _sizes_asked(flow: Flow, layer: Layer) -> bool:
+    """Return whether a forward reads the size of what only exists as part of a sum."""
+    made = {layer.result, flow.calls[layer.path][0].outputs[0]}
+    made |= {flow.calls[path][0].outputs[0] for path in layer.fused}
+    return bool(made & flow.asked)
 
 
 def _fuse_activation(
@@ -249,6 +289,33 @@ def _fuse_activation(
     layer.fused.append(event.path)
     layer.result = event.outputs[0]
     return flow.only_consumer(layer.result)
+
+
+def can_fold(modules: dict[str, nn.Module], path: str, event: Event) -> bool:
+    """Return whether the batch norm of a call can be folded into a convolution or linear layer."""
+    layer: Any = modules[path]
+    norm: Any = modules[event.path]
+    if event.role != "batch_norm" or norm.training or has_hooks(norm):
+        return False
+    conv = hasattr(layer, "out_channels")
+    usable = norm.running_mean is not None
+    usable = usable and norm.num_features == (layer.out_channels if conv else layer.out_features)
+    # A linear layer's channels are the last dimension, those of the norm the second.
+    usable = usable and (conv or isinstance(norm, nn.BatchNorm1d))
+    # torch folds into transposed convolutions without groups only.
+    return usable and (not getattr(layer, "transposed", False) or layer.groups == 1)
+
+
+def float_layer(model: nn.Module, layer: Layer) -> Any:
+    """Return the float layer with its batch norm in it, if it has one."""
+    module: Any = model.get_submodule(layer.path)
+    if not layer.norm:
+        return module
+    norm: Any = model.get_submodule(layer.norm)
+    with torch.no_grad():
+        if layer.kind == "conv":
+            return fuse_conv_bn_eval(module, norm, transpose=module.transposed)
+        return fuse_linear_bn_eval(module, norm)
 
 
 def _hooked(modules: dict[str, nn.Module], event: Event) -> bool:
@@ -290,7 +357,13 @@ def _takes_codes(
 
 
 def _find_watches(plan: Plan, flow: Flow) -> None:
-    """Choose for each value the first call that shows it."""
+    """Choose for each value the first call that shows it.
+
+    For one that is handed out as codes that is where it is made, since other paths may lead to other readers.
+    """
+    for layer in plan.layers.values():
+        if layer.codes:
+            plan.watches[layer.result] = (layer.fused[-1] if layer.fused else layer.path, RESULT)
     for layer in plan.layers.values():
         place = (layer.path, 0)
         if not layer.smooth and len(flow.calls[layer.path]) == 1:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ipex_quant._int8_conv import int8_conv
-from ipex_quant.int8_layers import Scale, _result_dtype
+from ipex_quant._int8_wires import Codes, Scale, plain
+from ipex_quant.int8_layers import _codes_or_float, _result_dtype
 
 __all__ = ["Int8AvgPool", "Int8MaxPool", "Int8Mean", "pool_for", "role_of_pool"]
 
@@ -125,10 +126,14 @@ class Int8MaxPool(_Pool):
         """Return the module that `saved` described."""
         return cls(about["kernel_size"], about["stride"], about["padding"]).eval()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         """Return the maxima."""
-        if x.dtype != torch.uint8:
-            return self._stock("max_pool", x)
+        codes = x.get(x.scale) if type(x) is Codes else plain(x)
+        if codes.dtype != torch.uint8 or type(x) is not Codes:
+            return self._stock("max_pool", codes)
+        return x.like(self._maxima(codes))
+
+    def _maxima(self, x: Tensor) -> Tensor:
         dims = len(self.stride)
         # Where a graph is compiled the stock op states a layout that it does not give.
         if x.dim() == dims + 2 and dims < 3 and not torch.compiler.is_compiling():
@@ -200,15 +205,17 @@ class Int8AvgPool(_Pool, _Scaled):
         window = about["kernel_size"], about["stride"], about["padding"]
         return cls(*window, int(about["channels"]), Scale(*about["scale"])).eval()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         """Return the averages."""
-        if x.dtype != torch.uint8:
-            return self._stock("avg_pool", x)
+        codes = _codes_or_float(x, self.scale)
+        if codes.dtype != torch.uint8:
+            return self._stock("avg_pool", codes)
         scale, zero = self.scale.scale, self.scale.zero
         ones = [1] * len(self.stride)
-        head = (x, self.weight, self.weight_scale, scale, zero, None)
+        head = (codes, self.weight, self.weight_scale, scale, zero, None)
         window = (self.stride, self.padding, ones, self.channels)
-        return int8_conv(*head, *window, "none", torch.uint8, scale, zero, None, 1.0, 0)
+        y = int8_conv(*head, *window, "none", torch.uint8, scale, zero, None, 1.0, 0)
+        return x.like(y)
 
 
 class Int8Mean(_Scaled):
@@ -228,16 +235,18 @@ class Int8Mean(_Scaled):
         """Return the module that `saved` described."""
         return cls(tuple(about["dims"]), bool(about["keepdim"]), Scale(*about["scale"])).eval()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Tensor:
         """Return the mean."""
+        wanted = _result_dtype(x)
+        x = _codes_or_float(x, self.scale)
         if x.dtype != torch.uint8:
-            return x.mean(self.dims, self.keepdim)
+            return x.mean(self.dims, self.keepdim)  # type: ignore[no-any-return]
         total = x.sum(self.dims, self.keepdim, dtype=torch.int32)
         count = 1
         for dim in self.dims:
             count = count * x.shape[dim]
         mean = (total.float() / count - self.scale.zero) * self.scale.scale
-        return mean.to(_result_dtype(x))
+        return mean.to(wanted)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         """Return the dimensions."""

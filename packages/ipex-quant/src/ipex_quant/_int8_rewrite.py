@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to a float model before it is observed: batch norms folded, sums and activations made modules."""
+"""What is done to a float model before it is observed: dropout removed, sums and activations made modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from ipex_core._optimize._fused_forward import import_names
 from ipex_core.nn._leaf import has_hooks
@@ -21,7 +20,6 @@ from ipex_quant._model import replace_module
 
 __all__ = [
     "containers_to_rewrite",
-    "fold_batch_norms",
     "lines_of",
     "remove_dropout",
     "rewrite",
@@ -82,38 +80,6 @@ def remove_dropout(model: nn.Module) -> None:
             replace_module(model, name, nn.Identity().eval())
 
 
-def fold_batch_norms(model: nn.Module, flow: Flow) -> list[tuple[str, str]]:
-    """Fold each batch norm that alone reads a convolution or linear layer into it; return both paths."""
-    folded = []
-    modules = dict(model.named_modules())
-    for path, events in flow.calls.items():
-        if events[0].role not in ("conv", "linear") or len(events) != 1 or not path:
-            continue
-        norm_event = flow.only_consumer(events[0].outputs[0])
-        if norm_event is None or norm_event.role != "batch_norm":
-            continue
-        layer: Any = modules[path]
-        norm: Any = modules[norm_event.path]
-        features = layer.out_channels if hasattr(layer, "out_channels") else layer.out_features
-        usable = norm.running_mean is not None and norm.num_features == features
-        # A linear layer's channels are the last dimension, those of the norm the second.
-        usable &= events[0].role == "conv" or isinstance(norm, nn.BatchNorm1d)
-        # torch folds into transposed convolutions without groups only.
-        usable &= not getattr(layer, "transposed", False) or layer.groups == 1
-        if not usable or norm.training or has_hooks(layer) or has_hooks(norm):
-            continue
-        with torch.no_grad():
-            fused = (
-                fuse_conv_bn_eval(layer, norm, transpose=layer.transposed)
-                if events[0].role == "conv"
-                else fuse_linear_bn_eval(layer, norm)
-            )
-        replace_module(model, path, fused)
-        replace_module(model, norm_event.path, nn.Identity().eval())
-        folded.append((path, norm_event.path))
-    return folded
-
-
 def containers_to_rewrite(model: nn.Module, flow: Flow) -> list[str]:
     """Return the modules whose forward itself adds to, or activates, what a convolution or linear layer gives."""
     found = {}
@@ -143,7 +109,7 @@ def _comes_from_conv(flow: Flow, value: int) -> bool:
 
 def _source_role(flow: Flow, value: int) -> str:
     event: Event | None = flow.producers.get(value)
-    if event is not None and event.role == "batch_norm":  # folded since the run
+    if event is not None and event.role == "batch_norm":
         event = flow.producers.get(event.inputs[0])
     if event is not None and event.role == "function" and event.name in _ADDS:
         return "add"

@@ -5,7 +5,9 @@
 
     "int8": {
         "modules": {path: {"kind": name of the class, its scales and numbers}},
-        "identity": [paths of what is folded or fused into others],
+        "identity": [paths of modules that do nothing],
+        "fused": {path: [its own, that of the layer that computes it too]},
+        "start": {path: [that of a layer, those of modules up to the sum in whose place it computes]},
         "rewritten": {path: [one line for each node of the graph that its forward became]}
     }
 
@@ -28,12 +30,15 @@ from ipex_core._optimize._records import QUANTISATION, Quantisation, Record, qua
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
 from ipex_quant import _int8_recurrent
+from ipex_quant._flow import activation_of
 from ipex_quant._int8_embedding import Int8EmbeddingBag
 from ipex_quant._int8_forward import RewrittenForward
+from ipex_quant._int8_norm import SmoothNorm
 from ipex_quant._int8_pools import Int8AvgPool, Int8MaxPool, Int8Mean
 from ipex_quant._int8_rewrite import lines_of, rewrite, rewrite_model
 from ipex_quant._int8_transposed import Int8ConvTranspose, output_rows
-from ipex_quant._model import replace_module
+from ipex_quant._int8_wires import Fused, Start
+from ipex_quant._model import dtypes_of, keep_dtypes, replace_module
 from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear, share_input
 
 __all__ = ["describe", "is_int8", "rebuild", "records", "restore_records", "saved"]
@@ -52,9 +57,16 @@ _KINDS: dict[str, Any] = {
         Int8Linear,
         Int8MaxPool,
         Int8Mean,
+        SmoothNorm,
     )
 }
-_PARTS: dict[str, Any] = {"modules": Mapping, "identity": list, "rewritten": Mapping}
+_PARTS: dict[str, Any] = {
+    "modules": Mapping,
+    "identity": list,
+    "fused": Mapping,
+    "start": Mapping,
+    "rewritten": Mapping,
+}
 
 
 def is_int8(module: nn.Module) -> bool:
@@ -85,6 +97,8 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
         "modules": found,
         "shared": {n: first[id(m)] for n, m in every if id(m) in first and first[id(m)] != n},
         "identity": [n for n, m in every if type(m) is nn.Identity and n],
+        "fused": {n: [m.step, m.layer] for n, m in every if isinstance(m, Fused)},
+        "start": {n: [m.layer, *m.steps] for n, m in every if isinstance(m, Start)},
         "rewritten": graphs,
     }
 
@@ -106,18 +120,6 @@ def restore_records(op: str, model: nn.Module, about: Mapping[str, Any]) -> None
     except TypeError as error:
         raise OpArgumentError(f"{op}: records must have rows of 6, got {error}") from error
     model.__dict__[QUANTISATION] = Quantisation(found, list(about.get("notes", ())))
-
-
-def _lines(module: fx.GraphModule) -> list[str]:
-    """Return the graph of a module as text that does not depend on the version of torch."""
-    names: dict[fx.Node, str] = {}
-    lines = []
-    for number, node in enumerate(module.graph.nodes):
-        names[node] = f"%{number}"
-        target = node.target if isinstance(node.target, str) else node.target.__name__
-        inputs = [names[other] for other in node.all_input_nodes]
-        lines.append(" ".join([node.op, target, *inputs]))
-    return lines
 
 
 def rebuild(
@@ -147,6 +149,7 @@ def rebuild(
     )
     check(usable, op, "int8", f"have {', '.join(_PARTS)} in quantization_config", about)
     model.eval()
+    dtypes = dtypes_of(model)
     _rewrite(op, model, about["rewritten"])
     made: dict[str, nn.Module] = {}
     for name, entry in about["modules"].items():
@@ -159,10 +162,17 @@ def rebuild(
         module = _find(op, model, name)
         if type(module) is not nn.Identity:
             replace_module(model, name, nn.Identity().eval())
+    for name, (step, layer) in about["fused"].items():
+        module = _find(op, model, name)
+        original = module if activation_of(module) else None
+        replace_module(model, name, Fused(step, layer, original).eval())
+    for name, (layer, *steps) in about["start"].items():
+        _find(op, model, name)
+        replace_module(model, name, Start(layer, tuple(steps)).eval())
     for name, module in (*made.items(), *shared.items()):
         _find(op, model, name)
         replace_module(model, name, module)
-    _make_biases(model, state)
+    keep_dtypes(model, dtypes)
     return tuple(made)
 
 
@@ -229,11 +239,3 @@ def _check_shape(op: str, model: nn.Module, name: str, weight: Tensor) -> None:
     if isinstance(layer, nn.Linear) or hasattr(layer, "transposed"):
         wanted, got = list(output_rows(layer).shape), list(weight.shape)
         check(wanted == got, op, name, f"have shape {wanted}, as the model says", got)
-
-
-def _make_biases(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Make room for the biases that layers got when a batch norm was folded into them."""
-    for name, module in model.named_modules():
-        value = state.get(f"{name}.bias")
-        if value is not None and module._parameters.get("bias", value) is None:
-            module._parameters["bias"] = nn.Parameter(value.clone(), requires_grad=False)

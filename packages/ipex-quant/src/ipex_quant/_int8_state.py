@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ipex_quant._flow import Flow
-from ipex_quant._int8_observe import Watch, channel_observer
+from ipex_quant._int8_observe import Reader, Watch, channel_observer
 from ipex_quant._int8_plan import Layer, Plan, fusable_activations, make_plan
+from ipex_quant._int8_wires import Scale
 from ipex_quant._smooth_block import BlockWatch, Group, best_of_block, blocks_to_watch
-from ipex_quant.int8_layers import Scale
 
 __all__ = [
     "Prepared",
@@ -43,7 +43,7 @@ class Prepared:
         dynamic: Paths of modules that become dynamic INT8.
         tables: Paths of embedding bags that become 8-bit.
         activations: For dynamic linear layers the path and name of the activation fused into them.
-        folded: Paths of layers and the batch norms folded into them.
+        bn_folding: Whether batch norms are folded into INT8 layers.
         loaded: Scale and channel scales of layers from a file.
         blocks: What the blocks are called with whose layers get one alpha.
     """
@@ -55,7 +55,7 @@ class Prepared:
     dynamic: list[str] = dataclasses.field(default_factory=list)
     tables: list[str] = dataclasses.field(default_factory=list)
     activations: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    folded: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    bn_folding: bool = True
     loaded: dict[str, tuple[Scale, Tensor | None]] = dataclasses.field(default_factory=dict)
     blocks: dict[str, BlockWatch] = dataclasses.field(default_factory=dict)
 
@@ -72,10 +72,20 @@ def attach(model: nn.Module, state: Prepared) -> None:
         watch = Watch(path, position, None)
         renew(state, value, watch)
         state.watches[value] = watch
-        model.get_submodule(path).register_forward_pre_hook(watch)
+    _put(model, state)
     for name in blocks_to_watch(model, list(state.plan.layers.values())):
         state.blocks[name] = BlockWatch()
     _watch_blocks(model, state)
+
+
+def _put(model: nn.Module, state: Prepared) -> None:
+    """Observe each value where it is seen first, and what layers read instead of it on other paths."""
+    for watch in state.watches.values():
+        watch.put(model)
+    for layer in state.plan.layers.values():
+        watch = state.watches[layer.source]
+        if (watch.name, watch.position) != (layer.path, 0):
+            model.get_submodule(layer.path).register_forward_pre_hook(Reader(layer.path, watch))
 
 
 def _watch_blocks(model: nn.Module, state: Prepared) -> None:
@@ -103,9 +113,12 @@ def detach(model: nn.Module) -> None:
     """Take all observers out of a model."""
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, (Watch, BlockWatch)):
+            if isinstance(hook, (Watch, Reader, BlockWatch)):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for key, after in list(module._forward_hooks.items()):
+            if isinstance(after, Watch):
+                del module._forward_hooks[key]
 
 
 def replan(model: nn.Module, state: Prepared) -> Plan:
@@ -129,7 +142,7 @@ def _plan_without(model: nn.Module, state: Prepared, missing: Mapping[str, str])
     wanted: Callable[[str, nn.Module], Any] = lambda path, _: (  # noqa: E731
         None if path in missing or path not in state.plan.layers else state.qconfigs.get(path)
     )
-    plan = make_plan(model, state.flow, wanted)
+    plan = make_plan(model, state.flow, wanted, state.bn_folding)
     plan.left = {**state.plan.left, **missing}
     for layer in plan.layers.values():
         layer.codes = layer.codes and layer.result in ready
@@ -167,7 +180,7 @@ def leave_out(
         state.watches = {v: watch for v, watch in state.watches.items() if v in plan.watches}
         for value, watch in state.watches.items():
             watch.name, watch.position = plan.watches[value]
-            model.get_submodule(watch.name).register_forward_pre_hook(watch)
+        _put(model, state)
         _watch_blocks(model, state)
     state.activations = {k: v for k, v in state.activations.items() if k in state.dynamic}
 

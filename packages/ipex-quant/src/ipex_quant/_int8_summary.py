@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ from torch import nn
 
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
-from ipex_quant._int8_plan import Layer
+from ipex_quant._int8_plan import Layer, float_layer
 from ipex_quant._int8_state import Prepared, renew, scales_of_layers, state_of
 from ipex_quant._int8_transposed import output_rows
-from ipex_quant.int8_layers import Scale
+from ipex_quant._int8_wires import Scale
 
 __all__ = ["load_summary", "save_summary"]
 
 Tensor = torch.Tensor
+log = logging.getLogger("ipex")
 
 
 def save_summary(model: nn.Module, qconf_summary: Any) -> None:
@@ -130,7 +132,7 @@ def _entry(
     module: Any = model.get_submodule(layer.path)
     watch = state.watches[layer.source]
     weight: Any = layer.qconfig.weight()
-    rows = output_rows(module).float()
+    rows = output_rows(float_layer(model, layer)).float()
     weight(rows if factor is None else rows / factor)
     weight_scale, weight_zero = weight.calculate_qparams()
     dtype = str(torch.quint8)
@@ -203,6 +205,10 @@ def _read(
     differences = [f"only in the file: {', '.join(extra)}"] if extra else []
     differences += [f"only in the model: {', '.join(missing)}"] if missing and extra else []
     check(not extra, op, "qconf_summary", "be of this model", "; ".join(differences))
+    some = bool(found) or not wanted
+    check(some, op, "qconf_summary", "have layers of this model", "none")
+    if missing:
+        log.warning("%s: no scales in the file, these stay float: %s", op, ", ".join(missing))
     loaded: dict[str, tuple[Scale, Tensor | None]] = {}
     results: dict[int, Scale] = {}
     for name, info in found.items():
@@ -244,4 +250,7 @@ def _scale(info: Any) -> Scale:
     scale, zero = float(info["scale"][0]), int(info["zero_point"][0])
     if not 0.0 < scale < 3e38:
         raise ValueError(f"scale {scale}")
-    return Scale(scale, zero + (128 if info.get("inf_dtype") == "torch.qint8" else 0))
+    zero += 128 if info.get("inf_dtype") == "torch.qint8" else 0
+    if not 0 <= zero <= 255:
+        raise ValueError(f"zero point {zero}, which no code of 8 bits has")
+    return Scale(scale, zero)

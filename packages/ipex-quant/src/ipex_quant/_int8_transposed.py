@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ipex_quant._int8_conv import int8_conv
-from ipex_quant.int8_layers import _Int8Layer, _result_dtype
+from ipex_quant.int8_layers import _codes_or_float, _Int8Layer, _result_dtype
 
 __all__ = ["Int8ConvTranspose", "output_rows"]
 
@@ -120,13 +120,17 @@ class Int8ConvTranspose(_Int8Layer):
         made._restore(about, tensors)
         return made.eval()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         """Return the transposed convolution's output."""
-        dims = len(self.stride)
-        if x.dim() == dims + 1:
-            result: Tensor = self.forward(x.unsqueeze(0)).squeeze(0)
-            return result
         wanted = _result_dtype(x)
+        codes = _codes_or_float(x, self.input)
+        if x.dim() == len(self.stride) + 1:
+            return self._give(self._compute(codes.unsqueeze(0), wanted).squeeze(0), wanted)
+        return self._give(self._compute(codes, wanted), wanted)
+
+    def _compute(self, x: Tensor, wanted: torch.dtype) -> Tensor:
+        """Return the result for a batch."""
+        dims = len(self.stride)
         dtype = wanted if wanted in (torch.float32, torch.bfloat16) else torch.float32
         ones = [1] * dims
         rest = (self.output.scale or 1.0, self.output.zero, None, 1.0, 0)

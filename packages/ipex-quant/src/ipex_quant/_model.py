@@ -22,7 +22,7 @@ from ipex_quant._weight import packable_group
 from ipex_quant.linear import WeightOnlyQuantizedLinear
 from ipex_quant.qconfig import QConfigWoq
 
-__all__ = ["matches", "quantize_linears", "replace_module"]
+__all__ = ["dtypes_of", "keep_dtypes", "matches", "quantize_linears", "replace_module"]
 
 log = logging.getLogger("ipex")
 
@@ -108,6 +108,27 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put a module in the place that has this name."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
+
+
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype of the modules that have a property for it, which reads their first floating parameter."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(getattr(type(module), "dtype", None), property):
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    found[name] = parameter.dtype
+                    break
+    return found
+
+
+def keep_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """Give modules that have no floating parameter any more one without elements, for their dtype and device."""
+    for name, dtype in sorted(dtypes.items(), key=lambda it: -it[0].count(".")):
+        module = model.get_submodule(name)
+        if not any(parameter.is_floating_point() for parameter in module.parameters()):
+            empty = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+            module.register_parameter("float_dtype", empty)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch.ao.quantization.observer import MinMaxObserver
 
 from ipex_quant._int8_observe import Watch, scale_of
-from ipex_quant.int8_layers import Scale
+from ipex_quant._int8_wires import Scale
 from ipex_quant.static_qconfig import QConfigSmoothQuant
 
 __all__ = ["rounded", "rounded_weight", "smooth_group"]

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 from ipex_quant._calibrate import stacks
 from ipex_quant._flow import _tensors
 from ipex_quant._int8_plan import Layer
+from ipex_quant._int8_wires import Scale
 from ipex_quant._smooth import rounded, rounded_weight, smooth_group
-from ipex_quant.int8_layers import Scale
 
 __all__ = ["BlockWatch", "Group", "best_of_block", "blocks_to_watch"]
 

@@ -16,6 +16,7 @@ from torch import nn
 from ipex_core.benchmark import paired, ratio
 from ipex_quant._int8_state import leave_out, state_of
 from ipex_quant._tune_config import Trial, configuration
+from ipex_quant._tune_inc import Tuner
 from ipex_quant._tune_state import Result, State
 from ipex_quant.prepare_convert import convert, prepare
 
@@ -57,6 +58,7 @@ class Search:
         expired: Whether the time is up.
         thorough: Whether to look on for a faster model after one was found that is accurate enough.
         on_trial: Called before a trial.
+        tuner: That of neural-compressor, or None.
         results: What was tried, in order.
         complete: Whether the search ended before the time did.
     """
@@ -74,6 +76,7 @@ class Search:
     expired: Callable[[], bool]
     thorough: bool
     on_trial: Callable[[Trial], None]
+    tuner: Tuner | None = None
     results: list[Result] = dataclasses.field(default_factory=list)
     complete: bool = True
     _base: tuple[str, nn.Module] | None = None
@@ -122,9 +125,15 @@ class Search:
     def run(self, trials: Sequence[Trial]) -> Result:
         """Try the whole recipes, then leave layers out; return the best result."""
         try:
-            for trial in trials:
-                if self.attempt(trial).met and not self.thorough:
-                    break
+            if self.tuner is None:
+                for trial in trials:
+                    if self.attempt(trial).met and not self.thorough:
+                        break
+            else:
+                assert self.state.baseline is not None
+                for trial, enough in self.tuner(trials, self.state.baseline, self.least):
+                    if enough(self.attempt(trial).accuracy) and not self.thorough:
+                        break
             if not any(result.met for result in self.results):
                 self._leave_layers_out()
         except OutOfTime:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -12,35 +11,35 @@ import torch
 from torch import nn
 
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
+from ipex_core.errors import OpArgumentError
 from ipex_quant import _int8_group
 from ipex_quant._int8_conv import int8_conv, int8_conv_sum_
 from ipex_quant._int8_group import InputGroup
+from ipex_quant._int8_wires import Codes, Early, Scale, Scaled, plain, take
 
 __all__ = ["DynamicInt8Linear", "Int8Conv", "Int8Linear"]
 
 Tensor = torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class Scale:
-    """Scale and zero point of uint8 codes: a value is ``(code - zero) * scale``."""
-
-    scale: float = 0.0
-    zero: int = 0
-
-    def __bool__(self) -> bool:
-        """Return whether there is one."""
-        return self.scale != 0.0
-
-
 _SCALES = ("input", "output", "residual")
 
 
-def _result_dtype(x: Tensor) -> torch.dtype:
+def _result_dtype(x: Any) -> torch.dtype:
     """Return the dtype of a float result: as stock layers have it."""
     if torch.is_autocast_enabled("cpu"):
         return torch.get_autocast_dtype("cpu")
-    return x.dtype if x.is_floating_point() else torch.float32
+    dtype: torch.dtype = x.dtype
+    return dtype if dtype.is_floating_point else torch.float32
+
+
+def _codes_or_float(x: Any, scale: Scale) -> Tensor:
+    """Return the uint8 codes of a scale if an argument has them, and its numbers otherwise."""
+    if type(x) is Codes:
+        return x.get(scale)
+    x = plain(x)
+    # Integers without a scale are numbers.
+    return x if x.is_floating_point() else x.float()  # type: ignore[no-any-return]
 
 
 class _Int8Layer(nn.Module):
@@ -56,6 +55,8 @@ class _Int8Layer(nn.Module):
     output: Scale = Scale()
     residual: Scale = Scale()
     residual_position: int | None = None
+    place: str = ""
+    after: tuple[str, ...] = ()
 
     def get_extra_state(self) -> Tensor:
         """Return the scales and zero points of input, output and residual."""
@@ -79,6 +80,9 @@ class _Int8Layer(nn.Module):
         }
         if self.residual_position is not None:
             about["residual_position"] = self.residual_position
+            about["place"] = self.place
+        if self.after:
+            about["after"] = list(self.after)
         tensors = {"weight": self.int_weight(), "weight_scale": self._buffers["weight_scale"]}
         extra = {name: self._buffers.get(name) for name in ("bias", "smooth")}
         return about, {k: v for k, v in (*tensors.items(), *extra.items()) if v is not None}
@@ -100,6 +104,7 @@ class _Int8Layer(nn.Module):
         if "input" in found:
             self.set_input(found["input"])
         self.residual_position = about.get("residual_position")
+        self.place, self.after = str(about.get("place", "")), tuple(about.get("after", ()))
         if "smooth" in tensors:
             self._buffers["smooth"] = tensors["smooth"].clone()
 
@@ -112,13 +117,26 @@ class _Int8Layer(nn.Module):
                 self._buffers[name] = old.to(new.device)  # codes and scales have one dtype only
         return self
 
-    def _operands(self, *args: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _operands(self, *args: Any) -> tuple[Any, Any]:
         """Return input and residual of a call, which come in the order of the sum that was fused."""
         if self.residual_position is None:
             (x,) = args
             return x, None
         first, second = args
-        return (second, first) if self.residual_position == 0 else (first, second)
+        x, residual = (second, first) if self.residual_position == 0 else (first, second)
+        taken = take(x, self.place)
+        if taken is None:
+            raise OpArgumentError(
+                f"{self.place}: its operand must be what {self.name} was called with, which it computes too, got"
+                " another tensor on a path that was not recorded; leave that layer float with"
+                " set_module_name(name, None)"
+            )
+        return taken, residual
+
+    def _give(self, y: Tensor, like: torch.dtype) -> Any:
+        """Return a result: codes, and whatever other modules have to pass on, in what says so."""
+        result: Any = Codes(y, self.output, like) if self.output else y
+        return Early(result, self.after, self.name) if self.after else result
 
     def _extras(self) -> str:
         parts = [f"activation={self.activation}"] if self.activation != "none" else []
@@ -138,12 +156,14 @@ class Int8Linear(_Int8Layer):
         weight_scale: float32 ``[out_features]``.
         bias: float32 ``[out_features]``, or None.
         smooth: float32 ``[in_features]`` that the input is multiplied by, or None.
+        norm: Path of the norm that has multiplied by them, or an empty string.
         group: The layers that read the same input, or None.
     """
 
     weight: Tensor
     smooth: Tensor | None
     group: InputGroup | None = None
+    norm: str = ""
 
     def __init__(self, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -172,23 +192,35 @@ class Int8Linear(_Int8Layer):
         about, tensors = super().saved()
         if self.group is not None:
             about["group"] = list(self.group.members)
+        if self.norm:
+            about["norm"] = self.norm
         return about, tensors
 
     def int_weight(self) -> Tensor:
         """Return the plain int8 weight, ``[out_features, in_features]``."""
         return torch.ops.ipex.unpack_int8_weight(self.weight, self.out_features, self.in_features)
 
-    def forward(self, *args: Tensor) -> Tensor:
+    def _smoothed(self, x: Any) -> Any:
+        """Return the input with its channel scales."""
+        done = x.get(self.norm) if type(x) is Scaled else None
+        if done is not None:
+            return done
+        x = plain(x)
+        return x if self.smooth is None else x * self.smooth.to(x.dtype)
+
+    def forward(self, *args: Any) -> Any:
         """Return the layer's output."""
         x, residual = self._operands(*args)
         if self.smooth is not None:
-            x = x * self.smooth.to(x.dtype)
-        dtype = torch.uint8 if self.output else _result_dtype(x)
+            x = self._smoothed(x)
+        like = _result_dtype(x)
+        dtype = torch.uint8 if self.output else like
+        x = _codes_or_float(x, self.input)
         if residual is not None:
-            residual = residual.to(torch.float32 if dtype == torch.uint8 else dtype)
+            residual = plain(residual).to(torch.float32 if dtype == torch.uint8 else dtype)
         if self.group is not None and x.dtype != torch.uint8 and _int8_group.worth(x):
             x = self.group.codes(self.name, x, self.x_scale, self.x_zero)
-        return torch.ops.ipex.int8_linear(
+        y = torch.ops.ipex.int8_linear(
             x,
             self.weight,
             self.out_features,
@@ -207,12 +239,14 @@ class Int8Linear(_Int8Layer):
             self.output.scale,
             self.output.zero,
         )
+        return self._give(y, like)
 
     @classmethod
     def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Int8Linear:
         """Return the layer that `saved` described."""
         made = cls(tensors["weight"], tensors["weight_scale"], tensors.get("bias"))
         made._restore(about, tensors)
+        made.norm = str(about.get("norm", ""))
         return made.eval()
 
     def extra_repr(self) -> str:
@@ -286,13 +320,18 @@ class Int8Conv(_Int8Layer):
         made.residual_free = bool(about.get("residual_free", False))
         return made.eval()
 
-    def forward(self, *args: Tensor) -> Tensor:
+    def forward(self, *args: Any) -> Any:
         """Return the convolution's output."""
         x, residual = self._operands(*args)
         wanted = _result_dtype(x)
         # oneDNN gives float32, bfloat16 or codes.
         dtype = wanted if wanted in (torch.float32, torch.bfloat16) else torch.float32
-        run = int8_conv_sum_ if self.residual_free and residual is not None else int8_conv
+        x = _codes_or_float(x, self.input)
+        run = int8_conv
+        if residual is not None:
+            kept, residual = residual, _codes_or_float(residual, self.residual)
+            if self.residual_free and residual.dtype == torch.uint8 and kept.overwrite(self.name):
+                run = int8_conv_sum_
         y = run(
             x,
             self.weight,
@@ -312,7 +351,7 @@ class Int8Conv(_Int8Layer):
             self.residual.scale or 1.0,
             self.residual.zero,
         )
-        return y if self.output or dtype == wanted else y.to(wanted)
+        return self._give(y if self.output or dtype == wanted else y.to(wanted), wanted)
 
     def extra_repr(self) -> str:
         """Return sizes and scales."""

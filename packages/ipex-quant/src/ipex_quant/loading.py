@@ -53,15 +53,22 @@ def load(
         The model, in evaluation mode, with the tensors and dtypes that were saved.
 
     Raises:
+        TypeError: ``model`` is not a module.
         CheckpointError: A file is missing, cut off or damaged.
         OpArgumentError: The folder is of another kind or version, or does not fit the model.
     """
     op = "load"
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{op}: model must be a torch.nn.Module or None, got {type(model).__name__}"
+        )
     place = Path(folder)
     config = read_config(place)
     what = "be a folder that ipex.quantization.save wrote"
     check(is_saved(config), op, "folder", what, f"{place} without its quantization_config")
     about = config["quantization_config"]
+    method = about.get("quant_method")
+    check(method == "ipex", op, f"quant_method of {place}", "be 'ipex'", method)
     version = about.get("version")
     check(version == VERSION, op, f"version of {place}", f"be {VERSION}", version)
     layers = _layers(op, about)

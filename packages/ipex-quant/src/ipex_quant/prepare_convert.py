@@ -55,8 +55,9 @@ def prepare(
     """Prepare a model for INT8: decide which layers become INT8, and observe their activations from then on.
 
     The model is run once on the example inputs to see which output goes where, without tracing, so its forward may be
-    anything. Batch norms are folded into the layer before them and dropout layers removed. With a static configuration,
-    run the result on a few hundred typical inputs, then call `convert`; with a dynamic one call `convert` at once.
+    anything. Dropout layers are removed, and `convert` folds batch norms into the INT8 layers before them. With a
+    static configuration, run the result on a few hundred typical inputs, then call `convert`; with a dynamic one call
+    `convert` at once.
 
     Args:
         model: A float model in evaluation mode.
@@ -109,12 +110,11 @@ def prepare(
         state.activations = fusable_activations(model, flow, dynamic)
     if flow is not None and statics:
         _int8_rewrite.remove_dropout(model)
-        if bn_folding:
-            state.folded = _int8_rewrite.fold_batch_norms(model, flow)
         model = _expose(model, flow, args, kwargs)
         state.flow = record(model, args, kwargs)
         wanted = functools.partial(_static_qconfig, mapping)
-        state.plan = make_plan(model, state.flow, wanted)
+        state.bn_folding = bn_folding
+        state.plan = make_plan(model, state.flow, wanted, bn_folding)
         state.qconfigs = {path: layer.qconfig for path, layer in state.plan.layers.items()}
         attach(model, state)
         _choose_others(model, state, statics)
