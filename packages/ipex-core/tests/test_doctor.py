@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -228,7 +229,8 @@ def test_the_dictionary_is_json_with_the_documented_keys(tmp_path):
     assert set(data) == {"schema", "ok", *(f.name for f in dataclasses.fields(Report))}
     assert data["schema"] == 1
     assert data["cpu"]["features"][:2] == ["avx2", "fma"]
-    assert {"name", "kind", "distribution", "state", "version", "cause"} == set(data["packages"][0])
+    keys = {"name", "kind", "distribution", "state", "version", "cause", "rows", "advice"}
+    assert keys == set(data["packages"][0])
     assert {"name", "value", "source", "error"} == set(data["settings"][0])
     assert set(data["isa"]) == {
         *("current", "available", "built", "request", "request_source", "not_higher")
@@ -312,6 +314,20 @@ def test_bad_configuration_is_shown(tmp_path, _providers):
     assert "IPEX_STRICT" in str(report)
 
 
+def test_a_component_tells_what_it_found(tmp_path, _providers, monkeypatch):
+    _providers()
+    status = _plugins.ComponentStatus("runtime", "active", "ipex-runtime", "0.1.0")
+    monkeypatch.setattr(_plugins, "components", lambda: (status,))
+    component = types.SimpleNamespace(doctor=lambda root: ([("root", str(root))], ["pin it"]))
+    monkeypatch.setattr(_plugins, "load_component", lambda name: component)
+    report = doctor(tmp_path)
+    assert ("  root", str(tmp_path)) in report.rows()
+    assert "pin it" in report.advice
+    assert report.to_dict()["packages"][-1]["rows"] == [["root", str(tmp_path)]]
+    component.doctor = lambda root: 1 / 0
+    assert any("ZeroDivisionError" in problem for problem in doctor(tmp_path).problems)
+
+
 def test_strict_mode_does_not_stop_the_list(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(_plugins, "load_providers", lambda: seen.append(config.strict) or ())
@@ -385,6 +401,7 @@ def test_advice_about_a_level_without_bfloat16(tmp_path):
 
 def test_advice_about_threads(tmp_path, _providers, monkeypatch):
     _providers()
+    monkeypatch.setattr(_plugins, "components", lambda: ())  # ipex-runtime says more about nodes
     _tree(tmp_path)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     assert "16 threads on 2 physical cores" in _advice(tmp_path)

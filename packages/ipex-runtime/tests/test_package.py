@@ -37,3 +37,10 @@ def test_command(capsys):
     command(json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["allowed"] == list(ipex_runtime.topology.read().allowed)
+
+
+def test_what_the_doctor_shows(recorded, machine):
+    recorded("xeon_snc")
+    rows, advice = ipex_runtime.doctor(str(machine.root))
+    assert ("cores", "16 in 2 package(s), 2 hardware thread(s) each") in rows
+    assert any("sub-NUMA" in line for line in advice)

@@ -66,6 +66,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         text = f"{package.state}, {package.distribution} {package.version or ''}".rstrip()
         cause = f": {package.cause}" if package.cause else ""
         table.append((f"{package.kind} {package.name}", text + cause))
+        table += [(f"  {title}", found) for title, found in package.rows]
     for setting in report.settings:
         value = setting["value"]
         shown = "" if value == "" else f"{int(value) if isinstance(value, bool) else value} "
@@ -94,6 +95,8 @@ def advice(report: Report) -> Iterator[str]:
     yield from _thread_advice(report)
     yield from _memory_advice(report)
     yield from _cpu_advice(report)
+    for package in report.packages:
+        yield from package.advice
 
 
 def _package_advice(report: Report) -> Iterator[str]:
@@ -128,7 +131,8 @@ def _thread_advice(report: Report) -> Iterator[str]:
             f"PyTorch uses {threads.intra_op} threads on {cores} physical cores: two threads on one core slow matrix "
             f"products down; set OMP_NUM_THREADS={cores}"
         )
-    if report.numa_nodes is not None and report.numa_nodes > 1:
+    examined = any(package.name == "runtime" and package.rows for package in report.packages)
+    if report.numa_nodes is not None and report.numa_nodes > 1 and not examined:
         yield (
             f"this machine has {report.numa_nodes} NUMA nodes: bind a process to one of them, for instance "
             "numactl --cpunodebind=0 --membind=0"

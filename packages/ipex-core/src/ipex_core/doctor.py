@@ -59,7 +59,10 @@ class ThreadReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackageReport:
-    """A kernel package or component: ``state`` is ``active``, ``missing`` or ``broken`` (with ``cause``)."""
+    """A kernel package or component: ``state`` is ``active``, ``missing`` or ``broken`` (with ``cause``).
+
+    ``rows`` and ``advice`` are what a component itself found, in its function ``doctor(root) -> (rows, advice)``.
+    """
 
     name: str
     kind: str
@@ -67,6 +70,8 @@ class PackageReport:
     state: str
     version: str | None
     cause: str | None
+    rows: tuple[tuple[str, str], ...] = ()
+    advice: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +173,7 @@ def doctor(root: str | os.PathLike[str] = "/", environ: Mapping[str, str] | None
     limits = _machine.cgroup_limits(tree)
     allowed = _machine.affinity() if tree == _machine.ROOT else None
     torch_report, intra, inter = _torch()
-    packages, isa = _packages(cpu)
+    packages, isa = _packages(cpu, tree)
     # After torch and the kernels, so that what they bring is seen.
     libraries = _machine.loaded_libraries(tree)
     report = Report(
@@ -249,7 +254,7 @@ def _allocator(libraries: tuple[str, ...], environ: Mapping[str, str]) -> str:
 # --- packages and instruction-set level -------------------------------------------------------------------------------
 
 
-def _packages(cpu: _machine.CpuInfo) -> tuple[tuple[PackageReport, ...], IsaReport]:
+def _packages(cpu: _machine.CpuInfo, root: Path) -> tuple[tuple[PackageReport, ...], IsaReport]:
     found: list[PackageReport] = []
     provider: _plugins.ProviderInfo | None = None
     failed = ""
@@ -278,7 +283,7 @@ def _packages(cpu: _machine.CpuInfo) -> tuple[tuple[PackageReport, ...], IsaRepo
     if failed:
         known = _plugins.KNOWN_PROVIDERS["cpu"]
         found.append(PackageReport("cpu", "kernels", known.distribution, "broken", None, failed))
-    found += [_component(status) for status in _plugins.components()]
+    found += [_component(status, root) for status in _plugins.components()]
     return tuple(found), _isa(provider, cpu)
 
 
@@ -293,16 +298,29 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _component(status: _plugins.ComponentStatus) -> PackageReport:
+def _component(status: _plugins.ComponentStatus, root: Path) -> PackageReport:
     state: str = status.state
     cause = None
+    rows: tuple[tuple[str, str], ...] = ()
+    advice: tuple[str, ...] = ()
     if state == "active":
         try:
-            _plugins.load_component(status.name)
+            component = _plugins.load_component(status.name)
+            examine = getattr(component, "doctor", None)
+            if examine is not None:
+                found_rows, found_advice = examine(root)
+                rows, advice = tuple(found_rows), tuple(found_advice)
         except Exception as error:
             state, cause = "broken", _reason(error.__cause__ or error)
     return PackageReport(
-        status.name, "component", status.distribution, state, status.version, cause
+        status.name,
+        "component",
+        status.distribution,
+        state,
+        status.version,
+        cause,
+        rows,
+        advice,
     )
 
 

@@ -54,5 +54,17 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'ipex_runtime' has no attribute {name!r}")
 
 
+def doctor(root: str = "/") -> tuple[list[tuple[str, str]], list[str]]:
+    """Return what `ipex doctor` shows about the machine: (title, text) pairs, and advice.
+
+    Args:
+        root: Root of the procfs and sysfs trees.
+    """
+    from ipex_runtime import topology
+
+    machine = topology.read(root)
+    return machine.rows(), machine.advice()
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
