@@ -2,6 +2,9 @@
 """Mixed precision: the rule of each op, the helpers, training with a scaler, CPUs without the instructions."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch import nn
 
 from ipex_core import _machine, _plugins, amp, explain, optimize
 from ipex_core._spec import specs
+from ipex_core.nn._leaf import has_kernel
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 REDUCED = (torch.bfloat16, torch.float16)
@@ -324,3 +328,34 @@ def test_optimize_warns_once(monkeypatch, caplog, fresh_warning):
     ]
     optimize(model, dtype=torch.float16)
     assert len(caplog.records) == 2
+
+
+def test_a_level_without_the_instructions_warns_once():
+    """In a process of its own, with kernels if there are any: the doctor, the warning, and right results."""
+    code = (
+        "import logging, torch\n"
+        "from ipex_core import optimize, explain, doctor, amp, _plugins\n"
+        "logging.basicConfig(format='LOG %(message)s')\n"
+        "model, x = torch.nn.Linear(512, 512).eval(), torch.randn(2, 512)\n"
+        "provider = _plugins.provider_for('cpu')\n"
+        "told = amp.native_reason(torch.bfloat16) is not None\n"
+        "assert told or provider is None or provider.level() != 'avx2'\n"
+        "for _ in range(2):\n"
+        "    fast = optimize(model, dtype=torch.bfloat16)\n"
+        "with torch.no_grad():\n"
+        "    torch.testing.assert_close(fast(x).float(), model(x), rtol=5e-2, atol=5e-2)\n"
+        "    with torch.autocast('cpu', dtype=torch.bfloat16):\n"
+        "        assert model(x).dtype == torch.bfloat16\n"
+        "assert ('no bfloat16 instructions' in str(doctor())) is told\n"
+        "print('TOLD', told)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "IPEX_CPU_ISA": "avx2"} if has_kernel("linear") else None,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    warnings = [line for line in result.stderr.splitlines() if "no bfloat16 instructions" in line]
+    assert len(warnings) == ("TOLD True" in result.stdout)

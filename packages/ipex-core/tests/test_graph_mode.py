@@ -158,18 +158,27 @@ def test_threads(kind):
     def work(seed):
         try:
             generator = torch.Generator().manual_seed(seed)
-            barrier.wait()
+            barrier.wait(60)
             for i in range(6):
                 agree(fast, model, torch.randn(2 + (seed + i) % 2, 16, generator=generator))
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    assert not failures
+        thread.join(120)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+
+
+def test_other_lengths_do_not_compile_again():
+    model, fast = make(Net)
+    torch._dynamo.utils.counters.clear()
+    for length in range(2, 14):
+        agree(fast, model, torch.randn(length, 16))
+    assert record(fast).kernel.startswith("torch.compile")
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 def test_under_an_outer_trace_and_compile():

@@ -13,7 +13,19 @@
 # Targets:
 #   IPEX::ipex         the library, linked even where the program names none of its symbols; also intel-ext-pt-cpu
 #   IPEX::cpu_kernels  libipex_cpu.so, for programs that call the C functions of ipex/c_api.h
-# The environment variable IPEX_INSTALL_PREFIX names another installation.
+# The environment variable IPEX_INSTALL_PREFIX names another installation. The only component is "cpu".
+
+foreach(_component IN LISTS IPEX_FIND_COMPONENTS)
+  set(IPEX_${_component}_FOUND FALSE)
+  if(_component STREQUAL "cpu")
+    set(IPEX_cpu_FOUND TRUE)
+  elseif(IPEX_FIND_REQUIRED_${_component})
+    set(IPEX_FOUND FALSE)
+    set(IPEX_NOT_FOUND_MESSAGE "there is no component ${_component}, this package has: cpu")
+    return()
+  endif()
+endforeach()
+unset(_component)
 
 include(CMakeFindDependencyMacro)
 find_dependency(Torch)

@@ -201,6 +201,68 @@ def test_example_program(tmp_path: Path) -> None:
     assert result.returncode != 0 and "ipex::" in result.stderr
 
 
+PROGRAM = """
+#include <cstdio>
+#include <ipex/c_api.h>
+int main() { std::printf("level %s\\n", ipex_cpu_level()); }
+"""
+LISTS = """
+cmake_minimum_required(VERSION 3.22)
+project(small LANGUAGES CXX)
+set(CMAKE_CXX_STANDARD 17)
+find_package(IPEX REQUIRED ${COMPONENTS})
+find_package(IPEX REQUIRED)
+if(NOT IPEX_WITH_CPU OR IPEX_WITH_XPU OR NOT IPEX_INCLUDE_DIRS OR NOT TORCH_IPEX_INCLUDE_DIRS)
+  message(FATAL_ERROR "variables")
+endif()
+add_executable(small main.cpp)
+target_link_libraries(small PRIVATE ${TARGET})
+target_compile_options(small PRIVATE ${TORCH_IPEX_CXX_FLAGS})
+"""
+
+
+@pytest.mark.skipif(COMPILER is None or CMAKE is None, reason="no C++ compiler or no cmake")
+def test_cmake_package(tmp_path: Path) -> None:
+    """Spaces in all paths, the package asked for twice, each name of the target; components and what is missing."""
+    root, source = tmp_path / "an installation", tmp_path / "a program"
+    share = Path(ipex_cpu_kernels.cmake_prefix_path)
+    shutil.copytree(share, root / "share" / "cmake")
+    shutil.copytree(share.parent.parent / "include", root / "include")
+    (root / "lib").symlink_to(LIBRARY.parent.resolve())
+    source.mkdir()
+    (source / "main.cpp").write_text(PROGRAM)
+    (source / "CMakeLists.txt").write_text(LISTS)
+
+    def configure(
+        components: str, target: str, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        prefix = f"{torch.utils.cmake_prefix_path};{root / 'share' / 'cmake'}"
+        command = [
+            *(str(CMAKE), "-S", str(source), "-B", str(tmp_path / f"build {target}"), "-Wno-dev"),
+            *(f"-DCMAKE_PREFIX_PATH={prefix}", f"-DCMAKE_CXX_COMPILER={COMPILER}"),
+            *(f"-DCOMPONENTS={components}", f"-DTARGET={target}"),
+        ]
+        environment = {**os.environ, **variables}
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+    for target, components in (
+        ("IPEX::ipex", "COMPONENTS;cpu"),
+        ("intel-ext-pt-cpu", "OPTIONAL_COMPONENTS;xpu"),
+    ):
+        done = configure(components, target)
+        assert done.returncode == 0, done.stderr[-2000:]
+        build = tmp_path / f"build {target}"
+        run(CMAKE, "--build", str(build))
+        assert run(str(build / "small")).startswith("level ")
+    for components, variables, text in (
+        ("COMPONENTS;xpu", {}, "there is no component xpu, this package has: cpu"),
+        ("", {"IPEX_INSTALL_PREFIX": str(tmp_path / "none")}, "none/libipex_cpp.so is missing"),
+    ):
+        done = configure(components, "wrong", **variables)
+        assert done.returncode != 0
+        assert text in " ".join(done.stderr.split())
+
+
 def run(*command: str | None, **variables: str) -> str:
     result = subprocess.run(
         [str(word) for word in command],

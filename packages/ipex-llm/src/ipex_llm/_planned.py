@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ipex_core.nn._leaf import OptimizedModule
-from ipex_core.nn._packed import _KEEP, PackedWeight
+from ipex_core.nn._packed import _KEEP, PackedWeight, hollow
 from ipex_core.woq import deinterleave_gate_up
 from ipex_llm._plan import LinearPlan
 from ipex_llm._subclass import rebuild
@@ -47,14 +47,7 @@ class PlannedWeight(PackedWeight):
         shape: torch.Size,
         requires_grad: bool,
     ) -> PlannedWeight:
-        self = torch.Tensor._make_wrapper_subclass(
-            PlannedWeight,
-            shape,
-            dtype=former.dtype,
-            device=torch.device("cpu"),
-            requires_grad=requires_grad,
-        )
-        assert isinstance(self, PlannedWeight)
+        self: PlannedWeight = hollow(PlannedWeight, shape, former.dtype, requires_grad)
         self.packed, self.form, self.start, self.rows = packed, "plan", 0, None
         self.gated = None
         self.recover, self.former = recover, former

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ipex_core._spec import check
-from ipex_core.nn._packed import PackedWeight
+from ipex_core.nn._packed import PackedWeight, hollow
 from ipex_core.woq import interleave_gate_up
 from ipex_llm._plan import ExpertsPlan
 from ipex_llm._subclass import rebuild, subclass
@@ -106,10 +106,7 @@ class _StackedWeight(PackedWeight):
 
     @staticmethod
     def of(packed: Tensor, stack: _Stack, dtype: torch.dtype) -> _StackedWeight:
-        self = torch.Tensor._make_wrapper_subclass(
-            _StackedWeight, torch.Size(stack.shape), dtype=dtype, device=torch.device("cpu")
-        )
-        assert isinstance(self, _StackedWeight)
+        self: _StackedWeight = hollow(_StackedWeight, torch.Size(stack.shape), dtype)
         self.packed, self.form, self.start, self.rows = packed, "experts", 0, None
         self.gated, self.stack = None, stack
         return self

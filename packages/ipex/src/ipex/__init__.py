@@ -12,6 +12,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -185,3 +186,7 @@ if not _is_command():
     # The command decides by itself: it shows its help without torch, and runs the diagnosis when core cannot start.
     import ipex._torch_ipex  # noqa: F401
     import ipex_core  # noqa: F401
+
+    # Programs in files call ops by name, which nothing but an import defines.
+    with contextlib.suppress(ImportError):  # not installed, or broken: ipex.quantization says so
+        import ipex_quant._ops  # noqa: F401

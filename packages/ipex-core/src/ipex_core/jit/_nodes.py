@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["constant", "is_constant", "only_use", "scalar", "weight"]
+__all__ = ["constant", "is_constant", "is_tensor", "only_use", "scalar", "weight"]
 
 # torch declares the classes of graphs without their methods.
 Node = Any
@@ -50,6 +50,11 @@ def scalar(value: Value) -> float | None:
     if isinstance(found, (int, float)) and not isinstance(found, bool):
         return float(found)
     return None
+
+
+def is_tensor(value: Value) -> bool:
+    """Return whether a value is known to be a tensor."""
+    return str(value.type()).startswith(("Tensor", "Float(", "BFloat16(", "Half("))
 
 
 def only_use(value: Value, user: Node) -> bool:

@@ -3,61 +3,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ipex_core._optimize._prepack import choose_linear
-from ipex_core.jit._nodes import Node, Value, constant, is_constant, only_use, scalar, weight
-from ipex_core.nn import _mkldnn
+from ipex_core.jit._convs import CONV, TRANSPOSED, Convolutions
+from ipex_core.jit._editor import Editor
+from ipex_core.jit._nodes import (
+    Node,
+    Value,
+    constant,
+    is_constant,
+    is_tensor,
+    only_use,
+    scalar,
+    weight,
+)
+from ipex_core.jit._spellings import normalize, packs
 from ipex_core.nn._leaf import has_kernel
 from ipex_core.nn._packed import pack
-from ipex_core.nn._scripts import function
 
 __all__ = ["Rewriter"]
 
-CONV = "mkldnn::_convolution_pointwise"
 LINEAR = "ipex::linear"
 
-#: Activations that oneDNN computes with a convolution -> its name for them.
-_CONV_POST = {
-    "aten::relu": "relu",
-    "aten::sigmoid": "sigmoid",
-    "aten::tanh": "tanh",
-    "aten::silu": "swish",
-    "aten::hardswish": "hardswish",
-    "aten::leaky_relu": "leaky_relu",
-    "aten::hardtanh": "hardtanh",
-    "aten::gelu": "gelu",
-}
-#: Others are computed in the memory of the result before them.
-_IN_PLACE = frozenset(
+#: Activations that are computed in the memory of the result before them; their other arguments must be numbers.
+_IN_PLACE = tuple(
     f"aten::{name}"
     for name in (
-        *(
-            "abs",
-            "clamp",
-            "elu",
-            "exp",
-            "hardsigmoid",
-            "hardswish",
-            "hardtanh",
-            "leaky_relu",
-            "log",
-        ),
-        *("mish", "relu", "round", "sigmoid", "silu", "sqrt", "square", "tanh"),
+        *("abs", "clamp", "elu", "exp", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu"),
+        *("log", "mish", "pow", "relu", "round", "sigmoid", "silu", "sqrt", "square", "tanh"),
     )
 )
+#: What gives floating numbers in memory of its own -> its name in reports.
+_PRODUCERS = {
+    CONV: "conv",
+    TRANSPOSED: "conv_transpose",
+    LINEAR: "linear",
+    "aten::batch_norm": "batch_norm",
+}
+#: What hides any score from a softmax that it is added to.
+_HIDES = -1e9
+#: Products of two activations.
+_PRODUCTS = {"aten::matmul": "matmul", "aten::bmm": "bmm", "aten::einsum": "einsum"}
 
 
-class Rewriter:
-    """Rewrites one graph; `done` has the name of each pattern that matched."""
+class Rewriter(Editor):
+    """Rewrites one graph."""
 
     def __init__(self, graph: Any) -> None:
-        self.graph = graph
-        self.done: list[str] = []
-        self._packed: dict[tuple[int, torch.Size], torch.Tensor] = {}
+        super().__init__(graph)
+        #: Names of sums and products that linear layers were fused with, whose memory is their own.
+        self._sums: set[str] = set()
 
     def run(self) -> None:
         """Apply all patterns and remove what they leave behind."""
@@ -65,164 +62,35 @@ class Rewriter:
         passes._jit_pass_inline(self.graph)
         passes._jit_pass_remove_mutation(self.graph)
         passes._jit_pass_constant_propagation(self.graph)
-        self._each("aten::_convolution", self._conv)
-        for kind in (*_CONV_POST, "aten::gelu"):
-            self._each(kind, self._conv_activation)
-        self._each("aten::add", self._conv_add)
+        normalize(self, linears=has_kernel("linear"))
+        self.begin()
+        Convolutions(self).run()
         if has_kernel("attention"):
-            self._each("aten::matmul", self._attention)
+            self.each("aten::matmul", self._attention)
+            passes._jit_pass_dce(self.graph)  # the scores are not for the patterns that follow
+        if has_kernel("softmax"):
+            self.each("aten::softmax", self._softmax)
         if has_kernel("rms_norm"):
-            self._each("aten::mul", self._rms_norm)
+            self.each("aten::mul", self._rms_norm)
         if has_kernel("add_layer_norm"):
-            self._each("aten::layer_norm", self._add_layer_norm)
+            self.each("aten::layer_norm", self._add_layer_norm)
         if has_kernel("linear"):
-            self._each("aten::linear", self._linear)
+            self.each("aten::linear", self._linear)
             for kind in ("aten::relu", "aten::gelu", "aten::silu"):
-                self._each(kind, self._linear_activation)
-            self._each("aten::mul", self._linear_mul)
-            self._each("aten::add", self._linear_add)
+                self.each(kind, self._linear_activation)
+            self.each("aten::mul", self._linear_mul)
+            self.each("aten::add", self._linear_add)
         if has_kernel("gelu"):
-            self._each("aten::gelu", self._gelu)
-        for kind in sorted(_IN_PLACE):
-            self._each(kind, self._in_place)
+            self.each("aten::gelu", self._gelu)
+        for kind in ("aten::div", "aten::mul"):
+            self.each(kind, self._product_scale)
+        self.each("aten::add", self._product_add)
+        for kind in _IN_PLACE:
+            self.each(kind, self._in_place)
         passes._jit_pass_constant_propagation(self.graph)
         passes._jit_pass_dce(self.graph)
         passes._jit_pass_constant_pooling(self.graph)
         passes._jit_pass_lint(self.graph)
-
-    # ---- tools
-
-    def _each(self, kind: str, pattern: Callable[[Node], str | None]) -> None:
-        # By name, and each found anew: a pattern may have removed others. Those it has inserted are not for it: the
-        # branch for operands that do not fit has the very nodes that were matched.
-        names = [n.output().debugName() for n in self.graph.findAllNodes(kind, True)]
-        for name in names:
-            nodes = self.graph.findAllNodes(kind, True)
-            node = next((n for n in nodes if n.output().debugName() == name), None)
-            done = pattern(node) if node is not None else None
-            if done:
-                self.done.append(done)
-
-    def _constant(self, value: Any, before: Node) -> Value:
-        self.graph.setInsertPoint(before)
-        made = self.graph.insertConstant(value)
-        self._leave()
-        return made
-
-    def _leave(self) -> None:
-        # The place of insertion must not be a node that is removed later.
-        self.graph.setInsertPoint(self.graph.return_node())
-
-    def _op(self, kind: str, arguments: list[Any], before: Node) -> Node:
-        """Insert an op; arguments that are no values become constants."""
-        inputs = [
-            a if isinstance(a, torch._C.Value) else self._constant(a, before) for a in arguments
-        ]
-        node = self.graph.create(kind, inputs, 1)
-        node.insertBefore(before)
-        return node
-
-    def _call(self, name: str, arguments: list[Any], before: Node) -> list[Value]:
-        """Insert the body of a function of `ipex_core.nn._scripts`."""
-        inputs = [
-            a if isinstance(a, torch._C.Value) else self._constant(a, before) for a in arguments
-        ]
-        self.graph.setInsertPoint(before)
-        body: Any = function(name)
-        made = list(self.graph.insertGraph(body.graph, inputs))
-        self._leave()
-        return made
-
-    def _replace(self, node: Node, value: Value) -> None:
-        value.setType(node.output().type())
-        node.output().replaceAllUsesWith(value)
-        node.destroy()
-
-    # ---- convolutions
-
-    def _conv(self, node: Node) -> str | None:
-        x, w, b, stride, padding, dilation, transposed, _, groups, *_ = node.inputs()
-        kernel = weight(w, 4)
-        lists = [constant(v) for v in (padding, stride, dilation)]
-        if (
-            kernel is None
-            or constant(transposed) is not False
-            or not all(
-                isinstance(v, list) and len(v) == 2 and all(isinstance(i, int) for i in v)
-                for v in lists
-            )
-        ):
-            return None
-        if not _mkldnn.supports(kernel.dtype) or kernel.numel() == 0 or not is_constant(b):
-            return None
-        key = (kernel.data_ptr(), kernel.shape)
-        if key not in self._packed:
-            last = kernel.contiguous(memory_format=torch.channels_last)
-            self._packed[key] = last
-        arguments = [x, self._packed[key], b, *lists, groups, "none"]
-        new = self._op(CONV, arguments, node)
-        new.addInput(self._scalars([], node))
-        new.addInput(self._constant("", node))
-        self._replace(node, new.output())
-        return "conv"
-
-    def _scalars(self, values: list[float], before: Node) -> Value:
-        """Make a list of optional numbers."""
-        items = [self._constant(v, before) for v in values]
-        node = self.graph.create("prim::ListConstruct", items, 1)
-        node.insertBefore(before)
-        node.output().setType(torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
-        return node.output()
-
-    def _plain_conv(self, value: Value, user: Node) -> Node | None:
-        """Return the convolution that makes a value, if nothing was fused to it and nobody else reads it."""
-        node = value.node()
-        found = node.kind() == CONV and only_use(value, user) and node.inputsSize() == 10
-        return node if found and constant(node.inputsAt(7)) == "none" else None
-
-    def _conv_activation(self, node: Node) -> str | None:
-        name = _CONV_POST[node.kind()]
-        conv = self._plain_conv(node.inputsAt(0), node)
-        if conv is None:
-            return None
-        algorithm = ""
-        numbers: list[float] = []
-        if name == "gelu":
-            algorithm = constant(node.inputsAt(1))
-        elif name in ("leaky_relu", "hardtanh"):
-            values = list(node.inputs())[1:]
-            numbers = [n for n in map(scalar, values) if n is not None]
-            if len(numbers) != len(values):
-                return None
-        conv.replaceInput(7, self._constant(name, conv))
-        conv.replaceInput(8, self._scalars(numbers, conv))
-        conv.replaceInput(9, self._constant(algorithm, conv))
-        node.output().replaceAllUsesWith(conv.output())
-        node.destroy()
-        self.done.remove("conv")
-        return f"conv + {node_name(name)}"
-
-    def _conv_add(self, node: Node) -> str | None:
-        a, b, alpha = node.inputs()
-        if constant(alpha) != 1:
-            return None
-        for value, other in ((b, a), (a, b)):
-            conv = self._plain_conv(value, node)
-            if conv is None or is_constant(other) or other.node() == conv or not _is_tensor(other):
-                continue
-            uses = node.output().uses()
-            relu = uses[0].user if len(uses) == 1 and uses[0].user.kind() == "aten::relu" else None
-            x, w, bias, *lists = list(conv.inputs())[:7]
-            arguments = [x, other, w, bias, *lists, relu is not None]
-            new = self._call("conv_add", arguments, node)[0]
-            if relu is not None:
-                relu.output().replaceAllUsesWith(node.output())
-                relu.destroy()
-            self._replace(node, new)
-            conv.destroy()
-            self.done.remove("conv")
-            return "conv + add" if relu is None else "conv + add + relu"
-        return None
 
     # ---- linear layers
 
@@ -233,16 +101,14 @@ class Rewriter:
             return None
         n, k = matrix.shape
         bias = constant(b)
-        if choose_linear(matrix.dtype, n, k, None).form != "ipex" or (
-            bias is not None and bias.dtype != matrix.dtype
-        ):
+        if not packs(n, k, matrix.dtype) or (bias is not None and bias.dtype != matrix.dtype):
             return None
         key = (matrix.data_ptr(), matrix.shape)
-        if key not in self._packed:
-            self._packed[key] = pack(matrix, "ipex")
-        none = self._constant(None, node)
-        arguments = [x, self._packed[key], n, b, none, "none", none, none, "none"]
-        self._replace(node, self._op(LINEAR, arguments, node).output())
+        if key not in self.packed:
+            self.packed[key] = pack(matrix, "ipex")
+        none = self.constant(None, node)
+        arguments = [x, self.packed[key], n, b, none, "none", none, none, "none"]
+        self.replace(node, self.op(LINEAR, arguments, node).output())
         return "linear"
 
     def _plain_linear(self, value: Value, user: Node) -> Node | None:
@@ -260,7 +126,7 @@ class Rewriter:
         name = node.kind().removeprefix("aten::")
         if name == "gelu" and constant(node.inputsAt(1)) == "tanh":
             name = "gelu_tanh"
-        linear.replaceInput(5, self._constant(name, linear))
+        linear.replaceInput(5, self.constant(name, linear))
         node.output().replaceAllUsesWith(linear.output())
         node.destroy()
         self._upgrade("linear")
@@ -269,15 +135,16 @@ class Rewriter:
     def _linear_binary(self, node: Node, script: str, name: str) -> str | None:
         a, b = list(node.inputs())[:2]
         for value, other in ((b, a), (a, b)):
-            if not _is_tensor(other):
+            if not is_tensor(other):
                 continue
             linear = self._plain_linear(value, node)
             if linear is None or is_constant(other):
                 continue
             x, w, n, bias, _, post, *_ = linear.inputs()
             text = constant(post)
-            new = self._call(script, [x, w, n, bias, post, other], node)[0]
-            self._replace(node, new)
+            new = self.call(script, [x, w, n, bias, post, other], node)
+            self.replace(node, new)
+            self._sums.add(new.debugName())
             linear.destroy()
             former = "linear" if text == "none" else f"linear + {text}"
             self._upgrade(former)
@@ -312,21 +179,13 @@ class Rewriter:
         if total.kind() != "aten::add" or not same_block or constant(total.inputsAt(2)) != 1:
             return None
         left, right, _ = total.inputs()
-        if any(is_constant(v) or not _is_tensor(v) for v in (left, right)):
+        if any(is_constant(v) or not is_tensor(v) for v in (left, right)):
             return None
         constants = [v.toIValue() for v in (w, b, eps)]  # they may stand behind the sum
-        normed, summed = self._pair("add_layer_norm", [left, right, *constants], total)
-        self._replace(node, normed)
-        self._replace(total, summed)
+        normed, summed = self.pair("add_layer_norm", [left, right, *constants], total)
+        self.replace(node, normed)
+        self.replace(total, summed)
         return "add + layer_norm"
-
-    def _pair(self, name: str, arguments: list[Any], before: Node) -> tuple[Value, Value]:
-        """Insert a function that returns two tensors."""
-        found = self._call(name, arguments, before)
-        node = self.graph.create("prim::TupleUnpack", [found[0]], 2)
-        node.insertBefore(before)
-        first, second = node.outputs()
-        return first, second
 
     def _rms_norm(self, node: Node) -> str | None:
         """``weight * (x.float() * rsqrt(mean(x.float() ** 2) + eps)).to(x.dtype)``."""
@@ -344,25 +203,66 @@ class Rewriter:
                 source = _behind_cast(x)
                 if source is not x and _behind_cast(value) is value:
                     continue  # stays float32 behind the norm
-                new = self._op("ipex::rms_norm", [source, w, eps, 0.0], node)
-                self._replace(node, new.output())
+                new = self.op("ipex::rms_norm", [source, w, eps, 0.0], node)
+                self.replace(node, new.output())
                 return "rms_norm"
         return None
 
     def _gelu(self, node: Node) -> str | None:
-        new = self._op("ipex::gelu", list(node.inputs()), node)
-        self._replace(node, new.output())
+        new = self.op("ipex::gelu", list(node.inputs()), node)
+        self.replace(node, new.output())
         return "gelu"
 
     def _in_place(self, node: Node) -> str | None:
-        value = node.inputsAt(0)
-        if value.node().kind() not in (CONV, LINEAR) or not only_use(value, node):
+        value, rest = node.inputsAt(0), list(node.inputs())[1:]
+        producer = value.node()
+        name = _PRODUCERS.get(producer.kind())
+        if value.debugName() in self._sums:
+            name = "sum"
+        if name is None or not only_use(value, node) or not all(map(_is_plain, rest)):
             return None
-        producer, kind = node_name(value.node().kind()), node.kind()
-        new = self.graph.create(f"{kind}_", list(node.inputs()), 1)
+        new = self.graph.create(f"{node.kind()}_", list(node.inputs()), 1)
         new.insertBefore(node)
-        self._replace(node, new.output())
-        return f"{producer} + {kind.removeprefix('aten::')} in place"
+        kind = node.kind().removeprefix("aten::")
+        self.replace(node, new.output())
+        if name == "batch_norm" and producer.inputsAt(0).node().kind() == "aten::cat":
+            name = "concat + batch_norm"
+        return f"{name} + {kind} in place"
+
+    # ---- products of two activations
+
+    def _product(self, value: Value, user: Node) -> str | None:
+        """Return the name of a product with memory of its own that only one node reads."""
+        node = value.node()
+        name = _PRODUCTS.get(node.kind())
+        if name is None or not only_use(value, user):
+            return None
+        if name == "einsum":  # of one tensor it may be a view
+            tensors = node.inputsAt(1).node()
+            if tensors.kind() != "prim::ListConstruct" or tensors.inputsSize() != 2:
+                return None
+        return name
+
+    def _product_scale(self, node: Node) -> str | None:
+        value = node.inputsAt(0)
+        name = self._product(value, node)
+        factor = scalar(node.inputsAt(1)) if node.inputsSize() == 2 else None
+        if name is None or factor is None:
+            return None
+        divide = node.kind() == "aten::div"
+        self.replace(node, self.call("scale_in_place", [value, factor, divide], node))
+        return f"{name} + {'div' if divide else 'mul'} in place"
+
+    def _product_add(self, node: Node) -> str | None:
+        if node.inputsSize() != 3 or constant(node.inputsAt(2)) != 1:
+            return None
+        a, b = list(node.inputs())[:2]
+        for value, other in ((a, b), (b, a)):
+            name = self._product(value, node)
+            if name is not None and is_tensor(other) and other != value:
+                self.replace(node, self.call("add_in_place", [value, other], node))
+                return f"{name} + add in place"
+        return None
 
     # ---- attention
 
@@ -376,23 +276,11 @@ class Rewriter:
             return None
         if constant(one.inputsAt(2)) is not None:
             return None
-        value, user, mask = one.inputsAt(0), one, None
-        if value.node().kind() == "aten::add" and only_use(value, user):
-            add = value.node()
-            if constant(add.inputsAt(2)) != 1:
-                return None
-            value, mask, user = add.inputsAt(0), add.inputsAt(1), add
-            if not _is_tensor(mask):
-                return None
-        factor, divide = 1.0, False
-        if value.node().kind() in ("aten::div", "aten::mul") and only_use(value, user):
-            found = scalar(value.node().inputsAt(1))
-            if found is None or found <= 0 or value.node().inputsSize() != 2:
-                return None
-            factor, divide = found, value.node().kind() == "aten::div"
-            value, user = value.node().inputsAt(0), value.node()
-        scores = value.node()
-        if scores.kind() != "aten::matmul" or not only_use(value, user):
+        found = self._scores(one.inputsAt(0), one)
+        if found is None:
+            return None
+        scores = found.value.node()
+        if scores.kind() != "aten::matmul" or not found.only_read():
             return None
         q, turned = scores.inputs()
         keys = turned.node()
@@ -401,18 +289,86 @@ class Rewriter:
         dims = {constant(keys.inputsAt(1)), constant(keys.inputsAt(2))}
         if dims not in ({-1, -2}, {2, 3}):
             return None
-        arguments = [q, keys.inputsAt(0), v, mask, factor, divide]
-        self._replace(node, self._call("attention", arguments, node)[0])
+        mask = self._mask(found, node)
+        arguments = [q, keys.inputsAt(0), v, mask, found.factor, found.divide]
+        self.replace(node, self.call("attention", arguments, node))
         return "attention"
 
+    def _softmax(self, node: Node) -> str | None:
+        """Scores divided or multiplied, plus a mask, through softmax."""
+        dim, dtype = (constant(node.inputsAt(i)) for i in (1, 2))
+        if dim != -1 or dtype is not None or not is_constant(node.inputsAt(2)):
+            return None
+        found = self._scores(node.inputsAt(0), node)
+        if found is None or found.user == node:
+            return None
+        arguments = [found.value, self._mask(found, node), found.factor, found.divide]
+        self.replace(node, self.call("softmax", arguments, node))
+        return f"{found.name} + softmax"
 
-def node_name(kind: str) -> str:
-    """Return the name of an op or of an activation of oneDNN as reports show it."""
-    return {"swish": "silu", CONV: "conv", LINEAR: "linear"}.get(kind, kind)
+    def _scores(self, value: Value, user: Node) -> _Scores | None:
+        """Return what a softmax reads: scores, divided or multiplied, plus a mask or filled by one."""
+        mask, fill, names = None, None, []
+        node = value.node()
+        if node.kind() == "aten::add" and only_use(value, user):
+            if node.inputsSize() != 3 or constant(node.inputsAt(2)) != 1:
+                return None
+            value, mask, user = node.inputsAt(0), node.inputsAt(1), node
+            names = ["add"]
+            if not is_tensor(mask):
+                return None
+        elif node.kind() == "aten::masked_fill" and only_use(value, user):
+            fill = scalar(node.inputsAt(2))
+            value, mask, user = node.inputsAt(0), node.inputsAt(1), node
+            names = ["masked_fill"]
+            if fill is None or fill > _HIDES:  # added, it would not hide the scores
+                return None
+        factor, divide = 1.0, False
+        node = value.node()
+        if node.kind() in ("aten::div", "aten::mul") and only_use(value, user):
+            number = scalar(node.inputsAt(1))
+            if number is None or number <= 0 or node.inputsSize() != 2:
+                return None
+            factor, divide = number, node.kind() == "aten::div"
+            value, user = node.inputsAt(0), node
+            names.insert(0, "div" if divide else "mul")
+        return _Scores(value, user, mask, fill, factor, divide, " + ".join(names))
+
+    def _mask(self, scores: _Scores, before: Node) -> Value | None:
+        """Return the mask to be added."""
+        mask = scores.mask
+        if mask is None or scores.fill is None:
+            return mask
+        while mask.node().kind() in ("aten::expand", "aten::expand_as"):
+            mask = mask.node().inputsAt(0)
+        return self.call("fill", [mask, scores.value, scores.fill], before)
 
 
-def _is_tensor(value: Value) -> bool:
-    return str(value.type()).startswith(("Tensor", "Float(", "BFloat16(", "Half("))
+class _Scores(NamedTuple):
+    value: Value
+    user: Node  #: the node that reads it
+    mask: Value | None
+    fill: float | None  #: what a mask of truth values puts in their place
+    factor: float
+    divide: bool
+    name: str
+
+    def only_read(self) -> bool:
+        """Return whether nothing else needs the scores; the mask that fills may take its size from them."""
+        uses = [use.user for use in self.value.uses() if use.user != self.user]
+        return self.value.node().owningBlock() == self.user.owningBlock() and all(
+            user.kind() == "aten::expand_as"
+            and user.inputsAt(1) == self.value
+            and user.output() == self.mask
+            and only_use(user.output(), self.user)
+            for user in uses
+        )
+
+
+def _is_plain(value: Value) -> bool:
+    """Return whether an argument is a constant and no tensor."""
+    found = constant(value)
+    return is_constant(value) and (found is None or isinstance(found, (bool, int, float, str)))
 
 
 def _behind_cast(value: Value) -> Value:

@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ipex_core._packed import deinterleave_gate_up
 from ipex_core._woq import dequantize, read_layout
 
-__all__ = ["PackedWeight", "captured", "exporting_kernels", "pack", "unpack"]
+__all__ = ["PackedWeight", "captured", "exporting_kernels", "hollow", "pack", "unpack"]
 
 Tensor = torch.Tensor
 
@@ -100,6 +101,19 @@ def unpack(packed: Tensor, form: str, shape: torch.Size, dtype: torch.dtype) -> 
     return plain
 
 
+def hollow(
+    cls: type[torch.Tensor], shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False
+) -> Any:
+    """Make a tensor of a subclass that computes its values itself: all elements share the memory of one NaN.
+
+    Without any memory ``torch.jit.save`` would crash: it writes the parameters of a trace from where they should lie
+    and asks nobody. A program that was saved so has NaN in the place of a weight that it does not use.
+    """
+    with _disable_current_modes():
+        nothing = torch.full((), torch.nan, dtype=dtype, device="cpu").expand(shape)
+        return torch.Tensor._make_subclass(cls, nothing, requires_grad)
+
+
 _CONSTANT = (
     "the weight of an optimized module is packed and cannot be changed in place;"
     " use load_state_dict(), or ipex.restore(model) first"
@@ -135,10 +149,7 @@ class PackedWeight(torch.Tensor):
         The part is the rows from ``start`` on, or, with ``gated``, the gate (0) or the other factor (1) of interleaved
         rows (see `ipex_core.woq.interleave_gate_up`).
         """
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=torch.device("cpu"), requires_grad=requires_grad
-        )
-        assert isinstance(self, PackedWeight)
+        self: PackedWeight = hollow(cls, shape, dtype, requires_grad)
         self.packed = packed
         self.form = form
         self.start = start
@@ -190,6 +201,14 @@ class PackedWeight(torch.Tensor):
                 "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
             )
         return self.plain().numpy()
+
+    def stride(self, dim: Any = None) -> Any:
+        """Return the strides of what reading gives."""
+        return torch.empty(self.shape, device="meta").stride(dim)
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        """Return whether what reading gives has this layout."""
+        return torch.empty(self.shape, device="meta").is_contiguous(memory_format=memory_format)
 
     def tolist(self) -> Any:
         """Return the values as nested lists."""

@@ -2,8 +2,13 @@
 """Fused operations as TorchScript functions, for programs in which no Python runs.
 
 A trace knows one shape. Whether an op can take an operand as it is depends on the shapes of each call, so the tests are
-part of the program: these functions are recorded whole, with their branches.
+part of the program: these functions are recorded whole, with their branches. TorchScript compiles them from this file,
+so they are written in what it understands, and their names are those that a saved program has.
 """
+
+# TorchScript knows the ops; mypy does not, and sees all of them as Any.
+# mypy: disable-error-code="no-any-return"
+# ruff: noqa: PLR1714
 
 from __future__ import annotations
 
@@ -13,13 +18,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["function", "tracing"]
 
-# Compiled by TorchScript, which reads annotations of the old kind only and no docstrings worth having.
-_SOURCE = """
-def linear(x, weight, n: int, bias: Optional[Tensor], post: str, mul: Optional[Tensor],
-           residual: Optional[Tensor], residual2: Optional[Tensor]):
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    n: int,
+    bias: Tensor | None,
+    post: str,
+    mul: Tensor | None,
+    residual: Tensor | None,
+    residual2: Tensor | None,
+) -> Tensor:
     # activation(x @ weight.T + bias) * mul + residual + residual2
     shape = x.size()
     shape[-1] = n
@@ -41,50 +54,124 @@ def linear(x, weight, n: int, bias: Optional[Tensor], post: str, mul: Optional[T
         y = y + residual2
     return y
 
-def linear_add(x, weight, n: int, bias: Optional[Tensor], post: str, residual):
+
+def linear_add(
+    x: Tensor, weight: Tensor, n: int, bias: Tensor | None, post: str, residual: Tensor
+) -> Tensor:
     shape = x.size()
     shape[-1] = n
     if residual.dtype == x.dtype and residual.size() == shape:
         return torch.ops.ipex.linear(x, weight, n, bias, residual, post)
     return torch.ops.ipex.linear(x, weight, n, bias, None, post) + residual
 
-def linear_mul(x, weight, n: int, bias: Optional[Tensor], post: str, factor):
+
+def linear_mul(
+    x: Tensor, weight: Tensor, n: int, bias: Tensor | None, post: str, factor: Tensor
+) -> Tensor:
     shape = x.size()
     shape[-1] = n
     if factor.dtype == x.dtype and factor.size() == shape:
         return torch.ops.ipex.linear(x, weight, n, bias, None, post, factor)
     return torch.ops.ipex.linear(x, weight, n, bias, None, post) * factor
 
-def add_layer_norm(x, residual, weight: Optional[Tensor], bias: Optional[Tensor], eps: float):
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     if x.dtype == residual.dtype and x.size() == residual.size():
         return torch.ops.ipex.add_layer_norm(x, residual, weight, bias, eps)
     y = x + residual
     return torch.layer_norm(y, [y.size(-1)], weight, bias, eps), y
 
-def add_rms_norm(x, residual, weight: Optional[Tensor], eps: float):
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     if x.dtype == residual.dtype and x.size() == residual.size():
         return torch.ops.ipex.add_rms_norm(x, residual, weight, eps)
     y = x + residual
     return torch.ops.ipex.rms_norm(y, weight, eps), y
 
-def conv_add(x, other, w, b: Optional[Tensor], padding: List[int], stride: List[int],
-             dilation: List[int], groups: int, relu: bool):
-    h = (x.size(2) + 2 * padding[0] - dilation[0] * (w.size(2) - 1) - 1) // stride[0] + 1
-    l = (x.size(3) + 2 * padding[1] - dilation[1] * (w.size(3) - 1) - 1) // stride[1] + 1
-    if other.dtype == x.dtype and other.size() == [x.size(0), w.size(0), h, l]:
-        post: Optional[str] = None
-        if relu:
-            post = "relu"
-        return torch.ops.mkldnn._convolution_pointwise(
-            x, other, w, b, padding, stride, dilation, groups, "add", 1.0, post, [], "")
+
+def conv_add(
+    x: Tensor,
+    other: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    padding: list[int],
+    stride: list[int],
+    dilation: list[int],
+    groups: int,
+    relu: bool,
+) -> Tensor:
+    # A convolution of images, plus a tensor, perhaps through relu.
+    size = [x.size(0), w.size(0)]
+    for i in range(len(stride)):
+        reach = dilation[i] * (w.size(i + 2) - 1) + 1
+        size.append((x.size(i + 2) + 2 * padding[i] - reach) // stride[i] + 1)
+    if other.dtype == x.dtype and other.size() == size:
+        # Groups are not fused by torch, and what it does instead knows no relu in bfloat16.
+        post = "relu" if relu and groups == 1 else None
+        y = torch.ops.mkldnn._convolution_pointwise(
+            x, other, w, b, padding, stride, dilation, groups, "add", 1.0, post, [], ""
+        )
+        return y.relu_() if relu and groups > 1 else y
     y = torch.ops.mkldnn._convolution_pointwise(
-        x, w, b, padding, stride, dilation, groups, "none", [], "")
+        x, w, b, padding, stride, dilation, groups, "none", [], ""
+    )
     y = y + other
     if relu:
         y = torch.relu(y)
     return y
 
-def attention(q, k, v, mask: Optional[Tensor], factor: float, divide: bool):
+
+def add_in_place(y: Tensor, other: Tensor) -> Tensor:
+    # The sum, in the memory of y where it fits there.
+    fits = y.dtype == other.dtype and other.dim() <= y.dim()
+    if fits:
+        for i in range(other.dim()):
+            n = other.size(-1 - i)
+            fits = fits and (n == 1 or n == y.size(-1 - i))
+    if fits:
+        return y.add_(other)
+    return y + other
+
+
+def scale_in_place(y: Tensor, factor: float, divide: bool) -> Tensor:
+    if y.is_floating_point():
+        return y.div_(factor) if divide else y.mul_(factor)
+    return y / factor if divide else y * factor
+
+
+def softmax(x: Tensor, mask: Tensor | None, factor: float, divide: bool) -> Tensor:
+    # Over the last dimension of the scores, times or divided by a number, plus a mask.
+    fits = x.dim() > 0
+    fits = fits and (
+        x.dtype == torch.float32 or x.dtype == torch.bfloat16 or x.dtype == torch.float16
+    )
+    if mask is not None:
+        fits = fits and mask.dtype == x.dtype and mask.dim() <= x.dim()
+        if fits:
+            for i in range(mask.dim()):
+                n = mask.size(-1 - i)
+                fits = fits and (n == 1 or n == x.size(-1 - i))
+    if fits:
+        return torch.ops.ipex.softmax(x, mask, 1.0 / factor if divide else factor)
+    y = x / factor if divide else x * factor
+    if mask is not None:
+        y = y + mask
+    return torch.softmax(y, -1)
+
+
+def fill(mask: Tensor, like: Tensor, value: float) -> Tensor:
+    # A mask to be added in the place of one that fills.
+    zero = torch.zeros(mask.size(), dtype=like.dtype, device=like.device)
+    return zero.masked_fill(mask, value)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: float, divide: bool
+) -> Tensor:
     # The scores times or divided by a number, plus a mask, through softmax, times the values.
     fits = q.dim() == 4 and k.dim() == 4 and k.size() == v.size()
     fits = fits and q.dtype == k.dtype and q.dtype == v.dtype
@@ -107,7 +194,16 @@ def attention(q, k, v, mask: Optional[Tensor], factor: float, divide: bool):
         scores = scores + mask
     return torch.matmul(torch.softmax(scores, -1), v)
 
-def sdpa(q, k, v, mask: Optional[Tensor], causal: bool, scale: Optional[float], gqa: bool):
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> Tensor:
     fits = q.dim() == 4 and k.dim() == 4 and k.size() == v.size()
     fits = fits and q.dtype == k.dtype and q.dtype == v.dtype
     fits = fits and q.size(0) == k.size(0) and q.size(3) == k.size(3)
@@ -121,8 +217,9 @@ def sdpa(q, k, v, mask: Optional[Tensor], causal: bool, scale: Optional[float], 
         if scale is not None:
             s = scale
         return torch.ops.ipex.attention(q, k, v, mask, s, causal)
-    return torch.ops.aten.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
-"""
+    return torch.ops.aten.scaled_dot_product_attention(
+        q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa
+    )
 
 
 def tracing() -> bool:
@@ -131,13 +228,9 @@ def tracing() -> bool:
 
 
 @functools.cache
-def _compiled() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls TorchScript deprecated
-        return torch.jit.CompilationUnit(_SOURCE)
-
-
 def function(name: str) -> Callable[..., Any]:
     """Return a compiled function by its name; calls of it are recorded as they are."""
-    found: Callable[..., Any] = getattr(_compiled(), name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls TorchScript deprecated
+        found: Callable[..., Any] = torch.jit.script(globals()[name])
     return found
