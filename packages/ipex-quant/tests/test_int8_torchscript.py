@@ -94,7 +94,9 @@ def check(model, shape):
 def test_documented_patterns(layer):
     kind, shape = LAYERS[layer]
     op = "ipex::int8_linear(" if kind is nn.Linear else "ipex_quant::int8_conv"
-    for post in POSTS.values():
+    # Preparing takes a second: all of them where there are kernels of their own, some elsewhere.
+    names = POSTS if layer in ("conv2d", "linear") else ("elu", "relu")
+    for post in (POSTS[name] for name in names):
         graph = check(quantised(Net(kind, post), shape), shape)
         assert graph.count(op) == 2
         assert "aten::_convolution" not in graph and "aten::linear" not in graph
