@@ -31,6 +31,12 @@ import ipex_quant.prepare_convert
 import ipex_quant.qconfig
 import ipex_quant.quantize
 import ipex_quant.static_qconfig
+import ipex_runtime.cpupool
+import ipex_runtime.memory
+import ipex_runtime.multi_stream
+import ipex_runtime.runtime_utils
+import ipex_runtime.task
+import ipex_runtime.topology
 
 __all__ = ["pages"]
 
@@ -43,6 +49,7 @@ def pages() -> dict[str, str]:
         "engine.md": engine_page(),
         "llm.md": llm_page(),
         "quantization.md": quantization_page(),
+        "runtime.md": runtime_page(),
     }
 
 
@@ -172,6 +179,25 @@ def quantization_page() -> str:
     # What a layer computes, saves and shows is in its base class.
     layer = ".. autoclass:: ipex_quant.linear.WeightOnlyQuantizedLinear\n   :members:"
     return "\n".join(lines).replace(layer, f"{layer}\n   :inherited-members: Module")
+
+
+def runtime_page() -> str:
+    """Return the reference of the runtime."""
+    lines = ["# Runtime: reference", ""]
+    lines += [
+        "`ipex.runtime`, generated from the docstrings; [Cores, pools and streams](../runtime.md) shows it at work.",
+        "",
+    ]
+    for title, module in (
+        ("Pools and pins", ipex_runtime.cpupool),
+        ("Tasks", ipex_runtime.task),
+        ("Streams", ipex_runtime.multi_stream),
+        ("Topology: `ipex.runtime.topology`", ipex_runtime.topology),
+        ("Memory", ipex_runtime.memory),
+        ("Helpers", ipex_runtime.runtime_utils),
+    ):
+        lines += section(title, members(module))
+    return "\n".join(lines)
 
 
 def members(module: ModuleType, elsewhere: ModuleType | None = None) -> list[str]:

@@ -58,12 +58,14 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 def guess(args: Sequence[Any], kwargs: Mapping[str, Any]) -> MultiStreamModuleHint:
     """Return hints for a call without any: all tensors whose first dimension is that of the first tensor."""
-    tensors = (t for t in _tensors((args, kwargs)) if t.dim() > 0)
-    first = next(tensors, None)
-    if first is None:
-        return MultiStreamModuleHint()
-    size = first.size(0)
     hint = MultiStreamModuleHint()
+    if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # the usual call
+        hint.args = [0 if args[0].dim() else None]
+        return hint
+    first = next((t for t in _tensors((args, kwargs)) if t.dim() > 0), None)
+    if first is None:
+        return hint
+    size = first.size(0)
     hint.args = [_guess(value, size) for value in args]
     hint.kwargs = {name: _guess(value, size) for name, value in kwargs.items()}
     return hint
@@ -185,23 +187,25 @@ def cut(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the arguments of each part; tensors are views."""
     args, kwargs = arguments
-    parts = []
-    start = 0
-    for length in lengths:
-        own = [_cut(v, d, start, length) for v, d in zip(args, hint.args, strict=False)]
-        named = {n: _cut(v, hint.kwargs.get(n), start, length) for n, v in kwargs.items()}
-        parts.append(((*own, *args[len(own) :]), named))
-        start += length
-    return parts
+    hints = [*hint.args, *[None] * (len(args) - len(hint.args))]
+    own = [_cut(value, dim, lengths) for value, dim in zip(args, hints, strict=True)]
+    named = {name: _cut(value, hint.kwargs.get(name), lengths) for name, value in kwargs.items()}
+    return [
+        (tuple(parts[i] for parts in own), {name: parts[i] for name, parts in named.items()})
+        for i in range(len(lengths))
+    ]
 
 
-def _cut(value: Any, hint: Any, start: int, length: int) -> Any:
+def _cut(value: Any, hint: Any, lengths: Sequence[int]) -> Sequence[Any]:
+    """Return the part of each stream."""
     if hint is None:
-        return value
+        return [value] * len(lengths)
     if isinstance(value, torch.Tensor):
-        return value.narrow(hint, start, length)
-    inner = {key: _cut(v, dim, start, length) for key, v, dim in _inside("", value, hint)}
-    return _like(value, inner)
+        return torch.split_with_sizes(value, lengths, hint)
+    inner = {key: _cut(v, dim, lengths) for key, v, dim in _inside("", value, hint)}
+    return [
+        _like(value, {key: parts[i] for key, parts in inner.items()}) for i in range(len(lengths))
+    ]
 
 
 def _like(value: Any, inner: dict[Any, Any]) -> Any:

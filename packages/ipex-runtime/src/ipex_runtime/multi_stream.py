@@ -19,7 +19,6 @@ from ipex_runtime.cpupool import CPUPool
 __all__ = [
     "MultiStreamModule",
     "MultiStreamModuleHint",
-    "_MultiStreamBenchmarkModule",
     "get_default_num_streams",
 ]
 
