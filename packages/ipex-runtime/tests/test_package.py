@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -44,3 +45,15 @@ def test_what_the_doctor_shows(recorded, machine):
     rows, advice = ipex_runtime.doctor(str(machine.root))
     assert ("cores", "16 in 2 package(s), 2 hardware thread(s) each") in rows
     assert any("sub-NUMA" in line for line in advice)
+
+
+def test_names_of_the_facade():
+    ipex = pytest.importorskip("ipex")
+    installed = {entry.name for entry in importlib.metadata.entry_points(group="ipex.components")}
+    if "runtime" not in installed:
+        pytest.skip("ipex-runtime is not installed, only importable")
+    import intel_extension_for_pytorch.cpu.runtime.task as old
+
+    assert ipex.runtime is ipex.cpu.runtime is ipex_runtime
+    assert old.Task is ipex_runtime.Task
+    assert ipex.cpu.runtime.runtime_utils.get_num_nodes() >= 1
