@@ -349,6 +349,32 @@ def test_attention_with_a_filling_mask():
     assert check(Filled(), call, other) == {"attention": 1}
 
 
+class Stock(nn.Module):
+    """Attention as models call it today."""
+
+    def __init__(self, causal, masked):
+        super().__init__()
+        self.causal, self.masked = causal, masked
+
+    def forward(self, q, k, v, mask):
+        mask = mask if self.masked else None
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("how", ["causal", "masked", "plain"])
+def test_stock_attention(how, dtype):
+    def call(heads, q, k):
+        wide = [torch.randn(2, heads, n, 16).to(dtype) for n in (q, k, k)]
+        return (*wide, torch.rand(2, 1, q, k) > 0.1)
+
+    model = Stock(how == "causal", how == "masked")
+    calls = [call(4, 16, 16), call(2, 2, 2), call(1, 130, 130)]
+    tolerance = 5e-2 if dtype is torch.bfloat16 else 1e-4
+    assert check(model, *calls, tolerance=tolerance) == {"attention": 1}
+
+
 class Concat(nn.Module):
     """A block of a three-dimensional U-Net."""
 

@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["constant", "is_constant", "is_tensor", "only_use", "scalar", "weight"]
+__all__ = [
+    "behind_cast",
+    "constant",
+    "is_constant",
+    "is_tensor",
+    "mean_square",
+    "only_use",
+    "scalar",
+    "weight",
+]
 
 # torch declares the classes of graphs without their methods.
 Node = Any
@@ -63,3 +72,30 @@ def only_use(value: Value, user: Node) -> bool:
     if len(uses) != 1 or uses[0].user != user:
         return False
     return bool(value.node().owningBlock() == user.owningBlock())
+
+
+def behind_cast(value: Value) -> Value:
+    """Return what a cast reads, or the value itself."""
+    node = value.node()
+    return (
+        node.inputsAt(0) if node.kind() in ("aten::to", "aten::type_as", "aten::float") else value
+    )
+
+
+def mean_square(root: Value, x: Value) -> float | None:
+    """Return eps if a value is ``rsqrt(mean(x ** 2, -1, keepdim) + eps)``."""
+    if root.node().kind() != "aten::rsqrt":
+        return None
+    add = root.node().inputsAt(0).node()
+    if add.kind() != "aten::add" or constant(add.inputsAt(2)) != 1:
+        return None
+    eps, mean = scalar(add.inputsAt(1)), add.inputsAt(0).node()
+    if eps is None or mean.kind() != "aten::mean" or mean.inputsSize() != 4:
+        return None
+    if constant(mean.inputsAt(1)) != [-1] or constant(mean.inputsAt(2)) is not True:
+        return None
+    power = mean.inputsAt(0).node()
+    square = power.kind() == "aten::square" or (
+        power.kind() == "aten::pow" and scalar(power.inputsAt(1)) == 2.0
+    )
+    return eps if square and power.inputsAt(0) == x else None

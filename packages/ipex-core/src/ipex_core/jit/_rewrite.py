@@ -12,9 +12,11 @@ from ipex_core.jit._editor import Editor
 from ipex_core.jit._nodes import (
     Node,
     Value,
+    behind_cast,
     constant,
     is_constant,
     is_tensor,
+    mean_square,
     only_use,
     scalar,
     weight,
@@ -67,6 +69,7 @@ class Rewriter(Editor):
         Convolutions(self).run()
         if has_kernel("attention"):
             self.each("aten::matmul", self._attention)
+            self.each("aten::scaled_dot_product_attention", self._sdpa)
             passes._jit_pass_dce(self.graph)  # the scores are not for the patterns that follow
         if has_kernel("softmax"):
             self.each("aten::softmax", self._softmax)
@@ -193,15 +196,15 @@ class Rewriter(Editor):
             scale = weight(w, 1)
             if scale is None:
                 continue
-            inner = _behind_cast(value).node()
+            inner = behind_cast(value).node()
             if inner.kind() != "aten::mul":
                 continue
             for x, root in (tuple(inner.inputs()), tuple(inner.inputs())[::-1]):
-                eps = _mean_square(root, x)
+                eps = mean_square(root, x)
                 if eps is None:
                     continue
-                source = _behind_cast(x)
-                if source is not x and _behind_cast(value) is value:
+                source = behind_cast(x)
+                if source is not x and behind_cast(value) is value:
                     continue  # stays float32 behind the norm
                 new = self.op("ipex::rms_norm", [source, w, eps, 0.0], node)
                 self.replace(node, new.output())
@@ -294,6 +297,19 @@ class Rewriter(Editor):
         self.replace(node, self.call("attention", arguments, node))
         return "attention"
 
+    def _sdpa(self, node: Node) -> str | None:
+        """The stock function; which of the two is faster depends on the sizes of each call."""
+        if node.inputsSize() != 8:
+            return None
+        q, k, v, mask, dropout, causal, scale, gqa = node.inputs()
+        plain = [constant(one) for one in (causal, scale, gqa)]
+        if scalar(dropout) != 0.0 or not all(map(is_constant, (causal, scale, gqa))):
+            return None
+        if not is_constant(mask) and not is_tensor(mask):
+            return None
+        self.replace(node, self.call("sdpa", [q, k, v, mask, *plain], node))
+        return "attention"
+
     def _softmax(self, node: Node) -> str | None:
         """Scores divided or multiplied, plus a mask, through softmax."""
         dim, dtype = (constant(node.inputsAt(i)) for i in (1, 2))
@@ -369,29 +385,3 @@ def _is_plain(value: Value) -> bool:
     """Return whether an argument is a constant and no tensor."""
     found = constant(value)
     return is_constant(value) and (found is None or isinstance(found, (bool, int, float, str)))
-
-
-def _behind_cast(value: Value) -> Value:
-    node = value.node()
-    return (
-        node.inputsAt(0) if node.kind() in ("aten::to", "aten::type_as", "aten::float") else value
-    )
-
-
-def _mean_square(root: Value, x: Value) -> float | None:
-    """Return eps if a value is ``rsqrt(mean(x ** 2, -1, keepdim) + eps)``."""
-    if root.node().kind() != "aten::rsqrt":
-        return None
-    add = root.node().inputsAt(0).node()
-    if add.kind() != "aten::add" or constant(add.inputsAt(2)) != 1:
-        return None
-    eps, mean = scalar(add.inputsAt(1)), add.inputsAt(0).node()
-    if eps is None or mean.kind() != "aten::mean" or mean.inputsSize() != 4:
-        return None
-    if constant(mean.inputsAt(1)) != [-1] or constant(mean.inputsAt(2)) is not True:
-        return None
-    power = mean.inputsAt(0).node()
-    square = power.kind() == "aten::square" or (
-        power.kind() == "aten::pow" and scalar(power.inputsAt(1)) == 2.0
-    )
-    return eps if square and power.inputsAt(0) == x else None

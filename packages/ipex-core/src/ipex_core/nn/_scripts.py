@@ -173,7 +173,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: float, divide: bool
 ) -> Tensor:
     # The scores times or divided by a number, plus a mask, through softmax, times the values.
-    fits = q.dim() == 4 and k.dim() == 4 and k.size() == v.size()
+    fits = q.dim() == 4 and k.dim() == 4 and k.size() == v.size() and q.dtype != torch.float64
     fits = fits and q.dtype == k.dtype and q.dtype == v.dtype
     fits = fits and q.size(0) == k.size(0) and q.size(1) == k.size(1) and q.size(3) == k.size(3)
     if mask is not None:
@@ -204,7 +204,7 @@ def sdpa(
     scale: float | None,
     gqa: bool,
 ) -> Tensor:
-    fits = q.dim() == 4 and k.dim() == 4 and k.size() == v.size()
+    fits = q.dim() == 4 and k.dim() == 4 and k.size() == v.size() and q.dtype != torch.float64
     fits = fits and q.dtype == k.dtype and q.dtype == v.dtype
     fits = fits and q.size(0) == k.size(0) and q.size(3) == k.size(3)
     if fits:
@@ -212,6 +212,14 @@ def sdpa(
     if mask is not None:
         fits = fits and not causal and mask.dim() >= 2 and mask.dim() <= 4
         fits = fits and (mask.dtype == q.dtype or mask.dtype == torch.bool)
+    if fits:  # as `prefer_ipex_attention` says
+        rows = q.size(2)
+        if q.dtype == torch.float32:
+            fits = rows >= 128
+        elif q.size(1) == k.size(1):
+            fits = rows >= 8
+        else:
+            fits = q.size(1) * rows >= 4 * k.size(1)
     if fits:
         s = 0.0
         if scale is not None:
