@@ -120,6 +120,22 @@ def test_control_flow_on_data_names_torchs_reason(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
 
 
+def test_language_models_are_told_to_be_restored(tmp_path: Path) -> None:
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.neg() if x.sum().item() > 0 else x
+
+    model = nn.Sequential(Layer()).eval()
+    with pytest.raises(ExportError) as plain:
+        ipex_core.export(model, X, tmp_path / "model.pt2")
+    assert "restore" not in str(plain.value)
+    Layer.__module__ = "ipex_llm._layers"
+    with pytest.raises(
+        ExportError, match=r"ipex.llm.optimize has put .* ipex.restore\(model\) first"
+    ):
+        ipex_core.export(model, X, tmp_path / "model.pt2")
+
+
 def test_wrong_model(tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     with pytest.raises(TypeError, match=r"export: model must be a torch.nn.Module, got function"):

@@ -170,7 +170,10 @@ def _record(
         # Even without anything to decompose it makes the graph functional, which the names of the weights depend on.
         program = program.run_decompositions(dict(PORTABLE))
     except Exception as error:
-        raise ExportError(_reason("torch.export cannot record the model", error)) from error
+        what = "torch.export cannot record the model"
+        if any(type(part).__module__.startswith("ipex_llm.") for part in model.modules()):
+            what += " with what ipex.llm.optimize has put into it, ipex.restore(model) first"
+        raise ExportError(_reason(what, error)) from error
     _unpack(program)
     stuck = {
         str(node.target)
