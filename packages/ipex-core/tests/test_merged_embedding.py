@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import ipex_core.nn
+from ipex_core import optimize
 from ipex_core._spec import specs
 from ipex_core.nn import modules
 from ipex_core.nn.functional import InteractionFunc, interaction
@@ -344,6 +345,10 @@ def test_int8_tables(dtype):
     other.load_state_dict(small.state_dict())
     with torch.no_grad():
         assert torch.equal(other(*lookups(), dense.to(dtype)), got)
+        cast = optimize(torch.nn.ModuleList([small]).eval(), dtype=torch.bfloat16)[0]
+        assert torch.equal(cast(*lookups(), dense.to(dtype)), got)
+        cast = copy.deepcopy(small).bfloat16()
+        torch.testing.assert_close(cast(*lookups(), dense.to(dtype)), got, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(

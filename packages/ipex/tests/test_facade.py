@@ -80,6 +80,12 @@ def test_version(capsys):
     assert "torch 2." in out
 
 
+def test_modules_of_layers_have_the_paths_of_ipex():
+    for name in ("merged_embeddingbag", "_roi_align"):
+        old = importlib.import_module(f"intel_extension_for_pytorch.nn.modules.{name}")
+        assert old is importlib.import_module(f"ipex_core.nn.modules.{name}")
+
+
 def test_submodules_are_the_modules_of_core():
     import ipex.config
     import ipex.errors

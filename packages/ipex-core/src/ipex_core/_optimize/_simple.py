@@ -114,6 +114,8 @@ class Kernels(Pass):
         shape = getattr(module, "normalized_shape", (1,))
         if len(shape) != 1:
             return "normalizes over several dimensions"
+        if isinstance(module, nn.EmbeddingBag) and module.mode != "mean":
+            return f"the stock op is faster for mode {module.mode}"
         if type(module) in _KERNELS:
             return swap_reason(module)
         return None

@@ -98,7 +98,7 @@ class OptimizedSoftmax(OptimizedModule, nn.Softmax):
 
 
 class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
-    """`torch.nn.EmbeddingBag`."""
+    """`torch.nn.EmbeddingBag`; the mean by our op, sums by the stock one, which is as fast as the memory."""
 
     def forward(
         self,
@@ -110,44 +110,37 @@ class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
         weight = self.weight
         if per_sample_weights is not None:
             per_sample_weights = self._cast(per_sample_weights, weight)
-        if not self._fits(input, offsets, per_sample_weights):
+        if per_sample_weights is not None or not self._fits(input, offsets):
             return super().forward(input, offsets, per_sample_weights)
         last = self.include_last_offset
         if offsets is None:
             count, size = input.shape
             offsets = torch.arange(count, dtype=input.dtype, device=input.device) * size
             input, last = input.reshape(-1), False
-            if per_sample_weights is not None:
-                per_sample_weights = per_sample_weights.reshape(-1)
-        factors = [] if per_sample_weights is None else [per_sample_weights]
         bags: Tensor = call(
             torch.ops.ipex.merged_embeddingbag_forward.default,
             [weight],
             [input],
             [offsets],
-            factors,
+            [],
             self.mode,
             last,
         )
         return bags[0]
 
-    def _fits(self, input: Tensor, offsets: Tensor | None, factors: Tensor | None) -> bool:
+    def _fits(self, input: Tensor, offsets: Tensor | None) -> bool:
         """Return whether our op takes the call; what is wrong or special goes to the stock op."""
-        if torch.is_grad_enabled() and (
-            self.weight.requires_grad or (factors is not None and factors.requires_grad)
-        ):
-            return False
         return (
             self._kernel
-            and self.mode in ("sum", "mean")
+            and self.mode == "mean"
             and self.padding_idx is None
             and self.max_norm is None
+            and not (torch.is_grad_enabled() and self.weight.requires_grad)
             and _takes(self.weight)
             and not stock_only(input)
             and input.dim() == (2 if offsets is None else 1)
             and (offsets is None or (offsets.dim() == 1 and offsets.dtype is input.dtype))
             and (offsets is not None or not self.include_last_offset)
-            and (factors is None or (factors.shape == input.shape and self.mode == "sum"))
         )
 
 

@@ -251,10 +251,10 @@ class DistMergeEmbeddingBagWithAdaGrad(MergedEmbeddingBagWithAdaGrad):
 
     def _compare(self, lookups: Lookups, batch: int) -> None:
         """Check that all ranks look up the same: sizes of exchanges depend on it."""
-        total = sum(
-            int(index.sum()) * (i + 1) + int(offset.sum()) * (i + 7)
-            for i, (index, offset) in enumerate(zip(*lookups[:2], strict=True))
-        )
+        total = 0
+        for value in (*lookups.indices, *lookups.offsets):
+            places = torch.arange(1, value.shape[0] + 1)
+            total = (31 * total + int((value.long() * places).sum())) % (1 << 62)
         own = torch.tensor([[batch, total]] * self.world_size)
         one = [1] * self.world_size
         with self._named("forward"):
@@ -305,7 +305,5 @@ class DistMergeEmbeddingBagWithAdaGrad(MergedEmbeddingBagWithAdaGrad):
         self._backward(list(grads.unbind(0)), weights, plan.lookups, wanted)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "group": None,
-        }  # groups cannot be copied; the default one stands in
+        # Groups cannot be copied; the default one stands in.
+        return {**self.__dict__, "group": None}

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ipex_core.nn.merged_embedding._memory import on_huge_pages
-from ipex_core.nn.merged_embedding._tables import EmbeddingSpec, MergedEmbeddingBag
+from ipex_core.nn.merged_embedding._tables import MergedEmbeddingBag
 from ipex_core.ops.merged_embeddingbag_int8 import quantize_table
 
 __all__ = ["MergedEmbeddingBagWithCat"]
@@ -28,11 +27,6 @@ class MergedEmbeddingBagWithCat(MergedEmbeddingBag):
         ValueError: There is no table, or a mode is neither ``"sum"`` nor ``"mean"``.
     """
 
-    def __init__(self, embedding_specs: Sequence[EmbeddingSpec]) -> None:
-        super().__init__(embedding_specs)
-        #: Of each row, where the tables are int8.
-        self.scales = nn.ParameterList()
-
     def to_int8(self) -> None:
         """Round the tables to int8 with a scale for each row: a quarter of the memory of float32.
 
@@ -43,14 +37,12 @@ class MergedEmbeddingBagWithCat(MergedEmbeddingBag):
         for i, weight in enumerate(self.weights):
             numbers, scale = quantize_table(weight)
             self.weights[i] = nn.Parameter(numbers, requires_grad=False)
-            self.scales.append(nn.Parameter(scale, requires_grad=False))
+            self.register_buffer(f"scale_{i}", scale)
         self.dtype = torch.int8
 
-    def use_huge_pages(self) -> None:
-        """Move the tables and their scales to huge pages; see `MergedEmbeddingBag`."""
-        super().use_huge_pages()
-        for scale in self.scales:
-            scale.data = on_huge_pages(scale.data)
+    def _scales(self) -> list[Tensor]:
+        # Who casts a model casts its buffers.
+        return [self.get_buffer(f"scale_{i}").float() for i in range(self.n_tables)]
 
     def forward(  # type: ignore[override]
         self, indices: Sequence[Tensor], offsets: Sequence[Tensor], dense_feature: Tensor
@@ -79,7 +71,7 @@ class MergedEmbeddingBagWithCat(MergedEmbeddingBag):
         result: Tensor
         if self.dtype == torch.int8:
             result = torch.ops.ipex.merged_embeddingbag_int8_cat_forward(
-                dense_feature, list(self.weights), list(self.scales), *rest, *settings
+                dense_feature, list(self.weights), self._scales(), *rest, *settings
             )
         else:
             result = torch.ops.ipex.merged_embeddingbag_cat_forward(
