@@ -477,3 +477,24 @@ def test_after_optimize(kernels):
         x = torch.randn(5, 64, dtype=torch.bfloat16)
         close(compiled(x), model(x))
     assert len(ipex_core.explain(compiled).graphs) == 1
+
+
+def test_graphs_below_autograd_track_changes_and_views():
+    def function(x, y):
+        y.add_(1)
+        return torch.ops.ipex.rms_norm(x, None, 1e-6), x[:1], y
+
+    compiled = torch.compile(function, backend=ipex_backend, fullgraph=True)
+    x, y = torch.randn(4, 8), torch.zeros(3)
+    before = y._version
+    normed, view, same = compiled(x, y)
+    assert y._version > before and same is y and y.tolist() == [1, 1, 1]
+    close(normed, torch.ops.ipex.rms_norm(x, None, 1e-6))
+    assert view._base is x and view.data_ptr() == x.data_ptr()
+    leaf = torch.ones(1, 8, requires_grad=True)
+    view.mul_(leaf)  # autograd knows the view: its base takes part in the graph
+    assert x.requires_grad
+    x.sum().backward()
+    assert leaf.grad is not None
+    with torch.no_grad():
+        assert not compiled(leaf, y)[0].requires_grad

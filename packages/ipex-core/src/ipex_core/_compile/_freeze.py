@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ipex_core._compile._report import GraphReport
@@ -71,11 +72,24 @@ def lift_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[i
     return lifted
 
 
+def _below_autograd(compiled: Compiled) -> Compiled:
+    def call(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return compiled(*args)
+
+    return call
+
+
 class CompiledGraph:
-    """What Dynamo gets: a compiled graph with the report on its passes."""
+    """What Dynamo gets: a compiled graph with the report on its passes.
+
+    A graph for inference runs below autograd: nothing in it records a gradient, and each call of an op of ours would
+    otherwise go through autograd's kernel, which is written in Python. In-place changes and views are tracked as ever:
+    that is the business of another dispatch key.
+    """
 
     def __init__(self, compiled: Compiled, report: GraphReport) -> None:
-        self._compiled = compiled
+        self._compiled = _below_autograd(compiled) if report.inference else compiled
         self.report = report
 
     def __call__(self, *args: Any) -> Any:
