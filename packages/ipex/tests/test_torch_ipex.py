@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import ipex  # noqa: F401  (registers the names)
+import ipex
 from ipex._torch_ipex._alias_op import alias_names
 from ipex_core import _woq
 
@@ -22,6 +22,8 @@ WANTED = (
         for name in (
             "ROIAlign_backward",
             "ROIAlign_forward",
+            "adagrad_fused_step",
+            "adam_fused_step",
             "add_layernorm",
             "add_rmsnorm",
             "add_softmax_",
@@ -31,6 +33,7 @@ WANTED = (
             "box_head_nms",
             "cast_from_fp8",
             "cast_to_fp8",
+            "cat_bfloat16_float",
             "causal_conv1d_fn",
             "causal_conv1d_update",
             "cumsum",
@@ -43,9 +46,12 @@ WANTED = (
             "fp8_linear",
             "frozen_batch_norm",
             "ipex_lstm",
+            "lamb_fused_step",
+            "lars_fused_step",
             "locations_to_boxes",
             "masked_multihead_self_attention",
             "nms",
+            "packed_add",
             "parallel_scale_back_batch",
             "punica_bgmv_expand",
             "punica_bgmv_expand_slice",
@@ -60,8 +66,12 @@ WANTED = (
             "rpn_nms",
             "selective_scan_fn",
             "selective_state_update",
+            "sgd_fused_step",
             "single_query_cached_kv_attention",
+            "split_float_bfloat16",
             "static_scaled_fp8_quant",
+            "sync_master_weight_to_bf16",
+            "sync_master_weight_to_fp16",
             "woq_linear",
         )
     ),
@@ -441,3 +451,66 @@ def test_recommendation():
     )
     assert squares[1][:, 0].tolist() == [0.0, 4.0, 1.0, 0.0, 0.0, 0.0]
     assert tables[0][:, 0].tolist() == [1.0, 0.25, 0.5, 1.0, 1.0]
+
+
+def test_steps_of_optimizers() -> None:
+    """Each step equals that of the op below; an empty second parameter stands for none."""
+    none = torch.empty(0)
+    start, grad = torch.randn(4, 3), torch.randn(4, 3)
+
+    p = start.clone()
+    buffer = OPS.sgd_fused_step(p, grad, None, none, 0.9, 0.1, 0.0, 0.0, False)
+    assert torch.equal(buffer, grad)
+    again = OPS.sgd_fused_step(p, grad, buffer, none, 0.9, 0.1, 0.0, 0.0, False)
+    torch.testing.assert_close(p, start - 0.1 * grad - 0.1 * 1.9 * grad)
+    assert again.data_ptr() == buffer.data_ptr()
+    assert OPS.sgd_fused_step(p, grad, None, none, 0.0, 0.1, 0.0, 0.0, False) is None
+
+    p, total = start.clone(), torch.zeros(4, 3)
+    out = OPS.adagrad_fused_step(p, grad, total, none, 1.0, 0.1, 0.0, 0.0, 1e-10)
+    assert out[0] is p or out[0].data_ptr() == p.data_ptr()
+    torch.testing.assert_close(p, start - 0.1 * grad.sign(), rtol=1e-4, atol=1e-4)
+
+    p, states = start.clone(), [torch.zeros(4, 3) for _ in range(2)]
+    OPS.adam_fused_step(p, *states, none, grad, none, False, 1.0, 0.9, 0.999, 0.1, 0.0, 1e-8)
+    torch.testing.assert_close(p, start - 0.1 * grad.sign(), rtol=1e-4, atol=1e-4)
+
+    p, states = start.clone(), [torch.zeros(4, 3) for _ in range(2)]
+    OPS.lamb_fused_step(p, *states, grad, none, 1, 0.9, 0.999, 0.1, 0.0, 1e-8)
+    assert not torch.equal(p, start)
+    p = start.clone()
+    assert (
+        OPS.lars_fused_step(p, grad, None, none, 0.9, 0.1, 1e-3, 0.0, 0.0, 0.0, False) is not None
+    )
+    assert not torch.equal(p, start)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_packed_add(sparse: bool) -> None:
+    value = torch.randn(5, 4)
+    top, bottom = OPS.split_float_bfloat16(value)
+    assert torch.equal(OPS.cat_bfloat16_float(top, bottom), value)
+    grad = torch.randn(5, 4).bfloat16()
+    want = value + -0.1 * grad.float()
+    OPS.packed_add(top, bottom, grad.to_sparse() if sparse else grad, -0.1)
+    torch.testing.assert_close(OPS.cat_bfloat16_float(top, bottom), want)
+
+
+def test_copies_of_master_weights() -> None:
+    master = torch.randn(7)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        low = torch.zeros(7, dtype=dtype)
+        getattr(OPS, f"sync_master_weight_to_{name}")(master, low)
+        assert torch.equal(low, master.to(dtype))
+
+
+def test_names_of_tpp() -> None:
+    import intel_extension_for_pytorch as old
+    from intel_extension_for_pytorch.cpu.tpp.fused_bert import fast_bert
+    from intel_extension_for_pytorch.cpu.tpp.optim import AdamW, DistLamb, clip_grad_norm_
+    from intel_extension_for_pytorch.optim._functional import adam_step
+    from intel_extension_for_pytorch.optim._lamb import Lamb
+    from intel_extension_for_pytorch.optim._optimizer_utils import optimizer_fusion
+
+    assert fast_bert is ipex.fast_bert and old.tpp is ipex.cpu.tpp and ipex.tpp.optim.AdamW is AdamW
+    assert all(map(callable, (DistLamb, clip_grad_norm_, adam_step, Lamb, optimizer_fusion)))

@@ -47,6 +47,7 @@ _LAZY = {
     "doctor": "ipex_core.doctor",
     "explain": "ipex_core._explain",
     "export": "ipex_core._export",
+    "fast_bert": "ipex_core._fast_bert",
     "op_info": "ipex_core.introspect",
     "optimize": "ipex_core._optimize",
     "restore": "ipex_core._optimize",

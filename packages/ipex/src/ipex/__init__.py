@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ipex_core import testing as testing
     from ipex_core._explain import explain as explain
     from ipex_core._export import export as export
+    from ipex_core._fast_bert import fast_bert as fast_bert
     from ipex_core._optimize import disable_auto_channels_last as disable_auto_channels_last
     from ipex_core._optimize import enable_auto_channels_last as enable_auto_channels_last
     from ipex_core._optimize import optimize as optimize
@@ -63,6 +64,7 @@ _NAMES = {
     "restore": "ipex_core",
     "explain": "ipex_core",
     "export": "ipex_core",
+    "fast_bert": "ipex_core",
     # Not in __all__: without the kernel package it is an error, and `from ipex import *` must work.
     "cmake_prefix_path": "ipex_core._sdk",
     "op_info": "ipex_core",
@@ -84,7 +86,7 @@ _NAMES = {
     "_set_compiler_backend": _BACKEND,
 }
 
-_SUBMODULES = ("_C", "_isa_help", "cli", "cpu", *_alias.SUBMODULES)
+_SUBMODULES = ("_C", "_isa_help", "cli", "cpu", "tpp", *_alias.SUBMODULES)
 
 __all__ = [
     "FP32MathMode",
@@ -104,6 +106,7 @@ __all__ = [
     "errors",
     "explain",
     "export",
+    "fast_bert",
     "get_fp32_math_mode",
     "jit",
     "nn",

@@ -96,6 +96,8 @@ class AliasFinder(importlib.abc.MetaPathFinder):
 
 
 def _real_name(name: str) -> str | None:
+    if name == "tpp" or name.startswith("tpp."):
+        return f"ipex.cpu.{name}"
     if name == "cpu.runtime" or name.startswith("cpu.runtime."):
         name = name.removeprefix("cpu.")
     first, _, rest = name.partition(".")

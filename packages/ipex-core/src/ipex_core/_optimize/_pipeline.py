@@ -183,7 +183,8 @@ def _training(
 
     if log_of(model) is not None:
         restore(model)
-    return train(model, optimizer, options)
+    train(model, optimizer, options)
+    return model, optimizer
 
 
 def _inference(model: nn.Module, options: Options, sample_input: Any) -> nn.Module:

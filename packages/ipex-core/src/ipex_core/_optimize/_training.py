@@ -29,10 +29,8 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Prepare a model and its optimizer for training, in place."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options) -> None:
+    """Prepare a model and its optimizer, if there is one, for training, in place."""
     log = Log(options)
     if options.channels_last:
         for path, module in model.named_modules():
@@ -41,6 +39,8 @@ def train(
                 layout = _FORMATS[weight.dim()]
                 weight.data = weight.data.contiguous(memory_format=layout)
                 log.add(path, module, "layout", True, "weight is channels-last")
+    if options.weights_prepack:
+        log.notes.append(_NOT_PACKED)
     masters = Masters()
     dtype = options.reduced
     if dtype is not None:
@@ -49,19 +49,25 @@ def train(
                 f"optimize: dtype must be None for parameters that fully_shard spread over processes, got {dtype}: give"
                 " fully_shard a MixedPrecisionPolicy, which casts them, and keeps them in float32"
             )
-        split = _splits(optimizer, options, dtype)
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        split = optimizer is None or _splits(optimizer, options, dtype)
+        groups: list[Any] = (
+            optimizer.param_groups if optimizer else [{"params": model.parameters()}]
+        )
+        owned = {id(p) for group in groups for p in group["params"]}
         for path, module in model.named_modules():
             reason = _cast(module, dtype, split, masters, owned)
             if reason is not None:
                 text = _TEXT[split] if reason == "" else reason
                 log.add(path, module, "master weights", reason == "", text.format(dtype=dtype))
-    if options.fuse_update_step or len(masters):
+    if optimizer is not None and (options.fuse_update_step or len(masters)):
         adopt(optimizer, masters, options.fuse_update_step)
     model.__dict__[KEY] = log
-    return model, optimizer
 
 
+_NOT_PACKED = (
+    "weights_prepack: weights stay plain in training: they change with each step, and products of many rows gain"
+    " less from packing than it costs"
+)
 _TEXT = {
     True: "weights are the upper halves of float32 numbers; the optimizer has the lower ones",
     False: "weights are {dtype} copies of float32 weights that the optimizer has",

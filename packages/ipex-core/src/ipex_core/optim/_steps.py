@@ -210,7 +210,10 @@ def lars(
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Step | None:
-    """Return the fused step of an optimizer's own class (not of one derived from it), or None."""
+    """Return the fused step of an optimizer's own class, or None.
+
+    A class derived from a stock one may do its step in another way; one of ours names it, ``_ipex_step``.
+    """
     from ipex_core.optim._lamb import Lamb
     from ipex_core.optim._lars import Lars
 
@@ -223,4 +226,4 @@ def step_of(optimizer: torch.optim.Optimizer) -> Step | None:
         Lars: lars,
     }
     kind = getattr(type(optimizer), "_ipex_original", type(optimizer))
-    return steps.get(kind)
+    return steps.get(kind) or getattr(kind, "_ipex_step", None)

@@ -28,6 +28,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "runtime":
         return importlib.import_module("ipex.runtime")
+    if name == "tpp":
+        return importlib.import_module("ipex.cpu.tpp")
     if name == "roc_auc_score":
         return importlib.import_module("ipex_core.metrics").roc_auc_score
     raise AttributeError(f"module 'ipex.cpu' has no attribute {name!r}")

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizers of IPEX's module ``cpu.tpp.optim``, with its arguments, on the fused steps of this package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from ipex_core.optim import _steps
+from ipex_core.optim._lamb import Lamb as _Lamb
+from ipex_core.optim._plain import check_numbers, plain_step
+
+__all__ = ["SGD", "AdamW", "DistLamb", "Lamb", "clip_grad_norm_"]
+
+Tensor = torch.Tensor
+
+#: So late a step that the correction of the means for their start at zero is 1 in float32.
+_LATE = float(1 << 24)
+
+
+class SGD(torch.optim.SGD):
+    """`torch.optim.SGD` with the arguments that IPEX's class had.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        momentum: Factor on the momentum buffer.
+        dampening: Share of the gradient that the buffer does not get.
+        weight_decay: Factor on the parameter that is added to the gradient.
+        nesterov: Nesterov's momentum.
+    """
+
+    _ipex_step = staticmethod(_steps.sgd)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+    ) -> None:
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
+
+
+class AdamW(Optimizer):
+    """AdamW; the decay is applied before the step, as in `torch.optim.AdamW`.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        betas: Shares of the former means of gradients and of their squares.
+        eps: Added to the root of the mean of squares.
+        weight_decay: Times the learning rate: share of a parameter that is taken away in a step.
+        correct_bias: Correct the means for their start at zero; BERT's original code did not.
+
+    Raises:
+        ValueError: A number is negative, or a beta outside of [0, 1).
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2017.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        correct_bias: bool = True,
+    ) -> None:
+        _check("AdamW", lr, betas, eps, weight_decay)
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "correct_bias": correct_bias})
+
+    @staticmethod
+    def _ipex_step(
+        group: dict[str, Any],
+        state: dict[str, Any],
+        param: Tensor,
+        grad: Tensor,
+        param2: Tensor | None,
+    ) -> None:
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros_like(param, dtype=torch.float32)
+        count = _steps._count(state)
+        torch.ops.ipex.adam_fused_step(
+            param,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            None,
+            grad,
+            param2,
+            False,
+            count if group["correct_bias"] else _LATE,
+            *map(float, group["betas"]),
+            float(group["lr"]),
+            group["weight_decay"],
+            group["eps"],
+            True,
+            False,
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Do one step; with ``closure``, which computes the loss, after calling it."""
+        return plain_step(self, closure)
+
+
+class Lamb(_Lamb):
+    """LAMB with the arguments that IPEX's tpp class had.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        betas: Shares of the former means of gradients and of their squares.
+        eps: Added to the root of the mean of squares.
+        weight_decay: Factor on the parameter in its direction.
+        adam: Do steps of AdamW, without the norms.
+        correct_bias: Correct the means for their start at zero.
+
+    Raises:
+        ValueError: A number is negative, or a beta outside of [0, 1).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adam: bool = False,
+        correct_bias: bool = True,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
+        self.defaults.update(adam=adam, correct_bias=correct_bias)
+        for group in self.param_groups:
+            group.setdefault("adam", adam)
+            group.setdefault("correct_bias", correct_bias)
+
+    @staticmethod
+    def _ipex_step(
+        group: dict[str, Any],
+        state: dict[str, Any],
+        param: Tensor,
+        grad: Tensor,
+        param2: Tensor | None,
+    ) -> None:
+        if group["adam"]:
+            return AdamW._ipex_step(group, state, param, grad, param2)
+        if group["correct_bias"]:
+            return _steps.lamb(group, state, param, grad, param2)
+        count = _steps._count(state) - 1
+        late = {**state, "step": torch.tensor(_LATE)}
+        _steps.lamb(group, late, param, grad, param2)
+        state.update(late, step=torch.tensor(count + 1.0))
+        return None
+
+
+class DistLamb(Lamb):
+    """LAMB for data-parallel training: gradients are averaged over all ranks of `torch.distributed`.
+
+    Gradients may be collected over several batches with `acc_and_zero_grad` and merged with `merge_acc_grad`.
+
+    Args:
+        params: Parameters or groups of them, the same on each rank.
+        lr: Learning rate.
+        betas: Shares of the former means of gradients and of their squares.
+        eps: Added to the root of the mean of squares.
+        weight_decay: Factor on the parameter in its direction.
+        adam: Do steps of AdamW, without the norms.
+        bias_correction: Correct the means for their start at zero.
+        block_size: Accepted; it described a layout of IPEX.
+        perform_allreduce: Average gradients in `step`; otherwise call `sync_grads`, or use DistributedDataParallel.
+        fused_param_norm: Accepted; norms are always part of the step.
+
+    Raises:
+        ValueError: A number is negative, or a beta outside of [0, 1).
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        adam: bool = False,
+        bias_correction: bool = True,
+        block_size: int = 1024,
+        perform_allreduce: bool = False,
+        fused_param_norm: bool = True,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, adam, bias_correction)
+        self.perform_allreduce = perform_allreduce
+        self._collected: dict[Tensor, Tensor] = {}
+        self._batches = 0
+
+    def _parameters(self) -> list[Any]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Scale the gradients down to a norm; return the norm before."""
+        return clip_grad_norm_(self._parameters(), max_norm, norm_type)
+
+    @torch.no_grad()
+    def sync_params(self) -> None:
+        """Give all ranks the parameters of rank 0."""
+        if _ranks() > 1:
+            for p in self._parameters():
+                torch.distributed.broadcast(p.data, 0)
+
+    @torch.no_grad()
+    def sync_grads(self) -> None:
+        """Average the gradients over all ranks. A parameter without gradient on a rank counts as zero there."""
+        ranks = _ranks()
+        if ranks == 1:
+            return
+        for p in self._parameters():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            torch.distributed.all_reduce(p.grad)
+            p.grad.div_(ranks)
+
+    @torch.no_grad()
+    def acc_and_zero_grad(self) -> None:
+        """Add the gradients to those collected before, in float32, and forget them."""
+        for p in self._parameters():
+            if p.grad is None:
+                continue
+            if p in self._collected:
+                self._collected[p] += p.grad
+            else:
+                self._collected[p] = p.grad.float().clone()
+            p.grad = None
+        self._batches += 1
+
+    @torch.no_grad()
+    def merge_acc_grad(self, avg: bool = True) -> None:
+        """Make the collected gradients the gradients; with ``avg`` their mean over the batches."""
+        for p, total in self._collected.items():
+            if p.grad is not None:
+                total += p.grad
+            batches = self._batches + (p.grad is not None)
+            p.grad = (total / batches if avg else total).to(p.dtype)
+        self._collected, self._batches = {}, 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Do one step; with ``closure``, which computes the loss, after calling it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._collected:
+            self.merge_acc_grad()
+        if self.perform_allreduce:
+            self.sync_grads()
+        plain_step(self, None)
+        return loss
+
+
+def _ranks() -> int:
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return distributed.get_world_size()
+
+
+def _check(
+    name: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> None:
+    check_numbers(name, lr=lr, eps=eps, weight_decay=weight_decay)
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"{name}: betas[{index}] must be in [0, 1), got {beta}")
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Any],
+    max_norm: float,
+    norm_type: float = 2,
+    grad_list: bool = False,
+) -> Tensor:
+    """Scale gradients down so that their common norm is at most ``max_norm``.
+
+    Args:
+        parameters: A parameter or several, of any mixture of dtypes; with ``grad_list`` the gradients themselves.
+        max_norm: Largest norm.
+        norm_type: Exponent of the norm, also infinity.
+        grad_list: Whether ``parameters`` are gradients.
+
+    Returns:
+        The norm before, float32.
+
+    Raises:
+        ValueError: ``max_norm`` is negative.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm_: max_norm must not be negative, got {max_norm}")
+    several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = several if grad_list else [p.grad for p in several if p.grad is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    kind = math.inf if norm_type == math.inf else float(norm_type)
+    norms = [torch.linalg.vector_norm(g, kind, dtype=torch.float32) for g in grads]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
+    factor = float(max_norm / (total + 1e-6))
+    if not factor >= 1.0:  # NaN goes on into the gradients
+        for g in grads:
+            g.mul_(factor)
+    return total

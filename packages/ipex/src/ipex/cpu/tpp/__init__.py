@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of IPEX's ``cpu.tpp``: `fast_bert` and the optimizers that went with it."""
+
+from __future__ import annotations
+
+from ipex.cpu.tpp import fused_bert, optim
+
+__all__ = ["fused_bert", "optim"]
