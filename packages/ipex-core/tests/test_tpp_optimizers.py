@@ -13,6 +13,7 @@ import torch
 from ipex_core import optimize
 from ipex_core.optim import Lamb as PlainLamb
 from ipex_core.optim import _functional, _optimizer_utils, tpp
+from ipex_core.testing import run_ranks
 
 Tensor = torch.Tensor
 
@@ -89,6 +90,25 @@ def test_collected_gradients() -> None:
     optimizer.sync_params()
     assert optimizer.clip_grad_norm_(1.0) == pytest.approx(math.sqrt(12))
     optimizer.step()
+
+
+def averaged(rank: int, ranks: int) -> list[float]:
+    p = torch.nn.Parameter(torch.full((2,), float(rank)))
+    idle = torch.nn.Parameter(torch.ones(1))
+    optimizer = tpp.DistLamb([p, idle], lr=0.1, perform_allreduce=True)
+    optimizer.sync_params()
+    start = p.tolist()
+    p.grad = torch.full((2,), float(2 + rank))
+    optimizer.step()
+    assert idle.grad is not None
+    return [*start, *p.grad.tolist(), *idle.grad.tolist(), *p.tolist()]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_ranks_agree() -> None:
+    first, second = run_ranks(averaged, 2)
+    assert first == second
+    assert first[:5] == [0.0, 0.0, 2.5, 2.5, 0.0]
 
 
 @pytest.mark.parametrize("kind", [1.0, 2.0, math.inf])

@@ -129,13 +129,19 @@ class FastBert(nn.Module):
         **kwargs: Any,
     ) -> Any:
         """Compute what the original computes, for plain encoding on blocks of our own."""
-        hidden_states = kwargs.get("output_hidden_states")
-        if hidden_states is None:
-            hidden_states = self.config.output_hidden_states
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            # What a batch needs depends on its values, so graphs are made of the original.
+            named = (input_ids, attention_mask, token_type_ids, position_ids)
+            return super().forward(*named, *args, **kwargs)
+        wanted = []
+        for name in ("output_hidden_states", "output_attentions"):
+            value = kwargs.get(name)
+            wanted.append(bool(getattr(self.config, name) if value is None else value))
+        hidden_states, attentions = wanted
         known = (
             not any(a is not None for a in args)
             and all(v is None or k in _HARMLESS for k, v in kwargs.items())
-            and not kwargs.get("output_attentions", self.config.output_attentions)
+            and not attentions
         )
         weight = self.encoder.layer[0].output.dense.weight if len(self.encoder.layer) else None
         if not (
@@ -144,14 +150,11 @@ class FastBert(nn.Module):
             and _fits(input_ids, attention_mask, token_type_ids, position_ids)
             and weight.device.type == "cpu"
             and _dtype(weight) in (torch.float32, torch.bfloat16)
-            and not torch.jit.is_tracing()
             and _plain(self)
             and max(_probabilities(self)) < 1.0
         ):
-            named = {"input_ids": input_ids, "attention_mask": attention_mask}
-            named.update(token_type_ids=token_type_ids, position_ids=position_ids)
-            names = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
-            return super().forward(*(named[n] for n in names), *args, **kwargs)
+            named = (input_ids, attention_mask, token_type_ids, position_ids)
+            return super().forward(*named, *args, **kwargs)
         assert input_ids is not None
         shape = (input_ids.shape[0], input_ids.shape[1])
         make = unpadded if self._ipex_unpad else padded
@@ -161,7 +164,7 @@ class FastBert(nn.Module):
             rows = _encode(self, input_ids, token_type_ids, position_ids, tokens, dtype)
             states = [tokens.unpack(r) for r in (rows if hidden_states else rows[-1:])]
         pooled = self.pooler(states[-1]) if self.pooler is not None else None
-        return _output(self.config, states, pooled, kwargs.get("return_dict"), bool(hidden_states))
+        return _output(self.config, states, pooled, kwargs.get("return_dict"), hidden_states)
 
 
 def _fits(
