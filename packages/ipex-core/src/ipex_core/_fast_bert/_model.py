@@ -196,10 +196,8 @@ def _encode(
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """Return the rows of the embeddings and of each layer."""
-    if bert.training:
-        seed = torch.randint(1 << 62, (1,))
-    else:
-        seed = torch.zeros(1, dtype=torch.int64)
+    drops = any(_probabilities(bert))
+    seed = torch.randint(1 << 62, (1,)) if drops else torch.zeros(1, dtype=torch.int64)
     if not tokens.groups:  # every token is padding
         rows = torch.zeros(0, bert.config.hidden_size, dtype=dtype)
         return [rows] * (len(bert.encoder.layer) + 1)
