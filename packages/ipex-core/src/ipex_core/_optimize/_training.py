@@ -65,8 +65,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Op
 
 
 _NOT_PACKED = (
-    "weights_prepack: weights stay plain in training: they change with each step, and products of many rows gain"
-    " less from packing than it costs"
+    "weights_prepack: weights stay plain in training: they change with each step and would have to be packed"
+    " each time"
 )
 _TEXT = {
     True: "weights are the upper halves of float32 numbers; the optimizer has the lower ones",
