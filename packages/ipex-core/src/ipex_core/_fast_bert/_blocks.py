@@ -42,7 +42,7 @@ class LinearGelu(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, h = ctx.saved_tensors
         dh, dbias = _ops.gelu_backward(grad, h, ctx.approximate)
@@ -74,7 +74,7 @@ class LinearDropoutAddNorm(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, total, gamma, seed = ctx.saved_tensors
         p, stream, eps = ctx.rest
@@ -129,7 +129,7 @@ class SelfAttention(torch.autograd.Function):
         return tokens.gather(outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, seed, *kept = ctx.saved_tensors
         tokens, heads, p, stream = ctx.rest

@@ -24,6 +24,11 @@ Tensor = torch.Tensor
 
 #: Names of activations in configurations -> forms of the op `gelu`.
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
+# Untyped in torch.
+_attend: Any = SelfAttention.apply
+_widen: Any = LinearGelu.apply
+_finish: Any = LinearDropoutAddNorm.apply
+
 #: Streams of random numbers of a layer: attention, and the two others.
 _STREAMS = MOST_GROUPS + 2
 #: Arguments that the fast path knows; any other that is given leads to the original.
@@ -129,7 +134,7 @@ class FastBert(nn.Module):
         **kwargs: Any,
     ) -> Any:
         """Compute what the original computes, for plain encoding on blocks of our own."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             # What a batch needs depends on its values, so graphs are made of the original.
             named = (input_ids, attention_mask, token_type_ids, position_ids)
             return super().forward(*named, *args, **kwargs)
@@ -199,8 +204,8 @@ def _encode(
     drops = any(_probabilities(bert))
     seed = torch.randint(1 << 62, (1,)) if drops else torch.zeros(1, dtype=torch.int64)
     if not tokens.groups:  # every token is padding
-        rows = torch.zeros(0, bert.config.hidden_size, dtype=dtype)
-        return [rows] * (len(bert.encoder.layer) + 1)
+        none = torch.zeros(0, bert.config.hidden_size, dtype=dtype)
+        return [none] * (len(bert.encoder.layer) + 1)
     x = _embed(bert.embeddings, ids, types, positions, tokens, seed, dtype)
     rows = [x]
     for number, layer in enumerate(bert.encoder.layer):
@@ -244,7 +249,8 @@ def _embed(
         x, rest.to(dtype), norm.weight, norm.bias, 0.0, seed, 0, norm.eps
     )
     p = _p(embeddings.dropout)
-    return torch.ops.ipex.dropout(x, p, seed, 0) if p else x
+    y: Tensor = torch.ops.ipex.dropout(x, p, seed, 0) if p else x
+    return y
 
 
 def _layer(
@@ -262,12 +268,10 @@ def _layer(
     weight = torch.cat([m.weight for m in projections]).to(dtype)
     bias = torch.cat([m.bias for m in projections]).to(dtype)
     heads = own.num_attention_heads
-    context = SelfAttention.apply(x, weight, bias, tokens, heads, _p(own.dropout), seed, stream + 2)
+    context = _attend(x, weight, bias, tokens, heads, _p(own.dropout), seed, stream + 2)
     y = _end(attention.output, context, x, seed, stream, dtype)
     dense = layer.intermediate.dense
-    wide = LinearGelu.apply(
-        y, dense.weight.to(dtype), dense.bias.to(dtype), _GELU[config.hidden_act]
-    )
+    wide = _widen(y, dense.weight.to(dtype), dense.bias.to(dtype), _GELU[config.hidden_act])
     return _end(layer.output, wide, y, seed, stream + 1, dtype)
 
 
@@ -275,7 +279,7 @@ def _end(
     block: Any, x: Tensor, residual: Tensor, seed: Tensor, stream: int, dtype: torch.dtype
 ) -> Tensor:
     dense, norm = block.dense, block.LayerNorm
-    result: Tensor = LinearDropoutAddNorm.apply(
+    result: Tensor = _finish(
         x,
         dense.weight.to(dtype),
         dense.bias.to(dtype),
@@ -321,7 +325,7 @@ def _subclass(kind: type) -> type:
 
 
 def _rebuild(kind: type) -> Any:
-    new = _subclass(kind)
+    new: Any = _subclass(kind)
     return new.__new__(new)
 
 
