@@ -161,6 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     count = options.layers << 20
+    memory(1, True)  # what libraries take when they are loaded is not the weights'
     held = [memory(options.layers, split) for split in (True, False)]
     print(*held, sep="\n")
     rows: list[list[Any]] = []
