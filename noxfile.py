@@ -43,6 +43,9 @@ PACKAGES = {
     "ipex-runtime": (),
     "ipex": ("ipex-core",),
 }
+# Built and tested beside them: it needs the SYCL run-time, which is large, and a process of its own.
+XPU = "ipex-xpu-kernels"
+XPU_BUILD_TOOLS = ("pybind11", "intel-sycl-rt", "intel-opencl-rt")
 BUILD_TOOLS = ("build", "hatchling", "scikit-build-core", "cmake", "ninja", "torch", "numpy")
 # cmake and ninja: a test builds a C++ program.
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "cmake", "ninja")
@@ -122,9 +125,21 @@ def install_wheels(
 def wheels(session: nox.Session) -> None:
     """Build all wheels and sdists into dist/ (only what changed)."""
     prepare(session)
+    build(session, PACKAGES, *BUILD_TOOLS)
+
+
+@nox.session(default=False, reuse_venv=True)
+def wheels_xpu(session: nox.Session) -> None:
+    """Build the wheel and the sdist of ipex-xpu-kernels into dist/ (only if it has changed)."""
+    prepare(session)
+    build(session, (XPU,), *BUILD_TOOLS, *XPU_BUILD_TOOLS)
+
+
+def build(session: nox.Session, packages: Iterable[str], *tools: str) -> None:
+    """Build those of the packages that have changed since they were built."""
     entries = built()
-    hashes = {name: source_hash(name) for name in PACKAGES}
-    stale = [name for name in PACKAGES if entries.get(name, {}).get("hash") != hashes[name]]
+    hashes = {name: source_hash(name) for name in packages}
+    stale = [name for name in hashes if entries.get(name, {}).get("hash") != hashes[name]]
     if not stale:
         session.log(
             f"dist/ is up to date: {', '.join(entry['wheel'] for entry in entries.values())}"
@@ -132,7 +147,7 @@ def wheels(session: nox.Session) -> None:
         return
     DIST.mkdir(exist_ok=True)
     # No build isolation: an isolated environment would install torch once more for every single build.
-    session.install(*BUILD_TOOLS)
+    session.install(*tools)
     if os.environ.get("CI"):
         session.env["SKBUILD_CMAKE_DEFINE"] = "IPEX_WERROR=ON"
     for name in stale:
@@ -170,7 +185,7 @@ def demo(session: nox.Session) -> None:
     session.run("ipex", "demo", *session.posargs)
 
 
-@nox.session(requires=["wheels"])
+@nox.session(requires=["wheels", "wheels_xpu"])
 def tests(session: nox.Session) -> None:
     """Run all tests, of each package and across packages, from built wheels."""
     prepare(session)
@@ -178,6 +193,28 @@ def tests(session: nox.Session) -> None:
     session.env["IPEX_TEST_WHEELS"] = str(DIST)
     session.run("ipex", "doctor")
     session.run("pytest", *session.posargs)
+    test_xpu(session)
+
+
+@nox.session(name=f"tests-{XPU}", default=False, requires=["wheels", "wheels_xpu"])
+def tests_xpu(session: nox.Session) -> None:
+    """Test ipex-xpu-kernels on the SYCL CPU device, with only ipex-core."""
+    prepare(session)
+    install_wheels(session, ("ipex-core",), *TEST_TOOLS)
+    test_xpu(session)
+
+
+def test_xpu(session: nox.Session) -> None:
+    """Run the tests of the xpu device, in a process that has it from the start."""
+    session.install(wheel(XPU, "[cpu-device]"), "expecttest")
+    # 5: no test is selected by the arguments that are meant for the other packages.
+    session.run(
+        "pytest",
+        f"packages/{XPU}/tests",
+        *session.posargs,
+        env={"IPEX_XPU_DEVICE": "cpu"},
+        success_codes=[0, 5],
+    )
 
 
 def tests_of(package: str) -> Callable[[nox.Session], None]:
@@ -360,7 +397,7 @@ def typecheck(session: nox.Session) -> None:
     session.run(
         "mypy",
         *session.posargs,
-        *(f"packages/{name}/src" for name in PACKAGES),
+        *(f"packages/{name}/src" for name in (*PACKAGES, XPU)),
         "tools",
         "docs/_ext",
     )

@@ -75,6 +75,7 @@ KNOWN_COMPONENTS: Mapping[str, KnownComponent] = {
     "quantization": KnownComponent("ipex-quant", "quant", "ipex_quant"),
     "llm": KnownComponent("ipex-llm", "llm", "ipex_llm"),
     "runtime": KnownComponent("ipex-runtime", "runtime", "ipex_runtime"),
+    "xpu": KnownComponent("ipex-xpu-kernels", "xpu", "ipex_xpu_kernels"),
 }
 
 

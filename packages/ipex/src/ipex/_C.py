@@ -69,8 +69,9 @@ def _has_cpu() -> bool:
 
 
 def _has_xpu() -> bool:
-    """Return whether XPU kernels are loaded."""
-    return _plugins.provider_for("xpu") is not None
+    """Return whether there is an xpu device, of torch itself or of ipex-xpu-kernels."""
+    _plugins.load_providers()
+    return bool(getattr(torch._C, "_has_xpu", False))
 
 
 def isa_has_avx2_support() -> bool:

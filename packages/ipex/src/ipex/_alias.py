@@ -36,19 +36,13 @@ def component_names() -> frozenset[str]:
     """Return the names under which components appear here, installed or not."""
     from ipex_core import _plugins
 
-    return frozenset({*_plugins.KNOWN_COMPONENTS, *(c.name for c in _plugins.components()), "xpu"})
+    return frozenset({*_plugins.KNOWN_COMPONENTS, *(c.name for c in _plugins.components())})
 
 
 def load_component(name: str) -> types.ModuleType:
     """Import the component ``name``; raises Missing-, Broken- or UnknownComponentError."""
     from ipex_core import _plugins, errors
 
-    if name == "xpu" and "xpu" not in {c.name for c in _plugins.components()}:
-        # A kernel package and not a component: until it offers a Python part, naming it can only tell what to install.
-        known = _plugins.KNOWN_PROVIDERS["xpu"]
-        raise errors.MissingComponentError(
-            f"ipex.xpu needs the package {known.distribution}: pip install 'ipex[{known.extra}]'"
-        )
     loaded = _plugins.load_component(name)
     if not isinstance(loaded, types.ModuleType):
         raise errors.BrokenComponentError(

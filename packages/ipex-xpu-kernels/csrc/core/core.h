@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// SYCL devices, queues and kernels, without torch: what both modes of the package share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <sycl/sycl.hpp>
+#include <type_traits>
+#include <vector>
+
+// Contract version of this package; must equal that of the core.
+#define IPEX_KERNEL_API_VERSION 1
+
+namespace ipex::xpu {
+
+// What torch.xpu.get_device_properties reports, and what kernels ask for.
+struct DeviceInfo {
+  std::string name;
+  std::string vendor;
+  std::string platform;
+  std::string driver_version;
+  std::string version;
+  bool is_cpu = false;
+  bool is_integrated = false;
+  // Memory of malloc_device can be read and written by the host; kernels are then optional.
+  bool host_accessible = false;
+  bool has_fp16 = false;
+  bool has_fp64 = false;
+  bool has_atomic64 = false;
+  std::uint64_t total_memory = 0;    // bytes
+  std::uint64_t max_allocation = 0;  // bytes of one allocation
+  std::uint64_t local_memory = 0;    // bytes for each work-group
+  std::uint32_t compute_units = 0;
+  std::uint32_t max_work_group_size = 0;
+  std::uint32_t max_num_sub_groups = 0;
+  std::vector<std::size_t> sub_group_sizes;
+  std::string
+      uuid;  // 16 bytes in hexadecimal; derived from name and index where the driver has none
+};
+
+// Finds the devices once. `request` is the value of IPEX_XPU_DEVICE: "" or "gpu" (GPUs only),
+// "cpu", "cpu:N" (the CPU device in N parts), "auto" (GPUs, else the CPU). Returns their number;
+// never throws, see `why_no_device`.
+int initialize(const std::string& request);
+int device_count() noexcept;
+const std::string& why_no_device() noexcept;
+const DeviceInfo& device_info(int device);
+sycl::device& sycl_device(int device);
+sycl::context& sycl_context(int device);
+
+// A queue of the pool of a device: 0 is the default stream, the others are handed out round robin
+// by the caller. In order.
+inline constexpr int kStreamsPerDevice = 33;
+sycl::queue& queue(int device, int stream);
+void synchronize(int device);
+// Waits for all queues of all devices and lets no further queue be made: before the SYCL run-time
+// goes away.
+void shutdown() noexcept;
+
+// Kernels
+// ----------------------------------------------------------------------------------------------------------
+
+// Reads the manifest of SPIR-V modules that the build made: lines of "name symbol offset size
+// arguments" and one file of modules.
+void set_kernel_library(const std::string& manifest, const std::string& modules);
+// Folder for device binaries, so that a kernel is translated once for each driver; empty turns the
+// cache off.
+void set_cache_directory(const std::string& directory);
+bool has_kernel(std::string_view name) noexcept;
+std::vector<std::string> kernel_names();
+// Number of kernels translated from SPIR-V and of those read from the cache since the start.
+struct LoadStats {
+  std::uint64_t translated = 0;
+  std::uint64_t from_cache = 0;
+  std::uint64_t cache_errors = 0;
+};
+LoadStats load_stats();
+// The kernel for the device of a queue; built or read from the cache at its first use. Throws
+// std::runtime_error.
+const sycl::kernel& kernel(std::string_view name, int device);
+
+// Starts a kernel: `global` must be divisible by `local` (a GPU refuses anything else, a CPU device
+// does not say so).
+template <int N, typename... Args>
+void launch(sycl::queue& q, int device, std::string_view name, sycl::range<N> global,
+            sycl::range<N> local, Args... args) {
+  static_assert(((std::is_pointer_v<Args> || std::is_arithmetic_v<Args>) && ...),
+                "kernels take pointers and scalars");
+  const sycl::kernel& found = kernel(name, device);
+  q.submit([&](sycl::handler& handler) {
+    handler.set_args(args...);
+    handler.parallel_for(sycl::nd_range<N>(global, local), found);
+  });
+}
+
+// One work-item for each of `count` elements, in groups that divide the range; kernels test their
+// index against the count.
+template <typename... Args>
+void launch_elements(sycl::queue& q, int device, std::string_view name, std::size_t count,
+                     Args... args) {
+  constexpr std::size_t kGroup = 256;
+  if (count == 0) return;
+  const std::size_t groups = (count + kGroup - 1) / kGroup;
+  launch<1>(q, device, name, sycl::range<1>(groups * kGroup), sycl::range<1>(kGroup), args...);
+}
+
+}  // namespace ipex::xpu

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels: SPIR-V from the wheel, translated when a kernel is first used, and kept on disk as
+// device binaries.
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <tuple>
+#include <unordered_map>
+
+#include "binary_cache.h"
+#include "core.h"
+#include "opencl_program.h"
+
+namespace ipex::xpu {
+namespace {
+
+namespace experimental = sycl::ext::oneapi::experimental;
+
+struct Entry {
+  std::string symbol;
+  std::size_t offset = 0;
+  std::size_t size = 0;
+  std::size_t arguments = 0;
+};
+
+struct Library {
+  std::mutex mutex;
+  std::string modules;
+  std::map<std::string, Entry, std::less<>> entries;
+  // A kernel belongs to the context and device that it was built for. Nodes of a map stay where
+  // they are.
+  std::map<std::tuple<int, std::string>, std::unique_ptr<sycl::kernel>, std::less<>> built;
+  BinaryCache cache;
+  LoadStats stats;
+};
+
+Library& library() {
+  static Library* instance =
+      new Library;  // outlives the static objects of everybody who launches kernels
+  return *instance;
+}
+
+std::vector<std::byte> read_module(const Library& lib, const Entry& entry) {
+  std::ifstream file(lib.modules, std::ios::binary);
+  std::vector<std::byte> bytes(entry.size);
+  file.seekg(static_cast<std::streamoff>(entry.offset));
+  file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+  if (!file)
+    throw std::runtime_error("xpu: " + lib.modules +
+                             " is truncated: pip install --force-reinstall ipex-xpu-kernels");
+  return bytes;
+}
+
+sycl::kernel build_from_spirv(const std::vector<std::byte>& spirv, const Entry& entry, int device) {
+  auto source = experimental::create_kernel_bundle_from_source(
+      sycl_context(device), experimental::source_language::spirv, spirv);
+  auto bundle = experimental::build(source, std::vector<sycl::device>{sycl_device(device)});
+  return bundle.ext_oneapi_get_kernel(entry.symbol);
+}
+
+sycl::kernel build(Library& lib, const Entry& entry, int device) {
+  const auto spirv = read_module(lib, entry);
+  if (sycl_device(device).get_backend() != sycl::backend::opencl) {
+    ++lib.stats.translated;  // Level Zero drivers keep binaries themselves
+    return build_from_spirv(spirv, entry, device);
+  }
+  const DeviceInfo& info = device_info(device);
+  const std::string key =
+      lib.cache.key(spirv, info.name + '\n' + info.driver_version + '\n' + info.version);
+  if (const auto binary = lib.cache.read(key)) {
+    try {
+      auto found = OpenClProgram::from_binary(sycl_context(device), sycl_device(device), *binary)
+                       .kernel(entry.symbol);
+      ++lib.stats.from_cache;
+      return found;
+    } catch (const std::exception&) {
+      ++lib.stats.cache_errors;  // of another driver, or damaged: made again below
+    }
+  }
+  const auto program = OpenClProgram::from_spirv(sycl_context(device), sycl_device(device), spirv);
+  ++lib.stats.translated;
+  if (!lib.cache.write(key, program.binary())) ++lib.stats.cache_errors;
+  return program.kernel(entry.symbol);
+}
+
+}  // namespace
+
+void set_kernel_library(const std::string& manifest, const std::string& modules) {
+  Library& lib = library();
+  std::ifstream file(manifest);
+  if (!file) throw std::runtime_error("xpu: cannot read " + manifest);
+  std::map<std::string, Entry, std::less<>> entries;
+  for (std::string line; std::getline(file, line);) {
+    if (line.empty() || line[0] == '#') continue;
+    std::istringstream fields(line);
+    std::string name;
+    Entry entry;
+    if (!(fields >> name >> entry.symbol >> entry.offset >> entry.size >> entry.arguments)) {
+      throw std::runtime_error("xpu: " + manifest + " has the unreadable line: " + line);
+    }
+    entries.emplace(name, entry);
+  }
+  const std::lock_guard lock(lib.mutex);
+  lib.entries = std::move(entries);
+  lib.modules = modules;
+}
+
+void set_cache_directory(const std::string& directory) {
+  Library& lib = library();
+  const std::lock_guard lock(lib.mutex);
+  lib.cache = BinaryCache(directory);
+}
+
+bool has_kernel(std::string_view name) noexcept {
+  return library().entries.find(name) != library().entries.end();
+}
+
+std::vector<std::string> kernel_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, entry] : library().entries) names.push_back(name);
+  return names;
+}
+
+LoadStats load_stats() {
+  Library& lib = library();
+  const std::lock_guard lock(lib.mutex);
+  return lib.stats;
+}
+
+const sycl::kernel& kernel(std::string_view name, int device) {
+  Library& lib = library();
+  const std::lock_guard lock(lib.mutex);
+  const std::tuple<int, std::string> key(device, name);
+  if (const auto found = lib.built.find(key); found != lib.built.end()) return *found->second;
+  const auto entry = lib.entries.find(name);
+  if (entry == lib.entries.end())
+    throw std::runtime_error("xpu: there is no kernel named " + std::string(name));
+  try {
+    auto made = std::make_unique<sycl::kernel>(build(lib, entry->second, device));
+    const auto arguments = made->get_info<sycl::info::kernel::num_args>();
+    if (arguments != entry->second.arguments) {
+      throw std::runtime_error("it has " + std::to_string(arguments) +
+                               " arguments, the manifest says " +
+                               std::to_string(entry->second.arguments));
+    }
+    return *lib.built.emplace(key, std::move(made)).first->second;
+  } catch (const std::exception& e) {
+    throw std::runtime_error("xpu: the kernel " + std::string(name) + " cannot be built for " +
+                             device_info(device).name + ": " + e.what());
+  }
+}
+
+}  // namespace ipex::xpu

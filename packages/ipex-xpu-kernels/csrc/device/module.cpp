@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Python module `ipex_xpu_kernels._C`: importing it does nothing, `initialize` registers the
+// device.
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <pthread.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Generator.h>
+
+#include <atomic>
+
+#include "core/core.h"
+#include "runtime.h"
+
+namespace py = pybind11;
+namespace ipex::xpu {
+namespace {
+
+std::atomic<bool> g_forked{false};
+
+py::dict properties(int device) {
+  const DeviceInfo& info = device_info(device);
+  py::dict result;
+  result["name"] = info.name;
+  result["vendor"] = info.vendor;
+  result["platform_name"] = info.platform;
+  result["driver_version"] = info.driver_version;
+  result["version"] = info.version;
+  result["type"] = info.is_cpu ? "cpu" : "gpu";
+  result["host_accessible"] = info.host_accessible;
+  result["has_fp16"] = info.has_fp16;
+  result["has_fp64"] = info.has_fp64;
+  result["has_atomic64"] = info.has_atomic64;
+  result["total_memory"] = info.total_memory;
+  result["max_allocation"] = info.max_allocation;
+  result["local_mem_size"] = info.local_memory;
+  result["max_compute_units"] = info.compute_units;
+  result["gpu_eu_count"] = info.compute_units;
+  result["max_work_group_size"] = info.max_work_group_size;
+  result["max_num_sub_groups"] = info.max_num_sub_groups;
+  result["sub_group_sizes"] = info.sub_group_sizes;
+  result["uuid"] = info.uuid;
+  return result;
+}
+
+void register_device() {
+  register_guard();
+  start_autograd_threads();  // raises before anything of torch has changed but for the number of
+                             // devices
+  register_allocator();
+  register_fallback();
+  register_tensor_ops();
+  register_composites();
+  register_kernels();
+  register_hooks();
+  ::pthread_atfork(nullptr, nullptr, [] { g_forked = true; });
+}
+
+// Milliseconds between two recorded events, by their addresses: torch refuses to ask for events of
+// a derived class.
+double elapsed_time(std::uintptr_t first, std::uintptr_t second) {
+  const c10::impl::VirtualGuardImpl guard(c10::kXPU);
+  return guard.elapsedTime(reinterpret_cast<void*>(first), reinterpret_cast<void*>(second), 0);
+}
+
+py::object generator_object(int device) {
+  return py::reinterpret_steal<py::object>(
+      THPGenerator_Wrap(default_generator(static_cast<c10::DeviceIndex>(device))));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.def(
+      "initialize", [](const std::string& request) { return initialize(request); },
+      py::arg("request"), py::call_guard<py::gil_scoped_release>());
+  m.def("why_no_device", &why_no_device);
+  m.def("register_device", &register_device, py::call_guard<py::gil_scoped_release>());
+  m.def("device_count", &device_count);
+  m.def("properties", &properties, py::arg("device"));
+  m.def("current_device", [] { return static_cast<int>(current_device()); });
+  m.def("set_device",
+        [](int device) { set_current_device(static_cast<c10::DeviceIndex>(device)); });
+  m.def(
+      "synchronize", [](int device) { synchronize(device); },
+      py::call_guard<py::gil_scoped_release>());
+  m.def("stop_autograd_threads", &stop_autograd_threads, py::call_guard<py::gil_scoped_release>());
+  m.def("shutdown", &shutdown, py::call_guard<py::gil_scoped_release>());
+  m.def("forked", [] { return g_forked.load(); });
+  m.def("queue_pointer", [](int device, std::int64_t stream) {
+    return reinterpret_cast<std::uintptr_t>(&queue(device, static_cast<int>(stream)));
+  });
+  m.def("elapsed_time", &elapsed_time, py::arg("first"), py::arg("second"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("generator", &generator_object);
+  m.def("set_memory_fraction", [](double fraction, int device) {
+    set_memory_fraction(fraction, static_cast<c10::DeviceIndex>(device));
+  });
+  m.def("memory_fraction",
+        [](int device) { return memory_fraction(static_cast<c10::DeviceIndex>(device)); });
+  m.def("memory_info", [](int device) {
+    return allocator().getMemoryInfo(static_cast<c10::DeviceIndex>(device));
+  });
+  m.def("memory_snapshot", [] {
+    py::list result;
+    for (const auto& segment : memory_snapshot()) {
+      py::dict one;
+      one["device"] = static_cast<int>(segment.device);
+      one["address"] = segment.address;
+      one["total_size"] = segment.total_size;
+      one["allocated_size"] = segment.allocated_size;
+      one["active_size"] = segment.active_size;
+      one["requested_size"] = segment.requested_size;
+      one["stream"] = reinterpret_cast<std::uintptr_t>(segment.stream);
+      one["segment_type"] = segment.is_large ? "large" : "small";
+      one["segment_pool_id"] = py::make_tuple(0, 0);
+      one["is_expandable"] = false;
+      py::list blocks;
+      std::size_t address = segment.address;
+      for (const auto& block : segment.blocks) {
+        py::dict b;
+        b["address"] = address;
+        b["size"] = block.size;
+        b["requested_size"] = block.requested_size;
+        b["state"] = block.allocated ? "active_allocated"
+                     : block.active  ? "active_pending_free"
+                                     : "inactive";
+        b["frames"] = py::list();
+        blocks.append(b);
+        address += block.size;
+      }
+      one["blocks"] = blocks;
+      result.append(one);
+    }
+    return result;
+  });
+  m.def("set_fallback_mode", [](const std::string& mode) {
+    TORCH_CHECK_VALUE(mode == "silent" || mode == "warn" || mode == "error",
+                      "set_fallback_mode: mode must be silent, warn or error, got ", mode);
+    set_fallback_mode(mode == "error"  ? FallbackMode::Error
+                      : mode == "warn" ? FallbackMode::WarnOnce
+                                       : FallbackMode::Silent);
+  });
+  m.def("set_zero_copy", &set_zero_copy);
+  m.def("fallback_stats", [] {
+    py::dict result;
+    for (const auto& [name, count] : fallback_stats()) result[py::str(name)] = count;
+    return result;
+  });
+  m.def("reset_fallback_stats", &reset_fallback_stats);
+  m.def("set_kernel_library", &set_kernel_library);
+  m.def("set_cache_directory", &set_cache_directory);
+  m.def("kernel_names", &kernel_names);
+  m.def("load_stats", [] {
+    const LoadStats stats = load_stats();
+    py::dict result;
+    result["translated"] = stats.translated;
+    result["from_cache"] = stats.from_cache;
+    result["cache_errors"] = stats.cache_errors;
+    return result;
+  });
+}
+
+}  // namespace ipex::xpu

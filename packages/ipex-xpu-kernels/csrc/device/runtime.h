@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// The xpu device of a torch that has none: what the parts of this folder share.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/TensorBody.h>
+#include <ATen/core/stack.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace c10 {
+class OperatorHandle;
+}
+namespace sycl {
+inline namespace _V1 {
+class queue;
+}
+}  // namespace sycl
+
+namespace ipex::xpu {
+
+// Devices and streams of the calling thread (guard.cpp).
+c10::DeviceIndex current_device() noexcept;
+void set_current_device(c10::DeviceIndex device);
+c10::Stream current_stream(c10::DeviceIndex device) noexcept;
+c10::Stream pool_stream(c10::DeviceIndex device);
+sycl::queue& queue_of(const c10::Stream& stream);
+sycl::queue& current_queue(c10::DeviceIndex device);
+void register_guard();
+
+// Memory (allocator.cpp).
+c10::DeviceAllocator& allocator();
+c10::Allocator* pinned_allocator();
+bool is_pinned(const void* pointer);
+bool is_device_pointer(const void* pointer, c10::DeviceIndex& device);
+void register_allocator();
+void set_memory_fraction(double fraction, c10::DeviceIndex device);
+double memory_fraction(c10::DeviceIndex device);
+std::vector<c10::CachingDeviceAllocator::SegmentInfo> memory_snapshot();
+
+// Random numbers (generator.cpp).
+const at::Generator& default_generator(c10::DeviceIndex device);
+at::Generator make_generator(c10::DeviceIndex device);
+// The generator of the host that ops without a kernel of their own draw from.
+at::Generator host_generator(const at::Generator& generator);
+// Seed and offset of a Philox stream, after having moved the offset past `count` numbers of each
+// work-item.
+std::pair<std::uint64_t, std::uint64_t> next_philox(const at::Generator& generator,
+                                                    std::uint64_t count);
+
+// Hooks (hooks.cpp). Raises if autograd has sized its queues before, since then a backward pass
+// would abort.
+void register_hooks();
+
+// Starts autograd's threads of the devices; raises if a backward pass has run before, which is too
+// early (autograd_threads.cpp).
+void start_autograd_threads();
+// Ends autograd's threads for good, so that none of them outlives the interpreter; false if one did
+// not end in time.
+bool stop_autograd_threads();
+
+// Ops without a kernel of their own (fallback.cpp).
+enum class FallbackMode : std::uint8_t { Silent, WarnOnce, Error };
+void set_fallback_mode(FallbackMode mode);
+void set_zero_copy(
+    bool on);  // off: stages through host copies even where the host could read the memory
+std::vector<std::pair<std::string, std::uint64_t>> fallback_stats();
+void reset_fallback_stats();
+void count_fallback(const char* op);
+void register_fallback();
+// Runs an op on the host: what kernels call for arguments that they do not have.
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// The same values for the host: a view of the same memory where the host can read it (the caller
+// then must not use it after the tensor), a copy otherwise. The queue is empty afterwards.
+at::Tensor to_host(const at::Tensor& tensor);
+// Writes back what an op did to the result of to_host(tensor).
+void from_host(const at::Tensor& host, const at::Tensor& tensor);
+// A new tensor on the device with the values, sizes and strides of one on the host.
+at::Tensor to_device(const at::Tensor& host, c10::DeviceIndex device);
+
+void register_tensor_ops();  // tensor_ops.cpp
+void register_composites();  // composites.cpp
+void register_kernels();     // kernel_ops.cpp
+
+}  // namespace ipex::xpu

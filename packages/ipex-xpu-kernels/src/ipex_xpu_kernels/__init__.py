@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``xpu`` device for a torch without one, on any SYCL device; the facade shows it as ``ipex.xpu``.
+
+The package is found through the entry point group ``ipex.kernels``, and by torch through ``torch.backends``, so that
+``import torch`` is enough where there is a device. Names of ``torch.xpu`` are found here, too.
+
+Example:
+    >>> import torch, ipex_xpu_kernels
+    >>> ipex_xpu_kernels.state().mode in ("own", "native", "none")
+    True
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ipex_xpu_kernels._device import State, activate, state
+from ipex_xpu_kernels._fallback import fallback_stats, reset_fallback_stats, set_fallback_mode
+from ipex_xpu_kernels._version import __version__
+
+if TYPE_CHECKING:
+    from ipex_core._plugins import ProviderInfo
+
+__all__ = [
+    "KERNEL_API",
+    "State",
+    "__version__",
+    "activate",
+    "fallback_stats",
+    "kernel_load_stats",
+    "kernel_names",
+    "register",
+    "reset_fallback_stats",
+    "set_fallback_mode",
+    "state",
+]
+
+#: Contract version of these kernels; must equal that of the core.
+KERNEL_API = 1
+
+
+def register(api: int) -> ProviderInfo:
+    """Register the device and its kernels with torch; called once by the core.
+
+    Args:
+        api: ``KERNEL_API`` of the core.
+
+    Raises:
+        KernelApiError: Core and kernels were built for different contracts.
+        ImportError: A device was asked for, but the native module cannot be loaded.
+        RuntimeError: A backward pass has run before, after which torch cannot take another device.
+    """
+    from ipex_core._plugins import ProviderInfo
+    from ipex_core.errors import KernelApiError
+
+    if api != KERNEL_API:
+        raise KernelApiError(
+            f"ipex-xpu-kernels {__version__} has KERNEL_API {KERNEL_API}, but the installed ipex-core has {api}:"
+            " pip install --upgrade ipex-core ipex-xpu-kernels"
+        )
+    activate()
+    return ProviderInfo(
+        name="xpu",
+        version=__version__,
+        device="xpu",
+        kernel_api=KERNEL_API,
+        isa="spirv",
+        isa_available=("spirv",),
+        isa_built=("spirv",),
+        ops=(),
+        kernels=lambda op: (),
+    )
+
+
+def kernel_names() -> tuple[str, ...]:
+    """Return the names of the SYCL kernels in this package, as ``family<operation,dtype>``.
+
+    Raises:
+        RuntimeError: There is no xpu device of this package.
+    """
+    from ipex_xpu_kernels._device import require
+
+    return tuple(require("kernel_names").kernel_names())
+
+
+def kernel_load_stats() -> dict[str, int]:
+    """Return how kernels came into this process.
+
+    Returns:
+        ``translated``: from SPIR-V; ``from_cache``: from the binaries on disk; ``cache_errors``: how often those could
+        not be read or written.
+
+    Raises:
+        RuntimeError: There is no xpu device of this package.
+    """
+    from ipex_xpu_kernels._device import require
+
+    return dict(require("kernel_load_stats").load_stats())
+
+
+def __getattr__(name: str) -> Any:
+    import torch
+
+    if not name.startswith("__") and hasattr(torch.xpu, name):
+        return getattr(torch.xpu, name)
+    raise AttributeError(f"module 'ipex.xpu' has no attribute {name!r}")

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device of this process: found, registered with torch and shut down at exit."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ipex_xpu_kernels import _sycl
+
+
+@dataclass(frozen=True)
+class State:
+    """What has become of the device in this process.
+
+    Attributes:
+        mode: "own" (this package is the device), "native" (torch has XPU itself) or "none".
+        count: Number of devices.
+        reason: Why there is none; empty otherwise.
+    """
+
+    mode: str
+    count: int = 0
+    reason: str = ""
+
+
+_state: State | None = None
+
+
+def state() -> State:
+    """Return what has become of the device; `activate` is called first if nobody has."""
+    return _state if _state is not None else activate()
+
+
+def failed(error: Exception) -> None:
+    """Note why the device could not be registered, for the one who asks."""
+    _set(State("none", 0, f"{type(error).__name__}: {error}"))
+
+
+def require(function: str) -> Any:
+    """Return the native module of the device that this package has registered.
+
+    Args:
+        function: For the message.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    now = state()
+    if now.mode == "own":
+        return native()
+    why = now.reason or "this torch has XPU itself"
+    raise RuntimeError(f"{function}: there is no xpu device of ipex-xpu-kernels: {why}")
+
+
+def native() -> Any:
+    """Return the native module.
+
+    Raises:
+        ImportError: It was built for another torch, or a library that it needs is missing.
+    """
+    from ipex_xpu_kernels import _load
+
+    return _load.native()
+
+
+def activate() -> State:
+    """Find the devices and register them with torch; does nothing the second time.
+
+    Without a device torch is left as it is.
+
+    Raises:
+        ImportError: The native module cannot be loaded although a device was asked for.
+        RuntimeError: A backward pass has run before, after which torch cannot take another device.
+    """
+    if _state is None:
+        try:
+            _set(_find())
+        except Exception as error:
+            failed(error)
+            raise
+    assert _state is not None
+    return _state
+
+
+def _set(found: State) -> None:
+    global _state
+    _state = found
+
+
+def _find() -> State:
+    import torch
+
+    if getattr(torch._C, "_has_xpu", False):
+        return State("native", torch.xpu.device_count())
+    if not _sycl.device_possible():
+        return State("none", 0, "no GPU was found (IPEX_XPU_DEVICE=cpu uses the CPU)")
+    _sycl.prepare_environment()
+    module = native()
+    count = module.initialize(_sycl.requested_device())
+    if count == 0:
+        return State("none", 0, module.why_no_device())
+    _configure(module)
+    module.register_device()
+
+    from ipex_xpu_kernels import _torch_xpu
+
+    _torch_xpu.install(module)
+    atexit.register(_shut_down, module)
+    return State("own", count)
+
+
+def _configure(module: Any) -> None:
+    module.set_fallback_mode(
+        {"error": "error", "warn": "warn"}.get(
+            os.environ.get("IPEX_XPU_FALLBACK", "").lower(), "silent"
+        )
+    )
+    module.set_zero_copy(os.environ.get("IPEX_XPU_ZERO_COPY", "1") != "0")
+    kernels = Path(__file__).with_name("kernels")
+    module.set_kernel_library(str(kernels / "kernels.txt"), str(kernels / "kernels.spv"))
+    module.set_cache_directory(_sycl.cache_directory())
+
+
+def _shut_down(module: Any) -> None:
+    # Registered at activation, this runs after whatever scripts have registered since.
+    module.stop_autograd_threads()
+    module.shutdown()

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torch.xpu`` for a torch that was built without XPU: the native functions that its Python part asks for."""
+
+from __future__ import annotations
+
+import sys
+import types
+import uuid as _uuid
+from typing import Any
+
+import torch
+
+from ipex_xpu_kernels import _streams
+
+
+class DeviceProperties(types.SimpleNamespace):
+    """Properties of a device, with the names that ``torch.xpu.get_device_properties`` documents.
+
+    What the device does not say (clock and bus of its memory, size of its last cache, architecture) is 0.
+    """
+
+    def __repr__(self) -> str:
+        mebibytes = self.total_memory >> 20
+        return (
+            f"_XpuDeviceProperties(name='{self.name}', platform_name='{self.platform_name}', type='{self.type}',"
+            f" device_id=0x{self.device_id:X}, uuid={self.uuid}, driver_version='{self.driver_version}',"
+            f" total_memory={mebibytes}MB, max_compute_units={self.max_compute_units},"
+            f" max_work_group_size={self.max_work_group_size}, sub_group_sizes={self.sub_group_sizes},"
+            f" has_fp16={int(self.has_fp16)}, has_fp64={int(self.has_fp64)}, has_atomic64={int(self.has_atomic64)})"
+        )
+
+
+#: What this device cannot be asked for.
+_UNKNOWN = {
+    "device_id": 0,
+    "memory_clock_rate": 0,
+    "memory_bus_width": 0,
+    "last_level_cache_size": 0,
+    "gpu_subslice_count": 0,
+    "architecture": 0,
+    "has_bfloat16_conversions": False,
+    "has_subgroup_matrix_multiply_accumulate": False,
+    "has_subgroup_matrix_multiply_accumulate_tensor_float32": False,
+    "has_subgroup_2d_block_io": False,
+    "is_integrated_gpu": False,
+}
+
+
+def properties(native: Any, device: int) -> DeviceProperties:
+    """Return the properties of a device as torch names them."""
+    values = native.properties(device)
+    values["uuid"] = _uuid.UUID(hex=values["uuid"])
+    return DeviceProperties(**_UNKNOWN, **values)
+
+
+def _not_here(name: str) -> Any:
+    def missing(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError(
+            f"torch.xpu: {name} is not offered by the xpu device of ipex-xpu-kernels"
+        )
+
+    return missing
+
+
+def install(native: Any) -> None:
+    """Give ``torch._C`` the functions that ``torch.xpu`` calls, and ``torch.xpu`` the types it took at its import.
+
+    Args:
+        native: The module ``ipex_xpu_kernels._C`` after `register_device`.
+    """
+    c = torch._C
+
+    def initialize() -> None:
+        torch.xpu.default_generators = tuple(
+            native.generator(i) for i in range(native.device_count())
+        )
+
+    def exchange(device: int) -> int:
+        before: int = native.current_device()
+        if device >= 0:
+            native.set_device(device)
+        return before
+
+    def stats(device: int) -> Any:
+        return c._accelerator_getDeviceStats(device)
+
+    def snapshot(_pool: object = None) -> dict[str, Any]:
+        return {
+            "segments": native.memory_snapshot(),
+            "device_traces": [[] for _ in range(native.device_count())],
+            "external_annotations": [],
+        }
+
+    def current_stream(device: int) -> tuple[int, int, int]:
+        stream = c._accelerator_getStream(device)
+        return stream.stream_id, stream.device_index, stream.device_type
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        c._accelerator_setStream(
+            torch.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+        )
+
+    names: dict[str, Any] = {
+        "_has_xpu": True,
+        "_xpu_init": initialize,
+        "_xpu_isInBadFork": native.forked,
+        "_xpu_getDeviceCount": native.device_count,
+        "_xpu_getDevice": native.current_device,
+        "_xpu_setDevice": native.set_device,
+        "_xpu_exchangeDevice": exchange,
+        "_xpu_maybeExchangeDevice": exchange,
+        "_xpu_synchronize": native.synchronize,
+        "_xpu_getCurrentStream": current_stream,
+        "_xpu_getCurrentRawStream": lambda device: native.queue_pointer(
+            device, c._accelerator_getStream(device).stream_id
+        ),
+        "_xpu_setStream": set_stream,
+        "_xpu_getStreamFromExternal": _not_here("a stream of a foreign queue"),
+        "_xpu_getArchFlags": lambda: None,
+        "_xpu_canDeviceAccessPeer": lambda device, peer: device == peer,
+        "_xpu_emptyCache": c._accelerator_emptyCache,
+        "_xpu_getMemoryInfo": native.memory_info,
+        "_xpu_memoryStats": stats,
+        "_xpu_resetPeakMemoryStats": c._accelerator_resetPeakStats,
+        "_xpu_resetAccumulatedMemoryStats": c._accelerator_resetAccumulatedStats,
+        "_xpu_memorySnapshot": snapshot,
+        "_xpu_recordMemoryHistory": _not_here("the history of allocations"),
+        "_xpu_setMemoryFraction": native.set_memory_fraction,
+        "_xpu_getMemoryFraction": native.memory_fraction,
+        "_XpuDeviceProperties": DeviceProperties,
+        "_XpuStreamBase": _streams.StreamBase,
+        "_XpuEventBase": _streams.EventBase,
+    }
+    for name, value in names.items():
+        setattr(c, name, value)
+    _streams.bind(native)
+    xpu: Any = torch.xpu
+    xpu._is_in_bad_fork = native.forked
+    xpu._exchange_device = exchange
+    xpu._maybe_exchange_device = exchange
+    xpu._XpuDeviceProperties = DeviceProperties
+    xpu._get_device_properties = lambda device: properties(native, device)
+    # It would ask the driver's library for GPUs, which are not what there is.
+    xpu._device_count_zes = lambda: -1
+    _rebuild_streams(xpu)
+
+
+def _rebuild_streams(xpu: Any) -> None:
+    """Let the classes of ``torch.xpu.streams`` derive from the bases that exist now."""
+    import importlib
+
+    module = importlib.reload(sys.modules["torch.xpu.streams"])
+    xpu.Stream, xpu.Event = module.Stream, module.Event
+    for name in ("torch.xpu.graphs", "torch._dynamo.device_interface"):
+        other = sys.modules.get(name)
+        for attribute in ("Stream", "Event"):
+            if other is not None and getattr(other, attribute, None) is not None:
+                kept = getattr(other, attribute)
+                if getattr(kept, "__module__", "") == "torch.xpu.streams":
+                    setattr(other, attribute, getattr(module, attribute))

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests run on the SYCL CPU device, in a process that has it from the start (IPEX_XPU_DEVICE=cpu)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs the device where nobody has asked for it; a device that was asked for must be there."""
+    if os.environ.get("IPEX_XPU_DEVICE"):
+        return
+    for item in items:
+        if "needs_device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip(reason="set IPEX_XPU_DEVICE=cpu"))
+
+
+@pytest.fixture(scope="session")
+def needs_device() -> None:
+    """Let the device be registered before the first backward pass."""
+    import ipex_xpu_kernels
+
+    found = ipex_xpu_kernels.activate()
+    assert found.mode == "own", found.reason

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's own database of ops, on the device against the host, forward and backward."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+pytestmark = pytest.mark.usefixtures("needs_device")
+
+#: Op -> why it is not compared.
+LEFT_OUT = {
+    "sparse.sampled_addmm": "sparse tensors do not exist on this device",
+    "sparse.mm": "sparse tensors do not exist on this device",
+    "to_sparse": "sparse tensors do not exist on this device",
+    "tensor_split": "torch wants the indices on the host",
+    "as_strided": "the sample views a part of a storage, which does not move with the tensor",
+    "empty": "values are not defined",
+    "empty_like": "values are not defined",
+    "empty_permuted": "values are not defined",
+    "empty_strided": "values are not defined",
+    "new_empty": "values are not defined",
+    "new_empty_strided": "values are not defined",
+    "torch._scaled_mm": "numbers of 8 bits are not compared within a tolerance",
+}
+SAMPLES = 3
+TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1.6e-2, 1e-2)}
+
+
+def moved(value: Any, device: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device).requires_grad_(value.requires_grad)
+    if isinstance(value, torch.device) or value == "cpu":
+        return torch.device(device)
+    return value
+
+
+def run(op: Any, sample: Any, device: str, backward: bool) -> list[torch.Tensor | None]:
+    torch.manual_seed(0)
+    args = pytree.tree_map(lambda v: moved(v, device), (sample.input, sample.args, sample.kwargs))
+    outputs = [
+        t
+        for t in pytree.tree_leaves(op(args[0], *args[1], **args[2]))
+        if isinstance(t, torch.Tensor)
+    ]
+    results: list[torch.Tensor | None] = [t.detach().cpu() for t in outputs]
+    leaves = [
+        t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
+    roots = [t for t in outputs if t.requires_grad]
+    if backward and leaves and roots:
+        sums = [t.abs().sum() if t.is_complex() else t.sum() for t in roots]
+        grads = torch.autograd.grad(sums, leaves, allow_unused=True)
+        results += [g if g is None else g.cpu() for g in grads]
+    return results
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "op",
+    op_db,
+    ids=lambda op: op.full_name if hasattr(op, "full_name") else op.name + op.variant_test_name,
+)
+def test_op(op: Any, dtype: torch.dtype) -> None:
+    if op.name in LEFT_OUT:
+        pytest.skip(LEFT_OUT[op.name])
+    supported = op.supported_dtypes("cpu")
+    if dtype not in supported:
+        if dtype == torch.bfloat16 or not supported:
+            pytest.skip("not on the host either")
+        dtype = min(supported, key=str)
+    backward = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    try:
+        samples = list(
+            itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=backward), SAMPLES)
+        )
+        expected = [run(op, sample, "cpu", backward) for sample in samples]
+    except Exception as error:
+        pytest.skip(f"not on the host either: {error}")
+    rtol, atol = TOLERANCE.get(dtype, (1e-5, 1e-6))
+    for sample, wanted in zip(samples, expected, strict=True):
+        for actual, reference in zip(run(op, sample, "xpu", backward), wanted, strict=True):
+            assert (actual is None) == (reference is None)
+            if actual is not None:
+                torch.testing.assert_close(actual, reference, rtol=rtol, atol=atol, equal_nan=True)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams, events, memory and counters of the device."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ipex_xpu_kernels as xpu
+
+pytestmark = pytest.mark.usefixtures("needs_device")
+
+
+def test_properties() -> None:
+    properties = torch.xpu.get_device_properties(0)
+    assert properties.type == "cpu" and properties.total_memory > 0
+    assert torch.xpu.device_count() == xpu.state().count >= 1
+    assert torch.xpu.is_available() and torch.xpu.is_bf16_supported()
+    assert torch.xpu.get_device_name(0) == properties.name
+    assert "total_memory" in repr(properties)
+    assert torch.accelerator.current_accelerator() == torch.device("xpu")
+    assert xpu.device_count() == torch.xpu.device_count()  # names of torch.xpu
+    with pytest.raises(AttributeError, match="nonsense"):
+        xpu.nonsense  # noqa: B018
+
+
+def test_streams_and_events() -> None:
+    stream = torch.xpu.Stream()
+    before = torch.xpu.current_stream()
+    with torch.xpu.stream(stream):
+        assert torch.xpu.current_stream() == stream
+        x = torch.ones(1000, device="xpu") * 2
+    assert torch.xpu.current_stream() == before
+    stream.synchronize()
+    assert stream.query()
+    assert x.sum().item() == 2000
+    first, second = torch.xpu.Event(enable_timing=True), torch.xpu.Event(enable_timing=True)
+    with pytest.raises(ValueError, match="must be recorded"):
+        first.elapsed_time(second)
+    first.record()
+    torch.mm(torch.ones(64, 64, device="xpu"), torch.ones(64, 64, device="xpu"))
+    second.record()
+    second.synchronize()
+    assert first.query() and first.elapsed_time(second) >= 0
+    stream.wait_event(second)
+    x.record_stream(stream)
+    assert stream.sycl_queue != before.sycl_queue
+
+
+def test_memory_statistics() -> None:
+    gc.collect()
+    torch.xpu.empty_cache()
+    before = torch.xpu.memory_allocated()
+    x = torch.empty(3_000_000, dtype=torch.uint8, device="xpu")
+    assert torch.xpu.memory_allocated() - before == (3_000_000 + 511) // 512 * 512
+    assert torch.xpu.memory_reserved() >= torch.xpu.memory_allocated()
+    assert torch.xpu.max_memory_allocated() >= torch.xpu.memory_allocated()
+    segments = torch.xpu.memory_snapshot()
+    assert sum(s["total_size"] for s in segments) == torch.xpu.memory_reserved()
+    for segment in segments:
+        assert sum(b["size"] for b in segment["blocks"]) == segment["total_size"]
+    free, total = torch.xpu.mem_get_info()
+    assert 0 < free <= total
+    del x
+    assert torch.xpu.memory_allocated() == before
+    torch.xpu.reset_peak_memory_stats()
+    assert torch.xpu.max_memory_allocated() == before
+    torch.xpu.empty_cache()
+
+
+def test_limit_and_error_of_memory() -> None:
+    total = torch.xpu.get_device_properties().total_memory
+    torch.xpu.set_per_process_memory_fraction((torch.xpu.memory_reserved() + (64 << 20)) / total)
+    try:
+        retries = torch.xpu.memory_stats()["num_alloc_retries"]
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 1.00 GiB"):
+            torch.empty(1 << 30, dtype=torch.uint8, device="xpu")
+        assert torch.xpu.memory_stats()["num_alloc_retries"] == retries + 1
+        torch.ones(10, device="xpu")  # goes on
+    finally:
+        torch.xpu.set_per_process_memory_fraction(1.0)
+    with pytest.raises(ValueError, match=r"fraction"):
+        torch.xpu.set_per_process_memory_fraction(1.5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3_000_000)), max_size=60))
+def test_allocator_against_a_model(requests: list[tuple[int, int]]) -> None:
+    """Blocks never overlap, keep what was written to them, and are all given back."""
+    gc.collect()
+    start = torch.xpu.memory_allocated()
+    held: dict[int, tuple[torch.Tensor, int]] = {}
+    for slot, size in requests:
+        if slot in held:
+            tensor, value = held.pop(slot)
+            assert not tensor.numel() or (tensor[0] == value and tensor[-1] == value)
+            del tensor
+        else:
+            value = (slot * 7 + size) % 251
+            held[slot] = (torch.full((size,), value, dtype=torch.uint8, device="xpu"), value)
+        spans = sorted(
+            (t.data_ptr(), t.data_ptr() + t.numel()) for t, _ in held.values() if t.numel()
+        )
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+        rounded = sum((t.numel() + 511) // 512 * 512 for t, _ in held.values())
+        assert torch.xpu.memory_allocated() - start == rounded
+    held.clear()
+    assert torch.xpu.memory_allocated() == start
+
+
+def test_threads_share_the_device() -> None:
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for i in range(20):
+                x = torch.full((seed * 37 + i + 1,), float(seed), device="xpu")
+                assert (x * 2 + 1).sum().item() == x.numel() * (2 * seed + 1)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+
+
+@pytest.fixture
+def quiet_mode() -> Iterator[None]:
+    yield
+    xpu.set_fallback_mode("silent")
+
+
+@pytest.mark.usefixtures("quiet_mode")
+def test_fallbacks_are_counted_and_can_be_refused() -> None:
+    x = torch.rand(4, device="xpu")
+    xpu.reset_fallback_stats()
+    x.relu().add(1).mul(x)  # kernels
+    assert xpu.fallback_stats() == {}
+    torch.special.i0(x)
+    torch.special.i0(x)
+    assert xpu.fallback_stats() == {"aten::i0.out": 2}
+    xpu.reset_fallback_stats()
+    xpu.set_fallback_mode("warn")
+    with pytest.warns(UserWarning, match=r"i0\.out has no kernel for xpu"):
+        torch.special.i0(x)
+    xpu.set_fallback_mode("error")
+    with pytest.raises(NotImplementedError, match=r"i0\.out has no kernel"):
+        torch.special.i0(x)
+    with pytest.raises(ValueError, match="mode must be"):
+        xpu.set_fallback_mode("loud")  # type: ignore[arg-type]
+
+
+def test_kernels_are_loaded_once() -> None:
+    assert "unary<relu,float>" in xpu.kernel_names()
+    x = torch.ones(3, device="xpu")
+    x.erf()
+    before = xpu.kernel_load_stats()
+    x.erf()
+    assert xpu.kernel_load_stats() == before
