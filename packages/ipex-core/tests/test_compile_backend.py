@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -184,6 +185,65 @@ def test_buffers_that_the_graph_writes_are_not_frozen():
     compiled = torch.compile(model, backend=ipex_backend)
     with torch.no_grad():
         assert [compiled(x)[0].item() for _ in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("change", ["user", "weight"])
+def test_writes_to_buffers_of_the_graph_are_no_changes_of_weights(change, caplog):
+    class Cache(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("rows", torch.zeros(4, 3))
+            self.register_buffer("length", torch.tensor(0))
+
+        def forward(self, x):
+            self.rows.index_copy_(0, self.length[None], self.linear(x))
+            self.length.add_(1)
+            return self.rows.sum(0)
+
+    model, x = Cache().eval(), torch.randn(1, 3)
+    expected = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=ipex_backend, fullgraph=True)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="ipex"):
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), expected(x))
+        for each in (model, expected):
+            each.length.zero_()
+            (each.rows if change == "user" else each.linear.weight).mul_(3)
+        torch.testing.assert_close(compiled(x), expected(x))
+    warnings = [r for r in caplog.records if "weights changed" in r.message]
+    assert len(warnings) == (change == "weight")
+
+
+def test_decoding_with_a_static_cache(caplog):
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+    )
+    model = transformers.LlamaForCausalLM(settings).eval()
+
+    def decode(step):
+        cache = transformers.StaticCache(config=settings, max_cache_len=12)
+        prompt = torch.arange(4)[None] + 3
+        logits = [model(prompt, past_key_values=cache, cache_position=torch.arange(4)).logits]
+        for position in range(4, 9):
+            token = logits[-1][:, -1:].argmax(-1)
+            place = torch.tensor([position])
+            logits.append(step(token, past_key_values=cache, cache_position=place).logits)
+        return torch.cat(logits, 1)
+
+    counter = CompileCounterWithBackend("ipex")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="ipex"):
+        torch.testing.assert_close(decode(compiled), decode(model))
+    assert counter.frame_count == 1
+    assert not [r for r in caplog.records if r.name == "ipex"]
 
 
 def test_twenty_lengths_need_two_compilations():

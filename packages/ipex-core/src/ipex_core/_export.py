@@ -210,7 +210,7 @@ def _compile(program: torch.export.ExportedProgram, path: Path, asked: Any, name
 
     patches = {**INFERENCE_DEFAULTS, **asked.inductor}
     report = GraphReport(f"export of {name}", inference=True, frozen=bool(patches["freezing"]))
-    patches["joint_custom_pre_pass"] = _joint_pass(asked, patches, report)
+    patches["joint_custom_pre_pass"] = _joint_pass(asked, patches, report, [])
     try:
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=patches

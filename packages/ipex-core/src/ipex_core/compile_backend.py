@@ -13,7 +13,8 @@ Three things happen beyond plain Inductor, all of them only for graphs that need
 * **Freezing that takes effect.** ``options={"freezing": True}`` of stock ``torch.compile`` does nothing, because Dynamo
   has already turned the parameters into inputs when the option is read. Here the parameter inputs are turned back into
   constants, each protected by an identity guard, so that Inductor folds and prepacks the weights. Weights that change
-  afterwards are noticed at the next call: the graph then runs unfrozen, with a warning.
+  afterwards are noticed at the next call: the graph then runs unfrozen, with a warning. Buffers that the graph itself
+  writes to, such as the keys and values of a static cache, stay inputs: anybody may change them at any time.
 * **No need for ``no_grad``.** A graph with no input that requires grad is compiled for inference even when grad mode
   is on.
 * **Patterns.** Attention, norms, rotary embeddings, gated MLPs, linear layers with what follows them and weight-only
@@ -152,7 +153,8 @@ def _compile(
         report.notes.append("a gradient is needed: Inductor's own code, no patterns")
         return CompiledGraph(_inductor(gm, example_inputs, patches), report)
     patches = {**INFERENCE_DEFAULTS, **patches}
-    patches["joint_custom_pre_pass"] = _joint_pass(asked, patches, report)
+    written: list[Tensor] = []
+    patches["joint_custom_pre_pass"] = _joint_pass(asked, patches, report, written)
     # Inductor freezes only when grad mode is off. Nothing here requires grad, and Dynamo guards both the mode and the
     # inputs' requires_grad, so turning it off for the compilation changes no result.
     with torch.no_grad():
@@ -162,7 +164,7 @@ def _compile(
                     "compiled often: not frozen, so that one graph serves all the rest"
                 )
             return CompiledGraph(_inductor(gm, example_inputs, patches), report)
-        return _compile_frozen(gm, example_inputs, patches, report)
+        return _compile_frozen(gm, example_inputs, patches, report, written)
 
 
 def _needs_grad(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -191,6 +193,7 @@ def _compile_frozen(
     example_inputs: Sequence[Any],
     patches: dict[str, Any],
     report: GraphReport,
+    written: list[Tensor],
 ) -> CompiledGraph:
     lifted = lift_parameters(gm, example_inputs)
     kept = [i for i in range(len(example_inputs)) if i not in lifted]
@@ -199,25 +202,44 @@ def _compile_frozen(
     # compile_fx owns and mutates the graph it gets; this copy is what runs when the weights have changed.
     unfrozen = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     compiled = _inductor(gm, [example_inputs[i] for i in kept], patches)
+    # What the graph writes to itself (the keys and values of a cache) it also reads anew in each call.
+    alive = {id(tensor) for tensor in written}
+    weights = [weight for weight in weights if id(weight) not in alive]
     if patches.get("freezing_discard_parameters"):
         weights = []  # their values are gone, so there is nothing to compare
     return FrozenGraph(compiled, report, kept, len(example_inputs), weights, unfrozen)
 
 
-def _joint_pass(asked: Options, patches: Mapping[str, Any], report: GraphReport) -> Any:
-    """Return our passes as one of Inductor's, followed by one that the user has set."""
+def _joint_pass(
+    asked: Options, patches: Mapping[str, Any], report: GraphReport, inputs: list[Tensor]
+) -> Any:
+    """Return our passes as one of Inductor's, followed by one that the user has set.
+
+    When they run they put into ``inputs`` the parameters and buffers that freezing leaves alone.
+    """
     before = patches.get("joint_custom_pre_pass")
-    return functools.partial(_run, asked, before, bool(patches["freezing"]), report)
+    return functools.partial(_run, asked, before, bool(patches["freezing"]), report, inputs)
 
 
-def _run(asked: Options, also: Any, freezing: bool, report: GraphReport, graph: fx.Graph) -> None:
+def _run(
+    asked: Options,
+    also: Any,
+    freezing: bool,
+    report: GraphReport,
+    inputs: list[Tensor],
+    graph: fx.Graph,
+) -> None:
     from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
-    from ipex_core._compile._passes import frozen_placeholders, run_passes
+    from ipex_core._compile._passes import run_passes, split_parameters
 
     # What is left of dropout is a copy between any two ops.
     remove_noop_ops(graph)
-    constants = frozen_placeholders(graph) if freezing and report.frozen else set()
+    constants: list[fx.Node] = []
+    if freezing and report.frozen:
+        positions, inputs[:] = split_parameters()
+        placeholders = graph.find_nodes(op="placeholder")
+        constants = [node for i, node in enumerate(placeholders) if i in positions]
     run_passes(graph, report, constants, asked.disable, asked.always)
     for other in also if isinstance(also, (list, tuple)) else (also,):
         if other is not None:

@@ -16,7 +16,7 @@ from ipex_core._compile.linear import fuse_gated, fuse_post_ops, pack_linears
 from ipex_core._compile.norms import fuse_add_norms, fuse_norms
 from ipex_core._compile.rotary import fuse_rotary
 
-__all__ = ["PATTERNS", "frozen_placeholders", "run_passes"]
+__all__ = ["PATTERNS", "run_passes", "split_parameters"]
 
 #: Pattern name -> what does it. The order matters: attention before what its inputs are made of; layers before what
 #: follows them; an addition goes into the layer before it rather than into the norm behind it.
@@ -69,25 +69,23 @@ def run_passes(
     return report.count() - before
 
 
-def frozen_placeholders(graph: fx.Graph) -> set[fx.Node]:
-    """Return the placeholders that Inductor's freezing is about to replace by constants.
+def split_parameters() -> tuple[set[int], list[torch.Tensor]]:
+    """Split the inputs in front, which are the parameters and buffers, as Inductor's freezing is about to do.
 
-    They are the parameters in front, without those that the graph writes to or returns.
+    Returns:
+        The positions of those that become constants, and those that stay inputs, since the graph writes to them
+        (caches, counters, running statistics) or returns them.
     """
     from torch._functorch._aot_autograd.schemas import MutationType
     from torch._guards import TracingContext
 
     context: Any = TracingContext.try_get()
     if context is None or context.fw_metadata is None:
-        return set()
+        return set(), []
     parameters = context.params_flat_unwrap_subclasses or ()
     metadata = context.fw_metadata
     kept = {o.base_idx for o in metadata.output_info if o.base_idx is not None}
     written = (MutationType.MUTATED_IN_GRAPH, MutationType.MUTATED_OUT_GRAPH)
     kept |= {i for i, info in enumerate(metadata.input_info) if info.mutation_type in written}
-    placeholders = graph.find_nodes(op="placeholder")
-    return {
-        node
-        for i, (node, value) in enumerate(zip(placeholders, parameters, strict=False))
-        if i not in kept and isinstance(value, torch.Tensor)
-    }
+    tensors = {i: value for i, value in enumerate(parameters) if isinstance(value, torch.Tensor)}
+    return tensors.keys() - kept, [value for i, value in tensors.items() if i in kept]
