@@ -21,7 +21,7 @@ def tree(tmp_path: Path) -> Path:
         "packages/*/src/*/_version.py",
         "packages/*/src/*/_plugins.py",
         "packages/*/src/*/__init__.py",
-        "packages/*/csrc/include/ipex/*.h",
+        "packages/*/csrc/**/*.h",
         "CHANGELOG.md",
         "constraints.txt",
         ".pre-commit-config.yaml",
