@@ -53,6 +53,7 @@ def bad_calls():
         yield op, _with(write, 4, SLOTS + 1), "slot_mapping must hold slots below .* = 64, got 64"
         yield op, (*write, "fp4"), "kv_cache_dtype must be one of"
         yield op, (*write, "fp8"), "key_cache must have dtype float8_e5m2"
+        yield op, (*write, "fp8_e4m3"), "key_cache must have dtype float8_e4m3fn"
         yield op, (*write, "auto", 0.0), "k_scale must be positive and finite, got 0"
         yield op, (*write, "auto", 1.0, float("nan")), "v_scale must be positive"
         yield op, (*write, "auto", 1.0, 1.0, torch.ones(4, 2, 16)), "key_scales must be None"
@@ -252,6 +253,7 @@ def test_written_rows_are_found_again():
     for dtype, scale, tolerance in (
         (torch.float32, 1.0, 1e-5),
         (torch.float8_e5m2, 1.0, 0.15),
+        (torch.float8_e4m3fn, 0.01, 0.08),
         (torch.int8, 0.03, 0.03),
         (torch.int8, None, 0.02),
     ):
@@ -267,9 +269,29 @@ def test_written_rows_are_found_again():
         torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+def test_all_e4m3_codes():
+    """Every code comes back as its number, and numbers between two codes go to the nearest, ties to even."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes.view(torch.float8_e4m3fn).float()
+    finite = numbers[numbers.isfinite()]
+    order = finite.sort().values
+    middle = (order[1:] + order[:-1]) / 2
+    above, below = (torch.nextafter(middle, torch.tensor(end)) for end in (1e9, -1e9))
+    rows = torch.cat([finite, middle, above, below, torch.tensor([449.0, -1e30, 1e-30, -1e-9])])
+    rows = torch.cat([rows, rows.new_zeros(-len(rows) % 16)]).view(-1, 1, 16)
+    caches = [torch.zeros(len(rows), 1, 1, 16, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    ops.reshape_and_cache(rows, rows, *caches, torch.arange(len(rows)), "fp8_e4m3")
+    want = rows.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert torch.equal(caches[0][:, :, 0].float(), want)
+    # A single key gives its value, so attention reads each code.
+    stored = codes.view(torch.float8_e4m3fn).view(16, 1, 1, 16)
+    out = ops.decode_attention(torch.zeros(16, 1, 1, 16), torch.zeros_like(stored), stored)
+    torch.testing.assert_close(out.flatten(), numbers, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float8_e5m2, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shared", [False, True])
-def test_beam_search_equals_reordered_caches(shared, fp8):
+def test_beam_search_equals_reordered_caches(shared, kind):
     """Prompt, six reordered steps with growth of the caches, against caches that are copied at each step."""
     torch.manual_seed(1)
     batch, beams, prompt, heads, kv_heads, size = 2, 3, 5, 4, 2, 32
@@ -280,10 +302,10 @@ def test_beam_search_equals_reordered_caches(shared, fp8):
         return [torch.randn(count, tokens, h, size) for h in (heads, kv_heads, kv_heads)]
 
     def stored(x):
-        return x.to(torch.float8_e5m2).float() if fp8 else x
+        return x.to(kind).float()
 
     q, k, v = new(rows, prompt)
-    dummy = torch.zeros(1, 1, 1, 1, dtype=torch.float8_e5m2 if fp8 else torch.float32)
+    dummy = torch.zeros(1, 1, 1, 1, dtype=kind)
     past = (torch.zeros(1, 0, 0, 1), dummy, dummy, torch.zeros(1, n, dtype=torch.int64))
     mask = torch.zeros(rows, 1, prompt, prompt)
     out, weights, past = ipex_functional.indirect_access_kv_cache_attention(
@@ -313,7 +335,7 @@ def test_beam_search_equals_reordered_caches(shared, fp8):
         )
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
     assert past[1].shape[0] == 14
-    assert past[1].dtype == (torch.float8_e5m2 if fp8 else torch.float32)
+    assert past[1].dtype == kind
 
 
 def test_without_a_mask_there_is_no_cache():

@@ -100,7 +100,10 @@ BAD = [
     (paged(block_table=TABLE[:1]), "block_table must have 2 rows, got 1"),
     (paged(block_table=TABLE.float()), "block_table must have dtype"),
     (paged(block_table=TABLE[0]), "block_table must be 2-D"),
-    (paged(kv_cache_dtype="fp4"), "kv_cache_dtype must be one of auto, fp8, fp8_e5m2, int8"),
+    (
+        paged(kv_cache_dtype="fp4"),
+        "kv_cache_dtype must be one of auto, fp8, fp8_e5m2, fp8_e4m3, int8",
+    ),
     (paged(kv_cache_dtype="fp8"), "must have dtype float8_e5m2 for kv_cache_dtype fp8"),
     (paged(kv_cache_dtype="int8"), "must have dtype int8 for kv_cache_dtype int8, got float32"),
     (paged(k_scale=0.0), "k_scale must be positive and finite, got 0"),

@@ -87,7 +87,9 @@ def test_random_histories():
             assert read(sequences, row) == one
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16]
+)
 def test_growing_keeps_what_is_there(dtype):
     cache = PagedCache(SHAPES, 2, 4, dtype)
     raw = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in cache.tensors]
@@ -111,3 +113,4 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="dtype must be"):
         cache_dtype(torch.float64, torch.float32)
     assert cache_dtype("fp8", torch.bfloat16) == torch.float8_e5m2
+    assert cache_dtype("fp8_e4m3", torch.bfloat16) == torch.float8_e4m3fn

@@ -40,7 +40,7 @@ def test_calibration_sees_what_is_cached():
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "qwen3", "phi", "mixtral"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.float8_e4m3fn])
 def test_cached_numbers(name, dtype):
     model = FAMILIES[name]()
     scales = scales_of(model)
@@ -116,7 +116,7 @@ def checkpoint(model):
     return state, {"quant_method": "int8"}
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e5m2", "fp8_e4m3"])
 def test_scales_of_a_checkpoint(dtype):
     model = FAMILIES["llama"]()
     state, config = checkpoint(model)
@@ -140,7 +140,10 @@ def test_scales_of_a_checkpoint(dtype):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"kv_cache_scales": KVCacheScales((1.0,), (1.0,))}, "kv_cache_dtype must be 'int8' or"),
+        (
+            {"kv_cache_scales": KVCacheScales((1.0,), (1.0,))},
+            "kv_cache_dtype must be 'int8', 'fp8_e4m3' or",
+        ),
         (
             {"kv_cache_dtype": "int8", "kv_cache_scales": KVCacheScales((1.0,), (1.0,))},
             "kv_cache_scales must have scales of 2 layers, got 1",

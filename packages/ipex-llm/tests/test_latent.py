@@ -64,7 +64,7 @@ def test_own_forward_with_the_cache(name):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e5m2", "fp8_e4m3"])
 @torch.no_grad()
 def test_small_caches(dtype):
     model = FAMILIES["deepseek_v3"]()

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ipex_core.errors import OpArgumentError
 from ipex_llm import functional as fn
 from ipex_llm import modules as M
+from ipex_llm._cache import CACHE_DTYPES
 from ipex_llm.modules.utils import IPEXCustomOpType, IPEXRuntimeCustomOps
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -231,18 +232,17 @@ def slots(sequence, start, end):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("write", ["reshape_and_cache", "reshape_and_cache_flash"])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_paged_attention(dtype, write, index, fp8):
-    kind = torch.float8_e5m2 if fp8 else dtype
+@pytest.mark.parametrize("name", ["auto", "fp8_e5m2", "fp8_e4m3"])
+def test_paged_attention(dtype, write, index, name):
+    kind = CACHE_DTYPES[name] or dtype
     caches = [torch.zeros(5, 2, BLOCK, 16, dtype=kind) for _ in range(2)]
     rows = [torch.randn(2, n, 2, 16).to(dtype) for n in LENGTHS]
-    if fp8:
+    if kind != dtype:
         rows = [r.to(kind).to(dtype) for r in rows]
     key, value = torch.cat(rows, 1)
     where = torch.tensor([*slots(0, 0, 5), *slots(1, 0, 7)], dtype=index)
     skipped = where.clone()
     skipped[3] = -1
-    name = "fp8_e5m2" if fp8 else "auto"
     getattr(M.PagedAttention, write)(key, value, *caches, skipped, name)
     assert not caches[0].float()[3, :, 3].any()
     getattr(M.PagedAttention, write)(key, value, *caches, where, name, 1.0, 1.0)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.ops._kv import QUANTISED
 from ipex_llm._engine.memory import available_memory, format_bytes
 from ipex_llm._engine.params import CacheMemoryError
 
@@ -27,6 +28,7 @@ CACHE_DTYPES: dict[str, torch.dtype | None] = {
     "int8": torch.int8,
     "fp8": torch.float8_e5m2,
     "fp8_e5m2": torch.float8_e5m2,
+    "fp8_e4m3": torch.float8_e4m3fn,
 }
 
 
@@ -34,16 +36,15 @@ def cache_dtype(value: Any, own: torch.dtype) -> torch.dtype:
     """Return the dtype of a cache for rows of dtype ``own``.
 
     Raises:
-        ValueError: It is none of the model's own, int8 and float8_e5m2.
+        ValueError: It is none of the model's own, int8, float8_e5m2 and float8_e4m3fn.
     """
     if isinstance(value, str) and value in CACHE_DTYPES:
         value = CACHE_DTYPES[value]
     if value is None:
         return own
-    if value not in (own, torch.int8, torch.float8_e5m2):
-        raise ValueError(
-            f"PagedCache: dtype must be {own}, torch.int8, torch.float8_e5m2 or None, got {value!r}"
-        )
+    if value not in (own, *QUANTISED):
+        names = ", ".join(map(str, (own, *QUANTISED)))
+        raise ValueError(f"PagedCache: dtype must be one of {names} or None, got {value!r}")
     assert isinstance(value, torch.dtype)
     return value
 
@@ -192,7 +193,7 @@ class PagedCache:
                 picked = picked.float() * tensors[2 + part][index].unsqueeze(-1)
             elif self.scales is not None:
                 picked = picked.float() * self.scales[layer][part]
-            elif self.dtype == torch.float8_e5m2:
+            elif self.dtype in QUANTISED:
                 picked = picked.float()
             found.append(picked.transpose(0, 1).flatten(1, 2)[:, :length])
         latent = self.layers[layer].latent
@@ -202,8 +203,8 @@ class PagedCache:
 
 
 def _raw(store: Tensor) -> Tensor:
-    """Bytes instead of 8-bit floats, which torch cannot index."""
-    return store.view(torch.uint8) if store.dtype == torch.float8_e5m2 else store
+    """Bytes instead of 8-bit numbers: torch cannot index floats of them."""
+    return store.view(torch.uint8) if store.dtype in QUANTISED else store
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ipex_core.errors import OpArgumentError
+from ipex_core.ops._kv import QUANTISED
 from ipex_llm._cache import CACHE_DTYPES
 from ipex_llm._plan import DecoderPlan
 from ipex_quant.kv_cache import KVCacheScales, read_kv_cache_scales
@@ -24,9 +25,10 @@ def kv_dtype(value: Any) -> torch.dtype | None:
             names = ", ".join(map(repr, CACHE_DTYPES))
             raise OpArgumentError(f"optimize: kv_cache_dtype must be one of {names}, got {value!r}")
         return CACHE_DTYPES[value]
-    if value not in (None, torch.int8, torch.float8_e5m2):
+    if value not in (None, *QUANTISED):
+        names = ", ".join(map(str, QUANTISED))
         raise OpArgumentError(
-            f"optimize: kv_cache_dtype must be None, torch.int8 or torch.float8_e5m2, got {value!r}"
+            f"optimize: kv_cache_dtype must be None or one of {names}, got {value!r}"
         )
     return value  # type: ignore[no-any-return]
 
@@ -37,7 +39,7 @@ def kv_scales(value: Any, kv: torch.dtype | None) -> KVCacheScales | None:
         return None
     if kv is None:
         raise OpArgumentError(
-            "optimize: kv_cache_dtype must be 'int8' or 'fp8_e5m2' with kv_cache_scales, got None"
+            "optimize: kv_cache_dtype must be 'int8', 'fp8_e4m3' or 'fp8_e5m2' with kv_cache_scales, got None"
         )
     if isinstance(value, (str, os.PathLike)):
         return KVCacheScales.load(value)

@@ -81,7 +81,8 @@ def optimize(
         deployment_mode: True: run the whole decoder as a program. False: only make layers faster, so that
             ``torch.compile`` sees an ordinary model; the same as ``depth=1``.
         cache_weight_for_large_batch: Accepted; one packed form serves all batch sizes.
-        kv_cache_dtype: dtype of cached keys and values: None (that of the model), ``"int8"`` or ``"fp8_e5m2"``.
+        kv_cache_dtype: dtype of cached keys and values: None (that of the model), ``"int8"``, ``"fp8_e4m3"`` or
+            ``"fp8_e5m2"`` (also ``"fp8"``).
         kv_cache_scales: Scales of each layer for such a cache, of ``ipex.quantization.calibrate_kv_cache``, or the file
             in which they were saved. None: int8 rows have scales of their own, which is more exact; fp8 numbers have
             those of the ``low_precision_checkpoint``, or none.
@@ -124,7 +125,7 @@ def optimize(
     adopt(model)
     plan, reason = None, None
     if low_precision_checkpoint is not None:
-        if kv == torch.float8_e5m2 and scales is None:
+        if kv in (torch.float8_e5m2, torch.float8_e4m3fn) and scales is None:
             scales = checkpoint_scales(low_precision_checkpoint)
         _load(model, quantization_config, low_precision_checkpoint, parallel)
     elif parallel is not None:

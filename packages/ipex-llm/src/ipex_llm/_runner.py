@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ipex_core.nn.rope import rope_frequencies
+from ipex_core.ops._kv import QUANTISED
 from ipex_core.program import Program
 from ipex_llm._cache import LayerShape, PagedCache, Step, cache_dtype
 from ipex_llm._emit import Emitter, Mode
@@ -100,7 +101,7 @@ class Runner:
 
     def _scales(self, dtype: torch.dtype | None) -> tuple[tuple[float, float], ...] | None:
         """Return the scales of the layers of a cache, if it has them."""
-        if self.kv_scales is None or dtype not in (torch.int8, torch.float8_e5m2):
+        if self.kv_scales is None or dtype not in QUANTISED:
             return None
         return self.kv_scales.of(dtype)
 
@@ -118,7 +119,7 @@ class Runner:
         Args:
             num_blocks: Number of blocks.
             block_size: Rows of a block.
-            dtype: The model's own (None), ``torch.int8`` or ``torch.float8_e5m2``.
+            dtype: The model's own (None), ``torch.int8``, ``torch.float8_e5m2`` or ``torch.float8_e4m3fn``.
 
         Raises:
             ValueError: An argument is out of range.

@@ -44,7 +44,8 @@ def indirect_access_kv_cache_attention(
         value: Like ``key``.
         scale_attn: Divisor of the scores.
         layer_past: What the previous call returned, or None. Only the shape of the length carrier
-            ``[1, length, length, 1]`` counts. A key cache of dtype float8_e5m2 asks for caches of this type.
+            ``[1, length, length, 1]`` counts. A key cache of dtype float8_e5m2 or float8_e4m3fn asks for caches of
+            this type.
         head_mask: Must be None.
         attention_mask: 4-D, boolean or additive, broadcastable to ``[batch, heads, tokens, length]``; None: attention
             among the new tokens, not causal, without a cache.
@@ -135,8 +136,11 @@ def _allocate(
     if positions < tokens:
         positions += tokens
     dtype = key.dtype
-    if layer_past is not None and layer_past[1].dtype == torch.float8_e5m2:
-        dtype = torch.float8_e5m2
+    if layer_past is not None and layer_past[1].dtype in (
+        torch.float8_e5m2,
+        torch.float8_e4m3fn,
+    ):
+        dtype = layer_past[1].dtype
     # Rows that are not used yet are never read, so they are not cleared either.
     cache = [
         torch.empty(positions, sequences, kv_heads, size, dtype=dtype, device=key.device)

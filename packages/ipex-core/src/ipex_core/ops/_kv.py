@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Key-value caches as the references see them: checks, rows gathered from blocks, quantised rows.
 
-A cache holds rows of the dtype of the query, or int8 or float8_e5m2 numbers. The value of a row is its numbers times a
-factor of the whole cache (``k_scale``, ``v_scale``) and, for int8, times a float32 scale of the row where there are
-any. Kernels repeat these checks with the same text (``ipex/kv_glue.h``).
+A cache holds rows of the dtype of the query, or int8, float8_e5m2 or float8_e4m3fn numbers. The value of a row is its
+numbers times a factor of the whole cache (``k_scale``, ``v_scale``) and, for int8, times a float32 scale of the row
+where there are any. Kernels repeat these checks with the same text (``ipex/kv_glue.h``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from ipex_core._spec import check
 from ipex_core.ops._common import acc, check_device, check_not_expanded, dtype_name
 
 __all__ = [
+    "QUANTISED",
     "check_block_tables",
+    "check_cache_kind",
     "check_caches",
     "check_index_tensor",
     "check_row_scales",
@@ -28,6 +30,18 @@ __all__ = [
 Tensor = torch.Tensor
 
 _INDEX = (torch.int32, torch.int64)
+
+#: dtypes of quantised caches.
+QUANTISED = (torch.int8, torch.float8_e5m2, torch.float8_e4m3fn)
+
+#: What ``kv_cache_dtype`` may demand of the caches.
+_KINDS = {
+    "auto": None,
+    "fp8": torch.float8_e5m2,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 
 
 def check_index_tensor(op: str, name: str, value: Tensor, dim: int, query: Tensor) -> None:
@@ -60,10 +74,10 @@ def check_caches(
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_device(op, name, cache, x, of)
         check(
-            cache.dtype in (x.dtype, torch.int8, torch.float8_e5m2),
+            cache.dtype == x.dtype or cache.dtype in QUANTISED,
             op,
             name,
-            f"have the dtype of {of} = {dtype_name(x.dtype)}, int8 or float8_e5m2",
+            f"have the dtype of {of} = {dtype_name(x.dtype)}, int8, float8_e5m2 or float8_e4m3fn",
             dtype_name(cache.dtype),
         )
         check(cache.dim() == 4, op, name, f"be 4-D {shape}", f"{cache.dim()}-D")
@@ -90,6 +104,19 @@ def check_caches(
         "value_cache",
         f"have the dtype of key_cache = {dtype_name(key_cache.dtype)}",
         dtype_name(value_cache.dtype),
+    )
+
+
+def check_cache_kind(op: str, kind: str, key_cache: Tensor) -> None:
+    """Check what the argument ``kv_cache_dtype`` demands of the caches."""
+    check(kind in _KINDS, op, "kv_cache_dtype", f"be one of {', '.join(_KINDS)}", kind)
+    wanted = _KINDS[kind]
+    check(
+        wanted is None or key_cache.dtype == wanted,
+        op,
+        "key_cache",
+        f"have dtype {dtype_name(wanted or key_cache.dtype)} for kv_cache_dtype {kind}",
+        dtype_name(key_cache.dtype),
     )
 
 
@@ -168,7 +195,7 @@ def quantize(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Return rows as a cache of ``dtype`` stores them, with one factor for all.
 
     The numbers are rounded to nearest even. int8 is limited to -127..127 and NaN becomes 0; float8_e5m2 overflows to
-    infinity.
+    infinity; float8_e4m3fn, which has none, is limited to -448..448 and infinity becomes NaN.
     """
     # The reciprocal is rounded to float32, as kernels have it: ties must fall alike.
     inverse = 1.0 / torch.tensor(scale, dtype=torch.float32, device=rows.device)
@@ -177,4 +204,7 @@ def quantize(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
         return scaled.round().clamp(-127, 127).to(torch.int8)
     if dtype == torch.float8_e5m2:
         return (acc(rows) * inverse).to(dtype)
+    if dtype == torch.float8_e4m3fn:
+        scaled = acc(rows) * inverse
+        return torch.where(scaled.isinf(), torch.nan, scaled.clamp(-448.0, 448.0)).to(dtype)
     return rows.to(dtype)

@@ -59,7 +59,7 @@ def _decode_attention(
     Args:
         query: ``[B, heads, Q, D]``, float32, bfloat16 or float16; Q is small, 1 as a rule; D up to 1024.
         key_cache: ``[B, kv_heads, S, D]`` of any strides but with a contiguous last dimension; the dtype of ``query``,
-            int8 or float8_e5m2.
+            int8, float8_e5m2 or float8_e4m3fn.
         value_cache: Like ``key_cache``.
         lengths: ``[B]`` int32 or int64, rows in use, those of the queries included; None: S.
         mask: Broadcastable to ``[B, heads, Q, S]``: boolean (True takes part) or additive in the dtype of ``query`` or
@@ -198,10 +198,12 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     wide = randn(2, 300, 4, 64, dtype=dtype, seed=7).transpose(1, 2)
     q = randn(2, 4, 1, 128, dtype=dtype, seed=8)[..., ::2]
     yield Sample((q, wide, wide.flip(2).contiguous()), id="noncontiguous")
-    k8, v8 = (quantize(t, torch.float8_e5m2, 0.5) for t in (k, v))
     q = randn(4, 6, 2, 48, dtype=dtype, seed=1)
     plain = (lengths, None, 0.0, None, -1, -1.0, None)
-    yield Sample((q, k8, v8, *plain, 0.5, 0.25), id="fp8")
+    for kind in (torch.float8_e5m2, torch.float8_e4m3fn):
+        k8, v8 = (quantize(t, kind, 0.5) for t in (k, v))
+        name = str(kind).removeprefix("torch.")
+        yield Sample((q, k8, v8, *plain, 0.5, 0.25), id=name)
     ki, vi = (quantize(t, torch.int8, 0.03) for t in (k, v))
     yield Sample((q, ki, vi, *plain, 0.03, 0.04), id="int8")
     scales = randn(4, 2, 300, seed=9).abs() * 0.02, randn(4, 2, 300, seed=10).abs() * 0.02

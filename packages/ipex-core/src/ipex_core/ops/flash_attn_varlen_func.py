@@ -12,9 +12,10 @@ import torch
 from torch.nn import functional
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import check_score_scale, dtype_name, randn
+from ipex_core.ops._common import check_score_scale, randn
 from ipex_core.ops._kv import (
     check_block_tables,
+    check_cache_kind,
     check_caches,
     check_index_tensor,
     check_row_scales,
@@ -34,13 +35,6 @@ Tensor = torch.Tensor
 
 OP = "flash_attn_varlen_func"
 
-#: What ``kv_cache_dtype`` demands of the caches.
-_KINDS = {
-    "auto": None,
-    "fp8": torch.float8_e5m2,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-}
 #: The largest offset: more keys than any cache has.
 _MOST_KEYS = 2**62
 
@@ -79,7 +73,8 @@ def _flash_attn_varlen_func(
     Args:
         out: Like ``query``, with a contiguous last dimension; written.
         query: ``[tokens, heads, head_size]``, float32, bfloat16 or float16.
-        key_cache: ``[num_blocks, kv_heads, block_size, head_size]`` in the dtype of ``query``, int8 or float8_e5m2,
+        key_cache: ``[num_blocks, kv_heads, block_size, head_size]`` in the dtype of ``query``, int8,
+            float8_e5m2 or float8_e4m3fn,
             of any strides but with a contiguous last dimension; heads is a multiple of kv_heads.
         value_cache: Like ``key_cache``.
         cu_seqlens_q: ``[sequences + 1]`` int32 or int64, offsets of the sequences in ``query``, non-decreasing.
@@ -93,7 +88,8 @@ def _flash_attn_varlen_func(
             ``-slope * |p - j|`` is added to the score of the key j; or None.
         window_left: How many keys before p a query sees; negative: all.
         window_right: How many keys behind p a query sees; negative: all.
-        kv_cache_dtype: ``"auto"`` (what the caches are), or a demand: ``"fp8"``, ``"fp8_e5m2"``, ``"int8"``.
+        kv_cache_dtype: ``"auto"`` (what the caches are), or a demand: ``"fp8"`` or ``"fp8_e5m2"``,
+            ``"fp8_e4m3"``, ``"int8"``.
         k_scale: Factor on the numbers of ``key_cache``, positive.
         v_scale: Factor on the numbers of ``value_cache``, positive.
         softcap: If positive, scores become ``softcap * tanh(scores / softcap)``, before alibi.
@@ -187,16 +183,7 @@ def _check(
     check_index_tensor(OP, "block_table", block_table, 2, query)
     have = block_table.shape[0]
     check(have == sequences, OP, "block_table", f"have {sequences} rows", have)
-    kinds = f"be one of {', '.join(_KINDS)}"
-    check(kv_cache_dtype in _KINDS, OP, "kv_cache_dtype", kinds, kv_cache_dtype)
-    wanted = _KINDS[kv_cache_dtype]
-    check(
-        wanted is None or key_cache.dtype == wanted,
-        OP,
-        "key_cache",
-        f"have dtype {dtype_name(wanted or query.dtype)} for kv_cache_dtype {kv_cache_dtype}",
-        dtype_name(key_cache.dtype),
-    )
+    check_cache_kind(OP, kv_cache_dtype, key_cache)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         fine = scale > 0 and math.isfinite(scale)
         check(fine, OP, name, "be positive and finite", f"{scale:g}")
@@ -262,10 +249,10 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((out, query, *flash, *rest), id="transposed_cache")
     qkv = randn(query.shape[0], 8, 40, dtype=dtype, seed=96)
     yield Sample((qkv.clone()[:, 2:6], qkv[:, 1:5], keys, values, *rest), id="split_projection")
-    fp8 = (quantize(x, torch.float8_e5m2, 0.5) for x in (keys, values))
-    yield Sample(
-        (out, query, *fp8, *rest, None, -1, -1, "fp8_e5m2", 0.5, 0.25), {"softcap": 3.0}, id="fp8"
-    )
+    for kind, cache in (("fp8_e5m2", torch.float8_e5m2), ("fp8_e4m3", torch.float8_e4m3fn)):
+        fp8 = (quantize(x, cache, 0.5) for x in (keys, values))
+        more = (None, -1, -1, kind, 0.5, 0.25)
+        yield Sample((out, query, *fp8, *rest, *more), {"softcap": 3.0}, id=kind)
     codes = [quantize(x, torch.int8, 0.03) for x in (keys, values)]
     yield Sample((out, query, *codes, *rest, None, -1, -1, "auto", 0.03, 0.04), id="int8")
     scales = [randn(*keys.shape[:3], seed=s).abs() * 0.02 for s in (97, 98)]

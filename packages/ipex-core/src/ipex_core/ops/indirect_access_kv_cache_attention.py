@@ -62,8 +62,8 @@ def _attention(
         query: ``[sequences, Q, heads, head_size]``, float32, bfloat16 or float16.
         key: ``[sequences, Q, kv_heads, head_size]``.
         value: Like ``key``.
-        key_cache: ``[max_positions, sequences, kv_heads, head_size]``, written; the dtype of ``query``, int8 or
-            float8_e5m2.
+        key_cache: ``[max_positions, sequences, kv_heads, head_size]``, written; the dtype of ``query``, int8,
+            float8_e5m2 or float8_e4m3fn.
         value_cache: Like ``key_cache``, written.
         beam_idx: ``[max_positions + 2, sequences]`` int64; element 0 of row max_positions is the length of the prompts,
             element 0 of the last row their number. The beams of a prompt follow each other.
@@ -284,18 +284,10 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((*several, 0.0, None, slopes, False), id="not_causal")
     views = [torch.cat([t, t], -1)[..., ::2].transpose(0, 1).contiguous() for t in several[:3]]
     yield Sample((*(t.transpose(0, 1) for t in views), *several[3:]), id="noncontiguous")
-    yield Sample(
-        (
-            *_arguments(dtype, 1, 4, 4, 2, 64, 20, 90, 1, torch.float8_e5m2),
-            0.0,
-            None,
-            None,
-            True,
-            0.1,
-            0.1,
-        ),
-        id="fp8",
-    )
+    for kind in (torch.float8_e5m2, torch.float8_e4m3fn):
+        paged = _arguments(dtype, 1, 4, 4, 2, 64, 20, 90, 1, kind)
+        name = str(kind).removeprefix("torch.")
+        yield Sample((*paged, 0.0, None, None, True, 0.1, 0.1), id=name)
     yield Sample(
         (
             *_arguments(dtype, 1, 4, 4, 2, 64, 20, 90, 2, torch.int8),

@@ -19,11 +19,9 @@ from ipex_core.ops._common import (
     dtype_name,
     randn,
 )
-from ipex_core.ops._kv import check_caches, check_row_scales, quantize
+from ipex_core.ops._kv import check_cache_kind, check_caches, check_row_scales, quantize
 
 Tensor = torch.Tensor
-
-_KINDS = {"auto": None, "fp8": torch.float8_e5m2, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
 def _write(
@@ -79,17 +77,20 @@ def _reshape_and_cache(
 
     Slot ``s`` is row ``s % block_size`` of block ``s // block_size``. A token with a negative slot (padding) is
     skipped; of several tokens with the same slot the last one stays. A quantised cache holds the rows divided by
-    ``k_scale`` and ``v_scale`` and rounded to nearest even: float8_e5m2 (too large becomes infinity) or int8 (limited
-    to -127..127). With ``key_scales`` and ``value_scales`` each row of an int8 cache is instead divided by a scale of
-    its own, its largest magnitude / 127, which is written there; a row that is not finite gets NaN for a scale.
+    ``k_scale`` and ``v_scale`` and rounded to nearest even: float8_e5m2 (too large becomes infinity), float8_e4m3fn
+    (limited to -448..448; infinity becomes NaN) or int8 (limited to -127..127). With ``key_scales`` and
+    ``value_scales`` each row of an int8 cache is instead divided by a scale of its own, its largest magnitude / 127,
+    which is written there; a row that is not finite gets NaN for a scale.
 
     Args:
         key: ``[tokens, kv_heads, head_size]``, float32, bfloat16 or float16.
         value: Like ``key``.
-        key_cache: ``[num_blocks, kv_heads, block_size, head_size]``, written; dtype of ``key``, int8 or float8_e5m2.
+        key_cache: ``[num_blocks, kv_heads, block_size, head_size]``, written; dtype of ``key``, int8, float8_e5m2 or
+            float8_e4m3fn.
         value_cache: Like ``key_cache``; written.
         slot_mapping: ``[tokens]``, int32 or int64, each below ``num_blocks * block_size``.
-        kv_cache_dtype: ``"auto"`` (what the caches are), or a demand: ``"fp8"``, ``"fp8_e5m2"``, ``"int8"``.
+        kv_cache_dtype: ``"auto"`` (what the caches are), or a demand: ``"fp8"`` or ``"fp8_e5m2"``,
+            ``"fp8_e4m3"``, ``"int8"``.
         k_scale: Value of 1 in a quantised key cache, positive.
         v_scale: The same for the values.
         key_scales: ``[num_blocks, kv_heads, block_size]`` float32, written, or None.
@@ -187,16 +188,7 @@ def _check(
         f"be 1-D of size key.shape[0] = {key.shape[0]}",
         list(slot_mapping.shape),
     )
-    kinds = f"be one of {', '.join(_KINDS)}"
-    check(kv_cache_dtype in _KINDS, op, "kv_cache_dtype", kinds, kv_cache_dtype)
-    wanted = _KINDS[kv_cache_dtype]
-    check(
-        wanted is None or key_cache.dtype == wanted,
-        op,
-        "key_cache",
-        f"have dtype {dtype_name(wanted or key.dtype)} for kv_cache_dtype {kv_cache_dtype}",
-        dtype_name(key_cache.dtype),
-    )
+    check_cache_kind(op, kv_cache_dtype, key_cache)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         fine = scale > 0 and math.isfinite(scale)
         check(fine, op, name, "be positive and finite", f"{scale:g}")
@@ -257,11 +249,12 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     stored = torch.zeros(4, 8, 4, 32, dtype=dtype)
     args = (qkv[..., :32], qkv[..., 64:], stored.transpose(1, 2), stored.clone().transpose(1, 2))
     yield Sample((*args, slots), id="transposed_cache")
-    k, v, kc, vc, slots = make(20, 2, 24, 3, 16, torch.float8_e5m2)
-    k[0, 0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=dtype)
-    k[1] *= 1e-5
-    k[2] *= 6e4
-    yield Sample((k, v, kc, vc, slots, "fp8_e5m2", 0.5, 2.0), id="fp8")
+    for kind, cache in (("fp8_e5m2", torch.float8_e5m2), ("fp8_e4m3", torch.float8_e4m3fn)):
+        k, v, kc, vc, slots = make(20, 2, 24, 3, 16, cache)
+        k[0, 0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=dtype)
+        for token, size in enumerate((1e-5, 3e-3, 10.0, 250.0, 6e4)):
+            k[1 + token] *= size
+        yield Sample((k, v, kc, vc, slots, kind, 0.5, 2.0), id=kind)
     k, v, kc, vc, slots = make(20, 2, 24, 3, 16, torch.int8)
     k[0, 0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=dtype)
     k[1] = 0

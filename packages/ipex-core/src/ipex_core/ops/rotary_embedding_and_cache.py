@@ -11,7 +11,7 @@ import torch
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
 from ipex_core.ops._common import check_like, check_not_expanded, randn
-from ipex_core.ops._kv import check_caches, check_index_tensor, quantize
+from ipex_core.ops._kv import QUANTISED, check_caches, check_index_tensor, quantize
 from ipex_core.ops._rotary import (
     check_heads,
     check_position_ids,
@@ -52,7 +52,8 @@ def _and_cache(
             float16; overwritten.
         key: Like ``query`` with ``kv_heads`` heads.
         value: Like ``key``.
-        key_cache: ``[num_blocks, kv_heads, block_size, head_dim]`` in the dtype of ``query``, int8 or float8_e5m2;
+        key_cache: ``[num_blocks, kv_heads, block_size, head_dim]`` in the dtype of ``query``, int8,
+            float8_e5m2 or float8_e4m3fn;
             written to. A contiguous cache ``[batch, kv_heads, max_positions, head_dim]`` is the same with one block
             per sequence.
         value_cache: Like ``key_cache``; written to.
@@ -192,7 +193,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
             args = (q, k, v, *_cache(6, 2, 8, dim, dtype=dtype))
             args = (*args, *tables(7, rotary // 2, torch.float32), slots, rotary, half)
             yield Sample(args, id=f"paged-{dim}-{rotary}-{half}")
-        for cache in (torch.int8, torch.float8_e5m2):
+        for cache in QUANTISED:
             args = (q, k, v, *_cache(6, 2, 8, 22, dtype=cache))
             args = (*args, *tables(20, 22, torch.float32), slots.int(), 22, half)
             ids = torch.tensor([19, 0, 3, 3, 1, 18, 7])
@@ -277,6 +278,7 @@ register(
             torch.float16: (2e-3, 1e-3),
             torch.int8: (0.0, 1.0),
             torch.float8_e5m2: (0.26, 1e-4),
+            torch.float8_e4m3fn: (0.13, 2.0**-9),
         },
         bench=_bench,
         summary="Rotary position embedding fused with the write of keys and values into a cache",

@@ -69,7 +69,8 @@ def _single_query(
     Args:
         output: ``[sequences, heads, head_size]``, written.
         query: Like ``output``; float32, bfloat16 or float16, head size up to 1024.
-        key_cache: ``[num_blocks, kv_heads, block_size, head_size]``: the dtype of ``query``, int8 or float8_e5m2.
+        key_cache: ``[num_blocks, kv_heads, block_size, head_size]``: the dtype of ``query``, int8,
+            float8_e5m2 or float8_e4m3fn.
         value_cache: Like ``key_cache``.
         head_mapping: ``[heads]``, the cache head of each query head, which must be ``h // (heads / kv_heads)``; or
             anything of size kv_heads, or None.
@@ -248,8 +249,10 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     strided = randn(3, 6, 128, dtype=dtype, seed=6)
     views = strided.clone()[..., :64], strided[..., ::2]
     yield Sample((*views, key, value, *longer), id="noncontiguous")
-    fp8 = [quantize(t, torch.float8_e5m2, 0.5) for t in (key, value)]
-    yield Sample((out, query, *fp8, *longer, -1, 0.5, 0.25), id="fp8")
+    for kind in (torch.float8_e5m2, torch.float8_e4m3fn):
+        fp8 = [quantize(t, kind, 0.5) for t in (key, value)]
+        name = str(kind).removeprefix("torch.")
+        yield Sample((out, query, *fp8, *longer, -1, 0.5, 0.25), id=name)
     int8 = [quantize(t, torch.int8, 0.03) for t in (key, value)]
     yield Sample((out, query, *int8, *longer, -1, 0.03, 0.04), id="int8")
     scales = [randn(*key.shape[:3], seed=i).abs() * 0.02 for i in (7, 8)]

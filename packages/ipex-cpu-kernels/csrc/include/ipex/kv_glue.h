@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "ipex/dispatch.h"
@@ -44,14 +45,38 @@ inline void check_index_tensor(const char* op, const char* name, const Tensor& v
   IPEX_CHECK(value.dim() == dim, op, ": ", name, " must be ", dim, "-D, got ", value.dim(), "-D");
 }
 
-inline bool is_cache_dtype(ScalarType cache, ScalarType query) {
-  return cache == query || cache == ScalarType::Char || cache == ScalarType::Float8_e5m2;
+inline KvType kv_type(ScalarType cache) {
+  switch (cache) {
+    case ScalarType::Char:
+      return KvType::kInt8;
+    case ScalarType::Float8_e5m2:
+      return KvType::kE5m2;
+    case ScalarType::Float8_e4m3fn:
+      return KvType::kE4m3;
+    default:
+      return KvType::kSame;
+  }
 }
 
-inline KvType kv_type(ScalarType cache) {
-  return cache == ScalarType::Char          ? KvType::kInt8
-         : cache == ScalarType::Float8_e5m2 ? KvType::kE5m2
-                                            : KvType::kSame;
+inline bool is_cache_dtype(ScalarType cache, ScalarType query) {
+  return cache == query || kv_type(cache) != KvType::kSame;
+}
+
+// What the argument kv_cache_dtype demands of the caches.
+inline void check_cache_kind(const char* op, const Tensor& cache, const std::string& kind) {
+  const ScalarType dtype = cache.scalar_type();
+  ScalarType wanted = dtype;
+  if (kind == "fp8" || kind == "fp8_e5m2")
+    wanted = ScalarType::Float8_e5m2;
+  else if (kind == "fp8_e4m3")
+    wanted = ScalarType::Float8_e4m3fn;
+  else if (kind == "int8")
+    wanted = ScalarType::Char;
+  else
+    IPEX_CHECK(kind == "auto", op,
+               ": kv_cache_dtype must be one of auto, fp8, fp8_e5m2, fp8_e4m3, int8, got ", kind);
+  IPEX_CHECK(dtype == wanted, op, ": key_cache must have dtype ", dtype_name(wanted),
+             " for kv_cache_dtype ", kind, ", got ", dtype_name(dtype));
 }
 
 // The pair of caches: same device, dtype of x or quantised, 4-D, consecutive elements, equal
@@ -63,7 +88,7 @@ inline void check_caches(const char* op, const Tensor& key_cache, const Tensor& 
                " = cpu, got another");
     IPEX_CHECK(is_cache_dtype(cache.scalar_type(), x.scalar_type()), op, ": ", name,
                " must have the dtype of ", of, " = ", dtype_name(x.scalar_type()),
-               ", int8 or float8_e5m2, got ", dtype_name(cache.scalar_type()));
+               ", int8, float8_e5m2 or float8_e4m3fn, got ", dtype_name(cache.scalar_type()));
     IPEX_CHECK(cache.dim() == 4, op, ": ", name, " must be 4-D ", shape, ", got ", cache.dim(),
                "-D");
     IPEX_CHECK(cache.stride(3) == 1 || cache.size(3) <= 1, op, ": ", name,

@@ -47,21 +47,17 @@ IPEX_INLINE void store_kv_row(const T* from, int64_t size, KvType type, const Kv
     return;
   }
   float inverse = 1.0f / part.scale;
-  if (type == KvType::kE5m2) {
-    E5m2* to = static_cast<E5m2*>(const_cast<void*>(part.data)) + at;
-    for_elements_of(from, size,
-                    [&](int64_t i, float x) IPEX_LAMBDA { to[i] = to_e5m2(x * inverse); });
-    return;
-  }
   if (part.scales) {
     const float largest = largest_magnitude(from, size);
     inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
     const_cast<float*>(part.scales)[kv_offset(part.scale_strides, block, head, row)] =
         largest / 127.0f;
   }
-  Int8* to = static_cast<Int8*>(const_cast<void*>(part.data)) + at;
-  for_elements_of(from, size,
-                  [&](int64_t i, float x) IPEX_LAMBDA { to[i] = to_int8(x * inverse); });
+  with_cache_type<Int8>(type, [&]<class E>() IPEX_LAMBDA {
+    E* to = static_cast<E*>(const_cast<void*>(part.data)) + at;
+    for_elements_of(from, size,
+                    [&](int64_t i, float x) IPEX_LAMBDA { quantise(x * inverse, to + i); });
+  });
 }
 
 }  // namespace

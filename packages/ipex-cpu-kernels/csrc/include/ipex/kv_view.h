@@ -18,8 +18,8 @@ namespace ipex {
 
 enum class KvLayout : int32_t { kContiguous, kPaged, kIndirect };
 
-// What a cache holds: the type of the query, int8 or float8_e5m2.
-enum class KvType : int32_t { kSame, kInt8, kE5m2 };
+// What a cache holds: the type of the query, int8, float8_e5m2 or float8_e4m3fn.
+enum class KvType : int32_t { kSame, kInt8, kE5m2, kE4m3 };
 
 // Storage types of quantised caches, beside float, BFloat16 and Half.
 struct Int8 {
@@ -28,6 +28,24 @@ struct Int8 {
 struct E5m2 {
   uint8_t bits;
 };
+struct E4m3 {
+  uint8_t bits;
+};
+
+// Calls f.operator()<E>() with the type of a cache's elements; T is that of the query.
+template <class T, class F>
+inline __attribute__((always_inline)) void with_cache_type(KvType type, const F& f) {
+  switch (type) {
+    case KvType::kInt8:
+      return f.template operator()<Int8>();
+    case KvType::kE5m2:
+      return f.template operator()<E5m2>();
+    case KvType::kE4m3:
+      return f.template operator()<E4m3>();
+    default:
+      return f.template operator()<T>();
+  }
+}
 
 // Distances in elements.
 struct KvStrides {

@@ -211,7 +211,7 @@ IPEX_INLINE void with_rows_of(const AttentionArgs& args, const AttentionSequence
     find_rows(args, sequence, part, kv_head, first, count, rows);
     return f(static_cast<const T* const*>(rows.at), 0, args.size);
   }
-  const auto convert_all = [&]<class E>(E) {
+  with_cache_type<T>(args.kv.type, [&]<class E>() IPEX_LAMBDA {
     alignas(64) T converted[kPanel * kSlice];
     const T* pieces[kPanel];
     for (int64_t j = 0; j < kPanel; ++j) pieces[j] = converted + j * kSlice;
@@ -223,11 +223,7 @@ IPEX_INLINE void with_rows_of(const AttentionArgs& args, const AttentionSequence
         convert(rows.at[j] + d, part.scales ? rows.scale[j] : 1.0f, width, converted + j * kSlice);
       f(static_cast<const T* const*>(pieces), d, width);
     }
-  };
-  if (args.kv.type == KvType::kInt8)
-    convert_all(Int8{});
-  else
-    convert_all(E5m2{});
+  });
 }
 
 // One block of keys and values.

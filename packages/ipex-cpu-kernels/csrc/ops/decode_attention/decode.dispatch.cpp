@@ -309,17 +309,6 @@ class Attend {
   E* value_copy_ = nullptr;
 };
 
-// Calls f.operator()<E>() with what the cache holds.
-template <class T, class F>
-IPEX_INLINE void with_cache_type(KvType type, const F& f) {
-  if (type == KvType::kSame)
-    f.template operator()<T>();
-  else if (type == KvType::kInt8)
-    f.template operator()<Int8>();
-  else
-    f.template operator()<E5m2>();
-}
-
 template <class T>
 IPEX_INLINE void run(const DecodeArgs& args, int64_t begin, int64_t end, char* scratch) {
   with_cache_type<T>(args.kv.type, [&]<class E>() {

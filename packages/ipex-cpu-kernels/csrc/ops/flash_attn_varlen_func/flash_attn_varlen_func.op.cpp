@@ -21,19 +21,6 @@ constexpr int64_t kDecodeQueries = 4, kDecodeRows = 16;
 // The largest offset: more keys than any cache has.
 constexpr int64_t kMostKeys = int64_t{1} << 62;
 
-void check_cache_kind(const Tensor& cache, const std::string& kind) {
-  ScalarType wanted = cache.scalar_type();
-  if (kind == "fp8" || kind == "fp8_e5m2")
-    wanted = ScalarType::Float8_e5m2;
-  else if (kind == "int8")
-    wanted = ScalarType::Char;
-  else
-    IPEX_CHECK(kind == "auto", kOp,
-               ": kv_cache_dtype must be one of auto, fp8, fp8_e5m2, int8, got ", kind);
-  IPEX_CHECK(cache.scalar_type() == wanted, kOp, ": key_cache must have dtype ", dtype_name(wanted),
-             " for kv_cache_dtype ", kind, ", got ", dtype_name(cache.scalar_type()));
-}
-
 void check_scale(const char* name, double scale) {
   IPEX_CHECK(scale > 0.0 && std::isfinite(scale), kOp, ": ", name,
              " must be positive and finite, got ", scale);
@@ -59,7 +46,7 @@ void check_arguments(const Tensor& out, const Tensor& query, const Tensor& key_c
   check_index_tensor(kOp, "block_table", block_table, 2);
   IPEX_CHECK(block_table.size(0) == sequences, kOp, ": block_table must have ", sequences,
              " rows, got ", block_table.size(0));
-  check_cache_kind(key_cache, kv_cache_dtype);
+  check_cache_kind(kOp, key_cache, kv_cache_dtype);
   check_scale("k_scale", k_scale);
   check_scale("v_scale", v_scale);
   check_row_scales(kOp, "key_scales", key_scales, key_cache);

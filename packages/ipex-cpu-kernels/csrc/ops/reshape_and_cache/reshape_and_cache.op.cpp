@@ -37,13 +37,7 @@ void check_arguments(const char* op, const Tensor& key, const Tensor& value,
   IPEX_CHECK(slots.dim() == 1 && slots.size(0) == key.size(0), op,
              ": slot_mapping must be 1-D of size key.shape[0] = ", key.size(0), ", got ",
              shape_text(slots));
-  const bool fp8 = kind == "fp8" || kind == "fp8_e5m2";
-  IPEX_CHECK(kind == "auto" || fp8 || kind == "int8", op,
-             ": kv_cache_dtype must be one of auto, fp8, fp8_e5m2, int8, got ", kind);
-  const ScalarType dtype = key_cache.scalar_type();
-  IPEX_CHECK(kind == "auto" || dtype == (fp8 ? ScalarType::Float8_e5m2 : ScalarType::Char), op,
-             ": key_cache must have dtype ", fp8 ? "float8_e5m2" : "int8", " for kv_cache_dtype ",
-             kind, ", got ", dtype_name(dtype));
+  check_cache_kind(op, key_cache, kind);
   check_scale(op, "k_scale", k_scale);
   check_scale(op, "v_scale", v_scale);
   check_row_scales(op, "key_scales", key_scales, key_cache);

@@ -156,9 +156,6 @@ IPEX_INLINE E* cache_row(const RotaryCache& cache, int64_t slot, int64_t h) {
          kv_offset(cache.strides, slot / cache.block_size, h, slot % cache.block_size);
 }
 
-IPEX_INLINE void quantise(float value, Int8* to) { *to = to_int8(value); }
-IPEX_INLINE void quantise(float value, E5m2* to) { *to = to_e5m2(value); }
-
 // Stores n elements in the type of the cache; plain copies keep every bit.
 template <typename T, typename E>
 IPEX_INLINE void store_row(const T* x, int64_t n, float inverse_scale, E* to) {
@@ -218,13 +215,9 @@ IPEX_INLINE void run(const RotaryWork& work, int64_t begin, int64_t end) {
     }
     if (!stores || work.slots[t] < 0) continue;
     const int64_t slot = work.slots[t];
-    if (work.cache_type == KvType::kInt8) {
-      store_token<T, Int8>(work, f, batch, position, slot);
-    } else if (work.cache_type == KvType::kE5m2) {
-      store_token<T, E5m2>(work, f, batch, position, slot);
-    } else {
-      store_token<T, T>(work, f, batch, position, slot);
-    }
+    with_cache_type<T>(work.cache_type, [&]<class E>() IPEX_LAMBDA {
+      store_token<T, E>(work, f, batch, position, slot);
+    });
   }
 }
 

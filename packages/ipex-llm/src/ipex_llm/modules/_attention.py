@@ -70,9 +70,10 @@ class IndirectAccessKVCacheAttention(nn.Module):
 class PagedAttention:
     """Writing and reading of caches made of blocks, ``[num_blocks, kv_heads, block_size, head_size]``.
 
-    A cache has the dtype of the model, float8_e5m2 or int8. Position ``p`` of a sequence is row ``p % block_size`` of
-    the block that its table names at ``p // block_size``. Another order in memory works too as long as a row of a head
-    is contiguous: pass ``[num_blocks, block_size, kv_heads, head_size]`` as its ``transpose(1, 2)``.
+    A cache has the dtype of the model, float8_e5m2, float8_e4m3fn or int8. Position ``p`` of a sequence is row
+    ``p % block_size`` of the block that its table names at ``p // block_size``. Another order in memory works too as
+    long as a row of a head is contiguous: pass ``[num_blocks, block_size, kv_heads, head_size]`` as its
+    ``transpose(1, 2)``.
 
     There is nothing to make: all methods are class methods.
     """
@@ -97,7 +98,8 @@ class PagedAttention:
             key_cache: See the class; written.
             value_cache: Like ``key_cache``; written.
             slot_mapping: ``[tokens]`` int32 or int64: ``block * block_size + row``; negative: the token is skipped.
-            kv_cache_dtype: ``"auto"`` (what the caches are), or a demand: ``"fp8"``, ``"fp8_e5m2"``, ``"int8"``.
+            kv_cache_dtype: ``"auto"`` (what the caches are), or a demand: ``"fp8"`` or ``"fp8_e5m2"``,
+                ``"fp8_e4m3"``, ``"int8"``.
             k_scale: Value of 1 in a quantised key cache.
             v_scale: The same for the values.
 
