@@ -131,6 +131,20 @@ def _parse_level(value: object) -> str:
     return level
 
 
+def _parse_xpu_device(value: object) -> str:
+    text = str(value).strip().lower()
+    if not re.fullmatch(r"|gpu|auto|cpu(:([1-9]|1[0-6]))?", text):
+        raise ValueError(text)
+    return text
+
+
+def _parse_fallback(value: object) -> str:
+    text = str(value).strip().lower()
+    if text not in ("silent", "warn", "error"):
+        raise ValueError(text)
+    return text
+
+
 _LEVELS = ", ".join(ISA_LEVELS)
 
 #: All variables, by attribute. To add one, add a row: documentation, `settings`, ``ipex doctor`` and ``ipex
@@ -216,6 +230,45 @@ VARIABLES: Mapping[str, Variable] = {
             "0, 1 (also false/true, off/on, no/yes)",
             "Sums over the processes of one host go through memory that they share; 0: through the backend of "
             "torch.distributed.",
+        ),
+        # The xpu device reads these when torch is imported, before there is any configuration.
+        Variable(
+            "IPEX_XPU_DEVICE",
+            "xpu_device",
+            "str",
+            _parse_xpu_device,
+            "",
+            "gpu, cpu, cpu:N with N from 1 to 16, auto, or empty",
+            "Which devices ipex-xpu-kernels registers as xpu, when torch is imported: GPUs (gpu or empty), the CPU (in "
+            "N parts), or GPUs and else the CPU (auto).",
+        ),
+        Variable(
+            "IPEX_XPU_FALLBACK",
+            "xpu_fallback",
+            "str",
+            _parse_fallback,
+            "silent",
+            "silent, warn, error",
+            "What happens at start to ops without a kernel for xpu: they run on the host, do so with one warning each, "
+            "or raise. In Python: ipex.xpu.set_fallback_mode.",
+        ),
+        Variable(
+            "IPEX_XPU_ZERO_COPY",
+            "xpu_zero_copy",
+            "bool",
+            _parse_bool,
+            True,
+            "0, 1 (also false/true, off/on, no/yes)",
+            "Ops without a kernel for xpu use the memory of the device where the host can read it; 0: copies.",
+        ),
+        Variable(
+            "IPEX_XPU_CACHE",
+            "xpu_cache",
+            "str",
+            str,
+            "",
+            "a folder, 0, or empty",
+            "Where binaries of SYCL kernels are kept; 0: nowhere; empty: ipex/xpu in the user's cache folder.",
         ),
     )
 }

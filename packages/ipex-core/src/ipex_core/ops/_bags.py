@@ -157,14 +157,14 @@ class Bags:
             starts = torch.cat([starts, starts.new_tensor([indices.shape[0]])])
         sizes = starts.diff()
         self.count = sizes.shape[0]
-        self.bag = torch.repeat_interleave(torch.arange(self.count), sizes)
+        self.bag = torch.repeat_interleave(torch.arange(self.count, device=sizes.device), sizes)
         self.rows = indices[: self.bag.shape[0]].long()
         if factors is not None:
             self.scale = factors[: self.bag.shape[0]].to(dtype)
         elif pooling_mode == "mean":
             self.scale = sizes.to(dtype).reciprocal()[self.bag]
         else:
-            self.scale = torch.ones(self.bag.shape[0], dtype=dtype)
+            self.scale = torch.ones(self.bag.shape[0], dtype=dtype, device=sizes.device)
 
 
 def bags_of(
