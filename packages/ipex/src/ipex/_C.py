@@ -70,6 +70,8 @@ def _has_cpu() -> bool:
 
 def _has_xpu() -> bool:
     """Return whether there is an xpu device, of torch itself or of ipex-xpu-kernels."""
+    import torch
+
     _plugins.load_providers()
     return bool(getattr(torch._C, "_has_xpu", False))
 
