@@ -17,7 +17,7 @@ install(TARGETS ipex_cpp LIBRARY DESTINATION lib)
 
 # Headers that declare C functions and kernels, and what they include; the others need torch or one ISA level.
 set(_sdk ${CMAKE_CURRENT_BINARY_DIR})
-foreach(_header IN ITEMS c_api epilogue_args kernel kernel_api kv_view)
+foreach(_header IN ITEMS c_api drop epilogue_args kernel kernel_api kv_view)
   configure_file(csrc/include/ipex/${_header}.h ${_sdk}/include/ipex/${_header}.h COPYONLY)
 endforeach()
 file(GLOB _headers RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops CONFIGURE_DEPENDS csrc/ops/*/*.h)
