@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ipex_quant._int8_pools import role_of_pool
+from ipex_quant._int8_products import Interaction, MatMul
 from ipex_quant._int8_wires import FIELDS, MOVES, SIZES
 
 __all__ = ["Add", "Event", "Flow", "activation_of", "record", "role_of"]
@@ -39,7 +40,7 @@ class Event:
     Attributes:
         index: Position in the order of calls.
         role: ``"linear"``, ``"conv"``, ``"norm"``, ``"batch_norm"``, ``"activation"``, ``"add"``, ``"same_codes"``,
-            ``"mean"``, ``"other"`` for a known module without a meaning here, or ``"function"``.
+            ``"mean"``, ``"product"``, ``"other"`` for a known module without a meaning here, or ``"function"``.
         path: Path of the module; for a function that of the module whose forward called it.
         name: Name of the class or function.
         inputs: The values that go in, in the order of arguments.
@@ -47,6 +48,7 @@ class Event:
         simple: Whether the arguments were tensors and nothing else.
         moves: Whether it is a function that gives the same elements in another shape or order.
         shape: That of the first output.
+        shapes: Those of the inputs.
     """
 
     index: int
@@ -58,6 +60,7 @@ class Event:
     simple: bool
     moves: bool = False
     shape: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass
@@ -68,11 +71,13 @@ class Flow:
         events: The calls.
         results: Values that the model returns.
         asked: Values whose sizes a forward reads.
+        parameters: Values that are parameters which a forward used itself.
     """
 
     events: list[Event]
     results: frozenset[int]
     asked: frozenset[int] = frozenset()
+    parameters: frozenset[int] = frozenset()
 
     @functools.cached_property
     def calls(self) -> dict[str, list[Event]]:
@@ -96,6 +101,13 @@ class Flow:
     def producers(self) -> dict[int, Event]:
         """Who made a value."""
         return {value: event for event in self.events for value in event.outputs}
+
+    def constant(self, value: int) -> bool:
+        """Return whether a value is a parameter, or computed from parameters alone."""
+        event = self.producers.get(value)
+        if event is None or event.role != "function":
+            return value in self.parameters
+        return bool(event.inputs) and all(map(self.constant, event.inputs))
 
     def only_consumer(self, value: int) -> Event | None:
         """Return the one call that reads a value that nobody else sees, if its module is called once."""
@@ -157,6 +169,8 @@ def role_of(module: nn.Module) -> str:
         return "batch_norm"
     if kind is Add:
         return "add"
+    if kind in (Interaction, MatMul):
+        return "product"
     if kind in _RESHAPES:
         return "same_codes"
     if pool := role_of_pool(module):
@@ -197,8 +211,11 @@ class _Recorder(TorchFunctionMode):
         moves = role == "function" and name in MOVES and len(read) == len(made) == 1
         moves = moves and read[0].dtype == made[0].dtype and read[0].numel() == made[0].numel()
         shape = tuple(made[0].shape) if made else ()
-        event = Event(len(self.events), role, path, name, inputs, outputs, simple, moves, shape)
-        self.events.append(event)
+        shapes = tuple(tuple(t.shape) for t in read)
+        values = inputs, outputs
+        self.events.append(
+            Event(len(self.events), role, path, name, *values, simple, moves, shape, shapes)
+        )
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -252,10 +269,17 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         with torch.no_grad(), recorder:
             results = model(*args, **kwargs)
         outputs = {recorder.value(t) for t in _tensors(results)}
+        parameters = {
+            recorder.numbers[id(t)]
+            for t in recorder.alive
+            if isinstance(t, (nn.Parameter, nn.Buffer))
+        }
     finally:
         for handle in handles:
             handle.remove()
-    return Flow(recorder.events, frozenset(outputs), frozenset(recorder.asked))
+    return Flow(
+        recorder.events, frozenset(outputs), frozenset(recorder.asked), frozenset(parameters)
+    )
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

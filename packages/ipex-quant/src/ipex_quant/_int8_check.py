@@ -95,6 +95,7 @@ def _candidates(model: nn.Module) -> list[str]:
     layers = state.plan.layers.values()
     return [
         *{p for it in layers for p in (it.path, *it.fused)},
+        *state.plan.products,
         *state.dynamic,
         *(path for path, _ in state.activations.values()),
     ]

@@ -18,6 +18,7 @@ from ipex_quant._int8_embedding import Int8EmbeddingBag
 from ipex_quant._int8_norm import SmoothNorm
 from ipex_quant._int8_plan import Layer, Plan, float_layer, root
 from ipex_quant._int8_pools import Int8Mean, pool_for
+from ipex_quant._int8_products import int8_product
 from ipex_quant._int8_state import KEY, Prepared, detach, replan, scales_of_layers, state_of
 from ipex_quant._int8_transposed import Int8ConvTranspose, output_rows
 from ipex_quant._int8_wires import Fused, Scale, Start
@@ -80,6 +81,16 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
         text = "uint8 codes in, float out" if isinstance(made, Int8Mean) else "on uint8 codes"
         log.add(place.path, type(pool).__name__, _STEP, True, text)
         _replace(model, place.path, made)
+    for path, product in plan.products.items():
+        watches = [state.watches[value] for value in product.sources]
+        output = state.watches[product.result].get_scale() if product.codes else Scale()
+        module = model.get_submodule(path)
+        made = int8_product(module, [it.get_scale() for it in watches], output, path).eval()
+        text = f"8-bit activations, {made.extra_repr()} ({_source_of(watches[0])})"
+        text += "; passes uint8 on" * product.codes
+        log.add(path, type(module).__name__, _STEP, True, text, made.kernel)
+        _replace(model, path, made)
+        names.append((path, path, path))
     for path in state.tables:
         bag: Any = model.get_submodule(path)
         text = "8-bit rows, each with its scale"
@@ -229,16 +240,18 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
             replace_module(model, name, module)
 
 
+def _source_of(watch: Any) -> str:
+    """Return where a scale comes from."""
+    if watch.runs == 0:
+        return "from a file"
+    return f"{type(watch.observer).__name__}, {watch.runs} runs"
+
+
 def _note(
     log: Quantisation, state: Prepared, layer: Layer, module: nn.Module, made: Any, folded: bool
 ) -> None:
     watch = state.watches[layer.source]
-    if watch.runs == 0:
-        source = "from a file"
-    elif layer.smooth:
-        source = f"SmoothQuant, {watch.runs} runs"
-    else:
-        source = f"{type(watch.observer).__name__}, {watch.runs} runs"
+    source = f"SmoothQuant, {watch.runs} runs" if layer.smooth and watch.runs else _source_of(watch)
     text = f"uint8 activations, scale {made.input.scale:.4g} zero {made.input.zero} ({source})"
     if layer.smooth:
         text += ", channel scales in the norm before it" if folded else ", multiplies channels"

@@ -14,6 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from ipex_core.nn._leaf import has_hooks
 from ipex_quant._flow import Event, Flow, activation_of
 from ipex_quant._int8_pools import role_of_pool
+from ipex_quant._int8_products import Interaction, MatMul, why_float
 from ipex_quant.static_qconfig import QConfigSmoothQuant
 
 __all__ = ["Layer", "Plan", "fusable_activations", "make_plan", "root"]
@@ -101,6 +102,25 @@ class Pool:
 
 
 @dataclasses.dataclass
+class Product:
+    """One product of activations.
+
+    Attributes:
+        path: Path of its module.
+        qconfig: Its configuration.
+        sources: The values that it multiplies.
+        result: The value that comes out.
+        codes: Whether that is codes.
+    """
+
+    path: str
+    qconfig: Any
+    sources: tuple[int, ...]
+    result: int
+    codes: bool = False
+
+
+@dataclasses.dataclass
 class Plan:
     """The layers, and where each value that needs a scale can be seen.
 
@@ -110,6 +130,7 @@ class Plan:
         norms: For each value the norm that alone makes it for layers with one smoothing, if there is one.
         pools: Pooling layers that get codes.
         left: What stays float, by path, and why.
+        products: Products of activations, by path.
     """
 
     layers: dict[str, Layer]
@@ -117,6 +138,7 @@ class Plan:
     norms: dict[int, str]
     left: dict[str, str]
     pools: list[Pool] = dataclasses.field(default_factory=list)
+    products: dict[str, Product] = dataclasses.field(default_factory=dict)
 
 
 def make_plan(
@@ -124,13 +146,17 @@ def make_plan(
     flow: Flow,
     qconfig_for: Callable[[str, nn.Module], Any],
     bn_folding: bool = True,
+    all_products: bool = False,
 ) -> Plan:
-    """Decide what to quantise from one recorded run."""
+    """Decide what to quantise from one recorded run, and whether products of activations are among it."""
     modules = dict(model.named_modules())
     plan = Plan({}, {}, {}, {})
     for path, module in modules.items():
         if type(module) in _FUSED:
             _add_layer(plan, flow, path, module, qconfig_for(path, module))
+        elif type(module) in (Interaction, MatMul):
+            always = all_products or isinstance(module, Interaction)
+            _add_product(plan, flow, path, qconfig_for(path, module), always)
     for layer in sorted(plan.layers.values(), key=lambda it: -flow.calls[it.path][0].index):
         _fuse(plan, flow, modules, layer, bn_folding)
     readers = {layer.path: layer for layer in plan.layers.values()}
@@ -138,6 +164,10 @@ def make_plan(
     for layer in plan.layers.values():
         once = len(flow.calls[layer.path]) == 1 and not has_hooks(modules[layer.path])
         layer.codes = once and _takes_codes(flow, modules, readers, sums, layer.result)
+    for product in plan.products.values():
+        product.codes = isinstance(modules[product.path], Interaction) and _takes_codes(
+            flow, modules, readers, sums, product.result
+        )
     coded = {layer.result for layer in plan.layers.values() if layer.codes}
     for layer in sums.values():
         layer.residual_codes = root(flow, layer.residual_value) in coded
@@ -223,6 +253,25 @@ def _add_layer(plan: Plan, flow: Flow, path: str, module: Any, qconfig: Any) -> 
         if not layer.smooth:  # the channels of another shape are others
             layer.source = root(flow, layer.source)
         plan.layers[path] = layer
+
+
+def _add_product(plan: Plan, flow: Flow, path: str, qconfig: Any, always: bool) -> None:
+    events = flow.calls.get(path, [])
+    reason = ""
+    if qconfig is None:
+        reason = "the configuration leaves it out"
+    elif not events:
+        reason = "the example inputs do not reach it"
+    elif not path:
+        reason = "it is the model itself; put it into a container"
+    elif len(events) != 1:
+        reason = "it is called more than once"
+    else:
+        reason = why_float(events[0].shapes, always)
+    if reason:
+        plan.left[path] = reason
+    else:
+        plan.products[path] = Product(path, qconfig, events[0].inputs, events[0].outputs[0])
 
 
 def root(flow: Flow, value: int) -> int:
@@ -373,6 +422,9 @@ def _find_watches(plan: Plan, flow: Flow) -> None:
         if layer.residual is not None and layer.residual_codes:
             value = root(flow, layer.residual_value)
             plan.watches.setdefault(value, (layer.place, layer.residual))
+    for product in plan.products.values():
+        for position, value in enumerate(product.sources):
+            plan.watches.setdefault(value, (product.path, position))
     for pool in plan.pools:
         place = _first_reader(plan, flow, pool.value) or (pool.path, 0)
         plan.watches.setdefault(pool.value, place)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to a float model before it is observed: dropout removed, sums and activations made modules."""
+"""What is done to a float model before it is observed: dropout removed; sums, activations, products made modules."""
 
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections import Counter
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from torch import fx, nn
 
 from ipex_core._optimize._fused_forward import import_names
+from ipex_core.nn import functional
 from ipex_core.nn._leaf import has_hooks
 from ipex_quant._flow import Add, Event, Flow, activation_of
 from ipex_quant._int8_forward import RewrittenForward
 from ipex_quant._int8_pools import Mean
+from ipex_quant._int8_products import PRODUCTS, Interaction, MatMul
 from ipex_quant._model import replace_module
 
 __all__ = [
@@ -29,6 +32,8 @@ __all__ = [
 
 _ADDS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "iadd"})
 _ADD_TARGETS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
+#: Products of two tensors as a trace shows them.
+_PRODUCT_TARGETS: tuple[Any, ...] = (operator.matmul, torch.matmul, torch.bmm)
 _F = nn.functional
 _MODULES: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -81,13 +86,16 @@ def remove_dropout(model: nn.Module) -> None:
 
 
 def containers_to_rewrite(model: nn.Module, flow: Flow) -> list[str]:
-    """Return the modules whose forward itself adds to, or activates, what a convolution or linear layer gives."""
+    """Return the modules whose forward itself adds to, activates or pools results of layers, or multiplies these."""
     found = {}
     for event in flow.events:
         if event.role == "function" and event.name in _ADDS | set(_MODULES):
             kinds = ("conv",) if event.name in _ADDS else ("conv", "linear", "add")
             if any(_source_role(flow, value) in kinds for value in event.inputs):
                 found[event.path] = True
+        product = event.role == "function" and event.name in PRODUCTS | {"interaction"}
+        if product and not any(map(flow.constant, event.inputs)):
+            found[event.path] = True
         pools = event.role == "function" and event.name in _POOL_NAMES
         if pools and _comes_from_conv(flow, event.inputs[0]):
             found[event.path] = True
@@ -117,7 +125,10 @@ def _source_role(flow: Flow, value: int) -> str:
 
 
 class _Shallow(fx.Tracer):
-    """Traces one forward; the modules that it calls stay calls."""
+    """Traces one forward; the modules that it calls stay calls, and so do functions of ours."""
+
+    def __init__(self) -> None:
+        super().__init__((math, functional), (functional.interaction,))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return True for every module."""
@@ -227,6 +238,12 @@ def _module_for(node: fx.Node) -> nn.Module | None:
             return None
         # Whoever reads the first operand later would see the sum.
         return None if in_place and len(operands[0].users) != 1 else Add()
+    if by_function and node.target is functional.interaction:
+        return Interaction() if len(operands) == len(node.args) > 1 else None
+    if (by_function and node.target in _PRODUCT_TARGETS) or (by_method and node.target in PRODUCTS):
+        plain = len(operands) == len(node.args) == 2 and not node.kwargs
+        # A parameter is no activation: it would be quantised at each call.
+        return MatMul() if plain and all(it.op != "get_attr" for it in operands) else None
     kind = _FUNCTIONS.get(node.target) if by_function else _MODULES.get(str(node.target))
     options = {name: value for name, value in node.kwargs.items() if name != "inplace"}
     if kind is None or len(node.args) != 1 or len(operands) != 1 or options:

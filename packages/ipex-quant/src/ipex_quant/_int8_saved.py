@@ -35,6 +35,7 @@ from ipex_quant._int8_embedding import Int8EmbeddingBag
 from ipex_quant._int8_forward import RewrittenForward
 from ipex_quant._int8_norm import SmoothNorm
 from ipex_quant._int8_pools import Int8AvgPool, Int8MaxPool, Int8Mean
+from ipex_quant._int8_products import Int8Interaction, Int8MatMul
 from ipex_quant._int8_rewrite import lines_of, rewrite, rewrite_model
 from ipex_quant._int8_transposed import Int8ConvTranspose, output_rows
 from ipex_quant._int8_wires import Fused, Start
@@ -54,7 +55,9 @@ _KINDS: dict[str, Any] = {
         Int8Conv,
         Int8ConvTranspose,
         Int8EmbeddingBag,
+        Int8Interaction,
         Int8Linear,
+        Int8MatMul,
         Int8MaxPool,
         Int8Mean,
         SmoothNorm,

@@ -46,6 +46,7 @@ class Prepared:
         bn_folding: Whether batch norms are folded into INT8 layers.
         loaded: Scale and channel scales of layers from a file.
         blocks: What the blocks are called with whose layers get one alpha.
+        all_products: Whether the configuration names products of activations.
     """
 
     qconfigs: dict[str, Any]
@@ -58,6 +59,7 @@ class Prepared:
     bn_folding: bool = True
     loaded: dict[str, tuple[Scale, Tensor | None]] = dataclasses.field(default_factory=dict)
     blocks: dict[str, BlockWatch] = dataclasses.field(default_factory=dict)
+    all_products: bool = False
 
 
 def state_of(model: Any) -> Prepared | None:
@@ -98,11 +100,12 @@ def renew(state: Prepared, value: int, watch: Watch) -> None:
     layers = state.plan.layers.values()
     readers = [layer for layer in layers if layer.source == value]
     smooth = [layer for layer in readers if layer.smooth]
-    # A value that is only added gets the observer of the layer that adds it.
-    plain = [layer for layer in readers if not layer.smooth] or [
-        layer for layer in layers if not readers and not layer.smooth
-    ]
-    watch.observer = plain[0].qconfig.activation() if plain else None
+    plain = [layer.qconfig for layer in readers if not layer.smooth]
+    plain += [it.qconfig for it in state.plan.products.values() if value in it.sources]
+    if not readers and not plain:
+        # A value that is only added gets the observer of the layer that adds it.
+        plain = [layer.qconfig for layer in layers if not layer.smooth]
+    watch.observer = plain[0].activation() if plain else None
     if smooth:
         watch.channels = (smooth[0].qconfig.act_ic_observer or channel_observer)()
         watch.keep = any(it.qconfig.alpha_of(it.path) == "auto" for it in smooth)
@@ -129,6 +132,9 @@ def replan(model: nn.Module, state: Prepared) -> Plan:
         for path, layer in state.plan.layers.items()
         if path not in state.loaded and layer.source not in ready
     }
+    missing |= {
+        path for path, it in state.plan.products.items() if not ready.issuperset(it.sources)
+    }
     sums = [value for value in state.watches if value not in ready]
     if not missing and not sums:
         return state.plan
@@ -139,13 +145,16 @@ def _plan_without(model: nn.Module, state: Prepared, missing: Mapping[str, str])
     """Return a plan without some layers, each with the reason, in which only values with a scale are codes."""
     assert state.flow is not None
     ready = {value for value, watch in state.watches.items() if watch.ready}
+    known = state.plan.layers.keys() | state.plan.products.keys()
     wanted: Callable[[str, nn.Module], Any] = lambda path, _: (  # noqa: E731
-        None if path in missing or path not in state.plan.layers else state.qconfigs.get(path)
+        state.qconfigs.get(path) if path in known and path not in missing else None
     )
-    plan = make_plan(model, state.flow, wanted, state.bn_folding)
+    plan = make_plan(model, state.flow, wanted, state.bn_folding, state.all_products)
     plan.left = {**state.plan.left, **missing}
     for layer in plan.layers.values():
         layer.codes = layer.codes and layer.result in ready
+    for product in plan.products.values():
+        product.codes = product.codes and product.result in ready
     coded = {layer.result for layer in plan.layers.values() if layer.codes}
     for layer in plan.layers.values():
         layer.residual_codes = layer.residual_codes and layer.residual_value in coded

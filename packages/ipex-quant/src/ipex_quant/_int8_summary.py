@@ -15,7 +15,8 @@ from torch import nn
 
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
-from ipex_quant._int8_plan import Layer, float_layer
+from ipex_quant._int8_plan import Layer, Product, float_layer
+from ipex_quant._int8_products import Interaction, MatMul
 from ipex_quant._int8_state import Prepared, renew, scales_of_layers, state_of
 from ipex_quant._int8_transposed import output_rows
 from ipex_quant._int8_wires import Scale
@@ -24,6 +25,8 @@ __all__ = ["load_summary", "save_summary"]
 
 Tensor = torch.Tensor
 log = logging.getLogger("ipex")
+#: Kinds of entries of products of activations.
+_KINDS: dict[type[nn.Module], str] = {MatMul: "torch.matmul", Interaction: "interaction"}
 
 
 def save_summary(model: nn.Module, qconf_summary: Any) -> None:
@@ -40,7 +43,7 @@ def save_summary(model: nn.Module, qconf_summary: Any) -> None:
     path = _path(op, qconf_summary)
     state = _state(op, model)
     seen = bool(state.loaded) or any(watch.ready for watch in state.watches.values())
-    check(seen or not state.plan.layers, op, "model", "be calibrated", "no data")
+    check(seen or not state.watches, op, "model", "be calibrated", "no data")
     text = json.dumps(_summary(model, state), indent=4)
     part = path.with_name(f"{path.name}.part")
     try:
@@ -114,7 +117,32 @@ def _summary(model: nn.Module, state: Prepared) -> dict[str, Any]:
             if layer.path in scales:
                 ops[str(len(ops))] = _entry(model, state, layer, *scales[layer.path])
         summary[parent] = {"q_op_infos": ops, "nonq_op_infos": {}, "layer_output_infos": []}
+    for path, product in state.plan.products.items():
+        watches = [state.watches[value] for value in product.sources]
+        if all(watch.ready for watch in watches):
+            empty = {"q_op_infos": {}, "nonq_op_infos": {}, "layer_output_infos": []}
+            ops = summary.setdefault(_parent(path), empty)["q_op_infos"]
+            ops[str(len(ops))] = _product_entry(model, product, watches)
     return summary
+
+
+def _product_entry(model: nn.Module, product: Product, watches: list[Any]) -> dict[str, Any]:
+    dtype = str(torch.quint8)
+    infos = []
+    for value, watch in zip(product.sources, watches, strict=True):
+        scale = watch.get_scale()
+        info = {"id": value, "inf_dtype": dtype, "force_dtype": dtype}
+        infos.append({**info, "scale": [scale.scale], "zero_point": [scale.zero]})
+    return {
+        "op_type": _KINDS[type(model.get_submodule(product.path))],
+        "op_type_is_module": False,
+        "fqn": product.path,
+        "input_tensor_infos": infos,
+        "weight_tensor_infos": [],
+        "output_tensor_infos": [],
+        "activation_observer": _describe(watches[0].observer),
+        "weight_observer": {},
+    }
 
 
 def _reached(state: Prepared) -> Any:
@@ -191,7 +219,7 @@ def _describe(observer: Any) -> dict[str, Any]:
 def _read(
     op: str, model: nn.Module, state: Prepared, data: Any
 ) -> tuple[dict[str, tuple[Scale, Tensor | None]], dict[int, Scale]]:
-    """Return the scale of each layer's input and of results that are codes."""
+    """Return the scale of each layer's input, and those of results that are codes and of factors of products."""
     found = {}
     try:
         for group in data.values():
@@ -200,7 +228,7 @@ def _read(
     except (AttributeError, KeyError, TypeError) as error:
         what = "have q_op_infos with fqn for each module"
         raise OpArgumentError(f"{op}: qconf_summary must {what}, got {error!r}") from error
-    wanted = set(state.plan.layers)
+    wanted = {*state.plan.layers, *state.plan.products}
     extra, missing = sorted(found.keys() - wanted), sorted(wanted - found.keys())
     differences = [f"only in the file: {', '.join(extra)}"] if extra else []
     differences += [f"only in the model: {', '.join(missing)}"] if missing and extra else []
@@ -212,6 +240,11 @@ def _read(
     loaded: dict[str, tuple[Scale, Tensor | None]] = {}
     results: dict[int, Scale] = {}
     for name, info in found.items():
+        product = state.plan.products.get(name)
+        if product is not None:
+            kind = _KINDS[type(model.get_submodule(name))]
+            results.update(_product_scales(op, product, kind, info))
+            continue
         layer = state.plan.layers[name]
         module: Any = model.get_submodule(name)
         same = info.get("op_type") == str(type(module))
@@ -239,6 +272,18 @@ def _read(
         )
         loaded[name] = (scale, None if factor is None else torch.tensor(factor))
     return loaded, results
+
+
+def _product_scales(op: str, product: Product, kind: str, info: Any) -> dict[int, Scale]:
+    name = product.path
+    check(info.get("op_type") == kind, op, f"op_type of {name}", f"be {kind}", info.get("op_type"))
+    try:
+        infos = info["input_tensor_infos"]
+        return {value: _scale(it) for value, it in zip(product.sources, infos, strict=True)}
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise OpArgumentError(
+            f"{op}: the entry of {name} must have a scale of each input, got {error!r}"
+        ) from error
 
 
 def _given(smooth: bool) -> str:

@@ -22,6 +22,7 @@ from ipex_quant import _int8_rewrite
 from ipex_quant._flow import Flow, record
 from ipex_quant._int8_embedding import why_not as why_not_bag
 from ipex_quant._int8_plan import Plan, fusable_activations, make_plan
+from ipex_quant._int8_products import PRODUCTS, MatMul
 from ipex_quant._int8_recurrent import why_not as why_not_lstm
 from ipex_quant._int8_state import KEY, Prepared, attach, state_of
 from ipex_quant._int8_summary import load_summary, save_summary
@@ -41,7 +42,6 @@ _STATIC = (nn.Linear, nn.EmbeddingBag, nn.LSTM, *_CONVS)
 _DYNAMIC = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 #: Static configurations leave these as they are: reported.
 _FLOAT = (nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.MultiheadAttention)
-_PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm"})
 
 
 def prepare(
@@ -93,29 +93,40 @@ def prepare(
         n: q for n, (m, q) in kinds.items() if type(m) in _STATIC and _is_dynamic(q) is False
     }
     weight_only = any(isinstance(q, QConfigWoq) for _, q in kinds.values())
-    usable = bool(dynamic or statics or weight_only)
-    check(usable, op, "model", "have layers that the configuration quantises", "none")
-    args, kwargs = _examples(op, example_inputs, example_kwarg_inputs, bool(statics))
-    if statics:
+    given = example_inputs is not None or example_kwarg_inputs is not None
+    product = qconfig_of(
+        mapping, "", MatMul()
+    )  # a model may have nothing but products of activations
+    may_multiply = given and product is not None and _is_dynamic(product) is False
+    usable = bool(dynamic or statics or weight_only or may_multiply)
+    nothing = "have layers that the configuration quantises"
+    check(usable, op, "model", nothing, "none")
+    static = bool(statics) or (may_multiply and not dynamic and not weight_only)
+    args, kwargs = _examples(op, example_inputs, example_kwarg_inputs, static)
+    if static:
         check(not model.training, op, "model", "be in evaluation mode", "training mode")
     flow: Flow | None = None
-    if statics or (dynamic and (args or kwargs) and not model.training):
+    if static or (dynamic and (args or kwargs) and not model.training):
         flow = _first_run(op, model, args, kwargs)
     if not inplace:
         model = copy.deepcopy(model)
     state = Prepared(statics, None, Plan({}, {}, {}, {}), dynamic=dynamic)
+    state.all_products = any(it in mapping.object_type_qconfigs for it in MatMul.stands_for)
     if weight_only:
         _set_hidden(model, "_ipex_woq", mapping.global_qconfig)
     if flow is not None and dynamic:
         state.activations = fusable_activations(model, flow, dynamic)
-    if flow is not None and statics:
+    if flow is not None and static:
         _int8_rewrite.remove_dropout(model)
         model = _expose(model, flow, args, kwargs)
         state.flow = record(model, args, kwargs)
         wanted = functools.partial(_static_qconfig, mapping)
         state.bn_folding = bn_folding
-        state.plan = make_plan(model, state.flow, wanted, bn_folding)
-        state.qconfigs = {path: layer.qconfig for path, layer in state.plan.layers.items()}
+        plan = make_plan(model, state.flow, wanted, bn_folding, state.all_products)
+        state.plan = plan
+        check(bool(statics or plan.products or plan.left), op, "model", nothing, "none")
+        found = (*plan.layers.values(), *plan.products.values())
+        state.qconfigs = {it.path: it.qconfig for it in found}
         attach(model, state)
         _choose_others(model, state, statics)
     for name, reason in state.plan.left.items():
@@ -155,7 +166,7 @@ def convert(
     state = state_of(model)
     if state is None:
         raise OpArgumentError("convert: model must be a result of prepare, got another model")
-    if state.plan.layers and not state.loaded and not any(w.ready for w in state.watches.values()):
+    if state.watches and not state.loaded and not any(w.ready for w in state.watches.values()):
         raise OpArgumentError(
             "convert: model must be calibrated by running it on typical inputs, got no data"
         )
@@ -189,9 +200,15 @@ def _choose_others(model: nn.Module, state: Prepared, statics: dict[str, Any]) -
         elif type(module) in _FLOAT and name not in state.dynamic:
             left.setdefault(name, f"no static INT8 form of {type(module).__name__}")
     for event in state.flow.events:
-        if event.role == "function" and event.name in _PRODUCTS:
-            text = f"no INT8 form of its {event.name.strip('_')} of two activations"
-            left.setdefault(event.path, text)
+        if event.role != "function" or event.path in left:
+            continue
+        name = event.name.strip("_")
+        if name == "scaled_dot_product_attention":
+            left[event.path] = f"no INT8 form of its {name}"
+        elif event.name in PRODUCTS | {"interaction"} and not any(
+            map(state.flow.constant, event.inputs)
+        ):
+            left[event.path] = f"its {name}: a forward that cannot be rewritten; see MatMul"
 
 
 def _set_hidden(model: nn.Module, name: str, value: Any) -> None:

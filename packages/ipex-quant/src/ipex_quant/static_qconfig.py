@@ -195,8 +195,9 @@ def qconfig_of(mapping: QConfigMapping, name: str, module: nn.Module) -> Any:
         if parent in mapping.module_name_qconfigs:
             return mapping.module_name_qconfigs[parent]
     kinds: Mapping[Any, Any] = mapping.object_type_qconfigs
-    if type(module) in kinds:
-        return kinds[type(module)]
+    for kind in (type(module), *getattr(module, "stands_for", ())):
+        if kind in kinds:
+            return kinds[kind]
     return mapping.global_qconfig
 
 
