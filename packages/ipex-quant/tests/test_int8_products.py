@@ -177,7 +177,7 @@ def test_left_alone():
         fast = quantised(model, x, mapping=mapping)
         assert not kinds(fast, Int8MatMul)
         texts = [row.text for row in ipex_core.explain(fast).rows if not row.done]
-        assert sum(text in it for it in texts) == 2
+        assert any(text in it for it in texts)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from ipex_core.ops.int8_matmul import MOST_DEPTH
 from ipex_quant._int8_wires import Scale
 
 __all__ = [
+    "NOT_NAMED",
     "PRODUCTS",
     "Int8Interaction",
     "Int8MatMul",
@@ -27,6 +28,8 @@ __all__ = [
 
 Tensor = torch.Tensor
 
+#: Why products of activations stay float.
+NOT_NAMED = "products of activations are INT8 if the configuration names them"
 #: Names of the functions that multiply two activations, as a run shows them.
 PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm"})
 
@@ -73,7 +76,7 @@ def why_float(shapes: Sequence[tuple[int, ...]], always: bool) -> str:
         return "no INT8 product of vectors"
     if shapes[0][-1] > MOST_DEPTH:
         return f"INT8 products have at most {MOST_DEPTH} columns, not {shapes[0][-1]}"
-    return "" if always else "products of activations are INT8 if the configuration names them"
+    return "" if always else NOT_NAMED
 
 
 class Int8MatMul(nn.Module):

@@ -22,7 +22,7 @@ from ipex_quant import _int8_rewrite
 from ipex_quant._flow import Flow, record
 from ipex_quant._int8_embedding import why_not as why_not_bag
 from ipex_quant._int8_plan import Plan, fusable_activations, make_plan
-from ipex_quant._int8_products import PRODUCTS, MatMul
+from ipex_quant._int8_products import NOT_NAMED, PRODUCTS, MatMul
 from ipex_quant._int8_recurrent import why_not as why_not_lstm
 from ipex_quant._int8_state import KEY, Prepared, attach, state_of
 from ipex_quant._int8_summary import load_summary, save_summary
@@ -111,14 +111,16 @@ def prepare(
     if not inplace:
         model = copy.deepcopy(model)
     state = Prepared(statics, None, Plan({}, {}, {}, {}), dynamic=dynamic)
-    state.all_products = any(it in mapping.object_type_qconfigs for it in MatMul.stands_for)
+    state.all_products = any(
+        it in mapping.object_type_qconfigs for it in (MatMul, *MatMul.stands_for)
+    )
     if weight_only:
         _set_hidden(model, "_ipex_woq", mapping.global_qconfig)
     if flow is not None and dynamic:
         state.activations = fusable_activations(model, flow, dynamic)
     if flow is not None and static:
         _int8_rewrite.remove_dropout(model)
-        model = _expose(model, flow, args, kwargs)
+        model = _expose(model, flow, args, kwargs, state.all_products)
         state.flow = record(model, args, kwargs)
         wanted = functools.partial(_static_qconfig, mapping)
         state.bn_folding = bn_folding
@@ -208,7 +210,9 @@ def _choose_others(model: nn.Module, state: Prepared, statics: dict[str, Any]) -
         elif event.name in PRODUCTS | {"interaction"} and not any(
             map(state.flow.constant, event.inputs)
         ):
-            left[event.path] = f"its {name}: a forward that cannot be rewritten; see MatMul"
+            cannot = f"its {name}: a forward that cannot be rewritten; see MatMul"
+            asked = state.all_products or name == "interaction"
+            left[event.path] = cannot if asked else NOT_NAMED
 
 
 def _set_hidden(model: nn.Module, name: str, value: Any) -> None:
@@ -277,10 +281,10 @@ def _first_run(op: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _expose(
-    model: nn.Module, flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any], products: bool
 ) -> nn.Module:
     """Make sums and activations in forwards modules, if that does not change the output."""
-    paths = _int8_rewrite.containers_to_rewrite(model, flow)
+    paths = _int8_rewrite.containers_to_rewrite(model, flow, products)
     if not paths:
         return model
     with torch.no_grad():
