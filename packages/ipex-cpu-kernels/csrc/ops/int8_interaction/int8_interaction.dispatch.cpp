@@ -72,7 +72,7 @@ IPEX_INLINE void write_row(const Int8InteractionArgs& args, const float* row, in
 
 template <class T>
 IPEX_INLINE void run(const Int8InteractionArgs& args, int64_t begin, int64_t end, char* scratch) {
-  const int64_t count = args.count, dim = args.dim, padded = (dim + 3) / 4 * 4;
+  const int64_t count = args.count, dim = args.dim, padded = int8_interaction_depth(dim);
   const int64_t stride = int8_interaction_stride(dim), width = dim + count * (count - 1) / 2;
   const int64_t columns = (count + kPanel - 1) / kPanel * kPanel;
   auto* codes = reinterpret_cast<uint8_t*>(scratch);

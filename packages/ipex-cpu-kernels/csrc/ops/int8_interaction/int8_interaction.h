@@ -20,11 +20,15 @@ struct Int8InteractionArgs {
 
 inline int64_t int8_interaction_stride(int64_t dim) { return ((dim + 63) / 64 | 1) * 64; }
 
+// Elements of a vector as the product reads them, at least one step of it: without any there would
+// be no sum to write.
+inline int64_t int8_interaction_depth(int64_t dim) { return dim > 0 ? (dim + 3) / 4 * 4 : 4; }
+
 // Bytes of working memory of one thread: codes, panels, sums of the rows, and a row of the result.
 inline int64_t int8_interaction_scratch(int64_t count, int64_t dim) {
   const int64_t columns = (count + 31) / 32 * 32, width = dim + count * (count - 1) / 2;
-  return count * int8_interaction_stride(dim) + columns * ((dim + 3) / 4 * 4) + 4 * columns +
-         4 * ((width + 15) / 16 * 16);
+  return count * int8_interaction_stride(dim) + columns * int8_interaction_depth(dim) +
+         4 * columns + 4 * ((width + 15) / 16 * 16);
 }
 
 }  // namespace ipex

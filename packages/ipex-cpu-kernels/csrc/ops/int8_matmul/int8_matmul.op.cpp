@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "ipex/dispatch.h"
@@ -69,6 +70,11 @@ Tensor int8_matmul(const Tensor& a0, const Tensor& b0, double a_scale, int64_t a
   const int64_t n = sizes.back() = b0.size(b_dim - 1);
   Tensor y = new_contiguous(sizes.data(), dim, dtype);
   if (y.numel() == 0) return y;
+  if (k == 0) {  // kernels write sums of at least one product
+    std::memset(y.mutable_data_ptr(), 0,
+                static_cast<size_t>(y.numel() * (dtype == ScalarType::Float ? 4 : 2)));
+    return y;
+  }
   const int64_t batch = y.numel() / (m * n);
   const Tensor a = a0.stride(a_dim - 1) == 1 || k == 1 ? a0 : as_contiguous(a0);
   const bool by_column = b0.stride(b_dim - 2) == 1 && b0.stride(b_dim - 1) != 1;
