@@ -413,6 +413,9 @@ def _find_watches(plan: Plan, flow: Flow) -> None:
     for layer in plan.layers.values():
         if layer.codes:
             plan.watches[layer.result] = (layer.fused[-1] if layer.fused else layer.path, RESULT)
+    for product in plan.products.values():
+        if product.codes:
+            plan.watches[product.result] = (product.path, RESULT)
     for layer in plan.layers.values():
         place = (layer.path, 0)
         if not layer.smooth and len(flow.calls[layer.path]) == 1:

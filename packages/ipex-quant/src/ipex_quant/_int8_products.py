@@ -13,7 +13,8 @@ from torch import nn
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_core.nn.functional import interaction
 from ipex_core.ops.int8_matmul import MOST_DEPTH
-from ipex_quant._int8_wires import Scale
+from ipex_quant._int8_wires import Codes, Scale, plain
+from ipex_quant.int8_layers import _result_dtype
 
 __all__ = [
     "NOT_NAMED",
@@ -115,8 +116,9 @@ class Int8MatMul(nn.Module):
         a, b = (Scale(float(about[k][0]), int(about[k][1])) for k in "ab")
         return cls(a, b, str(about["layer"])).eval()
 
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+    def forward(self, a: Any, b: Any) -> Tensor:
         """Return the product; that with a vector is one of floats."""
+        a, b = plain(a), plain(b)
         if min(a.dim(), b.dim()) < 2:
             return torch.matmul(a, b)
         y: Tensor = torch.ops.ipex.int8_matmul(
@@ -173,14 +175,13 @@ class Int8Interaction(nn.Module):
         output = Scale(float(about["output"][0]), int(about["output"][1]))
         return cls(tensors["scales"].clone(), output, str(about["layer"])).eval()
 
-    def forward(self, *args: Tensor) -> Tensor:
+    def forward(self, *args: Any) -> Any:
         """Return the first vector and the products of all pairs."""
-        dtype = torch.uint8 if self.output else None
-        output = self.output
-        y: Tensor = torch.ops.ipex.int8_interaction(
-            list(args), self.scales, dtype, output.scale, output.zero
-        )
-        return y
+        like, output = _result_dtype(args[0]), self.output
+        inputs = [plain(x).to(like) for x in args]
+        dtype = torch.uint8 if output else like
+        y = torch.ops.ipex.int8_interaction(inputs, self.scales, dtype, output.scale, output.zero)
+        return Codes(y, output, like) if output else y
 
     def extra_repr(self) -> str:
         """Return the scales."""
