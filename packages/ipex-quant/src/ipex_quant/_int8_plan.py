@@ -14,7 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from ipex_core.nn._leaf import has_hooks
 from ipex_quant._flow import Event, Flow, activation_of
 from ipex_quant._int8_pools import role_of_pool
-from ipex_quant._int8_products import Interaction, MatMul, why_float
+from ipex_quant._int8_products import Interaction, MatMul, Product, why_float
 from ipex_quant.static_qconfig import QConfigSmoothQuant
 
 __all__ = ["Layer", "Plan", "fusable_activations", "make_plan", "root"]
@@ -99,25 +99,6 @@ class Pool:
     path: str
     value: int
     channels: int
-
-
-@dataclasses.dataclass
-class Product:
-    """One product of activations.
-
-    Attributes:
-        path: Path of its module.
-        qconfig: Its configuration.
-        sources: The values that it multiplies.
-        result: The value that comes out.
-        codes: Whether that is codes.
-    """
-
-    path: str
-    qconfig: Any
-    sources: tuple[int, ...]
-    result: int
-    codes: bool = False
 
 
 @dataclasses.dataclass

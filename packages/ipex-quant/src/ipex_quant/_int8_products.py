@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ __all__ = [
     "Int8MatMul",
     "Interaction",
     "MatMul",
+    "Product",
     "int8_product",
     "why_float",
 ]
@@ -64,6 +66,25 @@ class Interaction(nn.Module):
     def forward(self, *args: Tensor) -> Tensor:
         """Return the first vector and the products of all pairs."""
         return interaction(*args)
+
+
+@dataclasses.dataclass
+class Product:
+    """One product of activations.
+
+    Attributes:
+        path: Path of its module.
+        qconfig: Its configuration.
+        sources: The values that it multiplies.
+        result: The value that comes out.
+        codes: Whether that is codes.
+    """
+
+    path: str
+    qconfig: Any
+    sources: tuple[int, ...]
+    result: int
+    codes: bool = False
 
 
 def why_float(shapes: Sequence[tuple[int, ...]], always: bool) -> str:

@@ -132,7 +132,8 @@ class _Shallow(fx.Tracer):
     """Traces one forward; the modules that it calls stay calls, and so do functions of ours."""
 
     def __init__(self) -> None:
-        super().__init__((math, functional), (functional.interaction,))
+        modules: tuple[Any, ...] = math, functional  # torch's annotation is of one
+        super().__init__(modules, (functional.interaction,))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return True for every module."""

@@ -15,8 +15,8 @@ from torch import nn
 
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
-from ipex_quant._int8_plan import Layer, Product, float_layer
-from ipex_quant._int8_products import Interaction, MatMul
+from ipex_quant._int8_plan import Layer, float_layer
+from ipex_quant._int8_products import Interaction, MatMul, Product
 from ipex_quant._int8_state import Prepared, renew, scales_of_layers, state_of
 from ipex_quant._int8_transposed import output_rows
 from ipex_quant._int8_wires import Scale
@@ -120,7 +120,11 @@ def _summary(model: nn.Module, state: Prepared) -> dict[str, Any]:
     for path, product in state.plan.products.items():
         watches = [state.watches[value] for value in product.sources]
         if all(watch.ready for watch in watches):
-            empty = {"q_op_infos": {}, "nonq_op_infos": {}, "layer_output_infos": []}
+            empty: dict[str, Any] = {
+                "q_op_infos": {},
+                "nonq_op_infos": {},
+                "layer_output_infos": [],
+            }
             ops = summary.setdefault(_parent(path), empty)["q_op_infos"]
             ops[str(len(ops))] = _product_entry(model, product, watches)
     return summary

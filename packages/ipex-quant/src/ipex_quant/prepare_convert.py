@@ -94,9 +94,8 @@ def prepare(
     }
     weight_only = any(isinstance(q, QConfigWoq) for _, q in kinds.values())
     given = example_inputs is not None or example_kwarg_inputs is not None
-    product = qconfig_of(
-        mapping, "", MatMul()
-    )  # a model may have nothing but products of activations
+    # A model may have nothing but products of activations.
+    product = qconfig_of(mapping, "", MatMul())
     may_multiply = given and product is not None and _is_dynamic(product) is False
     usable = bool(dynamic or statics or weight_only or may_multiply)
     nothing = "have layers that the configuration quantises"
@@ -124,11 +123,10 @@ def prepare(
         state.flow = record(model, args, kwargs)
         wanted = functools.partial(_static_qconfig, mapping)
         state.bn_folding = bn_folding
-        plan = make_plan(model, state.flow, wanted, bn_folding, state.all_products)
-        state.plan = plan
+        plan = state.plan = make_plan(model, state.flow, wanted, bn_folding, state.all_products)
         check(bool(statics or plan.products or plan.left), op, "model", nothing, "none")
-        found = (*plan.layers.values(), *plan.products.values())
-        state.qconfigs = {it.path: it.qconfig for it in found}
+        state.qconfigs = {path: layer.qconfig for path, layer in plan.layers.items()}
+        state.qconfigs |= {path: product.qconfig for path, product in plan.products.items()}
         attach(model, state)
         _choose_others(model, state, statics)
     for name, reason in state.plan.left.items():
