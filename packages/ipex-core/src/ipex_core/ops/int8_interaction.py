@@ -16,7 +16,8 @@ from ipex_core.ops._common import (
     randn,
     strided,
 )
-from ipex_core.ops.interaction import _stock, _width
+from ipex_core.ops.interaction import _stock as _stock_interaction
+from ipex_core.ops.interaction import _width
 from ipex_core.ops.pack_int8_weight import int8_randn
 from ipex_core.ops.quantize import LEAST_SCALE, codes
 
@@ -158,23 +159,33 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((special, _scales(5)), id="special_values")
 
 
+def _stock(inputs: Sequence[Tensor], scale: float, zero: int) -> Tensor:
+    y = _stock_interaction(inputs).float()
+    return y.div_(scale).round_().add_(zero).clamp_(0, 255).to(torch.uint8)
+
+
 def _stock_args(
-    inputs: Sequence[Tensor], scales: Tensor, *_: object
-) -> tuple[Sequence[Tensor], ...]:
-    return ([x.float() for x in inputs],)
+    inputs: Sequence[Tensor], scales: Tensor, dtype: torch.dtype, scale: float, zero: int
+) -> tuple[object, ...]:
+    by = scales.tolist()
+    floats = [
+        x.float() * step if x.dtype == torch.int8 else x for x, step in zip(inputs, by, strict=True)
+    ]
+    return floats, scale, zero
 
 
 def _bench() -> Iterator[BenchCase]:
+    step = 2.0**-5
     for count, batch, dim in ((27, 2048, 128), (27, 128, 128)):
         for kind in ("codes", "float"):
 
             def make(
                 dtype: torch.dtype, n: int = count, b: int = batch, d: int = dim, k: str = kind
             ) -> tuple[object, ...]:
-                make_one = int8_randn if k == "codes" else randn
-                rows = [make_one(b, d, seed=i) for i in range(n)]
-                rows = rows if k == "codes" else [x.to(dtype) for x in rows]
-                return rows, _scales(n), torch.uint8, 0.3, 128
+                rows = [int8_randn(b, d, seed=i) for i in range(n)]
+                if k == "float":  # numbers whose codes are exact
+                    rows = [(x * step).to(dtype) for x in rows]
+                return rows, torch.full((n,), step), torch.uint8, 0.5, 128
 
             read = (lambda dtype: 1) if kind == "codes" else (lambda dtype: dtype.itemsize)
             yield BenchCase(

@@ -9,6 +9,7 @@ import torch
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
 from ipex_core.ops._common import check_device, check_dtype, check_tensor, randn, strided
+from ipex_core.ops.pack_int8_weight import int8_randn
 from ipex_core.ops.quantize import LEAST_SCALE, codes
 
 Tensor = torch.Tensor
@@ -135,9 +136,11 @@ def _bench() -> Iterator[BenchCase]:
             def make(
                 dtype: torch.dtype, batch: int = batch, m: int = m, k: int = k, n: int = n
             ) -> tuple[object, ...]:
-                a = randn(batch, _HEADS, m, k, dtype=dtype, seed=1)
-                b = randn(batch, _HEADS, n, k, dtype=dtype, seed=2).mT
-                return a, b if k < n else b.contiguous(), *_SCALES
+                # Numbers whose codes are exact, so that the result is that of stock.
+                step = 2.0**-5
+                a = (int8_randn(batch, _HEADS, m, k, seed=1) * step).to(dtype)
+                b = (int8_randn(batch, _HEADS, n, k, seed=2) * step).to(dtype).mT
+                return a, b if k < n else b.contiguous(), step, 128, step, 128
 
             moved = batch * _HEADS * (m * k + k * n + m * n)
             yield BenchCase(
