@@ -96,7 +96,8 @@ def prepare(
     given = example_inputs is not None or example_kwarg_inputs is not None
     # A model may have nothing but products of activations.
     product = qconfig_of(mapping, "", MatMul())
-    may_multiply = given and product is not None and _is_dynamic(product) is False
+    may_multiply = product is not None and _is_dynamic(product) is False
+    may_multiply = may_multiply and given and not model.training
     usable = bool(dynamic or statics or weight_only or may_multiply)
     nothing = "have layers that the configuration quantises"
     check(usable, op, "model", nothing, "none")
