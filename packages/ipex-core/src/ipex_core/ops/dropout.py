@@ -42,7 +42,7 @@ def _backward(
 
 def _check(x: Tensor, p: float, seed: Tensor, stream: int = 0) -> None:
     check_tensor("dropout", "x", x)
-    check_drop("dropout", p, seed, stream)
+    check_drop("dropout", p, seed, stream, x)
 
 
 def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:

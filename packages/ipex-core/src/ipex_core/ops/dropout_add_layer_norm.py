@@ -141,7 +141,7 @@ def _check(
     check_like(OP, "residual", residual, x)
     check_vector(OP, "weight", weight, x)
     check_vector(OP, "bias", bias, x)
-    check_drop(OP, p, seed, stream)
+    check_drop(OP, p, seed, stream, x)
 
 
 def _backward_check(
@@ -156,7 +156,7 @@ def _backward_check(
     check_tensor(BACKWARD, "grad", grad)
     check_like(BACKWARD, "sum", sum, grad, of="grad")
     check_vector(BACKWARD, "weight", weight, grad)
-    check_drop(BACKWARD, p, seed, stream)
+    check_drop(BACKWARD, p, seed, stream, grad, "grad")
 
 
 def _fake(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

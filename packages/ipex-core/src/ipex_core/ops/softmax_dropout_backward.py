@@ -52,7 +52,7 @@ def _check(
 ) -> None:
     check_tensor(OP, "grad", grad)
     check_like(OP, "probs", probs, grad, of="grad")
-    check_drop(OP, p, seed, stream)
+    check_drop(OP, p, seed, stream, grad, "grad")
 
 
 def _fake(grad: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
