@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process that the launcher runs: what to run, where, and what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from ipex_runtime.launch._bind import bound
+from ipex_runtime._lists import format_cpu_list
+
+__all__ = ["Instance", "exit_code", "how_it_ended"]
+
+
+@dataclasses.dataclass(eq=False)
+class Instance:
+    """One process.
+
+    Attributes:
+        index: Its number.
+        label: Its name in messages, for instance ``"instance 0"``.
+        command: Program and arguments.
+        environment: All environment variables.
+        cpus: CPUs to bind it to; empty: those of the launcher.
+        nodes: NUMA nodes for its memory; empty: any.
+        log: File that its output is written to, too.
+        process: The process, once it was started.
+    """
+
+    index: int
+    label: str
+    command: list[str]
+    environment: Mapping[str, str]
+    cpus: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+    log: Path | None = None
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    ended: float = 0.0
+    log_file: BinaryIO | None = None
+
+    def start(self, pipe: bool, complain: Callable[[str], None]) -> None:
+        """Start the process in a session of its own, so that signals reach it and what it starts, once.
+
+        Args:
+            pipe: Connect its output, both kinds, to a pipe; otherwise it writes where the launcher writes.
+            complain: Gets warnings.
+
+        Raises:
+            OSError: The program cannot be started, or the log cannot be written.
+        """
+        if self.log is not None:
+            self.log_file = self.log.open("wb")
+        with bound(self.cpus, self.nodes, complain):
+            self.process = subprocess.Popen(
+                self.command,
+                env=dict(self.environment),
+                stdout=subprocess.PIPE if pipe else None,
+                stderr=subprocess.STDOUT if pipe else None,
+                start_new_session=True,
+            )
+        self.started = time.monotonic()
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return None if self.process is None else self.process.returncode
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self.process is not None and self.process.returncode is None
+
+    def poll(self) -> bool:
+        """Look whether it has ended; returns True the first time."""
+        if not self.running or self.process is None or self.process.poll() is None:
+            return False
+        self.ended = time.monotonic()
+        return True
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process and all that it started; nothing happens if it has ended."""
+        if self.process is not None and self.process.returncode is None:
+            # Not reaped yet, so the number cannot belong to another process by now.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def end_leftovers(self) -> None:
+        """Ask what a failed process has left running to end."""
+        if self.process is not None:
+            # The number of a group is not given to a new process while the group has members.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+
+    def written(self, base: Mapping[str, str]) -> str:
+        """Return the command as a line for a shell, with the variables that ``base`` has not."""
+        changed = [
+            f"{k}={shlex.quote(v)}" for k, v in sorted(self.environment.items()) if base.get(k) != v
+        ]
+        removed = [word for k in sorted(base) if k not in self.environment for word in ("-u", k)]
+        env = ["env", *removed, *changed] if changed or removed else []
+        return " ".join([*env, shlex.join(self.command)])
+
+    def place(self) -> str:
+        """Return where it runs, for people."""
+        text = f"CPUs {format_cpu_list(self.cpus)}" if self.cpus else "CPUs not bound"
+        return f"{text}, memory of NUMA nodes {format_cpu_list(self.nodes)}" if self.nodes else text
+
+
+def exit_code(returncode: int) -> int:
+    """Return what a shell reports: 128 + n for a process that signal n ended."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def how_it_ended(returncode: int) -> str:
+    """Return how a process ended, for people."""
+    if returncode >= 0:
+        return f"ended with exit code {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    advice = {
+        signal.SIGKILL: ": memory may have run out (see dmesg)",
+        signal.SIGSEGV: ": a crash in native code (python -X faulthandler shows where)",
+    }.get(-returncode, "")
+    return f"was killed by {name}{advice}"

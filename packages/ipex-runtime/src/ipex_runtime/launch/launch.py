@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the launcher, and the step from options to the launcher that runs them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ipex_runtime.launch import _options
+from ipex_runtime.launch._errors import LaunchArgumentError
+from ipex_runtime.launch._report import check_program, make_logger, prepare_logs
+from ipex_runtime.launch.launcher_base import Launcher
+from ipex_runtime.launch.launcher_distributed import DistributedTrainingLauncher
+from ipex_runtime.launch.launcher_multi_instances import MultiInstancesLauncher
+
+__all__ = [
+    "add_deprecated_params",
+    "init_parser",
+    "main",
+    "process_deprecated_params",
+    "run_main_with_args",
+]
+
+EPILOG = """\
+examples:
+  ipexrun script.py                                  one instance on all physical cores
+  ipexrun --ninstances 2 script.py --batch 8         two instances, half of the cores each
+  ipexrun --latency-mode script.py                   as many instances of 4 cores as there is room for
+  ipexrun --throughput-mode --dry-run script.py      show what one instance per NUMA node would be
+  ipexrun --nnodes 1 --nprocs-per-node 2 train.py    two ranks of one torch.distributed group
+  ipexrun --auto-ipex --dtype bfloat16 script.py     optimise the models of a script for inference
+"""
+
+
+def add_deprecated_params(parser: argparse.ArgumentParser) -> None:
+    """Add old names of options to a parser."""
+    _options.add_deprecated(parser)
+
+
+def process_deprecated_params(args: argparse.Namespace, logger: Any) -> None:
+    """Translate old names of options."""
+    if args.skip_cross_node_cores:
+        logger.warning("--skip-cross-node-cores is deprecated: use --bind-numa-node")
+        args.bind_numa_node = True
+
+
+def init_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add all options of the launcher to a parser and return it."""
+    _options.add_program(parser)
+    _options.add_common(parser)
+    _options.add_multi_instance(parser)
+    _options.add_distributed(parser)
+    _options.add_codeless(parser)
+    add_deprecated_params(parser)
+    group = parser.add_argument_group("XPU")
+    group.add_argument(
+        "--convert-fp64-to-fp32",
+        "--convert_fp64_to_fp32",
+        action="store_true",
+        help="ipexrun xpu: make float64 tensors float32, for devices without float64",
+    )
+    return parser
+
+
+def run_main_with_args(args: argparse.Namespace) -> None:
+    """Run what parsed options ask for.
+
+    Args:
+        args: The result of a parser that `init_parser` filled.
+
+    Raises:
+        LaunchArgumentError: Options that cannot be met (a ValueError, AssertionError and RuntimeError).
+        subprocess.CalledProcessError: An instance failed; ``returncode`` is the exit code for the shell.
+    """
+    logger = make_logger(args.explain)
+    try:
+        process_deprecated_params(args, logger)
+        check_program(args)
+        prepare_logs(args, logger)
+        kind: type[Launcher] = MultiInstancesLauncher
+        if args.nnodes > 0 or args.distributed_launcher == "mpi":
+            args.nnodes = max(1, args.nnodes)
+            kind = DistributedTrainingLauncher
+        launcher = kind(logger)
+        describe(launcher)
+        launcher.launch(args)
+    finally:
+        for handler in logger.handlers:
+            if isinstance(handler, logging.FileHandler):
+                handler.close()
+
+
+def describe(launcher: Launcher) -> None:
+    """Note what the machine has."""
+    pool = launcher.cpuinfo.pool_all
+    cores = len({c.core for c in pool})
+    nodes = sorted({c.node for c in pool})
+    slow = sum(not c.is_p_core for c in pool)
+    launcher.verbose(
+        "info",
+        f"this process may use {len(pool)} CPUs ({pool.get_pool_txt()['cores']}) of {cores} cores"
+        f"{f', {slow} of them efficiency cores' if slow else ''}, in NUMA nodes {', '.join(map(str, nodes))}",
+    )
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "ipexrun") -> int:
+    """Run a command line and return the exit code.
+
+    Args:
+        argv: The arguments, default those of the process. A first word ``cpu`` or ``xpu`` names the backend.
+        prog: Name of the command for help and messages.
+
+    Returns:
+        0; the exit code of the instance that failed first (128 + n if signal n ended it); 2 for bad arguments.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    backend = arguments.pop(0) if arguments and arguments[0] in ("cpu", "xpu") else "cpu"
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [cpu | xpu] [options] program [arguments]",
+        description="Run Python programs on the right cores, with the right memory and libraries.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    args = init_parser(parser).parse_args(arguments)
+    if args.convert_fp64_to_fp32 and backend != "xpu":
+        parser.error("--convert-fp64-to-fp32 is an option of ipexrun xpu")
+    try:
+        run_main_with_args(args)
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    except (LaunchArgumentError, RuntimeError) as error:
+        print(f"{prog}: error: {str(error).removeprefix('ipexrun: ')}", file=sys.stderr)
+        return 2
+    return 0
