@@ -188,6 +188,7 @@ def _commands(monkeypatch, tmp_path):
         "import typer\napp = typer.Typer(help='A tool.')\n"
         "@app.command()\ndef one(n: int = 1):\n    print('one', n)\n"
         "@app.command()\ndef two():\n    print('two')\n"
+        "def through(argv: list):\n    '''Takes everything.'''\n    print(argv)\n"
         "def plain(text: str):\n    '''A function.'''\n    print('plain', text)\n"
     )
     (tmp_path / "madeup_broken_cli.py").write_text("raise RuntimeError('boom')\n")
@@ -195,6 +196,7 @@ def _commands(monkeypatch, tmp_path):
     names = {
         "tool": "madeup_cli:app",
         "plain": "madeup_cli:plain",
+        "through": "madeup_cli:through",
         "bad": "madeup_broken_cli:app",
         "doctor": "madeup_broken_cli:app",
     }
@@ -239,3 +241,10 @@ def test_own_commands_are_registered_as_entry_points():
     found = {e.name: e.value for e in importlib.metadata.entry_points(group="ipex.commands")}
     assert found["bench"] == "ipex._commands.bench:app"
     assert found["demo"] == "ipex._commands.demo:app"
+
+
+def test_a_command_that_takes_its_arguments_as_they_are(_commands):
+    done = runner.invoke(cli.app, ["through", "--help", "-x", "a b", "--json"])
+    assert done.exit_code == 0, done.output
+    assert done.output.strip() == "['--help', '-x', 'a b', '--json']"
+    assert "Takes everything." in runner.invoke(cli.app, ["--help"]).output

@@ -412,3 +412,27 @@ def test_names_of_mixed_precision():
     assert ipex.amp is ipex_core.amp
     assert _grad_scaler.GradScaler is ipex.amp.GradScaler
     assert ipex.cpu.autocast.autocast is ipex.amp.autocast
+
+
+@pytest.mark.parametrize("package", ["ipex", "intel_extension_for_pytorch"])
+def test_the_launcher_under_its_old_name_starts_without_torch(package, tmp_path):
+    pytest.importorskip("ipex_runtime")
+    (tmp_path / "script.py").write_text("print(__name__)")
+    command = [sys.executable, "-X", "importtime", "-m", f"{package}.cpu.launch", "script.py"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False
+    )
+    assert done.stdout == "__main__\n", done.stderr
+    assert "| torch\n" not in done.stderr.replace(" ", "").replace("|torch", "| torch")
+    for name in ("hypertune", "auto_ipex"):
+        command = [sys.executable, "-m", f"{package}.cpu.{name}", "--help"]
+        assert "usage:" in subprocess.check_output(command, text=True, timeout=120)
+
+
+def test_the_launcher_under_its_old_name_is_the_same_module():
+    launch = pytest.importorskip("ipex_runtime.launch")
+    import intel_extension_for_pytorch.cpu.launch as old
+    from intel_extension_for_pytorch.cpu.launch.cpu_info import CPUPoolList
+
+    assert old is launch is ipex.cpu.launch
+    assert CPUPoolList is launch.CPUPoolList

@@ -33,7 +33,10 @@ _LAZY: dict[str, str] = {
 
 #: Modules that have names of their own.
 _MODULES: tuple[str, ...] = (
+    "codeless",
     "cpupool",
+    "hypertune",
+    "launch",
     "memory",
     "multi_stream",
     "runtime_utils",

@@ -180,7 +180,14 @@ def __dir__() -> list[str]:
 def _is_command() -> bool:
     argv = getattr(sys, "argv", None) or [""]
     if argv[0] == "-m":
-        return "ipex" in getattr(sys, "orig_argv", ())[1:]
+        # The launcher under its old name starts without torch, too.
+        words = getattr(sys, "orig_argv", ())[1:]
+        launchers = [
+            f"{package}.{name}"
+            for package in (__name__, _alias.OLD_NAME)
+            for name in _alias.RUNTIME
+        ]
+        return "ipex" in words or any(word in launchers for word in words)
     return os.path.basename(argv[0]) in ("ipex", "ipex.exe", "ipex-script.py")
 
 

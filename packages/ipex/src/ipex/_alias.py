@@ -64,6 +64,13 @@ class _Loader(importlib.abc.Loader):
         assert module.__spec__ is not None
         sys.modules[module.__spec__.name] = importlib.import_module(self._real)
 
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        """Return the code of the real module, which ``python -m`` runs."""
+        spec = importlib.util.find_spec(self._real)
+        # (Not by class: the real one may be an alias itself.)
+        get = getattr(spec.loader, "get_code", None) if spec is not None else None
+        return None if get is None else get(self._real)
+
 
 class AliasFinder(importlib.abc.MetaPathFinder):
     """Finds modules under their second names."""
@@ -86,12 +93,27 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         real = f"ipex.{rest}" if package == OLD_NAME else _real_name(rest)
         if real is None or importlib.util.find_spec(real) is None:
             return None
-        return ModuleSpec(fullname, _Loader(real), is_package=True)
+        # `python -m` runs no packages but the `__main__` inside.
+        return ModuleSpec(fullname, _Loader(real), is_package=not fullname.endswith(".__main__"))
+
+
+#: Modules of ipex-runtime under the names that they had.
+RUNTIME: Mapping[str, str] = {
+    "cpu.launch": "ipex_runtime.launch",
+    "cpu.hypertune": "ipex_runtime.hypertune",
+    "cpu.auto_ipex": "ipex_runtime.codeless",
+}
 
 
 def _real_name(name: str) -> str | None:
     if name == "tpp" or name.startswith("tpp."):
         return f"ipex.cpu.{name}"
+    for old, new in RUNTIME.items():
+        if name == old or name.startswith(f"{old}."):
+            # They start without torch, which a look at the components would import.
+            if importlib.util.find_spec("ipex_runtime") is None:
+                load_component("runtime")  # says what to install
+            return new + name.removeprefix(old)
     if name == "cpu.runtime" or name.startswith("cpu.runtime."):
         name = name.removeprefix("cpu.")
     first, _, rest = name.partition(".")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import json
 import sys
 import warnings
@@ -41,6 +42,8 @@ def _load(entry: importlib.metadata.EntryPoint) -> Any:
         return typer.main.get_command(loaded)
     if hasattr(loaded, "make_context"):
         return loaded
+    if list(inspect.signature(loaded).parameters) == ["argv"]:
+        return _pass_through(loaded)
     return typer.main.get_command(_stub(loaded))
 
 
@@ -49,6 +52,23 @@ def _stub(function: Any, text: str | None = None) -> typer.Typer:
     settings = {"ignore_unknown_options": True, "allow_extra_args": True} if text else None
     stub.command(help=text, context_settings=settings)(function)
     return stub
+
+
+def _pass_through(function: Any) -> Any:
+    """Return a command that hands over its arguments, all of them and untouched."""
+
+    def run(ctx: typer.Context) -> None:
+        function(list(ctx.args))
+
+    stub = typer.Typer(add_completion=False)
+    settings = {
+        "ignore_unknown_options": True,
+        "allow_extra_args": True,
+        "allow_interspersed_args": False,
+        "help_option_names": [],
+    }
+    stub.command(help=function.__doc__, add_help_option=False, context_settings=settings)(run)
+    return typer.main.get_command(stub)
 
 
 def _broken(entry: importlib.metadata.EntryPoint, cause: Exception) -> Any:

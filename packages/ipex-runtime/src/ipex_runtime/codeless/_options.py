@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["DTYPES", "QUANTIZATIONS", "add_options", "as_arguments"]
+__all__ = ["DTYPES", "QUANTIZATIONS", "add_auto_ipex_params", "as_arguments"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8-dynamic", "woq-int8", "woq-int4")
 
 
-def add_options(parser: argparse.ArgumentParser, auto_ipex_default_enabled: bool = False) -> None:
+def add_auto_ipex_params(
+    parser: argparse.ArgumentParser, auto_ipex_default_enabled: bool = False
+) -> None:
     """Add the options to a parser.
 
     Args:

@@ -19,7 +19,7 @@ _LAZY = {
     "run_main_with_args": "launch",
 }
 
-__all__ = list(_LAZY)  # noqa: PLE0605
+__all__ = list(_LAZY)
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from ipex_runtime.launch._bind import bound
 from ipex_runtime._lists import format_cpu_list
+from ipex_runtime.launch._bind import bound
 
 __all__ = ["Instance", "exit_code", "how_it_ended"]
 

@@ -15,7 +15,9 @@ __all__ = ["find_library", "names_library", "search_paths", "valid_preload"]
 def search_paths() -> list[str]:
     """Return the folders to search, in order: environments, the user's, then those of the system."""
     folders = [
-        f"{os.environ[name]}/lib" for name in ("CONDA_PREFIX", "VIRTUAL_ENV") if os.environ.get(name)
+        f"{os.environ[name]}/lib"
+        for name in ("CONDA_PREFIX", "VIRTUAL_ENV")
+        if os.environ.get(name)
     ]
     folders.append(f"{sys.prefix}/lib")
     folders += [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]

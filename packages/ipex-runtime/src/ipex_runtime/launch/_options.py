@@ -9,7 +9,7 @@ from typing import Any
 
 from ipex_runtime._lists import CpuListError, parse_cpu_list
 from ipex_runtime.codeless._options import DTYPES, QUANTIZATIONS
-from ipex_runtime.codeless._options import add_options as add_codeless
+from ipex_runtime.codeless._options import add_auto_ipex_params as add_codeless
 from ipex_runtime.codeless._options import as_arguments as codeless_options
 from ipex_runtime.launch._errors import LaunchArgumentError
 
@@ -56,9 +56,15 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     """Add what is run and how it is reported."""
     group = _Group(parser, "What to run")
     group.flag("-m", "--module", help="run a module, as python -m does")
-    group.flag("--no-python", help="run a program that is not a Python script, without the interpreter")
+    group.flag(
+        "--no-python", help="run a program that is not a Python script, without the interpreter"
+    )
     group.add("--log-dir", default="", help="folder for log files; empty: none")
-    group.add("--log-file-prefix", default="run", help="start of the names of log files; the time is appended")
+    group.add(
+        "--log-file-prefix",
+        default="run",
+        help="start of the names of log files; the time is appended",
+    )
     group.flag("--dry-run", help="print commands and environment, and run nothing")
     group.flag("--explain", help="say what was found and why each choice was made")
     group.add(
@@ -112,9 +118,16 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 def add_multi_instance(parser: argparse.ArgumentParser) -> None:
     """Add the options of the launcher of independent instances."""
     group = _Group(parser, "Several instances")
-    group.add("--ninstances", type=int, default=0, help="number of instances; 0: one, or what the cores allow")
     group.add(
-        "--instance-idx", default="", help='run only these of the instances, as in "0,2-3"; empty or -1: all'
+        "--ninstances",
+        type=int,
+        default=0,
+        help="number of instances; 0: one, or what the cores allow",
+    )
+    group.add(
+        "--instance-idx",
+        default="",
+        help='run only these of the instances, as in "0,2-3"; empty or -1: all',
     )
     group.flag("--use-logical-cores", help="use all hardware threads of each core")
     group.flag("--bind-numa-node", help="keep each instance within one NUMA node")
@@ -127,7 +140,9 @@ def add_multi_instance(parser: argparse.ArgumentParser) -> None:
     group.flag("--latency-mode", help="4 cores per instance on all physical cores")
     group.flag("--throughput-mode", help="one instance per NUMA node with all its physical cores")
     group.add("--cores-list", default="", help='CPUs to use, as in "0,2-3"; empty: all')
-    group.flag("--benchmark", help="settings of jemalloc for measurements: memory is never given back")
+    group.flag(
+        "--benchmark", help="settings of jemalloc for measurements: memory is never given back"
+    )
 
 
 def add_distributed(parser: argparse.ArgumentParser) -> None:
@@ -144,9 +159,16 @@ def add_distributed(parser: argparse.ArgumentParser) -> None:
         action=_Given,
         help="cores of each rank for oneCCL; reserved if oneCCL is installed or this option is given",
     )
-    group.flag("--logical-cores-for-ccl", help="use the second hardware threads of cores for oneCCL")
+    group.flag(
+        "--logical-cores-for-ccl", help="use the second hardware threads of cores for oneCCL"
+    )
     group.add("--master-addr", default="127.0.0.1", help="address of the machine with rank 0")
-    group.add("--master-port", type=int, default=29500, help="port there; 0: a free one (one machine only)")
+    group.add(
+        "--master-port",
+        type=int,
+        default=29500,
+        help="port there; 0: a free one (one machine only)",
+    )
     group.add(
         "--hostfile",
         default="hostfile",
@@ -164,7 +186,9 @@ def add_distributed(parser: argparse.ArgumentParser) -> None:
         default="torchrun",
         help="torchrun: ranks with torchrun's variables on this machine; mpi: mpiexec.hydra, on all machines",
     )
-    group.add("--extra-mpi-params", default="", help="further arguments for mpiexec.hydra; implies mpi")
+    group.add(
+        "--extra-mpi-params", default="", help="further arguments for mpiexec.hydra; implies mpi"
+    )
 
 
 def add_deprecated(parser: argparse.ArgumentParser) -> None:

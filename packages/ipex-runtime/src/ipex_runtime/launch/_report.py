@@ -83,7 +83,9 @@ def check_program(args: argparse.Namespace) -> None:
         raise LaunchArgumentError(f"ipexrun: --no-python and {other} exclude each other, got both")
     if args.no_python:
         if shutil.which(name) is None:
-            raise LaunchArgumentError(f"ipexrun: the program must exist and be executable, got {name!r}")
+            raise LaunchArgumentError(
+                f"ipexrun: the program must exist and be executable, got {name!r}"
+            )
         return
     if args.module:
         return

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, BinaryIO
 
 from ipex_runtime.launch._instance import Instance, exit_code, how_it_ended
@@ -208,18 +208,15 @@ class _Supervisor:
         if code == 0:
             return
         instance.end_leftovers()
-        if self._deadline is None and self._failed is None:
-            asked = -code in self._asked
-            others = [i for i in self.instances if i.running]
-            stopping = f"; stopping {len(others)} other{'s' * (len(others) > 1)}" if others else ""
-            if asked:
-                self._complain(f"{instance.label} was ended by {signal.Signals(-code).name}, as asked")
-                return
+        if -code in self._asked:
+            self._complain(f"{instance.label} was ended by {signal.Signals(-code).name}, as asked")
+        elif self._deadline is None and self._failed is None:
             self._failed = instance
+            others = sum(i.running for i in self.instances)
+            stopping = f"; stopping {others} other{'s' * (others > 1)}" if others else ""
             self._complain(f"{instance.label} {how_it_ended(code)}{stopping}")
-            if others:
-                self._stop(signal.SIGTERM)
-        elif -code not in (signal.SIGTERM, *self._asked):
+            self._stop(signal.SIGTERM)
+        elif code != -signal.SIGTERM:
             self._complain(f"{instance.label} {how_it_ended(code)}")
 
     def _stop(self, number: int) -> None:
@@ -246,7 +243,10 @@ class _Supervisor:
         if number == signal.SIGINT:
             count, seconds = IMPATIENT
             self._interrupts = [*self._interrupts, time.monotonic()][-count:]
-            if len(self._interrupts) == count and self._interrupts[-1] - self._interrupts[0] < seconds:
+            if (
+                len(self._interrupts) == count
+                and self._interrupts[-1] - self._interrupts[0] < seconds
+            ):
                 number = signal.SIGKILL
                 self._asked.append(number)
         if number in ENDING:
@@ -311,7 +311,10 @@ class _Supervisor:
         for pipe, instance in list(self._open.items()):
             if not instance.running:
                 self._read(pipe)
-                if pipe in self._open and now - self._quiet_since.setdefault(pipe, now) > DRAIN_SECONDS:
+                if (
+                    pipe in self._open
+                    and now - self._quiet_since.setdefault(pipe, now) > DRAIN_SECONDS
+                ):
                     self._close_pipe(pipe)
 
     def _close_pipe(self, pipe: IO[bytes]) -> None:
@@ -335,4 +338,3 @@ def _to_stdout(data: bytes) -> None:
         else:
             stream.write(data)
         sys.stdout.flush()
-

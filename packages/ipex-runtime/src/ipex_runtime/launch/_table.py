@@ -30,7 +30,9 @@ class Table:
         interval: Seconds between two drawings.
     """
 
-    def __init__(self, instances: Sequence[Instance], stream: Any = None, interval: float = 1.0) -> None:
+    def __init__(
+        self, instances: Sequence[Instance], stream: Any = None, interval: float = 1.0
+    ) -> None:
         self.interval = interval
         self._instances = instances
         self._stream = sys.stderr if stream is None else stream
@@ -85,7 +87,9 @@ class Table:
                 )
             )
         widths = [min(24, max(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
-        lines = ["  ".join(t[:w].ljust(w) for t, w in zip(r[:-1], widths, strict=False)) for r in rows]
+        lines = [
+            "  ".join(t[:w].ljust(w) for t, w in zip(r[:-1], widths, strict=False)) for r in rows
+        ]
         lines = [f"{line}  {row[-1]}" for line, row in zip(lines, rows, strict=True)]
         rest = self._instances[MOST_ROWS:]
         if rest:

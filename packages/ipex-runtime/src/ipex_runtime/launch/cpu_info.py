@@ -6,6 +6,7 @@ Source of the rules: the launcher of Intel Extension for PyTorch 2.8 (``ipexrun`
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ class CoreInfo:
 
         Args:
             cols: The columns of the row, or the row.
-            headers: Column number of ``cpu``, ``core`` and ``socket`` and, where there are any, ``node`` and ``maxmhz``.
+            headers: Column number of ``cpu``, ``core``, ``socket`` and, where there are any, ``node`` and ``maxmhz``.
         """
         row = cols.split() if isinstance(cols, str) else cols
         self.cpu = int(row[headers["cpu"]])
@@ -273,10 +274,11 @@ def _parse(text: str) -> CPUPool:
             columns = len(words)
             names = ("cpu", "core", "socket", "node", "maxmhz")
             headers = {name: words.index(name) for name in names if name in words}
-        elif headers and len(words) == columns:
-            # An offline CPU has "-" for its core.
-            if all(words[headers[name]].isdigit() for name in ("cpu", "core", "socket")):
-                pool.append(CoreInfo(words, headers))
+        elif columns == len(words) and all(
+            words[headers[name]].isdigit() for name in ("cpu", "core", "socket")
+        ):
+            # (An offline CPU has "-" for its core.)
+            pool.append(CoreInfo(words, headers))
     if not pool:
         raise LaunchArgumentError(
             "CPUPoolList: lscpu_txt must have the columns CPU, CORE and SOCKET and a row for each CPU, "
@@ -309,7 +311,7 @@ def _find_physical(pool: CPUPool) -> None:
 
 def _find_e_cores(pool: CPUPool) -> None:
     steps = sorted({c.maxmhz for c in pool})
-    for slower, faster in zip(steps, steps[1:], strict=False):
+    for slower, faster in itertools.pairwise(steps):
         if faster - slower >= E_CORE_GAP * steps[-1]:
             for c in pool:
                 c.is_p_core = c.maxmhz >= faster

@@ -25,7 +25,8 @@ __all__ = ["Launcher"]
 #: Settings of jemalloc: memory goes back in the background, or (for measurements) never.
 MALLOC_CONF = "oversize_threshold:1,background_thread:true,metadata_thp:auto"
 MALLOC_CONF_BENCHMARK = (
-    "oversize_threshold:1,background_thread:false,metadata_thp:always,dirty_decay_ms:-1,muzzy_decay_ms:-1"
+    "oversize_threshold:1,background_thread:false,metadata_thp:always,"
+    "dirty_decay_ms:-1,muzzy_decay_ms:-1"
 )
 
 
@@ -43,9 +44,9 @@ class Launcher:
         environ_set: Environment variables for the instances.
     """
 
-    ma_supported = list(_options.ALLOCATORS)
-    omp_supported = list(_options.OMP_RUNTIMES)
-    strategy_supported = list(_options.STRATEGIES)
+    ma_supported = _options.ALLOCATORS
+    omp_supported = _options.OMP_RUNTIMES
+    strategy_supported = _options.STRATEGIES
 
     def __init__(self, logger: Any = None, lscpu_txt: str = "") -> None:
         self.logger = logger
@@ -129,7 +130,9 @@ class Launcher:
                 f"ipexrun: the {category} must be one of {', '.join(supported)}, got {name_input!r}"
             )
         if wanted in (skip_list or ()):
-            self.verbose("warning", f"the {category} {wanted} is not possible here: choosing another")
+            self.verbose(
+                "warning", f"the {category} {wanted} is not possible here: choosing another"
+            )
             wanted = auto
         possible = [name for name in others if name not in (skip_list or ())]
         candidates = possible if wanted == auto else [name for name in others if name == wanted]
@@ -139,7 +142,9 @@ class Launcher:
         if chosen == default and candidates:
             level = "info" if wanted == auto else "warning"
             found = f"{category}: no {' or '.join(candidates)} found, using {default}."
-            extra = f" {extra_warning_msg_with_default_choice}" * bool(extra_warning_msg_with_default_choice)
+            extra = f" {extra_warning_msg_with_default_choice}" * bool(
+                extra_warning_msg_with_default_choice
+            )
             self.verbose(level, f"{found}{extra}{advice}")
         else:
             self.verbose("info", f"{category}: {chosen}{' (found)' if wanted == auto else ''}")
@@ -159,7 +164,10 @@ class Launcher:
         chosen = self.set_lib_bin_from_list(
             memory_allocator,
             {
-                "tcmalloc": ["tcmalloc", "conda install gperftools or apt install libgoogle-perftools4"],
+                "tcmalloc": [
+                    "tcmalloc",
+                    "conda install gperftools or apt install libgoogle-perftools4",
+                ],
                 "jemalloc": ["jemalloc", "conda install jemalloc or apt install libjemalloc2"],
             },
             "memory allocator",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the ranks of a distributed program.
 
-Each rank gets the variables that ``torchrun`` sets, so ``torch.distributed.init_process_group()`` finds the others by its
-usual rendezvous (``env://``). With several machines the launcher runs on each of them. With MPI, ``mpiexec.hydra`` starts
-the ranks on all machines.
+Each rank gets the variables that ``torchrun`` sets, so ``torch.distributed.init_process_group()`` finds the others by
+its usual rendezvous (``env://``). With several machines the launcher runs on each of them. With MPI, ``mpiexec.hydra``
+starts the ranks on all machines.
 """
 
 from __future__ import annotations
@@ -136,9 +136,13 @@ class DistributedTrainingLauncher(Launcher):
             value = getattr(args, name)
             if not least <= value <= 1 << 16:
                 option = "--" + name.replace("_", "-")
-                raise LaunchArgumentError(f"ipexrun: {option} must be {least} to {1 << 16}, got {value}")
+                raise LaunchArgumentError(
+                    f"ipexrun: {option} must be {least} to {1 << 16}, got {value}"
+                )
         if not 0 <= args.master_port < 1 << 16:
-            raise LaunchArgumentError(f"ipexrun: --master-port must be 0 to 65535, got {args.master_port}")
+            raise LaunchArgumentError(
+                f"ipexrun: --master-port must be 0 to 65535, got {args.master_port}"
+            )
         if mpi and shutil.which("mpiexec.hydra") is None and not args.dry_run:
             raise LaunchArgumentError(
                 "ipexrun: --distributed-launcher mpi needs mpiexec.hydra (Intel MPI, MPICH) on the PATH; without the "
@@ -156,8 +160,8 @@ class DistributedTrainingLauncher(Launcher):
             if not mpi and args.node_rank >= 0 and args.master_addr != "127.0.0.1":
                 return []  # everything was said without the file
             raise LaunchArgumentError(
-                f"ipexrun: --nnodes {args.nnodes} needs a --hostfile with the address of each machine (or --node-rank and "
-                f"--master-addr on each), got {args.hostfile!r}: {error.strerror}"
+                f"ipexrun: --nnodes {args.nnodes} needs a --hostfile with the address of each machine (or --node-rank "
+                f"and --master-addr on each), got {args.hostfile!r}: {error.strerror}"
             ) from error
         hosts = [line.split()[0] for line in lines if line]
         if len(hosts) < args.nnodes:
@@ -183,7 +187,16 @@ class DistributedTrainingLauncher(Launcher):
 
     def _check_ssh(self, hosts: Sequence[str]) -> None:
         for host in hosts:
-            command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS}", "--", host, "true"]
+            command = [
+                "ssh",
+                "-o",
+                "BatchMode=yes",
+                "-o",
+                f"ConnectTimeout={SSH_SECONDS}",
+                "--",
+                host,
+                "true",
+            ]
             try:
                 code = subprocess.run(
                     command, check=False, stdin=subprocess.DEVNULL, timeout=2 * SSH_SECONDS
@@ -221,7 +234,9 @@ class DistributedTrainingLauncher(Launcher):
     def _port(self, args: argparse.Namespace) -> int:
         if args.nnodes > 1:
             if args.master_port == 0:
-                raise LaunchArgumentError("ipexrun: --master-port must be given with several machines, got 0")
+                raise LaunchArgumentError(
+                    "ipexrun: --master-port must be given with several machines, got 0"
+                )
             return int(args.master_port)
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -237,7 +252,11 @@ class DistributedTrainingLauncher(Launcher):
     # -- without MPI ---------------------------------------------------------------------------------------------------
 
     def _run_ranks(
-        self, args: argparse.Namespace, hosts: Sequence[str], compute: Sequence[list[int]], ccl: bool
+        self,
+        args: argparse.Namespace,
+        hosts: Sequence[str],
+        compute: Sequence[list[int]],
+        ccl: bool,
     ) -> None:
         node = max(0, args.node_rank)
         if node >= args.nnodes:
@@ -251,11 +270,17 @@ class DistributedTrainingLauncher(Launcher):
             rank = node * local + i
             environment = base | torchrun_variables(rank, i, local, node, args.nnodes)
             if ccl:
-                own = {"CCL_PROCESS_LAUNCHER": "none", "CCL_LOCAL_RANK": str(i), "CCL_LOCAL_SIZE": str(local)}
+                own = {
+                    "CCL_PROCESS_LAUNCHER": "none",
+                    "CCL_LOCAL_RANK": str(i),
+                    "CCL_LOCAL_SIZE": str(local),
+                }
                 environment = own | environment
             # The pool is narrowed to the CPUs for computation; oneCCL binds its workers by itself.
             narrowed = CPUPool([c for c in pool if c.cpu in cpus or args.use_logical_cores])
-            instance = self.instance(rank, f"rank {rank}", self.program(args), environment, narrowed)
+            instance = self.instance(
+                rank, f"rank {rank}", self.program(args), environment, narrowed
+            )
             if args.log_dir:
                 instance.log = log_path(args.log_dir, f"{args.log_file_prefix}_rank_{rank}")
             instances.append(instance)
@@ -277,7 +302,9 @@ class DistributedTrainingLauncher(Launcher):
             ) from error
         if args.nnodes > 1:
             command += ["-hostfile", args.hostfile]
-        instance = Instance(0, "mpiexec.hydra", [*command, *self.program(args)], self.base_environment())
+        instance = Instance(
+            0, "mpiexec.hydra", [*command, *self.program(args)], self.base_environment()
+        )
         if args.log_dir:
             instance.log = log_path(args.log_dir, args.log_file_prefix)
         try:

@@ -8,8 +8,8 @@ import os
 import shutil
 from collections.abc import Sequence
 
-from ipex_runtime.launch import _options
 from ipex_runtime._lists import format_cpu_list
+from ipex_runtime.launch import _options
 from ipex_runtime.launch._errors import LaunchArgumentError
 from ipex_runtime.launch._libraries import names_library
 from ipex_runtime.launch._report import execute, log_path
@@ -25,7 +25,7 @@ LATENCY_CORES = 4
 class MultiInstancesLauncher(Launcher):
     """Launcher of single and several instances."""
 
-    tm_supported = list(_options.TASK_MANAGERS)
+    tm_supported = _options.TASK_MANAGERS
 
     def add_params(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of this launcher to a parser."""
@@ -185,5 +185,3 @@ class MultiInstancesLauncher(Launcher):
         # With all CPUs in use that setting would keep threads off the second hardware threads.
         chosen = self.set_omp_runtime(args.omp_runtime, set_kmp_affinity=not whole)
         return chosen, ["numactl"] if preloaded and given else []
-
-

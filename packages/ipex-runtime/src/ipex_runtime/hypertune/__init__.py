@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HyperTune: searches the options of the launcher with which a script is fastest."""

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The history of a search, ``record.csv``: written after each trial, read to resume."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import csv
+import dataclasses
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ipex_runtime.hypertune._yaml import ConfigurationError
+
+__all__ = ["Record", "Trial", "locked"]
+
+#: Columns after the parameters and the objectives.
+STATUS, SECONDS = "status", "seconds"
+
+
+@dataclasses.dataclass
+class Trial:
+    """One run.
+
+    Attributes:
+        configuration: Value of each parameter that is tuned.
+        values: The objectives; empty if it has none.
+        status: ``"done"``, or why there are no values.
+        seconds: How long it took.
+    """
+
+    configuration: dict[str, Any]
+    values: list[float]
+    status: str
+    seconds: float
+
+
+class Record:
+    """The trials of a search, in a file.
+
+    Args:
+        folder: Where ``record.csv`` is.
+        parameters: Names of the parameters.
+        resume: Take over the trials of an earlier search; otherwise its file becomes ``record.csv.bak``.
+
+    Raises:
+        ConfigurationError: The folder cannot be written, or the file to resume is of another search.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], parameters: Sequence[str], resume: bool
+    ) -> None:
+        self.path = Path(folder) / "record.csv"
+        self.parameters = list(parameters)
+        self.objectives: list[str] = []
+        self.trials: list[Trial] = []
+        if self.path.exists():
+            if resume:
+                self._read()
+            else:
+                os.replace(self.path, self.path.with_suffix(".csv.bak"))
+
+    def add(self, trial: Trial, objectives: Sequence[str]) -> None:
+        """Append a trial and write the file, whole and at once: whoever reads it sees a complete one."""
+        if trial.values:
+            self.objectives = list(objectives)
+        self.trials.append(trial)
+        temporary = self.path.with_suffix(f".csv.{os.getpid()}")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow([*self.parameters, *self.objectives, STATUS, SECONDS])
+            for t in self.trials:
+                values = t.values or [""] * len(self.objectives)
+                configuration = [t.configuration[name] for name in self.parameters]
+                writer.writerow([*configuration, *values, t.status, f"{t.seconds:.3f}"])
+        os.replace(temporary, self.path)
+
+    def find(self, configuration: dict[str, Any]) -> Trial | None:
+        """Return the trial of a configuration, if there was one."""
+        return next((t for t in self.trials if t.configuration == configuration), None)
+
+    def _read(self) -> None:
+        with self.path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))
+        head = rows[0] if rows else []
+        count = len(self.parameters)
+        if head[:count] != self.parameters or head[-2:] != [STATUS, SECONDS]:
+            raise ConfigurationError(
+                f"hypertune: --resume needs a record.csv of the same parameters {self.parameters}, got {self.path} "
+                f"with {head}"
+            )
+        self.objectives = head[count:-2]
+        for number, row in enumerate(rows[1:], 2):
+            try:
+                configuration = dict(zip(self.parameters, map(_value, row), strict=False))
+                values = [float(text) for text in row[count:-2] if text != ""]
+                trial = Trial(configuration, values, row[-2], float(row[-1]))
+            except (ValueError, IndexError) as error:
+                raise ConfigurationError(
+                    f"hypertune: {self.path}, line {number}: not a trial: {error}"
+                ) from error
+            if len(row) != len(head) or len(values) not in (0, len(self.objectives)):
+                raise ConfigurationError(
+                    f"hypertune: {self.path}, line {number}: not a trial: {row}"
+                )
+            self.trials.append(trial)
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Keep other searches out of a folder.
+
+    Raises:
+        ConfigurationError: Another search runs there, or the folder cannot be written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = (Path(folder) / ".hypertune.lock").open("w")
+    except OSError as error:
+        raise ConfigurationError(
+            f"hypertune: output_dir must be a folder that can be written, got {os.fspath(folder)!r}: {error.strerror}"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigurationError(
+                f"hypertune: output_dir must not be in use by another search, got {os.fspath(folder)!r}"
+            ) from error
+        yield
