@@ -48,7 +48,7 @@ XPU = "ipex-xpu-kernels"
 XPU_BUILD_TOOLS = ("pybind11", "intel-sycl-rt", "intel-opencl-rt")
 BUILD_TOOLS = ("build", "hatchling", "scikit-build-core", "cmake", "ninja", "torch", "numpy")
 # cmake and ninja: a test builds a C++ program.
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "cmake", "ninja")
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "cmake", "ninja", "pyyaml")
 # Of the server, which tests of packages alone do without.
 SERVE_TOOLS = ("fastapi", "uvicorn", "httpx")
 

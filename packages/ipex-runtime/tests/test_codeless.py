@@ -16,8 +16,8 @@ SECONDS = 180
 SELF = """
 import sys
 import neighbour
-print(sys.argv, __name__, __file__, sys.path[0], sys.modules["__main__"].__dict__ is globals(), __spec__)
-print(neighbour.NAME, "torch" in sys.modules, __package__, __doc__)
+print(sys.argv, __name__, __file__, sys.path[0], sys.modules["__main__"].__dict__ is globals())
+print(neighbour.NAME, "torch" in sys.modules, __package__, __doc__, getattr(__spec__, "name", None))
 """
 
 NET = """
@@ -73,7 +73,7 @@ def test_a_module_of_a_package(tmp_path):
     script(package, "from .tool import *", "__main__.py")
     plain = run("-m", "package.tool", "-a", cwd=tmp_path, codeless=False).stdout
     found = run("-m", "package.tool", "-a", cwd=tmp_path)
-    assert found.stdout.replace("<_Fake", "") == plain
+    assert found.stdout == plain
     assert run("-m", "package", cwd=tmp_path).returncode == 0
 
 

@@ -49,17 +49,17 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
         # In place of the folder that `python -m` has put there.
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     main = _fresh_main()
-    main.__file__ = os.path.abspath(script) if sys.version_info < (3, 9) else script
-    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)
+    path = main.__file__ = os.path.abspath(script)
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     main.__dict__.update(__cached__=None, __annotations__={})
     try:
-        exec(compile(source, script, "exec", dont_inherit=True), main.__dict__)
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
         # Without the frames of this file, as the interpreter prints it.
-        trace = error.__traceback__
-        sys.excepthook(type(error), error, trace.tb_next if trace is not None else None)
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
 
 

@@ -172,7 +172,7 @@ def _hyperparams(place: Place | None) -> dict[str, Any]:
             if name in given:
                 given[name].fail("be in hp, too, or it would have no effect")
             settings[name] = [value]
-    return settings
+    return {"launcher": settings}
 
 
 def _name(place: Place) -> str:

@@ -108,10 +108,9 @@ class TuneStrategy:
             if self.record.find(cfg) is not None:
                 continue
             done += 1
-            left = (
-                f", about {_duration((total - done + 1) * sum(seconds) / len(seconds))} left"
-                * bool(seconds)
-            )
+            left = ""
+            if seconds:
+                left = f", about {_duration((total - done + 1) * sum(seconds) / len(seconds))} left"
             self._out(f"\nTune {done}/{total}{left}: {cfg}")
             trial = self._try(cfg, done)
             seconds.append(trial.seconds)
