@@ -361,3 +361,37 @@ def test_called_from_python_a_failure_is_an_exception(tmp_path):
     assert error.value.returncode == 4
     with pytest.raises(AssertionError):
         run_main_with_args(parser.parse_args(["/bin/true"]))
+
+
+def test_memory_is_bound_for_the_start_only_and_a_refusal_is_told(monkeypatch):
+    import warnings
+
+    from ipex_runtime.launch import _bind
+
+    calls, told = [], []
+
+    def policy(mode, nodes=()):
+        calls.append((mode, tuple(nodes)))
+        if nodes == (1,):
+            warnings.warn("refused", RuntimeWarning, stacklevel=2)
+            return False
+        return True
+
+    monkeypatch.setattr(_bind, "set_memory_policy", policy)
+    with _bind.bound((CPUS[0],), (0,), told.append):
+        assert os.sched_getaffinity(0) == {CPUS[0]}
+    with _bind.bound((), (1,), told.append):
+        pass
+    assert calls == [("bind", (0,)), ("default", ()), ("bind", (1,))]
+    assert told == ["refused"] and sorted(os.sched_getaffinity(0)) == CPUS
+
+
+def test_failures_of_starting_one_end_the_others(tmp_path):
+    from ipex_runtime.launch._instance import Instance
+    from ipex_runtime.launch._supervise import run
+
+    first = Instance(0, "first", [sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
+    second = Instance(1, "second", [str(tmp_path / "nothing")], os.environ)
+    with pytest.raises(OSError, match="nothing"):
+        run([first, second])
+    assert first.returncode == -signal.SIGKILL

@@ -159,7 +159,7 @@ class Models:
 
 def _in_transformation() -> bool:
     """Return whether a call now is part of a trace or of a pretended run, not of the script's work."""
-    if torch.jit.is_tracing() or torch.jit.is_scripting():
+    if torch._C._get_tracing_state() is not None:
         return True
     tracer = sys.modules.get("torch.fx._symbolic_trace")
     if tracer is not None:

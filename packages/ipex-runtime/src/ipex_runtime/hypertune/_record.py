@@ -73,7 +73,7 @@ class Record:
             writer = csv.writer(file)
             writer.writerow([*self.parameters, *self.objectives, STATUS, SECONDS])
             for t in self.trials:
-                values = t.values or [""] * len(self.objectives)
+                values: list[Any] = [*t.values] or [""] * len(self.objectives)
                 configuration = [t.configuration[name] for name in self.parameters]
                 writer.writerow([*configuration, *values, t.status, f"{t.seconds:.3f}"])
         os.replace(temporary, self.path)

@@ -20,6 +20,13 @@ from ipex_runtime.launch._bind import bound
 __all__ = ["Instance", "exit_code", "how_it_ended"]
 
 
+#: Signal -> what often sends it.
+ADVICE: dict[int, str] = {
+    signal.SIGKILL: ": memory may have run out (see dmesg)",
+    signal.SIGSEGV: ": a crash in native code (python -X faulthandler shows where)",
+}
+
+
 @dataclasses.dataclass(eq=False)
 class Instance:
     """One process.
@@ -128,8 +135,5 @@ def how_it_ended(returncode: int) -> str:
         name = signal.Signals(-returncode).name
     except ValueError:
         name = f"signal {-returncode}"
-    advice = {
-        signal.SIGKILL: ": memory may have run out (see dmesg)",
-        signal.SIGSEGV: ": a crash in native code (python -X faulthandler shows where)",
-    }.get(-returncode, "")
+    advice = ADVICE.get(-returncode, "")
     return f"was killed by {name}{advice}"

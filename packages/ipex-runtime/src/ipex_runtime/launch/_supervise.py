@@ -23,7 +23,7 @@ from ipex_runtime.launch._table import Table
 
 __all__ = ["Instance", "run"]
 
-FORWARDED = (
+FORWARDED: tuple[int, ...] = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
@@ -32,7 +32,7 @@ FORWARDED = (
     signal.SIGUSR2,
 )
 #: Requests to end; SIGINT is none, since an interactive program may go on after it.
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ENDING: tuple[int, ...] = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 #: Time without output after which the pipe of an ended instance is closed; what it started may hold the other end.
 DRAIN_SECONDS = 0.3

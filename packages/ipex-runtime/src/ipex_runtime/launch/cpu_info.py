@@ -236,7 +236,7 @@ class CPUPoolList:
         pool.sort(key=lambda c: (c.node, c.core, not c.is_physical_core, c.cpu))
         if not logical:
             # Of each core the first CPU in the selection: a list may name the second ones only.
-            first = {}
+            first: dict[int, CoreInfo] = {}
             for c in pool:
                 first.setdefault(c.core, c)
             left_out = [c.cpu for c in pool if first[c.core] is not c]
