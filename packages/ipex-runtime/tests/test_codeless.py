@@ -262,6 +262,40 @@ def test_what_else_is_left_alone(hook, capsys):
     assert x.grad is not None and "needs a gradient" in capsys.readouterr().err
 
 
+def test_a_model_that_the_script_has_optimised(hook, capsys):
+    import ipex
+
+    model, x = net()
+    model = ipex.optimize(model)
+    hook()
+    model(x)
+    assert "is optimised by the script and is left alone" in capsys.readouterr().err
+
+
+def test_language_models(hook):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.tensor([[1, 5, 9, 3]])
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    tokens = model.generate(ids, **options)
+    hook(graph_mode=True)
+    assert model.generate(ids, **options).equal(tokens) and optimized(model)
+    low = transformers.LlamaForCausalLM(config).eval()
+    hook(dtype="bfloat16")
+    out = low(ids)
+    assert type(out).__name__ == "CausalLMOutputWithPast" and out.logits.dtype == torch.float32
+    assert low.generate(ids, **options).shape == tokens.shape
+
+
 def test_tracing_sees_the_original(hook):
     import torch
 

@@ -23,6 +23,16 @@ __all__ = ["Models"]
 #: Arguments and results that hold keys and values for the next call; they stay as they are.
 CACHES = ("past_key_values", "past_key_value", "cache_params")
 
+#: Modules of torch that call models in order to turn them into something else.
+TRANSFORMATIONS = (
+    "torch.jit._trace",
+    "torch.fx.",
+    "torch.export.",
+    "torch.onnx.",
+    "torch._dynamo.",
+    "torch._export.",
+)
+
 
 @dataclasses.dataclass
 class _Record:
@@ -159,17 +169,17 @@ class Models:
 
 def _in_transformation() -> bool:
     """Return whether a call now is part of a trace or of a pretended run, not of the script's work."""
-    if torch._C._get_tracing_state() is not None:
-        return True
-    tracer = sys.modules.get("torch.fx._symbolic_trace")
-    if tracer is not None:
-        # The older name warns where the newer exists.
-        asks = getattr(tracer, "is_fx_symbolic_tracing", None) or tracer.is_fx_tracing
-        if asks():
-            return True
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-    return _get_current_dispatch_mode() is not None
+    if torch._C._get_tracing_state() is not None or _get_current_dispatch_mode() is not None:
+        return True
+    # What these run for themselves, for instance to check a trace.
+    frame = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(TRANSFORMATIONS):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _why_not(module: nn.Module, args: Any, kwargs: Any) -> str | None:
@@ -186,7 +196,7 @@ def _why_not(module: nn.Module, args: Any, kwargs: Any) -> str | None:
         return f"has parameters on {', '.join(sorted(devices))}"
     if not any(p.is_floating_point() for p in parameters):
         return "has no floating-point parameters"
-    if hasattr(module, "_ipex_undo") or any("_ipex" in name for name in module.__dict__):
+    if any(name.startswith("_ipex") for name in module.__dict__):
         return "is optimised by the script"
     if torch.is_grad_enabled() and _has_gradient([args, kwargs]):
         return "is called with an input that needs a gradient"
