@@ -7,6 +7,7 @@ import csv
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -318,6 +319,30 @@ def test_the_command(tmp_path):
         capture_output=True, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
     assert found.returncode == 2 and "tuning.strategy must be" in found.stderr
+
+
+def test_a_search_that_is_ended_leaves_no_process(tmp_path):
+    text = "import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    (tmp_path / "s.py").write_text(text)
+    (tmp_path / "tune.yaml").write_text(settings(tmp_path))
+    command = [
+        sys.executable,
+        "-m",
+        "ipex_runtime.hypertune",
+        "--conf-file",
+        str(tmp_path / "tune.yaml"),
+    ]
+    mark = tmp_path / "mark"
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "s.py"), str(mark)], stdout=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + SECONDS
+    while not (mark.exists() and mark.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    process.terminate()
+    printed, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1 and "Interrupted" in printed
+    assert not Path(f"/proc/{mark.read_text()}").exists()
 
 
 def test_every_key_and_option_is_in_the_documentation():

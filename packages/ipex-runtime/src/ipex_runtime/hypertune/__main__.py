@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "ipex hypertune") -> Non
         SystemExit: 0; 1 if no trial had a result; 2 if the arguments or the configuration are wrong.
     """
     args = parse_args(argv, prog)
+    # Like Ctrl-C: the running trial is ended, and the record is complete.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         found = Hypertune(args).tune()
     except (ConfigurationError, ImportError) as error:
