@@ -367,11 +367,17 @@ def _of_size(
     groups = _by_node(cores) if bind else [list(cores)]
     parts = [[g[i : i + size] for i in range(0, len(g) - size + 1, size)] for g in groups]
     room = sum(map(len, parts))
-    if max(ninstances, 1) > room:
-        within = " within single NUMA nodes" if bind else ""
+    within = " within single NUMA nodes" if bind else ""
+    if room == 0:
+        most = max(map(len, groups))
+        raise LaunchArgumentError(
+            f"gen_pools_ondemand: --ncores-per-instance must be at most {most}, the number of usable cores{within}, "
+            f"got {size}"
+        )
+    if ninstances > room:
         raise LaunchArgumentError(
             f"gen_pools_ondemand: --ninstances must be at most {room} with --ncores-per-instance {size} on "
-            f"{len(cores)} usable cores{within}, got {max(ninstances, 1)}"
+            f"{len(cores)} usable cores{within}, got {ninstances}"
         )
     whole = [part for group in parts for part in group]
     if ninstances in (0, room):

@@ -53,6 +53,7 @@ class Launcher:
         self.cpuinfo = CPUPoolList(logger, lscpu_txt)
         self.library_paths = search_paths()
         self.environ_set: dict[str, str] = {}
+        self._kept: set[str] = set()
         self.ld_preload, missing = valid_preload(os.environ.get("LD_PRELOAD", ""))
         for entry in missing:
             self.verbose("warning", f"{entry} of LD_PRELOAD does not exist and is left out")
@@ -86,10 +87,12 @@ class Launcher:
         value = os.environ.get(env_name, "")
         if value in ("", str(env_value)):
             return env_value
-        self.verbose(
-            "warning",
-            f"{env_name}={value} of the environment is kept; without it ipexrun would set {env_value}",
-        )
+        if env_name not in self._kept:  # once, not for each instance
+            self._kept.add(env_name)
+            self.verbose(
+                "warning",
+                f"{env_name}={value} of the environment is kept; without it ipexrun would set {env_value}",
+            )
         return value
 
     def add_env(self, env_name: str, env_value: str) -> None:
