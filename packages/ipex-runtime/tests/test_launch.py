@@ -265,6 +265,16 @@ def test_signals_reach_the_instances(body, number, code, told, tmp_path):
     assert "Traceback" not in errors or "KeyboardInterrupt" in errors
 
 
+def test_a_killed_launcher_takes_its_instances_along(tmp_path):
+    text = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n"
+    process = start(write(tmp_path, text))
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    assert gone(pid)
+
+
 def test_log_files(tmp_path):
     logs = tmp_path / "new" / "logs"
     text = "import sys\nprint('to out')\nsys.stderr.write('to err\\n')\n"

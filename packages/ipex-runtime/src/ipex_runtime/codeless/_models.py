@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_runtime._facade import facade
 from ipex_runtime.codeless._settings import Settings
 
 __all__ = ["Models"]
@@ -119,14 +120,13 @@ class Models:
         graph = settings.graph_mode and not _generates(module)
         done = []
         try:
-            import ipex
-
+            ipex = facade()
             if settings.quantization != "none":
                 done.append(_quantize(module, settings.quantization, dtype))
             ipex.optimize(module, dtype=dtype, inplace=True, graph_mode=graph)
         except Exception as error:
             with contextlib.suppress(Exception):
-                ipex.restore(module)
+                facade().restore(module)
             self._say(
                 f"{name} cannot be optimised and is left alone: {type(error).__name__}: {error}"
             )
@@ -153,10 +153,8 @@ class Models:
             root = record.root() if record.root is not None else None
             if root is None:
                 return
-            import ipex
-
             mode = {part: part.training for part in root.modules()}
-            ipex.restore(root)
+            facade().restore(root)
             for part, training in mode.items():
                 part.training = training
             self._say(f"{type(root).__name__} is trained now: its optimisation was undone")
@@ -224,8 +222,7 @@ def _generates(module: nn.Module) -> bool:
 
 
 def _quantize(module: nn.Module, how: str, dtype: torch.dtype | None) -> str:
-    from ipex import quantization as q
-
+    q = facade().quantization
     if how == "int8-dynamic":
         q.prepare(module, q.default_dynamic_qconfig_mapping, inplace=True)
         q.convert(module, inplace=True)

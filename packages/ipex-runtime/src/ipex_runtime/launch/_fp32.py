@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 
+from ipex_runtime._facade import facade
 from ipex_runtime.codeless._script import run
 
 
@@ -14,7 +14,7 @@ def main() -> None:
     import torch
 
     try:
-        overrides = importlib.import_module("ipex.xpu.overrides")
+        overrides = facade("xpu.overrides")
     except ImportError as error:
         sys.exit(f"ipexrun: --convert-fp64-to-fp32 needs ipex.xpu: {error}")
     overrides.convert_default_dtype(torch.float64, torch.float32, True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import shlex
@@ -19,6 +20,9 @@ from ipex_runtime.launch._bind import bound
 
 __all__ = ["Instance", "exit_code", "how_it_ended"]
 
+
+#: Of prctl: the signal that a process gets when the thread that started it ends.
+PR_SET_PDEATHSIG = 1
 
 #: Signal -> what often sends it.
 ADVICE: dict[int, str] = {
@@ -73,6 +77,7 @@ class Instance:
                 stdout=subprocess.PIPE if pipe else None,
                 stderr=subprocess.STDOUT if pipe else None,
                 start_new_session=True,
+                preexec_fn=_end_with_launcher(os.getpid()),
             )
         self.started = time.monotonic()
 
@@ -120,6 +125,27 @@ class Instance:
         """Return where it runs, for people."""
         text = f"CPUs {format_cpu_list(self.cpus)}" if self.cpus else "CPUs not bound"
         return f"{text}, memory of NUMA nodes {format_cpu_list(self.nodes)}" if self.nodes else text
+
+
+def _end_with_launcher(launcher: int) -> Callable[[], None] | None:
+    """Return what a new process does so that it gets SIGTERM if the launcher is killed and cannot send it.
+
+    None in a process with several threads, where Python code must not run between fork and exec.
+    """
+    try:
+        if len(os.listdir("/proc/self/task")) > 1:
+            return None
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return None
+
+    def prepare() -> None:
+        # Between fork and exec: nothing but two system calls.
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != launcher:
+            os._exit(1)  # it was killed before
+
+    return prepare
 
 
 def exit_code(returncode: int) -> int:
