@@ -20,9 +20,11 @@ SECONDS = 60
 CPUS = sorted(os.sched_getaffinity(0))
 TWO = pytest.mark.skipif(len(CPUS) < 2, reason="two instances need two CPUs")
 
+#: One write, so that the lines of two instances cannot mix.
 SHOW = """
 import os, sys
-print(sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"], sys.argv[1:], __name__)
+found = sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"], sys.argv[1:], __name__
+sys.stdout.write(" ".join(map(str, found)) + "\\n")
 """
 
 

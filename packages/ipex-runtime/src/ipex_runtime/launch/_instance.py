@@ -77,7 +77,7 @@ class Instance:
                 stdout=subprocess.PIPE if pipe else None,
                 stderr=subprocess.STDOUT if pipe else None,
                 start_new_session=True,
-                preexec_fn=_end_with_launcher(os.getpid()),
+                preexec_fn=_end_with_launcher(os.getpid()),  # noqa: PLW1509  (none with threads)
             )
         self.started = time.monotonic()
 
