@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -330,6 +331,48 @@ def test_attention_near_misses():
     assert not fired(fuse(bert, *(t.double() for t in (q, k, v, mask)))[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_one_key_head(dtype):
+    """What Falcon gives to the stock op, which then is a sequence of others."""
+    q, k = randn(2, 4, 5, 16, dtype=dtype), randn(2, 1, 5, 16, dtype=dtype)
+    v = randn(2, 1, 5, 16, dtype=dtype)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5).clone()
+    mask[1, 0, 3] = False  # a row without a key gives zeros
+    report, _ = fuse(F.scaled_dot_product_attention, q, k, v, mask)
+    assert fired(report) == {"attention": 1}
+
+
+def test_rows_without_a_key():
+    q, k, v = randn(2, 4, 5, 16), randn(2, 1, 5, 16), randn(2, 1, 5, 16)
+    mask = torch.zeros(2, 1, 5, 5).index_fill(2, torch.tensor([1]), -math.inf)
+
+    def guarded(q, k, v, m, fill=0.0, other=-math.inf, scale=0.5):
+        scores = (q * scale).matmul((k * 0.5).transpose(-1, -2).expand(2, 4, 16, 5)) + m
+        some = torch.logical_not(scores == other).any(-1, keepdim=True)
+        zeros = torch.full(scores.shape, fill)
+        weights = torch.where(torch.logical_not(some), zeros, scores.softmax(-1))
+        return weights.matmul(v.expand(2, 4, 5, 16))
+
+    for options, count in (
+        ({}, 1),
+        ({"scale": -0.5}, 1),
+        ({"fill": 1.0}, 0),
+        ({"other": 0.0}, 0),
+    ):
+        report, _ = fuse(functools.partial(guarded, **options), q, k, v, mask)
+        assert report.count("attention") == count, options
+
+
+def test_a_key_head_spread_over_batches():
+    q, k = randn(2, 4, 5, 16), randn(2, 1, 5, 16)
+
+    def mixed(q, k):
+        k = k.view(1, 2, 5, 16).expand(4, 2, 5, 16).reshape(2, 4, 5, 16)
+        return q.matmul(k.transpose(-1, -2)).softmax(-1).matmul(k)
+
+    fuse(mixed, q, k)
+
+
 def test_attention_keys_that_are_already_transposed():
     q, k, v, _ = attention_inputs(torch.float32)
     report, _ = fuse(lambda q, k, v: (q @ k).softmax(-1) @ v, q, k.transpose(2, 3).contiguous(), v)
@@ -517,6 +560,58 @@ def test_gate_of_other_inputs_or_with_other_users():
     assert "gated" not in fired(report) and "has another user" in reasons(report)
     report, _ = fuse(lambda x: F.silu(x + 1) * (x - 1), x)
     assert not fired(report) and "elementwise" in reasons(report)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("swap", [False, True])
+def test_gated_mlp_of_one_layer(swap, bias, dtype):
+    x, both = randn(2, 3, 32, dtype=dtype), weight(144, 32, dtype)
+    given = [randn(144, dtype=dtype)] if bias else []
+
+    def phi3(x, both, *bias):
+        halves = F.linear(x, both, *bias).chunk(2, dim=-1)
+        return halves[not swap] * F.silu(halves[swap])
+
+    def sliced(x, both, *bias):
+        h = F.linear(x, both, *bias)
+        gate, up = (h[..., 72:], h[..., :-72]) if swap else (h[..., :72], h[..., 72:])
+        return F.silu(gate) * up
+
+    for function in (phi3, sliced):
+        inputs = (x, both, *given)
+        report, _ = fuse(function, *inputs, constants=range(1, len(inputs)))
+        assert fired(report) == {"linear": 1, "gated": 1}
+        report, _ = fuse(function, *inputs, mode="symbolic")  # weights of any size
+        assert not fired(report)
+
+
+def test_halves_that_are_no_gated_mlp():
+    x, both = randn(4, 32), weight(80, 32, torch.float32)
+
+    def used(x, w):
+        a, b = F.linear(x, w).chunk(2, -1)
+        return F.silu(a) * b, b
+
+    def one(x, w):
+        a, _ = F.linear(x, w).chunk(2, -1)
+        return F.silu(a) * a
+
+    def uneven(x, w):
+        h = F.linear(x, w)
+        return F.silu(h[:, :40]) * h[:, 39:79]
+
+    def strided(x, w):
+        h = F.linear(x, w)
+        return F.silu(h[:, ::2]) * h[:, 1::2]
+
+    def rows(x, w):
+        a, b = F.linear(x, w).chunk(2, 0)
+        return F.silu(a) * b
+
+    for function in (used, one, uneven, strided, rows):
+        report, _ = fuse(function, x, both, constants=(1,))
+        assert "gated" not in fired(report), function
 
 
 def test_linear_that_must_stay():

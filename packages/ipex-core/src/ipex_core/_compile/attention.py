@@ -3,12 +3,12 @@
 
 ``softmax(q @ k.T * scale + mask) @ v`` as BERT, ViT, GPT-2, T5 and Llama write it in their eager form: the scale as a
 product or a quotient or not at all, a softcap, any number of added masks, ``where`` with a mask and a number, the
-softmax in float32. Heads that ``repeat_kv`` has copied are taken from where they were copied from.
+softmax in float32, and what the stock op decomposes to where no kernel of torch takes it (one key head for all, as in
+Falcon). Heads that ``repeat_kv`` has copied are taken from where they were copied from.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -19,18 +19,15 @@ from ipex_core._choice import prefer_ipex_attention
 from ipex_core._compile._graph import (
     FLOATS,
     Context,
-    binary,
     describe,
     hints,
     is_call,
     items,
-    number,
     same,
-    scaled,
     shape_of,
-    uncast,
     val,
 )
+from ipex_core._compile._spelled_attention import VIEWS, Match, spelled
 
 __all__ = ["fuse_attention"]
 
@@ -38,8 +35,6 @@ aten = torch.ops.aten
 ipex = torch.ops.ipex
 
 _OP = "ipex::attention"
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_COPIES = (aten.expand.default, aten.clone.default, aten.alias.default)
 
 
 def fuse_attention(ctx: Context) -> None:
@@ -47,7 +42,7 @@ def fuse_attention(ctx: Context) -> None:
     for node in ctx.nodes(aten._scaled_dot_product_flash_attention_for_cpu.default):
         _stock(ctx, node)
     for node in ctx.nodes(aten.bmm.default):
-        match = _spelled(node)
+        match = spelled(node)
         if match is not None:
             _replace_spelled(ctx, match)
 
@@ -130,7 +125,7 @@ def _grouped(k: Any, v: Any) -> tuple[fx.Node, fx.Node] | None:
 
 def _before_repeat(node: Any) -> fx.Node | None:
     """Match ``x[:, :, None].expand(B, H, G, S, D).reshape(B, H * G, S, D)``; return x."""
-    if not is_call(node, *_VIEWS):
+    if not is_call(node, *VIEWS):
         return None
     wide = node.args[0]
     if is_call(wide, aten.clone.default):
@@ -151,197 +146,7 @@ def _before_repeat(node: Any) -> fx.Node | None:
     return x if fits and isinstance(x, fx.Node) else None
 
 
-@dataclasses.dataclass
-class _Match:
-    root: fx.Node
-    q: fx.Node
-    k: fx.Node
-    v: fx.Node
-    scores: _Scores
-    interior: list[fx.Node]
-    transpose: bool
-
-
-@dataclasses.dataclass
-class _Scores:
-    """``product``, a view of ``bmm``, scaled, capped and masked, in this order."""
-
-    product: fx.Node
-    scale: float
-    cap: float
-    masks: list[tuple[str, Any, Any]]
-
-
-def _unfold(node: Any, result: Any) -> tuple[fx.Node, list[fx.Node]] | None:
-    """Return the 4-D operand behind one of ``bmm``, and the nodes passed; ``result`` is its 4-D result."""
-    passed: list[fx.Node] = []
-    whole, flat = shape_of(result), shape_of(node)
-    if whole is None or flat is None or len(whole) != 4:
-        return None
-    while isinstance(node, fx.Node):
-        shape = shape_of(node)
-        if (
-            passed
-            and shape is not None
-            and same(shape, (*whole[:2], *flat[1:]))
-            and not is_call(node, *_COPIES)
-        ):
-            return node, passed
-        if not is_call(node, *_VIEWS, *_COPIES):
-            return None
-        passed.append(node)
-        node = node.args[0]
-    return None
-
-
-def _spelled(second: fx.Node) -> _Match | None:
-    """Match from the second matrix product on upwards."""
-    if len(second.users) != 1:
-        return None
-    root = next(iter(second.users))
-    if not is_call(root, *_VIEWS):
-        return None
-    left, right = _unfold_softmax(second.args[0], root), _unfold(second.args[1], root)
-    if left is None or right is None:
-        return None
-    division, inside = left
-    pair = binary(division, aten.div.Tensor)
-    if pair is None:
-        return None
-    exp, total = pair
-    if not is_call(exp, aten.exp.default) or not is_call(total, aten.sum.dim_IntList):
-        return None
-    if total.args[0] is not exp or list(total.args[1]) not in ([-1], [3]) or not total.args[2]:
-        return None
-    difference = binary(exp.args[0], aten.sub.Tensor)
-    if difference is None or not is_call(difference[1], aten.amax.default):
-        return None
-    scores, most = difference
-    if most.args[0] is not scores or list(most.args[1]) not in ([-1], [3]) or not most.args[2]:
-        return None
-    inside += [second, *right[1], division, exp, total, exp.args[0], most]
-    found = _scores(scores, inside)
-    if found is None:
-        return None
-    first = found.product
-    product = first.args[0]
-    q, k = _unfold(product.args[0], first), _unfold(product.args[1], first)  # type: ignore[union-attr]
-    if q is None or k is None:
-        return None
-    inside += [first, product, *q[1], *k[1]]  # type: ignore[list-item]
-    key, transpose = k[0], True
-    if is_call(key, aten.permute.default) and list(key.args[1]) == [0, 1, 3, 2]:  # type: ignore[arg-type]
-        inside.append(key)
-        key, transpose = key.args[0], False  # type: ignore[assignment]
-    elif is_call(key, aten.transpose.int):
-        dims = sorted(int(d) % 4 for d in key.args[1:])  # type: ignore[arg-type]
-        if dims == [2, 3]:
-            inside.append(key)
-            key, transpose = key.args[0], False  # type: ignore[assignment]
-    return _Match(root, q[0], key, right[0], found, inside, transpose)
-
-
-def _unfold_softmax(node: Any, result: Any) -> tuple[fx.Node, list[fx.Node]] | None:
-    """Step from the first operand of the second product to the division of its softmax."""
-    passed: list[fx.Node] = []
-    while is_call(node, *_VIEWS, *_COPIES, torch.ops.prims.convert_element_type.default):
-        passed.append(node)
-        node = node.args[0]
-    shape, whole = shape_of(node), shape_of(result)
-    if shape is None or whole is None or len(shape) != 4 or not same(shape[:3], whole[:3]):
-        return None
-    return (node, passed) if is_call(node, aten.div.Tensor) else None
-
-
-def _scores(node: Any, inside: list[fx.Node]) -> _Scores | None:
-    """Step from the argument of the softmax to the first matrix product, over masks, a softcap and a scale."""
-    masks: list[tuple[str, Any, Any]] = []
-    scale: float | None = None
-    cap = 0.0
-    while isinstance(node, fx.Node):
-        plain = _plain(node)
-        while node is not plain:
-            inside.append(node)
-            node = node.args[0]
-        if is_call(node, *_VIEWS) and is_call(node.args[0], aten.bmm.default):
-            return _Scores(node, 1.0 if scale is None else scale, cap, masks)
-        capped = _capped(node)
-        part = scaled(node)
-        pair = binary(node, aten.add.Tensor)
-        if capped is not None and scale is None and not cap:
-            inner, cap, passed = capped
-            inside += passed
-            node = inner
-        elif part is not None:
-            if scale is not None:
-                return None
-            inside.append(node)
-            node, scale = part
-        elif pair is not None and scale is None and not cap:
-            a, b = pair
-            a, b = (a, b) if _leads_to_product(a) else (b, a)
-            inside.append(node)
-            masks.append(("add", b, None))
-            node = a
-        elif is_call(node, aten.where.self) and scale is None and not cap:
-            condition, a, b = node.args
-            inside.append(node)
-            if number(b) is not None:
-                masks.append(("keep", condition, number(b)))
-                node = a
-            elif number(a) is not None:
-                masks.append(("drop", condition, number(a)))
-                node = b
-            else:
-                return None
-        else:
-            return None
-    return None
-
-
-def _capped(node: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
-    """Match ``tanh(x / cap) * cap``; return x, the cap and the nodes passed."""
-    outer = scaled(node)
-    if outer is None or not is_call(outer[0], aten.tanh.default) or outer[1] <= 0.0:
-        return None
-    inner = scaled(outer[0].args[0])
-    if inner is None or not math.isclose(inner[1] * outer[1], 1.0, rel_tol=1e-6):
-        return None
-    return inner[0], outer[1], [node, outer[0], outer[0].args[0]]  # type: ignore[list-item]
-
-
-def _plain(node: Any) -> Any:
-    """Step over conversions and over views to another shape and back, which in-place ops on views leave behind."""
-    while True:
-        node, before = uncast(node), node
-        if is_call(node, *_VIEWS) and is_call(node.args[0], *_VIEWS):
-            inner = node.args[0].args[0]
-            if same(shape_of(inner), shape_of(node)):
-                node = inner
-        if node is before:
-            return node
-
-
-def _leads_to_product(node: Any) -> bool:
-    for _ in range(8):
-        node = _plain(node)
-        if is_call(node, *_VIEWS) and is_call(node.args[0], aten.bmm.default):
-            return True
-        part = scaled(node)
-        if part is not None:
-            node = part[0]
-        elif is_call(node, aten.tanh.default):
-            node = node.args[0]
-        elif is_call(node, aten.where.self):
-            node = node.args[1] if number(node.args[2]) is not None else node.args[2]
-        elif binary(node, aten.add.Tensor) is not None:
-            return any(_leads_to_product(x) for x in node.args)
-        else:
-            return False
-    return False
-
-
-def _replace_spelled(ctx: Context, match: _Match) -> None:
+def _replace_spelled(ctx: Context, match: Match) -> None:
     groups = None
     if not match.transpose:
         groups = _grouped(match.k, match.v)
@@ -370,7 +175,7 @@ def _replace_spelled(ctx: Context, match: _Match) -> None:
     ctx.drop(made)
 
 
-def _mask(ctx: Context, match: _Match, dtype: torch.dtype, made: list[fx.Node]) -> fx.Node | None:
+def _mask(ctx: Context, match: Match, dtype: torch.dtype, made: list[fx.Node]) -> fx.Node | None:
     """Return the sum of all masks, as one that is added to the scores.
 
     ``where(mask, scores, -1e9)`` becomes an addition of 0 and -1e9: the scores vanish beside such a number, as do
@@ -384,7 +189,8 @@ def _mask(ctx: Context, match: _Match, dtype: torch.dtype, made: list[fx.Node]) 
             else:
                 zero = ctx.call(match.root, aten.full.default, ([], 0.0), {"dtype": dtype})
                 # In 16 bit the number of float32 would be an infinity, and a row of those a NaN.
-                fill = max(fill, torch.finfo(dtype).min)
+                if not (match.safe and fill == -math.inf):
+                    fill = max(fill, torch.finfo(dtype).min)
                 low = ctx.call(match.root, aten.full.default, ([], fill), {"dtype": dtype})
                 pair = (zero, low) if kind == "keep" else (low, zero)
                 mask = ctx.call(match.root, aten.where.self, (mask, *pair))

@@ -12,6 +12,7 @@ Three steps, each of use without the others:
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from ipex_core._compile._graph import (
 from ipex_core._compile.activations import Activation, find_activations
 from ipex_core._packed import interleave_gate_up
 
-__all__ = ["fuse_gated", "fuse_post_ops", "pack_linears"]
+__all__ = ["VIEWS", "fuse_gated", "fuse_post_ops", "pack_linears", "unflattened"]
 
 aten = torch.ops.aten
 ipex = torch.ops.ipex
@@ -41,7 +42,7 @@ ipex = torch.ops.ipex
 Tensor = torch.Tensor
 
 _OP = "ipex::linear"
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _TARGETS = (ipex.linear.default, ipex.woq_linear.default, ipex.int8_linear.default)
 
 _library = torch.library.Library("ipex_core", "FRAGMENT")
@@ -81,7 +82,7 @@ def _pack(ctx: Context, node: fx.Node) -> None:
     rows = _rows(ctx, weight, node)
     packed = ctx.call(node, ipex.pack_linear_weight.default, (rows,))
     n = val(rows).shape[0]  # type: ignore[union-attr]
-    root, interior, source = _unflattened(node, x)
+    root, interior, source = unflattened(node, x)
     new = ctx.replace(
         "linear", root, interior, ipex.linear.default, (source, packed, n, bias), "frozen weight"
     )
@@ -142,13 +143,13 @@ def _rows(ctx: Context, weight: fx.Node, before: fx.Node) -> fx.Node:
     )
 
 
-def _unflattened(node: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node], fx.Node]:
+def unflattened(node: fx.Node, x: fx.Node) -> tuple[fx.Node, list[fx.Node], fx.Node]:
     """Leave out the views to 2-D and back around a product; return root, interior and input."""
-    if len(node.users) == 1 and is_call(x, *_VIEWS):
+    if len(node.users) == 1 and is_call(x, *VIEWS):
         root, source = next(iter(node.users)), x.args[0]
         inner, outer = shape_of(source), shape_of(root)
         if (
-            is_call(root, *_VIEWS)
+            is_call(root, *VIEWS)
             and inner is not None
             and outer is not None
             and same(inner[:-1], outer[:-1])
@@ -176,7 +177,7 @@ def fuse_gated(ctx: Context) -> None:
                 continue
             if not same(shape_of(gate), shape_of(up)) or val(gate).dtype != val(node).dtype:  # type: ignore[union-attr]
                 continue
-            if not _one_layer(ctx, node, found, up):
+            if not (_one_layer(ctx, node, found, up) or _joint_layer(ctx, node, found, up)):
                 _two_tensors(ctx, node, found, up)
             break
 
@@ -195,21 +196,90 @@ def _one_layer(ctx: Context, node: fx.Node, gate: Activation, up: fx.Node) -> bo
     if blocker is not None:
         ctx.reject("gated", node, _OP, f"{blocker.name} inside the pattern has another user")
         return True
-    interleave = torch.ops.ipex_core.interleave_gate_up.default
-    late = max(layers)
-    both = ctx.call(late, interleave, (first, second))
-    packed = ctx.call(late, ipex.pack_linear_weight.default, (both,))
-    bias = None
-    if first_bias is not None:
-        bias = ctx.call(late, interleave, (first_bias, second_bias))
+    biases = None if first_bias is None else (first_bias, second_bias)
     unused = [n for layer in layers for n in layer.all_input_nodes[1:2]]
-    args = (up.args[0], packed, up.args[2], bias, None, "none", None, None, gate.kind)
+    done = _gate(ctx, node, gate, max(layers), up.args[2], interior, ((first, second), biases))
+    if done:
+        ctx.drop(unused)
+    return done
+
+
+def _gate(
+    ctx: Context,
+    node: fx.Node,
+    gate: Activation,
+    layer: fx.Node,
+    size: Any,
+    interior: list[fx.Node],
+    parts: tuple[tuple[Any, Any], tuple[Any, Any] | None],
+) -> bool:
+    """Put one linear layer with a gate in the place of ``node``; ``parts`` are its two weights and biases."""
+    interleave = torch.ops.ipex_core.interleave_gate_up.default
+    both = ctx.call(layer, interleave, parts[0])
+    packed = ctx.call(layer, ipex.pack_linear_weight.default, (both,))
+    bias = None if parts[1] is None else ctx.call(layer, interleave, parts[1])
+    args = (layer.args[0], packed, size, bias, None, "none", None, None, gate.kind)
     new = ctx.replace("gated", node, interior, ipex.linear.default, args, f"{gate.kind}(gate) * up")
     if new is None:
         ctx.drop([n for n in (packed, both, bias) if n is not None])
+    return new is not None
+
+
+def _joint_layer(ctx: Context, node: fx.Node, gate: Activation, up: fx.Node) -> bool:
+    """Fuse a gate and a factor that are the two halves of the result of one layer (Phi-3, GLM)."""
+    left, right = _half(gate.source), _half(up)
+    if left is None or right is None:
         return False
-    ctx.drop(unused)
-    return True
+    (layer, first, cut), (other, second, _) = left, right
+    if layer is not other or {first, second} != {0, 1} or layer not in ctx.weights:
+        return False
+    if len(layer.args) != 4:
+        return False
+    interior = [gate.root, *gate.interior, gate.source, up, layer]
+    interior += [cut] if cut is not layer else []
+    blocker = ctx.outside_user(interior, node)
+    if blocker is not None:
+        ctx.reject("gated", node, _OP, f"{blocker.name} inside the pattern has another user")
+        return True
+    weight, bias = ctx.weights[layer]
+    size = layer.args[2] // 2  # type: ignore[operator]
+
+    def part(x: fx.Node, index: int) -> fx.Node:
+        return ctx.call(layer, aten.slice.Tensor, (x, 0, index * size, (index + 1) * size))
+
+    weights = (part(weight, first), part(weight, second))
+    biases = None if bias is None else (part(bias, first), part(bias, second))
+    unused = layer.all_input_nodes[1:2]
+    done = _gate(ctx, node, gate, layer, size, interior, (weights, biases))
+    ctx.drop(unused if done else [*weights, *(biases or ())])
+    return done
+
+
+def _half(node: Any) -> tuple[fx.Node, int, fx.Node] | None:
+    """Match one half of the last dimension; return what is halved, 0 or 1, and the op that cuts it."""
+    if is_call(node, aten.slice.Tensor):
+        given = _arguments(node)
+        source, cut, dim = node.args[0], node.args[0], given["dim"]
+        start, end, step = given["start"] or 0, given["end"], given["step"]
+    elif is_call(node, operator.getitem) and is_call(node.args[0], aten.split.Tensor):
+        cut, step = node.args[0], 1
+        given = _arguments(cut)
+        source, dim = cut.args[0], given["dim"]
+        if not isinstance(given["split_size"], int):
+            return None
+        start, end = (i * given["split_size"] for i in (node.args[1], node.args[1] + 1))
+    else:
+        return None
+    shape = shape_of(source)
+    if not shape or not isinstance(shape[-1], int) or dim not in (-1, len(shape) - 1) or step != 1:
+        return None
+    size = shape[-1]
+    end = size if end is None else end
+    if isinstance(start, int) and isinstance(end, int) and size % 2 == 0:
+        start, end = (i + size if i < 0 else min(i, size) for i in (start, end))
+        if (start, end) in ((0, size // 2), (size // 2, size)):
+            return source, int(start > 0), cut
+    return None
 
 
 def _two_tensors(ctx: Context, node: fx.Node, gate: Activation, up: fx.Node) -> None:
@@ -235,7 +305,7 @@ def _two_tensors(ctx: Context, node: fx.Node, gate: Activation, up: fx.Node) -> 
 
 def _heavy(node: Any) -> bool:
     """Return whether a tensor comes out of an op that Inductor calls and does not generate."""
-    while is_call(node, *_VIEWS):
+    while is_call(node, *VIEWS):
         node = node.args[0]
     return is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default) or (
         isinstance(node, fx.Node) and getattr(node.target, "namespace", "") in ("ipex", "mkldnn")

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which fusions fire in models of transformers under torch.compile(backend="ipex").
+
+The models have one small layer and random weights. AOTAutograd and our passes run as ever; the graph that they make is
+interpreted instead of compiled to C++, which would take most of the time and has tests of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+
+import ipex_core
+from ipex_core import compile_backend
+
+transformers = pytest.importorskip("transformers")
+
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+}
+GROUPED = {**TINY, "num_key_value_heads": 2, "head_dim": 16}
+GEMMA = {**GROUPED, "query_pre_attn_scalar": 16}
+
+#: Name -> configuration and model, arguments of the configuration, input, and which of the optional patterns there are.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], str, tuple[str, ...]]] = {
+    "bert": ("BertConfig", "BertModel", TINY, "masked", ()),
+    "roberta": ("RobertaConfig", "RobertaModel", TINY, "masked", ()),
+    "distilbert": (
+        "DistilBertConfig",
+        "DistilBertModel",
+        {"dim": 64, "n_layers": 1, "n_heads": 4, "hidden_dim": 96, "vocab_size": 50},
+        "masked",
+        (),
+    ),
+    "vit": (
+        "ViTConfig",
+        "ViTModel",
+        {**TINY, "image_size": 32, "patch_size": 8},
+        "images",
+        (),
+    ),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 50, "n_positions": 64},
+        "masked",
+        (),
+    ),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {**TINY, "ffn_dim": 96, "word_embed_proj_dim": 64},
+        "masked",
+        (),
+    ),
+    "neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", TINY, "ids", ("rotary",)),
+    "falcon": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**TINY, "multi_query": True, "bias": False, "parallel_attn": True},
+        "ids",
+        ("rotary",),
+    ),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED, "ids", ("rotary", "gated")),
+    "mistral": ("MistralConfig", "MistralForCausalLM", GROUPED, "ids", ("rotary", "gated")),
+    "qwen2": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {**TINY, "num_key_value_heads": 2},
+        "ids",
+        ("rotary", "gated"),
+    ),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", GROUPED, "ids", ("rotary", "gated")),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", GEMMA, "ids", ("rotary", "gated")),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA, "ids", ("rotary", "gated")),
+    "phi": ("PhiConfig", "PhiForCausalLM", TINY, "ids", ("rotary",)),
+    "phi3": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {**TINY, "num_key_value_heads": 2, "pad_token_id": 0},
+        "ids",
+        ("rotary", "gated"),
+    ),
+    "t5": (
+        "T5Config",
+        "T5EncoderModel",
+        {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "vocab_size": 50},
+        "ids",
+        (),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_code_generation(monkeypatch):
+    def interpreted(gm: Any, inputs: Any, patches: dict[str, Any]) -> Callable[..., Any]:
+        def compiler(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+            patches["joint_custom_pre_pass"](graph.graph)
+            graph.graph.lint()
+            graph.recompile()
+            return make_boxed_func(graph.forward)
+
+        return aot_module_simplified(
+            gm,
+            inputs,
+            fw_compiler=compiler,
+            inference_compiler=compiler,
+            decompositions=select_decomp_table(),
+        )
+
+    monkeypatch.setattr(compile_backend, "_inductor", interpreted)
+    # Without a kernel package the ops run their reference.
+    monkeypatch.setattr("ipex_core.nn._leaf.has_kernel", lambda op: True)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def inputs(kind: str, size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return an input whose length, or number of images, may change."""
+    if kind == "images":
+        given = {"pixel_values": torch.randn(size // 3, 3, 32, 32, dtype=dtype)}
+    else:
+        given = {"input_ids": torch.randint(3, 50, (2, size))}
+    if kind == "masked":
+        given["attention_mask"] = torch.ones(2, size, dtype=torch.long)
+        given["attention_mask"][1, -2:] = 0
+    for x in given.values():
+        torch._dynamo.mark_dynamic(x, int(kind != "images"))
+    return given
+
+
+CASES = [(name, "sdpa", torch.float32) for name in FAMILIES if name != "gemma2"]
+CASES += [(name, "eager", torch.float32) for name in ("bert", "gpt2", "gemma2", "falcon")]
+CASES += [(name, "sdpa", torch.bfloat16) for name in ("llama", "falcon", "phi3")]
+
+
+@pytest.mark.parametrize(("name", "implementation", "dtype"), CASES)
+def test_family(name: str, implementation: str, dtype: torch.dtype) -> None:
+    config_class, model_class, arguments, kind, optional = FAMILIES[name]
+    if not hasattr(transformers, model_class):
+        pytest.skip(f"this transformers has no {model_class}")
+    config = getattr(transformers, config_class)(**arguments)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    make = getattr(transformers, model_class)._from_config
+    model = make(config, attn_implementation=implementation).eval().to(dtype)
+    compiled = torch.compile(model, backend="ipex", fullgraph=True, options={"ipex.always": True})
+    with torch.no_grad():
+        for size in (6, 9, 13):
+            x = inputs(kind, size, dtype)
+            expected, got = model(**x)[0], compiled(**x)[0]
+            limit = 3e-2 if dtype == torch.bfloat16 else 1e-5
+            largest = expected.abs().max().item()
+            torch.testing.assert_close(got, expected, rtol=limit, atol=limit * largest)
+    (report,) = ipex_core.explain(compiled).graphs
+    assert report.frozen
+    assert report.count("attention") == 1
+    assert report.count("rotary") == (2 if "rotary" in optional else 0)
+    assert report.count("gated") == (1 if "gated" in optional else 0)
+    assert report.count("rms_norm") + report.count("layer_norm") >= 2
+    assert report.count("linear") >= 4
+    assert report.count("post_op") + report.count("add_norm") >= 1
