@@ -662,7 +662,8 @@ def test_post_ops_that_do_not_fit():
 @pytest.mark.parametrize("name", PATTERNS)
 def test_each_pattern_can_be_disabled(name):
     class Layer(nn.Module):
-        def forward(self, x, gate, up, down, w, q, k, v, cos, sin):
+        def forward(self, x, gate, up, down, codes, scales, w, q, k, v, cos, sin):
+            x = torch.ops.aten._weight_int8pack_mm(x.view(12, 64), codes, scales).view(2, 6, 64)
             q, k = rotary(q, k, cos, sin)
             x = x + stock(q, k, v, None).transpose(1, 2).reshape(2, 6, 64)
             y = F.layer_norm(llama_norm(x + 1, w) + x, (64,), w)
@@ -671,10 +672,12 @@ def test_each_pattern_can_be_disabled(name):
     q, k, v, _ = attention_inputs(torch.float32)
     weights = [weight(*s, torch.float32) for s in ((96, 64), (96, 64), (64, 96))]
     tables = (randn(1, 6, 16), randn(1, 6, 16))
-    inputs = (randn(2, 6, 64), *weights, torch.rand(64), q, k, v, *tables)
-    report, _ = fuse(Layer(), *inputs, constants=(1, 2, 3), disabled=[name])
+    quantised = (torch.randint(-99, 99, (64, 64), dtype=torch.int8), torch.rand(64) * 1e-3)
+    inputs = (randn(2, 6, 64), *weights, *quantised, torch.rand(64), q, k, v, *tables)
+    constants = range(1, 6)
+    report, _ = fuse(Layer(), *inputs, constants=constants, disabled=[name])
     assert report.count() and name not in fired(report)
-    assert name in fired(fuse(Layer(), *inputs, constants=(1, 2, 3))[0])
+    assert name in fired(fuse(Layer(), *inputs, constants=constants)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

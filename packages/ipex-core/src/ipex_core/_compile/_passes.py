@@ -15,6 +15,7 @@ from ipex_core._compile.attention import fuse_attention
 from ipex_core._compile.linear import fuse_gated, fuse_post_ops, pack_linears
 from ipex_core._compile.norms import fuse_add_norms, fuse_norms
 from ipex_core._compile.rotary import fuse_rotary
+from ipex_core._compile.woq import fuse_woq
 
 __all__ = ["PATTERNS", "run_passes", "split_parameters"]
 
@@ -24,6 +25,7 @@ _STEPS: tuple[tuple[tuple[str, ...], Callable[[Context], None]], ...] = (
     (("attention",), fuse_attention),
     (("rotary",), fuse_rotary),
     (("rms_norm", "layer_norm"), fuse_norms),
+    (("woq",), fuse_woq),
     (("linear",), pack_linears),
     (("gated",), fuse_gated),
     (("post_op",), fuse_post_ops),

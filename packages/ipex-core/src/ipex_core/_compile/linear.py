@@ -358,6 +358,8 @@ def _follow(ctx: Context, node: fx.Node, activations: dict[fx.Node, Activation])
             slot = "mul" if product else "residual" if given["residual"] is None else "residual2"
             if given[slot] is not None or (product and not idle):
                 return
+            if _is_bias(node, given, root, value):
+                slot, own = "bias", value
             if value.dtype != own.dtype or not same(value.shape, own.shape):
                 if value.dim():
                     what = "factor" if product else "addend"
@@ -367,9 +369,22 @@ def _follow(ctx: Context, node: fx.Node, activations: dict[fx.Node, Activation])
                 return
             given[slot] = other
             new = _exchange(ctx, root, [node], node, given, "product" if product else "addition")
+            if slot == "bias" and new is not None and root in activations:
+                activations[new] = activations[root]
         if new is None:
             return
         node = new
+
+
+def _is_bias(node: fx.Node, given: dict[str, Any], root: fx.Node, value: Tensor) -> bool:
+    """Return whether an addend is the bias that quantised layers of other libraries add themselves."""
+    own = val(node)
+    if node.target is not ipex.woq_linear.default or root.target is not aten.add.Tensor:
+        return False
+    names = ("activation", "gate")
+    free = given["bias"] is None and given["mul"] is None and given["residual"] is None
+    free = free and all(given[name] == "none" for name in names)
+    return free and own is not None and own.dim() > 1 and same(value.shape, own.shape[-1:])
 
 
 def _exchange(
