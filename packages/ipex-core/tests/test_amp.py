@@ -72,6 +72,7 @@ def test_rules():
         "interaction": "lower_precision",
         "woq_linear": "lower_precision",
         "causal_conv1d_fn": "lower_precision",
+        "int8_matmul": "lower_precision",
         "bmm": "lower_precision_unless_packed",
         "silu_mul": "widest_type",
         "gelu_mul": "widest_type",
