@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 
@@ -17,11 +18,9 @@ def native() -> Any:
     from ipex_xpu_kernels._version import __version__
 
     try:
-        from ipex_xpu_kernels import _build
+        wanted: str = importlib.import_module("ipex_xpu_kernels._build").TORCH
     except ImportError:
-        wanted = ""
-    else:
-        wanted = _build.TORCH
+        wanted = ""  # sources that were not built
     installed = ".".join(torch.__version__.split("+")[0].split(".")[:2])
     if wanted and installed != wanted:
         raise ImportError(
@@ -29,11 +28,10 @@ def native() -> Any:
             f" pip install 'torch=={wanted}.*', or the release of ipex-xpu-kernels for torch {installed}"
         )
     try:
-        from ipex_xpu_kernels import _C
+        return importlib.import_module("ipex_xpu_kernels._C")
     except ImportError as error:
         if "libsycl" in str(error) or "libur_" in str(error):
             raise ImportError(
                 f"the SYCL run-time cannot be loaded ({error}): pip install 'intel-sycl-rt>=2026.0,<2027'"
             ) from error
         raise
-    return _C
