@@ -29,6 +29,7 @@ from ipex_quant._int8_products import Int8Interaction
 #: Products of activations too.
 ALL = QConfigMapping().set_global(default_static_qconfig)
 ALL.set_object_type(torch.matmul, default_static_qconfig)
+ALL.set_object_type(interaction, default_static_qconfig)
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +194,10 @@ def test_recommender():
     assert passed.codes.dtype == torch.uint8
     close(passed + 0, interaction(x, *rows))  # a reader that was not recorded gets numbers
     close(fast(*args), model(*args), 0.99)
+    plain = quantised(model, *args, mapping=default_static_qconfig_mapping)
+    assert not kinds(plain, Int8Interaction)
+    rows = {row.module: row.text for row in ipex_core.explain(plain).rows if not row.done}
+    assert "if the configuration names them" in rows[""]
 
 
 @pytest.mark.parametrize("case", ["attention", "recommender"])
@@ -232,6 +237,15 @@ def test_graphs():
     torch.testing.assert_close(traced(x), want, rtol=1e-3, atol=1e-3)
     compiled = torch.compile(fast, backend="ipex")
     torch.testing.assert_close(compiled(x), want, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_few_rows_stay_float():
+    x = torch.randn(2, 3, 64)
+    fast = quantised(nn.Sequential(nn.Linear(64, 64), Gram()), x)
+    assert not kinds(fast, Int8MatMul)
+    texts = [row.text for row in ipex_core.explain(fast).rows if not row.done]
+    assert any("fewer than 4 rows are faster in float" in text for text in texts)
 
 
 def test_no_data():

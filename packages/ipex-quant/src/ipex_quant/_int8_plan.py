@@ -127,16 +127,16 @@ def make_plan(
     flow: Flow,
     qconfig_for: Callable[[str, nn.Module], Any],
     bn_folding: bool = True,
-    all_products: bool = False,
+    named: frozenset[str] = frozenset(),
 ) -> Plan:
-    """Decide what to quantise from one recorded run, and whether products of activations are among it."""
+    """Decide what to quantise from one recorded run, and which functions of products are among it."""
     modules = dict(model.named_modules())
     plan = Plan({}, {}, {}, {})
     for path, module in modules.items():
         if type(module) in _FUSED:
             _add_layer(plan, flow, path, module, qconfig_for(path, module))
         elif type(module) in (Interaction, MatMul):
-            always = all_products or isinstance(module, Interaction)
+            always = ("interaction" if isinstance(module, Interaction) else "matmul") in named
             _add_product(plan, flow, path, qconfig_for(path, module), always)
     for layer in sorted(plan.layers.values(), key=lambda it: -flow.calls[it.path][0].index):
         _fuse(plan, flow, modules, layer, bn_folding)

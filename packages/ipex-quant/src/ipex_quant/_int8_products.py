@@ -26,6 +26,7 @@ __all__ = [
     "MatMul",
     "Product",
     "int8_product",
+    "named_in",
     "why_float",
 ]
 
@@ -33,6 +34,8 @@ Tensor = torch.Tensor
 
 #: Why products of activations stay float.
 NOT_NAMED = "products of activations are INT8 if the configuration names them"
+#: Products of fewer rows are faster in float: packing the other factor takes longer than multiplying.
+_LEAST_ROWS = 4
 #: Names of the functions that multiply two activations, as a run shows them.
 PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm"})
 
@@ -98,7 +101,19 @@ def why_float(shapes: Sequence[tuple[int, ...]], always: bool) -> str:
         return "no INT8 product of vectors"
     if shapes[0][-1] > MOST_DEPTH:
         return f"INT8 products have at most {MOST_DEPTH} columns, not {shapes[0][-1]}"
+    if always and len(shapes) == 2 and shapes[0][-2] < _LEAST_ROWS:
+        return f"products of fewer than {_LEAST_ROWS} rows are faster in float"
     return "" if always else NOT_NAMED
+
+
+def named_in(mapping: Any) -> frozenset[str]:
+    """Return which functions of products a ``QConfigMapping`` names by type, as a run shows them."""
+    kinds = mapping.object_type_qconfigs
+    found: frozenset[str] = frozenset()
+    for module, names in ((MatMul, PRODUCTS), (Interaction, frozenset({"interaction"}))):
+        if any(kind in kinds for kind in (module, *module.stands_for)):
+            found |= names
+    return found
 
 
 class Int8MatMul(nn.Module):

@@ -85,19 +85,18 @@ def remove_dropout(model: nn.Module) -> None:
             replace_module(model, name, nn.Identity().eval())
 
 
-def containers_to_rewrite(model: nn.Module, flow: Flow, products: bool) -> list[str]:
+def containers_to_rewrite(model: nn.Module, flow: Flow, named: frozenset[str]) -> list[str]:
     """Return the modules whose forward itself adds to, activates or pools results of layers.
 
-    Also those that compute an interaction, or, if ``products``, multiply activations.
+    Also those that multiply activations with one of the functions in ``named``.
     """
     found = {}
-    wanted = PRODUCTS | {"interaction"} if products else {"interaction"}
     for event in flow.events:
         if event.role == "function" and event.name in _ADDS | set(_MODULES):
             kinds = ("conv",) if event.name in _ADDS else ("conv", "linear", "add")
             if any(_source_role(flow, value) in kinds for value in event.inputs):
                 found[event.path] = True
-        product = event.role == "function" and event.name in wanted
+        product = event.role == "function" and event.name in named
         if product and not any(map(flow.constant, event.inputs)):
             found[event.path] = True
         pools = event.role == "function" and event.name in _POOL_NAMES

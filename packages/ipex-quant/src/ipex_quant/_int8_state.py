@@ -46,7 +46,7 @@ class Prepared:
         bn_folding: Whether batch norms are folded into INT8 layers.
         loaded: Scale and channel scales of layers from a file.
         blocks: What the blocks are called with whose layers get one alpha.
-        all_products: Whether the configuration names products of activations.
+        named: Functions of products of activations that the configuration names.
     """
 
     qconfigs: dict[str, Any]
@@ -59,7 +59,7 @@ class Prepared:
     bn_folding: bool = True
     loaded: dict[str, tuple[Scale, Tensor | None]] = dataclasses.field(default_factory=dict)
     blocks: dict[str, BlockWatch] = dataclasses.field(default_factory=dict)
-    all_products: bool = False
+    named: frozenset[str] = frozenset()
 
 
 def state_of(model: Any) -> Prepared | None:
@@ -149,7 +149,7 @@ def _plan_without(model: nn.Module, state: Prepared, missing: Mapping[str, str])
     wanted: Callable[[str, nn.Module], Any] = lambda path, _: (  # noqa: E731
         state.qconfigs.get(path) if path in known and path not in missing else None
     )
-    plan = make_plan(model, state.flow, wanted, state.bn_folding, state.all_products)
+    plan = make_plan(model, state.flow, wanted, state.bn_folding, state.named)
     plan.left = {**state.plan.left, **missing}
     for layer in plan.layers.values():
         layer.codes = layer.codes and layer.result in ready

@@ -22,7 +22,7 @@ from ipex_quant import _int8_rewrite
 from ipex_quant._flow import Flow, record
 from ipex_quant._int8_embedding import why_not as why_not_bag
 from ipex_quant._int8_plan import Plan, fusable_activations, make_plan
-from ipex_quant._int8_products import NOT_NAMED, PRODUCTS, MatMul
+from ipex_quant._int8_products import NOT_NAMED, PRODUCTS, MatMul, named_in
 from ipex_quant._int8_recurrent import why_not as why_not_lstm
 from ipex_quant._int8_state import KEY, Prepared, attach, state_of
 from ipex_quant._int8_summary import load_summary, save_summary
@@ -111,20 +111,18 @@ def prepare(
     if not inplace:
         model = copy.deepcopy(model)
     state = Prepared(statics, None, Plan({}, {}, {}, {}), dynamic=dynamic)
-    state.all_products = any(
-        it in mapping.object_type_qconfigs for it in (MatMul, *MatMul.stands_for)
-    )
+    state.named = named_in(mapping)
     if weight_only:
         _set_hidden(model, "_ipex_woq", mapping.global_qconfig)
     if flow is not None and dynamic:
         state.activations = fusable_activations(model, flow, dynamic)
     if flow is not None and static:
         _int8_rewrite.remove_dropout(model)
-        model = _expose(model, flow, args, kwargs, state.all_products)
+        model = _expose(model, flow, args, kwargs, state.named)
         state.flow = record(model, args, kwargs)
         wanted = functools.partial(_static_qconfig, mapping)
         state.bn_folding = bn_folding
-        plan = state.plan = make_plan(model, state.flow, wanted, bn_folding, state.all_products)
+        plan = state.plan = make_plan(model, state.flow, wanted, bn_folding, state.named)
         check(bool(statics or plan.products or plan.left), op, "model", nothing, "none")
         state.qconfigs = {path: layer.qconfig for path, layer in plan.layers.items()}
         state.qconfigs |= {path: product.qconfig for path, product in plan.products.items()}
@@ -210,8 +208,7 @@ def _choose_others(model: nn.Module, state: Prepared, statics: dict[str, Any]) -
             map(state.flow.constant, event.inputs)
         ):
             cannot = f"its {name}: a forward that cannot be rewritten; see MatMul"
-            asked = state.all_products or name == "interaction"
-            left[event.path] = cannot if asked else NOT_NAMED
+            left[event.path] = cannot if event.name in state.named else NOT_NAMED
 
 
 def _set_hidden(model: nn.Module, name: str, value: Any) -> None:
@@ -280,10 +277,14 @@ def _first_run(op: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _expose(
-    model: nn.Module, flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any], products: bool
+    model: nn.Module,
+    flow: Flow,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    named: frozenset[str],
 ) -> nn.Module:
     """Make sums and activations in forwards modules, if that does not change the output."""
-    paths = _int8_rewrite.containers_to_rewrite(model, flow, products)
+    paths = _int8_rewrite.containers_to_rewrite(model, flow, named)
     if not paths:
         return model
     with torch.no_grad():
