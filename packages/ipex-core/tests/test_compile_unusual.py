@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile(backend="ipex") of functions that compilers stumble over: results and inputs are those of eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ipex_core.compile_backend import ipex_backend
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("ipex_core.nn._leaf.has_kernel", lambda op: True)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def graph_break(x):
+    y = F.layer_norm(x, (8,))
+    torch._dynamo.graph_break()
+    return F.layer_norm(y + x, (8,))
+
+
+def data_dependent(x):
+    rows = x[x[:, 0] > 0]
+    return F.rms_norm(rows, (8,)) if rows.shape[0] > 1 else rows
+
+
+def in_place_view(x):
+    y = x * 2
+    y[:, ::2].add_(1)
+    return F.layer_norm(y, (8,)), y.view(-1)
+
+
+def mutated_input(x):
+    x.mul_(2)
+    return F.rms_norm(x, (8,))
+
+
+def aliases(x):
+    y = F.layer_norm(x, (8,))
+    return x, x[1:], y, y.t()
+
+
+FUNCTIONS = (graph_break, data_dependent, in_place_view, mutated_input, aliases)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions(function):
+    given = torch.randn(4, 8)
+    ours, eager = given.clone(), given.clone()
+    options = {"ipex.always": True}
+    with torch.no_grad():
+        got = torch.compile(function, backend="ipex", options=options)(ours)
+        expected = function(eager)
+    torch.testing.assert_close(ours, eager)
+    torch.testing.assert_close(got, expected)
+    if function is aliases:
+        assert got[0] is ours and got[1].data_ptr() == ours[1:].data_ptr()
+        assert got[3].data_ptr() == got[2].data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_dtypes_without_kernels(dtype):
+    def function(x, w):
+        y = (x @ w.t()) * 2 + x
+        return y if dtype.is_complex else F.layer_norm(y, (8,))
+
+    x, w = torch.randn(4, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)
+    with torch.no_grad():
+        compiled = torch.compile(function, backend=ipex_backend)
+        torch.testing.assert_close(compiled(x, w), function(x, w))
