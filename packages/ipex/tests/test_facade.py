@@ -127,12 +127,15 @@ def _entry_points(monkeypatch):
 
     def forget() -> None:
         below = tuple(
-            f"{top}.{name}" for top in ("ipex", "intel_extension_for_pytorch") for name in names
+            f"{top}.{name}"
+            for top in ("ipex", "intel_extension_for_pytorch")
+            for name in (*names, "cpu.runtime")
         )
         for name in [n for n in sys.modules if n.startswith(below)]:
             del sys.modules[name]
         for name in names:
             vars(ipex).pop(name, None)
+        vars(ipex.cpu).pop("runtime", None)
 
     names = ("llm", "madeup", "quantization", "runtime")
     forget()
