@@ -70,7 +70,11 @@ def _pack_int4(packed: Tensor, scales_and_zeros: Tensor, group: int) -> Tensor:
     columns = [multiply(unit[i : i + _CHUNK], packed, group, plain) for i in range(0, k, _CHUNK)]
     codes = (torch.cat(columns).t() + 8).to(torch.uint8)
     scales, added = (scales_and_zeros[..., i].t().float().contiguous() for i in (0, 1))
-    zeros = torch.where(scales == 0, 8.0, 8 - added / scales)
+    # A group of equal numbers may have the scale 0 and be all zero point: here one step of the size of that.
+    equal = scales == 0
+    codes = torch.where(equal.repeat_interleave(group, 1), 9, codes)
+    zeros = torch.where(equal, 8.0, 8 - added / scales)
+    scales = torch.where(equal, added, scales)
     nibbles = codes[:, ::2] | (codes[:, 1::2] << 4)
     result: Tensor = ipex.pack_woq_weight(nibbles, scales, zeros, "int4", k, group)
     return result
