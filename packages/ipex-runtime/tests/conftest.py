@@ -3,12 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from ipex_runtime.topology import Topology, format_cpu_list, read
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_are_heard() -> Iterator[None]:
+    """Let what the tests start hear SIGINT, which shells let their background processes, and all below them, ignore."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Machine:
