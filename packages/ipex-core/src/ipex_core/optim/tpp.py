@@ -22,6 +22,24 @@ Tensor = torch.Tensor
 _LATE = float(1 << 24)
 
 
+def _step(
+    rule: Callable[..., None],
+    group: dict[str, Any],
+    state: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    param2: Tensor | None,
+) -> None:
+    """Do a step of ``rule``, with the means corrected for their start at zero if the group wants that."""
+    if group["correct_bias"]:
+        rule(group, state, param, grad, param2)
+        return
+    count = float(_steps._count(state))
+    late = {**state, "step": torch.tensor(_LATE)}
+    rule(group, late, param, grad, param2)
+    state.update(late, step=torch.tensor(count))
+
+
 class SGD(torch.optim.SGD):
     """`torch.optim.SGD` with the arguments that IPEX's class had.
 
@@ -86,26 +104,8 @@ class AdamW(Optimizer):
         grad: Tensor,
         param2: Tensor | None,
     ) -> None:
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name not in state:
-                state[name] = torch.zeros_like(param, dtype=torch.float32)
-        count = _steps._count(state)
-        torch.ops.ipex.adam_fused_step(
-            param,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            None,
-            grad,
-            param2,
-            False,
-            count if group["correct_bias"] else _LATE,
-            *map(float, group["betas"]),
-            float(group["lr"]),
-            group["weight_decay"],
-            group["eps"],
-            True,
-            False,
-        )
+        group = {**group, "amsgrad": False}
+        _step(_steps.adamw, group, state, param, grad, param2)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -154,14 +154,9 @@ class Lamb(_Lamb):
         param2: Tensor | None,
     ) -> None:
         if group["adam"]:
-            return AdamW._ipex_step(group, state, param, grad, param2)
-        if group["correct_bias"]:
-            return _steps.lamb(group, state, param, grad, param2)
-        count = _steps._count(state) - 1
-        late = {**state, "step": torch.tensor(_LATE)}
-        _steps.lamb(group, late, param, grad, param2)
-        state.update(late, step=torch.tensor(count + 1.0))
-        return None
+            AdamW._ipex_step(group, state, param, grad, param2)
+            return
+        _step(_steps.lamb, group, state, param, grad, param2)
 
 
 class DistLamb(Lamb):
