@@ -13,8 +13,10 @@ from ipex_core.ops._common import check_device, check_dtype, check_tensor, dtype
 
 __all__ = [
     "Bags",
+    "bag_count",
     "bags_of",
     "check_bags",
+    "check_dense",
     "check_table_list",
     "check_values",
     "indices_for",
@@ -114,6 +116,23 @@ def check_bags(
         check(list(value.shape) == shape, op, name, f"have shape {shape}", list(value.shape))
 
 
+def check_dense(
+    op: str,
+    dense: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    include_last_offset: bool,
+) -> None:
+    """Check that there is a row of features for each bag, of the size of the rows of the tables."""
+    shape = [bag_count(offsets, include_last_offset), weights[0].shape[1]]
+    check(list(dense.shape) == shape, op, "dense", f"have shape {shape}", list(dense.shape))
+
+
+def bag_count(offsets: Sequence[Tensor], include_last_offset: bool) -> int:
+    """Return how many bags each table has."""
+    return offsets[0].shape[0] - int(include_last_offset)
+
+
 def check_values(
     op: str, weights: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor]
 ) -> None:
@@ -165,6 +184,10 @@ class Bags:
             self.scale = sizes.to(dtype).reciprocal()[self.bag]
         else:
             self.scale = torch.ones(self.bag.shape[0], dtype=dtype, device=sizes.device)
+
+    def pool(self, rows: Tensor) -> Tensor:
+        """Return the sums ``[count, D]`` of the rows ``[lookups, D]`` of each bag."""
+        return rows.new_zeros(self.count, rows.shape[1]).index_add_(0, self.bag, rows)
 
 
 def bags_of(

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core._spec import BenchCase, OpSpec, Sample, register
 from ipex_core.ops._bags import (
+    bag_count,
     bags_of,
     check_bags,
+    check_dense,
     check_values,
     indices_for,
     large_tables,
@@ -54,9 +56,7 @@ def _forward(
     bags = bags_of(indices, offsets, per_sample_weights, pooling_mode, include_last_offset, dtype)
     results = []
     for weight, table in zip(weights, bags, strict=True):
-        rows = acc(weight[table.rows]) * table.scale[:, None]
-        sums = torch.zeros(table.count, weight.shape[1], dtype=dtype, device=weight.device)
-        results.append(sums.index_add(0, table.bag, rows))
+        results.append(table.pool(acc(weight[table.rows]) * table.scale[:, None]))
     return torch.stack(results).to(weights[0].dtype)
 
 
@@ -89,10 +89,6 @@ def _cat(
     return torch.cat([dense[None], bags]).transpose(0, 1).flatten(1)
 
 
-def _bag_count(offsets: Sequence[Tensor], include_last_offset: bool) -> int:
-    return offsets[0].shape[0] - int(include_last_offset)
-
-
 def _check(
     weights: Sequence[Tensor],
     indices: Sequence[Tensor],
@@ -117,8 +113,7 @@ def _check_cat(
     check_bags(_CAT, weights, indices, offsets, [], pooling_mode, include_last_offset)
     check_device(_CAT, "dense", dense, weights[0], "weights[0]")
     check_dtype(_CAT, "dense", dense, weights[0], "weights[0]")
-    shape = [_bag_count(offsets, include_last_offset), weights[0].shape[1]]
-    check(list(dense.shape) == shape, _CAT, "dense", f"have shape {shape}", list(dense.shape))
+    check_dense(_CAT, dense, weights, offsets, include_last_offset)
 
 
 def _fake(
@@ -129,7 +124,7 @@ def _fake(
     pooling_mode: str = "sum",
     include_last_offset: bool = False,
 ) -> Tensor:
-    bags = _bag_count(offsets, include_last_offset)
+    bags = bag_count(offsets, include_last_offset)
     return weights[0].new_empty(len(weights), bags, weights[0].shape[1])
 
 
@@ -188,7 +183,7 @@ def _samples_cat(dtype: torch.dtype) -> Iterator[Sample]:
         weights, indices, offsets, factors, pooling_mode, last = sample.args
         if factors:
             continue
-        shape = (_bag_count(offsets, last), weights[0].shape[1])
+        shape = (bag_count(offsets, last), weights[0].shape[1])
         dense = randn(*shape, dtype=dtype, seed=95)
         yield Sample((weights, indices, offsets, dense, pooling_mode, last), id=sample.id)
     yield Sample(

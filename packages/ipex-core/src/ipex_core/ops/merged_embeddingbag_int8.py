@@ -13,6 +13,7 @@ from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
 from ipex_core.ops._bags import (
     bags_of,
     check_bags,
+    check_dense,
     check_table_list,
     check_values,
     indices_for,
@@ -74,8 +75,7 @@ def _forward(
     for weight, scale, table in zip(weights, scales, bags, strict=True):
         factors = scale[table.rows].to(dtype) * table.scale
         rows = weight[table.rows].to(dtype) * factors[:, None]
-        sums = torch.zeros(table.count, weight.shape[1], dtype=dtype, device=weight.device)
-        results.append(sums.index_add(0, table.bag, rows).to(dense.dtype))
+        results.append(table.pool(rows).to(dense.dtype))
     return torch.cat(results, 1)
 
 
@@ -100,8 +100,7 @@ def _check(
         wanted = [weights[i].shape[0]]
         check(list(scale.shape) == wanted, _NAME, name, f"have shape {wanted}", list(scale.shape))
     check_device(_NAME, "dense", dense, weights[0], "weights[0]")
-    shape = [offsets[0].shape[0] - int(include_last_offset), weights[0].shape[1]]
-    check(list(dense.shape) == shape, _NAME, "dense", f"have shape {shape}", list(dense.shape))
+    check_dense(_NAME, dense, weights, offsets, include_last_offset)
 
 
 def _fake(dense: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], *rest: Any) -> Tensor:

@@ -94,6 +94,29 @@ class _Updated(MergedEmbeddingBag):
     def _state(self) -> Any:
         return getattr(self, self._ARGS)
 
+    def _update(self) -> tuple[str, list[list[Tensor]], tuple[float, ...]]:
+        """Return the op that steps, its lists with a tensor for each table, and its numbers."""
+        raise NotImplementedError
+
+    def _backward(
+        self,
+        grads: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        lookups: Lookups,
+        wanted: Sequence[int],
+    ) -> list[Tensor | None]:
+        op, states, numbers = self._update()
+        run_op(
+            op,
+            self.dtype,
+            [grads[i] for i in wanted],
+            [weights[i].detach() for i in wanted],
+            *([values[i] for i in wanted] for values in states),
+            *lookups.of(wanted),
+            *numbers,
+        )
+        return [None] * len(weights)
+
     def use_huge_pages(self) -> None:
         """Move the tables and the state of the optimizer to huge pages; see `MergedEmbeddingBag`."""
         super().use_huge_pages()
@@ -178,25 +201,9 @@ class MergedEmbeddingBagWithSGD(_Updated):
             _number(self, "lr", lr),
         )
 
-    def _backward(
-        self,
-        grads: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        lookups: Lookups,
-        wanted: Sequence[int],
-    ) -> list[Tensor | None]:
+    def _update(self) -> tuple[str, list[list[Tensor]], tuple[float, ...]]:
         args = self.sgd_args
-        run_op(
-            "merged_embeddingbag_sgd",
-            self.dtype,
-            [grads[i] for i in wanted],
-            [weights[i].detach() for i in wanted],
-            [args.bf16_trail[i] for i in wanted],
-            *lookups.of(wanted),
-            args.lr,
-            args.weight_decay,
-        )
-        return [None] * len(weights)
+        return "merged_embeddingbag_sgd", [args.bf16_trail], (args.lr, args.weight_decay)
 
 
 class MergedEmbeddingBagWithAdaGrad(_Updated):
@@ -238,23 +245,6 @@ class MergedEmbeddingBagWithAdaGrad(_Updated):
             _number(self, "lr", lr),
         )
 
-    def _backward(
-        self,
-        grads: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        lookups: Lookups,
-        wanted: Sequence[int],
-    ) -> list[Tensor | None]:
+    def _update(self) -> tuple[str, list[list[Tensor]], tuple[float, ...]]:
         args = self.adagrad_args
-        run_op(
-            "merged_embeddingbag_adagrad",
-            self.dtype,
-            [grads[i] for i in wanted],
-            [weights[i].detach() for i in wanted],
-            [args.bf16_trail[i] for i in wanted],
-            [args.hessian[i] for i in wanted],
-            *lookups.of(wanted),
-            args.lr,
-            args.eps,
-        )
-        return [None] * len(weights)
+        return "merged_embeddingbag_adagrad", [args.bf16_trail, args.hessian], (args.lr, args.eps)
