@@ -1,14 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums of rows of embedding tables. The rows lie anywhere in memory, so what counts is that many of
 // them are on their way at a time.
-#include "ipex/vec.h"
-#include "merged_embeddingbag.h"
+#include "bag_loop.h"
 
 namespace ipex {
 namespace {
-
-// Lookups from one to the row that is asked for ahead of its use.
-inline constexpr int64_t kAhead = 12;
 
 // The lookups of one bag.
 template <class T, class I>
@@ -23,13 +19,6 @@ struct Bag {
     return weight + static_cast<int64_t>(rows[i]) * stride;
   }
 };
-
-template <class T>
-IPEX_INLINE void fetch_row(const T* row, int64_t dim) {
-  const char* first = reinterpret_cast<const char*>(row);
-  const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(first + at);
-}
 
 // `kVectors` vectors of the sum, read and written by the given functions.
 template <int64_t kVectors, class T, class I, class Read, class Write>
@@ -58,7 +47,7 @@ IPEX_INLINE void add_bag(const Bag<T, I>& bag, bool mean, int64_t dim, T* out) {
     __builtin_memcpy(out, bag.row(0), static_cast<size_t>(dim) * sizeof(T));
     return;
   }
-  const f32v factor = set1(mean && bag.count > 1 ? 1.0f / static_cast<float>(bag.count) : 1.0f);
+  const f32v factor = bag_factor(mean, bag.count);
   constexpr int64_t kVectors = kLanes == 16 ? 8 : 4;
   int64_t d = 0;
   const auto read = [&](const T* row, int64_t v) IPEX_LAMBDA { return load(row + d + v * kLanes); };
@@ -75,22 +64,18 @@ IPEX_INLINE void add_bag(const Bag<T, I>& bag, bool mean, int64_t dim, T* out) {
 template <class T, class I>
 IPEX_INLINE void run(const BagArgs& args, int64_t t, int64_t begin, int64_t end) {
   const BagTable& table = args.tables[t];
+  const T* weight = static_cast<const T*>(table.weight);
   const I* indices = static_cast<const I*>(table.indices);
-  const I* offsets = static_cast<const I*>(table.offsets);
   const T* factors = static_cast<const T*>(table.factors);
   T* out = static_cast<T*>(args.out) + t * args.table_stride;
-  for (int64_t b = begin; b < end; ++b) {
-    const int64_t first = offsets[b];
-    const int64_t last = b + 1 < args.bags || args.include_last ? offsets[b + 1] : table.lookups;
-    const Bag<T, I> bag{static_cast<const T*>(table.weight), table.stride, indices + first,
-                        factors ? factors + first : nullptr, last - first};
-    const int64_t ahead = last + kAhead < table.lookups ? last + kAhead : table.lookups;
-    for (int64_t i = first + kAhead; i < ahead; ++i)
-      fetch_row(
-          static_cast<const T*>(table.weight) + static_cast<int64_t>(indices[i]) * table.stride,
-          args.dim);
-    add_bag(bag, args.mean, args.dim, out + b * args.bag_stride);
-  }
+  for_each_bag<I>(
+      args, table, begin, end,
+      [&](int64_t row) IPEX_LAMBDA { fetch_row(weight + row * table.stride, args.dim); },
+      [&](int64_t b, int64_t first, int64_t last) IPEX_LAMBDA {
+        const Bag<T, I> bag{weight, table.stride, indices + first,
+                            factors ? factors + first : nullptr, last - first};
+        add_bag(bag, args.mean, args.dim, out + b * args.bag_stride);
+      });
 }
 
 template <class T>

@@ -1,14 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums of rows of int8 embedding tables with a scale for each row.
+#include "bag_loop.h"
 #include "ipex/kv_load.h"
-#include "ipex/vec.h"
-#include "merged_embeddingbag.h"
 
 namespace ipex {
 namespace {
-
-// Lookups from one to the row that is asked for ahead of its use.
-inline constexpr int64_t kAhead = 12;
 
 template <class I>
 struct Bag {
@@ -49,29 +45,25 @@ template <class T, class I>
 IPEX_INLINE void run(const BagArgs& args, int64_t t, int64_t begin, int64_t end) {
   constexpr int64_t kVectors = kLanes == 16 ? 8 : 4;
   const BagTable& table = args.tables[t];
+  const Int8* weight = static_cast<const Int8*>(table.weight);
   const I* indices = static_cast<const I*>(table.indices);
-  const I* offsets = static_cast<const I*>(table.offsets);
   T* out = static_cast<T*>(args.out) + t * args.table_stride;
-  for (int64_t b = begin; b < end; ++b) {
-    const int64_t first = offsets[b];
-    const int64_t last = b + 1 < args.bags || args.include_last ? offsets[b + 1] : table.lookups;
-    const Bag<I> bag{&table, indices + first, last - first};
-    const int64_t ahead = last + kAhead < table.lookups ? last + kAhead : table.lookups;
-    for (int64_t i = first + kAhead; i < ahead; ++i) {
-      const char* row =
-          static_cast<const char*>(table.weight) + static_cast<int64_t>(indices[i]) * table.stride;
-      for (int64_t at = 0; at < args.dim; at += 64) __builtin_prefetch(row + at);
-      __builtin_prefetch(table.scales + indices[i]);
-    }
-    const f32v factor =
-        set1(args.mean && bag.count > 1 ? 1.0f / static_cast<float>(bag.count) : 1.0f);
-    T* to = out + b * args.bag_stride;
-    int64_t d = 0;
-    for (; d + kVectors * kLanes <= args.dim; d += kVectors * kLanes)
-      add_rows<kVectors>(bag, factor, d, kLanes, to);
-    for (; d + kLanes <= args.dim; d += kLanes) add_rows<1>(bag, factor, d, kLanes, to);
-    if (d < args.dim) add_rows<1>(bag, factor, d, args.dim - d, to);
-  }
+  for_each_bag<I>(
+      args, table, begin, end,
+      [&](int64_t row) IPEX_LAMBDA {
+        fetch_row(weight + row * table.stride, args.dim);
+        __builtin_prefetch(table.scales + row);
+      },
+      [&](int64_t b, int64_t first, int64_t last) IPEX_LAMBDA {
+        const Bag<I> bag{&table, indices + first, last - first};
+        const f32v factor = bag_factor(args.mean, bag.count);
+        T* to = out + b * args.bag_stride;
+        int64_t d = 0;
+        for (; d + kVectors * kLanes <= args.dim; d += kVectors * kLanes)
+          add_rows<kVectors>(bag, factor, d, kLanes, to);
+        for (; d + kLanes <= args.dim; d += kLanes) add_rows<1>(bag, factor, d, kLanes, to);
+        if (d < args.dim) add_rows<1>(bag, factor, d, args.dim - d, to);
+      });
 }
 
 template <class T>

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// The bags of a table one after the other, for kernels whose rows lie anywhere in memory: the rows
+// of later lookups are asked for ahead of their use.
+#pragma once
+
+#include "ipex/vec.h"
+#include "merged_embeddingbag.h"
+
+namespace ipex {
+namespace {
+
+// Lookups from one to the row that is asked for ahead of its use.
+inline constexpr int64_t kAhead = 12;
+
+template <class T>
+IPEX_INLINE void fetch_row(const T* row, int64_t dim) {
+  const char* first = reinterpret_cast<const char*>(row);
+  const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(first + at);
+}
+
+// add(b, first, last) sums the lookups [first, last) of bag b; fetch(row) asks for a row by its
+// number.
+template <class I, class Fetch, class Add>
+IPEX_INLINE void for_each_bag(const BagArgs& args, const BagTable& table, int64_t begin,
+                              int64_t end, const Fetch& fetch, const Add& add) {
+  const I* indices = static_cast<const I*>(table.indices);
+  const I* offsets = static_cast<const I*>(table.offsets);
+  for (int64_t b = begin; b < end; ++b) {
+    const int64_t first = offsets[b];
+    const int64_t last = b + 1 < args.bags || args.include_last ? offsets[b + 1] : table.lookups;
+    const int64_t ahead = last + kAhead < table.lookups ? last + kAhead : table.lookups;
+    for (int64_t i = first + kAhead; i < ahead; ++i) fetch(static_cast<int64_t>(indices[i]));
+    add(b, first, last);
+  }
+}
+
+IPEX_INLINE f32v bag_factor(bool mean, int64_t count) {
+  return set1(mean && count > 1 ? 1.0f / static_cast<float>(count) : 1.0f);
+}
+
+}  // namespace
+}  // namespace ipex
