@@ -23,7 +23,6 @@ struct DeviceInfo {
   std::string driver_version;
   std::string version;
   bool is_cpu = false;
-  bool is_integrated = false;
   // Memory of malloc_device can be read and written by the host; kernels are then optional.
   bool host_accessible = false;
   bool has_fp16 = false;
@@ -62,13 +61,12 @@ void shutdown() noexcept;
 // Kernels
 // ----------------------------------------------------------------------------------------------------------
 
-// Reads the manifest of SPIR-V modules that the build made: lines of "name symbol offset size
-// arguments" and one file of modules.
-void set_kernel_library(const std::string& manifest, const std::string& modules);
+// Reads the manifests that the build made: for each source file one NAME.txt of lines "name symbol
+// offset size arguments" and one NAME.spv of SPIR-V modules. Throws std::runtime_error.
+void set_kernel_library(const std::string& directory);
 // Folder for device binaries, so that a kernel is translated once for each driver; empty turns the
 // cache off.
 void set_cache_directory(const std::string& directory);
-bool has_kernel(std::string_view name) noexcept;
 std::vector<std::string> kernel_names();
 // Number of kernels translated from SPIR-V and of those read from the cache since the start.
 struct LoadStats {

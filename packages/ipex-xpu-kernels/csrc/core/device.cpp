@@ -83,8 +83,6 @@ DeviceInfo describe(const sycl::device& device, std::size_t index) {
   result.version = device.get_info<info::version>();
   result.is_cpu = device.is_cpu();
   result.host_accessible = device.is_cpu();
-  result.is_integrated =
-      device.has(sycl::aspect::ext_oneapi_is_composite) ? false : device.is_cpu();
   result.has_fp16 = device.has(sycl::aspect::fp16);
   result.has_fp64 = device.has(sycl::aspect::fp64);
   result.has_atomic64 = device.has(sycl::aspect::atomic64);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels: SPIR-V from the wheel, translated when a kernel is first used, and kept on disk as
 // device binaries.
-#include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <memory>
@@ -22,6 +22,7 @@ namespace experimental = sycl::ext::oneapi::experimental;
 
 struct Entry {
   std::string symbol;
+  std::string file;  // the modules of its source file
   std::size_t offset = 0;
   std::size_t size = 0;
   std::size_t arguments = 0;
@@ -29,7 +30,6 @@ struct Entry {
 
 struct Library {
   std::mutex mutex;
-  std::string modules;
   std::map<std::string, Entry, std::less<>> entries;
   // A kernel belongs to the context and device that it was built for. Nodes of a map stay where
   // they are.
@@ -44,13 +44,13 @@ Library& library() {
   return *instance;
 }
 
-std::vector<std::byte> read_module(const Library& lib, const Entry& entry) {
-  std::ifstream file(lib.modules, std::ios::binary);
+std::vector<std::byte> read_module(const Entry& entry) {
+  std::ifstream file(entry.file, std::ios::binary);
   std::vector<std::byte> bytes(entry.size);
   file.seekg(static_cast<std::streamoff>(entry.offset));
   file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
   if (!file)
-    throw std::runtime_error("xpu: " + lib.modules +
+    throw std::runtime_error("xpu: " + entry.file +
                              " is truncated: pip install --force-reinstall ipex-xpu-kernels");
   return bytes;
 }
@@ -63,7 +63,7 @@ sycl::kernel build_from_spirv(const std::vector<std::byte>& spirv, const Entry& 
 }
 
 sycl::kernel build(Library& lib, const Entry& entry, int device) {
-  const auto spirv = read_module(lib, entry);
+  const auto spirv = read_module(entry);
   if (sycl_device(device).get_backend() != sycl::backend::opencl) {
     ++lib.stats.translated;  // Level Zero drivers keep binaries themselves
     return build_from_spirv(spirv, entry, device);
@@ -89,34 +89,35 @@ sycl::kernel build(Library& lib, const Entry& entry, int device) {
 
 }  // namespace
 
-void set_kernel_library(const std::string& manifest, const std::string& modules) {
-  Library& lib = library();
-  std::ifstream file(manifest);
-  if (!file) throw std::runtime_error("xpu: cannot read " + manifest);
+void set_kernel_library(const std::string& directory) {
   std::map<std::string, Entry, std::less<>> entries;
-  for (std::string line; std::getline(file, line);) {
-    if (line.empty() || line[0] == '#') continue;
-    std::istringstream fields(line);
-    std::string name;
-    Entry entry;
-    if (!(fields >> name >> entry.symbol >> entry.offset >> entry.size >> entry.arguments)) {
-      throw std::runtime_error("xpu: " + manifest + " has the unreadable line: " + line);
+  for (const auto& item : std::filesystem::directory_iterator(directory)) {
+    if (item.path().extension() != ".txt") continue;
+    const std::string manifest = item.path().string();
+    std::ifstream file(manifest);
+    for (std::string line; std::getline(file, line);) {
+      if (line.empty() || line[0] == '#') continue;
+      std::istringstream fields(line);
+      std::string name;
+      Entry entry;
+      entry.file = std::filesystem::path(manifest).replace_extension(".spv").string();
+      if (!(fields >> name >> entry.symbol >> entry.offset >> entry.size >> entry.arguments)) {
+        throw std::runtime_error("xpu: " + manifest + " has the unreadable line: " + line);
+      }
+      if (!entries.emplace(name, entry).second)
+        throw std::runtime_error("xpu: " + directory + " has two kernels named " + name);
     }
-    entries.emplace(name, entry);
   }
+  if (entries.empty()) throw std::runtime_error("xpu: there are no kernels in " + directory);
+  Library& lib = library();
   const std::lock_guard lock(lib.mutex);
   lib.entries = std::move(entries);
-  lib.modules = modules;
 }
 
 void set_cache_directory(const std::string& directory) {
   Library& lib = library();
   const std::lock_guard lock(lib.mutex);
   lib.cache = BinaryCache(directory);
-}
-
-bool has_kernel(std::string_view name) noexcept {
-  return library().entries.find(name) != library().entries.end();
 }
 
 std::vector<std::string> kernel_names() {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiles SYCL kernels to SPIR-V at build time, with the compiler that is part of the SYCL
-// run-time:
-//   aot OUTPUT_DIRECTORY HEADER SOURCE...
-// writes kernels.spv (all modules, one per kernel) and kernels.txt (name symbol offset size
+// Compiles a file of SYCL kernels to SPIR-V at build time, with the compiler that is part of the
+// SYCL run-time:
+//   aot OUTPUT SOURCE HEADER...
+// writes OUTPUT.spv (the modules, one per kernel) and OUTPUT.txt (name symbol offset size
 // arguments).
 #include <cxxabi.h>
 
@@ -87,51 +87,48 @@ std::string readable(const std::string& symbol) {
 }  // namespace
 
 int main(int argc, char** argv) try {
-  if (argc < 4) throw std::runtime_error("usage: aot OUTPUT_DIRECTORY HEADER SOURCE...");
-  const std::filesystem::path output = argv[1];
-  const std::string header = read(argv[2]);
+  if (argc < 3) throw std::runtime_error("usage: aot OUTPUT SOURCE HEADER...");
+  const std::string output = argv[1];
+  const std::string source_file = argv[2];
+  experimental::include_files headers;
+  for (int i = 3; i < argc; ++i)
+    headers.add(std::filesystem::path(argv[i]).filename().string(), read(argv[i]));
   const sycl::queue queue{sycl::cpu_selector_v};
-  std::ofstream modules(output / "kernels.spv.tmp", std::ios::binary);
+  auto source = experimental::create_kernel_bundle_from_source(
+      queue.get_context(), experimental::source_language::sycl, read(source_file),
+      experimental::properties{headers});
+  const auto bundle = [&] {
+    try {
+      return experimental::build(
+          source, experimental::properties{experimental::build_options{
+                      std::vector<std::string>{"-O2", "-fsycl-device-code-split=per_kernel"}}});
+    } catch (const std::exception& e) {
+      throw std::runtime_error(source_file + ":\n" + e.what());
+    }
+  }();
+  std::ofstream modules(output + ".spv", std::ios::binary);
   std::map<std::string, std::string> rows;  // sorted, so that builds are equal
   std::size_t offset = 0;
-  for (int i = 3; i < argc; ++i) {
-    auto source = experimental::create_kernel_bundle_from_source(
-        queue.get_context(), experimental::source_language::sycl, read(argv[i]),
-        experimental::properties{experimental::include_files{"prelude.h", header}});
-    std::string log;
-    const auto bundle = [&] {
-      try {
-        return experimental::build(
-            source, experimental::properties{experimental::build_options{std::vector<std::string>{
-                                                 "-O2", "-fsycl-device-code-split=per_kernel"}},
-                                             experimental::save_log{&log}});
-      } catch (const std::exception& e) {
-        throw std::runtime_error(std::string(argv[i]) + ":\n" + e.what());
-      }
-    }();
-    for (const auto& image : bundle) {
-      const auto content = image.ext_oneapi_get_backend_content();
-      const char* bytes = reinterpret_cast<const char*>(content.data());
-      for (const EntryPoint& entry : entry_points(bytes, content.size())) {
-        const std::string name = readable(entry.symbol);
-        std::ostringstream row;
-        row << name << ' ' << entry.symbol << ' ' << offset << ' ' << content.size() << ' '
-            << entry.arguments;
-        if (!rows.emplace(name, row.str()).second)
-          throw std::runtime_error("two kernels are named " + name);
-      }
-      modules.write(bytes, static_cast<std::streamsize>(content.size()));
-      offset += content.size();
+  for (const auto& image : bundle) {
+    const auto content = image.ext_oneapi_get_backend_content();
+    const char* bytes = reinterpret_cast<const char*>(content.data());
+    for (const EntryPoint& entry : entry_points(bytes, content.size())) {
+      const std::string name = readable(entry.symbol);
+      std::ostringstream row;
+      row << name << ' ' << entry.symbol << ' ' << offset << ' ' << content.size() << ' '
+          << entry.arguments;
+      if (!rows.emplace(name, row.str()).second)
+        throw std::runtime_error("two kernels are named " + name);
     }
+    modules.write(bytes, static_cast<std::streamsize>(content.size()));
+    offset += content.size();
   }
   modules.close();
-  std::ofstream manifest(output / "kernels.txt");
+  std::ofstream manifest(output + ".txt");
   manifest << "# name symbol offset size arguments\n";
   for (const auto& [name, row] : rows) manifest << row << '\n';
   manifest.close();
-  if (!modules || !manifest) throw std::runtime_error("cannot write to " + output.string());
-  std::filesystem::rename(output / "kernels.spv.tmp", output / "kernels.spv");
-  std::cout << rows.size() << " kernels, " << offset << " bytes\n";
+  if (!modules || !manifest) throw std::runtime_error("cannot write to " + output);
   return 0;
 } catch (const std::exception& e) {
   std::cerr << "aot: " << e.what() << '\n';

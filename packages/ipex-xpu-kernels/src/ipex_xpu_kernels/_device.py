@@ -120,8 +120,7 @@ def _configure(module: Any) -> None:
         )
     )
     module.set_zero_copy(os.environ.get("IPEX_XPU_ZERO_COPY", "1") != "0")
-    kernels = Path(__file__).with_name("kernels")
-    module.set_kernel_library(str(kernels / "kernels.txt"), str(kernels / "kernels.spv"))
+    module.set_kernel_library(str(Path(__file__).with_name("kernels")))
     module.set_cache_directory(_sycl.cache_directory())
 
 
