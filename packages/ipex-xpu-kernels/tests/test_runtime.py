@@ -158,6 +158,8 @@ def test_fallbacks_are_counted_and_can_be_refused() -> None:
         torch.special.i0(x)
     with pytest.raises(ValueError, match="mode must be"):
         xpu.set_fallback_mode("loud")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mode must be"):
+        xpu.set_kernel_mode("never")  # type: ignore[arg-type]
 
 
 def test_kernels_are_loaded_once() -> None:

@@ -145,6 +145,13 @@ def _parse_fallback(value: object) -> str:
     return text
 
 
+def _parse_kernels(value: object) -> str:
+    text = str(value).strip().lower()
+    if text not in ("auto", "always"):
+        raise ValueError(text)
+    return text
+
+
 _LEVELS = ", ".join(ISA_LEVELS)
 
 #: All variables, by attribute. To add one, add a row: documentation, `settings`, ``ipex doctor`` and ``ipex
@@ -251,6 +258,16 @@ VARIABLES: Mapping[str, Variable] = {
             "silent, warn, error",
             "What happens at start to ops without a kernel for xpu: they run on the host, do so with one warning each, "
             "or raise. In Python: ipex.xpu.set_fallback_mode.",
+        ),
+        Variable(
+            "IPEX_XPU_KERNELS",
+            "xpu_kernels",
+            "str",
+            _parse_kernels,
+            "auto",
+            "auto, always",
+            "Whether kernels for xpu that were measured slower than the op of the host are used where the host can "
+            "read the memory of the device: not (auto), or always. In Python: ipex.xpu.set_kernel_mode.",
         ),
         Variable(
             "IPEX_XPU_ZERO_COPY",

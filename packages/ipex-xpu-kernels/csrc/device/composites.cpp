@@ -26,6 +26,16 @@ optional<Tensor> to_host(const optional<Tensor>& tensor) {
   return tensor ? optional(xpu::to_host(*tensor)) : std::nullopt;
 }
 
+using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+
+// Gradients, of which those that nobody asked for are undefined.
+ThreeTensors to_device(const ThreeTensors& host, DeviceIndex device) {
+  const auto back = [&](const Tensor& tensor) {
+    return tensor.defined() ? xpu::to_device(tensor, device) : tensor;
+  };
+  return {back(std::get<0>(host)), back(std::get<1>(host)), back(std::get<2>(host))};
+}
+
 // Convolutions on the host, in the memory format of the caller. oneDNN takes channels-last tensors
 // as they are.
 Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias,
@@ -36,52 +46,45 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Ten
   const Tensor result =
       at::convolution_symint(xpu::to_host(input), xpu::to_host(weight), to_host(bias), stride,
                              padding, dilation, transposed, output_padding, std::move(groups));
-  return to_device(result, index_of(input));
+  return xpu::to_device(result, index_of(input));
 }
 
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(
-    const Tensor& grad_output, const Tensor& input, const Tensor& weight, SymIntArrayRef stride,
-    SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding,
-    c10::SymInt groups, std::array<bool, 3> output_mask) {
+ThreeTensors convolution_backward(const Tensor& grad_output, const Tensor& input,
+                                  const Tensor& weight, SymIntArrayRef stride,
+                                  SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed,
+                                  SymIntArrayRef output_padding, c10::SymInt groups,
+                                  std::array<bool, 3> output_mask) {
   count_fallback("aten::convolution_backward_overrideable");
   const c10::DeviceGuard guard(input.device());
   const std::vector<std::int64_t> bias_sizes{grad_output.size(1)};
-  const auto [grad_input, grad_weight, grad_bias] = at::convolution_backward_symint(
-      xpu::to_host(grad_output), xpu::to_host(input), xpu::to_host(weight),
-      c10::fromIntArrayRefSlow(bias_sizes), stride, padding, dilation, transposed, output_padding,
-      std::move(groups), output_mask);
-  auto back = [&](const Tensor& host) {
-    return host.defined() ? to_device(host, index_of(input)) : host;
-  };
-  return {back(grad_input), back(grad_weight), back(grad_bias)};
+  return to_device(at::convolution_backward_symint(
+                       xpu::to_host(grad_output), xpu::to_host(input), xpu::to_host(weight),
+                       c10::fromIntArrayRefSlow(bias_sizes), stride, padding, dilation, transposed,
+                       output_padding, std::move(groups), output_mask),
+                   index_of(input));
 }
 
 // autograd hands over the gradient as it is for this device, and in the memory format of the input
 // for all others; the kernel of the host takes the latter for granted.
-std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad, const Tensor& input,
-                                                       const Tensor& mean, const Tensor& rstd,
-                                                       const optional<Tensor>& weight,
-                                                       c10::SymInt n, c10::SymInt c,
-                                                       c10::SymInt hxw, std::int64_t group,
-                                                       std::array<bool, 3> output_mask) {
+ThreeTensors group_norm_backward(const Tensor& grad, const Tensor& input, const Tensor& mean,
+                                 const Tensor& rstd, const optional<Tensor>& weight, c10::SymInt n,
+                                 c10::SymInt c, c10::SymInt hxw, std::int64_t group,
+                                 std::array<bool, 3> output_mask) {
   count_fallback("aten::native_group_norm_backward");
   const c10::DeviceGuard guard(input.device());
   const auto format = input.suggest_memory_format();
-  const auto [grad_input, grad_weight, grad_bias] = at::native_group_norm_backward_symint(
-      xpu::to_host(grad).contiguous(format), xpu::to_host(input).contiguous(format),
-      xpu::to_host(mean), xpu::to_host(rstd), to_host(weight), std::move(n), std::move(c),
-      std::move(hxw), group, output_mask);
-  auto back = [&](const Tensor& host) {
-    return host.defined() ? to_device(host, index_of(input)) : host;
-  };
-  return {back(grad_input), back(grad_weight), back(grad_bias)};
+  return to_device(
+      at::native_group_norm_backward_symint(
+          xpu::to_host(grad).contiguous(format), xpu::to_host(input).contiguous(format),
+          xpu::to_host(mean), xpu::to_host(rstd), to_host(weight), std::move(n), std::move(c),
+          std::move(hxw), group, output_mask),
+      index_of(input));
 }
 
 // Cells. torch's composites take the fused cells for this device, so they are written in ops that
 // it has. Gates are in torch's order: input, forget, cell, output; reset, update, new.
-std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates,
-                                             const Tensor& cx, const optional<Tensor>& input_bias,
-                                             const optional<Tensor>& hidden_bias) {
+ThreeTensors lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx,
+                       const optional<Tensor>& input_bias, const optional<Tensor>& hidden_bias) {
   Tensor gates = input_gates + hidden_gates;
   if (input_bias && input_bias->defined()) gates = gates + *input_bias;
   if (hidden_bias && hidden_bias->defined()) gates = gates + *hidden_bias;
@@ -94,10 +97,9 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Te
   return {o * cy.tanh(), cy, at::cat({i, f, g, o}, 1)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const optional<Tensor>& grad_hy,
-                                                      const optional<Tensor>& grad_cy,
-                                                      const Tensor& cx, const Tensor& cy,
-                                                      const Tensor& workspace, bool has_bias) {
+ThreeTensors lstm_cell_backward(const optional<Tensor>& grad_hy, const optional<Tensor>& grad_cy,
+                                const Tensor& cx, const Tensor& cy, const Tensor& workspace,
+                                bool has_bias) {
   if (!(grad_hy && grad_hy->defined()) && !(grad_cy && grad_cy->defined())) return {};
   const auto parts = workspace.chunk(4, 1);
   const Tensor &i = parts[0], &f = parts[1], &g = parts[2], &o = parts[3];
@@ -139,10 +141,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tenso
 // Without gradients torch's LSTM asks a table of the device for oneDNN's, in which this torch has
 // no place for xpu. It does not ask where gradients are on; nothing is recorded, since no tensor
 // wants one.
-std::tuple<Tensor, Tensor, Tensor> lstm(const Tensor& input, at::TensorList hx,
-                                        at::TensorList params, bool has_biases,
-                                        std::int64_t num_layers, double dropout, bool train,
-                                        bool bidirectional, bool batch_first) {
+ThreeTensors lstm(const Tensor& input, at::TensorList hx, at::TensorList params, bool has_biases,
+                  std::int64_t num_layers, double dropout, bool train, bool bidirectional,
+                  bool batch_first) {
   if (c10::GradMode::is_enabled()) {
     return at::native::lstm(input, hx, params, has_biases, num_layers, dropout, train,
                             bidirectional, batch_first);

@@ -36,8 +36,6 @@ Statistics& statistics() {
   return *one;
 }
 
-bool readable(DeviceIndex device) { return g_zero_copy && device_info(device).host_accessible; }
-
 void nothing(void*) {}
 
 // Elements that the tensor may touch, from its first one on.
@@ -216,7 +214,12 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 void set_fallback_mode(FallbackMode mode) { g_mode = mode; }
+FallbackMode fallback_mode() { return g_mode; }
 void set_zero_copy(bool on) { g_zero_copy = on; }
+
+bool host_readable(DeviceIndex device) {
+  return g_zero_copy && device_info(device).host_accessible;
+}
 
 void count_fallback(const char* op) {
   const FallbackMode mode = g_mode;
@@ -252,7 +255,7 @@ Tensor to_host(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_xpu()) return tensor;
   const DeviceIndex device = static_cast<DeviceIndex>(tensor.get_device());
   const std::int64_t span = span_of(tensor);
-  if (readable(device)) {
+  if (host_readable(device)) {
     synchronize(device);
     return with_bits_of(tensor, view_on_host(tensor));
   }

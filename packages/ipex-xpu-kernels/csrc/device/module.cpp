@@ -10,6 +10,7 @@
 #include <atomic>
 
 #include "core/core.h"
+#include "kernel_ops.h"
 #include "runtime.h"
 
 namespace py = pybind11;
@@ -140,6 +141,11 @@ PYBIND11_MODULE(_C, m) {
     set_fallback_mode(mode == "error"  ? FallbackMode::Error
                       : mode == "warn" ? FallbackMode::WarnOnce
                                        : FallbackMode::Silent);
+  });
+  m.def("set_kernel_mode", [](const std::string& mode) {
+    TORCH_CHECK_VALUE(mode == "auto" || mode == "always",
+                      "set_kernel_mode: mode must be auto or always, got ", mode);
+    set_kernel_mode(mode == "always" ? KernelMode::Always : KernelMode::Auto);
   });
   m.def("set_zero_copy", &set_zero_copy);
   m.def("fallback_stats", [] {

@@ -77,6 +77,10 @@ void register_fallback();
 // Runs an op on the host: what kernels call for arguments that they do not have.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
+FallbackMode fallback_mode();
+// Whether the host works on the memory of the device itself, so that a fallback costs no copies.
+bool host_readable(c10::DeviceIndex device);
+
 // The same values for the host: a view of the same memory where the host can read it (the caller
 // then must not use it after the tensor), a copy otherwise. The queue is empty afterwards.
 at::Tensor to_host(const at::Tensor& tensor);

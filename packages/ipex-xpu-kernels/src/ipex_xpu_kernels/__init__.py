@@ -15,7 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ipex_xpu_kernels._device import State, activate, state
-from ipex_xpu_kernels._fallback import fallback_stats, reset_fallback_stats, set_fallback_mode
+from ipex_xpu_kernels._fallback import (
+    fallback_stats,
+    reset_fallback_stats,
+    set_fallback_mode,
+    set_kernel_mode,
+)
 from ipex_xpu_kernels._version import __version__
 
 if TYPE_CHECKING:
@@ -32,6 +37,7 @@ __all__ = [
     "register",
     "reset_fallback_stats",
     "set_fallback_mode",
+    "set_kernel_mode",
     "state",
 ]
 

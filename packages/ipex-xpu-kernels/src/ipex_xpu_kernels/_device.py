@@ -119,6 +119,8 @@ def _configure(module: Any) -> None:
             os.environ.get("IPEX_XPU_FALLBACK", "").lower(), "silent"
         )
     )
+    always = os.environ.get("IPEX_XPU_KERNELS", "").lower() == "always"
+    module.set_kernel_mode("always" if always else "auto")
     module.set_zero_copy(os.environ.get("IPEX_XPU_ZERO_COPY", "1") != "0")
     module.set_kernel_library(str(Path(__file__).with_name("kernels")))
     module.set_cache_directory(_sycl.cache_directory())

@@ -47,3 +47,21 @@ def set_fallback_mode(mode: Literal["silent", "warn", "error"]) -> None:
             f"set_fallback_mode: mode must be 'silent', 'warn' or 'error', got {mode!r}"
         )
     require("set_fallback_mode").set_fallback_mode(mode)
+
+
+def set_kernel_mode(mode: Literal["auto", "always"]) -> None:
+    """Choose whether kernels are used that are slower than the same op of the host.
+
+    Args:
+        mode: ``"auto"`` leaves such ops to the host where it can read the memory of the device (the CPU device) and
+            fallbacks are allowed; they count as fallbacks. ``"always"`` uses kernels wherever there are some. The
+            variable ``IPEX_XPU_KERNELS`` sets it at start. On devices whose memory the host cannot read, kernels are
+            used in both modes.
+
+    Raises:
+        ValueError: Another mode.
+        RuntimeError: There is no xpu device of this package.
+    """
+    if mode not in ("auto", "always"):
+        raise ValueError(f"set_kernel_mode: mode must be 'auto' or 'always', got {mode!r}")
+    require("set_kernel_mode").set_kernel_mode(mode)
