@@ -45,11 +45,12 @@ SPLIT: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
-def layers(count: int) -> torch.nn.Module:
-    """Return linear layers of a million parameters each, with gradients."""
+def layers(count: int, width: int = 1024) -> torch.nn.Module:
+    """Return square linear layers of `count` million parameters in all, with gradients."""
     torch.manual_seed(0)
+    number = max(1, (count << 20) // width**2)
     model = torch.nn.Sequential(
-        *(torch.nn.Linear(1024, 1024, bias=False) for _ in range(count))
+        *(torch.nn.Linear(width, width, bias=False) for _ in range(number))
     ).train()
     for p in model.parameters():
         p.grad = torch.randn_like(p)
@@ -156,11 +157,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--layers", type=int, default=16, help="millions of parameters")
+    parser.add_argument("--width", type=int, default=1024, help="of each square weight")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each row")
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     count = options.layers << 20
+
+    def model() -> torch.nn.Module:
+        return layers(options.layers, options.width)
+
     memory(1, True)  # what libraries take when they are loaded is not the weights'
     held = [memory(options.layers, split) for split in (True, False)]
     print(*held, sep="\n")
@@ -172,25 +178,25 @@ def main() -> None:
 
     for name, (make, each) in FLOAT.items():
         candidates = {
-            "stock": make(layers(options.layers).parameters()).step,
-            "fused=True": make(layers(options.layers).parameters(), fused=True).step,
-            "ipex": ours(layers(options.layers), make),
+            "stock": make(model().parameters()).step,
+            "fused=True": make(model().parameters(), fused=True).step,
+            "ipex": ours(model(), make),
         }
         add(name, "float32", candidates, each)
     for (name, (make, each)), plain in zip(OURS.items(), (plain_lamb, plain_lars), strict=True):
-        parameters = [p.detach() for p in layers(options.layers).parameters()]
+        parameters = [p.detach() for p in model().parameters()]
         for p in parameters:
             p.grad = torch.randn_like(p)
         state: dict[Tensor, list[Tensor]] = {}
         candidates = {
             "stock": lambda f=plain, p=parameters, s=state: f(p, s),
-            "ipex": ours(layers(options.layers), make),
+            "ipex": ours(model(), make),
         }
         add(name, "float32", candidates, each)
     for name, (make, each) in SPLIT.items():
         candidates = {
-            "stock": with_master(layers(options.layers), make),
-            "ipex": ours(layers(options.layers), make, torch.bfloat16),
+            "stock": with_master(model(), make),
+            "ipex": ours(model(), make, torch.bfloat16),
         }
         add(name, "bfloat16 split", candidates, each)
     if options.json:
