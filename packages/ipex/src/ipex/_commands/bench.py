@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ipex bench``: every op against stock torch, and against what the machine could do."""
+"""Measure against stock PyTorch, other engines, and what the machine can do.
+
+Without a command: ops.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -14,29 +16,46 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
+import typer.core
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from ipex._console import PLAIN_WIDTH, make_console, writable
+from ipex._commands import bench_peers
+from ipex._commands._bench_report import (
+    figure_class,
+    read_results,
+    results_table,
+    write_json,
+    write_plot,
+)
+from ipex._console import make_console, writable
 
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result
 
 __all__ = ["app", "bench"]
 
-app = typer.Typer(add_completion=False, help=__doc__)
+
+class _Kinds(typer.core.TyperGroup):
+    """`ops` is the default: `ipex bench` and `ipex bench rms_norm` are `ipex bench ops ...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = ["ops", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=_Kinds, add_completion=False, help=__doc__)
 
 #: A ratio that is lower than the one of the earlier run by more than this share counts as a regression.
 TOLERANCE = 0.15
 
+_DEFAULT_DTYPES = "bfloat16,float32"
 _DTYPES = ("float32", "bfloat16", "float16")
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_LONG = {name: short for short, name in _SHORT.items()}
 
 
-@app.command()
+@app.command("ops")
 def bench(
     ops: Annotated[
         list[str] | None,
@@ -44,7 +63,7 @@ def bench(
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="Element types, separated by commas: float32, bfloat16, float16.")
-    ] = "bfloat16,float32",
+    ] = _DEFAULT_DTYPES,
     case: Annotated[str, typer.Option(help="Only shapes whose name contains this.")] = "",
     threads: Annotated[
         str, typer.Option(help="Numbers of threads, separated by commas (default: torch's).")
@@ -68,6 +87,20 @@ def bench(
             exists=True, dir_okay=False, help="Earlier --json file; exit 1 if a ratio fell."
         ),
     ] = None,
+    peers: Annotated[
+        bool,
+        typer.Option(
+            help="Instead: a few modules (linear, mlp, ...) on every engine, as 'ipex bench models'."
+        ),
+    ] = False,
+    engines: Annotated[str, typer.Option(help="With --peers: as of 'ipex bench models'.")] = "all",
+    size: Annotated[str, typer.Option(help="With --peers: tiny, small or full.")] = "small",
+    env: Annotated[
+        list[str] | None, typer.Option(help="With --peers: as of 'ipex bench models'.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="With --peers: write the tables as Markdown here.")
+    ] = None,
 ) -> None:
     """Measure ops against the stock op of torch, in pairs, at the shapes of their specs.
 
@@ -76,8 +109,27 @@ def bench(
 
     Exit codes: 0, 1 if --compare finds a ratio more than 15 % lower, 2 for bad arguments.
     """
-    console = make_console()
     names = [name for name in ops or () if name != "ops"]
+    if peers:
+        bench_peers.bench_kind(
+            "ops",
+            names=names or None,
+            engines=engines,
+            dtype=dtype if dtype != _DEFAULT_DTYPES else "auto",
+            size=size,
+            threads=(_parse_threads(threads) or [0])[0],
+            seconds=10 * seconds,
+            turn=seconds / 10,
+            rounds=7,
+            timeout=300,
+            env=env,
+            json_file=json_file,
+            markdown=markdown,
+            plot=plot,
+            compare=compare,
+        )
+        return
+    console = make_console()
     request: dict[str, Any] = {
         "ops": names,
         "dtypes": _parse_dtypes(dtype),
@@ -87,12 +139,12 @@ def bench(
     _check_ops(names)
     thread_counts = _parse_threads(threads)
     level_names = _parse_levels(levels)
-    earlier = _read_results(compare) if compare is not None else []
+    earlier = read_results(compare) if compare is not None else []
     if json_file is not None:
         writable(json_file, "--json")
     if plot is not None:
         writable(plot, "--plot")
-        _figure()
+        figure_class()
 
     from ipex_core.benchmark import busy
 
@@ -205,7 +257,7 @@ def _run(request: dict[str, Any], level: str, console: Console) -> list[Result]:
             env={**os.environ, "IPEX_CPU_ISA": level},
             check=True,
         )
-        return _read_results(answer)
+        return read_results(answer)
 
 
 def child(request: str, answer: str) -> None:
@@ -283,116 +335,9 @@ def find_regressions(
     }
 
 
-# -- output -----------------------------------------------------------------------------------------------------------
-
-
-def results_table(results: list[Result], width: int = PLAIN_WIDTH) -> Table:
-    """Return the table that the command prints; on a narrow terminal without the columns that matter least."""
-    table = Table(title="ipex against stock torch (ratio above 1: ipex is faster)", box=SIMPLE_HEAD)
-    several_levels = len({r.level for r in results}) > 1
-    several_threads = len({r.threads for r in results}) > 1
-    table.add_column("op", overflow="fold")
-    table.add_column("case", overflow="fold")
-    table.add_column("dtype", no_wrap=True)
-    if several_threads:
-        table.add_column("threads", justify="right")
-    if several_levels:
-        table.add_column("level")
-    rates, spread = width >= 125, width >= 100
-    for name, shown in (
-        ("stock us", True),
-        ("ipex us", True),
-        ("ratio", True),
-        ("p10-p90", spread),
-        ("GB/s", rates),
-        ("GFLOP/s", rates),
-        ("% of limit", True),
-    ):
-        if shown:
-            table.add_column(name, justify="right", no_wrap=True)
-    last = ""
-    for r in results:
-        if last and r.op != last:
-            table.add_section()
-        last = r.op
-        colour = "yellow" if r.slower else "green" if r.ratio_low > 1.0 else "default"
-        limit = "call" if r.limit_percent is None else f"{r.limit_percent:.0f} {r.limit[:3]}"
-        table.add_row(
-            r.op,
-            r.case,
-            _LONG.get(r.dtype, r.dtype),
-            *([str(r.threads)] if several_threads else []),
-            *([r.level] if several_levels else []),
-            f"{r.stock_us:,.1f}",
-            f"{r.ipex_us:,.1f}",
-            f"[{colour}]{r.ratio:.2f}x[/]",
-            *([f"{r.ratio_low:.2f}-{r.ratio_high:.2f}"] if spread else []),
-            *(
-                [f"{r.gb_per_s:.1f}", f"{r.gflop_per_s:.0f}" if r.gflop_per_s else ""]
-                if rates
-                else []
-            ),
-            limit,
-        )
-    first = results[0]
-    table.caption = (
-        f"{first.threads} thread(s), level {first.level}; mem/com: memory or compute bound"
-    )
-    return table
-
-
-def write_json(path: Path, results: list[Result]) -> None:
-    """Write the results and what machine they are from."""
-    from ipex_core.benchmark import machine
-
-    rows = [dataclasses.asdict(result) for result in results]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "results": rows}, indent=2) + "\n")
-
-
-def _read_results(path: Path) -> list[Result]:
-    from ipex_core.benchmark import Result
-
-    try:
-        return [Result(**row) for row in json.loads(path.read_text())["results"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise typer.BadParameter(f"{path} is not a result file of ipex bench: {error}") from None
-
-
-def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise typer.BadParameter(
-            "needs matplotlib: pip install 'ipex[plot]'", param_hint="--plot"
-        ) from None
-    return Figure
-
-
-def write_plot(path: Path, results: list[Result]) -> None:
-    """Draw the ratios as bars with their spread."""
-    figure = _figure()(figsize=(9, 1.2 + 0.22 * len(results)), layout="constrained")
-    axes = figure.subplots()
-    places = range(len(results))
-    low = [max(r.ratio - r.ratio_low, 0) for r in results]
-    high = [max(r.ratio_high - r.ratio, 0) for r in results]
-    axes.barh(
-        list(places),
-        [r.ratio for r in results],
-        xerr=[low, high],
-        color=["#c0392b" if r.slower else "#2a7f9e" for r in results],
-        error_kw={"elinewidth": 0.8},
-    )
-    axes.set_yticks(list(places), [f"{r.op} {r.case} {r.dtype}" for r in results], fontsize=7)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("times as fast as stock torch (median; line: p10-p90)")
-    axes.set_title(
-        f"ipex bench, {results[0].threads} thread(s), level {results[0].level}", fontsize=10
-    )
-    axes.margins(y=0.01)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+app.command("models")(bench_peers.models)
+app.command("llm")(bench_peers.llm)
+app.command("train")(bench_peers.train)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines. One file each; this is the list, in the order of the columns."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any, ClassVar
+
+__all__ = ["BASELINE", "NAMES", "Peer", "load"]
+
+#: Column and file names; `load` finds the class.
+NAMES = (
+    "stock_eager",
+    "stock_compile",
+    "torchao",
+    "ipex_eager",
+    "ipex_compile",
+    "ipex28",
+    "openvino",
+    "onnxruntime",
+    "llama_cpp",
+    "zentorch",
+)
+BASELINE = "stock_eager"
+
+
+class Peer:
+    """An engine. A subclass named ``Engine`` in each file sets these and prepares tasks.
+
+    Attributes:
+        title: The head of its column.
+        module: What must be importable, or an empty string.
+        install: How to get it.
+        kinds: The kinds of tasks that it can do.
+    """
+
+    title: ClassVar[str]
+    module: ClassVar[str] = "torch"
+    install: ClassVar[str] = ""
+    kinds: ClassVar[tuple[str, ...]] = ("ops", "models", "llm", "train")
+
+    def missing(self) -> str:
+        """Return why the engine cannot be loaded here, or an empty string."""
+        try:
+            found = importlib.util.find_spec(self.module) is not None
+        except (ImportError, ValueError):
+            found = False
+        return "" if found else f"not installed ({self.install or self.module})"
+
+    def version(self) -> str:
+        """Return the version, after loading the engine."""
+        return str(getattr(importlib.import_module(self.module), "__version__", "?"))
+
+    def prepare(self, task: Any) -> Any:
+        """Return the task ready to run, a `Prepared`.
+
+        Raises:
+            UnsupportedError: The engine cannot do it.
+            Exception: Whatever goes wrong in the engine; the table shows it.
+        """
+        raise NotImplementedError
+
+
+def load(name: str) -> Peer:
+    """Return the engine of a file."""
+    engine: Peer = importlib.import_module(f".{name}", __name__).Engine()
+    return engine

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchao with Inductor: dynamic int8 for models, weight-only int8 and int4 for language models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..task import Prepared, Task, UnsupportedError
+from ..torch_work import GROUP, prepare
+from . import Peer
+
+__all__ = ["Engine"]
+
+
+class Engine(Peer):
+    """Quantisation by torchao. It has no other form, so it runs int8 where the others run floating point."""
+
+    title = "torchao"
+    module = "torchao"
+    install = "pip install torchao"
+    kinds = ("ops", "models", "llm")
+
+    def prepare(self, task: Task) -> Prepared:
+        """Quantise the linear layers and compile."""
+        import torch
+        import torch._inductor.config as inductor
+        from torchao import quantization as ao
+
+        if task.dtype == "float32":
+            raise UnsupportedError("torchao quantises: compare it with --dtype bfloat16 or int8")
+        inductor.freezing = True
+        int4 = task.kind == "llm" and task.dtype == "int4"
+
+        def quantise(model: Any) -> Any:
+            if int4:
+                config = ao.Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="opaque")
+            elif task.kind == "llm":
+                config = ao.Int8WeightOnlyConfig()
+            else:
+                config = ao.Int8DynamicActivationInt8WeightConfig()
+            before = _linears(model)
+            ao.quantize_(model, config)
+            if not before:
+                raise UnsupportedError("the model has no linear layer to quantise")
+            return model
+
+        return prepare(
+            task, change=quantise, compile_with=torch.compile, precision="int4" if int4 else "int8"
+        )
+
+
+def _linears(model: Any) -> int:
+    import torch
+
+    return sum(isinstance(m, torch.nn.Linear) for m in model.modules())

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as a table of the terminal, as Markdown and as a chart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from . import peers
+from .result import Row, Run
+
+__all__ = ["markdown", "matrix", "show", "title", "write_plot"]
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def title(run: Run) -> str:
+    """Return the head of the table."""
+    threads = run.rows[0].threads if run.rows else run.machine.get("threads", "?")
+    return f"ipex bench {run.kind}, {_SHORT.get(run.dtype, run.dtype)}, {threads} thread(s)"
+
+
+def matrix(run: Run) -> tuple[list[str], list[str], dict[tuple[str, str], Row]]:
+    """Return the cases, the engines that have a number at any, and the rows by both."""
+    cases = list(dict.fromkeys(row.case for row in run.rows))
+    have = {row.engine for row in run.rows}
+    engines = [name for name in peers.NAMES if name in have]
+    return cases, engines, {(row.case, row.engine): row for row in run.rows}
+
+
+def show(run: Run, console: Console) -> None:
+    """Print the table: a column for each engine, or, where the terminal is too narrow, a line."""
+    cases, engines, cells = matrix(run)
+    if cases:
+        wide = console.width >= 24 + 15 * len(engines)
+        console.print(_by_case(run, cases, engines, cells) if wide else _by_engine(run))
+    for line in absences(run):
+        console.print(f"[dim]{escape(line)}[/]", highlight=False)
+
+
+def _by_case(
+    run: Run, cases: list[str], engines: list[str], cells: dict[tuple[str, str], Row]
+) -> Table:
+    table = Table(title=title(run), box=SIMPLE_HEAD, caption=_CAPTION)
+    table.add_column("case", overflow="fold")
+    for engine in engines:
+        table.add_column(peers.load(engine).title, justify="right", no_wrap=True)
+    for case in cases:
+        found = [cells.get((case, engine)) for engine in engines]
+        table.add_row(case, *("-" if row is None else _cell(row) for row in found))
+        table.add_section()
+    return table
+
+
+def _cell(row: Row) -> str:
+    first = f"{milliseconds(row.ms)} ms {_SHORT.get(row.precision, row.precision)}"
+    last = f"{row.limit_percent:.0f}% {row.limit[:3]}, {row.peak_mb:.0f} MB"
+    if row.engine == peers.BASELINE:
+        return f"{first}\n1\n\n{last}"
+    colour = "green" if row.low > 1 else "yellow" if row.high < 1 else "default"
+    return f"{first}\n[{colour}]{row.ratio:.2f}x[/]\n{row.low:.2f}-{row.high:.2f}\n{last}"
+
+
+_CAPTION = (
+    "times as fast as stock eager and 95 % confidence interval; share of the limit of memory or arithmetic;"
+    " peak memory"
+)
+
+
+def _by_engine(run: Run) -> Table:
+    table = Table(title=title(run), box=SIMPLE_HEAD, caption=_CAPTION)
+    table.add_column("case, engine", overflow="fold")
+    for name in ("ms", "ratio", "95 %", "limit", "MB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    last = ""
+    for row in run.rows:
+        if row.case != last:
+            table.add_section()
+            table.add_row(f"[bold]{escape(row.case)}[/]", *[""] * 5)
+        last = row.case
+        precision = _SHORT.get(row.precision, row.precision)
+        table.add_row(
+            f" {peers.load(row.engine).title} {precision}",
+            milliseconds(row.ms),
+            f"{row.ratio:.2f}x",
+            f"{row.low:.2f}-{row.high:.2f}",
+            f"{row.limit_percent:.0f}% {row.limit[:3]}",
+            f"{row.peak_mb:.0f}",
+        )
+    return table
+
+
+def absences(run: Run) -> list[str]:
+    """Return a line about each engine that has no number, with its reason."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for one in run.absent:
+        grouped.setdefault((one.engine, one.reason), []).append(one.case)
+    return [
+        f"{peers.load(engine).title}: {reason}" + (f" [{', '.join(cases)}]" if any(cases) else "")
+        for (engine, reason), cases in grouped.items()
+    ]
+
+
+def milliseconds(value: float) -> str:
+    """Return a time with three digits or more."""
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+# -- Markdown ---------------------------------------------------------------------------------------------------------
+
+
+def markdown(run: Run) -> str:
+    """Return the run as Markdown: the table with a column for each engine, the details, the engines without numbers."""
+    cases, engines, cells = matrix(run)
+    titles = [peers.load(engine).title for engine in engines]
+    facts = run.machine
+    where = [str(facts[key]) for key in ("cpu", "system") if facts.get(key)]
+    versions = [f"{peers.load(e).title} {v}" for e, v in run.versions.items() if v]
+    lines = [f"### {title(run)}", "", ", ".join([*where, *versions]) + ".", ""]
+    if run.command:
+        lines += ["```bash", run.command, "```", ""]
+    if cases:
+        lines += _markdown_row(["Case", *titles]), "|---" * (len(titles) + 1) + "|"
+    for case in cases:
+        found = [cells.get((case, engine)) for engine in engines]
+        lines.append(_markdown_row([case, *("-" if r is None else _short(r) for r in found)]))
+    lines += ["", _DETAILS, ""] if cases else []
+    heads = ["Case", "Engine", "Precision", "ms", "Ratio", "95 %", "Of the limit"]
+    heads += ["Peak MB", "Exactness", "Ready after s", "Note"]
+    if cases:
+        lines += [_markdown_row(heads), "|---" * len(heads) + "|"]
+    for row in run.rows:
+        lines.append(
+            _markdown_row(
+                [
+                    row.case,
+                    peers.load(row.engine).title,
+                    row.precision,
+                    milliseconds(row.ms),
+                    f"{row.ratio:.2f}",
+                    f"{row.low:.2f}-{row.high:.2f}",
+                    f"{row.limit_percent:.0f} % ({row.limit})",
+                    f"{row.peak_mb:.0f}",
+                    f"{row.exactness:.5f}",
+                    f"{row.prepare_s:.1f}",
+                    row.note,
+                ]
+            )
+        )
+    missing = absences(run)
+    if missing:
+        lines += ["", "Without a number:", "", *(f"- {_plain(line)}" for line in missing)]
+    return "\n".join(lines) + "\n"
+
+
+_DETAILS = (
+    "Milliseconds and, in bold, times as fast as stock eager in the same rounds. Below: the 95 % confidence interval"
+    " of that ratio, the share of what memory or arithmetic of the machine gave in the same rounds, the peak memory of"
+    " the process, the least cosine to the answer of float32 (for training: the largest relative difference of the"
+    " losses), and the time until the first answer."
+)
+
+
+def _short(row: Row) -> str:
+    text = f"{milliseconds(row.ms)} {_SHORT.get(row.precision, row.precision)}"
+    return text if row.engine == peers.BASELINE else f"{text} **{row.ratio:.2f}**"
+
+
+def _markdown_row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _plain(text: str) -> str:
+    """Return text of other programs without what Markdown would take for its own."""
+    return text.replace("<", "\\<").replace("|", "\\|").replace("`", "'").replace("*", "\\*")
+
+
+# -- chart ------------------------------------------------------------------------------------------------------------
+
+
+def write_plot(path: Path, run: Run, figure_class: Any) -> None:
+    """Draw the ratios with their intervals: a group of bars for each case.
+
+    Args:
+        path: The picture.
+        run: What to draw; must have rows.
+        figure_class: ``matplotlib.figure.Figure``.
+    """
+    cases, engines, cells = matrix(run)
+    shown = [e for e in engines if e != peers.BASELINE] or engines
+    high = 0.8 / len(shown)
+    figure = figure_class(
+        figsize=(9, 1.6 + 0.26 * len(cases) * (len(shown) + 1)), layout="constrained"
+    )
+    axes = figure.subplots()
+    for number, engine in enumerate(shown):
+        rows = [(place, cells.get((case, engine))) for place, case in enumerate(cases)]
+        drawn = [(place, row) for place, row in rows if row is not None]
+        axes.barh(
+            [place + (number - len(shown) / 2 + 0.5) * high for place, _ in drawn],
+            [row.ratio for _, row in drawn],
+            high,
+            xerr=[
+                [max(row.ratio - row.low, 0) for _, row in drawn],
+                [max(row.high - row.ratio, 0) for _, row in drawn],
+            ],
+            label=peers.load(engine).title,
+            color=_COLOURS[engine],
+            error_kw={"elinewidth": 0.8},
+        )
+    axes.set_yticks(range(len(cases)), cases, fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("times as fast as stock eager (median of paired rounds; line: 95 % interval)")
+    axes.set_title(title(run), fontsize=10)
+    axes.legend(fontsize=7, loc="best")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+_COLOURS = {
+    "stock_eager": "#999999",
+    "stock_compile": "#666666",
+    "torchao": "#c9a227",
+    "ipex_eager": "#2a7f9e",
+    "ipex_compile": "#124559",
+    "ipex28": "#7fb3c8",
+    "openvino": "#8e44ad",
+    "onnxruntime": "#c0392b",
+    "llama_cpp": "#d35400",
+    "zentorch": "#27ae60",
+}

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured, and what follows from it: ratios with confidence intervals, shares of limits, regressions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SIDE", "Absent", "Row", "Run", "footprint", "interval", "limit_percent", "regressions"]
+
+#: Side of the matrices whose product is the limit of arithmetic.
+SIDE = 1024
+
+#: Bytes of a weight. Four bits have a scale for each group in addition.
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.53}
+
+#: A ratio may fall by this share without being a regression, however narrow the intervals are.
+TOLERANCE = 0.05
+
+
+def footprint(n_bytes: float) -> int:
+    """Return how many bytes the limit of memory is measured with: as many as the work reads, within bounds."""
+    return int(min(max(n_bytes, 1 << 20), 1 << 30)) // 4096 * 4096
+
+
+def task_bytes(dtype: str, facts: Mapping[str, float]) -> float:
+    """Return the bytes that the work has to move at least."""
+    return facts["weights"] * _BYTES[dtype] + facts["activations"] * 4
+
+
+def limit_percent(
+    limits: Mapping[str, float],
+    seconds: float,
+    precision: str,
+    flops: float,
+    facts: Mapping[str, float],
+) -> tuple[float, str]:
+    """Return the share of the limit that a time is, in percent, and which limit: ``"memory"`` or ``"compute"``.
+
+    Args:
+        limits: Seconds of the calls of the limits' process, and ``"bytes"``, what its reading call read.
+        seconds: The time of an engine.
+        precision: In which it computes.
+        flops: Arithmetic operations of the work.
+        facts: ``"weights"`` and ``"activations"``, the numbers that must be read or written.
+    """
+    # Weights of four bits are multiplied as numbers of eight, at best.
+    unit = {"int4": "int8", "float16": "bfloat16"}.get(precision, precision)
+    least = {
+        "memory": limits["read"] * task_bytes(precision, facts) / limits["bytes"],
+        "compute": limits[unit] * flops / (2 * SIDE**3),
+    }
+    bound = max(least, key=lambda name: least[name])
+    return 100 * least[bound] / seconds, bound
+
+
+def interval(
+    baseline: Sequence[float], candidate: Sequence[float], samples: int = 1000
+) -> tuple[float, float, float]:
+    """Return how many times faster the candidate is: the median over rounds and its 95 % confidence interval.
+
+    The interval is a bootstrap: of the medians of ``samples`` draws of rounds with replacement, the middle 95 %. The
+    draws are the same each time, so equal times give equal intervals.
+
+    Args:
+        baseline: Seconds of the baseline, one for each round.
+        candidate: Seconds of the candidate in the same rounds.
+        samples: Draws.
+
+    Example:
+        >>> interval([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+        (2.0, 2.0, 2.0)
+    """
+    ratios = [b / c for b, c in zip(baseline, candidate, strict=True)]
+    chance = random.Random(0)
+    medians = sorted(
+        statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(samples)
+    )
+    cut = int(0.025 * samples)
+    return statistics.median(ratios), medians[cut], medians[-1 - cut]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """An engine at a case.
+
+    Attributes:
+        case: The workload and its shape; for language models also which part.
+        engine: Name of the engine.
+        precision: In which it computed.
+        ms: Median milliseconds.
+        ratio: Times as fast as stock eager: median over rounds, in which both ran.
+        low: Lower end of its 95 % confidence interval.
+        high: Upper end.
+        rounds: Rounds.
+        limit_percent: Share of what the machine can do, measured in the same rounds.
+        limit: ``"memory"`` or ``"compute"``.
+        peak_mb: Peak resident memory of its process.
+        rss_mb: Resident memory at the end.
+        exactness: Least cosine to the answer of float32; for training the largest relative difference of the losses.
+        prepare_s: Seconds until it had given its first answer, with compilation.
+        threads: Threads.
+        note: What else to know.
+    """
+
+    case: str
+    engine: str
+    precision: str
+    ms: float
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+    limit_percent: float
+    limit: str
+    peak_mb: float
+    rss_mb: float
+    exactness: float
+    prepare_s: float
+    threads: int
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What identifies the same measurement in another run. The precision does not: it may change for the worse."""
+        return self.case, self.engine, self.threads
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Absent:
+    """An engine without a number at a case, and why; an empty case stands for all."""
+
+    engine: str
+    case: str
+    reason: str
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """A table.
+
+    Attributes:
+        kind: ``"ops"``, ``"models"``, ``"llm"`` or ``"train"``.
+        dtype: What was asked for.
+        machine: Where it was measured.
+        versions: Of the engines.
+        rows: The numbers.
+        absent: Engines without one.
+        command: What was called.
+    """
+
+    kind: str
+    dtype: str
+    machine: dict[str, Any]
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    absent: list[Absent] = dataclasses.field(default_factory=list)
+    command: str = ""
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps({"schema": 1, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        """Read a file that was written from `to_json`.
+
+        Raises:
+            ValueError: It is none.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                kind=data["kind"],
+                dtype=data["dtype"],
+                machine=data["machine"],
+                versions=data["versions"],
+                rows=[Row(**row) for row in data["rows"]],
+                absent=[Absent(**row) for row in data["absent"]],
+                command=data.get("command", ""),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a result file of this command: {error}") from None
+
+
+def regressions(before: Iterable[Row], now: Run) -> list[str]:
+    """Return what is worse than in an earlier run beyond the noise, of our own engines; other engines are not ours.
+
+    A ratio is worse if the confidence intervals of then and now do not touch and the medians differ by more than
+    `TOLERANCE`. An engine that had a number and now fails is worse, too.
+    """
+    found = []
+    rows = {row.key: row for row in now.rows}
+    for old in before:
+        if not old.engine.startswith("ipex_"):
+            continue
+        row = rows.get(old.key)
+        name = f"{old.case}, {old.engine}"
+        if row is None:
+            reasons = [a for a in now.absent if a.engine == old.engine and a.case in {old.case, ""}]
+            if reasons and reasons[0].reason.startswith("failed"):
+                found.append(f"{name}: {old.ratio:.2f}x -> {reasons[0].reason}")
+        elif row.high < old.low and row.ratio < old.ratio * (1 - TOLERANCE):
+            found.append(
+                f"{name}: {old.ratio:.2f}x ({old.low:.2f}-{old.high:.2f}) ->"
+                f" {row.ratio:.2f}x ({row.low:.2f}-{row.high:.2f})"
+            )
+    return found

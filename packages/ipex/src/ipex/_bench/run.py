@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running all engines on all cases: answers first, then times in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import peers, shapes
+from .process import EngineError, Worker
+from .result import Absent, Row, Run, footprint, interval, limit_percent, task_bytes
+from .task import Task
+
+__all__ = ["Plan", "run"]
+
+Times = dict[str, list[dict[str, float]]]
+_LIMITS = "limits"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        kind: The kind of tasks.
+        names: The workloads.
+        engines: The engines; the baseline is always among them.
+        dtype: The precision asked for.
+        size: ``"tiny"``, ``"small"`` or ``"full"``.
+        threads: Threads of each engine.
+        seconds: Time of the rounds of a case, without preparation.
+        turn: Seconds of an engine's turn in a round, for each call.
+        rounds: Rounds to run even if the time is up.
+        timeout: Seconds that an engine may take to prepare.
+        pythons: Interpreters of engines that have an environment of their own.
+    """
+
+    kind: str
+    names: Sequence[str]
+    engines: Sequence[str]
+    dtype: str
+    size: str
+    threads: int
+    seconds: float
+    turn: float
+    rounds: int
+    timeout: float
+    pythons: dict[str, str]
+
+
+def run(plan: Plan, machine: dict[str, Any], say: Callable[[str], None] = print) -> Run:
+    """Measure; see `Plan`.
+
+    Args:
+        plan: What to measure.
+        machine: Facts about the machine, for the result.
+        say: Called with a line about each step.
+    """
+    found = Run(plan.kind, plan.dtype, machine)
+    usable = []
+    for engine in plan.engines:
+        if plan.kind not in peers.load(engine).kinds:
+            found.absent.append(Absent(engine, "", f"no adapter for {plan.kind}"))
+        else:
+            usable.append(engine)
+    for name in plan.names:
+        for label, shape in shapes.cases(plan.kind, name, plan.size):
+            with tempfile.TemporaryDirectory(prefix="ipex-bench-") as folder:
+                task = Task(plan.kind, name, label, shape, plan.dtype, plan.threads, folder)
+                task.write()
+                usable = _case(plan, task, usable, found, say)
+    return found
+
+
+def _case(
+    plan: Plan, task: Task, engines: list[str], found: Run, say: Callable[[str], None]
+) -> list[str]:
+    """Measure a case; return the engines that are installed."""
+    say(f"{task.case}: float32")
+    with Worker(task, peers.BASELINE, timeout=plan.timeout) as worker:
+        try:
+            answer = worker.ask(do="make")
+        except EngineError as error:
+            answer = {"error": str(error)}
+    if "error" in answer:
+        found.absent += [Absent(e, task.case, f"failed: {answer['error']}") for e in engines]
+        return engines
+    facts = json.loads((task.path / "facts.json").read_text(encoding="utf-8"))
+    waiting = [e for e in engines if e != peers.BASELINE]
+    missing: list[str] = []
+    while True:
+        # All at once where memory allows: then each round has every engine. Else in groups, each with the baseline.
+        with contextlib.ExitStack() as stack:
+            workers: dict[str, Worker] = {}
+            about: dict[str, dict[str, Any]] = {}
+
+            def start(engine: str, stack: Any = stack, workers: Any = workers) -> Worker:
+                python = plan.pythons.get(engine, "")
+                worker = stack.enter_context(Worker(task, engine, python, plan.timeout))
+                workers[engine] = worker
+                return worker
+
+            limits = start(_LIMITS)
+            read = footprint(task_bytes(task.dtype, facts))
+            limits.ask(do="limits", bytes=read)
+            group = [peers.BASELINE]
+            while group:
+                engine = group.pop(0)
+                say(f"{task.case}: preparing {engine}")
+                reason = _prepare(start, engine, about, missing)
+                if reason:
+                    workers.pop(engine).close()
+                    found.absent.append(
+                        Absent(engine, "" if engine in missing else task.case, reason)
+                    )
+                    if engine == peers.BASELINE:
+                        return engines
+                if waiting and (len(about) < 2 or _fits(about)):
+                    group.append(waiting.pop(0))
+            say(f"{task.case}: timing {', '.join(about)}")
+            try:
+                times = _rounds(plan, workers, about)
+            except EngineError as error:
+                found.absent += [Absent(e, task.case, f"failed: {error}") for e in about]
+                return engines
+            for engine, fact in about.items():
+                found.versions.setdefault(engine, fact["version"])
+            known = {row.key for row in found.rows}
+            new = _rows(task, facts, times, about, read)
+            found.rows += [row for row in new if row.key not in known]
+            have = {row.engine for row in found.rows if row.case.startswith(task.case)}
+            for engine in about:
+                if engine not in have and "failed" not in about[engine]:
+                    reason = "too disturbed to tell: repeat it on an idle machine"
+                    found.absent.append(Absent(engine, task.case, reason))
+            for engine in [e for e in about if "failed" in about[e]]:
+                found.absent.append(Absent(engine, task.case, f"failed: {about[engine]['failed']}"))
+        if not waiting:
+            return [e for e in engines if e not in missing]
+
+
+def _prepare(
+    start: Callable[[str], Worker],
+    engine: str,
+    about: dict[str, dict[str, Any]],
+    missing: list[str],
+) -> str:
+    """Prepare an engine; return why it cannot be timed, or an empty string."""
+    try:
+        answer = start(engine).ask(do="prepare")
+    except EngineError as error:
+        return f"failed: {error}"
+    except OSError as error:  # the interpreter
+        return f"failed: {error}"
+    if "missing" in answer:
+        missing.append(engine)
+        return str(answer["missing"])
+    if "unsupported" in answer:
+        return str(answer["unsupported"])
+    if "error" in answer:
+        return f"failed: {answer['error']}"
+    about[engine] = answer
+    return ""
+
+
+def _fits(about: dict[str, dict[str, Any]]) -> bool:
+    """Return whether another engine of the size of the largest so far fits the free memory."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return True
+    free = next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("MemAvailable"))
+    return free > 1.5 * max((fact.get("peak_mb", 0) for fact in about.values()), default=0)
+
+
+def _rounds(plan: Plan, workers: dict[str, Worker], about: dict[str, dict[str, Any]]) -> Times:
+    """Let all engines take turns; one that fails leaves the rounds."""
+    times: Times = {name: [] for name in workers}
+    order = list(workers)
+    begin = time.monotonic()
+    done = 0
+    while done < plan.rounds or time.monotonic() - begin < plan.seconds:
+        for name in list(order):
+            try:
+                answer = workers[name].ask(do="time", seconds=plan.turn)
+            except EngineError as error:
+                answer = {"error": str(error)}
+            if "error" in answer:
+                if name in {_LIMITS, peers.BASELINE}:
+                    raise EngineError(f"{name}: {answer['error']}")
+                order.remove(name)
+                times.pop(name)
+                about[name]["failed"] = answer["error"]
+                continue
+            times[name].append(answer["times"])
+            if name in about:
+                about[name].update(
+                    {key: answer[key] for key in ("peak_mb", "rss_mb") if key in answer}
+                )
+        order.reverse()
+        done += 1
+    return times
+
+
+def _rows(
+    task: Task,
+    facts: dict[str, float],
+    times: Times,
+    about: dict[str, dict[str, Any]],
+    read: int,
+) -> Iterator[Row]:
+    limits = {
+        call: statistics.median(one[call] for one in times[_LIMITS]) for call in times[_LIMITS][0]
+    }
+    limits["bytes"] = read
+    for part, flops in _parts(task, facts):
+        for engine, fact in about.items():
+            if engine not in times:
+                continue
+            both = zip(
+                _seconds(task, times[peers.BASELINE], part),
+                _seconds(task, times[engine], part),
+                strict=True,
+            )
+            # Decoding is a difference: a disturbed round can make it negative. Such a round says nothing.
+            pairs = [(a, b) for a, b in both if a > 0 and b > 0]
+            if len(pairs) < 2:
+                continue
+            stock, mine = zip(*pairs, strict=True)
+            ratio, low, high = interval(stock, mine)
+            middle = statistics.median(mine)
+            share, bound = limit_percent(limits, middle, fact["precision"], flops, facts)
+            yield Row(
+                case=f"{task.case} {part}".strip(),
+                engine=engine,
+                precision=fact["precision"],
+                ms=round(middle * 1e3, 4),
+                ratio=round(ratio, 4),
+                low=round(low, 4),
+                high=round(high, 4),
+                rounds=len(mine),
+                limit_percent=round(share, 1),
+                limit=bound,
+                peak_mb=round(fact.get("peak_mb", 0)),
+                rss_mb=round(fact.get("rss_mb", 0)),
+                exactness=round(fact["exactness"], 6),
+                prepare_s=round(fact["prepare_s"], 2),
+                threads=task.threads,
+                note=fact["note"],
+            )
+
+
+def _parts(task: Task, facts: dict[str, float]) -> list[tuple[str, float]]:
+    """Return the parts that a task is timed in, with their arithmetic operations."""
+    if task.kind != "llm":
+        return [("", facts["flops"])]
+    return [("prefill", facts["flops"]), ("decode", 2 * facts["weights"] * task.shape["batch"])]
+
+
+def _seconds(task: Task, times: list[dict[str, float]], part: str) -> list[float]:
+    """Return the time of a part in each round."""
+    if part == "decode":
+        # Both generate; what the first token took is not decoding.
+        more = task.shape["new"] - 1
+        return [(one["all"] - one["first"]) / more for one in times]
+    return [one["first" if part else "call"] for one in times]

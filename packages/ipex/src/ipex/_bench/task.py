@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A piece of work that every engine gets: a folder with its description, weights, inputs and the answer of float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LEAST_COSINE", "MOST_LOSS_ERROR", "Prepared", "Task", "UnsupportedError"]
+
+#: The least cosine to the answer of float32, by the precision in which an engine computes. Random weights suffer more
+#: from few bits than trained ones.
+LEAST_COSINE = {"float32": 0.9999, "bfloat16": 0.99, "float16": 0.99, "int8": 0.96, "int4": 0.9}
+
+#: The largest relative difference of training losses from those of float32, by precision.
+MOST_LOSS_ERROR = {"float32": 1e-3, "bfloat16": 0.03}
+
+
+class UnsupportedError(Exception):
+    """The engine cannot do this task; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """What to run.
+
+    Attributes:
+        kind: ``"ops"``, ``"models"``, ``"llm"`` or ``"train"``.
+        name: Name of the workload.
+        case: What the table calls it: the workload and its shape.
+        shape: Numbers of the workload.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``.
+        threads: Threads of each engine.
+        folder: Where its files are.
+    """
+
+    kind: str
+    name: str
+    case: str
+    shape: dict[str, Any]
+    dtype: str
+    threads: int
+    folder: str
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return Path(self.folder)
+
+    @property
+    def float_dtype(self) -> str:
+        """The element type of what is not quantised: bfloat16 unless float32 is asked for."""
+        return "float32" if self.dtype == "float32" else "bfloat16"
+
+    def write(self) -> None:
+        """Write the description into the folder."""
+        text = json.dumps(dataclasses.asdict(self), indent=1)
+        (self.path / "task.json").write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: str) -> Task:
+        """Read the description of a folder."""
+        return cls(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the inputs as numpy arrays, in the order of the arguments."""
+        return self._arrays("inputs.npz")
+
+    def wanted(self) -> Any:
+        """Return the answer of float32 as a numpy array."""
+        return self._arrays("answer.npz")["answer"]
+
+    def _arrays(self, name: str) -> dict[str, Any]:
+        import numpy
+
+        with numpy.load(self.path / name, allow_pickle=False) as file:
+            return {key: file[key] for key in file.files}
+
+
+@dataclasses.dataclass(slots=True)
+class Prepared:
+    """A task that is ready to run on an engine.
+
+    Attributes:
+        precision: In which it computes; it decides how exact the answer must be.
+        answer: Returns the answer, an array of numbers.
+        calls: What is timed, by name; each call does the work once.
+        note: What a reader of the table should know.
+    """
+
+    precision: str
+    answer: Any
+    calls: dict[str, Any]
+    note: str = ""

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a task with torch: what the stock engines, torchao, zentorch and our compiler have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import workloads
+from .shapes import LAST_STEPS
+from .task import Prepared, Task
+
+__all__ = ["GROUP", "generator", "inference", "prepare", "training"]
+
+#: Weights that share a scale, where they have four bits.
+GROUP = 128
+
+Change = Callable[[Any], Any]
+
+
+def prepare(
+    task: Task,
+    *,
+    change: Change | None = None,
+    compile_with: Change | None = None,
+    precision: str = "",
+    note: str = "",
+) -> Prepared:
+    """Return a task ready to run with torch.
+
+    Args:
+        task: The task.
+        change: Changes the model, already in its float type, before it is compiled.
+        compile_with: Compiles a model or a function.
+        precision: What it computes in, if not the float type of the task.
+        note: Goes into the table.
+    """
+    precision = precision or task.float_dtype
+    if task.kind == "train":
+        return training(task, stock_training(task), compile_with, precision, note)
+    model = workloads.load(task)
+    if task.kind != "llm":
+        model = model.to(getattr(torch, task.float_dtype))
+    if change is not None:
+        model = change(model)
+    if task.kind == "llm":
+        if compile_with is not None:
+            model.forward = compile_with(model.forward)
+        return generator(task, model, precision, note, static=compile_with is not None)
+    return inference(task, compile_with(model) if compile_with else model, precision, note)
+
+
+def inference(
+    task: Task, model: Any, precision: str, note: str = "", context: Any = None
+) -> Prepared:
+    """Return a model and its inputs ready to run."""
+    arrays = task.inputs().values()
+    dtype = getattr(torch, task.float_dtype) if context is None else torch.float32
+    inputs = [torch.from_numpy(a) for a in arrays]
+    inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    around = context if context is not None else contextlib.nullcontext
+
+    def call() -> Any:
+        with torch.no_grad(), around():
+            return model(*inputs)
+
+    return Prepared(precision, lambda: call().float().numpy(), {"call": call}, note)
+
+
+def generator(
+    task: Task,
+    model: Any,
+    precision: str,
+    note: str = "",
+    *,
+    static: bool = False,
+    context: Any = None,
+) -> Prepared:
+    """Return a language model ready to decode; ``static``: with a cache of fixed size, which compilers need."""
+    ids = torch.from_numpy(task.inputs()["input_ids"])
+    mask = torch.ones_like(ids)
+    around = context if context is not None else contextlib.nullcontext
+    more = {"cache_implementation": "static"} if static else {}
+
+    def make(count: int) -> Any:
+        # no_grad and not inference_mode: frozen graphs refuse inference tensors.
+        with torch.no_grad(), around():
+            return model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                num_beams=1,
+                pad_token_id=0,
+                **more,
+            )
+
+    def answer() -> Any:
+        with torch.no_grad(), around():
+            logits = model(input_ids=ids, attention_mask=mask).logits
+        return logits[:, -1].float().numpy()
+
+    new = task.shape["new"]
+    return Prepared(precision, answer, {"first": lambda: make(1), "all": lambda: make(new)}, note)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def stock_training(task: Task) -> Step:
+    """Return the step of a training task."""
+    model = workloads.load(task).train()
+    if task.name == "dlrm":
+        bags = nn.ModuleList(workloads.tables(task.shape, sparse=True))
+        optimizer: Any = torch.optim.SGD([*model.parameters(), *bags.parameters()], lr=0.1)
+        starts = torch.arange(task.shape["batch"])
+
+        def look_up(rows: torch.Tensor) -> list[torch.Tensor]:
+            return [bag(r, starts) for bag, r in zip(bags, rows, strict=True)]
+
+        return Step(model, [optimizer], look_up, task)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return Step(model, [optimizer], None, task)
+
+
+class Step:
+    """A training step: the call takes a batch and returns its loss."""
+
+    def __init__(
+        self, model: Any, optimizers: list[Any], look_up: Change | None, task: Task
+    ) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.look_up = look_up
+        self.half = task.float_dtype == "bfloat16"
+
+    def __call__(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.half):
+            if self.look_up is not None:
+                logits = self.model(batch["x"], self.look_up(batch["rows"])).float()
+                loss = nn.functional.binary_cross_entropy_with_logits(logits, batch["y"])
+            else:
+                loss = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss.detach().float()
+
+
+def training(
+    task: Task, step: Any, compile_with: Change | None, precision: str, note: str = ""
+) -> Prepared:
+    """Return training steps ready to run. The answer is the losses of the first steps, so it can be asked for once."""
+    data = workloads.batches(task)
+    turn = itertools.cycle(data)
+    if compile_with is not None:
+        step.model = compile_with(step.model)
+    first = torch.stack([step(next(turn)) for _ in range(LAST_STEPS)])
+    return Prepared(precision, first.numpy, {"call": lambda: step(next(turn))}, note)

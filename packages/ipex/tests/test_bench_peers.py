@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ipex bench models|llm|train` and `ipex bench ops --peers`: engines in processes, answers before times."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ipex._bench import peers, shapes, torch_work, worker, workloads
+from ipex._bench.process import EngineError, Worker
+from ipex._bench.result import Absent, Row, Run, interval, limit_percent, regressions
+from ipex._bench.task import Prepared, Task
+from ipex._commands import bench
+
+pytest.importorskip("numpy")
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+def task_in(folder: Path, kind: str, name: str, dtype: str = "float32") -> Task:
+    label, shape = shapes.cases(kind, name, "tiny")[0]
+    shape = {k: v for k, v in shape.items() if k not in {"weights", "texts"}}
+    task = Task(kind, name, label, shape, dtype, 1, str(folder))
+    task.write()
+    return task
+
+
+def row(**changes: object) -> Row:
+    base = Row(
+        "a", "ipex_eager", "bfloat16", 1.0, 2.0, 1.9, 2.1, 7, 50.0, "memory", 9, 9, 1.0, 1.0, 1
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def run(*arguments: object) -> object:
+    return CliRunner().invoke(bench.app, [str(a) for a in arguments])
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_interval_holds_the_median_and_narrows_with_more_rounds():
+    stock = [10.0, 11.0, 9.0, 30.0, 10.0]
+    mine = [5.0, 5.0, 5.0, 5.0, 5.0]
+    middle, low, high = interval(stock, mine)
+    assert (middle, interval(stock, mine)) == (2.0, (middle, low, high))
+    assert low < middle < high
+    _, low_more, high_more = interval(stock * 20, mine * 20)
+    assert high_more - low_more < high - low
+
+
+def test_limit_is_the_slower_of_memory_and_arithmetic():
+    limits = {"read": 1.0, "bytes": 100.0, "bfloat16": 1.0, "int8": 0.5}
+    facts = {"weights": 50, "activations": 0}
+    assert limit_percent(limits, 2.0, "bfloat16", 0, facts) == (50.0, "memory")
+    share, bound = limit_percent(limits, 4.0, "bfloat16", 4 * 1024**3, facts)
+    assert (share, bound) == (50.0, "compute")
+    # int4 weights are multiplied as int8.
+    assert limit_percent(limits, 1.0, "int4", 4 * 1024**3, facts)[0] == pytest.approx(100.0)
+
+
+def test_regressions_need_intervals_apart_and_more_than_the_tolerance():
+    def now(*rows: Row, absent: tuple[Absent, ...] = ()) -> Run:
+        return Run("models", "bfloat16", {}, rows=list(rows), absent=list(absent))
+
+    old = [row()]
+    assert regressions(old, now(row(ratio=1.5, low=1.4, high=1.6)))
+    assert not regressions(old, now(row(ratio=1.5, low=1.0, high=2.0)))  # noise
+    assert not regressions(old, now(row(ratio=1.95, low=1.94, high=1.89)))  # small
+    assert not regressions(old, now(row(ratio=3.0, low=2.9, high=3.1)))
+    other = [row(engine="openvino")]
+    assert not regressions(other, now(row(engine="openvino", ratio=0.1, low=0.1, high=0.1)))
+    assert regressions(old, now(absent=(Absent("ipex_eager", "a", "failed: x"),)))
+    assert not regressions(old, now())  # not asked for this time
+
+
+def test_a_run_survives_its_file(tmp_path):
+    first = Run(
+        "llm", "int4", {"cpu": "x"}, {"torchao": "1"}, [row()], [Absent("zentorch", "", "no")], "c"
+    )
+    file = tmp_path / "run.json"
+    file.write_text(first.to_json())
+    assert Run.read(file) == first
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="not a result file"):
+        Run.read(file)
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", peers.NAMES)
+def test_each_engine_has_a_file_that_loads_without_its_package(name):
+    engine = peers.load(name)
+    assert engine.title and engine.kinds
+    assert isinstance(engine.missing(), str)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"),
+    [
+        ("models", "minilm", "bfloat16"),
+        ("models", "resnet50", "float32"),
+        ("models", "minilm", "int8"),
+        ("llm", "llama", "bfloat16"),
+        ("llm", "llama", "int4"),
+        ("train", "dlrm", "bfloat16"),
+        ("train", "bert", "bfloat16"),
+    ],
+)
+def test_ipex_gives_the_answer_of_float32(kind, name, dtype, tmp_path, monkeypatch):
+    if kind == "llm":
+        pytest.importorskip("ipex_llm")
+    if dtype == "int8":
+        pytest.importorskip("ipex_quant")
+    monkeypatch.setattr(worker, "ALIAS", "ipex._bench")
+    task = task_in(tmp_path, kind, name, dtype)
+    workloads.make(task)
+    prepared, fact = worker.prepare(task, "ipex_eager")
+    assert prepared is not None, fact
+    for call in prepared.calls.values():
+        call()
+    assert fact["precision"] == ("bfloat16" if dtype == "bfloat16" else dtype)
+
+
+def test_wrong_answers_are_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "ALIAS", "ipex._bench")
+    task = task_in(tmp_path, "ops", "linear")
+    workloads.make(task)
+    right = torch_work.prepare(task).answer()
+
+    class Fake(peers.Peer):
+        title = "fake"
+        answer = right
+
+        def prepare(self, task):
+            return Prepared("float32", lambda: self.answer, {})
+
+    monkeypatch.setattr(peers, "load", lambda name: Fake())
+    assert worker.prepare(task, "fake")[0] is not None
+    for wrong in (-right, 3 * right, right[:1], right * float("nan")):
+        Fake.answer = wrong
+        prepared, fact = worker.prepare(task, "fake")
+        assert prepared is None and fact["error"]
+
+
+def test_a_process_that_dies_or_hangs_is_an_error_with_a_reason(tmp_path):
+    task = task_in(tmp_path, "ops", "linear")
+    with Worker(task, "stock_eager", timeout=30) as process:
+        process._process.kill()
+        with pytest.raises(EngineError, match="ended with"):
+            process.ask(do="make")
+    with Worker(task, "stock_eager", timeout=0.01) as process:
+        with pytest.raises(EngineError, match="no answer within"):
+            process.ask(do="make")
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_of_engines(tmp_path):
+    pytest.importorskip("matplotlib")
+    files = {name: tmp_path / f"run.{name}" for name in ("json", "markdown", "plot")}
+    files["plot"] = tmp_path / "run.png"
+    done = run(
+        *("ops", "linear", "--peers", "--size", "tiny", "--seconds", "0.01", "--dtype", "fp32"),
+        *("--engines", "ipex_eager,openvino,llama_cpp,torchao", "--threads", "1"),
+        *(x for name, file in files.items() for x in (f"--{name}", file)),
+        *("--env", f"openvino={sys.executable}"),
+    )
+    assert done.exit_code == 0, done.output
+    found = Run.read(files["json"])
+    assert {r.engine for r in found.rows} == {"stock_eager", "ipex_eager"}
+    mine = next(r for r in found.rows if r.engine == "ipex_eager")
+    assert mine.low <= mine.ratio <= mine.high and mine.rounds >= 7
+    assert mine.limit_percent > 0 and mine.exactness > 0.9999
+    assert found.machine["torch"] == torch.__version__ and found.machine["threads"] == 1
+    reasons = {one.engine: one.reason for one in found.absent}
+    assert reasons["llama_cpp"] == "no adapter for ops"
+    text = files["markdown"].read_text()
+    assert "| Case | stock eager | ipex eager |" in text and "- llama.cpp: no adapter" in text
+    assert files["plot"].stat().st_size > 1000
+
+
+def test_a_regression_is_measured_again_before_it_counts(tmp_path, monkeypatch):
+    import ipex._bench.run as runner
+
+    before = tmp_path / "before.json"
+    slow, fast = row(ratio=1.0, low=0.9, high=1.1), row()
+    before.write_text(Run("ops", "float32", {}, rows=[fast]).to_json())
+    answers = []
+
+    def measured(plan, machine, say):
+        asked.append((plan.names, plan.seconds))
+        return Run("ops", "float32", machine, rows=[answers.pop(0)])
+
+    monkeypatch.setattr(runner, "run", measured)
+    arguments = ("ops", "linear", "--peers", "--seconds", "0.1", "--compare", before)
+    for now, code in (([slow, slow], 1), ([slow, fast], 0), ([fast], 0)):
+        asked: list[object] = []
+        answers[:] = now
+        done = run(*arguments)
+        assert done.exit_code == code, done.output
+        assert ("regression" in done.output) == bool(code)
+        assert len(asked) == len(now)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["models", "alexnet"], "must be one of minilm"),
+        (["models", "--engines", "tensorflow"], "must be one of all"),
+        (["models", "--dtype", "int4"], "must be one of float32"),
+        (["train", "--dtype", "int8"], "must be one of float32"),
+        (["llm", "--size", "huge"], "must be one of tiny"),
+        (["models", "--env", "openvino=/no/such/python"], "ENGINE=PYTHON"),
+        (["models", "--env", "openvino"], "ENGINE=PYTHON"),
+    ],
+)
+def test_bad_arguments_exit_with_2(arguments, message):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_file_of_another_command_is_refused(tmp_path):
+    file = tmp_path / "llm.json"
+    file.write_text(Run("llm", "int4", {}).to_json())
+    done = run("models", "--compare", file)
+    assert done.exit_code == 2 and "ipex bench llm" in done.output
