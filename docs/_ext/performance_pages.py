@@ -34,6 +34,8 @@ def tables(data: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Return the tables of one file, as dictionaries with title, machine, command, note, columns and rows."""
     if "tables" in data:
         return list(data["tables"])
+    if "absent" in data:
+        return engine_tables(data)
     results = data.get("results") or []
     if not results or "op" not in results[0]:
         raise ValueError(f"docs/data/{name}.json: neither tables nor the results of ipex bench")
@@ -68,6 +70,47 @@ def bench_table(data: Mapping[str, Any], name: str) -> dict[str, Any]:
         ],
         "rows": rows,
     }
+
+
+def engine_tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the table of a result file of ``ipex bench models``, ``llm``, ``train`` or ``ops --peers``."""
+    rows = data["rows"]
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    cells = {(row["case"], row["engine"]): row for row in rows}
+    versions = ", ".join(f"{name} {text}" for name, text in data["versions"].items())
+    missing = dict.fromkeys(f"{one['engine']}: {one['reason']}" for one in data["absent"])
+    note = (
+        "Milliseconds; in bold, times as fast as stock eager in the same rounds with the 95 % confidence interval; the"
+        " share of what memory or arithmetic of the machine gave in the same rounds; peak memory of the process."
+        f" Versions: {versions}."
+    )
+    if missing:
+        note += f" Without a number: {'; '.join(missing)}."
+    return [
+        {
+            "title": data.get("title", f"`ipex bench {data['kind']}`, {data['dtype']}"),
+            "machine": machine(data["machine"]),
+            "command": data.get("command", ""),
+            "note": f"{note} {data.get('note', '')}".strip(),
+            "columns": ["Case", *(name.replace("_", " ") for name in engines)],
+            "rows": [
+                [case, *(engine_cell(cells.get((case, engine))) for engine in engines)]
+                for case in dict.fromkeys(row["case"] for row in rows)
+            ],
+        }
+    ]
+
+
+def engine_cell(row: Mapping[str, Any] | None) -> str:
+    """Return what an engine did at a case."""
+    if row is None:
+        return "-"
+    time = f"{row['ms']:.4g}" if row["ms"] < 10 else f"{row['ms']:.1f}"
+    ratio = f" **{row['ratio']:.2f}** ({row['low']:.2f}-{row['high']:.2f})"
+    return (
+        f"{time} {row['precision']}{'' if row['engine'] == 'stock_eager' else ratio},"
+        f" {row['limit_percent']:.0f} % {row['limit']}, {row['peak_mb']:.0f} MB"
+    )
 
 
 def machine(facts: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ def prepare(
         return _train(task, ipex, compile_with)
     if task.kind == "llm":
         return _generate(task, ipex, traced)
-    half = task.float_dtype == "bfloat16"
+    half = task.dtype == "bfloat16"
     model = workloads.load(task)
     example = tuple(torch.from_numpy(a) for a in task.inputs().values())
     precision = task.float_dtype

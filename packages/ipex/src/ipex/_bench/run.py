@@ -136,8 +136,8 @@ def _case(
             new = _rows(task, facts, times, about, read)
             found.rows += [row for row in new if row.key not in known]
             have = {row.engine for row in found.rows if row.case.startswith(task.case)}
-            for engine in about:
-                if engine not in have and "failed" not in about[engine]:
+            for engine, fact in about.items():
+                if engine not in have and "failed" not in fact:
                     reason = "too disturbed to tell: repeat it on an idle machine"
                     found.absent.append(Absent(engine, task.case, reason))
             for engine in [e for e in about if "failed" in about[e]]:
