@@ -209,7 +209,7 @@ def test_a_regression_is_measured_again_before_it_counts(tmp_path, monkeypatch):
         answers[:] = now
         done = run(*arguments)
         assert done.exit_code == code, done.output
-        assert ("regression" in done.output) == bool(code)
+        assert ("regression:" in done.output) == bool(code)
         assert len(asked) == len(now)
 
 
