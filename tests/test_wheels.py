@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import configparser
 import email
+import hashlib
 import importlib.util
+import json
 import os
 import re
+import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import finish_wheels
 from check_versions import load_project
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +37,10 @@ SIZE_LIMIT = {
     "ipex": 4,
     "ipex-xpu-kernels": 4,
 }
+
+#: Megabytes of all wheels for the CPU together, as they are downloaded.
+DOWNLOAD_LIMIT = 40
+NATIVE = ("ipex-cpu-kernels", "ipex-runtime", "ipex-xpu-kernels")
 
 
 def wheel_path(package: str) -> Path:
@@ -77,6 +86,11 @@ def test_typed_licensed_and_small(package: str) -> None:
     assert sum(names.values()) < SIZE_LIMIT[package] * 2**20
 
 
+def test_the_wheels_for_the_cpu_are_a_small_download() -> None:
+    sizes = {name: wheel_path(name).stat().st_size for name in PACKAGES if "xpu" not in name}
+    assert sum(sizes.values()) < DOWNLOAD_LIMIT * 2**20, sizes
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_metadata_agrees_with_the_project(package: str) -> None:
     project = load_project(ROOT / "packages" / package)
@@ -104,6 +118,70 @@ def test_wheel_runs_on_every_python(package: str) -> None:
     # The xpu device talks to torch's Python objects.
     tag = r"-cp3\d+-cp3\d+-" if package == "ipex-xpu-kernels" else r"-py3-none-"
     assert re.search(tag, wheel_path(package).name)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_platform_tag(package: str) -> None:
+    name = wheel_path(package).name
+    if package not in NATIVE:
+        assert name.endswith("-py3-none-any.whl")
+    else:
+        # The number depends on the system it was built on; test_symbols.py has the limit.
+        assert re.search(r"-manylinux_2_\d+_x86_64(\.\w+)*\.whl$", name), name
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_bill_of_materials(package: str) -> None:
+    bill = json.loads(read(package, f".dist-info/sboms/{package}.cdx.json"))
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    own = bill["metadata"]["component"]
+    assert own["purl"] == f"pkg:pypi/{package}@{own['version']}"
+    with zipfile.ZipFile(wheel_path(package)) as archive:
+        libraries = {
+            name: hashlib.sha256(archive.read(name)).hexdigest()
+            for name in archive.namelist()
+            if ".so" in name
+        }
+    parts = bill["components"]
+    files = {p["name"]: p["hashes"][0]["content"] for p in parts if p["type"] == "file"}
+    assert files == libraries
+    assert bool(libraries) == (package in NATIVE)
+    inside = {p["name"] for p in parts if p["type"] == "library" and "scope" not in p}
+    assert ("gcc-runtime" in inside) == bool(libraries)
+    assert all(p["licenses"] for p in parts if "scope" not in p)
+    required = {p["properties"][0]["value"] for p in parts if "scope" in p}
+    metadata = email.message_from_string(read(package, ".dist-info/METADATA"))
+    assert required == set(metadata.get_all("Requires-Dist", []))
+    references = [p["bom-ref"] for p in (own, *parts)]
+    assert len(set(references)) == len(references)
+    assert {d["ref"] for d in bill["dependencies"]} <= set(references)
+
+
+@pytest.mark.parametrize("package", NATIVE)
+def test_libraries_carry_no_path_of_the_build_machine(package: str) -> None:
+    with zipfile.ZipFile(wheel_path(package)) as archive:
+        for name in archive.namelist():
+            if ".so" in name:
+                found = re.findall(
+                    rb"[^\0]*(?:site-packages|/home/|/tmp/)[^\0]*", archive.read(name)
+                )
+                assert not found, (name, found[:3])
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name not in NATIVE])
+def test_a_pure_sdist_builds_the_same_wheel_alone(package: str, tmp_path: Path) -> None:
+    """Outside the checkout, with hatchling only: complete, and the same bytes."""
+    pytest.importorskip("hatchling")
+    (sdist,) = Path(FOLDER).glob(f"{package.replace('-', '_')}-[0-9]*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    out = tmp_path / "out"
+    out.mkdir()
+    command = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", command, str(out)], cwd=source, check=True)
+    (built,) = out.iterdir()
+    assert finish_wheels.finish(built).read_bytes() == wheel_path(package).read_bytes()
 
 
 def test_kernel_wheel_has_one_module_per_level_and_no_other_library() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
@@ -107,3 +108,23 @@ def test_no_path_of_the_build_machine():
 def test_files_exist_for_all_levels():
     assert LIBRARY.is_file()
     assert [level for level in LEVELS if not module(level).is_file()] == []
+
+
+@needs_binutils
+@pytest.mark.skipif(
+    tuple(map(int, (platform.libc_ver()[1] or "0.0").split(".")[:2])) > (2, 36),
+    reason="built on a newer system than those that releases are built on",
+)
+@pytest.mark.parametrize(
+    "library", sorted(LIBRARY.parent.glob("libipex_*.so")), ids=lambda p: p.stem
+)
+def test_libraries_need_nothing_newer_than_manylinux_2_28(library):
+    limits = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+    text = output("objdump", "-T", str(library))
+    needed = re.findall(r"\((GLIBC|GLIBCXX|CXXABI)_([0-9.]+)\) +(?:\.hidden )?(\w+)", text)
+    assert needed
+    assert not [
+        f"{symbol}@{name}_{version}"
+        for name, version, symbol in needed
+        if tuple(map(int, version.split("."))) > limits[name]
+    ]

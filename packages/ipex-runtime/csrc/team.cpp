@@ -12,6 +12,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#if defined(__linux__) && defined(__x86_64__)
+// Not the newest version, which systems with a glibc before 2.34 do not have.
+__asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
+#endif
+
 namespace {
 
 constexpr int kNodeWords = 16;  // 1024 NUMA nodes, what the kernel can be configured for
