@@ -182,6 +182,25 @@ def build(session: nox.Session, packages: Iterable[str], *tools: str) -> None:
         (DIST / ".built.json").write_text(json.dumps(entries, indent=2) + "\n")
 
 
+@nox.session(default=False, requires=["wheels"])
+def reproducible(session: nox.Session) -> None:
+    """Build each sdist alone, elsewhere, and compare with dist/ byte by byte; `-- PACKAGE...` takes only some."""
+    prepare(session)
+    packages = session.posargs or list(PACKAGES)
+    more = XPU_BUILD_TOOLS if XPU in packages else ()
+    session.install(*BUILD_TOOLS, *FINISH_TOOLS, *more)
+    if os.environ.get("CI"):
+        session.env["SKBUILD_CMAKE_DEFINE"] = "IPEX_WERROR=ON"
+    session.run("python", "tools/rebuild_wheels.py", str(DIST), *packages)
+
+
+@nox.session(default=False, requires=["wheels"])
+def slim(session: nox.Session) -> None:
+    """Install each package and each extra into an empty environment; `-- "ipex[llm]"` takes only some."""
+    prepare(session)
+    session.run("python", "tools/try_wheels.py", str(DIST), *session.posargs)
+
+
 # -- the two front doors --------------------------------------------------------------------------------------
 
 
@@ -410,6 +429,34 @@ def typecheck(session: nox.Session) -> None:
         "tools",
         "docs/_ext",
     )
+
+
+@nox.session(default=False, requires=["wheels"])
+def audit(session: nox.Session) -> None:
+    """Look for known vulnerabilities in all that our packages bring with them (asks the database of PyPI)."""
+    prepare(session)
+    install_wheels(session, PACKAGES, "pip-audit", extras="[all,serve,demo]")
+    # Our own packages are files, no releases; torch's local versions are in no database.
+    found = session.run("pip", "freeze", "--exclude-editable", silent=True) or ""
+    lines = [re.sub(r"\+\w+$", "", line) for line in found.splitlines() if "==" in line]
+    listed = Path(session.create_tmp()).resolve() / "installed.txt"
+    listed.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    command = ["pip-audit", "--no-deps", "--disable-pip", "-r", str(listed), *session.posargs]
+    try:
+        session.run(*command, "--progress-spinner", "off")
+    except nox.command.CommandFailed:
+        session.error(
+            "pip-audit found something, or could not ask its database: that needs https access to pypi.org"
+            " (or `-- -s osv` for api.osv.dev)"
+        )
+
+
+@nox.session(default=False, requires=["wheels"])
+def fuzz(session: nox.Session) -> None:
+    """Feed changed inputs to ops, checkpoint readers, YAML and commands; `-- gguf --count 100000 --seed 1`."""
+    prepare(session)
+    install_wheels(session, PACKAGES, "numpy", extras="[all]")
+    session.run("python", "tests/fuzz/fuzz.py", *session.posargs)
 
 
 @nox.session(requires=["wheels"])

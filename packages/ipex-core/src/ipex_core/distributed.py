@@ -49,7 +49,7 @@ _log = logging.getLogger("ipex.distributed")
 _DEFAULT_TIMEOUT = datetime.timedelta(seconds=1800)
 
 #: Where a file is memory.
-_DIRECTORY = "/dev/shm"
+_DIRECTORY = "/dev/shm"  # noqa: S108  (files of random names, which must not exist yet)
 
 #: Variables in which launchers of MPI tell a process its rank and the number of processes.
 _LAUNCHERS = (

@@ -14,6 +14,7 @@ import torch
 
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
+from ipex_quant._files import is_file_name
 
 __all__ = ["model_config", "quantization_config", "read_file", "tensors"]
 
@@ -22,13 +23,15 @@ Tensor = torch.Tensor
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 #: Where tools have put the configuration when it was not in config.json.
 _CONFIGS = ("quantize_config.json", "quantization_config.json", "quant_config.json")
+#: A name that tells of more files is no name of a shard.
+_MOST_SHARDS = 100_000
 _SHARD = re.compile(r"^(.*-)(\d+)-of-(\d+)(\.\w+)$")
 
 
 def _json(op: str, path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OpArgumentError(f"{op}: {path} must be a readable JSON file, got {error}") from error
     check(isinstance(found, dict), op, str(path), "hold a JSON object", type(found).__name__)
     return found  # type: ignore[no-any-return]
@@ -88,7 +91,10 @@ def _files(op: str, folder: Path) -> tuple[list[str], set[str]]:
             table = _json(op, folder / name).get("weight_map")
             check(isinstance(table, dict), op, str(folder / name), "have a weight_map", table)
             assert isinstance(table, dict)
-            return sorted(set(table.values())), set(table)
+            files = sorted(set(map(str, table.values())))
+            outside = next((file for file in files if not is_file_name(file)), None)
+            check(outside is None, op, str(folder / name), "name files beside it", outside)
+            return files, set(table)
     for suffix in (".safetensors", ".bin", ".pt"):
         found = sorted(p.name for p in folder.glob(f"*{suffix}") if "training_args" not in p.name)
         if found:
@@ -103,6 +109,8 @@ def _complete(names: list[str]) -> list[str]:
         match = _SHARD.match(name)
         if match:
             head, number, count, tail = match.groups()
+            if int(count) > _MOST_SHARDS:
+                continue
             for i in range(1, int(count) + 1):
                 every[f"{head}{i:0{len(number)}}-of-{count}{tail}"] = None
     return sorted(every)

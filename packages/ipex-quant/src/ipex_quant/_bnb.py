@@ -82,7 +82,7 @@ def _state(parts: Mapping[str, Tensor | None], kind: str, name: str) -> dict[str
     key = f"{name}.{_STATES[kind]}"
     try:
         found = json.loads(bytes(data.to(torch.uint8).flatten().tolist()).decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         found = str(error)
     check(isinstance(found, dict), key, "quant_state", "be a JSON object", found)
     shape, size = found.get("shape"), found.get("blocksize")

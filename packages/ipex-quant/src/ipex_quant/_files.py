@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import json
 import math
+import operator
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ __all__ = [
     "Entry",
     "ShardWriter",
     "check_model_folder",
+    "is_file_name",
     "mapped",
     "read_bytes",
     "read_config",
@@ -85,11 +87,16 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(f"{folder} must be a model folder, got no {name}: {reason}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} must be JSON, got {error}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} must be a JSON object, got {type(found).__name__}")
     return found
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether a text is the name of a file in the same folder, and no path to anywhere else."""
+    return name not in ("", ".", "..") and "\0" not in name and Path(name).name == name
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -104,6 +111,9 @@ def weight_files(folder: Path) -> list[Path]:
         if not isinstance(table, dict) or not table:
             raise CheckpointError(f"{index} must have a weight_map, got none")
         names = sorted(set(map(str, table.values())))
+        outside = [name for name in names if not is_file_name(name)]
+        if outside:
+            raise CheckpointError(f"{index} must name files beside it, got {outside[0][:200]!r}")
     else:
         names = ["model.safetensors"]
     missing = [name for name in names if not (folder / name).is_file()]
@@ -139,15 +149,19 @@ def read_header(path: Path) -> dict[str, Entry]:
                 name: Entry(
                     path,
                     DTYPES[row["dtype"]],
-                    tuple(row["shape"]),
-                    8 + length + row["data_offsets"][0],
-                    row["data_offsets"][1] - row["data_offsets"][0],
+                    tuple(map(operator.index, row["shape"])),
+                    8 + length + operator.index(row["data_offsets"][0]),
+                    operator.index(row["data_offsets"][1]) - row["data_offsets"][0],
                 )
                 for name, row in rows
             }
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (
+            *(ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError),
+        ) as error:
             raise wrong(f"a header that cannot be read ({type(error).__name__}: {error})") from None
     for name, entry in found.items():
+        if any(not 0 <= size < 1 << 63 for size in entry.shape):
+            raise wrong(f"the shape {list(entry.shape)} of {name}")
         if entry.start < 8 + length:
             raise wrong(f"data of {name} in the header")
         if entry.start + entry.size > total:

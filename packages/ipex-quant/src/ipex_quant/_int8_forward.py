@@ -39,7 +39,7 @@ class RewrittenForward:
         self.names = names
         self.lines = lines
         namespace = {name: _resolve(path) for name, path in names.items()}
-        exec(compile(source, "<ipex rewritten forward>", "exec"), namespace)
+        exec(compile(source, "<ipex rewritten forward>", "exec"), namespace)  # noqa: S102  (code that torch.fx made)
         self._function: Callable[..., Any] = namespace["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

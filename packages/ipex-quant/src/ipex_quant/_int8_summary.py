@@ -68,7 +68,7 @@ def load_summary(model: nn.Module, qconf_summary: Any) -> None:
     state = _state(op, model)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise OpArgumentError(f"{op}: qconf_summary must be JSON, got {path}: {error}") from error
     loaded, results = _read(op, model, state, data)
     state.loaded = loaded

@@ -72,7 +72,7 @@ class State:
             results = {r["trial"]: (_number(r["accuracy"]), r["speedup"]) for r in data["results"]}
             self.baseline = None if baseline is None else float(baseline)
             self.noise = {str(k): float(v) for k, v in noise.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise OpArgumentError(
                 f"autotune: state_file must be one that autotune wrote, got {path}: {error!r}"
             ) from error

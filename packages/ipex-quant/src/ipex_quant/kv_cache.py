@@ -94,7 +94,7 @@ class KVCacheScales:
             return cls(tuple(found["keys"]), tuple(found["values"]))
         except FileNotFoundError:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise OpArgumentError(
                 f"KVCacheScales: path must be a file of KVCacheScales.save, got {path}: {error}"
             ) from error

@@ -94,7 +94,10 @@ def load(
     check(not unused, op, "model", f"have a place for all tensors of {place}", unused[:3])
     for name, value in about["layers"].items():
         layer: Any = model.get_submodule(name)
-        layer._float_dtype = getattr(torch, value.get("weight", "float32"))
+        dtype = getattr(torch, str(value.get("weight", "float32")), None)
+        what = "be the name of a dtype"
+        check(isinstance(dtype, torch.dtype), op, f"weight of {name}", what, value["weight"])
+        layer._float_dtype = dtype
     for name, first in shared.items():
         replace_module(model, name, model.get_submodule(first))
     _tie(model, tied)
@@ -150,9 +153,10 @@ def _make(op: str, folder: Path, config: Mapping[str, Any]) -> nn.Module:
         known, op, "model", f"be given, since {folder} does not name a model of transformers", None
     )
     transformers = importlib.import_module("transformers")
-    kind = getattr(transformers, names[0], None)
-    check(kind is not None, op, "model", f"be given, since transformers has no {names[0]}", None)
-    assert kind is not None
+    kind: Any = getattr(transformers, str(names[0]), None)
+    # The name comes from a file: a class of models, and nothing else that transformers has.
+    known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    check(known, op, "model", f"be given, since transformers has no model {names[0]}", None)
     settings: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config

@@ -74,7 +74,7 @@ class FusedForward:
         self.children = children
         self.guards = guards
         namespace = {name: _resolve(path) for name, path in names.items()}
-        exec(compile(source, "<ipex fused forward>", "exec"), namespace)
+        exec(compile(source, "<ipex fused forward>", "exec"), namespace)  # noqa: S102  (code that torch.fx made)
         self._off = False
         self._function: Callable[..., Any] = namespace["forward"]
 

@@ -53,7 +53,7 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     main.__dict__.update(__cached__=None, __annotations__={})
     try:
-        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102  (the script of the user)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:

@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 __all__ = ["ConfigurationError", "Place", "parse"]
 
+_MOST_VALUES = 100_000
+
 
 class ConfigurationError(ValueError, RuntimeError):
     """A configuration file is not as documented; old callers expect a RuntimeError."""
@@ -86,20 +88,27 @@ def parse(text: str, file: str) -> Place:
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
-        return Place(None, file, 1) if node is None else _place(loader, node, file, "")
+        return Place(None, file, 1) if node is None else _place(loader, node, file, "", [0])
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 1
         problem = error.problem or error.context
         raise ConfigurationError(f"{file}, line {line}: not valid YAML: {problem}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        # A number or a date that is none, and lists that are nested without end.
         raise ConfigurationError(f"{file}: not valid YAML: {error}") from error
 
 
-def _place(loader: Any, node: Any, file: str, key: str) -> Place:
+def _place(loader: Any, node: Any, file: str, key: str, count: list[int]) -> Place:
     import yaml
 
     line = node.start_mark.line + 1
+    # Aliases of aliases make short files that are large.
+    count[0] += 1
+    if count[0] > _MOST_VALUES:
+        raise ConfigurationError(f"{file}, line {line}: more than {_MOST_VALUES} values")
     if isinstance(node, yaml.MappingNode):
         found: dict[Any, Place] = {}
         for name_node, value_node in node.value:
@@ -110,9 +119,11 @@ def _place(loader: Any, node: Any, file: str, key: str) -> Place:
                 raise ConfigurationError(f"{file}, line {at}: a key must be a text, got {name!r}")
             if name in found:
                 raise ConfigurationError(f"{file}, line {at}: the key {inner!r} stands twice")
-            found[name] = _place(loader, value_node, file, inner)
+            found[name] = _place(loader, value_node, file, inner, count)
         return Place(found, file, line, key)
     if isinstance(node, yaml.SequenceNode):
-        items = [_place(loader, item, file, f"{key}[{i}]") for i, item in enumerate(node.value)]
+        items = [
+            _place(loader, item, file, f"{key}[{i}]", count) for i, item in enumerate(node.value)
+        ]
         return Place(items, file, line, key)
     return Place(loader.construct_object(node, deep=True), file, line, key)
