@@ -6,8 +6,8 @@
     python tests/fuzz/fuzz.py gguf op --count 20000 --seed 7
     python tests/fuzz/fuzz.py gguf --seed 7 --only 123   one input again, in this process
 
-The inputs of the corpus come first, as they are. Each target runs in a process of its own, which is started again after
-a crash. An exception that the documentation does not name, the end of the process, and ten seconds for one input
+The inputs of the corpus come first, as they are. They run in a process of their own, which is started again after a
+crash. An exception that the documentation does not name, the end of the process, and ten seconds for one input
 are findings: they are printed with what repeats them, and the input is written to ``reports/fuzz/``. What a finding
 was about is mended, and its input goes into the corpus.
 """
@@ -56,8 +56,8 @@ def too_slow(*_: Any) -> None:
     raise TimeoutError(f"{SECONDS} seconds for one input")
 
 
-def work(name: str, seed: int, start: int, count: int) -> None:
-    """Run inputs in this process and write a line of JSON before and after each."""
+def work(names: list[str], seed: int, start: int, count: int) -> None:
+    """Run inputs in this process, those of the first target from a number on; writes JSON before and after each."""
     import torch
     from targets import TARGETS
 
@@ -67,29 +67,30 @@ def work(name: str, seed: int, start: int, count: int) -> None:
     signal.signal(signal.SIGALRM, too_slow)
     answer = sys.stdout
     sys.stdout = sys.stderr
-    seeds = inputs_of(name)
-    for number in range(start, count + len(seeds)):
-        print(json.dumps({"begins": number}), file=answer, flush=True)
-        data = input_at(name, seeds, seed, number)
-        with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
-            signal.alarm(SECONDS)
-            try:
-                TARGETS[name].run(data, Path(folder))
-            except BaseException as error:
-                text = "".join(traceback.format_exception(error)[-12:])
-                print(json.dumps({"failed": number, "text": text}), file=answer, flush=True)
-            finally:
-                signal.alarm(0)
+    for name in names:
+        seeds = inputs_of(name)
+        for number in range(start if name == names[0] else 0, count + len(seeds)):
+            print(json.dumps({"target": name, "begins": number}), file=answer, flush=True)
+            data = input_at(name, seeds, seed, number)
+            with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
+                signal.alarm(SECONDS)
+                try:
+                    TARGETS[name].run(data, Path(folder))
+                except BaseException as error:
+                    text = "".join(traceback.format_exception(error)[-12:])
+                    print(json.dumps({"failed": text}), file=answer, flush=True)
+                finally:
+                    signal.alarm(0)
     print(json.dumps({"done": True}), file=answer, flush=True)
 
 
-def run(name: str, seed: int, count: int) -> list[tuple[int, str]]:
-    """Run a target and return its findings."""
-    found: list[tuple[int, str]] = []
-    start, done = 0, False
+def run(names: list[str], seed: int, count: int) -> list[tuple[str, int, str]]:
+    """Run targets and return their findings: target, number of the input, what happened."""
+    found: list[tuple[str, int, str]] = []
+    left, start, done = list(names), 0, False
     while not done and len(found) < MOST_FINDINGS:
         options = ["--worker", str(start), "--seed", str(seed), "--count", str(count)]
-        command = [sys.executable, str(Path(__file__).resolve()), name, *options]
+        command = [sys.executable, str(Path(__file__).resolve()), *left, *options]
         try:
             ended = subprocess.run(
                 command,
@@ -97,21 +98,21 @@ def run(name: str, seed: int, count: int) -> list[tuple[int, str]]:
                 text=True,
                 errors="replace",
                 check=False,
-                timeout=60 + count * SECONDS / 10,
+                timeout=120 + len(left) * count * SECONDS / 10,
             )
             output, problem, code = ended.stdout, ended.stderr, ended.returncode
         except subprocess.TimeoutExpired as error:
             output, problem, code = (error.stdout or b"").decode(), "does not end", -9
-        current = start
+        name, number = left[0], start
         for line in output.splitlines():
             row = json.loads(line)
-            current = row.get("begins", current)
+            name, number = row.get("target", name), row.get("begins", number)
             done = done or "done" in row
             if "failed" in row:
-                found.append((row["failed"], row["text"]))
+                found.append((name, number, row["failed"]))
         if not done:
-            found.append((current, f"the process ended with {code}: {problem[-2000:]}"))
-            start = current + 1
+            found.append((name, number, f"the process ended with {code}: {problem[-2000:]}"))
+            left, start = left[left.index(name) :], number + 1
     return found
 
 
@@ -131,7 +132,7 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown target {unknown[0]}; there are {', '.join(TARGETS)}")
     if args.worker is not None:
-        work(args.targets[0], args.seed, args.worker, args.count)
+        work(args.targets, args.seed, args.worker, args.count)
         return 0
     if args.only is not None:
         (name,) = args.targets
@@ -140,23 +141,21 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
             TARGETS[name].run(data, Path(folder))
         return 0
-    findings = 0
+    names = []
     for name in args.targets:
         missing = [it for it in TARGETS[name].needs if importlib.util.find_spec(it) is None]
         if missing:
             print(f"{name}: left out, {', '.join(missing)} is not installed")
-            continue
-        found = run(name, args.seed, args.count)
-        print(f"{name}: {args.count} changed inputs, {len(found)} findings", flush=True)
-        seeds = inputs_of(name) if found else []
-        for number, text in found:
-            REPORTS.mkdir(parents=True, exist_ok=True)
-            (REPORTS / f"{name}-{args.seed}-{number}").write_bytes(
-                input_at(name, seeds, args.seed, number)
-            )
-            print(f"-- {name} --seed {args.seed} --only {number}\n{text}", flush=True)
-        findings += len(found)
-    return int(findings > 0)
+        else:
+            names.append(name)
+    found = run(names, args.seed, args.count) if names else []
+    for name, number, text in found:
+        REPORTS.mkdir(parents=True, exist_ok=True)
+        data = input_at(name, inputs_of(name), args.seed, number)
+        (REPORTS / f"{name}-{args.seed}-{number}").write_bytes(data)
+        print(f"-- {name} --seed {args.seed} --only {number}\n{text}")
+    print(f"{len(found)} findings in {args.count} changed inputs of each of {', '.join(names)}")
+    return int(bool(found))
 
 
 if __name__ == "__main__":

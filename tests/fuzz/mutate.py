@@ -157,7 +157,7 @@ def values(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
     for _ in range(rng.choice((1, 3)) if flat.numel() else 0):
         place = rng.randrange(flat.numel())
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            flat[place] = rng.choice(FLOATS)
+            flat[place] = torch.tensor(rng.choice(FLOATS)).to(tensor.dtype)
         elif tensor.dtype == torch.bool:
             flat[place] = not bool(flat[place])
         else:

@@ -306,8 +306,10 @@ def run_command(data: bytes, folder: Path) -> None:
         return
     if not words:
         return
+    from ipex_core.errors import IpexError  # the command prints its text
+
     quiet = contextlib.ExitStack()
-    with quiet, contextlib.suppress(SystemExit):
+    with quiet, contextlib.suppress(SystemExit, IpexError):
         quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
         quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
         quiet.enter_context(contextlib.chdir(folder)) if sys.version_info >= (3, 11) else None

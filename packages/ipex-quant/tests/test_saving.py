@@ -152,6 +152,10 @@ def test_models_of_transformers_need_no_model(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Foo"]}))
     with pytest.raises(OpArgumentError, match="model must be given, since transformers has no Foo"):
         load(folder)
+    # A name from a file is not a way to call anything else.
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["pipeline"]}))
+    with pytest.raises(OpArgumentError, match="has no pipeline that is a model"):
+        load(folder)
 
 
 def full_after(count: int) -> Any:

@@ -209,6 +209,14 @@ def register(spec: OpSpec) -> OpSpec:
     return spec
 
 
+def _check_present(spec: OpSpec, args: Sequence[Any]) -> None:
+    """Check that no tensor is missing: torch's dispatcher takes None for any of them."""
+    if any(value is None for value in args):
+        for value, argument in zip(args, spec.op.default._schema.arguments, strict=False):
+            needed = value is None and isinstance(argument.type, torch.TensorType)
+            check(not needed, spec.name, argument.name, "be a tensor", None)
+
+
 def _first_call_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
     """Return the kernel torch runs where no kernel package provides one.
 
@@ -221,6 +229,7 @@ def _first_call_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
         if not _plugins.providers_loaded():
             _plugins.load_providers()
             return overload(*args, **kwargs)
+        _check_present(spec, args)
         spec.check(*args, **kwargs)
         _plugins.note_reference_call(spec.name, args)
         output = spec.reference(*args, **kwargs)
@@ -241,6 +250,7 @@ def _with_layout(output: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
 
 def _fake_kernel(spec: OpSpec) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
+        _check_present(spec, args)
         spec.check(*args, **kwargs)
         return spec.fake(*args, **kwargs)
 

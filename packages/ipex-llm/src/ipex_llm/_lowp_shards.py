@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ipex_core._spec import check
+from ipex_core.errors import OpArgumentError
 
 __all__ = ["Splitter", "split_range", "split_sizes"]
 
@@ -34,6 +35,8 @@ _FUSED = frozenset(
 _COLUMN = _ATTENTION_IN | _MLP_IN | {"qkv_proj", "gate_up_proj"}
 _ROW = _ATTENTION_OUT | _MLP_OUT
 _PER_WORD = 8
+#: Far more than any model has.
+_MOST_HEADS = 1 << 20
 
 
 def split_sizes(units: int, world_size: int) -> list[int]:
@@ -121,8 +124,13 @@ class Splitter:
         )
         check(tp_grain_size >= 1, _OP, "tp_grain_size", "be positive", tp_grain_size)
         heads = _value(model_config, "num_attention_heads", "n_head")
-        check(isinstance(heads, int), _OP, "model_config", "have num_attention_heads", heads)
         kv_heads = _value(model_config, "num_key_value_heads") or heads
+        for name, number in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+            positive = isinstance(number, int) and 0 < number <= _MOST_HEADS
+            check(positive, _OP, "model_config", f"have {name}, a positive number", number)
+        check(bits in (2, 3, 4, 8), _OP, "bits", "be one of 2, 3, 4, 8", bits)
+        grouped = isinstance(group_size, int) and (group_size == -1 or group_size > 0)
+        check(grouped, _OP, "group_size", "be -1 or positive", group_size)
         check(heads % kv_heads == 0, _OP, "num_key_value_heads", f"divide {heads}", kv_heads)
         check(
             world_size <= kv_heads,
@@ -154,9 +162,13 @@ class Splitter:
             "belong to a layer with one projection",
             f"{layer}, which holds several",
         )
-        if layer in _COLUMN:
-            return self._column(layer, name, part, tensor, state)
-        return self._row(layer, name, part, tensor, state) if layer in _ROW else tensor
+        try:
+            if layer in _COLUMN:
+                return self._column(layer, name, part, tensor, state)
+            return self._row(layer, name, part, tensor, state) if layer in _ROW else tensor
+        except (IndexError, ZeroDivisionError) as error:
+            what = f"have the dimensions of a layer's {part}"
+            raise OpArgumentError(f"{_OP}: {key} must {what}, got {list(tensor.shape)}") from error
 
     # -- by output features ---------------------------------------------------------------------------------
 

@@ -67,6 +67,8 @@ def method_of(op: str, config: Mapping[str, Any] | None) -> str:
     """Return the quantisation method that a configuration names."""
     if config is None:
         return "gptq"
+    kind = type(config).__name__
+    check(isinstance(config, Mapping), op, "quant_config", "be a mapping or None", kind)
     name = config.get("quant_method")
     if name is None and "config_groups" in config:
         name = "compressed-tensors"

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ipex_core._spec import check
+from ipex_core.errors import OpArgumentError
 from ipex_quant._files import mapped, read_config, weight_files
 from ipex_quant._int8_saved import rebuild, restore_records
 from ipex_quant._model import replace_module
@@ -33,6 +34,8 @@ __all__ = ["load", "no_init"]
 Tensor = torch.Tensor
 #: Called as ``progress(done, total, name)`` after each layer.
 Progress = Callable[[int, int, str], None]
+#: What descriptions that were changed by hand lead to.
+_UNLIKE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ZeroDivisionError)
 
 
 def load(
@@ -71,6 +74,25 @@ def load(
     check(method == "ipex", op, f"quant_method of {place}", "be 'ipex'", method)
     version = about.get("version")
     check(version == VERSION, op, f"version of {place}", f"be {VERSION}", version)
+    try:
+        return _load(op, place, config, model, progress)
+    except OpArgumentError:
+        raise
+    except _UNLIKE as error:
+        # Numbers and names of config.json lead everywhere: what has been changed shows only there.
+        what = "be as ipex.quantization.save wrote it and fit the model"
+        got = f"{type(error).__name__}: {error}"
+        raise OpArgumentError(f"{op}: {place} must {what}, got {got}") from error
+
+
+def _load(
+    op: str,
+    place: Path,
+    config: Mapping[str, Any],
+    model: nn.Module | None,
+    progress: Progress | None,
+) -> nn.Module:
+    about = config["quantization_config"]
     layers = _layers(op, about)
     state: dict[str, Tensor] = {}
     for path in weight_files(place):
@@ -156,7 +178,8 @@ def _make(op: str, folder: Path, config: Mapping[str, Any]) -> nn.Module:
     kind: Any = getattr(transformers, str(names[0]), None)
     # The name comes from a file: a class of models, and nothing else that transformers has.
     known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-    check(known, op, "model", f"be given, since transformers has no model {names[0]}", None)
+    why = f"transformers has no {names[0]}" + (" that is a model" if kind is not None else "")
+    check(known, op, "model", f"be given, since {why}", None)
     settings: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config

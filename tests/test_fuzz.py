@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A short run of tests/fuzz: the corpus, and some changed inputs that are the same at each run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FUZZ = Path(__file__).parent / "fuzz" / "fuzz.py"
+
+
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [
+        (["safetensors", "gguf", "quantised", "folder", "saved", "summary", "scales"], 40),
+        (["yaml", "environment", "command", "op"], 60),
+    ],
+    ids=["files", "texts and arguments"],
+)
+def test_changed_inputs_end_in_documented_errors(targets: list[str], count: int) -> None:
+    command = [sys.executable, str(FUZZ), *targets, "--count", str(count), "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_a_finding_is_found(tmp_path: Path) -> None:
+    """With a target that raises, and one that ends the process, at known inputs."""
+    code = f"""
+import os, sys
+sys.argv = ["fuzz.py", "scales", "yaml", "--count", "3"] if len(sys.argv) == 1 else sys.argv
+sys.path.insert(0, {str(FUZZ.parent)!r})
+import fuzz, targets
+
+def ends(data, folder):
+    os._exit(3)
+
+def fails(data, folder):
+    raise IndexError("a mistake")
+
+targets.TARGETS = {{"scales": targets.Target(fails), "yaml": targets.Target(ends)}}
+fuzz.__file__ = __file__
+from pathlib import Path
+fuzz.REPORTS = Path({str(tmp_path)!r}) / "found"
+sys.exit(fuzz.main())
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("IndexError: a mistake") == 4
+    assert done.stdout.count("the process ended with 3") == 4
+    assert len(list((tmp_path / "found").iterdir())) == 8
