@@ -399,6 +399,7 @@ def lint(session: nox.Session) -> None:
         ["ruff", "format", *([] if fix else ["--check"]), "."],
         ["python", "tools/check_spdx.py"],
         ["python", "tools/check_versions.py"],
+        ["python", "tools/generate_stubs.py", "--check"],
     ]
     if native:
         commands.append(["clang-format", *(["-i"] if fix else ["--dry-run", "--Werror"]), *native])
@@ -419,9 +420,11 @@ def succeeds(session: nox.Session, command: list[str]) -> bool:
 
 @nox.session
 def typecheck(session: nox.Session) -> None:
-    """Check types with mypy: strictly in ipex-core, normally elsewhere."""
+    """Check types with mypy: strictly in ipex-core, normally elsewhere; and a program of a user with pyright."""
     prepare(session)
-    session.install("mypy", "torch", "numpy", "rich", "typer", "packaging", "psutil")
+    session.install(
+        *("mypy", "pyright[nodejs]", "torch", "numpy", "rich", "typer", "packaging", "psutil")
+    )
     session.run(
         "mypy",
         *session.posargs,
@@ -429,6 +432,12 @@ def typecheck(session: nox.Session) -> None:
         "tools",
         "docs/_ext",
     )
+    # As if they were installed: pyright takes types of packages only from what is written, not from what follows.
+    folders = [str(ROOT / "packages" / name / "src") for name in (*PACKAGES, XPU)]
+    site = session.run("python", "-c", "import site; print(site.getsitepackages()[0])", silent=True)
+    Path(str(site).strip(), "checkout.pth").write_text("\n".join(folders) + "\n", encoding="utf-8")
+    python = shutil.which("python", path=session.bin)
+    session.run("pyright", "--project", "tests/typing", "--pythonpath", str(python))
 
 
 @nox.session(default=False, requires=["wheels"])

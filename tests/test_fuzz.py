@@ -30,7 +30,8 @@ def test_a_finding_is_found(tmp_path: Path) -> None:
     """With a target that raises, and one that ends the process, at known inputs."""
     code = f"""
 import os, sys
-sys.argv = ["fuzz.py", "scales", "yaml", "--count", "3"] if len(sys.argv) == 1 else sys.argv
+from pathlib import Path
+
 sys.path.insert(0, {str(FUZZ.parent)!r})
 import fuzz, targets
 
@@ -40,18 +41,25 @@ def ends(data, folder):
 def fails(data, folder):
     raise IndexError("a mistake")
 
-targets.TARGETS = {{"scales": targets.Target(fails), "yaml": targets.Target(ends)}}
-fuzz.__file__ = __file__
-from pathlib import Path
+def same(rng, data):
+    return data
+
+targets.TARGETS = {{"scales": targets.Target(fails, same), "yaml": targets.Target(ends, same)}}
+fuzz.__file__ = __file__  # what it starts is this file
 fuzz.REPORTS = Path({str(tmp_path)!r}) / "found"
 sys.exit(fuzz.main())
 """
     script = tmp_path / "script.py"
     script.write_text(code)
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=600
+        [sys.executable, str(script), "--count", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert done.returncode == 1, done.stderr
-    assert done.stdout.count("IndexError: a mistake") == 4
-    assert done.stdout.count("the process ended with 3") == 4
-    assert len(list((tmp_path / "found").iterdir())) == 8
+    # One input of the corpus, one changed one.
+    assert done.stdout.count("\nIndexError: a mistake") == 2
+    assert done.stdout.count("the process ended with 3") == 2
+    assert len(list((tmp_path / "found").iterdir())) == 4

@@ -8,7 +8,7 @@ everything else is imported when it is named.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ipex_core import config, errors
 from ipex_core._version import __version__
@@ -34,6 +34,32 @@ def _check_torch() -> None:
 _check_torch()
 
 from ipex_core import ops as _ops  # noqa: E402, F401  (registers the op schemas)
+
+if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
+    from ipex_core import amp as amp
+    from ipex_core import benchmark as benchmark
+    from ipex_core import compile_backend as compile_backend
+    from ipex_core import distributed as distributed
+    from ipex_core import jit as jit
+    from ipex_core import nn as nn
+    from ipex_core import program as program
+    from ipex_core import testing as testing
+    from ipex_core import woq as woq
+    from ipex_core._explain import explain as explain
+    from ipex_core._export import export as export
+    from ipex_core._fast_bert import fast_bert as fast_bert
+    from ipex_core._optimize import disable_auto_channels_last as disable_auto_channels_last
+    from ipex_core._optimize import enable_auto_channels_last as enable_auto_channels_last
+    from ipex_core._optimize import optimize as optimize
+    from ipex_core._optimize import restore as restore
+    from ipex_core._plugins import KERNEL_API as KERNEL_API
+    from ipex_core._plugins import ProviderInfo as ProviderInfo
+    from ipex_core._spec import BenchCase as BenchCase
+    from ipex_core._spec import OpSpec as OpSpec
+    from ipex_core._spec import Sample as Sample
+    from ipex_core.doctor import doctor as doctor
+    from ipex_core.introspect import op_info as op_info
+    from ipex_core.introspect import show_config as show_config
 
 #: Public name -> module it comes from.
 _LAZY = {

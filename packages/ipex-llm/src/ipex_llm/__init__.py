@@ -7,9 +7,21 @@ Names are imported from the module they live in when they are first used.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ipex_llm._version import __version__
+
+if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
+    from ipex_llm import engine as engine
+    from ipex_llm import functional as functional
+    from ipex_llm import generation as generation
+    from ipex_llm import modules as modules
+    from ipex_llm import quantization as quantization
+    from ipex_llm import utils as utils
+    from ipex_llm._optimize import optimize as optimize
+    from ipex_llm._optimize import optimize_transformers as optimize_transformers
+    from ipex_llm.engine import Engine as Engine
+    from ipex_llm.engine import SamplingParams as SamplingParams
 
 #: Public name -> module that has it.
 _LAZY: dict[str, str] = {

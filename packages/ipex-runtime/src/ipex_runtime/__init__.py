@@ -7,9 +7,36 @@ Names are imported from the module they live in when they are first used; import
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ipex_runtime._version import __version__
+
+if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
+    from ipex_runtime import codeless as codeless
+    from ipex_runtime import cpupool as cpupool
+    from ipex_runtime import hypertune as hypertune
+    from ipex_runtime import launch as launch
+    from ipex_runtime import memory as memory
+    from ipex_runtime import multi_stream as multi_stream
+    from ipex_runtime import runtime_utils as runtime_utils
+    from ipex_runtime import task as task
+    from ipex_runtime import topology as topology
+    from ipex_runtime.cpupool import CPUPool as CPUPool
+    from ipex_runtime.cpupool import is_runtime_ext_enabled as is_runtime_ext_enabled
+    from ipex_runtime.cpupool import pin as pin
+    from ipex_runtime.memory import place_memory as place_memory
+    from ipex_runtime.memory import set_memory_policy as set_memory_policy
+    from ipex_runtime.multi_stream import MultiStreamModule as MultiStreamModule
+    from ipex_runtime.multi_stream import MultiStreamModuleHint as MultiStreamModuleHint
+    from ipex_runtime.multi_stream import _MultiStreamBenchmarkModule as _MultiStreamBenchmarkModule
+    from ipex_runtime.multi_stream import get_default_num_streams as get_default_num_streams
+    from ipex_runtime.runtime_utils import get_core_list_of_node_id as get_core_list_of_node_id
+    from ipex_runtime.runtime_utils import get_num_cores_per_node as get_num_cores_per_node
+    from ipex_runtime.runtime_utils import get_num_nodes as get_num_nodes
+    from ipex_runtime.task import Task as Task
+    from ipex_runtime.task import TaskFuture as TaskFuture
+    from ipex_runtime.topology import format_cpu_list as format_cpu_list
+    from ipex_runtime.topology import parse_cpu_list as parse_cpu_list
 
 #: Public name -> module that has it.
 _LAZY: dict[str, str] = {

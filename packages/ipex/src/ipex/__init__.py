@@ -23,6 +23,10 @@ from ipex._version import __version__
 
 if TYPE_CHECKING:
     from ipex import cpu as cpu
+    from ipex import llm as llm
+    from ipex import quantization as quantization
+    from ipex import runtime as runtime
+    from ipex import xpu as xpu
     from ipex_core import amp as amp
     from ipex_core import config as config
     from ipex_core import distributed as distributed

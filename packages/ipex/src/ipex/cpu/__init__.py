@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         _get_highest_binary_support_isa_level as _get_highest_binary_support_isa_level,
     )
     from ipex._C import _get_highest_cpu_support_isa_level as _get_highest_cpu_support_isa_level
+    from ipex.cpu import runtime as runtime
     from ipex_core.config import FP32MathMode as FP32MathMode
     from ipex_core.config import get_fp32_math_mode as get_fp32_math_mode
     from ipex_core.config import set_fp32_math_mode as set_fp32_math_mode
