@@ -488,6 +488,18 @@ BENCH_ENGINES = (
 )
 
 
+@nox.session(default=False, requires=["docs"])
+def site(session: nox.Session) -> None:
+    """Add the documentation to public/, a folder for any web server: a folder per version, and links to the newest."""
+    session.run("python", "tools/make_site.py", "docs/_build/html", "public", version_of("ipex-core"))
+
+
+def version_of(package: str) -> str:
+    """Return the version of a package in the tree."""
+    text = next((ROOT / "packages" / package / "src").glob("*/_version.py")).read_text("utf-8")
+    return text.split('"')[-2]
+
+
 @nox.session(default=False, requires=["wheels"])
 def bench(session: nox.Session) -> None:
     """Measure ops, models, language models and training against every engine: `ipex bench`.

@@ -36,6 +36,8 @@ COMPONENTS = {
 }
 
 
+#: Those of other packages, which `ipex.__all__` does not have.
+OPTIONAL = ("llm", "quantization", "runtime", "xpu")
 #: Modules in them that programs name with a dot.
 INNER = {
     "ipex_core.nn": ("functional", "modules"),
@@ -49,7 +51,8 @@ def text_of(module: str, second: str) -> str:
     lines = [f"from {module} import *"]
     if module == "ipex_xpu_kernels":
         lines.append("from torch.xpu import *")
-    lines += [f"from {second} import {name} as {name}" for name in INNER.get(module, ())]
+    more = [name for name in INNER.get(module, ()) if f"{module}.{name}" != "ipex_core.nn.modules"]
+    lines += [f"from {second} import {name} as {name}" for name in more]
     return NOTICE + "\n".join(lines) + "\n"
 
 
@@ -71,9 +74,8 @@ def stubs() -> dict[Path, str]:
         for name, module in COMPONENTS.items():
             add(found, module, f"{package}.{name}")
     old = FACADE / OLD_NAME
-    names = sorted({name.split(".")[0] for name in COMPONENTS})
     lines = ["from ipex import *", "from ipex import __version__ as __version__"]
-    lines += [f"from {OLD_NAME} import {name} as {name}" for name in names]
+    lines += [f"from {OLD_NAME} import {name} as {name}" for name in OPTIONAL]
     found[old / "__init__.pyi"] = NOTICE + "\n".join(lines) + "\n"
     lines = ["from ipex.cpu import *", f"from {OLD_NAME}.cpu import runtime as runtime"]
     found[old / "cpu" / "__init__.pyi"] = NOTICE + "\n".join(lines) + "\n"

@@ -11,7 +11,6 @@ import ipex_core._explain
 import ipex_core._spec
 import ipex_core.benchmark
 import ipex_core.config
-import ipex_core.doctor
 import ipex_core.errors
 import ipex_core.testing
 import ipex_core.woq
@@ -37,6 +36,7 @@ import ipex_runtime.multi_stream
 import ipex_runtime.runtime_utils
 import ipex_runtime.task
 import ipex_runtime.topology
+from ipex_core.doctor import Report
 
 __all__ = ["pages"]
 
@@ -81,7 +81,7 @@ def user_page() -> str:
         "",
     ]
     for name, value in (
-        ("ipex_core.doctor", ipex_core.doctor.Report),
+        ("ipex_core.doctor", Report),
         ("ipex_core._explain", ipex_core._explain.Explanation),
     ):
         classes += entry(name, value.__name__, value)

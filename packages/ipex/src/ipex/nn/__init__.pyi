@@ -2,4 +2,3 @@
 # Written by tools/generate_stubs.py
 from ipex_core.nn import *
 from ipex.nn import functional as functional
-from ipex.nn import modules as modules
