@@ -491,7 +491,9 @@ BENCH_ENGINES = (
 @nox.session(default=False, requires=["docs"])
 def site(session: nox.Session) -> None:
     """Add the documentation to public/, a folder for any web server: a folder per version, and links to the newest."""
-    session.run("python", "tools/make_site.py", "docs/_build/html", "public", version_of("ipex-core"))
+    session.run(
+        "python", "tools/make_site.py", "docs/_build/html", "public", version_of("ipex-core")
+    )
 
 
 def version_of(package: str) -> str:
