@@ -7,6 +7,7 @@ Before anything is read it writes, under ``docs/generated/`` (not committed):
 * a page per configuration variable, from the table of `ipex_core.config`,
 * the reference of the public names, from ``ipex.__all__``,
 * the options of the commands for language models,
+* the names of IPEX, from the table of the facade,
 * the table of measured performance, from the files in ``docs/data/``,
 * the table of model families, from the file that the tests of ipex-llm check.
 
@@ -22,6 +23,7 @@ import api_pages
 import command_pages
 import config_pages
 import family_pages
+import migration_pages
 import op_pages
 import performance_pages
 
@@ -32,7 +34,14 @@ def write_all(app: Any) -> None:
     """Bring ``docs/generated/`` up to date and remove pages whose subject is gone."""
     root = Path(app.srcdir) / "generated"
     pages: dict[str, str] = {}
-    for module in (op_pages, config_pages, api_pages, command_pages, family_pages):
+    for module in (
+        op_pages,
+        config_pages,
+        api_pages,
+        command_pages,
+        family_pages,
+        migration_pages,
+    ):
         pages.update(module.pages())
     pages.update(performance_pages.pages(Path(app.srcdir) / "data"))
     for name, text in pages.items():

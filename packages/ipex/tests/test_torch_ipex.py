@@ -43,6 +43,8 @@ WANTED = (
             "dynamic_scaled_fp8_quant",
             "flash_attn_varlen_func",
             "embedding_bag",
+            "fp8_gemm",
+            "fp8_gemm_w8a16",
             "fp8_linear",
             "frozen_batch_norm",
             "ipex_lstm",
@@ -514,3 +516,29 @@ def test_names_of_tpp() -> None:
 
     assert fast_bert is ipex.fast_bert and old.tpp is ipex.cpu.tpp and ipex.tpp.optim.AdamW is AdamW
     assert all(map(callable, (DistLamb, clip_grad_norm_, adam_step, Lamb, optimizer_fusion)))
+
+
+def test_products_of_8_bit_operands_as_on_xpu():
+    torch.manual_seed(0)
+    x, w, bias = torch.randn(3, 16), torch.randn(5, 16), torch.randn(5)
+    dtype = torch.float8_e4m3fn
+    scale = torch.tensor([4.0])
+    q, largest = OPS.cast_to_fp8(x, scale, False, True, dtype, None)
+    assert q.dtype == dtype and largest == x.abs().max()
+    torch.testing.assert_close(OPS.cast_from_fp8(q, 1 / scale, torch.float32), q.float() / 4)
+    qw, _ = OPS.cast_to_fp8(w, None, False, False, dtype, None)
+    y = OPS.fp8_gemm(q, False, qw, True, None, torch.float32, 1 / scale, None, bias, False)
+    expected = torch.nn.functional.linear(q.float() / 4, qw.float(), bias)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(y, torch.nn.functional.linear(x, w, bias), rtol=0.2, atol=0.5)
+    again = OPS.fp8_gemm(q, False, qw, True, y, torch.float32, 1 / scale, None, bias, True)
+    torch.testing.assert_close(again, expected + y)
+    y = OPS.fp8_gemm_w8a16(x.bfloat16(), qw, True, torch.ones(5, 1), bias.bfloat16())
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(
+        y.float(), torch.nn.functional.linear(x, qw.float(), bias), rtol=0.05, atol=0.1
+    )
+    with pytest.raises(ValueError, match="D must be a tensor"):
+        OPS.fp8_gemm(q, False, qw, True, None, torch.float32, accumulate=True)
+    with pytest.raises(ValueError, match="stochastic"):
+        OPS.cast_to_fp8(x, scale, True, True, dtype, None)

@@ -18,6 +18,9 @@ __all__ = [
     "IsaError",
     "KernelApiError",
     "MissingComponentError",
+    "NotOfferedError",
+    "NotOfferedModuleError",
+    "NotOfferedNameError",
     "OpArgumentError",
     "TorchVersionError",
     "UnknownComponentError",
@@ -47,6 +50,18 @@ class UnknownComponentError(IpexError, AttributeError):
 
 class MissingComponentError(IpexError, ImportError):
     """A known component is not installed; the message names the ``pip install`` that adds it."""
+
+
+class NotOfferedError(IpexError, NotImplementedError):
+    """A name of Intel Extension for PyTorch that is knowingly not there; the message says what to use instead."""
+
+
+class NotOfferedNameError(NotOfferedError, AttributeError):
+    """The same, for a name in a module: ``hasattr`` is False."""
+
+
+class NotOfferedModuleError(NotOfferedError, ImportError):
+    """The same, for an import."""
 
 
 class BrokenComponentError(IpexError, ImportError):

@@ -7,8 +7,10 @@ current and highest built level are then ``"DEFAULT"``.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
+from ipex import _migration
 from ipex_core import _machine, _plugins, config
 from ipex_core.config import FP32MathMode, get_fp32_math_mode, set_fp32_math_mode
 
@@ -17,7 +19,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FP32MathMode",
+    "disable_jit_concat_linear",
+    "disable_jit_linear_repack",
+    "disable_jit_opt",
+    "enable_jit_concat_linear",
+    "enable_jit_linear_repack",
+    "enable_jit_opt",
     "get_fp32_math_mode",
+    "get_jit_concat_linear",
+    "get_jit_linear_repack",
+    "get_jit_opt",
+    "isa_has_amx_fp16_support",
     "isa_has_amx_support",
     "isa_has_avx2_support",
     "isa_has_avx2_vnni_support",
@@ -111,6 +123,11 @@ def isa_has_avx512_fp16_support() -> bool:
     return "avx512_fp16" in _cpu_levels()
 
 
+def isa_has_amx_fp16_support() -> bool:
+    """Return whether the CPU multiplies tiles of float16; no kernel here needs it."""
+    return "amx_fp16" in _machine.cpu_info().features
+
+
 def onednn_has_bf16_support() -> bool:
     """Return whether oneDNN computes bfloat16 on this CPU."""
     import torch
@@ -141,3 +158,62 @@ def roc_auc_score_all(actual: torch.Tensor, predicted: torch.Tensor) -> list[flo
         metrics.log_loss(actual, predicted),
         metrics.accuracy_score(actual, predicted),
     ]
+
+
+# --- switches of the TorchScript pass ---------------------------------------------------------------------------------
+
+_SWITCHES = {"linear_repack": True, "concat_linear": True}
+
+
+def enable_jit_opt() -> None:
+    """Let `ipex.jit.fuse` rewrite programs; as ``ipex.enable_onednn_fusion(True)``."""
+    from ipex_core import jit
+
+    jit.enable_onednn_fusion(True)
+
+
+def disable_jit_opt() -> None:
+    """Let `ipex.jit.fuse` return programs as they are; as ``ipex.enable_onednn_fusion(False)``."""
+    from ipex_core import jit
+
+    jit.enable_onednn_fusion(False)
+
+
+def get_jit_opt() -> bool:
+    """Return whether `ipex.jit.fuse` rewrites programs."""
+    from ipex_core import jit
+
+    return jit.is_onednn_fusion_enabled()
+
+
+def enable_jit_linear_repack() -> None:
+    """Remember the switch, which decides nothing: a layer that `ipex.optimize` has packed is never packed again."""
+    _SWITCHES["linear_repack"] = True
+
+
+def disable_jit_linear_repack() -> None:
+    """Remember the switch, which decides nothing: a layer that `ipex.optimize` has packed is never packed again."""
+    _SWITCHES["linear_repack"] = False
+
+
+def get_jit_linear_repack() -> bool:
+    """Return what was remembered."""
+    return _SWITCHES["linear_repack"]
+
+
+def enable_jit_concat_linear() -> None:
+    """Remember the switch, which decides nothing: ``ipex.optimize(concat_linear=...)`` does."""
+    _SWITCHES["concat_linear"] = True
+
+
+def disable_jit_concat_linear() -> None:
+    """Remember the switch, which decides nothing: ``ipex.optimize(concat_linear=...)`` does."""
+    _SWITCHES["concat_linear"] = False
+
+
+def get_jit_concat_linear() -> bool:
+    """Return what was remembered."""
+    return _SWITCHES["concat_linear"]
+
+
+_migration.teach(sys.modules[__name__], "_C")

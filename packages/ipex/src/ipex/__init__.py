@@ -18,15 +18,17 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ipex import _alias
-from ipex._version import __version__
+from ipex import _alias, _migration
+from ipex._version import __version__ as _version
 
 if TYPE_CHECKING:
     from ipex import cpu as cpu
     from ipex import llm as llm
     from ipex import quantization as quantization
     from ipex import runtime as runtime
+    from ipex import utils as utils
     from ipex import xpu as xpu
+    from ipex._on_device import OnDevice as OnDevice
     from ipex_core import amp as amp
     from ipex_core import config as config
     from ipex_core import distributed as distributed
@@ -59,6 +61,9 @@ if TYPE_CHECKING:
     from ipex_core.introspect import show_config as show_config
     from ipex_core.jit import enable_onednn_fusion as enable_onednn_fusion
 
+#: With the ending by which clients of IPEX tell its builds for the CPU from those for XPU.
+__version__ = f"{_version}+cpu"
+
 _MODES = "ipex_core.config"
 _BACKEND = "ipex_core.compile_backend"
 
@@ -66,11 +71,13 @@ _BACKEND = "ipex_core.compile_backend"
 _NAMES = {
     "optimize": "ipex_core",
     "restore": "ipex_core",
+    "OnDevice": "ipex._on_device",
     "explain": "ipex_core",
     "export": "ipex_core",
     "fast_bert": "ipex_core",
-    # Not in __all__: without the kernel package it is an error, and `from ipex import *` must work.
+    # Not in __all__: without other packages they are errors, and `from ipex import *` must work.
     "cmake_prefix_path": "ipex_core._sdk",
+    "optimize_transformers": "ipex.llm",
     "op_info": "ipex_core",
     "show_config": "ipex_core",
     "doctor": "ipex_core",
@@ -90,10 +97,11 @@ _NAMES = {
     "_set_compiler_backend": _BACKEND,
 }
 
-_SUBMODULES = ("_C", "_isa_help", "cli", "cpu", "tpp", *_alias.SUBMODULES)
+_SUBMODULES = ("_C", "_isa_help", "cli", "cpu", "tpp", "utils", *_alias.SUBMODULES)
 
 __all__ = [
     "FP32MathMode",
+    "OnDevice",
     "VERBOSE_OFF",
     "VERBOSE_ON",
     "VERBOSE_ON_CREATION",
@@ -131,7 +139,7 @@ def version() -> None:
     """Print the versions of ipex, of its installed packages and of torch."""
     import importlib.metadata
 
-    print(f"ipex {__version__}")
+    print(f"ipex {_version}")
     for name in ("ipex-core", "ipex-cpu-kernels", "torch"):
         try:
             print(f"{name} {importlib.metadata.version(name)}")
@@ -152,7 +160,7 @@ def __getattr__(name: str) -> Any:
     elif _is_submodule(name):
         return importlib.import_module(f"ipex.{name}")
     else:
-        raise _unknown(name)
+        value = _from_table(name)
     globals()[name] = value
     return value
 
@@ -163,6 +171,17 @@ def _is_submodule(name: str) -> bool:
     return not name.startswith("_") and name in _alias.component_names()
 
 
+def _from_table(name: str) -> Any:
+    from ipex_core.errors import NotOfferedNameError
+
+    try:
+        return _migration.lookup("", name)
+    except NotOfferedNameError:
+        raise
+    except AttributeError:
+        raise _unknown(name) from None
+
+
 def _unknown(name: str) -> AttributeError:
     import difflib
 
@@ -171,7 +190,7 @@ def _unknown(name: str) -> AttributeError:
     known = [*__all__, *_alias.component_names()]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     hint = f"; did you mean {', '.join(close)}?" if close else ""
-    return UnknownComponentError(f"ipex {__version__} has no {name!r}{hint}")
+    return UnknownComponentError(f"ipex {_version} has no {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -15,6 +15,8 @@ import types
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 
+from ipex import _migration
+
 __all__ = ["SUBMODULES", "AliasFinder", "component_names", "install"]
 
 OLD_NAME = "intel_extension_for_pytorch"
@@ -62,7 +64,9 @@ class _Loader(importlib.abc.Loader):
         # The import system takes what sys.modules holds afterwards, so the second name gets the real module itself,
         # with its own name and spec.
         assert module.__spec__ is not None
-        sys.modules[module.__spec__.name] = importlib.import_module(self._real)
+        name = module.__spec__.name
+        real = sys.modules[name] = importlib.import_module(self._real)
+        _migration.teach(real, name.partition(".")[2])
 
     def get_code(self, fullname: str) -> types.CodeType | None:
         """Return the code of the real module, which ``python -m`` runs."""
@@ -91,10 +95,17 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         if not rest or package not in ("ipex", OLD_NAME):
             return None
         real = f"ipex.{rest}" if package == OLD_NAME else _real_name(rest)
-        if real is None or importlib.util.find_spec(real) is None:
+        if real is None or not _exists(real):
             return None
         # `python -m` runs no packages but the `__main__` inside.
         return ModuleSpec(fullname, _Loader(real), is_package=not fullname.endswith(".__main__"))
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False  # not even what it lies in
 
 
 #: Modules of ipex-runtime under the names that they had.
@@ -121,11 +132,18 @@ def _real_name(name: str) -> str | None:
         return SUBMODULES[first] + (f".{rest}" if rest else "")
     if first in _OWN or first.startswith("_") or first not in component_names():
         return None
-    return load_component(first).__name__ + (f".{rest}" if rest else "")
+    from ipex_core.errors import MissingComponentError
+
+    try:
+        return load_component(first).__name__ + (f".{rest}" if rest else "")
+    except MissingComponentError:
+        if first != "xpu":
+            raise
+        return None  # made from the table: as in IPEX on a machine without the device
 
 
 #: Files of this package, known without a look at the entry points; so are all private names.
-_OWN = frozenset({"cli", "cpu"})
+_OWN = frozenset({"cli", "cpu", "utils"})
 
 
 def install() -> None:
@@ -133,3 +151,4 @@ def install() -> None:
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
         # In front: the usual finder would load the files of ipex a second time under the old name.
         sys.meta_path.insert(0, AliasFinder())
+    _migration.install()

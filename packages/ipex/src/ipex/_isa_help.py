@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+from ipex import _migration
 from ipex._C import isa_has_avx2_support, isa_has_avx512_support
 
 __all__: list[str] = []
@@ -29,3 +31,6 @@ def __getattr__(name: str) -> Any:
 
         return getattr(load_component("quantization").fp8, name)
     raise AttributeError(f"module 'ipex._isa_help' has no attribute {name!r}")
+
+
+_migration.teach(sys.modules[__name__], "_isa_help")

@@ -268,6 +268,29 @@ def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
+@app.command()
+def migrate(
+    names: Annotated[
+        list[str], typer.Argument(help="Names, or parts of names, of Intel Extension for PyTorch.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what has become of a name of Intel Extension for PyTorch. Exit code 1: no such name is known."""
+    from ipex import _migration
+
+    found = [row for name in names for row in _migration.search(name)]
+    if as_json:
+        print(json.dumps([row._asdict() for row in found], indent=2))
+    elif found:
+        table = Table("name", "state", "here", "difference", box=None, pad_edge=False)
+        for row in found:
+            use = f"use {row.here}" if row.state == "absent" else row.here
+            table.add_row(row.name, _migration.STATES[row.state], Text(use), Text(row.note))
+        make_console().print(table)
+    if not found:
+        _fail(f"no name of IPEX contains {', '.join(names)}", code=1)
+
+
 def main() -> None:
     """Run the command; errors of ipex are one line on stderr and exit code 2."""
     # torch warns when it is imported without NumPy, which no command needs.

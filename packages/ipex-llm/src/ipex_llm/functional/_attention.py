@@ -8,7 +8,7 @@ import torch
 from ipex_core._spec import check
 from ipex_core.nn._call import call
 from ipex_core.nn._kv_cache import indirect_access_kv_cache_attention
-from ipex_llm.functional._names import also_named
+from ipex_llm.functional._names import alibi_may_be_missing, also_named
 
 __all__ = ["indirect_access_kv_cache_attention", "varlen_attention", "varlen_fwd"]
 
@@ -16,6 +16,7 @@ Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 
 
+@alibi_may_be_missing
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -48,7 +49,8 @@ def varlen_attention(
         out: Like ``query``; written.
         seqlen_q: ``[sequences + 1]`` int32 or int64: where the sequences start in ``query``, and where the last ends.
         seqlen_k: The same for ``key``.
-        alibi_slopes: ``[heads]`` or ``[sequences, heads]``, or None.
+        alibi_slopes: ``[heads]`` or ``[sequences, heads]``, or None. It may be left out, as on IPEX for CPUs, where
+            ``max_seqlen_q`` came next.
         max_seqlen_q: Length of the longest sequence; not needed.
         max_seqlen_k: The same for the keys; not needed.
         pdropout: 0: there is no dropout.

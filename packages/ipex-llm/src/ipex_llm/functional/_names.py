@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 __all__ = ["also_named"]
 
@@ -30,3 +32,24 @@ def also_named(**names: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
         return call
 
     return decorate
+
+
+def alibi_may_be_missing(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a function whose seventh argument is ``alibi_slopes`` accept calls without it.
+
+    That was the signature for CPUs, by which clients of IPEX call when its version says so.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        plain: Any = args
+        if len(plain) > 6:
+            # Where the slopes would be stands a length: a number, or a tensor that is one.
+            is_tensor = isinstance(plain[6], torch.Tensor)
+            if plain[6].dim() == 0 if is_tensor else plain[6] is not None:
+                plain = (*plain[:6], None, *plain[6:])
+        else:
+            kwargs.setdefault("alibi_slopes", None)
+        return function(*plain, **kwargs)
+
+    return call

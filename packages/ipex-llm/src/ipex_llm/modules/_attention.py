@@ -12,6 +12,7 @@ from torch import nn
 from ipex_core._spec import check
 from ipex_core.nn._call import call
 from ipex_llm import functional
+from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
 __all__ = ["IndirectAccessKVCacheAttention", "PagedAttention", "VarlenAttention"]
 
@@ -24,6 +25,8 @@ class VarlenAttention(nn.Module):
 
     The module and ``apply_function`` both are `ipex_llm.functional.varlen_attention`.
     """
+
+    runtime_ops = IPEXRuntimeCustomOps()
 
     apply_function = staticmethod(functional.varlen_attention)
     forward = staticmethod(functional.varlen_attention)
@@ -45,6 +48,7 @@ class IndirectAccessKVCacheAttention(nn.Module):
         check(text_max_length > 0, owner, "text_max_length", "be positive", text_max_length)
         self.text_max_length = text_max_length
 
+    runtime_ops = IPEXRuntimeCustomOps()
     apply_function = staticmethod(functional.indirect_access_kv_cache_attention)
 
     def forward(
@@ -77,6 +81,8 @@ class PagedAttention:
 
     There is nothing to make: all methods are class methods.
     """
+
+    runtime_ops = IPEXRuntimeCustomOps()
 
     @classmethod
     def reshape_and_cache(
@@ -144,12 +150,13 @@ class PagedAttention:
         block_size: int,
         max_context_len: int,
         alibi_slopes: Tensor | None,
-        window_size: int = -1,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-        softcap: float = -1.0,
+        *rest: Any,
+        **named: Any,
     ) -> None:
         """Attend with the newest token of each sequence.
+
+        The last arguments are ``(window_size=-1, k_scale=1.0, v_scale=1.0, softcap=-1.0)``, as on IPEX for CPUs, or
+        ``(kv_cache_dtype="auto", window_size=-1, ...)``, as on XPU: a text comes first only there.
 
         Args:
             output: ``[sequences, heads, head_size]``; written.
@@ -163,19 +170,56 @@ class PagedAttention:
             block_size: Rows of a block.
             max_context_len: At least the largest of ``context_lens``.
             alibi_slopes: ``[heads]`` float32 or None.
-            window_size: Keys that the query sees, its own included; -1: all.
-            k_scale: Factor on the numbers of a quantised key cache.
-            v_scale: The same for the values.
-            softcap: If positive, scores become ``softcap * tanh(scores / softcap)``.
+            rest: ``kv_cache_dtype``: as for `reshape_and_cache`; the cache itself says it. ``window_size``: Keys that
+                the query sees, its own included; -1: all. ``k_scale``: Factor on the numbers of a quantised key cache.
+                ``v_scale``: The same for the values. ``softcap``: If positive, scores become
+                ``softcap * tanh(scores / softcap)``.
+            named: The same by name.
 
         Raises:
             RuntimeError: For wrong dtypes or shapes, or a block or length that is out of range.
+            TypeError: For a name that is not one of these.
         """
+        last = (
+            _on_xpu(*rest, **named)
+            if rest and isinstance(rest[0], str)
+            else _on_cpu(*rest, **named)
+        )
         call(
             _OPS.single_query_cached_kv_attention.default,
             *(output, query, key_cache, value_cache, head_mapping, scale, block_tables),
-            *(context_lens, block_size, max_context_len, alibi_slopes, window_size),
-            *(k_scale, v_scale, softcap),
+            *(context_lens, block_size, max_context_len, alibi_slopes, *last),
+        )
+
+    @classmethod
+    def single_query_kv_attention(
+        cls,
+        output: Tensor,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        num_queries_per_kv: int,
+        scale: float,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        block_size: int,
+        max_context_len: int,
+        alibi_slopes: Tensor | None,
+        *rest: Any,
+        **named: Any,
+    ) -> None:
+        """Do as `single_query_cached_kv_attention`, told how many heads share a cache head.
+
+        Raises:
+            OpArgumentError: ``num_queries_per_kv`` times the heads of the cache are not those of the query.
+        """
+        fits = num_queries_per_kv * key_cache.shape[1] == query.shape[1]
+        text = f"be heads / kv_heads = {query.shape[1]} / {key_cache.shape[1]}"
+        check(fits, "single_query_kv_attention", "num_queries_per_kv", text, num_queries_per_kv)
+        cls.single_query_cached_kv_attention(
+            *(output, query, key_cache, value_cache, None, scale, block_tables),
+            *(context_lens, block_size, max_context_len, alibi_slopes, *rest),
+            **named,
         )
 
     @classmethod
@@ -276,6 +320,29 @@ class PagedAttention:
         """
         source, target = _block_pairs("swap_blocks", block_mapping, src, dst)
         dst[target.to(dst.device)] = src[source].to(dst.device)
+
+
+def _on_cpu(
+    window_size: int = -1,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    softcap: float = -1.0,
+    *,
+    kv_cache_dtype: str = "auto",
+) -> tuple[int, float, float, float]:
+    """Return the last arguments of a call in the order for CPUs."""
+    return window_size, k_scale, v_scale, softcap
+
+
+def _on_xpu(
+    kv_cache_dtype: str,
+    window_size: int = -1,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    softcap: float = -1.0,
+) -> tuple[int, float, float, float]:
+    """Return the last arguments of a call in the order for XPU."""
+    return window_size, k_scale, v_scale, softcap
 
 
 def _block_pairs(

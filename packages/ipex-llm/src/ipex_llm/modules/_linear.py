@@ -17,6 +17,7 @@ from ipex_core.nn._fusable import finish
 from ipex_core.nn._gate import GatedPair
 from ipex_core.nn._lower import lower_linear
 from ipex_core.nn.functional import linear as run
+from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
 __all__ = [
     "IPEXLinear2Fusion",
@@ -63,6 +64,8 @@ class IPEXLinearFusion(nn.Module):
         TypeError: ``linear`` is not a module.
     """
 
+    runtime_ops = IPEXRuntimeCustomOps()
+
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.linear = _checked(self, "linear", linear)
@@ -98,6 +101,8 @@ class IPEXLinear2Fusion(nn.Module):
     Raises:
         TypeError: One of them is not a module.
     """
+
+    runtime_ops = IPEXRuntimeCustomOps()
 
     _pair: GatedPair
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from ipex_core.nn import _state_space
+from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
 __all__ = ["MambaMixer"]
 
@@ -13,6 +14,8 @@ class MambaMixer:
 
     There is nothing to make: these are functions.
     """
+
+    runtime_ops = IPEXRuntimeCustomOps()
 
     causal_conv1d_fn = staticmethod(_state_space.causal_conv1d_fn)
     causal_conv1d_update = staticmethod(_state_space.causal_conv1d_update)

@@ -13,6 +13,7 @@ from torch.nn import functional
 from ipex_core._spec import check
 from ipex_core.nn.moe import PackedExperts, gated_mlp_moe, pack_experts
 from ipex_llm.modules._norm import as_parameter
+from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
 __all__ = ["GatedMLPMOE"]
 
@@ -21,6 +22,18 @@ Routing = Callable[..., tuple[Tensor, Tensor]]
 
 _OP = "GatedMLPMOE"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _floats(name: str, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """Return a stack of weights as bfloat16, times a scale for each of them."""
+    check(weight.dtype in _FP8, _OP, name, "have 8-bit floats where scales are given", weight.dtype)
+    if scale is None:
+        return weight.to(torch.bfloat16)
+    experts = weight.shape[0]
+    text = f"have {experts} numbers, one for each expert"
+    check(scale.numel() == experts, _OP, f"scales of {name}", text, list(scale.shape))
+    return (weight.float() * scale.float().view(experts, 1, 1)).to(torch.bfloat16)
 
 
 class GatedMLPMOE(nn.Module):
@@ -34,13 +47,23 @@ class GatedMLPMOE(nn.Module):
         W2: ``[E, H, I]``.
         W3: ``[E, I, H]``, or None.
         use_prepack: Pack the weights. False: keep them as they are and compute each expert with stock operations.
+        w1_scale_inv: Values of 1 in ``W13`` (and ``W3``) of 8-bit floats, ``[E]``; the weights become bfloat16.
+        w2_scale_inv: The same for ``W2``.
+        a1_scale_inv: Scales of activations in 8 bits, which are not needed: activations stay as they are.
+        a2_scale_inv: The same for the second product.
         w13_bias: ``[E, 2 I]`` or None.
         w2_bias: ``[E, H]`` or None.
+        is_mxfp4: False.
+        is_fp8: Not needed: the dtype of the weights says it.
+        is_int4: False.
         experts_start_id: Id of the first of these experts, where other processes have others.
 
     Raises:
         OpArgumentError: The shapes or dtypes of the weights do not fit.
+        NotImplementedError: For 4-bit weights.
     """
+
+    runtime_ops = IPEXRuntimeCustomOps()
 
     def __init__(
         self,
@@ -48,12 +71,25 @@ class GatedMLPMOE(nn.Module):
         W2: Tensor,
         W3: Tensor | None = None,
         use_prepack: bool = True,
-        *,
+        w1_scale_inv: Tensor | None = None,
+        w2_scale_inv: Tensor | None = None,
+        a1_scale_inv: Tensor | None = None,
+        a2_scale_inv: Tensor | None = None,
         w13_bias: Tensor | None = None,
         w2_bias: Tensor | None = None,
+        is_mxfp4: bool = False,
+        is_fp8: bool = False,
+        is_int4: bool = False,
         experts_start_id: int = 0,
     ) -> None:
         super().__init__()
+        if is_mxfp4 or is_int4:
+            raise NotImplementedError(
+                "GatedMLPMOE: 4-bit weights are not taken here: ipex.llm.optimize loads checkpoints that have them"
+            )
+        if w1_scale_inv is not None or w2_scale_inv is not None or W2.dtype in _FP8:
+            W13, W2 = _floats("W13", W13, w1_scale_inv), _floats("W2", W2, w2_scale_inv)
+            W3 = None if W3 is None else _floats("W3", W3, w1_scale_inv)
         check(W2.dim() == 3, _OP, "W2", "have shape [E, H, I]", list(W2.shape))
         experts, hidden, size = W2.shape
         rows = 2 * size if W3 is None else size

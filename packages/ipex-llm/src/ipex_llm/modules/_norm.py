@@ -11,6 +11,7 @@ from torch import nn
 
 from ipex_core._spec import check
 from ipex_llm import functional
+from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
 __all__ = ["FastLayerNorm", "RMSNorm", "as_parameter"]
 
@@ -40,6 +41,8 @@ class RMSNorm(nn.Module):
         ...     RMSNorm(2, 0.0)(torch.tensor([3.0, 4.0]))
         tensor([0.8485, 1.1314])
     """
+
+    runtime_ops = IPEXRuntimeCustomOps()
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, weight: Tensor | None = None) -> None:
         super().__init__()
@@ -78,6 +81,8 @@ class FastLayerNorm(nn.Module):
     Raises:
         OpArgumentError: ``weight`` or ``bias`` has another shape.
     """
+
+    runtime_ops = IPEXRuntimeCustomOps()
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from torch import nn
 from ipex_core._spec import check
 from ipex_core.nn.rope import rope_tables
 from ipex_llm import functional
+from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
 __all__ = ["RotaryEmbedding"]
 
@@ -47,6 +48,8 @@ class RotaryEmbedding(nn.Module):
         >>> rope(query, torch.arange(32).unsqueeze(0), 16, 256, 1, 64).shape
         torch.Size([1, 32, 16, 256])
     """
+
+    runtime_ops = IPEXRuntimeCustomOps()
 
     def __init__(
         self,

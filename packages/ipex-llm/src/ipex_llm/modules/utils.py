@@ -56,7 +56,14 @@ _CLASSES = {
 
 
 class IPEXRuntimeCustomOps:
-    """Finds the module of a kind for a device. One class serves all devices."""
+    """Finds the module of a kind for a device. One class serves all devices.
+
+    Attributes:
+        device_type: What clients set to a device before their first call; nothing depends on it.
+    """
+
+    def __init__(self) -> None:
+        self.device_type: str | None = None
 
     def get_module_from_device(
         self, device_type: str, ops: IPEXCustomOpType, is_instance: bool, *args: Any, **kwargs: Any

@@ -8,6 +8,7 @@ import torch
 from ipex._torch_ipex._alias_op import alias_op
 from ipex_core._fp8 import DTYPES, amax, to_fp8
 from ipex_core._spec import check
+from ipex_core.errors import OpArgumentError
 
 Tensor = torch.Tensor
 
@@ -88,3 +89,82 @@ def _fp8_linear(
 
 def _floats(values: Tensor, dtype: torch.dtype) -> Tensor:
     return (values.view(dtype) if values.dtype == torch.uint8 else values).float()
+
+
+# --- as on XPU, where a scale belongs to one tensor -------------------------------------------------------------------
+
+
+@alias_op(
+    "cast_to_fp8.Tensor(Tensor input, Tensor? scale, bool stochastic, bool is_amax, ScalarType dtype,"
+    " int[]? scale_shape=None) -> (Tensor, Tensor)"
+)
+def _cast_tensor_to_fp8(
+    input: Tensor,
+    scale: Tensor | None,
+    stochastic: bool,
+    is_amax: bool,
+    dtype: torch.dtype,
+    scale_shape: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return ``input * scale`` in 8 bits and the largest magnitude, 0 if it is not asked for."""
+    op = "cast_to_fp8"
+    check(dtype in DTYPES.values(), op, "dtype", "be float8_e4m3fn or float8_e5m2", dtype)
+    check(not stochastic, op, "stochastic", "be False: numbers are rounded to nearest", stochastic)
+    factor = input.new_ones(()) if scale is None else scale
+    if scale_shape is not None:
+        factor = factor.reshape(scale_shape)
+    largest = amax(input) if is_amax else input.new_zeros(())
+    return to_fp8(input, factor, dtype), largest
+
+
+@alias_op("cast_from_fp8.Tensor(Tensor input, Tensor? scale, ScalarType dtype) -> Tensor")
+def _cast_tensor_from_fp8(input: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return _scaled(input, scale).to(dtype)
+
+
+@alias_op(
+    "fp8_gemm(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, ScalarType out_dtype,"
+    " Tensor? A_scale_inv=None, Tensor? B_scale_inv=None, Tensor? bias=None, bool accumulate=False) -> Tensor"
+)
+def _fp8_gemm(
+    A: Tensor,
+    trans_A: bool,
+    B: Tensor,
+    trans_B: bool,
+    D: Tensor | None,
+    out_dtype: torch.dtype,
+    A_scale_inv: Tensor | None = None,
+    B_scale_inv: Tensor | None = None,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """Return ``(A * A_scale_inv) @ (B * B_scale_inv) + bias``, plus ``D`` if it is accumulated."""
+    left, right = _scaled(A, A_scale_inv), _scaled(B, B_scale_inv)
+    y = (left.mT if trans_A else left) @ (right.mT if trans_B else right)
+    if bias is not None:
+        y = y + bias.float()
+    if accumulate:
+        if D is None:
+            raise OpArgumentError("fp8_gemm: D must be a tensor to accumulate to, got None")
+        y = y + D.float()
+    return y.to(out_dtype)
+
+
+@alias_op(
+    "fp8_gemm_w8a16(Tensor input, Tensor weight, bool trans, Tensor? scale=None, Tensor? bias=None) -> Tensor"
+)
+def _fp8_gemm_w8a16(
+    input: Tensor,
+    weight: Tensor,
+    trans: bool,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return ``input @ (weight * scale) + bias`` in the dtype of the input, for a weight of 8-bit numbers."""
+    right = _scaled(weight, scale).to(input.dtype)
+    y = input @ (right.mT if trans else right)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _scaled(values: Tensor, scale: Tensor | None) -> Tensor:
+    return values.float() if scale is None else values.float() * scale.float()

@@ -7,7 +7,10 @@ Nothing is imported before it is named: the launcher starts without torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from ipex import _migration
 
 if TYPE_CHECKING:
     from ipex._C import _get_current_isa_level as _get_current_isa_level
@@ -52,3 +55,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+_migration.teach(sys.modules[__name__], "cpu")

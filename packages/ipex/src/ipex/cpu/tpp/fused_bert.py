@@ -3,6 +3,12 @@
 
 from __future__ import annotations
 
+import sys
+
+from ipex import _migration
 from ipex_core._fast_bert import fast_bert
 
 __all__ = ["fast_bert"]
+
+
+_migration.teach(sys.modules[__name__], "cpu.tpp.fused_bert")

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every public name of Intel Extension for PyTorch, and what has become of it: ``_data/migration.tsv``.
+
+The table is data for three readers: the page "Migration" and the command ``ipex migrate`` show it, and the import of an
+old name follows it. A module of IPEX that has no counterpart is made from its rows: names that are offered elsewhere
+are the objects there, the others raise `NotOfferedError` with the alternative.
+
+The file is read when a name is asked for that is found nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.resources
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any, NamedTuple
+
+__all__ = ["STATES", "Row", "TableFinder", "find", "resolve", "rows", "search", "teach"]
+
+#: What a row can say, and how it is shown.
+STATES: Mapping[str, str] = {
+    "same": "same",
+    "differs": "differs",
+    "absent": "not offered",
+    "new": "new here",
+}
+
+
+class Row(NamedTuple):
+    """One name.
+
+    Attributes:
+        name: Dotted, below ``intel_extension_for_pytorch``; ``*`` at its end stands for all names of a module. Ops are
+            written as ``torch.ops.torch_ipex.nms``.
+        state: A key of `STATES`.
+        here: Where it is here: a dotted name; for "absent" a text, what to use instead.
+        note: The difference; empty if there is none.
+    """
+
+    name: str
+    state: str
+    here: str
+    note: str
+
+
+@functools.cache
+def rows() -> Mapping[str, Row]:
+    """Return all rows by name, in the order of the file."""
+    text = (importlib.resources.files("ipex") / "_data" / "migration.tsv").read_text("utf-8")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    found = [Row(*f"{line}\t".split("\t")[:4]) for line in lines]
+    return {row.name: row for row in found}
+
+
+@functools.cache
+def _modules() -> frozenset[str]:
+    """Return the names of all modules that have rows."""
+    found: set[str] = set()
+    for name in rows():
+        parts = name.split(".")[:-1]
+        if parts[:2] != ["torch", "ops"]:
+            found.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+    return frozenset(found)
+
+
+def find(name: str) -> Row | None:
+    """Return the row of a dotted name, or of the pattern that covers it."""
+    table = rows()
+    if name in table:
+        return table[name]
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        row = table.get(".".join([*parts[:end], "*"]))
+        if row is not None:
+            return row
+    return None
+
+
+def search(text: str) -> list[Row]:
+    """Return the rows for a name as scripts write it (``ipex.optimize``), else those whose names contain the text."""
+    name = text
+    for prefix in ("intel_extension_for_pytorch.", "ipex."):
+        name = name.removeprefix(prefix)
+    row = find(name)
+    # A short name may stand for several.
+    ends = [r for r in rows().values() if r.name.endswith(f".{name}")]
+    if row is not None:
+        return [row, *ends]
+    return ends or [r for r in rows().values() if name.lower() in r.name.lower()]
+
+
+def resolve(path: str) -> Any:
+    """Return the object with a dotted name, importing what has to be.
+
+    Raises:
+        ImportError: The package of the first word, or what it needs, is not installed.
+        AttributeError: There is no such name.
+    """
+    parts = path.split(".")
+    value: Any = None
+    for end in range(len(parts), 0, -1):
+        # Modules of the table first: a module may have another object under the name of one that was below it.
+        prefix = ".".join(parts[:end])
+        if end == 1 or (parts[0] in _PACKAGES and prefix.partition(".")[2] in _modules()):
+            value = importlib.import_module(prefix)
+            break
+    for i in range(end, len(parts)):
+        try:
+            value = getattr(value, parts[i])
+        except AttributeError:
+            if not isinstance(value, types.ModuleType) or find(path.partition(".")[2]) is not None:
+                raise
+            value = importlib.import_module(".".join(parts[: i + 1]))
+    return value
+
+
+_PACKAGES = ("ipex", "intel_extension_for_pytorch")
+
+
+def _text(name: str, row: Row) -> str:
+    return f"intel_extension_for_pytorch.{name} is not offered: use {row.here}"
+
+
+def lookup(module: str, name: str) -> Any:
+    """Return what the table offers as ``name`` in ``module``; dotted names below the package, "" for the package.
+
+    Raises:
+        NotOfferedNameError: The name is knowingly not there.
+        AttributeError: The table does not have it.
+    """
+    dotted = f"{module}.{name}" if module else name
+    if not name.startswith("__"):
+        if dotted in _modules():
+            return importlib.import_module(f"ipex.{dotted}")
+        row = find(dotted)
+        if row is not None and row.state == "absent":
+            from ipex_core.errors import NotOfferedNameError
+
+            raise NotOfferedNameError(_text(dotted, row))
+        if row is not None and row.here != f"ipex.{dotted}":
+            return resolve(row.here)
+    raise AttributeError(f"module 'ipex.{module}' has no attribute {name!r}")
+
+
+class _TaughtModule(types.ModuleType):
+    """A module with code of its own, which answers for the rest of the names that IPEX had in it, too."""
+
+    __ipex_name__: str
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what neither the module nor a function `__getattr__` in it has.
+        dotted = self.__dict__["__ipex_name__"]
+        if name == "__path__" and dotted in _parents():
+            return []  # modules that were below it are imported through the table
+        if not name.startswith("__") and (
+            f"{dotted}.{name}" in _modules() or find(f"{dotted}.{name}")
+        ):
+            value = lookup(dotted, name)
+            self.__dict__[name] = value
+            return value
+        own = self.__dict__.get("__getattr__")
+        if own is not None:
+            own(name)  # raises, with a text that may say more
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # An import enters the module into the one above.
+        if isinstance(value, types.ModuleType):
+            if isinstance(value, _TableModule) and name in self.__dict__:
+                return
+            child = f"{self.__dict__['__ipex_name__']}.{name}"
+            if child in _modules():
+                teach(value, child)
+        super().__setattr__(name, value)
+
+
+def teach(module: types.ModuleType, dotted: str) -> None:
+    """Let a module answer for the rest of the names that IPEX had in it."""
+    if type(module) is not types.ModuleType or dotted not in _modules():
+        return
+    module.__dict__["__ipex_name__"] = dotted
+    module.__class__ = _TaughtModule
+    for name, child in list(module.__dict__.items()):
+        below = f"{dotted}.{name}"
+        if below in _modules() and getattr(child, "__package__", "").partition(".")[0] in _OURS:
+            teach(child, below)  # it was imported under its own name
+
+
+#: Packages of this project.
+_OURS = frozenset({"ipex", "ipex_core", "ipex_llm", "ipex_quant", "ipex_runtime"})
+
+
+class _TableModule(types.ModuleType):
+    """A module that has no code: its rows are all there is."""
+
+    def __getattr__(self, name: str) -> Any:
+        dotted = self.__name__.partition(".")[2]
+        if name == "__all__":
+            prefix = f"{dotted}."
+            names = [n.removeprefix(prefix) for n in rows() if n.startswith(prefix)]
+            return [n for n in names if "." not in n and rows()[prefix + n].state != "absent"]
+        full = f"{dotted}.{name}"
+        if dotted == "xpu" and not name.startswith("__") and find(full) is None:
+            import torch
+
+            if full not in _modules() and hasattr(torch.xpu, name):
+                return getattr(torch.xpu, name)
+        value = lookup(dotted, name)
+        self.__dict__[name] = value
+        return value
+
+
+@functools.cache
+def _parents() -> frozenset[str]:
+    return frozenset(name.rpartition(".")[0] for name in _modules())
+
+
+class TableFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules that IPEX had and nobody has here. It stands behind all other finders."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Return a spec for a module of the table, None for other names.
+
+        Raises:
+            NotOfferedModuleError: What is imported is a name that is knowingly not there.
+        """
+        package, _, dotted = fullname.partition(".")
+        if package != "ipex" or not dotted:
+            return None
+        if dotted in _modules():
+            return ModuleSpec(fullname, self, is_package=True)
+        row = find(dotted)
+        if row is not None and row.state == "absent":
+            from ipex_core.errors import NotOfferedModuleError
+
+            raise NotOfferedModuleError(_text(dotted, row))
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        """Return the module."""
+        return _TableModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Do nothing: the module has no code."""
+
+
+def install() -> None:
+    """Put the finder behind all others, once."""
+    if not any(isinstance(finder, TableFinder) for finder in sys.meta_path):
+        sys.meta_path.append(TableFinder())

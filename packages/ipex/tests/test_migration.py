@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of names of Intel Extension for PyTorch, against the code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+
+import pytest
+
+import ipex
+from ipex import _migration
+from ipex._torch_ipex._alias_op import alias_names
+from ipex_core.errors import NotOfferedError, NotOfferedModuleError, NotOfferedNameError
+
+OLD = "intel_extension_for_pytorch"
+OPS = "torch.ops."
+ROWS = _migration.rows()
+
+#: First words of names -> the package they live in, where it is not always installed.
+NEEDS = {
+    "llm": "ipex_llm",
+    "transformers": "ipex_llm",
+    "optimize_transformers": "ipex_llm",
+    "quantization": "ipex_quant",
+    "_isa_help": "ipex_quant",
+    "cpu": "ipex_runtime",
+    "launcher": "ipex_runtime",
+    "_C": "ipex_runtime",
+    "nn": "ipex_quant",
+    "cmake_prefix_path": "ipex_cpu_kernels",
+}
+
+
+def skip_without(name: str) -> None:
+    package = NEEDS.get(name.split(".")[0], "ipex")
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+def groups() -> dict[str, list[_migration.Row]]:
+    """Return the rows by what stands before their last dot."""
+    found: dict[str, list[_migration.Row]] = {}
+    for row in ROWS.values():
+        found.setdefault(row.name.rpartition(".")[0], []).append(row)
+    return found
+
+
+def old(name: str) -> str:
+    return name if name.startswith(OPS) else f"{OLD}.{name}"
+
+
+def test_no_row_is_unknown() -> None:
+    assert len(ROWS) > 900
+    for row in ROWS.values():
+        assert row.state in _migration.STATES, row
+        assert row.here, row
+        assert row.note or row.state != "differs", row
+        assert "|" not in row.here + row.note, row
+
+
+@pytest.mark.parametrize("module", sorted(groups()))
+def test_rows_are_true(module: str) -> None:
+    skip_without(module or "ipex")
+    for row in groups()[module]:
+        if row.state == "absent":
+            check_absent(row)
+            continue
+        if NEEDS.get(row.name) and importlib.util.find_spec(NEEDS[row.name]) is None:
+            continue
+        found = _migration.resolve(old(row.name))
+        assert found is not None, row
+        here = _migration.resolve(row.here)
+        assert found is here or found == here, row
+
+
+def check_absent(row: _migration.Row) -> None:
+    if row.name.startswith(OPS):
+        space, _, name = row.name.rpartition(".")
+        assert name == "*" or not hasattr(_migration.resolve(space), name), row
+        return
+    module, _, name = row.name.rpartition(".")
+    name = "anything" if name == "*" else name
+    parent = _migration.resolve(f"{OLD}.{module}" if module else OLD)
+    alternative = re.escape(row.here)
+    with pytest.raises(NotImplementedError, match=alternative) as caught:
+        getattr(parent, name)
+    assert isinstance(caught.value, NotOfferedNameError)
+    assert not hasattr(parent, name), row
+
+
+def test_names_of_ours_in_the_alternatives_exist() -> None:
+    for row in ROWS.values():
+        for text in re.findall(
+            r"`((?:ipex|torch)\.[\w.]+)", row.here if row.state == "absent" else ""
+        ):
+            words = text.split(".")
+            if words[:2] == ["ipex", "xpu"] or words[1] in ("xpu", "runtime"):
+                continue
+            if words[0] == "ipex" and len(words) > 1:
+                package = NEEDS.get(words[1])
+                if package is not None and importlib.util.find_spec(package) is None:
+                    continue
+            assert _migration.resolve(text) is not None, row
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "",
+        "_C",
+        "distributed",
+        "llm",
+        "llm.functional",
+        "llm.generation",
+        "llm.modules",
+        "llm.quantization",
+        "llm.utils",
+        "nn.functional",
+        "nn.modules",
+        "nn.modules.merged_embeddingbag",
+        "optim",
+        "quantization",
+        "quantization.fp8",
+        "cpu.runtime",
+        "cpu.tpp.optim",
+    ],
+)
+def test_no_public_name_is_missing(module: str) -> None:
+    skip_without(module or "ipex")
+    names = _migration.resolve(f"ipex.{module}" if module else "ipex").__all__
+    rows = {row for row in names if _migration.find(f"{module}.{row}" if module else row)}
+    modules = {name for name in names if _is_module(f"ipex.{module}.{name}".replace("..", "."))}
+    assert sorted(set(names) - rows - modules - {"__version__"}) == []
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+def test_every_op_has_a_row() -> None:
+    names = set()
+    for name in alias_names():
+        space, _, op = name.partition("::")
+        names.add(f"{OPS}{space}.{op.partition('.')[0]}")
+    offered = {n for n, row in ROWS.items() if n.startswith(OPS) and row.state != "absent"}
+    assert names == offered
+
+
+# --- how the names come in ------------------------------------------------------------------------------------------
+
+
+def test_forms_of_import() -> None:
+    from intel_extension_for_pytorch.frontend import optimize
+    from intel_extension_for_pytorch.xpu.memory import empty_cache
+
+    assert optimize is ipex.optimize is ipex.frontend.optimize
+    assert callable(empty_cache)
+    assert importlib.import_module(f"{OLD}.frontend") is importlib.import_module("ipex.frontend")
+    assert "optimize" in ipex.frontend.__all__
+    with pytest.raises(NotImplementedError, match="enable_auto_channels_last") as caught:
+        from intel_extension_for_pytorch.frontend import auto_channels_last_flag  # noqa: F401
+    assert isinstance(caught.value, NotOfferedModuleError) and isinstance(caught.value, ImportError)
+    with pytest.raises(NotOfferedError, match=r"ipex\.optimize"):
+        from intel_extension_for_pytorch.nn.utils._weight_prepack import (  # noqa: F401
+            weight_prepack_with_ipex,
+        )
+    with pytest.raises(ImportError):
+        from intel_extension_for_pytorch.frontend import bogus  # noqa: F401
+    with pytest.raises(AttributeError):
+        ipex.frontend.bogus  # noqa: B018
+    assert not hasattr(ipex, "_set_optimized_model_for_generation")
+    with pytest.raises(NotImplementedError, match=r"ipex\.llm\.optimize"):
+        ipex._set_optimized_model_for_generation(None, None)
+
+
+def test_xpu_without_its_package() -> None:
+    import torch
+
+    if importlib.util.find_spec("ipex_xpu_kernels") is not None:
+        pytest.skip("ipex-xpu-kernels is installed")
+    assert ipex.xpu.is_available() is torch.xpu.is_available()
+    assert ipex.xpu.device_count() == torch.xpu.device_count()
+    assert ipex.xpu.manual_seed is torch.xpu.manual_seed
+    assert hasattr(ipex, "xpu") and not hasattr(ipex.xpu, "bogus")
+    with pytest.raises(NotImplementedError, match="ipex doctor"):
+        ipex.xpu.has_onemkl()
+
+
+def test_on_device() -> None:
+    import torch
+
+    with ipex.OnDevice(dtype=torch.bfloat16, device="meta"):
+        layer = torch.nn.Linear(3, 4)
+        ids = torch.zeros(2, dtype=torch.int64)
+        here = torch.ones(2, device="cpu")
+    assert layer.weight.device.type == "meta" and layer.weight.dtype == torch.bfloat16
+    assert ids.device.type == "meta" and ids.dtype == torch.int64
+    assert here.device.type == "cpu" and here.dtype == torch.bfloat16
+    with ipex.OnDevice(dtype=torch.float, device="meta", enabled=False):
+        assert torch.nn.Linear(3, 4).weight.device.type == "cpu"
+    assert torch.empty(1).device.type == "cpu"
+    with pytest.raises(ValueError, match="OnDevice: dtype must be a floating-point dtype"):
+        ipex.OnDevice(dtype=torch.int8)
+
+
+def test_channels_last_1d() -> None:
+    import torch
+
+    from intel_extension_for_pytorch.utils.channels_last_1d import (
+        is_contiguous_channels_last_1d,
+        to_channels_last_1d,
+    )
+
+    x = torch.randn(2, 3, 5)
+    y = to_channels_last_1d(x)
+    assert torch.equal(x, y) and is_contiguous_channels_last_1d(y)
+    assert not is_contiguous_channels_last_1d(x)
+    conv = torch.nn.Conv1d(3, 4, 3)
+    expected = conv(x)
+    assert to_channels_last_1d(conv) is conv
+    assert is_contiguous_channels_last_1d(conv.weight)
+    torch.testing.assert_close(conv(y), expected)
+    with pytest.raises(ValueError, match="3 dimensions"):
+        ipex.utils.channels_last_1d.tensor_to_channels_last_1d(torch.ones(2))
+
+
+def test_switches_of_the_native_module() -> None:
+    native = ipex._C
+    native.disable_jit_linear_repack()  # called by servers before they load a model
+    assert native.get_jit_linear_repack() is False
+    native.enable_jit_linear_repack()
+    native.disable_jit_opt()
+    assert native.get_jit_opt() is False
+    native.enable_jit_opt()
+    assert native.get_jit_opt() is True
+    assert native.isa_has_amx_fp16_support() in (True, False)
