@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script that knows nothing of ipex; its model is optimised without a change to it:
 
-    python -m intel_extension_for_pytorch.cpu.auto_ipex codeless.py
+python -m intel_extension_for_pytorch.cpu.auto_ipex codeless.py
 """
 
 import torch

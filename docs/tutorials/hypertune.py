@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script for the search of launcher options; it prints what is to be made small:
 
-    python -m intel_extension_for_pytorch.cpu.hypertune --conf-file hypertune.yaml hypertune.py
+python -m intel_extension_for_pytorch.cpu.hypertune --conf-file hypertune.yaml hypertune.py
 """
 
 import time

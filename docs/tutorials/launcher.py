@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script for the launcher, which chooses cores, threads and memory:
 
-    python -m intel_extension_for_pytorch.cpu.launch --ninstances 1 --ncores-per-instance 1 launcher.py
+python -m intel_extension_for_pytorch.cpu.launch --ninstances 1 --ncores-per-instance 1 launcher.py
 """
 
 import os
