@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of the commands of ``ipex llm``, from the commands themselves."""
+"""The options of all commands, from the commands themselves."""
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import typer.main
+
+import ipex.cli
 
 from ipex_llm._cli import app
 
@@ -21,14 +24,65 @@ def pages() -> dict[str, str]:
     ]
     group: Any = typer.main.get_command(app)
     for name, command in group.commands.items():
-        lines += command_section(name, command)
-    return {"llm_options.md": "\n".join(lines)}
+        lines += command_section("ipex llm", name, command)
+    return {"llm_options.md": "\n".join(lines), "options.md": all_commands()}
 
 
-def command_section(name: str, command: Any) -> list[str]:
+def all_commands() -> str:
+    """Return the page of the other commands of ``ipex`` and of ``ipexrun``."""
+    from ipex_runtime.launch import launch
+
+    lines = [
+        "# Options of the commands",
+        "",
+        "Generated from the commands; [Command line](../commands.md) says what they are for, and",
+        "[those of `ipex llm`](llm_options.md) have a page of their own.",
+        "",
+    ]
+    group: Any = typer.main.get_command(ipex.cli.app)
+    for name in sorted(PLAIN):
+        lines += command_section("ipex", name, group.get_command(None, name))
+    parser = launch.init_parser(argparse.ArgumentParser(prog="ipexrun", add_help=False))
+    lines += parser_section(
+        "ipexrun [cpu|xpu]", "Run a program on the right cores; the same as `ipex run`.", parser
+    )
+    return "\n".join(lines)
+
+
+#: Commands of the facade whose parameters are declared; the others hand their arguments on.
+PLAIN = ("bench", "demo", "doctor", "migrate", "op-info", "show-config", "topology", "version")
+
+
+def parser_section(name: str, text: str, parser: argparse.ArgumentParser) -> list[str]:
+    """Return the options of a parser, by its groups."""
+    lines = [f"## {name}", "", text, ""]
+    for group in parser._action_groups:
+        actions = [a for a in group._group_actions if a.help != argparse.SUPPRESS]
+        if not actions:
+            continue
+        title = (group.title or "").strip()
+        lines += [
+            f"### {title[:1].upper()}{title[1:]}",
+            "",
+            "| Option | Default | |",
+            "|---|---|---|",
+        ]
+        for action in actions:
+            names = ", ".join(f"`{n}`" for n in action.option_strings if "_" not in n)
+            value = action.default
+            shown = "" if value in (None, False, "", argparse.SUPPRESS) else f"`{value}`"
+            help_text = (
+                " ".join(str(action.help or "").split()).replace("|", "\\|").replace("%%", "%")
+            )
+            lines.append(f"| {names or f'`{action.dest}`'} | {shown} | {help_text} |")
+        lines.append("")
+    return lines
+
+
+def command_section(program: str, name: str, command: Any) -> list[str]:
     """Return the text and the options of one command."""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    usage = " ".join(["ipex llm", name, *(p.name.upper() for p in arguments)])
+    usage = " ".join([program, name, *(p.name.upper() for p in arguments)])
     text = " ".join((command.help or "").split("\f")[0].split())
     lines = [f"## {name}", "", f"`{usage}`", "", text, ""]
     lines += ["| Option | Default | |", "|---|---|---|"]

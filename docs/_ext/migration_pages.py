@@ -22,13 +22,8 @@ SECTIONS = {
     "xpu": "XPU",
     "torch": "Ops",
 }
+#: Those that stand with others; all other first words stand with the front end.
 TOGETHER = {
-    "_init_on_device": "frontend",
-    "_dynamo": "frontend",
-    "launcher": "frontend",
-    "fx": "frontend",
-    "jit": "frontend",
-    "utils": "frontend",
     "transformers": "llm",
     "_isa_help": "_C",
 }
@@ -39,7 +34,7 @@ def pages() -> dict[str, str]:
     groups: dict[str, list[Row]] = {key: [] for key in SECTIONS}
     for row in _migration.rows().values():
         first = row.name.split(".")[0] if "." in row.name else ""
-        groups[TOGETHER.get(first, first)].append(row)
+        groups[first if first in groups else TOGETHER.get(first, "frontend")].append(row)
     lines = [
         "# Every name of IPEX",
         "",
