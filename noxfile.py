@@ -479,6 +479,17 @@ def docs(session: nox.Session) -> None:
     session.log("open docs/_build/html/index.html")
 
 
+@nox.session(default=False, requires=["docs"])
+def screenshots(session: nox.Session) -> None:
+    """Look at six pages of the documentation in headless Chromium; pictures in reports/screenshots."""
+    prepare(session)
+    session.install("playwright")
+    if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        session.run("playwright", "install", "chromium")
+    pictures = str(REPORTS / "screenshots")
+    session.run("python", "tools/screenshots.py", "docs/_build/html", pictures, *session.posargs)
+
+
 #: What `ipex bench` compares with; one line each, so that one that cannot be installed leaves the others.
 BENCH_ENGINES = (
     ("torchao",),

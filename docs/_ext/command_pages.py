@@ -9,7 +9,6 @@ from typing import Any
 import typer.main
 
 import ipex.cli
-
 from ipex_llm._cli import app
 
 __all__ = ["pages"]
@@ -80,11 +79,15 @@ def parser_section(name: str, text: str, parser: argparse.ArgumentParser) -> lis
 
 
 def command_section(program: str, name: str, command: Any) -> list[str]:
-    """Return the text and the options of one command."""
+    """Return the text and the options of one command, or of all commands of a group."""
+    if hasattr(command, "commands"):
+        parts = command.commands.items()
+        return [s for n, c in parts for s in command_section(f"{program} {name}", n, c)]
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     usage = " ".join([program, name, *(p.name.upper() for p in arguments)])
     text = " ".join((command.help or "").split("\f")[0].split())
-    lines = [f"## {name}", "", f"`{usage}`", "", text, ""]
+    title = f"{program} {name}".removeprefix("ipex llm ").removeprefix("ipex ")
+    lines = [f"## {title}", "", f"`{usage}`", "", text, ""]
     lines += ["| Option | Default | |", "|---|---|---|"]
     for parameter in command.params:
         if getattr(parameter, "hidden", False):
@@ -102,6 +105,6 @@ def default(parameter: Any) -> str:
     if parameter.required:
         return "required"
     value = parameter.default
-    if value is None or value is False or callable(value) or value in ((), []):
+    if value is None or value is False or callable(value) or value in ((), [], ""):
         return ""
     return "on" if value is True else f"`{value}`"

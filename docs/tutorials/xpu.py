@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inference and training on an XPU, if there is one; `pip install 'ipex[xpu]'` brings a device to a torch without it."""
+"""Inference and training on an XPU, if there is one.
+
+`pip install 'ipex[xpu]'` brings a device to a torch that has none.
+"""
 
 import torch
 
