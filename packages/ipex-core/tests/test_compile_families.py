@@ -7,16 +7,12 @@ interpreted instead of compiled to C++, which would take most of the time and ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
-from torch._inductor.decomposition import select_decomp_table
 
 import ipex_core
-from ipex_core import compile_backend
 
 transformers = pytest.importorskip("transformers")
 
@@ -101,30 +97,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], str, tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_code_generation(monkeypatch):
-    def interpreted(gm: Any, inputs: Any, patches: dict[str, Any]) -> Callable[..., Any]:
-        def compiler(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-            patches["joint_custom_pre_pass"](graph.graph)
-            graph.graph.lint()
-            graph.recompile()
-            return make_boxed_func(graph.forward)
-
-        return aot_module_simplified(
-            gm,
-            inputs,
-            fw_compiler=compiler,
-            inference_compiler=compiler,
-            decompositions=select_decomp_table(),
-        )
-
-    monkeypatch.setattr(compile_backend, "_inductor", interpreted)
-    # Without a kernel package the ops run their reference.
-    monkeypatch.setattr("ipex_core.nn._leaf.has_kernel", lambda op: True)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("no_code_generation")
 
 
 def inputs(kind: str, size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from compile_programs import FAMILIES, Draw, Run
+from compile_draw import Draw, Run
+from compile_programs import FAMILIES
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._inductor.decomposition import select_decomp_table

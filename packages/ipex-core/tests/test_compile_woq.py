@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_compile_patterns import DTYPES, fired, fuse, randn, reasons
+from compile_checks import DTYPES, fired, fuse, randn, reasons
 from torch import nn
 
 import ipex_core

@@ -86,8 +86,41 @@ def test_factors():
     loss_of(got).backward()
     loss_of(want).backward()
     torch.testing.assert_close(merged.weights[2].grad, stock[2].weight.grad)
-    with pytest.raises(ValueError, match="must not require a gradient"):
-        merged(indices, offsets, [f.requires_grad_() for f in factors])
+
+
+@pytest.mark.parametrize("kind", ["plain", "frozen", "sgd"])
+def test_gradients_of_factors(kind):
+    """Of all tables or some, with tables that get gradients, none, or that the backward pass changes."""
+    stock, (indices, offsets) = stock_tables(), lookups()
+    if kind == "sgd":
+        merged = MergedEmbeddingBagWithSGD.from_embeddingbag_list(copy.deepcopy(stock), lr=0.5)
+    else:
+        merged = MergedEmbeddingBag.from_embeddingbag_list(copy.deepcopy(stock))
+        merged.requires_grad_(kind == "plain")
+    ours = [torch.randn(i.shape) for i in indices]
+    theirs = [f.clone() for f in ours]
+    for leaf in (ours[0], ours[2], theirs[0], theirs[2]):
+        leaf.requires_grad_()
+    got = merged(indices, offsets, ours)
+    want = [
+        table(i, o, per_sample_weights=f)
+        for table, i, o, f in zip(stock, indices, offsets, theirs, strict=True)
+    ]
+    loss_of(got).backward()
+    loss_of(want).backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.grad is None) == (other.grad is None)
+        if other.grad is not None:
+            torch.testing.assert_close(mine.grad, other.grad)
+    if kind == "plain":
+        torch.testing.assert_close(merged.weights[1].grad, stock[1].weight.grad)
+
+
+def test_factors_in_double_precision():
+    merged = MergedEmbeddingBag.from_embeddingbag_list([t.double() for t in stock_tables()])
+    indices, offsets = lookups()
+    factors = [torch.randn(i.shape, dtype=torch.float64, requires_grad=True) for i in indices]
+    assert torch.autograd.gradcheck(lambda *f: merged(indices, offsets, f), factors)
 
 
 def train(module, steps):

@@ -47,7 +47,7 @@ def data(step: int, rows: int = 12) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: Any, x: Tensor, y: Tensor, dtype: Any = None) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
+    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
         return nn.functional.cross_entropy(model(x).float(), y)
 
 
@@ -79,6 +79,7 @@ def with_ddp(rank: int, ranks: int) -> list[str]:
         ("lamb", torch.bfloat16, None),
         ("adamw", torch.bfloat16, False),
         ("rmsprop", torch.bfloat16, None),
+        ("adamw", torch.float16, None),
     ):
         model, optimizer = prepared(name, dtype, split_master_weight_for_bf16=split)
         whole, other = prepared(name, dtype, split_master_weight_for_bf16=split)
@@ -115,7 +116,7 @@ def with_ddp(rank: int, ranks: int) -> list[str]:
 
 def test_distributed_data_parallel() -> None:
     for result in run_ranks(with_ddp, 2):
-        assert result == ["ok"] * 10, result
+        assert result == ["ok"] * 12, result
 
 
 def with_fsdp(rank: int, ranks: int) -> list[str]:
@@ -169,6 +170,42 @@ def with_fsdp(rank: int, ranks: int) -> list[str]:
 def test_fully_sharded() -> None:
     for result in run_ranks(with_fsdp, 2):
         assert result == ["ok"] * 6, result
+
+
+def scaled_in_float16(rank: int, ranks: int) -> str:
+    """Gradients are scaled, summed over ranks, unscaled, clipped; too large a scale is found and lowered."""
+    model, optimizer = prepared("sgd", torch.float16)
+    whole = net()
+    other = MAKE["sgd"](whole.parameters())
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=100)
+    for step in range(16):
+        x, y = data(step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = nn.functional.cross_entropy(
+                wrapped(x.chunk(ranks)[rank]).float(), y.chunk(ranks)[rank]
+            )
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        before = scaler.get_scale()
+        nn.utils.clip_grad_norm_(wrapped.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < before:
+            continue  # skipped
+        other.zero_grad()
+        nn.functional.cross_entropy(whole(x), y).backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        other.step()
+    pairs = zip(model.state_dict().values(), whole.state_dict().values(), strict=True)
+    worst = max(float((a - b).abs().max()) for a, b in pairs)
+    fine = worst < 2e-2 and 2.0**8 < scaler.get_scale() < 2.0**20
+    return "ok" if fine else f"{worst}, scale {scaler.get_scale()}"
+
+
+def test_scaled_gradients_of_ranks() -> None:
+    assert run_ranks(scaled_in_float16, 2) == ["ok", "ok"]
 
 
 def a_rank_dies(rank: int, ranks: int) -> str:

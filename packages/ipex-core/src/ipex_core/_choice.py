@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["prefer_ipex_attention", "prefer_ipex_norm", "prefer_ipex_rotary"]
+__all__ = [
+    "prefer_ipex_attention",
+    "prefer_ipex_norm",
+    "prefer_ipex_rotary",
+    "prefer_merged_linears",
+]
 
 
 def prefer_ipex_attention(query: Sequence[int], key: Sequence[int], dtype: torch.dtype) -> bool:
@@ -54,5 +59,19 @@ def prefer_ipex_rotary(query: Sequence[int], dtype: torch.dtype) -> bool:
     Args:
         query: sizes ``[batch, heads, length, head size]``.
         dtype: its element type.
+    """
+    return True
+
+
+def prefer_merged_linears(
+    rows: int, sizes: Sequence[int], columns: int, dtype: torch.dtype
+) -> bool:
+    """Whether one call for linear layers that read the same tensor is expected to be at least as fast as one for each.
+
+    Args:
+        rows: rows of the input.
+        sizes: output features of the layers.
+        columns: their input features.
+        dtype: the element type.
     """
     return True

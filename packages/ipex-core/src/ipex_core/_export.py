@@ -206,11 +206,11 @@ def _unpack(program: torch.export.ExportedProgram) -> None:
 
 def _compile(program: torch.export.ExportedProgram, path: Path, asked: Any, name: str) -> None:
     from ipex_core._compile._report import GraphReport
-    from ipex_core.compile_backend import INFERENCE_DEFAULTS, _joint_pass
+    from ipex_core.compile_backend import INFERENCE_DEFAULTS, _custom_passes
 
     patches = {**INFERENCE_DEFAULTS, **asked.inductor}
     report = GraphReport(f"export of {name}", inference=True, frozen=bool(patches["freezing"]))
-    patches["joint_custom_pre_pass"] = _joint_pass(asked, patches, report, [])
+    patches.update(_custom_passes(asked, patches, report, []))
     try:
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=patches

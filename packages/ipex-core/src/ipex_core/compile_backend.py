@@ -46,6 +46,9 @@ __all__ = ["compile", "ipex_backend", "prefer_ipex_attention"]
 #: What we set beyond Inductor's own defaults when no gradient is needed. ``options`` wins over it.
 INFERENCE_DEFAULTS: Mapping[str, Any] = {"freezing": True}
 
+#: The place among Inductor's passes behind its own fusions.
+_AFTER = "post_grad_custom_post_pass"
+
 _COMPILER_BACKENDS = ("inductor",)
 _compiler_backend = "inductor"
 
@@ -154,7 +157,7 @@ def _compile(
         return CompiledGraph(_inductor(gm, example_inputs, patches), report)
     patches = {**INFERENCE_DEFAULTS, **patches}
     written: list[Tensor] = []
-    patches["joint_custom_pre_pass"] = _joint_pass(asked, patches, report, written)
+    patches.update(_custom_passes(asked, patches, report, written))
     # Inductor freezes only when grad mode is off. Nothing here requires grad, and Dynamo guards both the mode and the
     # inputs' requires_grad, so turning it off for the compilation changes no result.
     with torch.no_grad():
@@ -210,15 +213,32 @@ def _compile_frozen(
     return FrozenGraph(compiled, report, kept, len(example_inputs), weights, unfrozen)
 
 
-def _joint_pass(
+def _custom_passes(
     asked: Options, patches: Mapping[str, Any], report: GraphReport, inputs: list[Tensor]
-) -> Any:
-    """Return our passes as one of Inductor's, followed by one that the user has set.
+) -> dict[str, Any]:
+    """Return our passes as two of Inductor's, each followed by what the user has set.
 
     When they run they put into ``inputs`` the parameters and buffers that freezing leaves alone.
     """
-    before = patches.get("joint_custom_pre_pass")
-    return functools.partial(_run, asked, before, bool(patches["freezing"]), report, inputs)
+    before, after = (patches.get(name) for name in ("joint_custom_pre_pass", _AFTER))
+    freezing = bool(patches["freezing"])
+    return {
+        "joint_custom_pre_pass": functools.partial(_run, asked, before, freezing, report, inputs),
+        _AFTER: functools.partial(_look, after, report),
+    }
+
+
+def _look(also: Any, report: GraphReport, graph: fx.Graph) -> None:
+    from ipex_core._compile.convolutions import report_convolutions
+
+    report_convolutions(report, graph)
+    _run_others(also, graph)
+
+
+def _run_others(passes: Any, graph: fx.Graph) -> None:
+    for other in passes if isinstance(passes, (list, tuple)) else (passes,):
+        if other is not None:
+            other(graph)
 
 
 def _run(
@@ -241,9 +261,7 @@ def _run(
         placeholders = graph.find_nodes(op="placeholder")
         constants = [node for i, node in enumerate(placeholders) if i in positions]
     run_passes(graph, report, constants, asked.disable, asked.always)
-    for other in also if isinstance(also, (list, tuple)) else (also,):
-        if other is not None:
-            other(graph)
+    _run_others(also, graph)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ __all__ = [
     "hints",
     "is_call",
     "items",
+    "module_of",
     "narrowed",
     "number",
     "same",
@@ -236,7 +237,7 @@ class Context:
 
     def reject(self, pattern: str, node: fx.Node, op: str, reason: str) -> None:
         """Record why a pattern leaves a place alone."""
-        self.report.add(Fusion(pattern, False, op, reason, _module(node), describe(node)))
+        self.report.add(Fusion(pattern, False, op, reason, module_of(node), describe(node)))
 
     def outside_user(self, interior: Iterable[fx.Node], root: fx.Node) -> fx.Node | None:
         """Return an intermediate result that something outside the match uses, or None."""
@@ -256,11 +257,12 @@ class Context:
         node.meta.update(
             {k: before.meta[k] for k in ("stack_trace", "nn_module_stack") if k in before.meta}
         )
-        with self._fake_mode():
+        with self.fake_mode():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
         return node
 
-    def _fake_mode(self) -> Any:
+    def fake_mode(self) -> Any:
+        """Return the context in which ops run on the fake results of the graph."""
         from torch._guards import detect_fake_mode
 
         mode = detect_fake_mode([v for v in map(val, self.graph.nodes) if v is not None][:8])
@@ -316,7 +318,7 @@ class Context:
     def fused(self, pattern: str, root: fx.Node, node: fx.Node, text: str) -> None:
         """Record a replacement."""
         op = str(node.target).removesuffix(".default").replace(".", "::")
-        self.report.add(Fusion(pattern, True, op, text, _module(root), describe(root)))
+        self.report.add(Fusion(pattern, True, op, text, module_of(root), describe(root)))
 
     def drop(self, nodes: Iterable[fx.Node]) -> None:
         """Remove nodes that have no users left, last ones first."""
@@ -332,7 +334,7 @@ class Context:
                 self.weights.pop(node, None)
 
 
-def _module(node: fx.Node) -> str:
+def module_of(node: fx.Node) -> str:
     """Return the path of the innermost module that a node comes from."""
     stack = node.meta.get("nn_module_stack")
     if not stack:

@@ -13,6 +13,7 @@ from ipex_core._compile._graph import Context
 from ipex_core._compile._report import GraphReport
 from ipex_core._compile.attention import fuse_attention
 from ipex_core._compile.linear import fuse_gated, fuse_post_ops, pack_linears
+from ipex_core._compile.merges import merge_bags, merge_linears
 from ipex_core._compile.norms import fuse_add_norms, fuse_norms
 from ipex_core._compile.rotary import fuse_rotary
 from ipex_core._compile.woq import fuse_woq
@@ -29,6 +30,8 @@ _STEPS: tuple[tuple[tuple[str, ...], Callable[[Context], None]], ...] = (
     (("linear",), pack_linears),
     (("gated",), fuse_gated),
     (("post_op",), fuse_post_ops),
+    (("merged",), merge_linears),
+    (("bags",), merge_bags),
     (("add_norm",), fuse_add_norms),
 )
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Masters", "StateHook"]
+__all__ = ["Masters", "StateHook", "announce_gradients"]
 
 Tensor = torch.Tensor
 
@@ -161,6 +161,23 @@ def _join(top: Tensor, low: Tensor) -> Tensor:
     if not top.is_contiguous():
         joined = torch.empty_like(top, dtype=torch.float32).copy_(joined)
     return joined
+
+
+def announce_gradients(module: nn.Module, args: Any) -> None:
+    """Forward hook of layers in float16: a wrapper around the model is told that gradients come in float32.
+
+    `DistributedDataParallel` takes gradients in the dtype of the weights otherwise, and only knows one other.
+    """
+    _announce()
+
+
+@torch.compiler.assume_constant_result  # done when a graph is traced, once for all
+def _announce() -> bool:
+    wrapper = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None or getattr(wrapper, "mixed_precision", None) is not None:
+        return False
+    wrapper.reducer._set_mixed_precision_param_dtype(torch.float32)
+    return True
 
 
 class StateHook:

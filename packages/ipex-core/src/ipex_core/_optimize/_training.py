@@ -11,7 +11,7 @@ from torch import nn
 
 from ipex_core._optimize._arguments import Options
 from ipex_core._optimize._cast import cast_input
-from ipex_core._optimize._masters import Masters, StateHook
+from ipex_core._optimize._masters import Masters, StateHook, announce_gradients
 from ipex_core._optimize._records import KEY, Log
 from ipex_core._optimize._train_step import adopt
 from ipex_core.optim._spread import is_spread
@@ -109,6 +109,8 @@ def _cast(
             masters.add(parameter, dtype, split)
     if isinstance(module, _CAST):
         module.register_forward_pre_hook(cast_input, with_kwargs=True)
+    if dtype == torch.float16:
+        module.register_forward_pre_hook(announce_gradients)
     register: Any = module  # untyped in torch
     register.register_state_dict_post_hook(StateHook(masters, False))
     register.register_load_state_dict_pre_hook(StateHook(masters, True))
@@ -132,7 +134,7 @@ class _Undo:
                 if isinstance(getattr(hook, "hook", hook), StateHook):
                     del known[key]
         for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is cast_input:
+            if hook is cast_input or hook is announce_gradients:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
         module.__dict__.pop("_ipex_undo", None)

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ipex_core._spec import specs
 from ipex_core.nn.merged_embedding._memory import on_huge_pages
+from ipex_core.ops._bags import Bags
 
 __all__ = [
     "EmbeddingSpec",
@@ -91,19 +92,47 @@ def _apart(bags: Tensor) -> tuple[Tensor, ...]:
 
 
 class _Bags(torch.autograd.Function):
-    """Forward: the bags of all tables. Backward: ``owner._backward``."""
+    """Forward: the bags of all tables. Backward: ``owner._backward``, and the gradients of factors."""
 
     @staticmethod
-    def forward(ctx: Any, owner: Any, lookups: Lookups, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, owner: Any, lookups: Lookups, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # Behind the tables: the factors, which autograd only sees if they are arguments of their own.
+        weights = tensors[: len(tensors) - len(lookups.per_sample_weights)]
         ctx.owner, ctx.lookups, ctx.weights = owner, lookups, weights
         return _apart(forward_bags(weights, lookups))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        found = ctx.owner._backward(grads, ctx.weights, ctx.lookups, wanted)
-        return (None, None, *found)
+        count, needed = len(ctx.weights), ctx.needs_input_grad[2:]
+        # First, since owners that are their own optimizer change the tables.
+        factors = [
+            _factor_grad(i, grads[i], ctx.weights[i], ctx.lookups) if n else None
+            for i, n in enumerate(needed[count:])
+        ]
+        wanted = [i for i, n in enumerate(needed[:count]) if n]
+        found: list[Tensor | None] = [None] * count
+        if wanted:
+            found = ctx.owner._backward(grads, ctx.weights, ctx.lookups, wanted)
+        return (None, None, *found, *factors)
+
+
+def _factor_grad(table: int, grad: Tensor, weight: Tensor, lookups: Lookups) -> Tensor:
+    """Return the gradient of the factors of one table: each row times the gradient of its bag."""
+    factors = lookups.per_sample_weights[table]
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    bags = Bags(
+        lookups.indices[table],
+        lookups.offsets[table],
+        None,
+        lookups.mode,
+        lookups.include_last_offset,
+        wide,
+    )
+    result = torch.zeros_like(factors)  # also of what lies behind the last bag
+    products = grad[bags.bag].to(wide) * weight.detach()[bags.rows].to(wide)
+    result[: bags.bag.shape[0]] = products.sum(1).to(result.dtype)
+    return result
 
 
 def no_trails(count: int) -> list[Tensor]:
@@ -220,7 +249,7 @@ class MergedEmbeddingBag(nn.Module):
         Args:
             indices: For each table the rows, the bags one after the other: int32 or int64.
             offsets: For each table where its B bags begin; with ``include_last_offset`` also where the last one ends.
-            per_sample_weights: For each table a factor per index, in the dtype of the tables; without a gradient.
+            per_sample_weights: For each table a factor per index, in the dtype of the tables. They may need gradients.
 
         Returns:
             For each table ``[B, embedding_dim]``.
@@ -257,15 +286,12 @@ class MergedEmbeddingBag(nn.Module):
         per_sample_weights: Sequence[Tensor] | None,
     ) -> tuple[Tensor, ...]:
         lookups = self._lookups(indices, offsets, per_sample_weights)
-        if any(value.requires_grad for value in lookups.per_sample_weights):
-            raise ValueError(
-                f"{type(self).__name__}: per_sample_weights must not require a gradient"
-            )
         return self._bags_of(list(self.weights), lookups)
 
     def _bags_of(self, weights: Sequence[Tensor], lookups: Lookups) -> tuple[Tensor, ...]:
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-            result: tuple[Tensor, ...] = _Bags.apply(self, lookups, *weights)  # type: ignore[no-untyped-call]
+        tensors = (*weights, *lookups.per_sample_weights)
+        if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
+            result: tuple[Tensor, ...] = _Bags.apply(self, lookups, *tensors)  # type: ignore[no-untyped-call]
             return result
         return forward_bags(weights, lookups).unbind(0)
 

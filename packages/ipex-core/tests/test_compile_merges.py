@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of one input, and embedding bags, that the compile backend merges into one call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compile_checks import DTYPES, fired, fuse, randn, reasons
+from torch.nn import functional as F
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def weights(*sizes, dtype=torch.float32, k=32):
+    return [randn(n, k, dtype=dtype, scale=0.2) for n in sizes]
+
+
+def heads(x, q, k, v, *biases):
+    """Attention with as many key heads as the sizes of the weights say."""
+    biases = biases or (None, None, None)
+    parts = [F.linear(x, w, b) for w, b in zip((q, k, v), biases, strict=True)]
+    q, k, v = (p.unflatten(-1, (-1, 8)).transpose(1, 2) for p in parts)
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sizes", [(32, 32, 32), (32, 16, 16)])
+@pytest.mark.parametrize("length", [1, 9])
+def test_query_key_value(length, sizes, bias, dtype):
+    biases = [randn(n, dtype=dtype) for n in sizes] if bias else []
+    inputs = (randn(2, length, 32, dtype=dtype), *weights(*sizes, dtype=dtype), *biases)
+    report, gm = fuse(heads, *inputs, constants=range(1, len(inputs)))
+    assert fired(report) == {"attention": 1, "linear": 3, "merged": 1}
+    assert [n.target for n in gm.graph.nodes].count(torch.ops.ipex.linear.default) == 1
+
+
+def test_at_any_length():
+    inputs = (randn(2, 9, 32), *weights(32, 16, 16))
+    report, gm = fuse(heads, *inputs, constants=(1, 2, 3), mode="symbolic")
+    assert fired(report)["merged"] == 1
+    for length in (4, 7):
+        x = randn(2, length, 32)
+        torch.testing.assert_close(gm(x, *inputs[1:]), heads(x, *inputs[1:]), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_stay_apart():
+    def biased(x, a, b, bias):
+        return F.linear(x, a, bias), F.linear(x, b)
+
+    def inputs(x, a, b, y):
+        return F.linear(x, a), F.linear(y, b)
+
+    def activated(x, a, b, _):
+        return F.relu(F.linear(x, a)), F.linear(x, b)
+
+    def flat(x, a, b, _):
+        return F.linear(x, a).view(-1), F.linear(x, b).view(-1)
+
+    pair = weights(32, 16)
+    for function, more in ((biased, randn(32)), (inputs, randn(4, 32)), (activated, pair[0])):
+        report, _ = fuse(function, randn(4, 32), *pair, more, constants=(1, 2))
+        assert fired(report)["linear"] == 2 and not report.count("merged")
+    report, _ = fuse(flat, randn(4, 32), *pair, pair[0], constants=(1, 2))
+    assert "needs the rows of one result together" in reasons(report)
+
+
+def bags(table, ids, ends, mode="sum", **options):
+    return F.embedding_bag(ids, table, ends, mode=mode, **options)
+
+
+def lookups(count, dtype=torch.int64):
+    ids = [torch.randint(20, (9,), dtype=dtype) for _ in range(count)]
+    ends = [torch.tensor(e, dtype=dtype) for e in ([0, 3, 3], [0, 0, 9], [0, 2, 5])]
+    return ids, ends[:count]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_tables_in_one_call(index, mode, dtype):
+    tables, (ids, ends) = [randn(20, 16, dtype=dtype) for _ in range(3)], lookups(3, index)
+
+    def cat(dense, *given):
+        found = [bags(*g, mode) for g in zip(given[:3], given[3:6], given[6:], strict=True)]
+        return torch.cat([F.relu(dense), *found], 1)
+
+    def apart(dense, *given):
+        found = [bags(*g, mode) for g in zip(given[:3], given[3:6], given[6:], strict=True)]
+        return found[0] * dense, found[1].sin(), found[2]
+
+    for function, text in (
+        (cat, "3 tables in one call, with dense"),
+        (apart, "3 tables in one call"),
+    ):
+        report, gm = fuse(function, randn(3, 16, dtype=dtype), *tables, *ids, *ends)
+        assert fired(report) == {"bags": 1} and text in report.fusions[-1].text
+        targets = [str(n.target) for n in gm.graph.nodes]
+        assert not any("_embedding_bag" in t and "aten" in t for t in targets)
+
+
+def test_tables_that_stay_apart():
+    tables, (ids, ends) = [randn(20, 16) for _ in range(2)], lookups(2)
+
+    def two(first, second):
+        def function(a, b, i, j, d, e):
+            return first(a, i, d), second(b, j, e)
+
+        return function
+
+    def early(a, b, i, j, d, e):
+        x = bags(a, i, d)
+        return bags(b, (x.sum().long() + j) % 20, e), x
+
+    def wide(a, i, d):
+        return bags(torch.cat([a, a], 1), i, d)
+
+    def weighted(a, i, d):
+        return bags(a, i, d, per_sample_weights=a[:9, 0])
+
+    def padded(a, i, d):
+        return bags(a, i, d, padding_idx=3)
+
+    def ended(a, i, d):
+        return bags(a, i, torch.cat([d, d[-1:]]), include_last_offset=True)
+
+    def largest(a, i, d):
+        return bags(a, i, d, mode="max")
+
+    cases = ((f, two(f, bags)) for f in (wide, weighted, padded, ended, largest))
+    for name, function in (*cases, (early, early)):
+        report, _ = fuse(function, *tables, *ids, *ends)
+        assert not report.count(), name
+        if name not in (wide, ended):
+            assert reasons(report), name

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile(backend="ipex") behind ipex.optimize in each of its modes, in each context, and under DDP.
+
+One graph each time (``fullgraph``), the results of the optimized model without compiling, and a report that names what
+was fused. The graphs are interpreted; two tests at the end generate code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ipex_core
+from ipex_core import optimize
+from ipex_core.compile_backend import ipex_backend
+from ipex_core.testing import run_ranks
+
+Tensor = torch.Tensor
+ALWAYS = {"ipex.always": True}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(64, 96), nn.Linear(96, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(F.silu(self.up(x))))  # type: ignore[no-any-return]
+
+
+class Images(nn.Module):
+    """Convolutions with what may follow them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.body, self.deep = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, groups=16)
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm(self.stem(x)))
+        y = F.relu(y + self.body(y))
+        return self.head(F.silu(self.deep(y)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20, 16, mode=m) for m in ("sum", "mean"))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        bags = [table(ids, offsets) for table in self.tables]
+        return F.relu(self.head(torch.cat(bags, 1)))
+
+
+class Sequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.head(self.lstm(x)[0]))
+
+
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=96,
+        vocab_size=50,
+        max_position_embeddings=32,
+    )
+    return transformers.BertModel(config, add_pooling_layer=False)  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.dtype], tuple[Tensor, ...]]]] = {
+    "block": (Block, lambda dtype: (torch.randn(2, 9, 64, dtype=dtype),)),
+    "images": (Images, lambda dtype: (torch.randn(2, 3, 12, 12, dtype=dtype),)),
+    "bags": (Bags, lambda _: (torch.randint(20, (12,)), torch.tensor([0, 4, 4]))),
+    "lstm": (Sequence, lambda dtype: (torch.randn(2, 5, 16, dtype=dtype),)),
+    "bert": (bert, lambda _: (torch.randint(3, 50, (2, 12)),)),
+}
+
+MODES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},
+    "O0": {"level": "O0"},
+    "O0-bfloat16": {"level": "O0", "dtype": torch.bfloat16},
+    "unpacked": {"weights_prepack": False},
+    "graph-mode": {"graph_mode": True},
+}
+
+BERT = [("bert", mode) for mode in ("float32", "bfloat16", "O0", "graph-mode")]
+
+
+def close(got: Any, expected: Any, rough: bool) -> None:
+    got, expected = (getattr(y, "last_hidden_state", y) for y in (got, expected))
+    assert got.dtype == expected.dtype and got.stride() == expected.stride()
+    limit = 3e-2 if rough or expected.dtype is not torch.float32 else 1e-4
+    scale = max(float(expected.detach().abs().max()), 1.0)
+    torch.testing.assert_close(got, expected, rtol=limit, atol=limit * scale)
+
+
+def check(model: nn.Module, x: tuple[Tensor, ...], rough: bool = False) -> ipex_core.Explanation:
+    compiled = torch.compile(model, backend="ipex", fullgraph=True, options=ALWAYS)
+    expected = model(*x)
+    for _ in range(2):
+        close(compiled(*x), expected, rough)
+    return ipex_core.explain(compiled)
+
+
+def fused(explanation: Any) -> set[str]:
+    return {f.pattern for graph in explanation.graphs for f in graph.fusions if f.fired}
+
+
+@pytest.mark.filterwarnings("ignore:.*float16")
+@pytest.mark.parametrize(
+    ("name", "mode"), [(n, m) for n in MODELS for m in MODES if n != "bert"] + BERT
+)
+def test_modes_of_optimize(name: str, mode: str, no_code_generation: None) -> None:
+    make, inputs = MODELS[name]
+    model = make().eval()
+    fast = optimize(model, **MODES[mode])
+    x = inputs(MODES[mode].get("dtype", torch.float32))
+    rnn = torch._dynamo.config.patch(allow_rnn=name == "lstm")
+    with rnn, torch.no_grad():
+        found = check(fast, x)
+    assert found.graphs and all(graph.frozen for graph in found.graphs)
+    # What optimize has not packed or fused is left to the passes.
+    if mode == "O0":
+        assert "linear" in fused(found)
+        assert name != "bert" or {"attention", "post_op"} <= fused(found)
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.parametrize(
+    "context", ["inference_mode", "autocast", "nested", "grad", "channels_last"]
+)
+def test_contexts(context: str, optimized: bool, no_code_generation: None) -> None:
+    names = ("images",) if context == "channels_last" else ("block", "images")
+    for name in names:
+        torch._dynamo.reset()
+        make, inputs = MODELS[name]
+        model, x = make().eval(), inputs(torch.float32)
+        if optimized:
+            model = optimize(model)
+        if context == "channels_last":
+            x = tuple(each.to(memory_format=torch.channels_last) for each in x)
+        with contextlib.ExitStack() as stack:
+            if context == "inference_mode":
+                stack.enter_context(torch.inference_mode())
+            elif context != "grad":
+                stack.enter_context(torch.no_grad())
+            if context in ("autocast", "nested"):
+                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            if context == "nested":
+                stack.enter_context(torch.autocast("cpu", enabled=False))
+            (graph,) = check(model, x, rough=context == "autocast").graphs
+        assert graph.inference == graph.frozen == (context != "grad")
+        assert context == "grad" or optimized or graph.count("linear")
+
+
+# ---------------------------------------------------------------------------------------------------- generated code
+
+
+def test_optimized_images(fresh_dynamo: None, kernels: None) -> None:
+    """Convolutions that optimize has packed, in channels-last and plain images."""
+    for options in ({}, {"weights_prepack": False}):
+        model, (x,) = optimize(Images().eval(), **options), MODELS["images"][1](torch.float32)
+        with torch.inference_mode():
+            check(model, (x,))
+            found = check(model, (x.to(memory_format=torch.channels_last),))
+        convolutions = [f for g in found.graphs for f in g.fusions if f.pattern == "convolution"]
+        assert convolutions, found
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def compiled_training(rank: int, ranks: int) -> str:
+    """Each rank has a part of the batch; the result is that of one process with the whole batch, not compiled."""
+    both = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = Perceptron().train()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        both.append(optimize(net, optimizer=sgd, dtype=torch.bfloat16))
+    (model, optimizer), (whole, other) = both
+    wrapped = torch.compile(nn.parallel.DistributedDataParallel(model), backend=ipex_backend)
+    for step in range(3):
+        x = torch.randn(4 * ranks, 8, generator=torch.Generator().manual_seed(step))
+        for one, owner, part in ((wrapped, optimizer, x.chunk(ranks)[rank]), (whole, other, x)):
+            owner.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (one(part).float() - 1).square().mean()
+            loss.backward()
+            owner.step()
+    worst = max(
+        float((a - b).abs().max())
+        for a, b in zip(model.state_dict().values(), whole.state_dict().values(), strict=True)
+    )
+    graphs = ipex_core.explain(wrapped).graphs
+    return "ok" if worst < 2e-2 and len(graphs) == 1 else f"{worst}, {len(graphs)} graphs"
+
+
+def test_training_under_ddp() -> None:
+    assert run_ranks(compiled_training, 2, timeout=120.0) == ["ok"] * 2
