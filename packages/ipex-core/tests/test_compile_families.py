@@ -115,8 +115,8 @@ def inputs(kind: str, size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 CASES = [(name, "sdpa", torch.float32) for name in FAMILIES if name != "gemma2"]
-CASES += [(name, "eager", torch.float32) for name in ("bert", "gpt2", "gemma2", "falcon")]
-CASES += [(name, "sdpa", torch.bfloat16) for name in ("llama", "falcon", "phi3")]
+CASES += [(name, "eager", torch.float32) for name in ("bert", "gemma2")]
+CASES += [("phi3", "sdpa", torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("name", "implementation", "dtype"), CASES)
@@ -133,7 +133,7 @@ def test_family(name: str, implementation: str, dtype: torch.dtype) -> None:
     model = made._from_config(config, attn_implementation=implementation).eval().to(dtype)
     compiled = torch.compile(model, backend="ipex", fullgraph=True, options={"ipex.always": True})
     with torch.no_grad():
-        for size in (6, 9, 13):
+        for size in (6, 13):
             x = inputs(kind, size, dtype)
             expected, got = model(**x)[0], compiled(**x)[0]
             limit = 3e-2 if dtype == torch.bfloat16 else 1e-5

@@ -8,6 +8,8 @@ import torch
 from compile_checks import DTYPES, fired, fuse, randn, reasons
 from torch.nn import functional as F
 
+from ipex_core import explain
+
 
 @pytest.fixture(autouse=True)
 def _seed():
@@ -38,13 +40,25 @@ def test_query_key_value(length, sizes, bias, dtype):
     assert [n.target for n in gm.graph.nodes].count(torch.ops.ipex.linear.default) == 1
 
 
-def test_at_any_length():
-    inputs = (randn(2, 9, 32), *weights(32, 16, 16))
-    report, gm = fuse(heads, *inputs, constants=(1, 2, 3), mode="symbolic")
-    assert fired(report)["merged"] == 1
-    for length in (4, 7):
-        x = randn(2, length, 32)
-        torch.testing.assert_close(gm(x, *inputs[1:]), heads(x, *inputs[1:]), rtol=1e-4, atol=1e-4)
+def test_at_any_length(no_code_generation):
+    class Heads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ModuleList(torch.nn.Linear(32, n) for n in (32, 16, 16))
+
+        def forward(self, x):
+            pairs = [(part.weight, part.bias) for part in self.parts]
+            return heads(x, *(w for w, _ in pairs), *(b for _, b in pairs))
+
+    model = Heads().eval()
+    compiled = torch.compile(
+        model, backend="ipex", fullgraph=True, dynamic=True, options={"ipex.always": True}
+    )
+    with torch.no_grad():
+        for length in (9, 4, 1):
+            x = randn(2, length, 32)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    assert all(report.count("merged") == 1 for report in explain(compiled).graphs)
 
 
 def test_layers_that_stay_apart():
@@ -61,10 +75,10 @@ def test_layers_that_stay_apart():
         return F.linear(x, a).view(-1), F.linear(x, b).view(-1)
 
     pair = weights(32, 16)
-    for function, more in ((biased, randn(32)), (inputs, randn(4, 32)), (activated, pair[0])):
+    for function, more in ((biased, randn(32)), (inputs, randn(4, 32)), (activated, randn(1))):
         report, _ = fuse(function, randn(4, 32), *pair, more, constants=(1, 2))
         assert fired(report)["linear"] == 2 and not report.count("merged")
-    report, _ = fuse(flat, randn(4, 32), *pair, pair[0], constants=(1, 2))
+    report, _ = fuse(flat, randn(4, 32), *pair, randn(1), constants=(1, 2))
     assert "needs the rows of one result together" in reasons(report)
 
 
@@ -100,6 +114,27 @@ def test_tables_in_one_call(index, mode, dtype):
         assert fired(report) == {"bags": 1} and text in report.fusions[-1].text
         targets = [str(n.target) for n in gm.graph.nodes]
         assert not any("_embedding_bag" in t and "aten" in t for t in targets)
+
+
+def test_tables_at_any_number_of_bags(no_code_generation):
+    class Tables(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tables = torch.nn.ModuleList(
+                torch.nn.EmbeddingBag(20, 16, mode="sum") for _ in range(3)
+            )
+
+        def forward(self, x, ids, ends):
+            return torch.cat([x, *(table(ids, ends) for table in self.tables)], 1)
+
+    model = Tables().eval()
+    compiled = torch.compile(model, backend="ipex", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for count in (3, 5, 2):
+            given = torch.randn(count, 16), torch.randint(20, (9,)), torch.arange(count)
+            torch.testing.assert_close(compiled(*given), model(*given))
+    (report,) = explain(compiled).graphs
+    assert report.count("bags") == 1
 
 
 def test_tables_that_stay_apart():

@@ -2,7 +2,7 @@
 """torch.compile(backend="ipex") behind ipex.optimize in each of its modes, in each context, and under DDP.
 
 One graph each time (``fullgraph``), the results of the optimized model without compiling, and a report that names what
-was fused. The graphs are interpreted; two tests at the end generate code.
+was fused. The graphs are interpreted; the tests at the end generate code.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import ipex_core
@@ -181,7 +182,20 @@ def test_optimized_images(fresh_dynamo: None, kernels: None) -> None:
             check(model, (x,))
             found = check(model, (x.to(memory_format=torch.channels_last),))
         convolutions = [f for g in found.graphs for f in g.fusions if f.pattern == "convolution"]
-        assert convolutions, found
+        texts = {f.text for f in convolutions if f.fired}
+        assert texts == {"relu", "add + relu", "silu"}, convolutions
+
+
+def test_cpp_wrapper(fresh_dynamo: None, kernels: None) -> None:
+    """The calls between kernels are in C++, too."""
+    options = {"cpp_wrapper": True, "cpp_cache_precompile_headers": False, **ALWAYS}
+    model, (x,) = optimize(Block().eval(), weights_prepack=False), MODELS["block"][1](torch.float32)
+    compiled = torch.compile(model, backend="ipex", fullgraph=True, options=options)
+    with torch.no_grad():
+        got, sources = run_and_get_code(compiled, x)
+        close(got, model(x), False)
+    assert "AOTInductorModel" in sources[0] or "aoti_torch" in sources[0]
+    assert {"linear", "post_op"} <= fused(ipex_core.explain(compiled))
 
 
 class Perceptron(nn.Module):

@@ -90,7 +90,15 @@ def fired(report):
     return {p: report.count(p) for p in {f.pattern for f in report.fusions} if report.count(p)}
 
 
-DECODER = {"attention": 1, "rotary": 2, "rms_norm": 2, "linear": 7, "gated": 1, "post_op": 2}
+DECODER = {
+    "attention": 1,
+    "rotary": 2,
+    "rms_norm": 2,
+    "linear": 7,
+    "gated": 1,
+    "post_op": 2,
+    "merged": 1,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

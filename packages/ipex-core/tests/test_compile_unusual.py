@@ -9,15 +9,8 @@ from torch.nn import functional as F
 
 from ipex_core.compile_backend import ipex_backend
 
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("ipex_core.nn._leaf.has_kernel", lambda op: True)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+#: What is unusual about these functions concerns Dynamo, AOTAutograd and our passes, not the code in the end.
+pytestmark = pytest.mark.usefixtures("no_code_generation")
 
 
 def graph_break(x):

@@ -46,6 +46,16 @@ class Conv(nn.Module):
         return {"logits": self.head(y.mean((2, 3))) + shift, "features": y}
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 32, batch_first=True)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])  # type: ignore[no-any-return]
+
+
 class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 1 if x.sum() > 0 else x - 1
@@ -100,6 +110,19 @@ def test_stock_model_with_keywords(tmp_path: Path) -> None:
         wanted = model(**inputs)
     assert list(got) == ["logits", "features"]
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*float16")
+def test_recurrent_model_in_float16(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ipex_core.optimize(Recurrent().eval(), dtype=torch.float16)
+    x = torch.randn(2, 5, 16, dtype=torch.float16)
+    path = ipex_core.export(model, x, tmp_path / "model.pt2")
+    with torch.no_grad():
+        wanted = model(x)
+    got = torch._inductor.aoti_load_package(str(path))(x)
+    assert got.dtype == wanted.dtype == torch.float16
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-3)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

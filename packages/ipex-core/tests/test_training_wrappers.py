@@ -200,7 +200,8 @@ def scaled_in_float16(rank: int, ranks: int) -> str:
         other.step()
     pairs = zip(model.state_dict().values(), whole.state_dict().values(), strict=True)
     worst = max(float((a - b).abs().max()) for a, b in pairs)
-    fine = worst < 2e-2 and 2.0**8 < scaler.get_scale() < 2.0**20
+    # Some steps were skipped, most were not.
+    fine = worst < 2e-2 and 2.0**12 < scaler.get_scale() < 2.0**20
     return "ok" if fine else f"{worst}, scale {scaler.get_scale()}"
 
 

@@ -31,6 +31,7 @@ _ACTIVATIONS: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"add", "clamp_min", "clamp_max", "div"}), "hardsigmoid"),
     (frozenset({"clamp_min", "clamp_max"}), "hardtanh"),
     (frozenset({"sigmoid", "mul"}), "silu"),
+    (frozenset({"neg", "exp", "add", "div"}), "silu"),
 )
 _CASTS = ("convert_element_type", "_to_copy")
 

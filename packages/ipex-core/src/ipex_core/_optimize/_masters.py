@@ -164,20 +164,32 @@ def _join(top: Tensor, low: Tensor) -> Tensor:
 
 
 def announce_gradients(module: nn.Module, args: Any) -> None:
-    """Forward hook of layers in float16: a wrapper around the model is told that gradients come in float32.
+    """Forward hook of layers in float16: `DistributedDataParallel` around the model learns that gradients are float32.
 
-    `DistributedDataParallel` takes gradients in the dtype of the weights otherwise, and only knows one other.
+    It takes them in the dtype of the weights otherwise, and knows one other, which this makes float32.
     """
-    _announce()
+    if torch.is_grad_enabled():
+        _announce()
 
 
-@torch.compiler.assume_constant_result  # done when a graph is traced, once for all
 def _announce() -> bool:
-    wrapper = nn.parallel.DistributedDataParallel._get_active_ddp_module()
-    if wrapper is None or getattr(wrapper, "mixed_precision", None) is not None:
+    wrapper: Any = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None or wrapper.__dict__.get("_ipex_announced"):
         return False
+    wrapper.__dict__["_ipex_announced"] = True
+    if wrapper.mixed_precision is not None or wrapper.gradient_as_bucket_view:
+        return False
+    if wrapper.find_unused_parameters and not wrapper.static_graph:
+        return False  # it never makes its buckets anew
+    # The buckets that are there stay in float16; those that it would make after the first step anyway do not.
     wrapper.reducer._set_mixed_precision_param_dtype(torch.float32)
+    wrapper.reducer._push_all_rebuilt_params()
+    wrapper.reducer._rebuild_buckets()
     return True
+
+
+# Done when a graph is traced, once for all.
+torch.compiler.assume_constant_result(_announce)  # type: ignore[no-untyped-call]
 
 
 class StateHook:
