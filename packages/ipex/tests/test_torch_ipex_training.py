@@ -9,7 +9,6 @@ import torch
 import ipex
 
 OPS = torch.ops.torch_ipex
-PREPACK = torch.ops.ipex_prepack
 
 
 @pytest.fixture(autouse=True)

@@ -189,7 +189,7 @@ def _announce() -> bool:
 
 
 # Done when a graph is traced, once for all.
-torch.compiler.assume_constant_result(_announce)  # type: ignore[no-untyped-call]
+torch.compiler.assume_constant_result(_announce)
 
 
 class StateHook:
