@@ -90,7 +90,7 @@ def search(text: str) -> list[Row]:
     # A short name may stand for several.
     ends = [r for r in rows().values() if r.name.endswith(f".{name}")]
     if row is not None:
-        return [row, *ends]
+        return [row] if name != text else [row, *(r for r in ends if r is not row)]
     return ends or [r for r in rows().values() if name.lower() in r.name.lower()]
 
 
@@ -213,6 +213,9 @@ class _TableModule(types.ModuleType):
         value = lookup(dotted, name)
         self.__dict__[name] = value
         return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *self.__all__})
 
 
 @functools.cache

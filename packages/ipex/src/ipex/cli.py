@@ -282,7 +282,9 @@ def migrate(
     if as_json:
         print(json.dumps([row._asdict() for row in found], indent=2))
     elif found:
-        table = Table("name", "state", "here", "difference", box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
+        for title in ("name", "state", "here", "difference"):
+            table.add_column(title, overflow="fold")
         for row in found:
             use = f"use {row.here}" if row.state == "absent" else row.here
             table.add_row(row.name, _migration.STATES[row.state], Text(use), Text(row.note))
