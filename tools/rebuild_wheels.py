@@ -5,9 +5,10 @@
     python tools/rebuild_wheels.py dist ipex-core ipex-quant ...
 
 Each sdist is unpacked outside the checkout under a name that no earlier build had. The sdist is made once more from
-what was unpacked, the wheel from that; both must be equal to those in the folder, byte by byte. Packages of
-the same release of Python, of the tools in ``constraints.txt`` and of the compiler are expected to be: run it in the
-environment of the session ``wheels`` or in another one with the same versions.
+what was unpacked, the wheel from that. The wheel must be equal to that in the folder, byte by byte, and so must each
+file of the sdist and what is noted of it; their order may differ, since an unpacked sdist has one file more
+(PKG-INFO) than the checkout. The same bytes need the same releases of Python, of the compiler and of the tools in
+``constraints.txt``, and no compiler cache that changes paths (``base_dir`` of ccache).
 """
 
 from __future__ import annotations
@@ -35,24 +36,36 @@ def rebuild(sdist: Path, folder: Path) -> tuple[Path, Path]:
     return again, finish_wheels.finish(wheel)
 
 
-def contents(path: Path) -> dict[str, bytes]:
-    """Return the files in an archive."""
+Contents = dict[str, tuple[object, ...]]
+
+
+def contents(path: Path) -> Contents:
+    """Return the files in an archive and what it notes about them."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as archive:
-            return {name: archive.read(name) for name in archive.namelist()}
+            return {
+                info.filename: (info.date_time, info.external_attr, archive.read(info))
+                for info in archive.infolist()
+            }
     with tarfile.open(path) as tar:
-        return {m.name: f.read() for m in tar if (f := tar.extractfile(m)) is not None}
+        return {
+            m.name: (m.mtime, m.mode, m.uid, m.gid, m.uname, m.gname, m.linkname, f and f.read())
+            for m in tar
+            for f in [tar.extractfile(m)]
+        }
 
 
-def difference(one: Path, other: Path) -> str:
-    """Return what differs between two archives, an empty text if nothing does."""
+def compare(one: Path, other: Path) -> tuple[bool, str]:
+    """Return whether two archives are as they have to be, and in words what they are."""
     if one.name != other.name:
-        return f"the name is {other.name}"
+        return False, f"the name is {other.name}"
     if one.read_bytes() == other.read_bytes():
-        return ""
+        return True, "the same bytes"
     first, second = contents(one), contents(other)
     names = sorted(n for n in {*first, *second} if first.get(n) != second.get(n))
-    return f"other bytes in {', '.join(names[:5])}" if names else "other time stamps or order"
+    if names:
+        return False, f"{len(names)} files differ: {', '.join(names[:5])}"
+    return one.suffix != ".whl", "the same files in another order"
 
 
 def main() -> int:
@@ -65,9 +78,9 @@ def main() -> int:
         (wheel,) = dist.glob(f"{stem}-[0-9]*.whl")
         with tempfile.TemporaryDirectory(prefix="rebuild_") as folder:
             for old, new in zip((sdist, wheel), rebuild(sdist, Path(folder)), strict=True):
-                found = difference(old, new)
-                differ += bool(found)
-                print(f"{old.name}: {found or 'the same bytes'}", flush=True)
+                alike, what = compare(old, new)
+                differ += not alike
+                print(f"{old.name}: {what}", flush=True)
     return differ
 
 

@@ -90,7 +90,11 @@ def change_json_text(rng: random.Random, data: bytes) -> bytes:
     """Return a changed JSON document, now and then as text that may be none any more."""
     if rng.random() < 0.15:
         return change_bytes(rng, data)
-    return json.dumps(change_json(rng, json.loads(data))).encode("utf-8", "surrogatepass")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return change_bytes(rng, data)
+    return json.dumps(change_json(rng, value)).encode("utf-8", "surrogatepass")
 
 
 def change_lines(rng: random.Random, data: bytes) -> bytes:

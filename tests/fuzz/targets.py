@@ -83,10 +83,7 @@ def change_safetensors(rng: random.Random, data: bytes) -> bytes:
     if rng.random() < 0.4 or len(data) < 8:
         return mutate.change_bytes(rng, data)
     length = int.from_bytes(data[:8], "little")
-    try:
-        header = mutate.change_json_text(rng, data[8 : 8 + length])
-    except ValueError:
-        return mutate.change_bytes(rng, data)
+    header = mutate.change_json_text(rng, data[8 : 8 + length])
     return len(header).to_bytes(8, "little") + header + data[8 + length :]
 
 
