@@ -3,8 +3,6 @@
 
 #include <atomic>
 
-#include "runtime.h"
-
 namespace ipex::xpu {
 namespace {
 
@@ -19,6 +17,65 @@ bool use_kernel(c10::DeviceIndex device, KernelSpeed speed) {
          fallback_mode() == FallbackMode::Error || !host_readable(device);
 }
 
-void register_kernels() { register_elementwise(); }
+namespace detail {
+namespace {
+
+using c10::IValue;
+
+// False for a tensor of another device than the first one.
+bool joins(const at::Tensor& tensor, bool numbers, std::optional<c10::DeviceIndex>& device) {
+  if (!tensor.defined()) return true;
+  if (!tensor.is_xpu()) return numbers && tensor.is_cpu() && tensor.dim() == 0;
+  if (!device) device = static_cast<c10::DeviceIndex>(tensor.get_device());
+  return tensor.get_device() == *device;
+}
+
+}  // namespace
+
+std::optional<c10::DeviceIndex> common_device(const torch::jit::Stack& stack, std::size_t count,
+                                              bool numbers) {
+  std::optional<c10::DeviceIndex> device;
+  for (std::size_t i = stack.size() - count; i < stack.size(); ++i) {
+    const IValue& value = stack[i];
+    if (value.isTensor()) {
+      if (!joins(value.toTensor(), numbers, device)) return std::nullopt;
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        if (!joins(tensor, numbers, device)) return std::nullopt;
+      }
+    } else if (value.isOptionalTensorList()) {
+      for (const auto& tensor : value.toOptionalTensorVector()) {
+        if (tensor && !joins(*tensor, numbers, device)) return std::nullopt;
+      }
+    }
+  }
+  return device;
+}
+
+void return_written(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const std::size_t count = schema.arguments().size();
+  const std::size_t begin = stack->size() - count;
+  std::vector<IValue> written;
+  if (!schema.returns().empty()) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto* alias = schema.arguments()[i].alias_info();
+      if (alias != nullptr && alias->isWrite()) written.push_back((*stack)[begin + i]);
+    }
+  }
+  torch::jit::drop(*stack, count);
+  for (IValue& value : written) stack->push_back(std::move(value));
+}
+
+}  // namespace detail
+
+std::string kernel_name(const char* kernel, const std::string& first, const std::string& second) {
+  return std::string(kernel) + '<' + first + (second.empty() ? "" : ",") + second + '>';
+}
+
+void register_kernels() {
+  register_elementwise();
+  register_rows();
+}
 
 }  // namespace ipex::xpu

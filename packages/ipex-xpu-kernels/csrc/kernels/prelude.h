@@ -40,4 +40,43 @@ inline unsigned long global_id() {
   return sycl::ext::oneapi::this_work_item::get_nd_item<1>().get_global_id(0);
 }
 
+// The row of a work-group. Its work-items take neighbouring elements, and each step of the loops but
+// the last is whole, so that a compiler for CPUs makes plain vectors of them.
+struct Row {
+  sycl::group<1> group = sycl::ext::oneapi::this_work_item::get_work_group<1>();
+  unsigned long index = group.get_group_linear_id();
+  unsigned long columns;
+  unsigned long begin;  // offset of the row's first element
+  unsigned long lane = group.get_local_linear_id();
+  unsigned long lanes = group.get_local_linear_range();
+
+  explicit Row(unsigned long columns_) : columns(columns_), begin(index * columns_) {}
+  bool leader() const { return lane == 0; }
+
+  template <typename F>
+  void each(F f) const {
+    unsigned long i = 0;
+    for (; i + lanes <= columns; i += lanes) f(i + lane);
+    if (i + lane < columns) f(i + lane);
+  }
+  template <typename F>
+  float sum(F f) const {
+    float total = 0.f;
+    each([&](unsigned long i) { total += f(i); });
+    return sycl::reduce_over_group(group, total, sycl::plus<float>());
+  }
+  // NaN if there is one.
+  template <typename F>
+  float maximum(F f) const {
+    float top = -__builtin_inff();
+    each([&](unsigned long i) {
+      const float value = f(i);
+      top = value > top || value != value ? value : top;
+    });
+    const bool nan = sycl::any_of_group(group, top != top);
+    const float whole = sycl::reduce_over_group(group, top, sycl::maximum<float>());
+    return nan ? __builtin_nanf("") : whole;
+  }
+};
+
 }  // namespace ipex

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+// Norms and softmax: one work-group for each row, whose work-items take neighbouring elements. The
+// passes over a row find it in the cache.
+#include "prelude.h"
+
+using ipex::bf16;
+using ipex::half;
+using ipex::load;
+using ipex::Row;
+using ipex::store;
+
+// Softmax
+// ---------------------------------------------------------------------------------------------------------------
+
+template <typename T, bool logarithm>
+IPEX_KERNEL(1)
+void softmax(const T* x, T* y, unsigned long columns) {
+  const Row row(columns);
+  x += row.begin;
+  y += row.begin;
+  const float top = row.maximum([=](unsigned long i) { return load(x, i); });
+  const float sum = row.sum([=](unsigned long i) { return sycl::exp(load(x, i) - top); });
+  if constexpr (logarithm) {
+    const float shift = top + sycl::log(sum);
+    row.each([=](unsigned long i) { store(y, i, load(x, i) - shift); });
+  } else {
+    const float scale = 1.f / sum;
+    row.each([=](unsigned long i) { store(y, i, sycl::exp(load(x, i) - top) * scale); });
+  }
+}
+
+template <typename T, bool logarithm>
+IPEX_KERNEL(1)
+void softmax_backward(const T* grad, const T* y, T* out, unsigned long columns) {
+  const Row row(columns);
+  grad += row.begin;
+  y += row.begin;
+  out += row.begin;
+  const float sum = row.sum([=](unsigned long i) {
+    return logarithm ? load(grad, i) : load(grad, i) * load(y, i);
+  });
+  row.each([=](unsigned long i) {
+    const float g = load(grad, i);
+    const float value = load(y, i);
+    store(out, i, logarithm ? g - sycl::exp(value) * sum : (g - sum) * value);
+  });
+}
+
+// Norms: weight and bias are of the dtype of the rows or float; either may be missing (null).
+// ----------------------------------------------------------------------------
+
+// With a residual, x + residual is rounded to the dtype, kept in `sum` and normalised.
+template <typename T, typename W>
+IPEX_KERNEL(1)
+void rms_norm(const T* x, const T* residual, const W* weight, T* y, T* sum, unsigned long columns,
+              float eps, float offset) {
+  const Row row(columns);
+  x += row.begin;
+  y += row.begin;
+  if (residual) {
+    residual += row.begin;
+    sum += row.begin;
+    row.each([=](unsigned long i) { store(sum, i, load(x, i) + load(residual, i)); });
+    x = sum;
+  }
+  const float squares = row.sum([=](unsigned long i) { return load(x, i) * load(x, i); });
+  const float scale = 1.f / sycl::sqrt(squares / columns + eps);
+  if (weight) {
+    row.each([=](unsigned long i) { store(y, i, load(x, i) * scale * (load(weight, i) + offset)); });
+  } else {
+    row.each([=](unsigned long i) { store(y, i, load(x, i) * scale); });
+  }
+}
+
+template <typename T, typename W>
+IPEX_KERNEL(1)
+void layer_norm(const T* x, const T* residual, const W* weight, const W* bias, T* y, T* sum,
+                W* means, W* rstds, unsigned long columns, float eps) {
+  const Row row(columns);
+  x += row.begin;
+  y += row.begin;
+  if (residual) {
+    residual += row.begin;
+    sum += row.begin;
+    row.each([=](unsigned long i) { store(sum, i, load(x, i) + load(residual, i)); });
+    x = sum;
+  }
+  const float mean = row.sum([=](unsigned long i) { return load(x, i); }) / columns;
+  const float squares = row.sum([=](unsigned long i) {
+    const float d = load(x, i) - mean;
+    return d * d;
+  });
+  const float rstd = 1.f / sycl::sqrt(squares / columns + eps);
+  if (means && row.leader()) {
+    store(means, row.index, mean);
+    store(rstds, row.index, rstd);
+  }
+  if (weight && bias) {
+    row.each([=](unsigned long i) {
+      store(y, i, (load(x, i) - mean) * rstd * load(weight, i) + load(bias, i));
+    });
+  } else {
+    row.each([=](unsigned long i) {
+      const float value = (load(x, i) - mean) * rstd;
+      store(y, i, value * (weight ? load(weight, i) : 1.f) + (bias ? load(bias, i) : 0.f));
+    });
+  }
+}
+
+template <typename T, typename W>
+IPEX_KERNEL(1)
+void layer_norm_backward(const T* grad, const T* x, const W* means, const W* rstds, const W* weight,
+                         T* out, unsigned long columns) {
+  const Row row(columns);
+  grad += row.begin;
+  x += row.begin;
+  out += row.begin;
+  const float mean = load(means, row.index);
+  const float rstd = load(rstds, row.index);
+  const auto weighted = [=](unsigned long i) {
+    return weight ? load(grad, i) * load(weight, i) : load(grad, i);
+  };
+  const float sum = row.sum(weighted) / columns;
+  const float products =
+      row.sum([=](unsigned long i) { return weighted(i) * (load(x, i) - mean); }) * rstd / columns;
+  row.each([=](unsigned long i) {
+    const float normal = (load(x, i) - mean) * rstd;
+    store(out, i, (weighted(i) - sum - normal * products) * rstd);
+  });
+}
+
+// Gradients of weight and bias: each work-item sums one column over a part of the rows; the parts
+// are added by the caller. parts: [number of parts, 2, columns].
+template <typename T, typename W>
+IPEX_KERNEL(2)
+void layer_norm_weight_backward(const T* grad, const T* x, const W* means, const W* rstds,
+                                float* parts, unsigned long rows, unsigned long columns,
+                                unsigned long rows_per_part) {
+  const auto item = sycl::ext::oneapi::this_work_item::get_nd_item<2>();
+  const unsigned long part = item.get_global_id(0);
+  const unsigned long column = item.get_global_id(1);
+  if (column >= columns) return;
+  const unsigned long begin = part * rows_per_part;
+  const unsigned long end = begin + rows_per_part < rows ? begin + rows_per_part : rows;
+  float weight = 0.f;
+  float bias = 0.f;
+  for (unsigned long r = begin; r < end; ++r) {
+    const float g = load(grad, r * columns + column);
+    weight += g * (load(x, r * columns + column) - load(means, r)) * load(rstds, r);
+    bias += g;
+  }
+  parts[2 * part * columns + column] = weight;
+  parts[(2 * part + 1) * columns + column] = bias;
+}
+
+#define SOFTMAX(T, logarithm)                                            \
+  template void softmax<T, logarithm>(const T*, T*, unsigned long);      \
+  template void softmax_backward<T, logarithm>(const T*, const T*, T*, unsigned long);
+SOFTMAX(float, false)
+SOFTMAX(float, true)
+SOFTMAX(half, false)
+SOFTMAX(half, true)
+SOFTMAX(bf16, false)
+SOFTMAX(bf16, true)
+
+#define NORMS(T, W)                                                                              \
+  template void rms_norm<T, W>(const T*, const T*, const W*, T*, T*, unsigned long, float, float); \
+  template void layer_norm<T, W>(const T*, const T*, const W*, const W*, T*, T*, W*, W*,         \
+                                 unsigned long, float);                                          \
+  template void layer_norm_backward<T, W>(const T*, const T*, const W*, const W*, const W*, T*,  \
+                                          unsigned long);                                        \
+  template void layer_norm_weight_backward<T, W>(const T*, const T*, const W*, const W*, float*, \
+                                                 unsigned long, unsigned long, unsigned long);
+NORMS(float, float)
+NORMS(half, half)
+NORMS(half, float)
+NORMS(bf16, bf16)
+NORMS(bf16, float)
