@@ -30,9 +30,15 @@ LEFT_OUT = {
     "empty_strided": "values are not defined",
     "new_empty": "values are not defined",
     "new_empty_strided": "values are not defined",
+    "nn.functional.dropout": "the device draws numbers of its own; see test_kernels.py",
     "torch._scaled_mm": "numbers of 8 bits are not compared within a tolerance",
 }
 SAMPLES = 3
+#: Absolute tolerance where the gradient is a difference of nearly equal numbers.
+CANCELS = {
+    ("nn.functional.layer_norm", torch.float32): 1e-4,
+    ("nn.functional.normalize", torch.bfloat16): 1e-1,
+}
 TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1.6e-2, 1e-2)}
 
 
@@ -42,6 +48,13 @@ def moved(value: Any, device: str) -> Any:
     if isinstance(value, torch.device) or value == "cpu":
         return torch.device(device)
     return value
+
+
+def draws(op: Any, sample: Any) -> bool:
+    """Whether the sample is about dropout, for which the device draws numbers of its own."""
+    if op.name == "nn.functional.multi_head_attention_forward":
+        return bool(sample.args[9])
+    return bool(sample.kwargs.get("dropout_p"))
 
 
 def run(op: Any, sample: Any, device: str, backward: bool) -> list[torch.Tensor | None]:
@@ -81,13 +94,13 @@ def test_op(op: Any, dtype: torch.dtype) -> None:
         dtype = min(supported, key=str)
     backward = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     try:
-        samples = list(
-            itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=backward), SAMPLES)
-        )
+        found = op.sample_inputs("cpu", dtype, requires_grad=backward)
+        samples = list(itertools.islice((s for s in found if not draws(op, s)), SAMPLES))
         expected = [run(op, sample, "cpu", backward) for sample in samples]
     except Exception as error:
         pytest.skip(f"not on the host either: {error}")
     rtol, atol = TOLERANCE.get(dtype, (1e-5, 1e-6))
+    atol = CANCELS.get((op.name, dtype), atol)
     for sample, wanted in zip(samples, expected, strict=True):
         for actual, reference in zip(run(op, sample, "xpu", backward), wanted, strict=True):
             assert (actual is None) == (reference is None)

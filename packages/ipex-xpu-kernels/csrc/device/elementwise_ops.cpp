@@ -1,20 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch's elementwise ops on the kernels of elementwise.sycl.cpp. Shapes, dtypes and overlap are
-// TensorIterator's business; what the kernels do not have (other dtypes, more than four dimensions,
-// 2^31 elements) goes to the host.
+// torch's elementwise ops on the kernels of elementwise.sycl.cpp. What the kernels do not have
+// (other dtypes, more than four dimensions, 2^31 elements) goes to the host.
+#include <ATen/ExpandUtils.h>
 #include <ATen/Functions.h>
-#include <ATen/Operators.h>
-#include <ATen/TensorIterator.h>
-#include <ATen/native/CPUFallback.h>
-#include <torch/library.h>
+#include <ATen/TensorOperators.h>
 
-#include <array>
-#include <optional>
-#include <string>
+#include <cstring>
+#include <limits>
 
-#include "core/core.h"
-#include "kernel_ops.h"
-#include "runtime.h"
+#include "strided.h"
 
 namespace ipex::xpu {
 
@@ -35,323 +29,374 @@ namespace {
 
 using at::Scalar;
 using at::Tensor;
-using at::TensorIterator;
-
-constexpr std::int64_t kMaxElements = std::int64_t{1} << 31;
-
-std::string of(const char* kernel, const std::string& first, const std::string& second) {
-  return std::string(kernel) + '<' + first + ',' + second + '>';
-}
-
-// Four sizes and strides in elements, the innermost first.
-struct Layout {
-  std::array<std::uint32_t, 4> size{1, 1, 1, 1};
-  std::array<std::array<std::int32_t, 4>, 3> stride{};
-};
-
-std::optional<Layout> layout_of(at::TensorIteratorBase& iter) {
-  if (iter.ndim() > 4) return std::nullopt;
-  Layout layout;
-  for (int d = 0; d < iter.ndim(); ++d) {
-    layout.size[static_cast<std::size_t>(d)] =
-        static_cast<std::uint32_t>(iter.shape()[static_cast<std::size_t>(d)]);
-    for (int arg = 0; arg < iter.ntensors(); ++arg) {
-      const std::int64_t stride =
-          iter.strides(arg)[static_cast<std::size_t>(d)] / iter.element_size(arg);
-      if (stride > INT32_MAX || stride < INT32_MIN) return std::nullopt;
-      layout.stride[static_cast<std::size_t>(arg)][static_cast<std::size_t>(d)] =
-          static_cast<std::int32_t>(stride);
-    }
-  }
-  // The largest offset must fit, too.
-  for (int arg = 0; arg < iter.ntensors(); ++arg) {
-    std::int64_t last = 0;
-    for (std::size_t d = 0; d < 4; ++d) {
-      last += std::abs(std::int64_t{layout.stride[static_cast<std::size_t>(arg)][d]}) *
-              (layout.size[d] - std::int64_t{1});
-    }
-    if (last >= kMaxElements) return std::nullopt;
-  }
-  return layout;
-}
-
-// One dtype that the kernels have, everything on the device.
-std::optional<std::string> common_kernel_dtype(at::TensorIteratorBase& iter) {
-  for (int arg = 0; arg < iter.ntensors(); ++arg) {
-    if (iter.dtype(arg) != iter.dtype(0) || !iter.device(arg).is_xpu()) return std::nullopt;
-  }
-  if (iter.numel() >= kMaxElements) return std::nullopt;
-  return kernel_dtype(iter.dtype(0));
-}
-
-bool launch_unary(const char* op, at::TensorIteratorBase& iter, double p = 0, double q = 0) {
-  const auto dtype = common_kernel_dtype(iter);
-  if (!dtype || !iter.is_contiguous()) return false;
-  const auto device = static_cast<c10::DeviceIndex>(iter.device(0).index());
-  launch_elements(current_queue(device), device, of("unary", op, *dtype),
-                  static_cast<std::size_t>(iter.numel()),
-                  static_cast<const void*>(iter.data_ptr(1)), iter.data_ptr(0),
-                  static_cast<unsigned long>(iter.numel()), static_cast<float>(p),
-                  static_cast<float>(q));
-  return true;
-}
-
-bool launch_binary(const char* op, at::TensorIteratorBase& iter, double alpha, bool broadcasts) {
-  const auto dtype = common_kernel_dtype(iter);
-  if (!dtype) return false;
-  const auto device = static_cast<c10::DeviceIndex>(iter.device(0).index());
-  auto& q = current_queue(device);
-  const auto n = static_cast<std::size_t>(iter.numel());
-  const void* a = iter.data_ptr(1);
-  const void* b = iter.data_ptr(2);
-  void* y = iter.data_ptr(0);
-  const auto factor = static_cast<float>(alpha);
-  if (iter.is_contiguous()) {
-    launch_elements(q, device, of("binary", op, *dtype), n, a, b, y, static_cast<unsigned long>(n),
-                    factor);
-    return true;
-  }
-  const auto layout = broadcasts ? layout_of(iter) : std::nullopt;
-  if (!layout) return false;
-  const auto& [size, stride] = *layout;
-  const auto& [sy, sa, sb] = stride;
-  const auto columns = static_cast<std::int32_t>(size[0]);
-  if (iter.ndim() == 2 && sb[0] == 1 && sb[1] == 0 && sa[0] == 1 && sa[1] == columns &&
-      sy[0] == 1 && sy[1] == columns) {
-    launch_elements(q, device, of("binary_row", op, *dtype), n, a, b, y,
-                    static_cast<unsigned long>(n), factor, size[0]);
-    return true;
-  }
-  launch_elements(q, device, of("binary_strided", op, *dtype), n, a, b, y,
-                  static_cast<unsigned long>(n), factor, size[0], size[1], size[2], sa[0], sa[1],
-                  sa[2], sa[3], sb[0], sb[1], sb[2], sb[3], sy[0], sy[1], sy[2], sy[3]);
-  return true;
-}
-
-TensorIterator unary_iterator(const Tensor& out, const Tensor& x) {
-  return at::TensorIteratorConfig()
-      .add_output(out)
-      .add_const_input(x)
-      .check_all_same_dtype(false)
-      .build();
-}
-TensorIterator binary_iterator(const Tensor& out, const Tensor& a, const Tensor& b) {
-  return at::TensorIteratorConfig()
-      .add_output(out)
-      .add_const_input(a)
-      .add_const_input(b)
-      .check_all_same_dtype(false)
-      .build();
-}
+using std::optional;
 
 bool on_device(const Tensor& tensor) { return tensor.is_xpu(); }
-// A number, or a tensor of the host that torch treats as one.
-bool is_number(const Tensor& tensor) { return tensor.dim() == 0 && tensor.is_cpu(); }
+bool is_number(const Tensor& tensor) { return tensor.is_cpu() && !tensor.is_complex(); }
+double value_of(const Tensor& number) { return at::_local_scalar_dense(number).toDouble(); }
 
-// The kernel if it can, else the host.
-#define UNARY_OUT(function, aten_name, op)                                                     \
-  Tensor& function(const Tensor& self, Tensor& out) {                                          \
-    const c10::DeviceGuard guard(self.device());                                               \
-    if (on_device(self) && on_device(out)) {                                                   \
-      auto iter = unary_iterator(out, self);                                                   \
-      if (launch_unary(op, iter)) return out;                                                  \
-    }                                                                                          \
-    return at::native::call_fallback_fn<&fallback, ATEN_OP2(aten_name, out)>::call(self, out); \
+// Unary
+// -----------------------------------------------------------------------------------------------
+
+bool unary(const char* op, const Tensor& x, const Tensor& out, double p = 0, double q = 0) {
+  const auto dtype = kernel_dtype(out.scalar_type());
+  if (!dtype || x.scalar_type() != out.scalar_type() || x.numel() >= kMaxElements) return false;
+  auto iter = iterator(out, x);
+  if (!iter.is_contiguous()) {
+    // Of inputs in order: the kernels have no strides.
+    const Tensor dense = x.contiguous();
+    const Tensor result = at::empty_like(dense);
+    if (!unary(op, dense, result, p, q)) return false;
+    out.copy_(result);
+    return true;
   }
-UNARY_OUT(sigmoid_out, sigmoid, "sigmoid")
-UNARY_OUT(tanh_out, tanh, "tanh_")
-UNARY_OUT(silu_out, silu, "silu")
-UNARY_OUT(exp_out, exp, "exp_")
-UNARY_OUT(log_out, log, "log_")
-UNARY_OUT(sqrt_out, sqrt, "sqrt_")
-UNARY_OUT(rsqrt_out, rsqrt, "rsqrt_")
-UNARY_OUT(neg_out, neg, "neg")
-UNARY_OUT(abs_out, abs, "abs_")
-UNARY_OUT(reciprocal_out, reciprocal, "reciprocal")
-UNARY_OUT(sin_out, sin, "sin_")
-UNARY_OUT(cos_out, cos, "cos_")
-UNARY_OUT(erf_out, erf, "erf_")
+  launch_for(x, kernel_name("unary", op, *dtype), iter.numel(),
+             static_cast<const void*>(iter.data_ptr(1)), iter.data_ptr(0),
+             static_cast<unsigned long>(iter.numel()), static_cast<float>(p),
+             static_cast<float>(q));
+  return true;
+}
+
+#define UNARY_OUT(function, op) \
+  bool function(const Tensor& x, Tensor& out) { return unary(op, x, out); }
+UNARY_OUT(sigmoid_out, "sigmoid")
+UNARY_OUT(tanh_out, "tanh_")
+UNARY_OUT(silu_out, "silu")
+UNARY_OUT(exp_out, "exp_")
+UNARY_OUT(log_out, "log_")
+UNARY_OUT(sqrt_out, "sqrt_")
+UNARY_OUT(rsqrt_out, "rsqrt_")
+UNARY_OUT(neg_out, "neg")
+UNARY_OUT(abs_out, "abs_")
+UNARY_OUT(reciprocal_out, "reciprocal")
+UNARY_OUT(sin_out, "sin_")
+UNARY_OUT(cos_out, "cos_")
+UNARY_OUT(erf_out, "erf_")
 #undef UNARY_OUT
 
-Tensor relu(const Tensor& self) {
-  const c10::DeviceGuard guard(self.device());
-  if (kernel_dtype(self.scalar_type())) {
-    Tensor out = at::empty_like(self);
-    auto iter = unary_iterator(out, self);
-    if (launch_unary("relu", iter)) return out;
-  }
-  return at::native::call_fallback_fn<&fallback, ATEN_OP(relu)>::call(self);
+optional<Tensor> relu(const Tensor& x) {
+  if (!kernel_dtype(x.scalar_type())) return std::nullopt;
+  const Tensor out = at::empty_like(x);
+  return unary("relu", x, out) ? optional(out) : std::nullopt;
 }
-Tensor& relu_(Tensor& self) {
-  const c10::DeviceGuard guard(self.device());
-  auto iter = unary_iterator(self, self);
-  if (launch_unary("relu", iter)) return self;
-  return at::native::call_fallback_fn<&fallback, ATEN_OP(relu_)>::call(self);
+bool relu_(Tensor& x) { return unary("relu", x, x); }
+bool gelu_out(const Tensor& x, c10::string_view approximate, Tensor& out) {
+  return unary(approximate == "tanh" ? "gelu_tanh" : "gelu", x, out);
 }
-
-Tensor& gelu_out(const Tensor& self, c10::string_view approximate, Tensor& out) {
-  const c10::DeviceGuard guard(self.device());
-  auto iter = unary_iterator(out, self);
-  if (launch_unary(approximate == "tanh" ? "gelu_tanh" : "gelu", iter)) return out;
-  return at::native::call_fallback_fn<&fallback, ATEN_OP2(gelu, out)>::call(self, approximate, out);
+bool leaky_relu_out(const Tensor& x, const Scalar& slope, Tensor& out) {
+  return unary("leaky_relu", x, out, slope.toDouble());
 }
-Tensor& leaky_relu_out(const Tensor& self, const Scalar& slope, Tensor& out) {
-  const c10::DeviceGuard guard(self.device());
-  auto iter = unary_iterator(out, self);
-  if (launch_unary("leaky_relu", iter, slope.toDouble())) return out;
-  return at::native::call_fallback_fn<&fallback, ATEN_OP2(leaky_relu, out)>::call(self, slope, out);
+bool pow_out(const Tensor& x, const Scalar& exponent, Tensor& out) {
+  if (exponent.isComplex()) return false;
+  const double p = exponent.toDouble();
+  if (p == 0.5) return unary("sqrt_", x, out);
+  if (p == -1) return unary("reciprocal", x, out);
+  return unary(p == 2 ? "square" : "pow_scalar", x, out, p);
 }
 
-// An operand that is a number joins the kernel as an argument.
-struct ScalarForm {
-  const char* kernel;
-  double p;
-  double q;
-};
-bool with_number(const Tensor& tensor, Tensor& out, const ScalarForm& form) {
-  auto iter = unary_iterator(out, tensor);
-  return launch_unary(form.kernel, iter, form.p, form.q);
-}
-double value_of(const Tensor& number) { return at::_local_scalar_dense(number).toDouble(); }
-bool is_real_number(const Tensor& tensor) { return is_number(tensor) && !tensor.is_complex(); }
+// Binary
+// -----------------------------------------------------------------------------------------------
 
-bool add_kernel(const Tensor& self, const Tensor& other, double alpha, bool subtract, Tensor& out) {
-  if (!on_device(out)) return false;
-  if (is_real_number(other) && on_device(self)) {
-    const double value = value_of(other) * alpha;
-    return with_number(self, out, {"add_scalar", subtract ? -value : value, 0});
-  }
-  if (is_real_number(self) && on_device(other)) {
-    return with_number(other, out, {"affine", subtract ? -alpha : alpha, value_of(self)});
-  }
-  if (!on_device(self) || !on_device(other)) return false;
-  auto iter = binary_iterator(out, self, other);
-  return launch_binary(subtract ? "sub" : "add", iter, alpha, true);
-}
-Tensor& add_out(const Tensor& self, const Tensor& other, const Scalar& alpha, Tensor& out) {
-  const c10::DeviceGuard guard(out.device());
-  if (!alpha.isComplex() && add_kernel(self, other, alpha.toDouble(), false, out)) return out;
-  return at::native::call_fallback_fn<&fallback, ATEN_OP2(add, out)>::call(self, other, alpha, out);
-}
-Tensor& sub_out(const Tensor& self, const Tensor& other, const Scalar& alpha, Tensor& out) {
-  const c10::DeviceGuard guard(out.device());
-  if (!alpha.isComplex() && add_kernel(self, other, alpha.toDouble(), true, out)) return out;
-  return at::native::call_fallback_fn<&fallback, ATEN_OP2(sub, out)>::call(self, other, alpha, out);
-}
-Tensor& mul_out(const Tensor& self, const Tensor& other, Tensor& out) {
-  const c10::DeviceGuard guard(out.device());
-  bool done = false;
-  if (on_device(out)) {
-    if (is_real_number(other) && on_device(self)) {
-      done = with_number(self, out, {"mul_scalar", value_of(other), 0});
-    } else if (is_real_number(self) && on_device(other)) {
-      done = with_number(other, out, {"mul_scalar", value_of(self), 0});
-    } else if (on_device(self) && on_device(other)) {
-      auto iter = binary_iterator(out, self, other);
-      done = launch_binary("mul", iter, 1, true);
+// `dense`: the kernels have no strides.
+bool binary(const char* op, const Tensor& a, const Tensor& b, const Tensor& out, double alpha = 1,
+            bool dense = false) {
+  const auto type = out.scalar_type();
+  const auto dtype = dense ? kernel_dtype(type) : number_dtype(type);
+  if (!dtype || a.scalar_type() != type || b.scalar_type() != type || out.numel() >= kMaxElements)
+    return false;
+  auto iter = iterator(out, a, b);
+  if (kernel_dtype(type)) {
+    const auto factor = static_cast<float>(alpha);
+    if (iter.is_contiguous()) {
+      launch_for(out, kernel_name("binary", op, *dtype), iter.numel(), iter.data_ptr(0),
+                 static_cast<const void*>(iter.data_ptr(1)),
+                 static_cast<const void*>(iter.data_ptr(2)),
+                 static_cast<unsigned long>(iter.numel()), factor);
+      return true;
     }
-  }
-  return done ? out
-              : at::native::call_fallback_fn<&fallback, ATEN_OP2(mul, out)>::call(self, other, out);
-}
-Tensor& div_out(const Tensor& self, const Tensor& other, Tensor& out) {
-  const c10::DeviceGuard guard(out.device());
-  bool done = false;
-  if (on_device(out)) {
-    if (is_real_number(other) && on_device(self)) {
-      done = with_number(self, out, {"div_scalar", value_of(other), 0});
-    } else if (is_real_number(self) && on_device(other)) {
-      done = with_number(other, out, {"scalar_div", value_of(self), 0});
-    } else if (on_device(self) && on_device(other)) {
-      auto iter = binary_iterator(out, self, other);
-      done = launch_binary("div_", iter, 1, true);
+    if (dense) {
+      if (a.sizes() != b.sizes() || out.sizes() != a.sizes()) return false;
+      const Tensor result = at::empty(out.sizes(), out.options());
+      if (!binary(op, a.contiguous(), b.contiguous(), result, alpha, true)) return false;
+      out.copy_(result);
+      return true;
     }
+    return launch_strided<3>(iter, kernel_name("binary_strided", op, *dtype), factor);
   }
-  return done ? out
-              : at::native::call_fallback_fn<&fallback, ATEN_OP2(div, out)>::call(self, other, out);
+  return launch_strided<3>(iter, kernel_name("binary_strided", op, *dtype),
+                           static_cast<long>(alpha));
 }
 
-#define BINARY_OUT(function, aten_name, overload, op, broadcasts)                             \
-  Tensor& function(const Tensor& a, const Tensor& b, Tensor& out) {                           \
-    const c10::DeviceGuard guard(out.device());                                               \
-    if (on_device(a) && on_device(b) && on_device(out)) {                                     \
-      auto iter = binary_iterator(out, a, b);                                                 \
-      if (launch_binary(op, iter, 1, broadcasts)) return out;                                 \
-    }                                                                                         \
-    return at::native::call_fallback_fn<&fallback, ATEN_OP2(aten_name, overload)>::call(a, b, \
-                                                                                        out); \
-  }
-BINARY_OUT(maximum_out, maximum, out, "maximum", true)
-BINARY_OUT(minimum_out, minimum, out, "minimum", true)
-BINARY_OUT(sigmoid_backward_out, sigmoid_backward, grad_input, "sigmoid_backward", false)
-BINARY_OUT(tanh_backward_out, tanh_backward, grad_input, "tanh_backward", false)
-BINARY_OUT(silu_backward_out, silu_backward, grad_input, "silu_backward", false)
-#undef BINARY_OUT
-
-Tensor silu_backward(const Tensor& grad, const Tensor& self) {
-  Tensor out = at::empty_like(self);
-  return silu_backward_out(grad, self, out);
+// A whole number joins as a tensor of one element.
+Tensor whole_on_device(const Tensor& number, const Tensor& out) {
+  return at::full({}, at::_local_scalar_dense(number), out.options());
 }
-Tensor& gelu_backward_out(const Tensor& grad, const Tensor& self, c10::string_view approximate,
-                          Tensor& out) {
-  const c10::DeviceGuard guard(out.device());
-  auto iter = binary_iterator(out, grad, self);
-  if (launch_binary(approximate == "tanh" ? "gelu_tanh_backward" : "gelu_backward", iter, 1, false))
-    return out;
-  return at::native::call_fallback_fn<&fallback, ATEN_OP2(gelu_backward, grad_input)>::call(
-      grad, self, approximate, out);
-}
-Tensor& threshold_backward_out(const Tensor& grad, const Tensor& self, const Scalar& threshold,
-                               Tensor& out) {
-  const c10::DeviceGuard guard(out.device());
-  auto iter = binary_iterator(out, grad, self);
-  if (launch_binary("threshold_backward", iter, threshold.toDouble(), false)) return out;
-  return at::native::call_fallback_fn<&fallback, ATEN_OP2(threshold_backward, grad_input)>::call(
-      grad, self, threshold, out);
+bool takes_whole(const Tensor& number, const Tensor& out) {
+  return (out.scalar_type() == at::kLong || out.scalar_type() == at::kInt) && number.is_cpu() &&
+         at::isIntegralType(number.scalar_type(), true);
 }
 
-Tensor& fill_(Tensor& self, const Scalar& value) {
-  const c10::DeviceGuard guard(self.device());
-  const auto device = static_cast<c10::DeviceIndex>(self.get_device());
-  const auto dtype = kernel_dtype(self.scalar_type());
-  if (dtype && self.is_non_overlapping_and_dense() && !value.isComplex()) {
-    launch_elements(current_queue(device), device, "fill<" + *dtype + ">",
-                    static_cast<std::size_t>(self.numel()), self.mutable_data_ptr(),
-                    static_cast<unsigned long>(self.numel()), value.to<float>());
-    return self;
+bool add_kernel_of(const Tensor& a, const Tensor& b, const Scalar& alpha, const Tensor& out,
+                   bool subtract) {
+  if (!on_device(out) || alpha.isComplex() || out.scalar_type() == at::kBool) return false;
+  const char* op = subtract ? "sub" : "add";
+  const double factor = alpha.toDouble();
+  if (takes_whole(b, out)) return binary(op, a, whole_on_device(b, out), out, factor);
+  if (takes_whole(a, out)) return binary(op, whole_on_device(a, out), b, out, factor);
+  if (is_number(b)) {
+    const double value = value_of(b) * factor;
+    return unary("add_scalar", a, out, subtract ? -value : value);
   }
-  return at::native::call_fallback_fn<&fallback, ATEN_OP2(fill_, Scalar)>::call(self, value);
+  if (is_number(a)) return unary("affine", b, out, subtract ? -factor : factor, value_of(a));
+  return on_device(a) && on_device(b) && binary(op, a, b, out, factor);
 }
-Tensor& zero_(Tensor& self) {
-  const c10::DeviceGuard guard(self.device());
-  const auto device = static_cast<c10::DeviceIndex>(self.get_device());
-  if (self.is_non_overlapping_and_dense()) {
-    if (self.numel() != 0) current_queue(device).memset(self.mutable_data_ptr(), 0, self.nbytes());
-    return self;
-  }
-  return at::native::call_fallback_fn<&fallback, ATEN_OP(zero_)>::call(self);
+bool add_out(const Tensor& a, const Tensor& b, const Scalar& alpha, Tensor& out) {
+  return add_kernel_of(a, b, alpha, out, false);
+}
+bool sub_out(const Tensor& a, const Tensor& b, const Scalar& alpha, Tensor& out) {
+  return add_kernel_of(a, b, alpha, out, true);
+}
+bool mul_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  if (!on_device(out) || out.scalar_type() == at::kBool) return false;
+  if (takes_whole(b, out)) return binary("mul", a, whole_on_device(b, out), out);
+  if (takes_whole(a, out)) return binary("mul", whole_on_device(a, out), b, out);
+  if (is_number(b)) return unary("mul_scalar", a, out, value_of(b));
+  if (is_number(a)) return unary("mul_scalar", b, out, value_of(a));
+  return on_device(a) && on_device(b) && binary("mul", a, b, out);
+}
+bool div_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  if (!on_device(out) || !kernel_dtype(out.scalar_type())) return false;
+  if (is_number(b)) return unary("div_scalar", a, out, value_of(b));
+  if (is_number(a)) return unary("scalar_div", b, out, value_of(a));
+  return on_device(a) && on_device(b) && binary("div_", a, b, out);
+}
+bool maximum_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  return out.scalar_type() != at::kBool && binary("maximum", a, b, out);
+}
+bool minimum_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  return out.scalar_type() != at::kBool && binary("minimum", a, b, out);
+}
+bool bits(const char* op, const Tensor& a, const Tensor& b, const Tensor& out) {
+  return (out.scalar_type() == at::kBool || out.scalar_type() == at::kLong) &&
+         binary(op, a, b, out);
+}
+bool bitwise_and_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  return bits("bitwise_and", a, b, out);
+}
+bool bitwise_or_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  return bits("bitwise_or", a, b, out);
+}
+bool bitwise_xor_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  return bits("bitwise_xor", a, b, out);
+}
+// Of truth values the logical ops are those of bits.
+template <bool (*function)(const Tensor&, const Tensor&, Tensor&)>
+bool logical(const Tensor& a, const Tensor& b, Tensor& out) {
+  return out.scalar_type() == at::kBool && function(a, b, out);
 }
 
-// By size where no number is converted.
-std::optional<std::string> copy_name(at::ScalarType from, at::ScalarType to) {
-  if (from == to) {
-    switch (c10::elementSize(from)) {
-      case 1:
-        return "copy_strided<unsignedchar,unsignedchar>";
-      case 2:
-        return "copy_strided<unsignedshort,unsignedshort>";
-      case 4:
-        return "copy_strided<unsignedint,unsignedint>";
-      case 8:
-        return "copy_strided<unsignedlong,unsignedlong>";
-      default:
+// Gradients of activations
+// -----------------------------------------------------------------------------------------------
+
+bool sigmoid_backward_out(const Tensor& grad, const Tensor& y, Tensor& out) {
+  return binary("sigmoid_backward", grad, y, out, 1, true);
+}
+bool tanh_backward_out(const Tensor& grad, const Tensor& y, Tensor& out) {
+  return binary("tanh_backward", grad, y, out, 1, true);
+}
+bool silu_backward_out(const Tensor& grad, const Tensor& x, Tensor& out) {
+  return binary("silu_backward", grad, x, out, 1, true);
+}
+optional<Tensor> silu_backward(const Tensor& grad, const Tensor& x) {
+  const Tensor out = at::empty_like(x);
+  return binary("silu_backward", grad, x, out, 1, true) ? optional(out) : std::nullopt;
+}
+bool gelu_backward_out(const Tensor& grad, const Tensor& x, c10::string_view approximate,
+                       Tensor& out) {
+  return binary(approximate == "tanh" ? "gelu_tanh_backward" : "gelu_backward", grad, x, out, 1,
+                true);
+}
+bool threshold_backward_out(const Tensor& grad, const Tensor& x, const Scalar& threshold,
+                            Tensor& out) {
+  return binary("threshold_backward", grad, x, out, threshold.toDouble(), true);
+}
+
+// Gated activations of ipex
+// -----------------------------------------------------------------------------------------------
+
+optional<Tensor> gated(const char* op, const Tensor& gate, const Tensor& up) {
+  if (gate.sizes() != up.sizes() || !kernel_dtype(gate.scalar_type())) return std::nullopt;
+  const Tensor out = at::empty(gate.sizes(), gate.options());
+  return binary(op, gate, up, out, 1, true) ? optional(out) : std::nullopt;
+}
+optional<Tensor> silu_mul(const Tensor& gate, const Tensor& up) {
+  return gated("silu_mul", gate, up);
+}
+optional<Tensor> gelu_mul(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
+  if (approximate != "none" && approximate != "tanh") return std::nullopt;
+  return gated(approximate == "tanh" ? "gelu_tanh_mul" : "gelu_mul", gate, up);
+}
+// Gate and up are the halves of the last dimension.
+bool has_halves(const Tensor& x) { return x.dim() > 0 && x.size(-1) % 2 == 0; }
+optional<Tensor> silu_and_mul(const Tensor& x) {
+  if (!has_halves(x)) return std::nullopt;
+  const auto halves = x.chunk(2, -1);
+  return silu_mul(halves[0], halves[1]);
+}
+optional<Tensor> gelu_and_mul(const Tensor& x, c10::string_view approximate) {
+  if (!has_halves(x)) return std::nullopt;
+  const auto halves = x.chunk(2, -1);
+  return gelu_mul(halves[0], halves[1], approximate);
+}
+
+// Comparisons
+// -----------------------------------------------------------------------------------------------
+
+// Rounded to the dtype as torch does before it compares; nothing where the number does not fit in.
+optional<double> rounded(const Scalar& number, at::ScalarType dtype) {
+  if (number.isComplex()) return std::nullopt;
+  const double value = number.toDouble();
+  switch (dtype) {
+    case at::kFloat:
+      return static_cast<float>(value);
+    case at::kHalf:
+      return static_cast<float>(c10::Half(static_cast<float>(value)));
+    case at::kBFloat16:
+      return static_cast<float>(c10::BFloat16(static_cast<float>(value)));
+    default:
+      if (number.isFloatingPoint() || std::abs(value) > INT32_MAX ||
+          (dtype == at::kBool && value != 0 && value != 1))
         return std::nullopt;
-    }
+      return value;
   }
-  const auto a = kernel_dtype(from);
-  const auto b = kernel_dtype(to);
-  if (!a || !b) return std::nullopt;
-  return of("copy_strided", *a, *b);
+}
+bool compare_number(const char* op, const Tensor& x, const Scalar& number, const Tensor& out) {
+  const auto dtype = number_dtype(x.scalar_type());
+  const auto value = rounded(number, x.scalar_type());
+  if (!dtype || !value || out.scalar_type() != at::kBool) return false;
+  auto iter = iterator(out, x);
+  return kernel_dtype(x.scalar_type())
+             ? launch_strided<2>(iter, kernel_name("compare_number", op, *dtype),
+                                 static_cast<float>(*value))
+             : launch_strided<2>(iter, kernel_name("compare_number", op, *dtype),
+                                 static_cast<long>(*value));
+}
+bool compare(const char* op, const Tensor& a, const Tensor& b, const Tensor& out) {
+  if (b.is_cpu()) return on_device(a) && compare_number(op, a, at::_local_scalar_dense(b), out);
+  const auto dtype = number_dtype(a.scalar_type());
+  if (!dtype || !on_device(a) || a.scalar_type() != b.scalar_type() ||
+      out.scalar_type() != at::kBool)
+    return false;
+  auto iter = iterator(out, a, b);
+  return launch_strided<3>(iter, kernel_name("compare", op, *dtype));
+}
+#define COMPARE(op)                                                                                \
+  bool op##_out(const Tensor& a, const Tensor& b, Tensor& out) { return compare(#op, a, b, out); } \
+  bool op##_number_out(const Tensor& a, const Scalar& b, Tensor& out) {                            \
+    return compare_number(#op, a, b, out);                                                         \
+  }
+COMPARE(eq)
+COMPARE(ne)
+COMPARE(lt)
+COMPARE(le)
+COMPARE(gt)
+COMPARE(ge)
+#undef COMPARE
+bool logical_not_out(const Tensor& x, Tensor& out) { return compare_number("eq", x, 0, out); }
+
+// Moving and filling
+// -----------------------------------------------------------------------------------------------
+
+// A number as an element of the dtype, in the low bits.
+unsigned long bits_of(const Scalar& value, at::ScalarType dtype) {
+  const Tensor one = at::full({}, value, at::TensorOptions(dtype).device(at::kCPU));
+  unsigned long result = 0;
+  std::memcpy(&result, one.const_data_ptr(), one.element_size());
+  return result;
+}
+
+bool fill_scalar_(Tensor& x, const Scalar& value) {
+  const auto dtype = bits_dtype(x.scalar_type());
+  if (!dtype) return false;
+  auto iter = iterator(x);
+  return launch_strided<1>(iter, kernel_name("fill", *dtype), bits_of(value, x.scalar_type()));
+}
+bool zeros_(Tensor& x) {
+  if (!x.is_non_overlapping_and_dense()) return fill_scalar_(x, 0);
+  const auto device = static_cast<c10::DeviceIndex>(x.get_device());
+  if (x.numel() != 0) current_queue(device).memset(x.mutable_data_ptr(), 0, x.nbytes());
+  return true;
+}
+
+bool where_out(const Tensor& condition, const Tensor& a, const Tensor& b, Tensor& out) {
+  const auto dtype = bits_dtype(out.scalar_type());
+  if (!dtype || condition.scalar_type() != at::kBool || a.scalar_type() != out.scalar_type() ||
+      b.scalar_type() != out.scalar_type())
+    return false;
+  auto iter = iterator(out, condition, a, b);
+  return launch_strided<4>(iter, kernel_name("where", *dtype));
+}
+optional<Tensor> where(const Tensor& condition, const Tensor& a, const Tensor& b) {
+  if (!on_device(condition)) return std::nullopt;
+  const auto dtype = at::result_type(a, b);
+  const auto joined = [&](const Tensor& t) {
+    return on_device(t)
+               ? t
+               : at::full({}, at::_local_scalar_dense(t), condition.options().dtype(dtype));
+  };
+  const auto sizes = at::infer_size(condition.sizes(), at::infer_size(a.sizes(), b.sizes()));
+  Tensor out = at::empty(sizes, condition.options().dtype(dtype));
+  return where_out(condition, joined(a), joined(b), out) ? optional(out) : std::nullopt;
+}
+bool masked_fill_(Tensor& x, const Tensor& mask, const Scalar& value) {
+  const auto dtype = bits_dtype(x.scalar_type());
+  if (!dtype || mask.scalar_type() != at::kBool || !at::is_expandable_to(mask.sizes(), x.sizes()))
+    return false;
+  auto iter = iterator(x, mask.expand(x.sizes()));
+  return launch_strided<2>(iter, kernel_name("masked_fill", *dtype),
+                           bits_of(value, x.scalar_type()));
+}
+bool masked_fill_tensor_(Tensor& x, const Tensor& mask, const Tensor& value) {
+  return value.is_cpu() && value.dim() == 0 &&
+         masked_fill_(x, mask, at::_local_scalar_dense(value));
+}
+
+bool triangle(const Tensor& x, std::int64_t diagonal, bool lower, const Tensor& out) {
+  const auto dtype = bits_dtype(x.scalar_type());
+  if (!dtype || x.dim() < 2 || out.sizes() != x.sizes() || out.scalar_type() != x.scalar_type() ||
+      !out.is_contiguous() || x.numel() >= kMaxElements || std::abs(diagonal) > INT32_MAX)
+    return false;
+  if (x.numel() == 0) return true;
+  const Tensor dense = x.contiguous();
+  launch_columns(x, kernel_name("triangle", *dtype), x.numel() / x.size(-1), x.size(-1),
+                 out_data(out), data(dense), static_cast<unsigned int>(x.numel() / x.size(-1)),
+                 static_cast<unsigned int>(x.size(-1)), static_cast<unsigned int>(x.size(-2)),
+                 static_cast<int>(diagonal), lower ? 1 : 0);
+  return true;
+}
+bool tril_out(const Tensor& x, std::int64_t diagonal, Tensor& out) {
+  return triangle(x, diagonal, true, out);
+}
+bool triu_out(const Tensor& x, std::int64_t diagonal, Tensor& out) {
+  return triangle(x, diagonal, false, out);
+}
+
+optional<std::string> copy_name(at::ScalarType from, at::ScalarType to) {
+  if (from == to) {
+    const auto dtype = bits_dtype(from);
+    return dtype ? optional(kernel_name("copy_strided", *dtype, *dtype)) : std::nullopt;
+  }
+  const auto name = [](at::ScalarType dtype) -> optional<std::string> {
+    if (dtype == at::kBool) return "bool";
+    if (dtype == at::kByte) return "unsignedchar";
+    return number_dtype(dtype);
+  };
+  const auto a = name(from);
+  const auto b = name(to);
+  const bool bytes =
+      (from == at::kBool && to == at::kByte) || (from == at::kByte && to == at::kBool);
+  if (!a || !b || bytes) return std::nullopt;
+  return kernel_name("copy_strided", *a, *b);
 }
 
 }  // namespace
@@ -366,52 +411,74 @@ bool copy_kernel(const Tensor& to, const Tensor& from) {
                   .check_all_same_dtype(false)
                   .resize_outputs(false)
                   .build();
-  const auto layout = layout_of(iter);
-  if (!layout) return false;
-  const auto device = static_cast<c10::DeviceIndex>(to.get_device());
-  const auto& [size, stride] = *layout;
-  const auto& [sy, sx, unused] = stride;
-  launch_elements(current_queue(device), device, *name, static_cast<std::size_t>(iter.numel()),
-                  static_cast<const void*>(iter.data_ptr(1)), iter.data_ptr(0),
-                  static_cast<unsigned long>(iter.numel()), size[0], size[1], size[2], sx[0], sx[1],
-                  sx[2], sx[3], sy[0], sy[1], sy[2], sy[3]);
-  return true;
+  return launch_strided<2>(iter, *name);
 }
 
 void register_elementwise() {
-  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
-                                __LINE__);
-  library.impl("sigmoid.out", TORCH_FN(sigmoid_out));
-  library.impl("tanh.out", TORCH_FN(tanh_out));
-  library.impl("silu.out", TORCH_FN(silu_out));
-  library.impl("exp.out", TORCH_FN(exp_out));
-  library.impl("log.out", TORCH_FN(log_out));
-  library.impl("sqrt.out", TORCH_FN(sqrt_out));
-  library.impl("rsqrt.out", TORCH_FN(rsqrt_out));
-  library.impl("neg.out", TORCH_FN(neg_out));
-  library.impl("abs.out", TORCH_FN(abs_out));
-  library.impl("reciprocal.out", TORCH_FN(reciprocal_out));
-  library.impl("sin.out", TORCH_FN(sin_out));
-  library.impl("cos.out", TORCH_FN(cos_out));
-  library.impl("erf.out", TORCH_FN(erf_out));
-  library.impl("relu", TORCH_FN(relu));
-  library.impl("relu_", TORCH_FN(relu_));
-  library.impl("gelu.out", TORCH_FN(gelu_out));
-  library.impl("leaky_relu.out", TORCH_FN(leaky_relu_out));
-  library.impl("add.out", TORCH_FN(add_out));
-  library.impl("sub.out", TORCH_FN(sub_out));
-  library.impl("mul.out", TORCH_FN(mul_out));
-  library.impl("div.out", TORCH_FN(div_out));
-  library.impl("maximum.out", TORCH_FN(maximum_out));
-  library.impl("minimum.out", TORCH_FN(minimum_out));
-  library.impl("sigmoid_backward.grad_input", TORCH_FN(sigmoid_backward_out));
-  library.impl("tanh_backward.grad_input", TORCH_FN(tanh_backward_out));
-  library.impl("silu_backward.grad_input", TORCH_FN(silu_backward_out));
-  library.impl("silu_backward", TORCH_FN(silu_backward));
-  library.impl("gelu_backward.grad_input", TORCH_FN(gelu_backward_out));
-  library.impl("threshold_backward.grad_input", TORCH_FN(threshold_backward_out));
-  library.impl("fill_.Scalar", TORCH_FN(fill_));
-  library.impl("zero_", TORCH_FN(zero_));
+  static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
+                             __LINE__);
+  constexpr auto kFast = KernelSpeed::NotSlower;
+  add_kernel<&sigmoid_out>(aten, "sigmoid.out");
+  add_kernel<&tanh_out>(aten, "tanh.out");
+  add_kernel<&silu_out>(aten, "silu.out");
+  add_kernel<&exp_out>(aten, "exp.out");
+  add_kernel<&log_out>(aten, "log.out");
+  add_kernel<&sqrt_out>(aten, "sqrt.out");
+  add_kernel<&rsqrt_out>(aten, "rsqrt.out");
+  add_kernel<&neg_out>(aten, "neg.out");
+  add_kernel<&abs_out>(aten, "abs.out");
+  add_kernel<&reciprocal_out>(aten, "reciprocal.out");
+  add_kernel<&sin_out>(aten, "sin.out");
+  add_kernel<&cos_out>(aten, "cos.out");
+  add_kernel<&erf_out>(aten, "erf.out");
+  add_kernel<&relu>(aten, "relu");
+  add_kernel<&relu_>(aten, "relu_");
+  add_kernel<&gelu_out>(aten, "gelu.out");
+  add_kernel<&leaky_relu_out>(aten, "leaky_relu.out");
+  add_kernel<&pow_out>(aten, "pow.Tensor_Scalar_out");
+  add_kernel<&add_out, kFast, true>(aten, "add.out");
+  add_kernel<&sub_out, kFast, true>(aten, "sub.out");
+  add_kernel<&mul_out, kFast, true>(aten, "mul.out");
+  add_kernel<&div_out, kFast, true>(aten, "div.out");
+  add_kernel<&maximum_out>(aten, "maximum.out");
+  add_kernel<&minimum_out>(aten, "minimum.out");
+  add_kernel<&bitwise_and_out>(aten, "bitwise_and.Tensor_out");
+  add_kernel<&bitwise_or_out>(aten, "bitwise_or.Tensor_out");
+  add_kernel<&bitwise_xor_out>(aten, "bitwise_xor.Tensor_out");
+  add_kernel<&logical<&bitwise_and_out>>(aten, "logical_and.out");
+  add_kernel<&logical<&bitwise_or_out>>(aten, "logical_or.out");
+  add_kernel<&logical<&bitwise_xor_out>>(aten, "logical_xor.out");
+  add_kernel<&logical_not_out>(aten, "logical_not.out");
+  add_kernel<&sigmoid_backward_out>(aten, "sigmoid_backward.grad_input");
+  add_kernel<&tanh_backward_out>(aten, "tanh_backward.grad_input");
+  add_kernel<&silu_backward_out>(aten, "silu_backward.grad_input");
+  add_kernel<&silu_backward>(aten, "silu_backward");
+  add_kernel<&gelu_backward_out>(aten, "gelu_backward.grad_input");
+  add_kernel<&threshold_backward_out>(aten, "threshold_backward.grad_input");
+#define COMPARE(op)                                            \
+  add_kernel<&op##_out, kFast, true>(aten, #op ".Tensor_out"); \
+  add_kernel<&op##_number_out>(aten, #op ".Scalar_out");
+  COMPARE(eq)
+  COMPARE(ne)
+  COMPARE(lt)
+  COMPARE(le)
+  COMPARE(gt)
+  COMPARE(ge)
+#undef COMPARE
+  add_kernel<&fill_scalar_>(aten, "fill_.Scalar");
+  add_kernel<&zeros_>(aten, "zero_");
+  add_kernel<&where, kFast, true>(aten, "where.self");
+  add_kernel<&where_out>(aten, "where.self_out");
+  add_kernel<&masked_fill_>(aten, "masked_fill_.Scalar");
+  add_kernel<&masked_fill_tensor_, kFast, true>(aten, "masked_fill_.Tensor");
+  add_kernel<&tril_out>(aten, "tril.out");
+  add_kernel<&triu_out>(aten, "triu.out");
+  static torch::Library ours(torch::Library::IMPL, "ipex", c10::DispatchKey::XPU, __FILE__,
+                             __LINE__);
+  add_kernel<&silu_mul>(ours, "silu_mul");
+  add_kernel<&gelu_mul>(ours, "gelu_mul");
+  add_kernel<&silu_and_mul>(ours, "silu_and_mul");
+  add_kernel<&gelu_and_mul>(ours, "gelu_and_mul");
 }
 
 }  // namespace ipex::xpu

@@ -319,8 +319,8 @@ void register_fallback() {
   // between its steps) or slower.
   static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  for (const char* name : {"addr", "addr.out", "native_group_norm",
-                           "native_channel_shuffle", "mish_backward"}) {
+  for (const char* name :
+       {"addr", "addr.out", "native_group_norm", "native_channel_shuffle", "mish_backward"}) {
     aten.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }

@@ -76,6 +76,11 @@ std::string kernel_name(const char* kernel, const std::string& first, const std:
 void register_kernels() {
   register_elementwise();
   register_rows();
+  register_reduce();
+  register_index();
+  register_rope();
+  register_optim();
+  register_random();
 }
 
 }  // namespace ipex::xpu

@@ -7,10 +7,13 @@
 #include <c10/core/Device.h>
 #include <torch/library.h>
 
+#include <array>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/core.h"
 #include "runtime.h"
@@ -38,13 +41,27 @@ template <typename... Args>
 void launch_rows(const at::Tensor& tensor, const std::string& name, std::int64_t rows,
                  std::int64_t columns, Args... args) {
   if (rows == 0) return;
-  std::size_t group = 16;
-  while (group < 256 && static_cast<std::int64_t>(group) * 4 < columns) group *= 2;
-  const char* e = getenv("WG"); if (e) group = atoi(e);
   const auto device = static_cast<c10::DeviceIndex>(tensor.get_device());
+  // On a CPU a group is one vector; more of them only wait for each other.
+  std::size_t group = 16;
+  while (!device_info(device).is_cpu && group < 256 &&
+         static_cast<std::int64_t>(group) * 4 < columns)
+    group *= 2;
   launch<1>(current_queue(device), device, name,
-            sycl::range<1>(static_cast<std::size_t>(rows) * group), sycl::range<1>(group),
-            args...);
+            sycl::range<1>(static_cast<std::size_t>(rows) * group), sycl::range<1>(group), args...);
+}
+
+// One work-item for each of `columns` elements of each of `rows` rows; kernels test the column.
+template <typename... Args>
+void launch_columns(const at::Tensor& tensor, const std::string& name, std::int64_t rows,
+                    std::int64_t columns, Args... args) {
+  if (rows == 0 || columns == 0) return;
+  constexpr std::size_t kGroup = 64;
+  const std::size_t groups = (static_cast<std::size_t>(columns) + kGroup - 1) / kGroup;
+  const auto device = static_cast<c10::DeviceIndex>(tensor.get_device());
+  launch<2>(current_queue(device), device, name,
+            sycl::range<2>(static_cast<std::size_t>(rows), groups * kGroup),
+            sycl::range<2>(1, kGroup), args...);
 }
 
 // When a kernel is used whose op the host does faster (IPEX_XPU_KERNELS).
@@ -56,6 +73,21 @@ enum class KernelSpeed : std::uint8_t { NotSlower, Slower };
 // Whether an op that has a kernel uses it. A slower one is left to the host, and counted as a
 // fallback by the caller, only where the host works on the same memory and may do so.
 bool use_kernel(c10::DeviceIndex device, KernelSpeed speed);
+
+// An index of a dimension of this size and stride.
+struct Indexed {
+  at::Tensor index;
+  std::int64_t size;
+  std::int64_t stride;
+};
+inline constexpr long kNoIndex = std::numeric_limits<long>::min();
+// Offsets in elements, like the first index: the sum of index * stride; all indices have one shape
+// (index_ops.cpp). Negative ones count from the end with `wrap`; elements of an index equal to
+// `skipped` lead nowhere. Nothing where an index is out of bounds: the host then raises. A device
+// whose memory the host cannot read leaves the elements of such indices alone, and the next op that
+// indexes raises, since waiting would stall the queue.
+std::optional<at::Tensor> offsets_of(const std::vector<Indexed>& parts, bool wrap,
+                                     long skipped = kNoIndex);
 
 // Pointers for kernels; null for a tensor that there is not.
 inline const void* data(const at::Tensor& tensor) {
@@ -81,11 +113,14 @@ template <typename Function>
 struct Unboxed;
 template <typename Result, typename... Args>
 struct Unboxed<Result (*)(Args...)> {
+  // The stack keeps its arguments: the host may need them.
   template <auto function, std::size_t... I>
-  static Result call(torch::jit::Stack& stack, std::index_sequence<I...>) {
+  static Result call(const torch::jit::Stack& stack, std::index_sequence<I...>) {
+    std::array<c10::IValue, sizeof...(Args)> arguments{
+        torch::jit::peek(stack, I, sizeof...(Args))...};
     return function(
         c10::impl::ivalue_to_arg<typename c10::impl::decay_if_not_tensor<Args>::type, false>::call(
-            torch::jit::peek(stack, I, sizeof...(Args)))...);
+            arguments[I])...);
   }
 
   template <auto function, KernelSpeed speed, bool numbers>
@@ -118,12 +153,16 @@ struct Unboxed<Result (*)(Args...)> {
 // with a single element may be among the arguments.
 template <auto function, KernelSpeed speed = KernelSpeed::NotSlower, bool numbers = false>
 void add_kernel(torch::Library& library, const char* name) {
-  library.impl(name,
-               torch::CppFunction::makeFromBoxedFunction<
-                   &detail::Unboxed<decltype(function)>::template kernel_or_host<function, speed, numbers>>());
+  library.impl(name, torch::CppFunction::makeFromBoxedFunction<&detail::Unboxed<
+                         decltype(function)>::template kernel_or_host<function, speed, numbers>>());
 }
 
 void register_elementwise();  // elementwise_ops.cpp
 void register_rows();         // rows_ops.cpp
+void register_reduce();       // reduce_ops.cpp
+void register_index();        // index_ops.cpp
+void register_rope();         // rope_ops.cpp
+void register_optim();        // optim_ops.cpp
+void register_random();       // random_ops.cpp
 
 }  // namespace ipex::xpu

@@ -28,8 +28,8 @@ bool softmax_into(const Tensor& x, std::int64_t dim, bool half_to_float, bool lo
   const Tensor rows = x.dim() == 0 ? x : as_rows(x, dim);
   const Tensor result = last && out.is_contiguous() ? out : at::empty_like(rows);
   const std::int64_t columns = x.dim() == 0 ? 1 : rows.size(-1);
-  launch_rows(x, kernel_name("softmax", *dtype, logarithm ? "true" : "false"),
-              x.numel() / columns, columns, data(rows), out_data(result), ulong(columns));
+  launch_rows(x, kernel_name("softmax", *dtype, logarithm ? "true" : "false"), x.numel() / columns,
+              columns, data(rows), out_data(result), ulong(columns));
   if (!result.is_same(out)) out.copy_(x.dim() == 0 ? result : result.transpose(dim, -1));
   return true;
 }
@@ -92,6 +92,10 @@ optional<NormDtypes> norm_dtypes(const Tensor& x, const optional<Tensor>& weight
   return NormDtypes{*rows, *kernel_dtype(found.value_or(x.scalar_type()))};
 }
 
+std::string norm_name(const char* kernel, const NormDtypes& dtypes, const Tensor* residual) {
+  return kernel_name(kernel, dtypes.rows, dtypes.weights + (residual ? ",true" : ",false"));
+}
+
 Tensor dense(const optional<Tensor>& tensor) {
   return tensor && tensor->defined() ? tensor->contiguous() : Tensor();
 }
@@ -114,10 +118,11 @@ optional<Tensor> rms_norm_kernel(const Tensor& x, const Tensor* residual, Tensor
   const Tensor w = dense(weight);
   Tensor y = at::empty_like(rows);
   if (sum && !sum->defined()) *sum = at::empty_like(rows);
-  const Tensor total = !sum || sum->is_contiguous() ? (sum ? *sum : Tensor()) : at::empty_like(rows);
-  launch_rows(x, kernel_name("rms_norm", dtypes->rows, dtypes->weights), x.numel() / columns,
-              columns, data(rows), data(other), data(w), out_data(y), out_data(total),
-              ulong(columns), static_cast<float>(eps), static_cast<float>(offset));
+  const Tensor total =
+      !sum || sum->is_contiguous() ? (sum ? *sum : Tensor()) : at::empty_like(rows);
+  launch_rows(x, norm_name("rms_norm", *dtypes, residual), x.numel() / columns, columns, data(rows),
+              data(other), data(w), out_data(y), out_data(total), ulong(columns),
+              static_cast<float>(eps), static_cast<float>(offset));
   if (sum && !total.is_same(*sum)) sum->copy_(total);
   return y;
 }
@@ -163,8 +168,8 @@ optional<LayerNorm> layer_norm_kernel(const Tensor& x, const Tensor* residual, c
   }
   Tensor total;
   if (residual) total = sum.defined() && sum.is_contiguous() ? sum : at::empty_like(rows);
-  launch_rows(x, kernel_name("layer_norm", dtypes->rows, dtypes->weights), count, columns,
-              data(rows), data(other), data(w), data(b), out_data(result.y), out_data(total),
+  launch_rows(x, norm_name("layer_norm", *dtypes, residual), count, columns, data(rows),
+              data(other), data(w), data(b), out_data(result.y), out_data(total),
               out_data(result.mean), out_data(result.rstd), ulong(columns),
               static_cast<float>(eps));
   if (sum.defined() && !total.is_same(sum)) sum.copy_(total);
@@ -217,7 +222,8 @@ optional<std::tuple<Tensor, Tensor, Tensor>> native_layer_norm_backward(
   const std::int64_t columns = c10::multiply_integers(shape);
   const auto dtypes = norm_dtypes(x, weight, bias, columns);
   if (!dtypes || grad.scalar_type() != x.scalar_type() || grad.sizes() != x.sizes() ||
-      mean.scalar_type() != rstd.scalar_type() || kernel_dtype(mean.scalar_type()) != dtypes->weights)
+      mean.scalar_type() != rstd.scalar_type() ||
+      kernel_dtype(mean.scalar_type()) != dtypes->weights)
     return std::nullopt;
   const std::int64_t rows = x.numel() / columns;
   if (rows == 0) return std::nullopt;
@@ -237,17 +243,13 @@ optional<std::tuple<Tensor, Tensor, Tensor>> native_layer_norm_backward(
     const std::int64_t rows_per_part = std::max<std::int64_t>(32, (rows + 63) / 64);
     const std::int64_t count = (rows + rows_per_part - 1) / rows_per_part;
     const Tensor parts = at::empty({count, 2, columns}, x.options().dtype(at::kFloat));
-    const auto device = static_cast<c10::DeviceIndex>(x.get_device());
-    constexpr std::size_t kGroup = 64;
-    const std::size_t groups = (ulong(columns) + kGroup - 1) / kGroup;
-    launch<2>(current_queue(device), device,
-              kernel_name("layer_norm_weight_backward", dtypes->rows, dtypes->weights),
-              sycl::range<2>(ulong(count), groups * kGroup), sycl::range<2>(1, kGroup), data(grads),
-              data(values), data(means), data(rstds), out_data(parts), ulong(rows), ulong(columns),
-              ulong(rows_per_part));
+    launch_columns(x, kernel_name("layer_norm_weight_backward", dtypes->rows, dtypes->weights),
+                   count, columns, data(grads), data(values), data(means), data(rstds),
+                   out_data(parts), ulong(rows), ulong(columns), ulong(rows_per_part));
     const Tensor sums = parts.sum(0);
     const auto shaped = [&](std::int64_t i) {
-      return sums[i].to(weight && weight->defined() ? weight->scalar_type() : x.scalar_type())
+      return sums[i]
+          .to(weight && weight->defined() ? weight->scalar_type() : x.scalar_type())
           .view(shape);
     };
     if (wanted[1]) grad_weight = shaped(0);

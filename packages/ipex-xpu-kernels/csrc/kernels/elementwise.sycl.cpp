@@ -3,9 +3,11 @@
 #include "prelude.h"
 
 using ipex::bf16;
+using ipex::compute;
 using ipex::global_id;
 using ipex::half;
 using ipex::load;
+using ipex::Place;
 using ipex::store;
 
 // Unary
@@ -81,6 +83,9 @@ struct scalar_div {
 struct pow_scalar {
   static float f(float x, float exponent, float) { return sycl::pow(x, exponent); }
 };
+struct square {
+  static float f(float x, float, float) { return x * x; }
+};
 struct leaky_relu {
   static float f(float x, float slope, float) { return x > 0.f ? x : x * slope; }
 };
@@ -92,26 +97,50 @@ void unary(const T* x, T* y, unsigned long n, float p, float q) {
   if (i < n) store(y, i, Op::f(load(x, i), p, q));
 }
 
-// Binary: `alpha` is the factor of torch.add and torch.sub.
+// Binary: `alpha` is the factor of torch.add and torch.sub. Numbers are float or long.
 // --------------------------------------------------------------
 
 struct add {
-  static float f(float a, float b, float alpha) { return a + alpha * b; }
+  template <typename C>
+  static C f(C a, C b, C alpha) {
+    return a + alpha * b;
+  }
 };
 struct sub {
-  static float f(float a, float b, float alpha) { return a - alpha * b; }
+  template <typename C>
+  static C f(C a, C b, C alpha) {
+    return a - alpha * b;
+  }
 };
 struct mul {
-  static float f(float a, float b, float) { return a * b; }
+  template <typename C>
+  static C f(C a, C b, C) {
+    return a * b;
+  }
 };
 struct div_ {
   static float f(float a, float b, float) { return a / b; }
 };
 struct maximum {
-  static float f(float a, float b, float) { return a != a ? a : b != b ? b : sycl::fmax(a, b); }
+  template <typename C>
+  static C f(C a, C b, C) {
+    return a != a || a > b ? a : b;
+  }
 };
 struct minimum {
-  static float f(float a, float b, float) { return a != a ? a : b != b ? b : sycl::fmin(a, b); }
+  template <typename C>
+  static C f(C a, C b, C) {
+    return a != a || a < b ? a : b;
+  }
+};
+struct bitwise_and {
+  static long f(long a, long b, long) { return a & b; }
+};
+struct bitwise_or {
+  static long f(long a, long b, long) { return a | b; }
+};
+struct bitwise_xor {
+  static long f(long a, long b, long) { return a ^ b; }
 };
 // Gradients of activations, of the gradient a and the input (or result) b.
 struct threshold_backward {
@@ -149,71 +178,164 @@ struct silu_mul {
 struct gelu_mul {
   static float f(float a, float b, float) { return gelu::f(a, 0, 0) * b; }
 };
+struct gelu_tanh_mul {
+  static float f(float a, float b, float) { return gelu_tanh::f(a, 0, 0) * b; }
+};
 
 template <typename Op, typename T>
 IPEX_KERNEL(1)
-void binary(const T* a, const T* b, T* y, unsigned long n, float alpha) {
+void binary(T* y, const T* a, const T* b, unsigned long n, compute<T> alpha) {
   const unsigned long i = global_id();
   if (i < n) store(y, i, Op::f(load(a, i), load(b, i), alpha));
 }
 
-// The second operand repeats: a row that is added to each row, or a number that belongs to each
-// row.
+// Any strides. Those of a row that is added to each row, the most frequent ones, are told to the
+// compiler.
 template <typename Op, typename T>
-IPEX_KERNEL(1)
-void binary_row(const T* a, const T* b, T* y, unsigned long n, float alpha, unsigned int columns) {
-  const unsigned long i = global_id();
-  if (i < n) store(y, i, Op::f(load(a, i), load(b, i % columns), alpha));
+IPEX_KERNEL(2)
+void binary_strided(T* y, const T* a, const T* b, IPEX_SIZES, IPEX_STRIDES(y), IPEX_STRIDES(a),
+                    IPEX_STRIDES(b), compute<T> alpha) {
+  const Place p(rows, columns, size1, size2);
+  if (!p.inside) return;
+  y += p.row(y1, y2, y3);
+  a += p.row(a1, a2, a3);
+  b += p.row(b1, b2, b3);
+  const unsigned long i = p.column;
+  if (y0 == 1 && a0 == 1 && b0 == 1) {
+    store(y, i, Op::f(load(a, i), load(b, i), alpha));
+  } else if (y0 == 1 && a0 == 1 && b0 == 0) {
+    store(y, i, Op::f(load(a, i), load(b, 0), alpha));
+  } else {
+    store(y, i * y0, Op::f(load(a, i * a0), load(b, i * b0), alpha));
+  }
 }
 
-// Any strides of up to four dimensions, the innermost first; sizes of 1 fill up.
+// Comparisons of two tensors, and of a tensor and a number.
+struct eq {
+  template <typename C>
+  static bool f(C a, C b) {
+    return a == b;
+  }
+};
+struct ne {
+  template <typename C>
+  static bool f(C a, C b) {
+    return a != b;
+  }
+};
+struct lt {
+  template <typename C>
+  static bool f(C a, C b) {
+    return a < b;
+  }
+};
+struct le {
+  template <typename C>
+  static bool f(C a, C b) {
+    return a <= b;
+  }
+};
+struct gt {
+  template <typename C>
+  static bool f(C a, C b) {
+    return a > b;
+  }
+};
+struct ge {
+  template <typename C>
+  static bool f(C a, C b) {
+    return a >= b;
+  }
+};
 template <typename Op, typename T>
-IPEX_KERNEL(1)
-void binary_strided(const T* a, const T* b, T* y, unsigned long n, float alpha, unsigned int s0,
-                    unsigned int s1, unsigned int s2, int a0, int a1, int a2, int a3, int b0,
-                    int b1, int b2, int b3, int y0, int y1, int y2, int y3) {
-  const unsigned long index = global_id();
-  if (index >= n) return;
-  unsigned int i = static_cast<unsigned int>(index);
-  const int i0 = static_cast<int>(i % s0);
-  i /= s0;
-  const int i1 = static_cast<int>(i % s1);
-  i /= s1;
-  const int i2 = static_cast<int>(i % s2);
-  const int i3 = static_cast<int>(i / s2);
-  const float left = load(a, i0 * a0 + i1 * a1 + i2 * a2 + i3 * a3);
-  const float right = load(b, i0 * b0 + i1 * b1 + i2 * b2 + i3 * b3);
-  store(y, i0 * y0 + i1 * y1 + i2 * y2 + i3 * y3, Op::f(left, right, alpha));
+IPEX_KERNEL(2)
+void compare(unsigned char* y, const T* a, const T* b, IPEX_SIZES, IPEX_STRIDES(y), IPEX_STRIDES(a),
+             IPEX_STRIDES(b)) {
+  const Place p(rows, columns, size1, size2);
+  if (!p.inside) return;
+  y[p.at(y0, y1, y2, y3)] = Op::f(load(a, p.at(a0, a1, a2, a3)), load(b, p.at(b0, b1, b2, b3)));
+}
+template <typename Op, typename T>
+IPEX_KERNEL(2)
+void compare_number(unsigned char* y, const T* x, IPEX_SIZES, IPEX_STRIDES(y), IPEX_STRIDES(x),
+                    compute<T> number) {
+  const Place p(rows, columns, size1, size2);
+  if (p.inside) y[p.at(y0, y1, y2, y3)] = Op::f(load(x, p.at(x0, x1, x2, x3)), number);
 }
 
 // Copies between dtypes and strides.
 template <typename From, typename To>
-IPEX_KERNEL(1)
-void copy_strided(const From* x, To* y, unsigned long n, unsigned int s0, unsigned int s1,
-                  unsigned int s2, int x0, int x1, int x2, int x3, int y0, int y1, int y2, int y3) {
-  const unsigned long index = global_id();
-  if (index >= n) return;
-  unsigned int i = static_cast<unsigned int>(index);
-  const int i0 = static_cast<int>(i % s0);
-  i /= s0;
-  const int i1 = static_cast<int>(i % s1);
-  i /= s1;
-  const int i2 = static_cast<int>(i % s2);
-  const int i3 = static_cast<int>(i / s2);
-  const From value = x[i0 * x0 + i1 * x1 + i2 * x2 + i3 * x3];
-  To& target = y[i0 * y0 + i1 * y1 + i2 * y2 + i3 * y3];
+IPEX_KERNEL(2)
+void copy_strided(To* y, const From* x, IPEX_SIZES, IPEX_STRIDES(y), IPEX_STRIDES(x)) {
+  const Place p(rows, columns, size1, size2);
+  if (!p.inside) return;
+  y += p.row(y1, y2, y3);
+  x += p.row(x1, x2, x3);
+  const unsigned long i = p.column;
+  const bool plain = y0 == 1 && x0 == 1;
+  const From value = plain ? x[i] : x[static_cast<long>(i) * x0];
+  To& target = plain ? y[i] : y[static_cast<long>(i) * y0];
   if constexpr (std::is_same_v<From, To>) {
     target = value;
+  } else if constexpr (std::is_same_v<From, bool>) {
+    target = To(value ? 1.f : 0.f);
   } else {
-    target = To(static_cast<float>(value));
+    const auto number = static_cast<compute<From>>(value);
+    if constexpr (std::is_same_v<To, bool>) {
+      target = number != 0;
+    } else if constexpr (std::is_same_v<compute<To>, float>) {
+      target = To(static_cast<float>(number));
+    } else {
+      target = static_cast<To>(static_cast<long>(number));
+    }
   }
+}
+
+// Elements by their size alone, since they are only moved; a number comes as its bits.
+// -----------------------------------------------------------------------------------
+
+template <typename U>
+IPEX_KERNEL(2)
+void where(U* y, const unsigned char* condition, const U* a, const U* b, IPEX_SIZES,
+           IPEX_STRIDES(y), IPEX_STRIDES(c), IPEX_STRIDES(a), IPEX_STRIDES(b)) {
+  const Place p(rows, columns, size1, size2);
+  if (!p.inside) return;
+  y[p.at(y0, y1, y2, y3)] =
+      condition[p.at(c0, c1, c2, c3)] ? a[p.at(a0, a1, a2, a3)] : b[p.at(b0, b1, b2, b3)];
+}
+
+template <typename U>
+IPEX_KERNEL(2)
+void masked_fill(U* y, const unsigned char* mask, IPEX_SIZES, IPEX_STRIDES(y), IPEX_STRIDES(m),
+                 unsigned long bits) {
+  const Place p(rows, columns, size1, size2);
+  if (p.inside && mask[p.at(m0, m1, m2, m3)]) y[p.at(y0, y1, y2, y3)] = static_cast<U>(bits);
+}
+
+template <typename U>
+IPEX_KERNEL(2)
+void fill(U* y, IPEX_SIZES, IPEX_STRIDES(y), unsigned long bits) {
+  const Place p(rows, columns, size1, size2);
+  if (p.inside) y[p.at(y0, y1, y2, y3)] = static_cast<U>(bits);
+}
+
+// Keeps the elements with column - row <= diagonal (lower) or >= diagonal; others become 0.
+template <typename U>
+IPEX_KERNEL(2)
+void triangle(U* y, const U* x, unsigned int rows, unsigned int columns, unsigned int size1,
+              int diagonal, int lower) {
+  const Place p(rows, columns, size1, 1);
+  if (!p.inside) return;
+  const long distance = static_cast<long>(p.column) - p.i1;
+  const unsigned long i = (p.i3 * size1 + p.i1) * columns + p.column;
+  y[i] = (lower ? distance <= diagonal : distance >= diagonal) ? x[i] : U(0);
 }
 
 template <typename T>
 IPEX_KERNEL(1)
-void fill(T* y, unsigned long n, float value) {
+void arange(T* y, unsigned long n, compute<T> start, compute<T> step) {
   const unsigned long i = global_id();
-  if (i < n) store(y, i, value);
+  if (i < n) store(y, i, start + step * static_cast<compute<T>>(i));
 }
 
 #define UNARY(op)                                                                    \
@@ -242,51 +364,82 @@ UNARY(mul_scalar)
 UNARY(div_scalar)
 UNARY(scalar_div)
 UNARY(pow_scalar)
+UNARY(square)
 UNARY(leaky_relu)
 
-#define BINARY_OF(kind, op, extra)                                                               \
-  template void kind<op, float>(const float*, const float*, float*, unsigned long, float extra); \
-  template void kind<op, half>(const half*, const half*, half*, unsigned long, float extra);     \
-  template void kind<op, bf16>(const bf16*, const bf16*, bf16*, unsigned long, float extra);
-#define COMMA ,
-#define STRIDES                                                                                    \
-  COMMA unsigned int COMMA unsigned int COMMA unsigned int COMMA int COMMA int COMMA int COMMA int \
-      COMMA int COMMA int COMMA int COMMA int COMMA int COMMA int COMMA int COMMA int
-#define BROADCAST(op)                           \
-  BINARY_OF(binary, op, )                       \
-  BINARY_OF(binary_row, op, COMMA unsigned int) \
-  BINARY_OF(binary_strided, op, STRIDES)
-BROADCAST(add)
-BROADCAST(sub)
-BROADCAST(mul)
-BROADCAST(div_)
-BROADCAST(maximum)
-BROADCAST(minimum)
-BINARY_OF(binary, threshold_backward, )
-BINARY_OF(binary, sigmoid_backward, )
-BINARY_OF(binary, tanh_backward, )
-BINARY_OF(binary, silu_backward, )
-BINARY_OF(binary, gelu_backward, )
-BINARY_OF(binary, gelu_tanh_backward, )
-BINARY_OF(binary, silu_mul, )
-BINARY_OF(binary, gelu_mul, )
+#define CONTIGUOUS(op, T) \
+  template void binary<op, T>(T*, const T*, const T*, unsigned long, compute<T>);
+#define FOUR(T) T, T, T, T
+#define SIZES FOUR(unsigned int)
+#define STRIDED(op, T)                                                                     \
+  template void binary_strided<op, T>(T*, const T*, const T*, SIZES, FOUR(int), FOUR(int), \
+                                      FOUR(int), compute<T>);
+#define FLOATS(macro, op) macro(op, float) macro(op, half) macro(op, bf16)
+#define WHOLE(macro, op) macro(op, long) macro(op, int)
+#define FLOAT_BINARY(op) FLOATS(CONTIGUOUS, op) FLOATS(STRIDED, op)
+#define BINARY(op) FLOAT_BINARY(op) WHOLE(STRIDED, op)
+BINARY(add)
+BINARY(sub)
+BINARY(mul)
+BINARY(maximum)
+BINARY(minimum)
+FLOAT_BINARY(div_)
+FLOATS(CONTIGUOUS, threshold_backward)
+FLOATS(CONTIGUOUS, sigmoid_backward)
+FLOATS(CONTIGUOUS, tanh_backward)
+FLOATS(CONTIGUOUS, silu_backward)
+FLOATS(CONTIGUOUS, gelu_backward)
+FLOATS(CONTIGUOUS, gelu_tanh_backward)
+FLOATS(CONTIGUOUS, silu_mul)
+FLOATS(CONTIGUOUS, gelu_mul)
+FLOATS(CONTIGUOUS, gelu_tanh_mul)
+#define BITS(op) STRIDED(op, long) STRIDED(op, unsigned char)
+BITS(bitwise_and)
+BITS(bitwise_or)
+BITS(bitwise_xor)
 
-#define COPY(from, to)                                                                           \
-  template void copy_strided<from, to>(const from*, to*, unsigned long, unsigned int,            \
-                                       unsigned int, unsigned int, int, int, int, int, int, int, \
-                                       int, int);
-COPY(float, half)
-COPY(float, bf16)
-COPY(half, float)
-COPY(half, bf16)
-COPY(bf16, float)
-COPY(bf16, half)
-// By the size of an element alone.
-COPY(unsigned char, unsigned char)
-COPY(unsigned short, unsigned short)
-COPY(unsigned int, unsigned int)
-COPY(unsigned long, unsigned long)
+#define COMPARE_OF(op, T)                                                                       \
+  template void compare<op, T>(unsigned char*, const T*, const T*, SIZES, FOUR(int), FOUR(int), \
+                               FOUR(int));                                                      \
+  template void compare_number<op, T>(unsigned char*, const T*, SIZES, FOUR(int), FOUR(int),    \
+                                      compute<T>);
+#define COMPARE(op) FLOATS(COMPARE_OF, op) WHOLE(COMPARE_OF, op) COMPARE_OF(op, unsigned char)
+COMPARE(eq)
+COMPARE(ne)
+COMPARE(lt)
+COMPARE(le)
+COMPARE(gt)
+COMPARE(ge)
 
-template void fill<float>(float*, unsigned long, float);
-template void fill<half>(half*, unsigned long, float);
-template void fill<bf16>(bf16*, unsigned long, float);
+#define COPY(from, to) \
+  template void copy_strided<from, to>(to*, const from*, SIZES, FOUR(int), FOUR(int));
+#define COPIES(a, b) COPY(a, b) COPY(b, a)
+COPIES(float, half)
+COPIES(float, bf16)
+COPIES(half, bf16)
+#define COPIES_OF_WHOLE(a) COPIES(a, float) COPIES(a, half) COPIES(a, bf16)
+COPIES_OF_WHOLE(long)
+COPIES_OF_WHOLE(int)
+COPIES_OF_WHOLE(bool)
+COPIES_OF_WHOLE(unsigned char)
+COPIES(long, int)
+COPIES(long, bool)
+COPIES(int, bool)
+COPIES(long, unsigned char)
+COPIES(int, unsigned char)
+
+#define MOVES(U)                                                                         \
+  COPY(U, U)                                                                             \
+  template void where<U>(U*, const unsigned char*, const U*, const U*, SIZES, FOUR(int), \
+                         FOUR(int), FOUR(int), FOUR(int));                               \
+  template void masked_fill<U>(U*, const unsigned char*, SIZES, FOUR(int), FOUR(int),    \
+                               unsigned long);                                           \
+  template void fill<U>(U*, SIZES, FOUR(int), unsigned long);                            \
+  template void triangle<U>(U*, const U*, unsigned int, unsigned int, unsigned int, int, int);
+MOVES(unsigned char)
+MOVES(unsigned short)
+MOVES(unsigned int)
+MOVES(unsigned long)
+
+template void arange<float>(float*, unsigned long, float, float);
+template void arange<long>(long*, unsigned long, long, long);

@@ -27,12 +27,33 @@ struct bf16 {
   }
 };
 
+// Numbers with a fraction are computed with in float, whole ones (unsigned char: bool, too) as
+// long.
 template <typename T>
-inline float load(const T* p, unsigned long i) {
-  return static_cast<float>(p[i]);
+struct Compute {
+  using type = float;
+};
+template <>
+struct Compute<long> {
+  using type = long;
+};
+template <>
+struct Compute<int> {
+  using type = long;
+};
+template <>
+struct Compute<unsigned char> {
+  using type = long;
+};
+template <typename T>
+using compute = typename Compute<T>::type;
+
+template <typename T>
+inline compute<T> load(const T* p, unsigned long i) {
+  return static_cast<compute<T>>(p[i]);
 }
 template <typename T>
-inline void store(T* p, unsigned long i, float value) {
+inline void store(T* p, unsigned long i, compute<T> value) {
   p[i] = T(value);
 }
 
@@ -40,8 +61,37 @@ inline unsigned long global_id() {
   return sycl::ext::oneapi::this_work_item::get_nd_item<1>().get_global_id(0);
 }
 
-// The row of a work-group. Its work-items take neighbouring elements, and each step of the loops but
-// the last is whole, so that a compiler for CPUs makes plain vectors of them.
+// Operands of up to four dimensions, the innermost first, sizes of 1 fill up: the last dimension of
+// the range is the innermost, the other one counts through the rest.
+#define IPEX_SIZES unsigned int rows, unsigned int columns, unsigned int size1, unsigned int size2
+#define IPEX_STRIDES(x) int x##0, int x##1, int x##2, int x##3
+struct Place {
+  unsigned long column;
+  long i1;
+  long i2;
+  long i3;
+  bool inside;
+
+  Place(unsigned int rows, unsigned int columns, unsigned int size1, unsigned int size2) {
+    const auto item = sycl::ext::oneapi::this_work_item::get_nd_item<2>();
+    const auto row = static_cast<unsigned int>(item.get_global_id(0));
+    column = item.get_global_id(1);
+    inside = row < rows && column < columns;
+    i1 = row % size1;
+    i2 = row / size1 % size2;
+    i3 = row / size1 / size2;
+  }
+  // Offset of the element's row; the element itself is column * stride0 further on.
+  long row(int stride1, int stride2, int stride3) const {
+    return i1 * stride1 + i2 * stride2 + i3 * stride3;
+  }
+  long at(int stride0, int stride1, int stride2, int stride3) const {
+    return row(stride1, stride2, stride3) + static_cast<long>(column) * stride0;
+  }
+};
+
+// The row of a work-group. Its work-items take neighbouring elements, and each step of the loops
+// but the last is whole, so that a compiler for CPUs makes plain vectors of them.
 struct Row {
   sycl::group<1> group = sycl::ext::oneapi::this_work_item::get_work_group<1>();
   unsigned long index = group.get_group_linear_id();
@@ -55,9 +105,13 @@ struct Row {
 
   template <typename F>
   void each(F f) const {
+    each_of(columns, f);
+  }
+  template <typename F>
+  void each_of(unsigned long count, F f) const {
     unsigned long i = 0;
-    for (; i + lanes <= columns; i += lanes) f(i + lane);
-    if (i + lane < columns) f(i + lane);
+    for (; i + lanes <= count; i += lanes) f(i + lane);
+    if (i + lane < count) f(i + lane);
   }
   template <typename F>
   float sum(F f) const {

@@ -36,9 +36,8 @@ void softmax_backward(const T* grad, const T* y, T* out, unsigned long columns) 
   grad += row.begin;
   y += row.begin;
   out += row.begin;
-  const float sum = row.sum([=](unsigned long i) {
-    return logarithm ? load(grad, i) : load(grad, i) * load(y, i);
-  });
+  const float sum = row.sum(
+      [=](unsigned long i) { return logarithm ? load(grad, i) : load(grad, i) * load(y, i); });
   row.each([=](unsigned long i) {
     const float g = load(grad, i);
     const float value = load(y, i);
@@ -50,44 +49,49 @@ void softmax_backward(const T* grad, const T* y, T* out, unsigned long columns) 
 // ----------------------------------------------------------------------------
 
 // With a residual, x + residual is rounded to the dtype, kept in `sum` and normalised.
-template <typename T, typename W>
+template <typename T, typename W, bool with_residual>
 IPEX_KERNEL(1)
 void rms_norm(const T* x, const T* residual, const W* weight, T* y, T* sum, unsigned long columns,
               float eps, float offset) {
   const Row row(columns);
-  x += row.begin;
-  y += row.begin;
-  if (residual) {
-    residual += row.begin;
-    sum += row.begin;
-    row.each([=](unsigned long i) { store(sum, i, load(x, i) + load(residual, i)); });
-    x = sum;
-  }
-  const float squares = row.sum([=](unsigned long i) { return load(x, i) * load(x, i); });
+  const T* const values = (with_residual ? sum : x) + row.begin;
+  const float squares = row.sum([=](unsigned long i) {
+    if constexpr (with_residual) {
+      const T total(load(x, row.begin + i) + load(residual, row.begin + i));
+      sum[row.begin + i] = total;
+      return static_cast<float>(total) * static_cast<float>(total);
+    } else {
+      return load(values, i) * load(values, i);
+    }
+  });
   const float scale = 1.f / sycl::sqrt(squares / columns + eps);
+  T* const out = y + row.begin;
   if (weight) {
-    row.each([=](unsigned long i) { store(y, i, load(x, i) * scale * (load(weight, i) + offset)); });
+    row.each([=](unsigned long i) {
+      store(out, i, load(values, i) * scale * (load(weight, i) + offset));
+    });
   } else {
-    row.each([=](unsigned long i) { store(y, i, load(x, i) * scale); });
+    row.each([=](unsigned long i) { store(out, i, load(values, i) * scale); });
   }
 }
 
-template <typename T, typename W>
+template <typename T, typename W, bool with_residual>
 IPEX_KERNEL(1)
 void layer_norm(const T* x, const T* residual, const W* weight, const W* bias, T* y, T* sum,
                 W* means, W* rstds, unsigned long columns, float eps) {
   const Row row(columns);
-  x += row.begin;
-  y += row.begin;
-  if (residual) {
-    residual += row.begin;
-    sum += row.begin;
-    row.each([=](unsigned long i) { store(sum, i, load(x, i) + load(residual, i)); });
-    x = sum;
-  }
-  const float mean = row.sum([=](unsigned long i) { return load(x, i); }) / columns;
+  const T* const values = (with_residual ? sum : x) + row.begin;
+  const float mean = row.sum([=](unsigned long i) {
+    if constexpr (with_residual) {
+      const T total(load(x, row.begin + i) + load(residual, row.begin + i));
+      sum[row.begin + i] = total;
+      return static_cast<float>(total);
+    } else {
+      return load(values, i);
+    }
+  }) / columns;
   const float squares = row.sum([=](unsigned long i) {
-    const float d = load(x, i) - mean;
+    const float d = load(values, i) - mean;
     return d * d;
   });
   const float rstd = 1.f / sycl::sqrt(squares / columns + eps);
@@ -95,14 +99,15 @@ void layer_norm(const T* x, const T* residual, const W* weight, const W* bias, T
     store(means, row.index, mean);
     store(rstds, row.index, rstd);
   }
+  T* const out = y + row.begin;
   if (weight && bias) {
     row.each([=](unsigned long i) {
-      store(y, i, (load(x, i) - mean) * rstd * load(weight, i) + load(bias, i));
+      store(out, i, (load(values, i) - mean) * rstd * load(weight, i) + load(bias, i));
     });
   } else {
     row.each([=](unsigned long i) {
-      const float value = (load(x, i) - mean) * rstd;
-      store(y, i, value * (weight ? load(weight, i) : 1.f) + (bias ? load(bias, i) : 0.f));
+      const float value = (load(values, i) - mean) * rstd;
+      store(out, i, value * (weight ? load(weight, i) : 1.f) + (bias ? load(bias, i) : 0.f));
     });
   }
 }
@@ -153,8 +158,8 @@ void layer_norm_weight_backward(const T* grad, const T* x, const W* means, const
   parts[(2 * part + 1) * columns + column] = bias;
 }
 
-#define SOFTMAX(T, logarithm)                                            \
-  template void softmax<T, logarithm>(const T*, T*, unsigned long);      \
+#define SOFTMAX(T, logarithm)                                       \
+  template void softmax<T, logarithm>(const T*, T*, unsigned long); \
   template void softmax_backward<T, logarithm>(const T*, const T*, T*, unsigned long);
 SOFTMAX(float, false)
 SOFTMAX(float, true)
@@ -163,10 +168,14 @@ SOFTMAX(half, true)
 SOFTMAX(bf16, false)
 SOFTMAX(bf16, true)
 
+#define NORMS_OF(T, W, with_residual)                                                              \
+  template void rms_norm<T, W, with_residual>(const T*, const T*, const W*, T*, T*, unsigned long, \
+                                              float, float);                                       \
+  template void layer_norm<T, W, with_residual>(const T*, const T*, const W*, const W*, T*, T*,    \
+                                                W*, W*, unsigned long, float);
 #define NORMS(T, W)                                                                              \
-  template void rms_norm<T, W>(const T*, const T*, const W*, T*, T*, unsigned long, float, float); \
-  template void layer_norm<T, W>(const T*, const T*, const W*, const W*, T*, T*, W*, W*,         \
-                                 unsigned long, float);                                          \
+  NORMS_OF(T, W, false)                                                                          \
+  NORMS_OF(T, W, true)                                                                           \
   template void layer_norm_backward<T, W>(const T*, const T*, const W*, const W*, const W*, T*,  \
                                           unsigned long);                                        \
   template void layer_norm_weight_backward<T, W>(const T*, const T*, const W*, const W*, float*, \

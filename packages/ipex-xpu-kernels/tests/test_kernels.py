@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops that have kernels: that these run, and agree with the host for layouts, dtypes and numbers of all kinds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ipex_core  # noqa: F401  (defines torch.ops.ipex)
+import ipex_xpu_kernels
+
+pytestmark = pytest.mark.usefixtures("needs_device", "always")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {
+    torch.float32: (1e-5, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-2),
+    torch.float16: (2e-3, 1e-3),
+}
+
+
+@pytest.fixture
+def always() -> Iterator[None]:
+    ipex_xpu_kernels.set_kernel_mode("always")
+    yield
+    ipex_xpu_kernels.set_kernel_mode("auto")
+    ipex_xpu_kernels.set_fallback_mode("silent")
+
+
+def on(device: str, value: Any) -> Any:
+    """Clone to the device, strides kept."""
+    if isinstance(value, torch.Tensor):
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return made.copy_(value) if value.numel() else made
+    if isinstance(value, (list, tuple)):
+        return type(value)(on(device, v) for v in value)
+    return value
+
+
+def both(function: Callable[..., Any], *args: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Outputs and arguments after the call, on device and host; the device may not fall back."""
+    host = on("cpu", args)
+    device = on("xpu", args)
+    expected = function(*host)
+    ipex_xpu_kernels.set_fallback_mode("error")
+    actual = function(*device)
+    ipex_xpu_kernels.set_fallback_mode("silent")
+
+    def flat(value: Any) -> list[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            return [value]
+        return [t for v in value for t in flat(v)] if isinstance(value, (list, tuple)) else []
+
+    return list(zip(flat((actual, device)), flat((expected, host)), strict=True))
+
+
+def check(function: Callable[..., Any], *args: Any, rtol: float = 0, atol: float = 0) -> None:
+    for actual, expected in both(function, *args):
+        dtype = expected.dtype
+        r, a = TOLERANCE.get(dtype, (0, 0))
+        torch.testing.assert_close(
+            actual.cpu(), expected, rtol=max(r, rtol), atol=max(a, atol), equal_nan=True
+        )
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+# Norms, softmax, rotary embedding
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_softmax_and_norms(dtype: torch.dtype) -> None:
+    for shape in ((3, 5), (2, 3, 100), (5, 1), (4, 1000)):
+        x, grad = rand(*shape, dtype=dtype), rand(*shape, dtype=dtype)
+        for dim in range(x.dim()):
+            for forward, backward in (
+                (torch.softmax, torch._softmax_backward_data),
+                (torch.log_softmax, torch._log_softmax_backward_data),
+            ):
+                check(functools.partial(forward, dim=dim), x)
+                y = forward(x, dim)
+                check(
+                    lambda g, y, f=backward, d=dim: f(g, y, d, y.dtype),
+                    grad,
+                    y,
+                    atol=1e-2 if dtype != torch.float32 else 0,
+                )
+        columns = shape[-1]
+        for weight_dtype in {dtype, torch.float32}:
+            w, b = rand(columns, dtype=weight_dtype), rand(columns, 1, dtype=weight_dtype)[:, 0]
+            check(torch.ops.ipex.rms_norm, x, w)
+            check(torch.ops.ipex.rms_norm, x, None, 1e-5, 1.0)
+            check(torch.ops.ipex.add_rms_norm, x, grad, w)
+            check(torch.ops.ipex.add_rms_norm_, x, grad, w, 1e-6, 1.0)
+            check(torch.ops.ipex.layer_norm, x, w, b)
+            check(torch.ops.ipex.add_layer_norm, x, grad, w, None)
+            check(torch.ops.ipex.add_layer_norm_, x, grad, None, b)
+    x = rand(6, 8, dtype=dtype).t()
+    check(lambda x: F.layer_norm(x, (8, 6)), x)
+    x = torch.tensor(
+        [[1.0, float("nan"), 2.0], [-float("inf"), 0.0, 1.0], [-float("inf")] * 3], dtype=dtype
+    )
+    check(functools.partial(torch.softmax, dim=-1), x)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradients_of_layer_norm_are_those_in_float64(dtype: torch.dtype) -> None:
+    x, grad = rand(70, 33, dtype=dtype), rand(70, 33, dtype=dtype)
+    w, b = rand(33, dtype=dtype), rand(33, dtype=dtype)
+    results = []
+    for device, to in (("cpu", torch.float64), ("xpu", dtype)):
+        leaves = [t.to(device, to).requires_grad_() for t in (x, w, b)]
+        F.layer_norm(leaves[0], (33,), leaves[1], leaves[2]).backward(grad.to(device, to))
+        results.append([t.grad.cpu().double() for t in leaves])  # type: ignore[union-attr]
+    for exact, actual in zip(*results, strict=True):
+        error = (actual - exact).norm() / exact.norm()
+        assert error < {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+
+
+@pytest.mark.parametrize("half_split", [True, False])
+def test_rotary_embedding(half_split: bool) -> None:
+    sin, cos = rand(9, 16), rand(9, 16) + 1
+    fused = rand(2, 5, 6, 40)
+    q, k = fused[:, :, :4], fused[:, :, 4:]
+    ids = torch.tensor([[3, 0, 8, 8, 1], [8, 7, 2, 0, 5]])
+    for positions in (None, ids, ids[1].int()):
+        for columns in (8, 16):
+            args = (q, k, sin[:, :columns], cos[:, :columns], 16, half_split, positions)
+            check(torch.ops.ipex.rotary_embedding_functional, *args)
+            check(torch.ops.ipex.rotary_embedding, *args)
+    with pytest.raises(RuntimeError, match=r"rotary_embedding: position_ids must"):
+        torch.ops.ipex.rotary_embedding(*on("xpu", (q, k, sin, cos, 16, half_split, ids + 1)))
+
+
+# Elementwise
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32], ids=str)
+def test_arithmetic_of_all_layouts(dtype: torch.dtype) -> None:
+    a = (rand(3, 1, 5, 7) * 5).to(dtype)
+    pairs = [
+        (a, (rand(7) * 5).to(dtype)),
+        (a, (rand(3, 4, 1, 1) * 5).to(dtype)),
+        (a.transpose(1, 3), (rand(7, 5, 1) * 5).to(dtype)),
+        (a[..., ::2], a[..., 1:5]),
+        (a[0, 0, 0, 0], a),
+        (a[:0], a[:0]),
+    ]
+    for left, right in pairs:
+        for op in (
+            torch.add,
+            torch.sub,
+            torch.mul,
+            torch.maximum,
+            torch.minimum,
+            torch.eq,
+            torch.lt,
+            torch.ge,
+        ):
+            check(op, left, right)
+    for op in (torch.add, torch.mul, torch.sub, torch.gt, torch.ne, torch.le):
+        check(lambda x, f=op: f(x, 3), a.transpose(1, 2))
+
+
+def test_copies_between_all_dtypes() -> None:
+    dtypes = (*FLOATS, torch.int64, torch.int32, torch.bool)
+    for source in dtypes:
+        x = (rand(4, 6).abs() * 3).to(source).t()
+        for target in (*dtypes, torch.uint8):
+            if source == torch.bool and target == torch.uint8:
+                continue
+            check(lambda x, t=target: x.to(t), x)
+            check(
+                lambda x, t=target: x.to(t, memory_format=torch.contiguous_format).contiguous(), x
+            )
+
+
+def test_moving_and_filling() -> None:
+    nan = torch.tensor([1.0, float("nan"), -1.0])
+    check(torch.maximum, nan, nan.flip(0))
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int32):
+        x, y = (rand(4, 5, 6) * 2).to(dtype), (rand(6) * 2).to(dtype)
+        mask = rand(4, 1, 6) > 0
+        check(torch.where, mask, x, y)
+        check(lambda m, x: torch.where(m, x, 1), mask, x)
+        check(lambda x, m: x.masked_fill_(m, 1), x, mask)
+        check(lambda x: x[:, ::2].fill_(1), x)
+        check(lambda x: x[:, ::2].zero_(), x)
+        check(lambda x: x.tril(1), x)
+        check(lambda x: x.triu(-2), x.transpose(0, 1))
+        check(lambda a, b: torch.cat([a, b, a[:, :1]], 1), x, x.flip(1))
+    check(torch.logical_and, mask, ~mask)
+    check(torch.logical_not, rand(3) > 0)
+    # On the device: the host has no device to read off the arguments.
+    ipex_xpu_kernels.set_fallback_mode("error")
+    assert torch.arange(3, -4, -2, device="xpu").tolist() == [3, 1, -1, -3]
+    assert torch.arange(0, 1, 0.25, device="xpu").tolist() == [0, 0.25, 0.5, 0.75]
+    with pytest.raises(NotImplementedError):
+        torch.arange(3, device="xpu", dtype=torch.float64)
+
+
+# Reductions
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_reductions(dtype: torch.dtype) -> None:
+    exact = dtype == torch.float32
+    for x in (
+        rand(3, 4, 5, dtype=dtype),
+        rand(5, 300, dtype=dtype).t(),
+        rand(1, dtype=dtype)[0],
+        rand(20000, 2, dtype=dtype),
+        rand(9000, dtype=dtype),
+    ):
+        dims: list[Any] = [None, *range(x.dim())]
+        if x.dim() == 3:
+            dims += [(0, 2), (0, 1), (1, 2), (-1, 0)]
+        tolerance = {"rtol": 1e-4 if exact else 2e-2, "atol": 1e-3 if exact else 1e-1}
+        for dim in dims:
+            for keepdim in (False, True):
+                if dim is None and keepdim:
+                    continue
+                args = {} if dim is None else {"dim": dim, "keepdim": keepdim}
+                for op in (torch.sum, torch.mean):
+                    check(
+                        functools.partial(op, **args),
+                        x,
+                        **(tolerance if x.numel() < 20000 or exact else {"rtol": 3e-2, "atol": 1}),
+                    )
+                for op in (torch.amax, torch.amin):
+                    check(functools.partial(op, **args), x)
+                if x.numel() > 2 and (dim is None or isinstance(dim, tuple) or x.shape[dim] > 1):
+                    check(functools.partial(torch.linalg.vector_norm, **args), x, **tolerance)
+                    for op in (torch.var, torch.std):
+                        check(functools.partial(op, **args), x, **tolerance)
+                if not isinstance(dim, tuple):
+                    check(functools.partial(torch.argmax, **args), x)
+                    if dim is not None:
+                        check(functools.partial(torch.max, **args), x)
+                        check(functools.partial(torch.min, **args), x)
+        for dim in range(x.dim()):
+            if x.numel() < 20000:
+                check(
+                    functools.partial(torch.cumsum, dim=dim),
+                    x,
+                    rtol=1e-3 if exact else 3e-2,
+                    atol=1e-3 if exact else 1,
+                )
+
+
+def test_reductions_of_whole_numbers_and_nan() -> None:
+    n = torch.arange(-30, 30).view(3, 4, 5)
+    for x in (n, n.int(), n % 3 == 0):
+        for dim in (None, 0, 1, 2):
+            args = {} if dim is None else {"dim": dim}
+            check(functools.partial(torch.sum, **args), x)
+            check(functools.partial(torch.any, **args), x)
+            check(functools.partial(torch.all, **args), x)
+    check(functools.partial(torch.amax, dim=(0, 2)), n)
+    check(functools.partial(torch.cumsum, dim=1), n)
+    nan = torch.tensor([[1.0, float("nan"), 2.0, float("nan")], [-float("inf"), 1.0, 1.0, 0.0]])
+    for op in (torch.amax, torch.amin, torch.sum, torch.argmax, torch.argmin):
+        check(functools.partial(op, dim=1), nan)
+        check(functools.partial(op, dim=0), nan)
+    check(functools.partial(torch.max, dim=1), nan)
+    x = torch.randn(1 << 20, device="xpu")
+    assert len({x.sum().item() for _ in range(3)}) == 1
+
+
+# Indexing
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_indexing(dtype: torch.dtype) -> None:
+    x = (rand(6, 4, 5) * 9).to(dtype)
+    y = x.flip(0)
+    i, j = torch.tensor([5, 0, 3, 3]), torch.tensor([[-1], [2]])
+    k = i % 4
+    for table in (x, x.transpose(0, 2).contiguous().transpose(0, 2)):
+        check(lambda x, i: x.index_select(0, i), table, i)
+        check(lambda x, i: x.index_select(1, i), table, k.int())
+        check(lambda x, i: x[i], table, i)
+        check(lambda x, i, j: x[i, :, j], table, i, j)
+        check(lambda x, i, j: x[:, i, j], table, k, j)
+        check(lambda x, i, k, j: x[i, k, j], table, i, k, j)
+    at = torch.tensor([[[0, 3, 1], [2, 2, 0]]])
+    for dim in range(3):
+        check(lambda x, i, d=dim: x.gather(d, i), x, at)
+        check(lambda x, i, y, d=dim: x.scatter_add(d, i, y), x, at, y)
+        check(lambda x, i, d=dim: x.index_add(d, i, x.index_select(d, i)), x, at[0, 0])
+    unique = torch.tensor([3, 0, 1])
+    check(lambda x, i, y: x.scatter(0, i.view(3, 1, 1).expand(3, 2, 2), y), x, unique, y)
+    check(lambda x, i: x.scatter(1, i.view(1, 3, 1), 7), x, unique)
+    check(lambda x, i, y: x.index_put_((i,), y[:3]), x, unique, y)
+    check(lambda x, i, j: x.index_put_((i, j), x[0, 0, 0].clone()), x, unique, unique)
+    check(lambda x, i, y: x.index_put_((i,), y[:4], accumulate=True), x, i, y)
+    check(lambda x, i, k, j, y: x.index_put_((i, k, j), y[0, 0, 1], True), x, i, k, j, y)
+
+
+def test_embedding() -> None:
+    ids = torch.tensor([[1, 5, 1], [0, 5, 5]])
+    for dtype in FLOATS:
+        table, grad = rand(7, 33, dtype=dtype), rand(2, 3, 33, dtype=dtype)
+        check(F.embedding, ids, table)
+        for padding in (-1, 5):
+            check(
+                lambda g, i, p=padding: torch.ops.aten.embedding_dense_backward(g, i, 7, p, False),
+                grad,
+                ids,
+                atol=2e-2 if dtype != torch.float32 else 0,
+            )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, i: x[i],
+        lambda x, i: x.index_select(0, i),
+        lambda x, i: F.embedding(i, x),
+        lambda x, i: x.gather(0, i.view(2, 1)),
+        lambda x, i: x.scatter_(0, i.view(2, 1), 1.0),
+        lambda x, i: x.scatter_add_(0, i.view(2, 1), x[:2, :1] + 1),
+        lambda x, i: x.index_put_((i,), x[0] + 1),
+        lambda x, i: x.index_add_(0, i, x[:2] + 1),
+    ],
+)
+def test_indices_out_of_bounds_raise(call: Callable[..., Any]) -> None:
+    x = torch.zeros(4, 3, device="xpu")
+    for bad in ([0, 4], [-5, 0]):
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+            call(x, torch.tensor(bad, device="xpu"))
+
+
+# Random numbers and optimizers
+
+
+def test_dropout_repeats_with_the_seed_and_keeps_the_share() -> None:
+    x = torch.ones(1 << 17, device="xpu", requires_grad=True)
+    ipex_xpu_kernels.set_fallback_mode("error")
+    torch.xpu.manual_seed(3)
+    first, second = F.dropout(x, 0.25), F.dropout(x, 0.25)
+    torch.xpu.manual_seed(3)
+    again = F.dropout(x, 0.25)
+    (grad,) = torch.autograd.grad(first.sum(), x)
+    ipex_xpu_kernels.set_fallback_mode("silent")
+    first, second, again, grad = first.cpu(), second.cpu(), again.cpu(), grad.cpu()
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    assert torch.equal(grad, first)
+    assert set(first.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    kept = first != 0
+    # 5 standard deviations of the share, and of the share of neighbours that are both kept
+    assert abs(kept.float().mean() - 0.75) < 5 * (0.75 * 0.25 / kept.numel()) ** 0.5
+    assert abs((kept[1:] & kept[:-1]).float().mean() - 0.75**2) < 0.01
+    assert abs((kept & (second != 0)).float().mean() - 0.75**2) < 0.01
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1, amsgrad=True, fused=True),
+        lambda p: torch.optim.AdamW(p, 0.1, maximize=True, fused=True),
+        lambda p: torch.optim.SGD(
+            p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True
+        ),
+    ],
+    ids=["adam", "adamw", "sgd"],
+)
+def test_fused_optimizers(make: Callable[..., torch.optim.Optimizer]) -> None:
+    results = []
+    for device in ("cpu", "xpu"):
+        params = [rand(5, 3).to(device).requires_grad_(), rand(7).to(device).requires_grad_()]
+        optimizer = make(params)
+        for step in range(3):
+            for p in params:
+                p.grad = p.detach() * 0.5 + step
+            if device == "xpu" and step:
+                ipex_xpu_kernels.set_fallback_mode("error")
+            torch.nn.utils.clip_grad_norm_(params, 1.0) if step == 0 else None
+            optimizer.step()
+            ipex_xpu_kernels.set_fallback_mode("silent")
+        results.append([p.detach().cpu() for p in params])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_steps_of_ipex() -> None:
+    w, m, v, g = rand(4, 5), rand(4, 5) * 0.1, rand(4, 5).square(), rand(5, 4).t().contiguous()
+    numbers = (0.9, 0.999, 1e-2, 1e-2, 1e-8)
+    check(torch.ops.ipex.adam_fused_step, w, m, v, v + 1, g, None, True, 3.0, *numbers, True, False)
+    check(torch.ops.ipex.sgd_fused_step, w, g, m, None, 0.9, 0.1, 0.1, 0.0, True, False, False)
+    check(torch.ops.ipex.lamb_fused_step, w, m, v, g, None, 3, *numbers)
+
+
+def test_gated_activations() -> None:
+    for dtype in FLOATS:
+        x = rand(3, 4, 10, dtype=dtype)
+        check(torch.ops.ipex.silu_and_mul, x)
+        check(torch.ops.ipex.silu_mul, x, x.flip(0))
+        for approximate in ("none", "tanh"):
+            check(torch.ops.ipex.gelu_and_mul, x, approximate)
+            check(torch.ops.ipex.gelu_mul, x, x.flip(0), approximate)
