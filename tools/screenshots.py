@@ -30,7 +30,7 @@ PAGES = (
     "generated/ops/linear",
     "performance",
 )
-SCREENS = {
+SCREENS: dict[str, dict[str, Any]] = {
     "desktop": {"viewport": {"width": 1280, "height": 900}},
     "phone": {
         "viewport": {"width": 390, "height": 844},

@@ -29,6 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "reports" / "wheels.json"
 RUNS = 5
+# Warnings are errors, but that of torch about NumPy, which it does without.
+STRICT = ("-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning")
 #: Modules that a package has, to import; `ipex` has what its extras add as attributes.
 MODULES = {"ipex": ("ipex", "intel_extension_for_pytorch")}
 #: Extra of ipex -> what has to work with it and what must not need more than it.
@@ -123,7 +125,7 @@ def attempt(requirement: str, wheels: dict[str, Path], folder: Path) -> dict[str
     rows = json.loads(run(*pip, "list", "--format", "json"))
     modules = MODULES.get(name, (name.replace("-", "_"),))
     for module in modules:
-        run(python, "-W", "error", "-c", f"import {module}")
+        run(python, *STRICT, "-c", f"import {module}")
     if name == "ipex":
         run(str(folder / "bin" / "ipex"), "doctor", "--json")
         if extra:
