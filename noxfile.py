@@ -198,6 +198,7 @@ def reproducible(session: nox.Session) -> None:
 def slim(session: nox.Session) -> None:
     """Install each package and each extra into an empty environment; `-- "ipex[llm]"` takes only some."""
     prepare(session)
+    session.install("packaging")
     session.run("python", "tools/try_wheels.py", str(DIST), *session.posargs)
 
 

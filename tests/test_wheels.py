@@ -18,9 +18,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import finish_wheels
 from check_versions import load_project
+from try_wheels import ours_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -188,6 +190,14 @@ def test_a_pure_sdist_builds_the_same_wheel_alone(package: str, tmp_path: Path) 
     else:  # the wheels are older than this environment
         with zipfile.ZipFile(result) as archive:
             assert set(archive.namelist()) == set(members(package))
+
+
+def test_what_an_extra_brings_of_ours() -> None:
+    found = ours_of(Requirement("ipex[all]"), {name: wheel_path(name) for name in PACKAGES})
+    assert set(found) == {name for name in PACKAGES if "xpu" not in name}
+    assert found["ipex-runtime"] == {"hypertune"}
+    alone = ours_of(Requirement("ipex-runtime"), {name: wheel_path(name) for name in PACKAGES})
+    assert alone == {"ipex-runtime": set()}
 
 
 def test_kernel_wheel_has_one_module_per_level_and_no_other_library() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import email
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,8 @@ import venv
 import zipfile
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "reports" / "wheels.json"
@@ -62,11 +63,30 @@ def wheels_of(folder: Path) -> dict[str, Path]:
     return {path.name.split("-")[0].replace("_", "-"): path for path in folder.glob("*.whl")}
 
 
-def extras_of(wheel: Path) -> list[str]:
-    """Return the extras that a wheel offers."""
+def metadata_of(wheel: Path, field: str) -> list[str]:
+    """Return the values of a field of a wheel's metadata."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        return email.message_from_bytes(archive.read(name)).get_all("Provides-Extra", [])
+        return email.message_from_bytes(archive.read(name)).get_all(field, [])
+
+
+def ours_of(requirement: Requirement, wheels: dict[str, Path]) -> dict[str, set[str]]:
+    """Return which of our packages a requirement leads to, each with its extras."""
+    found: dict[str, set[str]] = {}
+    left = [requirement]
+    while left:
+        part = left.pop()
+        known = found.get(part.name)
+        if part.name not in wheels or (known is not None and part.extras <= known):
+            continue
+        extras = found.setdefault(part.name, set())
+        extras |= part.extras
+        for text in metadata_of(wheels[part.name], "Requires-Dist"):
+            needed = Requirement(text)
+            names = ("", *extras)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": n}) for n in names):
+                left.append(needed)
+    return found
 
 
 def sizes(wheel: Path) -> dict[str, float]:
@@ -110,17 +130,15 @@ def attempt(requirement: str, wheels: dict[str, Path], folder: Path) -> dict[str
     started = time.monotonic()
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
-    # Direct references, as constraints, hold for what our packages require, too.
-    ours = folder / "ours.txt"
-    ours.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
-    match = re.fullmatch(r"([\w-]+)(?:\[(\w+)\])?", requirement)
-    if match is None:
-        raise RuntimeError(f"not a package or an extra of one: {requirement}")
-    name, extra = match.groups()
-    constraints = ["-c", str(ours), "-c", str(ROOT / "constraints.txt")]
-    wanted = f"{name}{f'[{extra}]' if extra else ''} @ {wheels[name].as_uri()}"
+    wanted = Requirement(requirement)
+    name, extra = wanted.name, ",".join(wanted.extras)
+    # Direct references, also to those of ours that it needs.
+    references = [
+        f"{each}{'[' + ','.join(sorted(extras)) + ']' if extras else ''} @ {wheels[each].as_uri()}"
+        for each, extras in ours_of(wanted, wheels).items()
+    ]
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "install", "--quiet", *constraints, wanted)
+    run(*pip, "install", "--quiet", "-c", str(ROOT / "constraints.txt"), *references)
     run(*pip, "check")
     rows = json.loads(run(*pip, "list", "--format", "json"))
     modules = MODULES.get(name, (name.replace("-", "_"),))
@@ -145,7 +163,7 @@ def main() -> int:
     """Run the command line; returns the number of requirements that failed."""
     folder = Path(sys.argv[1]).resolve()
     wheels = wheels_of(folder)
-    every = [*wheels, *(f"ipex[{extra}]" for extra in extras_of(wheels["ipex"]))]
+    every = [*wheels, *(f"ipex[{it}]" for it in metadata_of(wheels["ipex"], "Provides-Extra"))]
     cpu = {name: sizes(path) for name, path in wheels.items() if "xpu" not in name}
     report: dict[str, Any] = {
         "wheels": {name: {"file": path.name, **sizes(path)} for name, path in wheels.items()},

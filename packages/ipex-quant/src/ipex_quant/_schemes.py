@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ipex_core._spec import check
+from ipex_core.errors import OpArgumentError
 
 __all__ = ["METHODS", "LayerScheme", "method_of", "scheme_of"]
 
@@ -88,6 +89,15 @@ def scheme_of(op: str, config: Mapping[str, Any] | None, name: str) -> LayerSche
     method = method_of(op, config)
     if config is None:
         return LayerScheme("gptq", 4, None, False, "gptq")
+    try:
+        return _scheme(op, method, config, name)
+    except (AttributeError, KeyError, TypeError, re.error) as error:
+        what = f"be what {method} documents"
+        got = f"{type(error).__name__}: {error}"
+        raise OpArgumentError(f"{op}: quant_config must {what}, got {got}") from error
+
+
+def _scheme(op: str, method: str, config: Mapping[str, Any], name: str) -> LayerScheme:
     if method == "compressed-tensors":
         return _compressed(op, config, name)
     if method in ("bitsandbytes", "gguf"):  # each tensor says all by itself
