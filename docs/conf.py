@@ -26,6 +26,8 @@ exclude_patterns = ["_build", "generated/parts"]
 html_theme = "furo"
 html_title = "ipex"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["ipex.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 3
