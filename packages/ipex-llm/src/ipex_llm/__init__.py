@@ -29,6 +29,7 @@ _LAZY: dict[str, str] = {
     "SamplingParams": "ipex_llm.engine",
     "optimize": "ipex_llm._optimize",
     "optimize_transformers": "ipex_llm._optimize",
+    "register_transformers": "ipex_llm.integrations",
 }
 
 #: Modules that are imported when they are named.
@@ -36,6 +37,7 @@ _MODULES: tuple[str, ...] = (
     "engine",
     "functional",
     "generation",
+    "integrations",
     "modules",
     "quantization",
     "utils",

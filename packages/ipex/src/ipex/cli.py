@@ -9,6 +9,7 @@ import inspect
 import json
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ipex._console import make_console
+from ipex._console import make_console, writable
 
 if TYPE_CHECKING:
     from ipex_core.doctor import Report
@@ -142,9 +143,17 @@ def _tolerate_bad_environment() -> None:
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    report_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", help="Write one file for a bug report: versions, CPU, settings, findings."
+        ),
+    ] = None,
 ) -> None:
     """Examine machine, process and installation. Exit code 1: something is broken."""
     _tolerate_bad_environment()
+    if report_file is not None:
+        writable(report_file, "--report")
     try:
         from ipex_core.doctor import doctor as examine
 
@@ -152,6 +161,8 @@ def doctor(
     except ImportError as error:
         # No torch, or one that core refuses: there is nothing to examine with, but a clear answer.
         problem = f"ipex-core cannot be imported: {error}"
+        if report_file is not None:
+            _write_report(report_file, None, problem)
         if as_json:
             print(
                 json.dumps(
@@ -160,11 +171,21 @@ def doctor(
             )
             raise typer.Exit(1) from None
         _fail(problem, code=1)
+    if report_file is not None:
+        _write_report(report_file, report)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         _print_report(report)
     raise typer.Exit(1 if report.problems else 0)
+
+
+def _write_report(path: Path, report: Report | None, problem: str = "") -> None:
+    from ipex._commands._doctor_report import report_text
+
+    path.write_text(report_text(report, problem), encoding="utf-8")
+    # Standard output may be JSON for a program.
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def _print_report(report: Report) -> None:

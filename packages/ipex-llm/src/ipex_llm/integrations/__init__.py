@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ipex in other libraries, through what those offer for that; nothing here is active unless it is asked for.
+
+==========================  ==========================================================================================
+`register_transformers`     ``attn_implementation="ipex"`` and folders of ``ipex.quantization.save`` in
+                            ``from_pretrained``
+`IpexConfig`                the configuration of the latter, to quantise while loading
+``vllm``                    the plug-in of vLLM, active with ``VLLM_PLUGINS=ipex``
+==========================  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["IpexConfig", "register_transformers"]
+
+
+def register_transformers() -> None:
+    """Register ``"ipex"`` with transformers: an attention function, its mask, and a quantizer.
+
+    Uses its public registries (`AttentionInterface`, `AttentionMaskInterface`, ``register_quantization_config``,
+    ``register_quantizer``) and changes nothing else of it. Calling it again does nothing. It imports the modelling part
+    of transformers, which every model needs anyway.
+
+    Raises:
+        ImportError: transformers is missing.
+        RuntimeError: Something else has registered a quantizer of the name ``"ipex"``.
+
+    Example:
+        >>> from ipex_llm.integrations import register_transformers
+        >>> register_transformers()
+        >>> from transformers import AttentionInterface
+        >>> "ipex" in AttentionInterface()
+        True
+    """
+    from ipex_llm.integrations import _attention, _quantizer
+
+    _attention.register()
+    _quantizer.register()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "IpexConfig":
+        # Its base class is one of transformers.
+        return importlib.import_module("ipex_llm.integrations._quantizer").IpexConfig
+    raise AttributeError(f"module 'ipex_llm.integrations' has no attribute {name!r}")

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plug-in of vLLM: our ops in its registry of custom ops, for its CPU backend.
+
+vLLM calls `register` in each of its processes. It does something only if ``VLLM_PLUGINS`` names ``ipex``: that this
+package is installed is no wish to have other numerics in vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import Any
+
+import torch
+
+__all__ = ["OPS", "register"]
+
+Tensor = torch.Tensor
+_log = logging.getLogger("ipex")
+
+#: Class in vLLM -> module that has it.
+OPS = {
+    "RMSNorm": "vllm.model_executor.layers.layernorm",
+    "GemmaRMSNorm": "vllm.model_executor.layers.layernorm",
+    "SiluAndMul": "vllm.model_executor.layers.activation",
+    "GeluAndMul": "vllm.model_executor.layers.activation",
+    "QuickGELU": "vllm.model_executor.layers.activation",
+}
+
+
+def wanted() -> bool:
+    """Return whether the user asked for the plug-in: ``VLLM_PLUGINS`` lists ``ipex``."""
+    return "ipex" in [name.strip() for name in os.environ.get("VLLM_PLUGINS", "").split(",")]
+
+
+def register() -> tuple[str, ...]:
+    """Put our ops into vLLM's registry of ops from outside its tree; calling it again does nothing.
+
+    Returns:
+        The names of the ops that vLLM runs with ipex now. Ops that this version of vLLM does not have, or that another
+        plug-in has taken, are left alone, and the log says so.
+    """
+    if not wanted():
+        return ()
+    import ipex_core  # noqa: F401  (registers the ops)
+
+    try:
+        platform = importlib.import_module("vllm.platforms").current_platform
+        registry = importlib.import_module("vllm.model_executor.custom_op")
+    except ImportError as error:
+        _log.warning("vLLM plug-in: nothing is registered: %s", error)
+        return ()
+    if not platform.is_cpu():
+        _log.info("vLLM plug-in: nothing is registered: the platform is not the CPU")
+        return ()
+    base = registry.CustomOp
+    # A table of the class in some versions, of the module in others.
+    taken = getattr(registry, "op_registry_oot", None)
+    taken = getattr(base, "op_registry_oot", taken)
+    if not hasattr(base, "register_oot") or taken is None:
+        _log.warning("vLLM plug-in: nothing is registered: this vLLM has no register_oot")
+        return ()
+    done = []
+    for name, module in OPS.items():
+        stock = getattr(importlib.import_module(module), name, None)
+        present = taken.get(name)
+        if present is not None and getattr(present, "_ipex", False):
+            done.append(name)
+        elif stock is None or present is not None:
+            _log.info("vLLM plug-in: %s stays as it is", name)
+        else:
+            base.register_oot(_replacement(name, stock), name=name)
+            done.append(name)
+    return tuple(done)
+
+
+def _replacement(name: str, stock: Any) -> Any:
+    """Return a subclass of vLLM's class whose forward on the CPU is our op."""
+    forward = {
+        "RMSNorm": _rms_norm,
+        "GemmaRMSNorm": _gemma_rms_norm,
+        "SiluAndMul": _silu_and_mul,
+        "GeluAndMul": _gelu_and_mul,
+        "QuickGELU": _quick_gelu,
+    }[name]
+    return type(f"Ipex{name}", (stock,), {"forward_cpu": forward, "_ipex": True})
+
+
+def _norm(
+    self: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, offset: float
+) -> Any:
+    if residual is None:
+        return torch.ops.ipex.rms_norm(x, weight, self.variance_epsilon, offset)
+    return tuple(torch.ops.ipex.add_rms_norm(x, residual, weight, self.variance_epsilon, offset))
+
+
+def _rms_norm(
+    self: Any, x: Tensor, residual: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    # A norm over a part of the row, or in another dtype than its weight, is not what our op computes.
+    weight = self.weight.data if getattr(self, "has_weight", True) else None
+    partial = getattr(self, "variance_size_override", None) is not None
+    mixed = weight is not None and weight.dtype != x.dtype
+    if partial or mixed or args or kwargs:
+        return self.forward_native(x, residual, *args, **kwargs)
+    return _norm(self, x, residual, weight, 0.0)
+
+
+def _gemma_rms_norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+    if self.weight.dtype != x.dtype:
+        return self.forward_native(x, residual)
+    return _norm(self, x, residual, self.weight.data, 1.0)
+
+
+def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
+    del self
+    result: Tensor = torch.ops.ipex.silu_and_mul(x)
+    return result
+
+
+def _gelu_and_mul(self: Any, x: Tensor) -> Tensor:
+    result: Tensor = torch.ops.ipex.gelu_and_mul(x, getattr(self, "approximate", "none"))
+    return result
+
+
+def _quick_gelu(self: Any, x: Tensor) -> Tensor:
+    del self
+    result: Tensor = torch.ops.ipex.gelu_quick(x)
+    return result
