@@ -14,26 +14,6 @@ _WORDS = (
     *("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and"),
     *("then", "it", "was", "is", "very", "happy", "sad", "today"),
 )
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "ran",
-    "on",
-    "under",
-    "mat",
-    "tree",
-    "and",
-    "then",
-    "it",
-    "was",
-    "is",
-    "very",
-    "happy",
-    "sad",
-    "today",
-]
 
 
 def words(folder: Path) -> Any:

@@ -311,9 +311,7 @@ def test_vllm_is_left_alone_unless_asked(monkeypatch, caplog):
 
 
 def test_vllm_finds_the_plugin():
-    try:
-        importlib.metadata.distribution("ipex-llm")
-    except importlib.metadata.PackageNotFoundError:
+    if "site-packages" not in str(plugin.__file__):
         pytest.skip("ipex-llm is not installed, only on the path")
     found = importlib.metadata.entry_points(group="vllm.general_plugins", name="ipex")
     assert [entry.load() for entry in found] == [plugin.register]

@@ -116,7 +116,9 @@ def _case(
                 say(f"{task.case}: preparing {engine}")
                 reason = _prepare(start, engine, about, missing)
                 if reason:
-                    workers.pop(engine).close()
+                    failed = workers.pop(engine, None)  # not there if it could not be started
+                    if failed is not None:
+                        failed.close()
                     found.absent.append(
                         Absent(engine, "" if engine in missing else task.case, reason)
                     )

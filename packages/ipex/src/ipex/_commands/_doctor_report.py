@@ -30,7 +30,7 @@ _NAMES = {
 }
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
 _LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
-_SECRET_QUERY = re.compile(r"(?i)\b((?:token|key|secret|password|auth|sig)[\w-]*=)[^&\s;,]+")
+_SECRET_QUERY = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|pass|auth|sig)[\w-]*=)[^&\s;,]+")
 
 #: Distributions that matter; all whose name begins like this.
 _PACKAGES = (
