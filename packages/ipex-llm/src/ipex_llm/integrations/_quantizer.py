@@ -103,7 +103,8 @@ class IpexQuantizer(HfQuantizer):  # type: ignore[misc]
         from ipex_quant._model import replace_module
 
         self._folder = _folder(model, kwargs.get("checkpoint_files"))
-        about = self.quantization_config.saved
+        settings: Any = self.quantization_config
+        about = settings.saved
         tied = bool(getattr(model.config, "tie_word_embeddings", False))
         head = model.get_output_embeddings() if tied else None
         for name in (*about.get("layers", {}), *about.get("shared", {})):
@@ -121,7 +122,8 @@ class IpexQuantizer(HfQuantizer):  # type: ignore[misc]
     def update_unexpected_keys(self, model: Any, unexpected_keys: list[str], *_: Any) -> list[str]:
         """Return the keys of a checkpoint that nothing reads (transformers 4)."""
         del model
-        layers = self.quantization_config.saved.get("layers", {})
+        settings: Any = self.quantization_config
+        layers = settings.saved.get("layers", {})
         return [key for key in unexpected_keys if key.rpartition(".")[0] not in layers]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -132,7 +134,7 @@ class IpexQuantizer(HfQuantizer):  # type: ignore[misc]
             return load(self._folder, model)
         from ipex_quant import WoqLowpMode, WoqWeightDtype, quantize_linears, woq_qconfig
 
-        settings = self.quantization_config
+        settings: Any = self.quantization_config
         qconfig = woq_qconfig(
             weight_dtype=WoqWeightDtype[settings.weight_dtype.upper()],
             group_size=settings.group_size,
@@ -162,9 +164,9 @@ def _folder(model: Any, files: Any) -> Path:
     name = model.config._name_or_path
     if Path(name).is_dir():
         return Path(name)
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
-    return Path(cached_file(name, "config.json", local_files_only=True)).parent
+    return Path(str(cached_file(name, "config.json", local_files_only=True))).parent
 
 
 def register() -> None:
