@@ -58,7 +58,9 @@ def main() -> None:
 
             # An adapter that comes and goes: quantise the layers under it, which stay where they are.
             beside = load()
-            mapping = ipex.quantization.woq_qconfig(weight_dtype="INT8")
+            mapping = ipex.quantization.woq_qconfig(
+                weight_dtype=ipex.quantization.WoqWeightDtype.INT8
+            )
             skip = ["*lora_*", "*lm_head"]
             ipex.quantization.quantize_linears(beside, mapping, skip, progress=False)
             got = beside(**inputs).logits
