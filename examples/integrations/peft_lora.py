@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inference with a LoRA adapter of PEFT: merged into the weights, or beside a quantised base model.
+"""Inference with a LoRA adapter of PEFT, merged into the weights.
 
 python peft_lora.py --model FOLDER --adapter FOLDER     # without them: a tiny model and a random adapter
 """
@@ -30,7 +30,7 @@ def random_adapter(model_folder: Path, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Generate with stock PyTorch, and with ipex in both ways."""
+    """Compare the merged model with the one of PEFT, and generate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--adapter", type=Path)
@@ -55,17 +55,6 @@ def main() -> None:
             print(f"merged: largest difference {(got - wanted).abs().max():.1e}")
             text = merged.generate(**inputs, max_new_tokens=8, do_sample=False)
             print(tokenizer.decode(text[0]))
-
-            # An adapter that comes and goes: quantise the layers under it, which stay where they are.
-            beside = load()
-            mapping = ipex.quantization.woq_qconfig(
-                weight_dtype=ipex.quantization.WoqWeightDtype.INT8
-            )
-            skip = ["*lora_*", "*lm_head"]
-            ipex.quantization.quantize_linears(beside, mapping, skip, progress=False)
-            got = beside(**inputs).logits
-            cosine = torch.nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), 0)
-            print(f"beside int8 weights: cosine {cosine:.4f}")
 
 
 if __name__ == "__main__":
