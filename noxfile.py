@@ -196,7 +196,7 @@ def reproducible(session: nox.Session) -> None:
     session.run("python", "tools/rebuild_wheels.py", str(DIST), *packages)
 
 
-@nox.session(default=False, requires=["wheels"])
+@nox.session(default=False, requires=["wheels", "wheels_xpu"])
 def slim(session: nox.Session) -> None:
     """Install each package and each extra into an empty environment; `-- "ipex[llm]"` takes only some."""
     prepare(session)

@@ -44,7 +44,10 @@ def fails(data, folder):
 def same(rng, data):
     return data
 
-targets.TARGETS = {{"scales": targets.Target(fails, same), "yaml": targets.Target(ends, same)}}
+def one():
+    return [b"x"]
+
+targets.TARGETS = {{"a": targets.Target(fails, same, one), "b": targets.Target(ends, same, one)}}
 fuzz.__file__ = __file__  # what it starts is this file
 fuzz.REPORTS = Path({str(tmp_path)!r}) / "found"
 sys.exit(fuzz.main())
@@ -59,7 +62,7 @@ sys.exit(fuzz.main())
         timeout=600,
     )
     assert done.returncode == 1, done.stderr
-    # One input of the corpus, one changed one.
+    # One seed, one changed input.
     assert done.stdout.count("\nIndexError: a mistake") == 2
     assert done.stdout.count("the process ended with 3") == 2
     assert len(list((tmp_path / "found").iterdir())) == 4
