@@ -8,7 +8,7 @@ import torch
 from compile_checks import DTYPES, fired, fuse, randn, reasons
 from torch.nn import functional as F
 
-from ipex_core import explain
+from ipex_core import _choice, explain
 
 
 @pytest.fixture(autouse=True)
@@ -171,3 +171,29 @@ def test_tables_that_stay_apart():
         assert not report.count(), name
         if name not in (wide, ended):
             assert reasons(report), name
+
+
+def test_small_and_large_ones_are_told_apart():
+    """What is not faster stays: small norms, merges for many rows and bags."""
+    (one, two), w = weights(32, 16), torch.rand(32)
+
+    def function(x, a, b):
+        return F.linear(x, a), F.linear(x, b)
+
+    def norm(x, w):
+        return F.rms_norm(x, (32,), w)
+
+    def tables(a, b, ids, ends):
+        return bags(a, ids, ends), bags(b, ids, ends)
+
+    for rows, kept in ((16, False), (600, True)):
+        x, ids = randn(rows, 32), torch.arange(rows) % 16
+        report, _ = fuse(
+            tables, *(randn(16, 8) for _ in range(2)), ids, torch.arange(rows), always=False
+        )
+        assert report.count("bags", fired=False) == 2 * kept
+        report, _ = fuse(norm, x, w, always=False)
+        assert report.count("rms_norm") == kept
+        assert _choice.prefer_merged_linears(rows) is not kept
+    report, _ = fuse(function, randn(600, 32), one, two, constants=(1, 2))
+    assert report.count("merged") == 1

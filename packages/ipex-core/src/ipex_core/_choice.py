@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ __all__ = [
     "prefer_ipex_attention",
     "prefer_ipex_norm",
     "prefer_ipex_rotary",
+    "prefer_merged_bags",
     "prefer_merged_linears",
 ]
 
@@ -39,15 +41,17 @@ def prefer_ipex_attention(query: Sequence[int], key: Sequence[int], dtype: torch
 def prefer_ipex_norm(shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether our norms are expected to be at least as fast as the code Inductor generates.
 
-    So far they are everywhere. Measured on Zen 4, 2 threads, bfloat16, each as a compiled function of its own, which
-    adds some 15 us to Inductor's time: RMS norm 128 x 384 52 us against 15 us, 4096 x 384 1390 against 160; addition
-    and layer norm 42 against 18 and 600 against 235. Float32 has not been measured on a quiet machine.
+    Calling an op costs some 4 us more than Inductor's own code, so the smallest norms stay with that. Measured on Zen
+    4, 2 threads, beside other work, each as a compiled function; Inductor and ours in us, lowest tenth of the times,
+    layer norm in float32 / bfloat16: 2 x 384 21 and 24 / 21 and 24, 32 x 384 26 and 31 / 25 and 27, 1024 x 384 155 and
+    89 / 179 and 82, 1024 x 2048 798 and 525 / 754 and 387; 2 x 2048 54 and 58, 8 x 2048 32 and 32 in float32; 32 x 2048
+    45 and 43 in bfloat16. Small RMS norms and norms behind an addition are alike.
 
     Args:
         shape: sizes of the input.
         dtype: its element type.
     """
-    return True
+    return math.prod(shape) >= 16384
 
 
 def prefer_ipex_rotary(query: Sequence[int], dtype: torch.dtype) -> bool:
@@ -63,15 +67,24 @@ def prefer_ipex_rotary(query: Sequence[int], dtype: torch.dtype) -> bool:
     return True
 
 
-def prefer_merged_linears(
-    rows: int, sizes: Sequence[int], columns: int, dtype: torch.dtype
-) -> bool:
+def prefer_merged_linears(rows: int) -> bool:
     """Whether one call for linear layers that read the same tensor is expected to be at least as fast as one for each.
+
+    With few rows calls and the time to wake threads count, which become one. With many the results, which lie in one
+    another's way, have to pay for that; that has not been measured.
 
     Args:
         rows: rows of the input.
-        sizes: output features of the layers.
-        columns: their input features.
-        dtype: the element type.
     """
-    return True
+    return rows <= 32
+
+
+def prefer_merged_bags(bags: int) -> bool:
+    """Whether one call for the embedding bags of several tables is expected to be at least as fast as one for each.
+
+    Few bags cost less than the calls do. For many, the stock op sums the rows of one table faster than ours.
+
+    Args:
+        bags: bags of one table.
+    """
+    return bags <= 128

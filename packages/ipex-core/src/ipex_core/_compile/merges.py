@@ -7,12 +7,13 @@ gated MLP or one with an activation, is none of these any more.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
 
-from ipex_core._choice import prefer_merged_linears
+from ipex_core._choice import prefer_merged_bags, prefer_merged_linears
 from ipex_core._compile._graph import FLOATS, Context, hints, is_call, items, same, shape_of, val
 
 __all__ = ["merge_bags", "merge_linears"]
@@ -94,19 +95,15 @@ def _against_merging(ctx: Context, layers: list[fx.Node]) -> str | None:
     values = [val(layer) for layer in layers]
     if inputs is None or any(value is None for value in values):
         return "shapes are unknown"
-    weights, biases = zip(*(ctx.weights[layer] for layer in layers), strict=True)
+    biases = [ctx.weights[layer][1] for layer in layers]
     if any(bias is not None and not ctx.is_constant(bias) for bias in biases):
         return "a bias is not frozen"
     kinds = {val(bias).dtype for bias in biases if bias is not None}  # type: ignore[union-attr]
     if len(kinds) > 1:
         return "the biases differ in dtype"
-    rows = 1
-    for size in hints(inputs[:-1]):
-        rows *= size
-    sizes = [int(shape_of(weight)[0]) for weight in weights]  # type: ignore[index]
-    dtype = values[0].dtype  # type: ignore[union-attr]
-    if not ctx.always and not prefer_merged_linears(rows, sizes, int(inputs[-1]), dtype):
-        return f"layers of {', '.join(map(str, sizes))} columns are as fast one by one"
+    rows = math.prod(hints(inputs[:-1]))
+    if not ctx.always and not prefer_merged_linears(rows):
+        return f"layers of {rows} rows may be as fast one by one"
     return None
 
 
@@ -195,6 +192,9 @@ def _against_bag(ctx: Context, node: fx.Node, given: dict[str, Any]) -> str | No
         return "a row is padding"
     if any(items(node, index) for index in (1, 2, 3)):
         return "more than the bags is used"
+    bags = hints(offsets.shape)[0]
+    if not ctx.always and not prefer_merged_bags(bags):
+        return f"{bags} bags may be as fast one table after the other"
     if not ctx.kernels("merged_embeddingbag_forward"):
         return "no kernel package implements merged_embeddingbag_forward"
     return None

@@ -22,13 +22,13 @@ from ipex_core._compile._graph import (
     between,
     binary,
     describe,
-    hints,
     is_call,
     items,
     narrowed,
     same,
     shape_of,
     shifted,
+    static,
     uncast,
     val,
 )
@@ -73,7 +73,11 @@ def _replace(ctx: Context, match: _Norm, name: str) -> None:
         reason = f"no kernel for {describe(match.source)} on {source.device.type}"
     elif not ctx.kernels(name):
         reason = f"no kernel package implements {name}"
-    elif not ctx.always and not prefer_ipex_norm(hints(source.shape), source.dtype):
+    elif (
+        not ctx.always
+        and static(source.shape)  # a length that varies may become a large one
+        and not prefer_ipex_norm(source.shape, source.dtype)
+    ):
         reason = f"Inductor's own code is as fast at {describe(match.source)}"
     if reason is not None:
         ctx.reject(name, match.root, op, reason)
