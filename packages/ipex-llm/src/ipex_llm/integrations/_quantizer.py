@@ -48,7 +48,7 @@ class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ) -> None:
         from ipex_quant import WoqLowpMode, WoqWeightDtype
 
-        self.quant_method = NAME
+        self.quant_method: Any = NAME
         for name, value, kind in (
             ("weight_dtype", weight_dtype, WoqWeightDtype),
             ("lowp_mode", lowp_mode, WoqLowpMode),
