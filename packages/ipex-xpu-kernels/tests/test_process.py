@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,38 @@ pytestmark = pytest.mark.usefixtures("needs_device")
 
 def test_a_training_script_ends_cleanly() -> None:
     code = START + "x = torch.ones(3, device='xpu', requires_grad=True); (x * 2).sum().backward()"
-    for _ in range(4):
+    # One that does not end its threads aborts in every second run.
+    with ThreadPoolExecutor(2) as pool:
+        for result in pool.map(python, [code] * 10):
+            assert result.returncode == 0 and result.stderr == ""
+
+
+def test_an_open_profiler_at_exit() -> None:
+    code = START + (
+        "p = torch.profiler.profile(); p.start()\n"
+        "x = torch.ones(3, device='xpu', requires_grad=True); (x * 2).sum().backward()"
+    )
+    for _ in range(2):
         result = python(code)
-        assert result.returncode == 0 and result.stderr == ""
+        assert result.returncode == 0, result.stderr
+    closed = START + (
+        "with torch.profiler.profile() as p: (torch.ones(3, device='xpu') * 2).sum()\n"
+        "print('aten::mul' in p.key_averages().table())"
+    )
+    assert output(closed).splitlines()[-1] == "True"
+
+
+def test_an_exception_in_a_script() -> None:
+    code = START + (
+        "x = torch.ones(3, device='xpu', requires_grad=True)\n"
+        "class Bad(torch.autograd.Function):\n"
+        "    @staticmethod\n    def forward(ctx, x): return x * 2\n"
+        "    @staticmethod\n    def backward(ctx, g): raise ValueError('from backward')\n"
+        "try: Bad.apply(x).sum().backward()\nexcept ValueError as e: print(e)\n"
+        "torch.full((3,), 2.0, device='xpu'); raise SystemExit(3)"
+    )
+    result = python(code)
+    assert result.returncode == 3 and result.stdout.strip() == "from backward", result.stderr
 
 
 def test_nothing_changes_without_a_device() -> None:
@@ -157,3 +187,74 @@ def test_another_torch_is_named() -> None:
     )
     text = output(code, IPEX_XPU_DEVICE=None)
     assert "was built for torch 2.11, but torch" in text
+
+
+def test_two_sycl_runtimes_are_refused(tmp_path: Path) -> None:
+    # A library that looks like the run-time of another release.
+    library = tmp_path / "libsycl.so.8"
+    built = subprocess.run(
+        ["g++", "-shared", "-x", "c++", "/dev/null", "-o", str(library)], check=False
+    )
+    if built.returncode != 0:
+        pytest.skip("no compiler")
+    code = (
+        f"import ctypes; ctypes.CDLL({str(library)!r})\n"
+        "import os; os.environ['IPEX_XPU_DEVICE'] = 'cpu'\n"
+        "import ipex_xpu_kernels as xpu, ipex_xpu_kernels._device as d; d._state = None\n"
+        "try: xpu.activate()\nexcept ImportError as e: print(e)\nprint(xpu.state().mode)"
+    )
+    text = output(code, IPEX_XPU_DEVICE=None)
+    assert f"another SYCL run-time is loaded in this process ({library})" in text
+    assert "libsycl.so.9" in text and text.endswith("none")
+
+
+def test_a_missing_run_time_is_named() -> None:
+    code = (
+        "import importlib\nfrom ipex_xpu_kernels import _load\nreal = importlib.import_module\n"
+        "def fake(name):\n"
+        "    if name.endswith('._C'): raise ImportError('libsycl.so.9: cannot open shared object file')\n"
+        "    return real(name)\n"
+        "_load.importlib.import_module = fake\n"
+        "try: _load.native()\nexcept ImportError as e: print(e)"
+    )
+    text = output(code, IPEX_XPU_DEVICE=None)
+    assert "the SYCL run-time cannot be loaded (libsycl.so.9" in text
+    assert "pip install 'intel-sycl-rt>=2026.0,<2027'" in text
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o555)
+    assert int(output(USE_KERNEL, IPEX_XPU_CACHE=str(folder)).split()[0]) > 0
+    assert output(USE_KERNEL, IPEX_XPU_CACHE="0").split()[1:] == ["0", "0"]
+
+
+def test_doctor() -> None:
+    code = START + "rows, advice = xpu.doctor(); print(dict(rows)); print(advice)"
+    rows, advice = output(code).splitlines()
+    assert "xpu:0" in rows and "driver" in rows and advice == "[]"
+    rows, advice = output(code, IPEX_XPU_DEVICE="").splitlines()
+    assert "IPEX_XPU_DEVICE=cpu" in advice or "xpu:0" in rows
+    rows, advice = output(code, IPEX_XPU_DEVICE="cpu:99").splitlines()
+    assert "must be gpu, cpu" in rows and "must be gpu, cpu" in advice
+
+
+def test_a_torch_with_xpu_is_left_alone() -> None:
+    # A torch that says it has XPU, with streams whose queues are given: nothing is registered, and kernels of users run
+    # in its queues.
+    code = (
+        "import os, torch, types\ntorch._C._has_xpu = True\n"
+        "torch.xpu.device_count = lambda: 1\n"
+        "os.environ['IPEX_XPU_DEVICE'] = 'cpu'\n"
+        "import ipex_xpu_kernels as xpu, ipex_xpu_kernels._device as d, ipex_xpu_kernels._sycl as s\n"
+        "d._state = None\nprint(xpu.activate(), dict(xpu.doctor()[0])['device'])\n"
+        "try: xpu.fallback_stats()\nexcept RuntimeError as e: print(e)\n"
+        "s.prepare_environment(); n = d.native(); n.initialize('cpu')\n"
+        "stream = types.SimpleNamespace(sycl_queue=n.queue_pointer(0, 0))\n"
+        "torch.xpu.current_stream = lambda device=None: stream; torch.xpu.current_device = lambda: 0\n"
+        "source = '#include \"ipex/xpu.h\"\\nIPEX_KERNEL(1) void f(int* p, long n) {}'\n"
+        "f = xpu.load_inline('native_test', source, ['f']).f; print(f.parameters); f(None, 3, size=3)"
+    )
+    text = output(code, IPEX_XPU_DEVICE=None).splitlines()
+    assert text[0].startswith("State(mode='native', count=1") and "unverified" in text[0]
+    assert "this torch has XPU itself" in text[1] and text[2] == "('int*', 'long')"

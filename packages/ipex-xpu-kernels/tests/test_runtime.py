@@ -115,6 +115,62 @@ def test_allocator_against_a_model(requests: list[tuple[int, int]]) -> None:
     assert torch.xpu.memory_allocated() == start
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 12), st.integers(1, 300_000), st.integers(0, 3), st.booleans()),
+        max_size=50,
+    )
+)
+def test_allocator_with_streams(requests: list[tuple[int, int, int, bool]]) -> None:
+    """Blocks that other streams use are not handed out before those are done, and none is lost."""
+    gc.collect()
+    torch.xpu.synchronize()
+    torch.xpu.empty_cache()
+    start = torch.xpu.memory_stats()
+    streams = [torch.xpu.Stream() for _ in range(4)]
+    held: dict[int, tuple[torch.Tensor, float]] = {}
+    for slot, size, stream, other in requests:
+        if slot in held:
+            tensor, value = held.pop(slot)
+            assert tensor.min().item() == tensor.max().item() == value
+            del tensor
+            continue
+        value = float(slot * 7 + size % 251)
+        with torch.xpu.stream(streams[stream]):
+            held[slot] = (torch.full((size,), value, device="xpu"), value)
+        if other:
+            user = streams[(stream + 1) % 4]
+            user.wait_stream(streams[stream])
+            with torch.xpu.stream(user):
+                held[slot][0].add_(0.0)
+            held[slot][0].record_stream(user)
+        streams[stream].synchronize()
+    held.clear()
+    torch.xpu.synchronize()
+    torch.xpu.empty_cache()
+    end = torch.xpu.memory_stats()
+    for name in ("allocated_bytes", "active_bytes", "reserved_bytes", "inactive_split", "active"):
+        assert end[f"{name}.all.current"] == start[f"{name}.all.current"]
+
+
+def test_history_and_summary_of_memory() -> None:
+    torch.xpu.memory._record_memory_history(max_entries=100)
+    try:
+        x = torch.empty(1000, device="xpu")
+        address = x.data_ptr()
+        del x
+        steps = torch.xpu.memory._snapshot()["device_traces"][0]
+    finally:
+        torch.xpu.memory._record_memory_history(enabled=None)
+    actions = [s["action"] for s in steps if s.get("addr") == address]
+    assert actions[-3:] == ["alloc", "free_requested", "free_completed"]
+    assert torch.xpu.memory._snapshot()["device_traces"][0] == []
+    text = torch.xpu.memory_summary()
+    assert "Allocated memory" in text and "of small blocks" in text
+    assert "of small blocks" not in xpu.memory_summary(abbreviated=True)
+
+
 def test_threads_share_the_device() -> None:
     failures: list[BaseException] = []
 

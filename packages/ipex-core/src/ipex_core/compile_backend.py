@@ -21,7 +21,8 @@ Three things happen beyond plain Inductor, all of them only for graphs that need
   quantised products become ops of ours where that is not slower; see `ipex_core._compile`. `ipex.explain` of a compiled
   model lists them, and those that were left alone, with the reason.
 
-A graph that needs gradients goes through AOTAutograd and plain Inductor.
+A graph that needs gradients goes through AOTAutograd and plain Inductor. Graphs of the device xpu run op by op where
+there is no Triton for it, with those of our ops that have patterns.
 """
 
 from __future__ import annotations
@@ -151,6 +152,10 @@ def _get_compiler_backend() -> str:
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], asked: Options, report: GraphReport
 ) -> CompiledGraph:
+    if _on_xpu(gm, example_inputs):
+        from ipex_core._compile._eager import compile_eager
+
+        return CompiledGraph(compile_eager(gm, example_inputs, asked, report), report)
     patches = dict(asked.inductor)
     if not report.inference:
         report.notes.append("a gradient is needed: Inductor's own code, no patterns")
@@ -168,6 +173,16 @@ def _compile(
                 )
             return CompiledGraph(_inductor(gm, example_inputs, patches), report)
         return _compile_frozen(gm, example_inputs, patches, report, written)
+
+
+def _on_xpu(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a graph works with tensors of xpu and Inductor has no compiler for them."""
+    tensors = [t for t in example_inputs if isinstance(t, Tensor)]
+    if not any(t.device.type == "xpu" for t in (*tensors, *gm.parameters(), *gm.buffers())):
+        return False
+    from torch.utils._triton import has_triton_package
+
+    return not has_triton_package()
 
 
 def _needs_grad(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:

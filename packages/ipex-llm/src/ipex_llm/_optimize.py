@@ -35,6 +35,7 @@ from ipex_llm._parallel import (
 from ipex_llm._parallel._split import GRAINS
 from ipex_llm._plan import DecoderPlan
 from ipex_llm._woq_model import Notes, quantize
+from ipex_llm._xpu import optimize_on_xpu
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = ["optimize", "optimize_transformers"]
@@ -73,7 +74,8 @@ def optimize(
         optimizer: Must be None.
         dtype: ``torch.bfloat16`` or ``torch.float16`` to cast the parameters, ``torch.float32`` or None to leave them.
         inplace: Change ``model`` itself. Otherwise a deep copy is changed and ``model`` stays as it is.
-        device: ``"cpu"``.
+        device: ``"cpu"``, or ``"xpu"``: the model is moved there and runs layer by layer, with fused ops for its norms
+            and gated MLPs; ``tp_group`` and ``kv_cache_dtype`` must be None.
         quantization_config: Weight-only quantisation, of ``ipex.quantization.get_weight_only_quant_qconfig_mapping``.
         qconfig_summary_file: Must be None (static quantisation of activations).
         low_precision_checkpoint: Quantised weights, of ``ipex.llm.utils.load_low_precision_checkpoint``.
@@ -101,7 +103,8 @@ def optimize(
         ValueError: An unknown dtype or option; a model in training mode, or an optimizer (also an AssertionError); a
             group that is not started, or has more ranks than heads; a model that cannot be divided.
         RuntimeError: An unknown device.
-        NotImplementedError: Static quantisation.
+        NotImplementedError: Static quantisation, or an option that xpu does not have.
+        MissingComponentError: ``device`` is ``"xpu"``, but there is none.
 
     Example:
         >>> import torch, transformers
@@ -115,6 +118,17 @@ def optimize(
         return model
     check_model(model, None)
     _check_arguments(optimizer, dtype, device, qconfig_summary_file, inplace)
+    if torch.device(device).type == "xpu":
+        _check_xpu(tp_group, kv_cache_dtype)
+        return optimize_on_xpu(
+            model,
+            dtype,
+            inplace,
+            torch.device(device),
+            quantization_config,
+            low_precision_checkpoint,
+            lambda copy: _load(copy, quantization_config, low_precision_checkpoint, None),
+        )
     kv = kv_dtype(kv_cache_dtype)
     scales = kv_scales(kv_cache_scales, kv)
     if depth not in (1, 2, 3):
@@ -212,12 +226,20 @@ def _check_arguments(optimizer: Any, dtype: Any, device: Any, summary: Any, inpl
         names = ", ".join(map(str, DTYPES))
         raise OpArgumentError(f"optimize: dtype must be one of {names} or None, got {dtype}")
     kind = torch.device(device).type if isinstance(device, (str, torch.device)) else device
-    if kind != "cpu":
-        raise RuntimeError(f"optimize: device must be 'cpu', got {device!r}")
+    if kind not in ("cpu", "xpu"):
+        raise RuntimeError(f"optimize: device must be 'cpu' or 'xpu', got {device!r}")
     if summary is not None:
         raise NotImplementedError(
             "optimize: static quantisation (qconfig_summary_file) is not available: use weight-only quantisation"
         )
+
+
+def _check_xpu(tp_group: Any, kv_cache_dtype: Any) -> None:
+    for name, value in (("tp_group", tp_group), ("kv_cache_dtype", kv_cache_dtype)):
+        if value is not None:
+            raise NotImplementedError(
+                f"optimize: {name} must be None for device 'xpu', got {value!r}"
+            )
 
 
 def _grains(config: Any) -> tuple[int, ...]:

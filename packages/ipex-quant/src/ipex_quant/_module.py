@@ -260,9 +260,9 @@ class WoqLinearModule(nn.Module):
         try:
             device = fn(packed.new_empty(0)).device
         except (AssertionError, NotImplementedError, RuntimeError) as error:
-            text = f"{op}: device must be cpu, got one that cannot be used: {error}"
+            text = f"{op}: device must be cpu or xpu, got one that cannot be used: {error}"
             raise OpArgumentError(text) from error
-        check(device.type in ("cpu", "meta"), op, "device", "be cpu", device)
+        check(device.type in ("cpu", "xpu", "meta"), op, "device", "be cpu or xpu", device)
 
     def extra_repr(self) -> str:
         """Return the fields that IPEX's layer shows."""

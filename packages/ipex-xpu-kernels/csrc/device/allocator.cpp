@@ -1,15 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The caching allocator: the smallest fitting cached block of the same stream, else new memory;
-// after a failure once more with an empty cache.
+// Torch's allocator of the device: a cache of blocks for each one.
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <set>
-#include <unordered_map>
 
+#include "block_cache.h"
 #include "core/core.h"
 #include "runtime.h"
 
@@ -19,387 +14,7 @@ namespace {
 using c10::DataPtr;
 using c10::Device;
 using c10::DeviceIndex;
-using c10::CachingAllocator::Stat;
-using c10::CachingAllocator::StatArray;
 using c10::CachingDeviceAllocator::DeviceStats;
-
-constexpr std::size_t kRound = 512;  // bytes; also the alignment of what is handed out
-constexpr std::size_t kSmall = std::size_t{1} << 20;  // blocks up to here share segments
-constexpr std::size_t kSmallSegment = std::size_t{2} << 20;
-constexpr std::size_t kLargeSegment = std::size_t{20} << 20;
-constexpr std::size_t kMinLargeAlloc = std::size_t{10}
-                                       << 20;  // larger ones get a segment of their own size
-constexpr std::size_t kSegmentRound = std::size_t{2} << 20;
-
-struct Segment {
-  void* base = nullptr;
-  std::size_t size = 0;
-  bool small = false;
-};
-
-struct Block {
-  Segment* segment = nullptr;
-  DeviceIndex device = 0;
-  c10::StreamId stream = 0;
-  char* pointer = nullptr;
-  std::size_t size = 0;
-  std::size_t requested = 0;
-  bool allocated = false;
-  Block* before = nullptr;  // neighbours in the segment
-  Block* after = nullptr;
-  std::set<c10::StreamId> other_streams;
-  std::vector<sycl::event> pending;  // of other streams, after the tensor was freed
-
-  bool small() const { return segment->small; }
-  bool whole() const { return before == nullptr && after == nullptr; }
-};
-
-struct BySize {
-  bool operator()(const Block* a, const Block* b) const {
-    if (a->stream != b->stream) return a->stream < b->stream;
-    if (a->size != b->size) return a->size < b->size;
-    return a->pointer < b->pointer;
-  }
-};
-using Pool = std::set<Block*, BySize>;
-
-void add(StatArray& stats, bool small, std::size_t amount) {
-  stats[0].increase(amount);
-  stats[small ? 1 : 2].increase(amount);
-}
-void subtract(StatArray& stats, bool small, std::size_t amount) {
-  stats[0].decrease(amount);
-  stats[small ? 1 : 2].decrease(amount);
-}
-
-std::string human(std::uint64_t bytes) {
-  char text[32];
-  if (bytes >= (std::uint64_t{1} << 30)) {
-    std::snprintf(text, sizeof text, "%.2f GiB", static_cast<double>(bytes) / (1 << 30));
-  } else {
-    std::snprintf(text, sizeof text, "%.2f MiB", static_cast<double>(bytes) / (1 << 20));
-  }
-  return text;
-}
-
-// One per device.
-class Cache {
- public:
-  explicit Cache(DeviceIndex device) : device_(device) {}
-
-  Block* allocate(std::size_t requested, c10::StreamId stream) {
-    const std::lock_guard lock(mutex_);
-    process_pending();
-    const std::size_t size = std::max(kRound, (requested + kRound - 1) / kRound * kRound);
-    const bool small = size <= kSmall;
-    Block* block = take_cached(size, small, stream);
-    if (block == nullptr) block = grow(size, small, stream, requested);
-    split(block, size);
-    block->allocated = true;
-    block->requested = requested;
-    add(stats_.allocation, small, 1);
-    add(stats_.active, small, 1);
-    add(stats_.allocated_bytes, small, block->size);
-    add(stats_.active_bytes, small, block->size);
-    add(stats_.requested_bytes, small, requested);
-    return block;
-  }
-
-  void free(Block* block) {
-    const std::lock_guard lock(mutex_);
-    subtract(stats_.allocation, block->small(), 1);
-    subtract(stats_.allocated_bytes, block->small(), block->size);
-    subtract(stats_.requested_bytes, block->small(), block->requested);
-    block->allocated = false;
-    for (const c10::StreamId other : block->other_streams) {
-      try {
-        block->pending.push_back(
-            queue(device_, static_cast<int>(other)).ext_oneapi_submit_barrier());
-      } catch (const std::exception&) {
-        // The device is being shut down: there is nothing left to wait for.
-      }
-    }
-    block->other_streams.clear();
-    if (block->pending.empty()) {
-      give_back(block);
-    } else {
-      waiting_.push_back(block);
-    }
-  }
-
-  void use_on(Block* block, c10::StreamId stream) {
-    const std::lock_guard lock(mutex_);
-    if (stream != block->stream) block->other_streams.insert(stream);
-  }
-
-  void empty() {
-    const std::lock_guard lock(mutex_);
-    release_cached();
-  }
-
-  DeviceStats stats() {
-    const std::lock_guard lock(mutex_);
-    return stats_;
-  }
-
-  void reset(bool peak) {
-    const std::lock_guard lock(mutex_);
-    auto each = [&](StatArray& array) {
-      for (Stat& stat : array) peak ? stat.reset_peak() : stat.reset_accumulated();
-    };
-    for (StatArray* array :
-         {&stats_.allocation, &stats_.segment, &stats_.active, &stats_.inactive_split,
-          &stats_.allocated_bytes, &stats_.reserved_bytes, &stats_.active_bytes,
-          &stats_.inactive_split_bytes, &stats_.requested_bytes}) {
-      each(*array);
-    }
-    if (!peak) {
-      stats_.num_alloc_retries = stats_.num_ooms = stats_.num_sync_all_streams = 0;
-      stats_.num_device_alloc = stats_.num_device_free = 0;
-    }
-  }
-
-  std::pair<std::size_t, std::size_t> memory() {
-    const std::lock_guard lock(mutex_);
-    const std::size_t total = device_info(device_).total_memory;
-    auto& device = sycl_device(device_);
-    if (device.has(sycl::aspect::ext_intel_free_memory)) {
-      return {device.get_info<sycl::ext::intel::info::device::free_memory>(), total};
-    }
-    const auto reserved = static_cast<std::size_t>(stats_.reserved_bytes[0].current);
-    return {total - std::min(reserved, total), total};
-  }
-
-  void set_fraction(double fraction) {
-    const std::lock_guard lock(mutex_);
-    fraction_ = fraction;
-  }
-  double fraction() {
-    const std::lock_guard lock(mutex_);
-    return fraction_;
-  }
-
-  bool owns(const void* pointer) {
-    const std::lock_guard lock(mutex_);
-    auto found = segments_.upper_bound(const_cast<void*>(pointer));
-    if (found == segments_.begin()) return false;
-    --found;
-    return static_cast<const char*>(pointer) <
-           static_cast<char*>(found->first) + found->second->size;
-  }
-
-  void snapshot(std::vector<c10::CachingDeviceAllocator::SegmentInfo>& out) {
-    const std::lock_guard lock(mutex_);
-    for (const auto& [base, segment] : segments_) {
-      c10::CachingDeviceAllocator::SegmentInfo info;
-      info.device = device_;
-      info.address = reinterpret_cast<std::size_t>(base);
-      info.total_size = segment->size;
-      info.is_large = !segment->small;
-      for (const Block* block = first_.at(base); block != nullptr; block = block->after) {
-        c10::CachingDeviceAllocator::BlockInfo one;
-        one.size = block->size;
-        one.allocated = block->allocated;
-        one.active = block->allocated || !block->pending.empty();
-        one.requested_size = one.allocated ? block->requested : 0;
-        info.allocated_size += one.allocated ? one.size : 0;
-        info.active_size += one.active ? one.size : 0;
-        info.requested_size += one.requested_size;
-        info.stream = reinterpret_cast<void*>(block->stream);
-        info.blocks.push_back(std::move(one));
-      }
-      out.push_back(std::move(info));
-    }
-  }
-
- private:
-  Pool& pool(bool small) { return small ? small_ : large_; }
-
-  Block* take_cached(std::size_t size, bool small, c10::StreamId stream) {
-    Block probe;
-    probe.stream = stream;
-    probe.size = size;
-    auto found = pool(small).lower_bound(&probe);
-    if (found == pool(small).end() || (*found)->stream != stream) return nullptr;
-    Block* block = *found;
-    pool(small).erase(found);
-    if (!block->whole()) {
-      subtract(stats_.inactive_split, small, 1);
-      subtract(stats_.inactive_split_bytes, small, block->size);
-    }
-    return block;
-  }
-
-  Block* grow(std::size_t size, bool small, c10::StreamId stream, std::size_t requested) {
-    std::size_t bytes = small ? kSmallSegment
-                        : size < kMinLargeAlloc
-                            ? kLargeSegment
-                            : (size + kSegmentRound - 1) / kSegmentRound * kSegmentRound;
-    void* base = device_malloc(bytes);
-    if (base == nullptr) {
-      ++stats_.num_alloc_retries;
-      release_cached();
-      base = device_malloc(bytes);
-    }
-    if (base == nullptr) {
-      ++stats_.num_ooms;
-      out_of_memory(requested);
-    }
-    auto* segment = new Segment{base, bytes, small};
-    segments_.emplace(base, segment);
-    add(stats_.segment, small, 1);
-    add(stats_.reserved_bytes, small, bytes);
-    auto* block = new Block;
-    block->segment = segment;
-    block->device = device_;
-    block->stream = stream;
-    block->pointer = static_cast<char*>(base);
-    block->size = bytes;
-    first_[base] = block;
-    return block;
-  }
-
-  void* device_malloc(std::size_t bytes) {
-    const DeviceInfo& info = device_info(device_);
-    const auto limit =
-        static_cast<std::uint64_t>(fraction_ * static_cast<double>(info.total_memory));
-    if (static_cast<std::uint64_t>(stats_.reserved_bytes[0].current) + bytes > limit)
-      return nullptr;
-    if (info.max_allocation != 0 && bytes > info.max_allocation) return nullptr;
-    ++stats_.num_device_alloc;
-    try {
-      // Both a null pointer and an exception mean that there is no memory, depending on the driver.
-      return sycl::aligned_alloc_device(kRound, bytes, sycl_device(device_), sycl_context(device_));
-    } catch (const sycl::exception&) {
-      return nullptr;
-    }
-  }
-
-  [[noreturn]] void out_of_memory(std::size_t requested) {
-    const std::uint64_t total = device_info(device_).total_memory;
-    const auto reserved = static_cast<std::uint64_t>(stats_.reserved_bytes[0].current);
-    const auto allocated = static_cast<std::uint64_t>(stats_.allocated_bytes[0].current);
-    const std::string limit =
-        fraction_ < 1.0
-            ? "; the limit of set_per_process_memory_fraction is " +
-                  human(static_cast<std::uint64_t>(fraction_ * static_cast<double>(total)))
-            : "";
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "XPU out of memory. Tried to allocate ",
-                     human(requested), ". XPU ", static_cast<int>(device_),
-                     " has a total capacity of ", human(total), ", of which ",
-                     human(total - std::min(total, reserved)), " is free. ", human(allocated),
-                     " is allocated by PyTorch, and ", human(reserved - allocated),
-                     " is reserved by PyTorch but unallocated", limit, ".");
-  }
-
-  void split(Block* block, std::size_t size) {
-    const std::size_t rest = block->size - size;
-    if (rest < (block->small() ? kRound : kSmall + 1)) return;
-    auto* other = new Block;
-    other->segment = block->segment;
-    other->device = device_;
-    other->stream = block->stream;
-    other->pointer = block->pointer + size;
-    other->size = rest;
-    other->before = block;
-    other->after = block->after;
-    if (other->after != nullptr) other->after->before = other;
-    block->after = other;
-    block->size = size;
-    pool(block->small()).insert(other);
-    add(stats_.inactive_split, block->small(), 1);
-    add(stats_.inactive_split_bytes, block->small(), rest);
-  }
-
-  void give_back(Block* block) {
-    const bool small = block->small();
-    subtract(stats_.active, small, 1);
-    subtract(stats_.active_bytes, small, block->size);
-    block = join(block, block->before);
-    block = join(block, block->after);
-    pool(small).insert(block);
-    if (!block->whole()) {
-      add(stats_.inactive_split, small, 1);
-      add(stats_.inactive_split_bytes, small, block->size);
-    }
-  }
-
-  // Both blocks as one, if the neighbour is free; the later one goes.
-  Block* join(Block* block, Block* neighbour) {
-    if (neighbour == nullptr || neighbour->allocated || !neighbour->pending.empty()) return block;
-    pool(block->small()).erase(neighbour);
-    subtract(stats_.inactive_split, block->small(), 1);
-    subtract(stats_.inactive_split_bytes, block->small(), neighbour->size);
-    Block* first = neighbour->pointer < block->pointer ? neighbour : block;
-    Block* second = first == block ? neighbour : block;
-    first->size += second->size;
-    first->after = second->after;
-    if (first->after != nullptr) first->after->before = first;
-    delete second;
-    return first;
-  }
-
-  void process_pending() {
-    auto done = [](const sycl::event& event) {
-      return event.get_info<sycl::info::event::command_execution_status>() ==
-             sycl::info::event_command_status::complete;
-    };
-    auto ready = [&](Block* block) {
-      std::erase_if(block->pending, done);
-      return block->pending.empty();
-    };
-    // In two steps: giving back may join blocks, which must not be in the list any more.
-    std::vector<Block*> free;
-    std::erase_if(waiting_, [&](Block* block) {
-      const bool is_ready = ready(block);
-      if (is_ready) free.push_back(block);
-      return is_ready;
-    });
-    for (Block* block : free) give_back(block);
-  }
-
-  void release_cached() {
-    for (Block* block : waiting_) {
-      for (sycl::event& event : block->pending) event.wait();
-    }
-    process_pending();
-    bool waited = false;
-    for (Pool* one : {&small_, &large_}) {
-      for (auto it = one->begin(); it != one->end();) {
-        Block* block = *it;
-        if (!block->whole()) {
-          ++it;
-          continue;
-        }
-        if (!waited) {
-          synchronize(device_);  // kernels that still use the memory
-          ++stats_.num_sync_all_streams;
-          waited = true;
-        }
-        it = one->erase(it);
-        Segment* segment = block->segment;
-        sycl::free(segment->base, sycl_context(device_));
-        ++stats_.num_device_free;
-        subtract(stats_.segment, segment->small, 1);
-        subtract(stats_.reserved_bytes, segment->small, segment->size);
-        segments_.erase(segment->base);
-        first_.erase(segment->base);
-        delete segment;
-        delete block;
-      }
-    }
-  }
-
-  DeviceIndex device_;
-  std::mutex mutex_;
-  Pool small_;
-  Pool large_;
-  std::vector<Block*> waiting_;
-  std::map<void*, Segment*> segments_;
-  std::unordered_map<void*, Block*> first_;
-  DeviceStats stats_;
-  double fraction_ = 1.0;
-};
 
 void free_block(void* context);
 
@@ -407,7 +22,7 @@ class Allocator final : public c10::DeviceAllocator {
  public:
   Allocator() {
     for (int i = 0; i < device_count(); ++i)
-      caches_.push_back(std::make_unique<Cache>(static_cast<DeviceIndex>(i)));
+      caches_.push_back(std::make_unique<BlockCache>(static_cast<DeviceIndex>(i)));
   }
 
   DataPtr allocate(std::size_t bytes) override {
@@ -437,15 +52,15 @@ class Allocator final : public c10::DeviceAllocator {
     return cache(device).memory();
   }
 
-  Cache& cache(DeviceIndex device) {
+  BlockCache& cache(DeviceIndex device) {
     TORCH_CHECK(device >= 0 && device < static_cast<DeviceIndex>(caches_.size()),
                 "xpu: device must be in [0, ", caches_.size(), "), got ", static_cast<int>(device));
     return *caches_[static_cast<std::size_t>(device)];
   }
-  std::vector<std::unique_ptr<Cache>>& caches() { return caches_; }
+  std::vector<std::unique_ptr<BlockCache>>& caches() { return caches_; }
 
  private:
-  std::vector<std::unique_ptr<Cache>> caches_;
+  std::vector<std::unique_ptr<BlockCache>> caches_;
 };
 
 Allocator& instance() {
@@ -459,41 +74,9 @@ void free_block(void* context) {
   instance().cache(block->device).free(block);
 }
 
-// Host memory that the device can read: for copies that do not wait.
-class PinnedAllocator final : public c10::Allocator {
- public:
-  DataPtr allocate(std::size_t bytes) override {
-    void* pointer = bytes == 0 ? nullptr : sycl::malloc_host(bytes, sycl_context(current_device()));
-    TORCH_CHECK_WITH(OutOfMemoryError, bytes == 0 || pointer != nullptr,
-                     "xpu: no pinned host memory of ", human(bytes));
-    return {pointer, pointer, &release, c10::Device(c10::kCPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, std::size_t count) const override {
-    default_copy_data(to, from, count);
-  }
-
- private:
-  static void release(void* pointer) {
-    if (pointer == nullptr) return;
-    for (int i = 0; i < device_count(); ++i) synchronize(i);  // copies that have not waited
-    sycl::free(pointer, sycl_context(0));
-  }
-};
-
 }  // namespace
 
 c10::DeviceAllocator& allocator() { return instance(); }
-
-c10::Allocator* pinned_allocator() {
-  static auto* one = new PinnedAllocator;
-  return one;
-}
-
-bool is_pinned(const void* pointer) {
-  return pointer != nullptr && device_count() > 0 &&
-         sycl::get_pointer_type(pointer, sycl_context(0)) == sycl::usm::alloc::host;
-}
 
 bool is_device_pointer(const void* pointer, DeviceIndex& device) {
   for (int i = 0; i < device_count(); ++i) {
@@ -517,6 +100,16 @@ double memory_fraction(DeviceIndex device) { return instance().cache(device).fra
 std::vector<c10::CachingDeviceAllocator::SegmentInfo> memory_snapshot() {
   std::vector<c10::CachingDeviceAllocator::SegmentInfo> result;
   for (auto& one : instance().caches()) one->snapshot(result);
+  return result;
+}
+
+void record_memory_history(std::size_t limit) {
+  for (auto& one : instance().caches()) one->record_history(limit);
+}
+
+std::vector<std::vector<Trace>> memory_history() {
+  std::vector<std::vector<Trace>> result;
+  for (auto& one : instance().caches()) result.push_back(one->history());
   return result;
 }
 

@@ -9,7 +9,9 @@
 
 #include <atomic>
 
+#include "block_cache.h"
 #include "core/core.h"
+#include "core/source.h"
 #include "kernel_ops.h"
 #include "runtime.h"
 
@@ -53,6 +55,7 @@ void register_device() {
   register_tensor_ops();
   register_composites();
   register_kernels();
+  register_collectives();
   register_hooks();
   ::pthread_atfork(nullptr, nullptr, [] { g_forked = true; });
 }
@@ -135,6 +138,26 @@ PYBIND11_MODULE(_C, m) {
     }
     return result;
   });
+  m.def("record_memory_history", &record_memory_history, py::arg("limit"));
+  m.def("memory_history", [] {
+    py::list result;
+    for (const auto& device : memory_history()) {
+      py::list steps;
+      for (const Trace& trace : device) {
+        py::dict one;
+        one["action"] = trace.action;
+        // What failed for want of memory has no address, but what was free.
+        one[std::string_view(trace.action) == "oom" ? "device_free" : "addr"] = trace.address;
+        one["size"] = trace.size;
+        one["stream"] = trace.stream;
+        one["time_us"] = trace.time;
+        one["frames"] = py::list();
+        steps.append(one);
+      }
+      result.append(steps);
+    }
+    return result;
+  });
   m.def("set_fallback_mode", [](const std::string& mode) {
     TORCH_CHECK_VALUE(mode == "silent" || mode == "warn" || mode == "error",
                       "set_fallback_mode: mode must be silent, warn or error, got ", mode);
@@ -154,6 +177,36 @@ PYBIND11_MODULE(_C, m) {
     return result;
   });
   m.def("reset_fallback_stats", &reset_fallback_stats);
+  // Queues are those of torch's streams, by their addresses: of this package or of a torch with
+  // XPU.
+  py::class_<SourceProgram>(m, "SourceProgram")
+      .def(py::init([](std::string source, std::vector<std::string> kernels,
+                       std::map<std::string, std::string> headers, std::vector<std::string> options,
+                       std::uintptr_t queue) {
+             return std::make_unique<SourceProgram>(std::move(source), std::move(kernels),
+                                                    std::move(headers), std::move(options),
+                                                    *reinterpret_cast<sycl::queue*>(queue));
+           }),
+           py::call_guard<py::gil_scoped_release>())
+      .def("parameters", &SourceProgram::parameters)
+      // Arguments that point are addresses of tensors, marked as such by the caller.
+      .def("launch", [](SourceProgram& program, const std::string& kernel, std::uintptr_t queue,
+                        std::vector<std::size_t> global, std::vector<std::size_t> local,
+                        const py::list& arguments) {
+        std::vector<KernelArgument> values;
+        for (const py::handle& one : arguments) {
+          if (py::isinstance<py::tuple>(one)) {
+            values.emplace_back(one.cast<py::tuple>()[0].cast<std::uintptr_t>());
+          } else if (py::isinstance<py::float_>(one)) {
+            values.emplace_back(one.cast<double>());
+          } else {
+            values.emplace_back(one.cast<std::int64_t>());
+          }
+        }
+        const py::gil_scoped_release no_gil;
+        program.launch(kernel, *reinterpret_cast<sycl::queue*>(queue),
+                       {std::move(global), std::move(local)}, values);
+      });
   m.def("set_kernel_library", &set_kernel_library);
   m.def("set_cache_directory", &set_cache_directory);
   m.def("kernel_names", &kernel_names);

@@ -34,7 +34,7 @@ sycl::queue& queue_of(const c10::Stream& stream);
 sycl::queue& current_queue(c10::DeviceIndex device);
 void register_guard();
 
-// Memory (allocator.cpp).
+// Memory (allocator.cpp, pinned.cpp).
 c10::DeviceAllocator& allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* pointer);
@@ -43,6 +43,9 @@ void register_allocator();
 void set_memory_fraction(double fraction, c10::DeviceIndex device);
 double memory_fraction(c10::DeviceIndex device);
 std::vector<c10::CachingDeviceAllocator::SegmentInfo> memory_snapshot();
+struct Trace;
+void record_memory_history(std::size_t limit);
+std::vector<std::vector<Trace>> memory_history();
 
 // Random numbers (generator.cpp).
 const at::Generator& default_generator(c10::DeviceIndex device);
@@ -89,8 +92,9 @@ void from_host(const at::Tensor& host, const at::Tensor& tensor);
 // A new tensor on the device with the values, sizes and strides of one on the host.
 at::Tensor to_device(const at::Tensor& host, c10::DeviceIndex device);
 
-void register_tensor_ops();  // tensor_ops.cpp
-void register_composites();  // composites.cpp
-void register_kernels();     // kernel_ops.cpp
+void register_tensor_ops();   // tensor_ops.cpp
+void register_composites();   // composites.cpp
+void register_kernels();      // kernel_ops.cpp
+void register_collectives();  // collectives.cpp
 
 }  // namespace ipex::xpu

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ipex_xpu_kernels import _names
 from ipex_xpu_kernels._device import State, activate, state
+from ipex_xpu_kernels._doctor import doctor
 from ipex_xpu_kernels._fallback import (
     fallback_stats,
     reset_fallback_stats,
@@ -25,15 +27,24 @@ from ipex_xpu_kernels._version import __version__
 
 if TYPE_CHECKING:
     from ipex_core._plugins import ProviderInfo
+    from ipex_xpu_kernels._inline import SyclCompileError as SyclCompileError
+    from ipex_xpu_kernels._inline import SyclLibrary as SyclLibrary
+    from ipex_xpu_kernels._inline import SyclOp as SyclOp
+    from ipex_xpu_kernels._inline import load_inline as load_inline
 
 __all__ = [
     "KERNEL_API",
     "State",
+    "SyclCompileError",
+    "SyclLibrary",
+    "SyclOp",
     "__version__",
     "activate",
+    "doctor",
     "fallback_stats",
     "kernel_load_stats",
     "kernel_names",
+    "load_inline",
     "register",
     "reset_fallback_stats",
     "set_fallback_mode",
@@ -105,8 +116,17 @@ def kernel_load_stats() -> dict[str, int]:
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module 'ipex.xpu' has no attribute {name!r}")
     import torch
 
-    if not name.startswith("__") and hasattr(torch.xpu, name):
-        return getattr(torch.xpu, name)
-    raise AttributeError(f"module 'ipex.xpu' has no attribute {name!r}")
+    if name in vars(torch.xpu):
+        return vars(torch.xpu)[name]
+    try:
+        return _names.resolve(name)
+    except AttributeError:
+        raise AttributeError(f"module 'ipex.xpu' has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_names.NAMES, *_names.SUBMODULES})

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ipex_xpu_kernels import _sycl
+from ipex_xpu_kernels import _names, _sycl
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,18 @@ def require(function: str) -> Any:
     raise RuntimeError(f"{function}: there is no xpu device of ipex-xpu-kernels: {why}")
 
 
+def compiler(function: str) -> Any:
+    """Return the native module for what needs torch's streams only, which a torch that has XPU has as well.
+
+    Args:
+        function: For the message.
+
+    Raises:
+        RuntimeError: There is no xpu device.
+    """
+    return native() if state().mode == "native" and state().count else require(function)
+
+
 def native() -> Any:
     """Return the native module.
 
@@ -95,6 +107,7 @@ def _find() -> State:
     import torch
 
     if getattr(torch._C, "_has_xpu", False):
+        _names.attach()
         return State("native", torch.xpu.device_count())
     if not _sycl.device_possible():
         return State("none", 0, "no GPU was found (IPEX_XPU_DEVICE=cpu uses the CPU)")
@@ -106,9 +119,11 @@ def _find() -> State:
     _configure(module)
     module.register_device()
 
-    from ipex_xpu_kernels import _torch_xpu
+    from ipex_xpu_kernels import _distributed, _torch_xpu
 
     _torch_xpu.install(module)
+    _distributed.install()
+    _names.attach()
     atexit.register(_shut_down, module)
     return State("own", count)
 
@@ -128,5 +143,10 @@ def _configure(module: Any) -> None:
 
 def _shut_down(module: Any) -> None:
     # Registered at activation, this runs after whatever scripts have registered since.
+    import torch
+
+    if torch._C._autograd._profiler_enabled():
+        # Nobody will read what it has gathered, and it would end when parts of torch are gone: an abort.
+        torch._C._autograd._disable_profiler()
     module.stop_autograd_threads()
     module.shutdown()

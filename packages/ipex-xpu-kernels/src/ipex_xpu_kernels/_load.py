@@ -4,7 +4,32 @@
 from __future__ import annotations
 
 import importlib
+import re
+import sys
+from pathlib import Path
 from typing import Any
+
+#: The SYCL run-time that the native module is linked with.
+SONAME = "libsycl.so.9"
+
+
+def foreign_runtime(maps: str = "/proc/self/maps") -> str:
+    """Return the path of a SYCL run-time of another release that this process has loaded; empty if there is none.
+
+    Args:
+        maps: List of what is mapped into the process.
+    """
+    try:
+        text = Path(maps).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    for path in re.findall(r"(/\S*/libsycl\.so\.\d\S*)", text):
+        if (
+            not Path(path).name.startswith((SONAME + ".", SONAME + "-"))
+            and Path(path).name != SONAME
+        ):
+            return str(path)
+    return ""
 
 
 def native() -> Any:
@@ -13,6 +38,9 @@ def native() -> Any:
     Raises:
         ImportError: The installed torch is not the one it was built with, or the SYCL run-time is missing.
     """
+    loaded = sys.modules.get("ipex_xpu_kernels._C")
+    if loaded is not None:
+        return loaded
     import torch
 
     from ipex_xpu_kernels._version import __version__
@@ -26,6 +54,12 @@ def native() -> Any:
         raise ImportError(
             f"ipex-xpu-kernels {__version__} was built for torch {wanted}, but torch {torch.__version__} is installed:"
             f" pip install 'torch=={wanted}.*', or the release of ipex-xpu-kernels for torch {installed}"
+        )
+    other = foreign_runtime()
+    if other:
+        raise ImportError(
+            f"another SYCL run-time is loaded in this process ({other}), and two cannot be: ipex-xpu-kernels needs"
+            f" {SONAME} of the package intel-sycl-rt; import ipex before the library that loads the other"
         )
     try:
         return importlib.import_module("ipex_xpu_kernels._C")

@@ -41,6 +41,10 @@ def opencl_cpu_driver() -> Path | None:
 
 def prepare_environment() -> None:
     """Let the OpenCL loader find the CPU driver; the file that the package has for it names a folder of its build."""
+    # Kernels that users write are compiled in the process (2 s); with this the run-time keeps what it has compiled.
+    if cache_directory() and "SYCL_CACHE_PERSISTENT" not in os.environ:
+        os.environ["SYCL_CACHE_PERSISTENT"] = "1"
+        os.environ.setdefault("SYCL_CACHE_DIR", str(Path(cache_directory()) / "sycl"))
     if requested_device() in ("", "gpu") or "OCL_ICD_FILENAMES" in os.environ:
         return
     driver = opencl_cpu_driver()

@@ -87,9 +87,18 @@ def install(native: Any) -> None:
     def snapshot(_pool: object = None) -> dict[str, Any]:
         return {
             "segments": native.memory_snapshot(),
-            "device_traces": [[] for _ in range(native.device_count())],
+            "device_traces": native.memory_history(),
             "external_annotations": [],
         }
+
+    def record_history(enabled: object, *options: Any, **keywords: Any) -> None:
+        # (enabled, context, stacks, max_entries, ...); without stacks, which the allocator does not gather.
+        if enabled not in (None, "state", "all"):
+            raise ValueError(
+                f"_record_memory_history: enabled must be None, 'state' or 'all', got {enabled!r}"
+            )
+        limit = keywords.get("max_entries", options[2] if len(options) > 2 else 1 << 20)
+        native.record_memory_history(min(int(limit), 1 << 24) if enabled == "all" else 0)
 
     def current_stream(device: int) -> tuple[int, int, int]:
         stream = c._accelerator_getStream(device)
@@ -124,7 +133,7 @@ def install(native: Any) -> None:
         "_xpu_resetPeakMemoryStats": c._accelerator_resetPeakStats,
         "_xpu_resetAccumulatedMemoryStats": c._accelerator_resetAccumulatedStats,
         "_xpu_memorySnapshot": snapshot,
-        "_xpu_recordMemoryHistory": _not_here("the history of allocations"),
+        "_xpu_recordMemoryHistory": record_history,
         "_xpu_setMemoryFraction": native.set_memory_fraction,
         "_xpu_getMemoryFraction": native.memory_fraction,
         "_XpuDeviceProperties": DeviceProperties,

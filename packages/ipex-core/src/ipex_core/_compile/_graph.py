@@ -39,6 +39,8 @@ __all__ = [
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+#: Where our ops run; what each device has of kernels is asked apart.
+DEVICES = ("cpu", "xpu")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 _CAST = (prims.convert_element_type.default, aten._to_copy.default)

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from ipex_core._compile._graph import (
+    DEVICES,
     FLOATS,
     PURE,
     Context,
@@ -288,7 +289,7 @@ def _two_tensors(ctx: Context, node: fx.Node, gate: Activation, up: fx.Node) -> 
     name = "silu_mul" if gate.kind == "silu" else "gelu_mul"
     op = f"ipex::{name}"
     value = val(gate.source)
-    if value is None or value.dtype not in FLOATS or value.device.type != "cpu":
+    if value is None or value.dtype not in FLOATS or value.device.type not in DEVICES:
         return
     if not (_heavy(gate.source) and _heavy(up)):
         ctx.reject("gated", node, op, "Inductor fuses it with the elementwise ops before it")

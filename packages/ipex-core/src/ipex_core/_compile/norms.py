@@ -17,6 +17,7 @@ from torch import fx
 
 from ipex_core._choice import prefer_ipex_norm
 from ipex_core._compile._graph import (
+    DEVICES,
     FLOATS,
     Context,
     between,
@@ -69,7 +70,7 @@ def _replace(ctx: Context, match: _Norm, name: str) -> None:
     source = val(match.source)
     assert source is not None
     reason = None
-    if source.device.type != "cpu" or source.dtype not in FLOATS:
+    if source.device.type not in DEVICES or source.dtype not in FLOATS:
         reason = f"no kernel for {describe(match.source)} on {source.device.type}"
     elif not ctx.kernels(name):
         reason = f"no kernel package implements {name}"

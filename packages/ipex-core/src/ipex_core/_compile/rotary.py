@@ -17,6 +17,7 @@ from torch import fx
 
 from ipex_core._choice import prefer_ipex_rotary
 from ipex_core._compile._graph import (
+    DEVICES,
     FLOATS,
     Context,
     binary,
@@ -207,7 +208,7 @@ def _reason(ctx: Context, first: _Rotation, second: _Rotation) -> str | None:
     query, key, cos, sin = (val(n) for n in (first.x, second.x, first.cos, first.sin))
     if query is None or key is None or cos is None or sin is None:
         return "shapes are unknown"
-    if query.device.type != "cpu" or query.dtype not in FLOATS or key.dtype != query.dtype:
+    if query.device.type not in DEVICES or query.dtype not in FLOATS or key.dtype != query.dtype:
         return f"query and key are {describe(first.x)} and {describe(second.x)}"
     batch, _, length, size = query.shape
     for table in (cos, sin):

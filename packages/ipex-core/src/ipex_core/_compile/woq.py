@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ipex_core._compile._graph import (
+    DEVICES,
     FLOATS,
     Context,
     binary,
@@ -198,7 +199,7 @@ def _reason(ctx: Context, match: _Match) -> str | None:
         return "shapes are unknown"
     if not ctx.is_constant(match.codes) or not ctx.is_constant(match.scales):
         return "the weight is not frozen"
-    if x.device.type != "cpu" or x.dtype not in FLOATS or out.dtype != x.dtype:
+    if x.device.type not in DEVICES or x.dtype not in FLOATS or out.dtype != x.dtype:
         return f"input and result are {describe(match.x)} and {describe(match.root)}"
     if not static(codes.shape) or not static(scales.shape) or scales.dtype not in FLOATS:
         return f"codes and scales are {describe(match.codes)} and {describe(match.scales)}"

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torch.distributed`` for tensors of the device: the back end gloo, which works on the host, serves them, too."""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import Any
+
+#: Name of a back end that is gloo for tensors of the host and of the device.
+BACKEND = "xpu_gloo"
+
+_NO_XCCL = (
+    "the back end xccl is not there: it comes with a torch built for XPU, of which the oneCCL library is a part"
+    " (see docs/xpu.md). The xpu device of ipex-xpu-kernels communicates through the host:"
+    " init_process_group('gloo'), or 'xpu_gloo', or no back end at all"
+)
+
+
+def install() -> None:
+    """Let gloo take tensors of the device; a group without a named back end takes gloo for them.
+
+    The collectives themselves are registered by the native module.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        return
+    from torch.distributed import distributed_c10d as c10d
+
+    backend: Any = c10d.Backend
+    if "xpu" not in backend.backend_capability[backend.GLOO]:
+        backend.backend_capability[backend.GLOO].append("xpu")
+    # What a group takes that names no back end; xccl is not in this torch.
+    backend.default_device_backend_map["xpu"] = backend.GLOO
+    if BACKEND not in backend.backend_list:
+        backend.register_backend(BACKEND, _create, devices=["cpu", "xpu"])
+    _explain_xccl(c10d)
+
+
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    import torch.distributed as dist
+
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
+def _explain_xccl(c10d: Any) -> None:
+    """Let the message of a group that asks for xccl say what to use instead."""
+    inner = c10d._new_process_group_helper
+
+    @functools.wraps(inner)
+    def helper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except RuntimeError as error:
+            if "XCCL built in" in str(error):
+                raise RuntimeError(f"init_process_group: {_NO_XCCL}") from error
+            raise
+
+    c10d._new_process_group_helper = helper

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives, DDP and FSDP of tensors of the device, in two processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ipex_core.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("needs_device")
+
+
+def start(rank: int, ranks: int, folder: str) -> None:
+    """Take the device, and then a group: where the package is not installed, torch does not load it."""
+    import ipex_xpu_kernels
+
+    assert ipex_xpu_kernels.activate().mode == "own"
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/start", rank=rank, world_size=ranks
+    )
+
+
+def backends(rank: int, ranks: int, folder: str) -> list[Any]:
+    """All names of back ends that users write."""
+    start(rank, ranks, folder)
+    dist.destroy_process_group()
+    found: list[Any] = []
+    for name in ("gloo", "xpu_gloo", None, "cpu:gloo,xpu:xpu_gloo", "xpu:gloo"):
+        dist.init_process_group(
+            name, init_method=f"file://{folder}/{name}", rank=rank, world_size=ranks
+        )
+        x = torch.full((3,), float(rank + 1), device="xpu")
+        dist.all_reduce(x)
+        dist.barrier()
+        found.append(x.tolist())
+        dist.destroy_process_group()
+    try:
+        dist.init_process_group(
+            "xccl", init_method=f"file://{folder}/x", rank=rank, world_size=ranks
+        )
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+def collectives(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    """One result of each collective, as lists."""
+    start(rank, ranks, folder)
+    found: dict[str, Any] = {}
+    device = "xpu"
+    mine = torch.arange(4, dtype=torch.float32, device=device) + 10 * rank
+
+    x = mine.clone()
+    dist.all_reduce(x, op=dist.ReduceOp.AVG)
+    found["mean"] = x.tolist()
+    x = mine.clone().bfloat16()
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    found["max"] = x.tolist()
+    # Not contiguous, and without waiting at once.
+    x = torch.zeros(3, 2, device=device).t()
+    x.copy_(torch.full((2, 3), float(rank + 1)))
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    found["strided"] = (x.tolist(), work.is_completed(), x.is_contiguous())
+    x = mine.clone()
+    future = dist.all_reduce(x, async_op=True).get_future()
+    found["future"] = future.then(lambda f: (f.value()[0] * 2).tolist()).wait()
+    x = mine.clone()
+    dist.all_reduce(x, async_op=True)  # nobody keeps the work
+    dist.barrier()
+
+    x = mine.clone() > 11
+    dist.broadcast(x, src=1)
+    found["broadcast bool"] = x.tolist()
+    parts = [torch.empty(4, device=device) for _ in range(ranks)]
+    dist.all_gather(parts, mine)
+    found["all_gather"] = [p.tolist() for p in parts]
+    whole = torch.empty(8, dtype=torch.int16, device=device)
+    dist.all_gather_into_tensor(whole, mine.to(torch.int16))
+    found["all_gather_into_tensor"] = whole.tolist()
+    out = torch.empty(2, device=device)
+    dist.reduce_scatter_tensor(out, mine, op=dist.ReduceOp.AVG)
+    found["reduce_scatter_tensor"] = out.tolist()
+    dist.reduce_scatter(out, [mine[:2].clone(), mine[2:].clone()])
+    found["reduce_scatter"] = out.tolist()
+    out = torch.empty(4, device=device)
+    dist.all_to_all_single(out, mine)
+    found["all_to_all_single"] = out.tolist()
+    out = torch.empty(1 if rank == 0 else 3, dtype=torch.bool, device=device)
+    sizes = [1, 0] if rank == 0 else [1, 2]
+    dist.all_to_all_single(
+        out,
+        mine[:2] > 0,
+        output_split_sizes=sizes,
+        input_split_sizes=[1, 1] if rank == 0 else [0, 2],
+    )
+    found["all_to_all_single bool"] = out.tolist()
+    outs = [torch.empty(2, device=device) for _ in range(ranks)]
+    dist.all_to_all(outs, list(mine.view(2, 2)))
+    found["all_to_all"] = [o.tolist() for o in outs]
+    x = mine.clone()
+    dist.reduce(x, dst=0)
+    found["reduce"] = x.tolist() if rank == 0 else None
+    parts = [torch.empty(4, device=device) for _ in range(ranks)] if rank == 0 else None
+    dist.gather(mine, parts, dst=0)
+    found["gather"] = parts and [p.tolist() for p in parts]
+    out = torch.empty(2, device=device)
+    dist.scatter(out, list(mine.view(2, 2)) if rank == 1 else None, src=1)
+    found["scatter"] = out.tolist()
+    x = torch.empty(4, device=device)
+    if rank == 0:
+        dist.send(mine, 1)
+        dist.isend(mine * 2, 1, tag=3).wait()
+    else:
+        dist.recv(x, 0)
+        y = torch.empty(4, device=device)
+        dist.irecv(y, 0, tag=3).wait()
+        found["recv"] = (x.tolist(), y.tolist())
+    ops = [
+        dist.P2POp(dist.isend, mine, 1 - rank),
+        dist.P2POp(dist.irecv, x, 1 - rank),
+    ]
+    for request in dist.batch_isend_irecv(ops):
+        request.wait()
+    found["batch"] = x.tolist()
+    objects: list[Any] = [None] * ranks
+    dist.all_gather_object(objects, {"rank": rank})
+    found["objects"] = objects
+    payload = [torch.ones(2, device=device) if rank == 0 else None]
+    dist.broadcast_object_list(payload, src=0)
+    found["object of the device"] = str(payload[0].device) if payload[0] is not None else ""
+    from torch.distributed import _functional_collectives as functional
+
+    found["functional"] = functional.all_reduce(mine, "sum", dist.group.WORLD).tolist()
+    group = [dist.new_group([r]) for r in range(ranks)][rank]
+    x = mine.clone()
+    dist.all_reduce(x, group=group)
+    found["subgroup"] = x.equal(mine)
+    return found
+
+
+def staged(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    """The same through copies, as on a device whose memory the host cannot read."""
+    from ipex_xpu_kernels import _device
+
+    _device.native().set_zero_copy(False)
+    return collectives(rank, ranks, folder)
+
+
+def network() -> nn.Module:
+    """The model of the tests of training; equal in all processes."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 16),
+        nn.GELU(),
+        nn.LayerNorm(16),
+        nn.Linear(16, 16),
+        nn.ReLU(),
+        nn.Linear(16, 3),
+    )
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Four steps of eight samples."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 8, 6, generator=generator)
+    return x, torch.randint(3, (4, 8), generator=generator)
+
+
+def steps(model: nn.Module, part: slice, device: str) -> None:
+    """Train with the samples of one process."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    inputs, labels = (t.to(device) for t in data())
+    for x, y in zip(inputs, labels, strict=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[part]), y[part]).backward()
+        optimizer.step()
+
+
+def train(rank: int, ranks: int, folder: str, kind: str) -> tuple[list[float], str]:
+    """Train with DDP or FSDP2 and return all parameters."""
+    start(rank, ranks, folder)
+    model = network()
+    part = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+    torch.xpu.set_device(0)
+    if kind == "ddp":
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(model.to("xpu"), device_ids=[0])
+        steps(wrapped, part, "xpu")
+        state = model.state_dict()
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("xpu", (ranks,))
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        steps(model, part, "xpu")
+        state = {n: p.full_tensor() for n, p in model.state_dict().items()}
+    device = str(next(iter(state.values())).device)
+    return torch.cat([p.detach().cpu().flatten() for p in state.values()]).tolist(), device
+
+
+def fsdp1(rank: int, ranks: int, folder: str) -> list[float]:
+    """Train with the older FSDP and return all parameters."""
+    start(rank, ranks, folder)
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.xpu.set_device(0)
+    model = FullyShardedDataParallel(network().to("xpu"), device_id=0, use_orig_params=True)
+    steps(model, slice(rank * 8 // ranks, (rank + 1) * 8 // ranks), "xpu")
+    with FullyShardedDataParallel.summon_full_params(model):
+        return torch.cat([p.detach().cpu().flatten() for p in model.parameters()]).tolist()
+
+
+def late_error(rank: int, ranks: int, folder: str) -> str:
+    """A process that ends early must be an error of the other one's work, not a wrong result."""
+    start(rank, ranks, folder)
+    if rank == 1:
+        os._exit(0)
+    x = torch.ones(4, device="xpu")
+    try:
+        dist.all_reduce(x, async_op=True).wait()
+    except RuntimeError as error:
+        return f"error: {type(error).__name__}"
+    return "none"
+
+
+def run(function: Any, *args: Any) -> list[Any]:
+    results = run_ranks(function, 2, *args)
+    for result in results:
+        assert result is not None and not (isinstance(result, str) and "Error" in result), result
+    return results
+
+
+def test_names_of_back_ends(tmp_path: Path) -> None:
+    for result in run(backends, str(tmp_path)):
+        *values, message = result
+        assert values == [[3.0] * 3] * 5
+        assert "xccl is not there" in message and "init_process_group('gloo')" in message
+
+
+EXPECTED: dict[str, list[Any]] = {
+    "mean": [[5.0, 6.0, 7.0, 8.0]] * 2,
+    "max": [[10.0, 11.0, 12.0, 13.0]] * 2,
+    "strided": [([[3.0] * 3] * 2, True, False)] * 2,
+    "future": [[20.0, 24.0, 28.0, 32.0]] * 2,
+    "broadcast bool": [[False, False, True, True]] * 2,
+    "all_gather": [[[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]]] * 2,
+    "all_gather_into_tensor": [[0, 1, 2, 3, 10, 11, 12, 13]] * 2,
+    "reduce_scatter_tensor": [[5.0, 6.0], [7.0, 8.0]],
+    "reduce_scatter": [[10.0, 12.0], [14.0, 16.0]],
+    "all_to_all_single": [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]],
+    "all_to_all_single bool": [[False], [True, True, True]],
+    "all_to_all": [[[0.0, 1.0], [10.0, 11.0]], [[2.0, 3.0], [12.0, 13.0]]],
+    "reduce": [[10.0, 12.0, 14.0, 16.0], None],
+    "gather": [[[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]], None],
+    "scatter": [[10.0, 11.0], [12.0, 13.0]],
+    "recv": [None, ([0.0, 1.0, 2.0, 3.0], [0.0, 2.0, 4.0, 6.0])],
+    "batch": [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]],
+    "objects": [[{"rank": 0}, {"rank": 1}]] * 2,
+    "object of the device": ["xpu:0"] * 2,
+    "functional": [[10.0, 12.0, 14.0, 16.0]] * 2,
+    "subgroup": [True] * 2,
+}
+
+
+@pytest.mark.parametrize("function", [collectives, staged])
+def test_collectives(function: Callable[..., Any], tmp_path: Path) -> None:
+    for rank, found in enumerate(run(function, str(tmp_path))):
+        for name, expected in EXPECTED.items():
+            assert found.get(name) == expected[rank], (rank, name)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_training_equals_one_process(kind: str, tmp_path: Path) -> None:
+    model = network()
+    steps(model, slice(None), "cpu")
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for values, device in run(train, str(tmp_path), kind):
+        assert device == "xpu:0"
+        torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_older_fsdp_equals_one_process(tmp_path: Path) -> None:
+    model = network()
+    steps(model, slice(None), "cpu")
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for values in run(fsdp1, str(tmp_path)):
+        torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_lost_process_is_an_error(tmp_path: Path) -> None:
+    assert str(run_ranks(late_error, 2, str(tmp_path))[0]).startswith("error:")

