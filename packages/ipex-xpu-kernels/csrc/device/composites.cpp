@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ops that torch's composites cannot serve for xpu: convolutions, cells of recurrent networks,
-// attention.
+// Ops that torch's composites cannot serve for xpu: convolutions, recurrent networks.
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/lstm_native.h>
@@ -9,6 +8,7 @@
 
 #include <tuple>
 
+#include "convolution_ops.h"
 #include "runtime.h"
 
 namespace ipex::xpu {
@@ -36,13 +36,42 @@ ThreeTensors to_device(const ThreeTensors& host, DeviceIndex device) {
   return {back(std::get<0>(host)), back(std::get<1>(host)), back(std::get<2>(host))};
 }
 
-// Convolutions on the host, in the memory format of the caller. oneDNN takes channels-last tensors
-// as they are.
+std::vector<std::int64_t> transposed_sizes(const Tensor& input, const Tensor& weight,
+                                           const Convolution& conv, IntArrayRef output_padding) {
+  std::vector<std::int64_t> sizes{input.size(0), weight.size(1) * conv.groups};
+  const auto at = [](IntArrayRef v, std::int64_t d) {
+    return v[v.size() == 1 ? 0 : static_cast<std::size_t>(d)];
+  };
+  for (std::int64_t d = 0; d + 2 < input.dim(); ++d) {
+    sizes.push_back((input.size(d + 2) - 1) * at(conv.stride, d) - 2 * at(conv.padding, d) +
+                    at(conv.dilation, d) * (weight.size(d + 2) - 1) + at(output_padding, d) + 1);
+  }
+  return sizes;
+}
+
+// Convolutions: with the kernels, or on the host, in the memory format of the caller. oneDNN takes
+// channels-last tensors as they are.
 Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias,
                    SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
                    bool transposed, SymIntArrayRef output_padding, c10::SymInt groups) {
-  count_fallback("aten::convolution_overrideable");
   const c10::DeviceGuard guard(input.device());
+  if (convolution_supported(input, weight)) {
+    const Convolution conv{C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),
+                           C10_AS_INTARRAYREF_SLOW(dilation), groups.expect_int()};
+    Tensor result =
+        transposed ? convolve_input_grad(input, weight,
+                                         transposed_sizes(input, weight, conv,
+                                                          C10_AS_INTARRAYREF_SLOW(output_padding)),
+                                         conv)
+                   : convolve(input, weight, conv);
+    if (bias && bias->defined()) {
+      std::vector<std::int64_t> sizes(static_cast<std::size_t>(input.dim()), 1);
+      sizes[1] = -1;
+      result.add_(bias->view(sizes));
+    }
+    return result.contiguous(input.suggest_memory_format());
+  }
+  count_fallback("aten::convolution_overrideable");
   const Tensor result =
       at::convolution_symint(xpu::to_host(input), xpu::to_host(weight), to_host(bias), stride,
                              padding, dilation, transposed, output_padding, std::move(groups));
@@ -54,8 +83,25 @@ ThreeTensors convolution_backward(const Tensor& grad_output, const Tensor& input
                                   SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed,
                                   SymIntArrayRef output_padding, c10::SymInt groups,
                                   std::array<bool, 3> output_mask) {
-  count_fallback("aten::convolution_backward_overrideable");
   const c10::DeviceGuard guard(input.device());
+  if (convolution_supported(input, weight) && convolution_supported(grad_output, weight)) {
+    const Convolution conv{C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),
+                           C10_AS_INTARRAYREF_SLOW(dilation), groups.expect_int()};
+    ThreeTensors result;
+    auto& [grad_input, grad_weight, grad_bias] = result;
+    if (output_mask[0]) {
+      grad_input = transposed ? convolve(grad_output, weight, conv, input.sizes())
+                              : convolve_input_grad(grad_output, weight, input.sizes(), conv);
+      grad_input = grad_input.contiguous(input.suggest_memory_format());
+    }
+    if (output_mask[1]) {
+      grad_weight = transposed ? convolve_weight_grad(input, grad_output, weight.sizes(), conv)
+                               : convolve_weight_grad(grad_output, input, weight.sizes(), conv);
+    }
+    if (output_mask[2]) grad_bias = grad_output.transpose(0, 1).flatten(1).sum(1);
+    return result;
+  }
+  count_fallback("aten::convolution_backward_overrideable");
   const std::vector<std::int64_t> bias_sizes{grad_output.size(1)};
   return to_device(at::convolution_backward_symint(
                        xpu::to_host(grad_output), xpu::to_host(input), xpu::to_host(weight),
@@ -81,63 +127,6 @@ ThreeTensors group_norm_backward(const Tensor& grad, const Tensor& input, const 
       index_of(input));
 }
 
-// Cells. torch's composites take the fused cells for this device, so they are written in ops that
-// it has. Gates are in torch's order: input, forget, cell, output; reset, update, new.
-ThreeTensors lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx,
-                       const optional<Tensor>& input_bias, const optional<Tensor>& hidden_bias) {
-  Tensor gates = input_gates + hidden_gates;
-  if (input_bias && input_bias->defined()) gates = gates + *input_bias;
-  if (hidden_bias && hidden_bias->defined()) gates = gates + *hidden_bias;
-  const auto parts = gates.chunk(4, 1);
-  const Tensor i = parts[0].sigmoid();
-  const Tensor f = parts[1].sigmoid();
-  const Tensor g = parts[2].tanh();
-  const Tensor o = parts[3].sigmoid();
-  const Tensor cy = f * cx + i * g;
-  return {o * cy.tanh(), cy, at::cat({i, f, g, o}, 1)};
-}
-
-ThreeTensors lstm_cell_backward(const optional<Tensor>& grad_hy, const optional<Tensor>& grad_cy,
-                                const Tensor& cx, const Tensor& cy, const Tensor& workspace,
-                                bool has_bias) {
-  if (!(grad_hy && grad_hy->defined()) && !(grad_cy && grad_cy->defined())) return {};
-  const auto parts = workspace.chunk(4, 1);
-  const Tensor &i = parts[0], &f = parts[1], &g = parts[2], &o = parts[3];
-  const Tensor t = cy.tanh();
-  const Tensor dh = grad_hy && grad_hy->defined() ? *grad_hy : at::zeros_like(cx);
-  Tensor dc = dh * o * (1 - t * t);
-  if (grad_cy && grad_cy->defined()) dc = dc + *grad_cy;
-  const Tensor grad_gates = at::cat(
-      {dc * g * i * (1 - i), dc * cx * f * (1 - f), dc * i * (1 - g * g), dh * t * o * (1 - o)}, 1);
-  return {grad_gates, dc * f, has_bias ? grad_gates.sum(0) : Tensor()};
-}
-
-std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hidden_gates,
-                                    const Tensor& hx, const optional<Tensor>& input_bias,
-                                    const optional<Tensor>& hidden_bias) {
-  const bool biased = input_bias && input_bias->defined();
-  const auto in = (biased ? input_gates + *input_bias : input_gates).chunk(3, 1);
-  const auto hidden = (biased ? hidden_gates + *hidden_bias : hidden_gates).chunk(3, 1);
-  const Tensor r = (in[0] + hidden[0]).sigmoid();
-  const Tensor z = (in[1] + hidden[1]).sigmoid();
-  const Tensor n = (in[2] + r * hidden[2]).tanh();
-  return {n + z * (hx - n), at::cat({r, z, n, hx, hidden[2]}, 1)};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tensor& grad_hy,
-                                                                     const Tensor& workspace,
-                                                                     bool has_bias) {
-  const auto parts = workspace.chunk(5, 1);
-  const Tensor &r = parts[0], &z = parts[1], &n = parts[2], &hx = parts[3], &hn = parts[4];
-  const Tensor dz = grad_hy * (hx - n) * z * (1 - z);
-  const Tensor dn = grad_hy * (1 - z) * (1 - n * n);
-  const Tensor dr = dn * hn * r * (1 - r);
-  const Tensor grad_input = at::cat({dr, dz, dn}, 1);
-  const Tensor grad_hidden = at::cat({dr, dz, dn * r}, 1);
-  return {grad_input, grad_hidden, grad_hy * z, has_bias ? grad_input.sum(0) : Tensor(),
-          has_bias ? grad_hidden.sum(0) : Tensor()};
-}
-
 // Without gradients torch's LSTM asks a table of the device for oneDNN's, in which this torch has
 // no place for xpu. It does not ask where gradients are on; nothing is recorded, since no tensor
 // wants one.
@@ -158,29 +147,6 @@ ThreeTensors lstm(const Tensor& input, at::TensorList hx, at::TensorList params,
                           dropout, train, bidirectional, batch_first);
 }
 
-// The composite asks a table of the device which kernel to take, in which this torch has no place
-// for xpu.
-Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                 const optional<Tensor>& mask, double dropout_p, bool is_causal,
-                 optional<double> scale, bool enable_gqa) {
-  TORCH_CHECK(query.dim() >= 2 && key.dim() >= 2 && value.dim() >= 2,
-              "scaled_dot_product_attention: query, key and value must have 2 dimensions or more");
-  TORCH_CHECK(
-      query.scalar_type() == key.scalar_type() && query.scalar_type() == value.scalar_type(),
-      "scaled_dot_product_attention: query, key and value must have one dtype, got ",
-      query.scalar_type(), ", ", key.scalar_type(), " and ", value.scalar_type());
-  TORCH_CHECK(
-      !(mask && mask->defined() && is_causal),
-      "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True");
-  optional<Tensor> bias = mask;
-  if (mask && mask->defined() && mask->scalar_type() == at::kBool) {
-    bias = at::zeros_like(*mask, query.options())
-               .masked_fill_(mask->logical_not(), -std::numeric_limits<double>::infinity());
-  }
-  return std::get<0>(at::_scaled_dot_product_attention_math(
-      query, key, value, bias, dropout_p, is_causal, std::nullopt, scale, enable_gqa));
-}
-
 }  // namespace
 
 void register_composites() {
@@ -189,17 +155,11 @@ void register_composites() {
   library.impl("convolution_overrideable", TORCH_FN(convolution));
   library.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
   library.impl("native_group_norm_backward", TORCH_FN(group_norm_backward));
-  library.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
-  library.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
-  library.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
-  library.impl("_thnn_fused_gru_cell_backward", TORCH_FN(gru_cell_backward));
   library.impl("lstm.input", TORCH_FN(lstm));
-  library.impl("scaled_dot_product_attention", TORCH_FN(attention));
   // For the key of autograd, too: with a kernel for xpu alone, gradients would be lost.
   static torch::Library autograd(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradXPU,
                                  __FILE__, __LINE__);
   autograd.impl("lstm.input", TORCH_FN(lstm));
-  autograd.impl("scaled_dot_product_attention", TORCH_FN(attention));
 }
 
 }  // namespace ipex::xpu

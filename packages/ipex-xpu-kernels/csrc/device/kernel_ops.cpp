@@ -81,6 +81,9 @@ void register_kernels() {
   register_rope();
   register_optim();
   register_random();
+  register_matmul();
+  register_attention();
+  register_cells();
 }
 
 }  // namespace ipex::xpu

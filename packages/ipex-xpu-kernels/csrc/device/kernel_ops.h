@@ -157,6 +157,23 @@ void add_kernel(torch::Library& library, const char* name) {
                          decltype(function)>::template kernel_or_host<function, speed, numbers>>());
 }
 
+// out = beta * addend + alpha * a @ b for matrices or batches of them of one dtype that kernels
+// have and any strides; the shapes are right, and `addend`, which may be null, has that of `out`.
+// False if the batch is too large for a launch.
+bool matmul_kernel(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                   const at::Tensor* addend, float beta, float alpha);
+
+// A packed weight of 4 or 8 bits: where its strips begin, and in bytes of a strip where zero points
+// and weights do; kinds as in woq.sycl.cpp.
+struct WoqLayout {
+  bool nibbles;
+  std::int64_t offset, strip_bytes, zero_offset, weight_offset, blocks, blocks_of_group;
+  int scale_kind, scale_columns, zero_kind;
+};
+// y = x weight^T in float32 (woq_ops.cpp); x has a number for each code of all blocks.
+void woq_kernel(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& y,
+                const WoqLayout& layout);
+
 void register_elementwise();  // elementwise_ops.cpp
 void register_rows();         // rows_ops.cpp
 void register_reduce();       // reduce_ops.cpp
@@ -164,5 +181,8 @@ void register_index();        // index_ops.cpp
 void register_rope();         // rope_ops.cpp
 void register_optim();        // optim_ops.cpp
 void register_random();       // random_ops.cpp
+void register_matmul();       // matmul_ops.cpp
+void register_attention();    // attention_ops.cpp
+void register_cells();        // cells_ops.cpp
 
 }  // namespace ipex::xpu

@@ -6,9 +6,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Generator.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 
+#include "attention_ops.h"
 #include "block_cache.h"
 #include "core/core.h"
 #include "core/source.h"
@@ -165,6 +167,27 @@ PYBIND11_MODULE(_C, m) {
                       : mode == "warn" ? FallbackMode::WarnOnce
                                        : FallbackMode::Silent);
   });
+  m.def("attention_supported", &attention_supported);
+  // Sequences of tensors and numbers in the order of struct Attention.
+  m.def("attention", [](at::Tensor query, at::Tensor key, at::Tensor value, at::Tensor out,
+                        std::optional<at::Tensor> mask, std::optional<at::Tensor> slopes,
+                        std::optional<at::Tensor> sinks, std::optional<at::Tensor> q_starts,
+                        std::optional<at::Tensor> k_starts, std::optional<at::Tensor> k_lengths,
+                        std::optional<at::Tensor> table, std::int64_t sequences,
+                        std::int64_t longest, std::int64_t behind, std::int64_t ahead, double scale,
+                        double softcap, bool bottom_right) {
+    attention_kernel({query, key, value, out, mask, slopes, sinks, q_starts, k_starts, k_lengths,
+                      table, sequences, longest, behind, ahead, scale, softcap, bottom_right});
+  });
+  m.def("woq_product",
+        [](at::Tensor x, at::Tensor packed, at::Tensor y, bool nibbles, std::int64_t offset,
+           std::int64_t strip_bytes, std::int64_t zero_offset, std::int64_t weight_offset,
+           std::int64_t blocks, std::int64_t blocks_of_group, int scale_kind, int scale_columns,
+           int zero_kind) {
+          woq_kernel(x, packed, y,
+                     {nibbles, offset, strip_bytes, zero_offset, weight_offset, blocks,
+                      blocks_of_group, scale_kind, scale_columns, zero_kind});
+        });
   m.def("set_kernel_mode", [](const std::string& mode) {
     TORCH_CHECK_VALUE(mode == "auto" || mode == "always",
                       "set_kernel_mode: mode must be auto or always, got ", mode);

@@ -75,7 +75,11 @@ def register(api: int) -> ProviderInfo:
             f"ipex-xpu-kernels {__version__} has KERNEL_API {KERNEL_API}, but the installed ipex-core has {api}:"
             " pip install --upgrade ipex-core ipex-xpu-kernels"
         )
-    activate()
+    names: tuple[str, ...] = ()
+    if activate().mode == "own":
+        from ipex_xpu_kernels import _ipex_ops
+
+        names = _ipex_ops.register()
     return ProviderInfo(
         name="xpu",
         version=__version__,
@@ -84,7 +88,7 @@ def register(api: int) -> ProviderInfo:
         isa="spirv",
         isa_available=("spirv",),
         isa_built=("spirv",),
-        ops=(),
+        ops=names,
         kernels=lambda op: (),
     )
 

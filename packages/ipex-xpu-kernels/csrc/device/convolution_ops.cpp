@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "convolution_ops.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "core/core.h"
+#include "kernel_ops.h"
+#include "runtime.h"
+
+namespace ipex::xpu {
+namespace {
+
+using at::IntArrayRef;
+using at::Tensor;
+using Triple = std::array<int, 3>;
+
+// Columns of one launch: batches are cut to that many bytes.
+constexpr std::int64_t kColumnBytes = std::int64_t{1} << 28;
+
+// Numbers of up to three spatial dimensions, the missing first ones filled up.
+Triple triple(IntArrayRef values, std::int64_t dims, int fill) {
+  Triple result{fill, fill, fill};
+  for (std::int64_t d = 0; d < dims; ++d) {
+    const auto from = values.size() == 1 ? 0 : static_cast<std::size_t>(d);
+    result[static_cast<std::size_t>(3 - dims + d)] = static_cast<int>(values[from]);
+  }
+  return result;
+}
+
+struct Geometry {
+  Triple size, out, kernel, stride, pad, step;
+  Geometry(IntArrayRef input, IntArrayRef output, IntArrayRef weight, const Convolution& conv) {
+    const auto dims = static_cast<std::int64_t>(input.size()) - 2;
+    size = triple(input.slice(2), dims, 1);
+    out = triple(output.slice(2), dims, 1);
+    kernel = triple(weight.slice(2), dims, 1);
+    stride = triple(conv.stride, dims, 1);
+    pad = triple(conv.padding, dims, 0);
+    step = triple(conv.dilation, dims, 1);
+  }
+  std::int64_t positions() const { return product(out); }
+  std::int64_t taps() const { return product(kernel); }
+  static std::int64_t product(const Triple& t) { return std::int64_t{t[0]} * t[1] * t[2]; }
+};
+
+std::string name_for(const char* kernel, const Tensor& x) {
+  return std::string(kernel) + '<' + *kernel_dtype(x.scalar_type()) + '>';
+}
+
+// [C * taps, N, positions]
+Tensor columns_of(const Tensor& x, const Geometry& g) {
+  const std::int64_t n = x.size(0);
+  const Tensor columns = at::empty({x.size(1) * g.taps(), n, g.positions()}, x.options());
+  const auto stride = [&](std::int64_t d) -> std::int64_t {
+    const std::int64_t at = x.dim() - 3 + d;  // of z, y, x
+    return at >= 2 ? x.stride(at) : 0;
+  };
+  const auto device = static_cast<c10::DeviceIndex>(x.get_device());
+  const auto total = static_cast<unsigned long>(columns.numel());
+  launch_elements(current_queue(device), device, name_for("spread_columns", x), total,
+                  x.const_data_ptr(), columns.mutable_data_ptr(), total, n, x.stride(0),
+                  x.stride(1), stride(0), stride(1), stride(2), g.size[0], g.size[1], g.size[2],
+                  g.out[0], g.out[1], g.out[2], g.kernel[0], g.kernel[1], g.kernel[2], g.stride[0],
+                  g.stride[1], g.stride[2], g.pad[0], g.pad[1], g.pad[2], g.step[0], g.step[1],
+                  g.step[2]);
+  return columns;
+}
+
+// Calls f(first, count) for parts of a batch whose columns are not too large.
+template <typename F>
+void for_parts(std::int64_t batch, std::int64_t bytes_each, F&& f) {
+  const std::int64_t part = std::clamp<std::int64_t>(
+      kColumnBytes / std::max<std::int64_t>(bytes_each, 1), 1, std::min<std::int64_t>(batch, 4096));
+  for (std::int64_t first = 0; first < batch; first += part)
+    f(first, std::min(part, batch - first));
+}
+
+// out[n] = a @ b[:, n] for [rows, n, positions], or the transpose of what is wanted.
+void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
+  matmul_kernel(out, a, b, nullptr, 0.f, 1.f);
+}
+
+std::vector<std::int64_t> output_sizes(const Tensor& input, const Tensor& weight,
+                                       const Convolution& conv) {
+  std::vector<std::int64_t> sizes{input.size(0), weight.size(0)};
+  const auto at = [](IntArrayRef v, std::int64_t d) {
+    return v[v.size() == 1 ? 0 : static_cast<std::size_t>(d)];
+  };
+  for (std::int64_t d = 0; d + 2 < input.dim(); ++d) {
+    sizes.push_back((input.size(d + 2) + 2 * at(conv.padding, d) -
+                     at(conv.dilation, d) * (weight.size(d + 2) - 1) - 1) /
+                        at(conv.stride, d) +
+                    1);
+  }
+  return sizes;
+}
+
+}  // namespace
+
+bool convolution_supported(const Tensor& input, const Tensor& weight) {
+  return input.is_xpu() && weight.is_xpu() && input.get_device() == weight.get_device() &&
+         input.scalar_type() == weight.scalar_type() && kernel_dtype(input.scalar_type()) &&
+         input.dim() >= 3 && input.dim() <= 5 && input.numel() != 0 && weight.numel() != 0 &&
+         use_kernel(static_cast<c10::DeviceIndex>(input.get_device()), KernelSpeed::Slower);
+}
+
+Tensor convolve(const Tensor& input, const Tensor& weight, const Convolution& conv,
+                std::optional<IntArrayRef> wanted) {
+  const auto sizes = wanted ? wanted->vec() : output_sizes(input, weight, conv);
+  const Geometry g(input.sizes(), sizes, weight.sizes(), conv);
+  const Tensor out = at::empty(sizes, input.options());
+  const Tensor flat = out.view({sizes[0], sizes[1], g.positions()});
+  const std::int64_t group_in = weight.size(1);
+  const std::int64_t group_out = sizes[1] / conv.groups;
+  const Tensor rows = weight.contiguous().view({sizes[1], -1});
+  for_parts(sizes[0], input.size(1) * g.taps() * g.positions() * input.element_size(),
+            [&](std::int64_t first, std::int64_t count) {
+              const Tensor columns = columns_of(input.narrow(0, first, count), g);
+              for (std::int64_t i = 0; i < conv.groups; ++i) {
+                const Tensor own = columns.narrow(0, i * group_in * g.taps(), group_in * g.taps());
+                const Tensor a = rows.narrow(0, i * group_out, group_out);
+                multiply(flat.narrow(0, first, count).narrow(1, i * group_out, group_out),
+                         a.unsqueeze(0).expand({count, -1, -1}), own.transpose(0, 1));
+              }
+            });
+  return out;
+}
+
+Tensor convolve_input_grad(const Tensor& grad, const Tensor& weight, IntArrayRef sizes,
+                           const Convolution& conv) {
+  const Geometry g(sizes, grad.sizes(), weight.sizes(), conv);
+  const Tensor result = at::empty(sizes, grad.options());
+  const Tensor flat = grad.contiguous().view({grad.size(0), grad.size(1), g.positions()});
+  const std::int64_t group_in = weight.size(1);
+  const std::int64_t group_out = grad.size(1) / conv.groups;
+  const std::int64_t channels = sizes[1];
+  const Tensor rows = weight.contiguous().view({weight.size(0), -1});
+  const auto device = static_cast<c10::DeviceIndex>(grad.get_device());
+  for_parts(grad.size(0), channels * g.taps() * g.positions() * grad.element_size(),
+            [&](std::int64_t first, std::int64_t count) {
+              const Tensor columns =
+                  at::empty({channels * g.taps(), count, g.positions()}, grad.options());
+              for (std::int64_t i = 0; i < conv.groups; ++i) {
+                const Tensor own = columns.narrow(0, i * group_in * g.taps(), group_in * g.taps());
+                const Tensor a = rows.narrow(0, i * group_out, group_out).t();
+                multiply(own.transpose(0, 1), a.unsqueeze(0).expand({count, -1, -1}),
+                         flat.narrow(0, first, count).narrow(1, i * group_out, group_out));
+              }
+              const Tensor part = result.narrow(0, first, count);
+              const auto total = static_cast<unsigned long>(part.numel());
+              launch_elements(current_queue(device), device, name_for("sum_columns", grad), total,
+                              columns.const_data_ptr(), part.mutable_data_ptr(), total, count,
+                              channels, g.size[0], g.size[1], g.size[2], g.out[0], g.out[1],
+                              g.out[2], g.kernel[0], g.kernel[1], g.kernel[2], g.stride[0],
+                              g.stride[1], g.stride[2], g.pad[0], g.pad[1], g.pad[2], g.step[0],
+                              g.step[1], g.step[2]);
+            });
+  return result;
+}
+
+Tensor convolve_weight_grad(const Tensor& grad, const Tensor& input, IntArrayRef weight_sizes,
+                            const Convolution& conv) {
+  const Geometry g(input.sizes(), grad.sizes(), weight_sizes, conv);
+  const std::int64_t outputs = weight_sizes[0];
+  const std::int64_t group_in = weight_sizes[1] * g.taps();
+  const std::int64_t group_out = outputs / conv.groups;
+  const Tensor flat = grad.reshape({grad.size(0), outputs, g.positions()}).transpose(0, 1);
+  // Sums over parts of the batch in float32.
+  Tensor sum;
+  for_parts(grad.size(0), input.size(1) * g.taps() * g.positions() * input.element_size(),
+            [&](std::int64_t first, std::int64_t count) {
+              const Tensor columns =
+                  columns_of(input.narrow(0, first, count), g).view({input.size(1) * g.taps(), -1});
+              const Tensor rows = flat.narrow(1, first, count).reshape({outputs, -1});
+              const Tensor part = at::empty({outputs, group_in}, grad.options());
+              for (std::int64_t i = 0; i < conv.groups; ++i) {
+                multiply(part.narrow(0, i * group_out, group_out),
+                         rows.narrow(0, i * group_out, group_out),
+                         columns.narrow(0, i * group_in, group_in).t());
+              }
+              sum = sum.defined() ? sum + part.to(at::kFloat) : part.to(at::kFloat);
+            });
+  return sum.to(grad.scalar_type()).view(weight_sizes);
+}
+
+}  // namespace ipex::xpu

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// torch's products of matrices on the kernel of matmul.sycl.cpp. What it does not have (other
+// dtypes, mixed ones) and what is wrong (shapes, devices) goes to the host, whose messages are
+// torch's.
+#include <ATen/Functions.h>
+#include <ATen/Operators.h>
+#include <ATen/native/CPUFallback.h>
+#include <torch/library.h>
+
+#include "core/core.h"
+#include "kernel_ops.h"
+#include "runtime.h"
+
+namespace ipex::xpu {
+namespace {
+
+using at::Scalar;
+using at::Tensor;
+
+// Tiles of a work-group and the shape of the group, as in matmul.sycl.cpp.
+constexpr std::int64_t kTile = 64;
+constexpr std::size_t kRows = 8;
+constexpr std::size_t kColumns = 32;
+constexpr std::int64_t kMaxBatch = 65535;  // work-groups in the outermost dimension
+
+// On the CPU device 0.8 to 0.9 of the host's rate in float32, less in the other dtypes.
+constexpr KernelSpeed kSpeed = KernelSpeed::Slower;
+
+// A batch of matrices: a dimension of size 1 in front where there is none.
+Tensor batched(const Tensor& x) { return x.dim() == 2 ? x.unsqueeze(0) : x; }
+
+bool same_kind(const Tensor& y, const Tensor& x) {
+  return x.is_xpu() && x.get_device() == y.get_device() && x.scalar_type() == y.scalar_type();
+}
+
+// `out` as torch would make it, and memory of its own.
+bool fits(const Tensor& out, at::IntArrayRef sizes, std::initializer_list<Tensor> inputs) {
+  if (!out.is_xpu() || out.sizes() != sizes) return false;
+  for (const Tensor& input : inputs) {
+    if (!same_kind(out, input) || out.is_alias_of(input)) return false;
+  }
+  return kernel_dtype(out.scalar_type()).has_value();
+}
+
+bool expands_to(const Tensor& x, at::IntArrayRef sizes) {
+  if (x.dim() > static_cast<std::int64_t>(sizes.size())) return false;
+  for (std::int64_t d = 1; d <= x.dim(); ++d) {
+    if (x.size(-d) != 1 && x.size(-d) != sizes[sizes.size() - static_cast<std::size_t>(d)])
+      return false;
+  }
+  return true;
+}
+
+// out = beta * self + alpha * a @ b; false if this is not for the kernel.
+bool multiply(const Tensor& out, const Tensor& a, const Tensor& b, const Tensor* self,
+              const Scalar& beta, const Scalar& alpha) {
+  const std::int64_t dim = out.dim();
+  if ((dim != 2 && dim != 3) || a.dim() != dim || b.dim() != dim || a.size(-1) != b.size(-2))
+    return false;
+  std::vector<std::int64_t> sizes{a.size(-2), b.size(-1)};
+  if (dim == 3) sizes.insert(sizes.begin(), a.size(0));
+  if (dim == 3 && b.size(0) != a.size(0)) return false;
+  if (!fits(out, sizes, {a, b}) || beta.isComplex() || alpha.isComplex()) return false;
+  if (!use_kernel(static_cast<c10::DeviceIndex>(out.get_device()), kSpeed)) return false;
+  Tensor addend;
+  if (self != nullptr) {
+    if (!same_kind(out, *self) || !expands_to(*self, sizes)) return false;
+    addend = self->expand(sizes);
+    // Each element is read by the item that writes it, if it is the same element.
+    if (out.is_alias_of(*self) &&
+        !(addend.const_data_ptr() == out.const_data_ptr() && addend.strides() == out.strides()))
+      return false;
+  }
+  return matmul_kernel(out, a, b, self == nullptr ? nullptr : &addend,
+                       self == nullptr ? 0.f : beta.to<float>(), alpha.to<float>());
+}
+
+Tensor& mm_out(const Tensor& self, const Tensor& other, Tensor& out) {
+  const c10::DeviceGuard guard(out.device());
+  if (multiply(out, self, other, nullptr, 0, 1)) return out;
+  return at::native::call_fallback_fn<&fallback, ATEN_OP2(mm, out)>::call(self, other, out);
+}
+Tensor& bmm_out(const Tensor& self, const Tensor& other, Tensor& out) {
+  const c10::DeviceGuard guard(out.device());
+  if (multiply(out, self, other, nullptr, 0, 1)) return out;
+  return at::native::call_fallback_fn<&fallback, ATEN_OP2(bmm, out)>::call(self, other, out);
+}
+Tensor& addmm_out(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta,
+                  const Scalar& alpha, Tensor& out) {
+  const c10::DeviceGuard guard(out.device());
+  if (multiply(out, a, b, &self, beta, alpha)) return out;
+  return at::native::call_fallback_fn<&fallback, ATEN_OP2(addmm, out)>::call(self, a, b, beta,
+                                                                             alpha, out);
+}
+Tensor& baddbmm_out(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta,
+                    const Scalar& alpha, Tensor& out) {
+  const c10::DeviceGuard guard(out.device());
+  if (multiply(out, a, b, &self, beta, alpha)) return out;
+  return at::native::call_fallback_fn<&fallback, ATEN_OP2(baddbmm, out)>::call(self, a, b, beta,
+                                                                               alpha, out);
+}
+Tensor& addmv_out(const Tensor& self, const Tensor& a, const Tensor& x, const Scalar& beta,
+                  const Scalar& alpha, Tensor& out) {
+  const c10::DeviceGuard guard(out.device());
+  if (out.dim() == 1 && a.dim() == 2 && x.dim() == 1 && self.dim() <= 1) {
+    const Tensor addend = self.unsqueeze(-1);
+    if (multiply(out.unsqueeze(1), a, x.unsqueeze(1), &addend, beta, alpha)) return out;
+  }
+  return at::native::call_fallback_fn<&fallback, ATEN_OP2(addmv, out)>::call(self, a, x, beta,
+                                                                             alpha, out);
+}
+
+}  // namespace
+
+bool matmul_kernel(const Tensor& out, const Tensor& a, const Tensor& b, const Tensor* addend,
+                   float beta, float alpha) {
+  const auto dtype = kernel_dtype(out.scalar_type());
+  const Tensor y = batched(out);
+  if (!dtype || y.size(0) > kMaxBatch) return false;
+  if (y.numel() == 0) return true;
+  const Tensor left = batched(a);
+  const Tensor right = batched(b);
+  const Tensor c = addend == nullptr ? Tensor() : batched(*addend);
+  const auto stride = [](const Tensor& x, std::int64_t d) -> std::int64_t {
+    return x.defined() ? x.stride(d) : 0;
+  };
+  const auto groups = [](std::int64_t n) {
+    return static_cast<std::size_t>((n + kTile - 1) / kTile);
+  };
+  const std::int64_t m = y.size(1);
+  const std::int64_t n = y.size(2);
+  const auto device = static_cast<c10::DeviceIndex>(out.get_device());
+  launch<3>(current_queue(device), device, "matmul<" + *dtype + ">",
+            {static_cast<std::size_t>(y.size(0)), groups(m) * kRows, groups(n) * kColumns},
+            {1, kRows, kColumns}, left.const_data_ptr(), right.const_data_ptr(),
+            c.defined() ? c.const_data_ptr() : nullptr, y.mutable_data_ptr(), m, n, left.size(2),
+            stride(left, 0), stride(left, 1), stride(left, 2), stride(right, 0), stride(right, 1),
+            stride(right, 2), stride(c, 0), stride(c, 1), stride(c, 2), stride(y, 0), stride(y, 1),
+            stride(y, 2), alpha, c.defined() ? beta : 0.f);
+  return true;
+}
+
+void register_matmul() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
+                                __LINE__);
+  library.impl("mm.out", TORCH_FN(mm_out));
+  library.impl("bmm.out", TORCH_FN(bmm_out));
+  library.impl("addmm.out", TORCH_FN(addmm_out));
+  library.impl("baddbmm.out", TORCH_FN(baddbmm_out));
+  library.impl("addmv.out", TORCH_FN(addmv_out));
+}
+
+}  // namespace ipex::xpu

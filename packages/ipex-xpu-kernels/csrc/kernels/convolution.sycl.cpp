@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// What turns convolutions into products of matrices: inputs spread to columns, and columns summed
+// back to inputs. Both have three dimensions of space, of which the first ones may be 1. An item
+// writes one number.
+#include "prelude.h"
+
+using ipex::bf16;
+using ipex::global_id;
+using ipex::half;
+using ipex::load;
+using ipex::store;
+
+// columns[c, kernel position, n, output position] of x[n, c, z, y, x], whose strides are in
+// elements.
+template <typename T>
+IPEX_KERNEL(1)
+void spread_columns(const T* x, T* columns, unsigned long total, long batch, long x_n, long x_c,
+                    long x_z, long x_y, long x_x, int size_z, int size_y, int size_x, int out_z,
+                    int out_y, int out_x, int kernel_z, int kernel_y, int kernel_x, int stride_z,
+                    int stride_y, int stride_x, int pad_z, int pad_y, int pad_x, int step_z,
+                    int step_y, int step_x) {
+  const unsigned long item = global_id();
+  if (item >= total) return;
+  unsigned long rest = item;
+  const int ox = static_cast<int>(rest % out_x);
+  rest /= out_x;
+  const int oy = static_cast<int>(rest % out_y);
+  rest /= out_y;
+  const int oz = static_cast<int>(rest % out_z);
+  rest /= out_z;
+  const long n = static_cast<long>(rest % batch);
+  rest /= batch;
+  const int kx = static_cast<int>(rest % kernel_x);
+  rest /= kernel_x;
+  const int ky = static_cast<int>(rest % kernel_y);
+  rest /= kernel_y;
+  const int kz = static_cast<int>(rest % kernel_z);
+  const long c = static_cast<long>(rest / kernel_z);
+  const int iz = oz * stride_z - pad_z + kz * step_z;
+  const int iy = oy * stride_y - pad_y + ky * step_y;
+  const int ix = ox * stride_x - pad_x + kx * step_x;
+  const bool inside = iz >= 0 && iz < size_z && iy >= 0 && iy < size_y && ix >= 0 && ix < size_x;
+  columns[item] = inside ? x[n * x_n + c * x_c + iz * x_z + iy * x_y + ix * x_x] : T(0.f);
+}
+
+// The output positions to which an input position `i` contributes by kernel position `k`: 1 or
+// none.
+inline bool output_of(int i, int k, int stride, int pad, int step, int out, int& o) {
+  const int distance = i + pad - k * step;
+  o = distance / stride;
+  return distance >= 0 && o * stride == distance && o < out;
+}
+
+// x[n, c, z, y, x], contiguous, from columns of the same order as above.
+template <typename T>
+IPEX_KERNEL(1)
+void sum_columns(const T* columns, T* x, unsigned long total, long batch, long channels, int size_z,
+                 int size_y, int size_x, int out_z, int out_y, int out_x, int kernel_z,
+                 int kernel_y, int kernel_x, int stride_z, int stride_y, int stride_x, int pad_z,
+                 int pad_y, int pad_x, int step_z, int step_y, int step_x) {
+  const unsigned long item = global_id();
+  if (item >= total) return;
+  unsigned long rest = item;
+  const int ix = static_cast<int>(rest % size_x);
+  rest /= size_x;
+  const int iy = static_cast<int>(rest % size_y);
+  rest /= size_y;
+  const int iz = static_cast<int>(rest % size_z);
+  rest /= size_z;
+  const long c = static_cast<long>(rest % channels);
+  const long n = static_cast<long>(rest / channels);
+  float sum = 0.f;
+  for (int kz = 0; kz < kernel_z; ++kz) {
+    int oz;
+    if (!output_of(iz, kz, stride_z, pad_z, step_z, out_z, oz)) continue;
+    for (int ky = 0; ky < kernel_y; ++ky) {
+      int oy;
+      if (!output_of(iy, ky, stride_y, pad_y, step_y, out_y, oy)) continue;
+      for (int kx = 0; kx < kernel_x; ++kx) {
+        int ox;
+        if (!output_of(ix, kx, stride_x, pad_x, step_x, out_x, ox)) continue;
+        const long row = ((c * kernel_z + kz) * kernel_y + ky) * kernel_x + kx;
+        sum += load(columns, (((row * batch + n) * out_z + oz) * out_y + oy) * out_x + ox);
+      }
+    }
+  }
+  store(x, item, sum);
+}
+
+#define CONVOLUTION(T)                                                                             \
+  template void spread_columns<T>(const T*, T*, unsigned long, long, long, long, long, long, long, \
+                                  int, int, int, int, int, int, int, int, int, int, int, int, int, \
+                                  int, int, int, int, int);                                        \
+  template void sum_columns<T>(const T*, T*, unsigned long, long, long, int, int, int, int, int,   \
+                               int, int, int, int, int, int, int, int, int, int, int, int, int);
+CONVOLUTION(float)
+CONVOLUTION(half)
+CONVOLUTION(bf16)

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products with packed weights of 4 or 8 bits in the order for float activations (docs of
+// pack_woq_weight). A strip holds 16 columns, whose codes lie side by side: an item owns a column,
+// reads words next to those of its neighbours, and multiplies kRows rows of x with each.
+#include "prelude.h"
+
+using ipex::bf16;
+using ipex::half;
+using ipex::load;
+
+constexpr unsigned long kStrip = 16;
+
+inline float number(const unsigned char* p, unsigned long i, int kind) {
+  switch (kind) {
+    case 0:
+      return reinterpret_cast<const float*>(p)[i];
+    case 1:
+      return static_cast<float>(reinterpret_cast<const bf16*>(p)[i]);
+    case 2:
+      return static_cast<float>(reinterpret_cast<const half*>(p)[i]);
+    default:
+      return static_cast<float>(reinterpret_cast<const signed char*>(p)[i]);
+  }
+}
+
+// The codes of a word, by k.
+template <bool kNibbles>
+inline void unpack(unsigned int word, float zero, float (&value)[kNibbles ? 8 : 4]) {
+  if constexpr (kNibbles) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int shift = (j % 2) * 16 + (j / 2) * 4;
+      value[j] = static_cast<float>((word >> shift) & 15u) - zero;
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int shift = (j % 2) * 16 + (j / 2) * 8;
+      value[j] = static_cast<float>(static_cast<signed char>((word >> shift) & 255u)) - zero;
+    }
+  }
+}
+
+// y[m, n] = x[m, :] . weight[n, :] in float32. Rows of x hold numbers (zeros at the end) for all
+// blocks of the weight. Kinds of scales and zeros: 0 float32, 1 bfloat16, 2 float16, 3 int8, -1
+// none.
+template <typename T, bool kNibbles, int kRows>
+IPEX_KERNEL(2)
+void woq_product(const T* x, const unsigned char* strips, float* y, long m, long n, long x_row,
+                 long blocks, long blocks_of_group, long strip_bytes, long zero_offset,
+                 long weight_offset, int scale_kind, int scale_columns, int zero_kind) {
+  constexpr unsigned long kCodes = kNibbles ? 8 : 4;
+  const auto position = sycl::ext::oneapi::this_work_item::get_nd_item<2>();
+  const unsigned long lane = position.get_local_id(1);
+  const long first = static_cast<long>(position.get_group(0)) * kRows;
+  const unsigned long strip = position.get_group(1);
+  const unsigned char* own = strips + strip * strip_bytes;
+  const unsigned int* words = reinterpret_cast<const unsigned int*>(own + weight_offset);
+  const T* row[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) row[r] = x + (first + r < m ? first + r : m - 1) * x_row;
+  float sum[kRows] = {};
+  unsigned long group = 0;
+  for (long begin = 0; begin < blocks; begin += blocks_of_group, ++group) {
+    const long end = begin + blocks_of_group < blocks ? begin + blocks_of_group : blocks;
+    const unsigned long at = scale_columns == 1 ? group : group * kStrip + lane;
+    const float scale = number(own, at, scale_kind);
+    const float zero = zero_kind >= 0 ? number(own + zero_offset, group * kStrip + lane, zero_kind)
+                       : kNibbles     ? 8.f
+                                      : 0.f;
+    float part[kRows] = {};
+    for (long block = begin; block < end; ++block) {
+      float value[kCodes];
+      unpack<kNibbles>(words[block * kStrip + lane], zero, value);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (unsigned long j = 0; j < kCodes; ++j)
+          part[r] += value[j] * load(row[r], block * kCodes + j);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sum[r] += part[r] * scale;
+  }
+  const unsigned long column = strip * kStrip + lane;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (first + r < m && column < static_cast<unsigned long>(n))
+      y[(first + r) * n + column] = sum[r];
+  }
+}
+
+#define WOQ_OF(T, nibbles, rows)                                                                  \
+  template void woq_product<T, nibbles, rows>(const T*, const unsigned char*, float*, long, long, \
+                                              long, long, long, long, long, long, int, int, int);
+#define WOQ(T)        \
+  WOQ_OF(T, false, 1) \
+  WOQ_OF(T, false, 8) \
+  WOQ_OF(T, true, 1)  \
+  WOQ_OF(T, true, 8)
+WOQ(float)
+WOQ(half)
+WOQ(bf16)

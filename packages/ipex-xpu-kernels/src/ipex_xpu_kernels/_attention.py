@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention ops of ipex on the kernel of the device; what it does not have runs as the op is defined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ipex_core._spec import check
+from ipex_core.ops._kv import check_block_tables
+from ipex_core.ops._sequences import check_offsets
+
+__all__ = ["FUNCTIONS"]
+
+Tensor = torch.Tensor
+
+
+def _native() -> Any:
+    from ipex_xpu_kernels import _device
+
+    return _device.native()
+
+
+def _float(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float().contiguous()
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return ``x`` with neighbouring numbers of a head side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _additive(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -float("inf"))
+    return mask.float().expand(shape)
+
+
+def _int32(values: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=like.device)
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    sequences: int,
+    longest: int,
+    mask: Tensor | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_starts: Tensor | None = None,
+    k_starts: Tensor | None = None,
+    k_lengths: Tensor | None = None,
+    table: Tensor | None = None,
+    behind: int = -1,
+    ahead: int = -1,
+    softcap: float = 0.0,
+    bottom_right: bool = True,
+) -> None:
+    _native().attention(
+        *(_dense(query), _dense(key), _dense(value), out, mask, _float(slopes), _float(sinks)),
+        *(q_starts, k_starts, k_lengths, table, sequences, longest, behind, ahead),
+        *(scale or query.shape[-1] ** -0.5, softcap, bottom_right),
+    )
+
+
+def _supported(query: Tensor, key: Tensor, value: Tensor, *factors: Any) -> bool:
+    """Return whether the kernel has these dtypes and sizes; quantised caches it has not."""
+    plain = all(factor is None or factor == 1.0 for factor in factors)
+    return plain and bool(_native().attention_supported(query, key, value))
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    scale: float = 0.0,
+    is_causal: bool = False,
+    alibi_slopes: Tensor | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    bottom_right: bool = False,
+) -> Tensor | None:
+    if not _supported(query, key, value):
+        return None
+    batch, heads, length, size = query.shape
+    out = query.new_empty(batch, length, heads, size).transpose(1, 2)
+    _run(
+        *(query, key, value, out),
+        scale=scale,
+        sequences=batch,
+        longest=length,
+        mask=_additive(mask, (batch, heads, length, key.shape[2])),
+        slopes=alibi_slopes,
+        sinks=sinks,
+        behind=window_left,
+        ahead=0 if is_causal else window_right,
+        softcap=softcap,
+        bottom_right=bottom_right,
+    )
+    return out
+
+
+def _decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    window_size: int = -1,
+    softcap: float = -1.0,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> Tensor | None:
+    if not _supported(query, key_cache, value_cache, k_scale, v_scale, key_scales, value_scales):
+        return None
+    batch, heads, queries, size = query.shape
+    capacity = key_cache.shape[2]
+    if lengths is not None:
+        text = f"be between 0 and the rows of the cache = {capacity}"
+        for length in lengths.tolist():
+            check(0 <= length <= capacity, "decode_attention", "lengths", text, length)
+    out = query.new_empty(batch, queries, heads, size).transpose(1, 2)
+    _run(
+        *(query, key_cache, value_cache, out),
+        scale=scale,
+        sequences=batch,
+        longest=queries,
+        mask=_additive(mask, (batch, heads, queries, capacity)),
+        slopes=alibi_slopes,
+        sinks=sinks,
+        k_lengths=None if lengths is None else lengths.int().contiguous(),
+        behind=window_size - 1 if window_size > 0 else -1,
+        ahead=0,
+        softcap=softcap,
+    )
+    return out
+
+
+def _single_query(
+    output: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    head_mapping: Tensor | None,
+    scale: float,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    max_context_len: int,
+    alibi_slopes: Tensor | None,
+    window_size: int = -1,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    softcap: float = -1.0,
+    sinks: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> bool:
+    op = "single_query_cached_kv_attention"
+    mapped = head_mapping is not None and head_mapping.shape[0] == query.shape[1]
+    if mapped or output.stride(-1) != 1:
+        return False  # the definition reads the mapping
+    if not _supported(query, key_cache, value_cache, k_scale, v_scale, key_scales, value_scales):
+        return False
+    lengths = context_lens.tolist()
+    check_block_tables(op, "context_lens", lengths, block_tables, block_size, key_cache.shape[0])
+    text = f"be at least the largest of context_lens, {max(lengths, default=0)}"
+    enough = max(lengths, default=0) <= max_context_len
+    check(enough, op, "max_context_len", text, max_context_len)
+    _run(
+        *(query.unsqueeze(2), key_cache, value_cache, output.unsqueeze(2)),
+        scale=scale,
+        sequences=query.shape[0],
+        longest=1,
+        slopes=alibi_slopes,
+        sinks=sinks,
+        k_lengths=context_lens.int().contiguous(),
+        table=block_tables.int().contiguous(),
+        behind=window_size - 1 if window_size > 0 else -1,
+        ahead=0,
+        softcap=softcap,
+    )
+    return True
+
+
+def _packed(x: Tensor) -> Tensor:
+    """View ``[tokens, heads, size]`` as one sequence ``[1, heads, tokens, size]``."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    seqlen_q: Tensor,
+    seqlen_k: Tensor,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    pdropout: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    return_softmax: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = -1.0,
+    sinks: Tensor | None = None,
+) -> bool:
+    if not _supported(query, key, value):
+        return False
+    queries = check_offsets("varlen_attention", "seqlen_q", seqlen_q, query.shape[0])
+    keys = check_offsets("varlen_attention", "seqlen_k", seqlen_k, key.shape[0])
+    check_pair = len(queries) == len(keys)
+    check(check_pair, "varlen_attention", "seqlen_k", "be as long as seqlen_q", len(keys) + 1)
+    if zero_tensors:
+        out.zero_()
+    _run(
+        *(_packed(query), _packed(key), _packed(value), _packed(out)),
+        scale=softmax_scale,
+        sequences=len(queries),
+        longest=max((end - begin for begin, end in queries), default=0),
+        slopes=alibi_slopes,
+        sinks=sinks,
+        q_starts=seqlen_q.int().contiguous(),
+        k_starts=seqlen_k.int().contiguous(),
+        behind=window_size_left,
+        ahead=0 if is_causal else window_size_right,
+        softcap=softcap,
+    )
+    return True
+
+
+def _flash_attn_varlen_func(
+    out: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    softmax_scale: float,
+    is_causal: bool,
+    block_table: Tensor,
+    alibi_slopes: Tensor | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    kv_cache_dtype: str = "auto",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    softcap: float = -1.0,
+    sinks: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> bool:
+    op = "flash_attn_varlen_func"
+    if not _supported(query, key_cache, value_cache, k_scale, v_scale, key_scales, value_scales):
+        return False
+    queries = check_offsets(op, "cu_seqlens_q", cu_seqlens_q, query.shape[0])
+    keys = check_offsets(op, "cu_seqlens_kv", cu_seqlens_kv, 2**62)
+    lengths = [end - begin for begin, end in keys]
+    block_size = key_cache.shape[2]
+    check_block_tables(
+        *(op, "cu_seqlens_kv", lengths, block_table, block_size, key_cache.shape[0], "block_table")
+    )
+    _run(
+        *(_packed(query), key_cache, value_cache, _packed(out)),
+        scale=softmax_scale,
+        sequences=len(queries),
+        longest=max((end - begin for begin, end in queries), default=0),
+        slopes=alibi_slopes,
+        sinks=sinks,
+        q_starts=cu_seqlens_q.int().contiguous(),
+        k_lengths=_int32(lengths, query),
+        table=block_table.int().contiguous(),
+        behind=window_left,
+        ahead=0 if is_causal else window_right,
+        softcap=softcap,
+    )
+    return True
+
+
+#: Name of an op -> what runs for tensors of the device; None or False: as it is defined.
+FUNCTIONS = {
+    "attention": _attention,
+    "decode_attention": _decode_attention,
+    "flash_attn_varlen_func": _flash_attn_varlen_func,
+    "single_query_cached_kv_attention": _single_query,
+    "varlen_attention": _varlen_attention,
+}

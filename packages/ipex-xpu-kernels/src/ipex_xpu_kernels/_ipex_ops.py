@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registers kernels of the device for the ops ``torch.ops.ipex.*``; the others run as they are defined."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ipex_core._spec import specs
+
+
+def _with_definition(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the op whose ``function`` returns None or False for arguments that the kernel does not have."""
+    spec = specs()[name]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        spec.check(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if result is None or result is False:
+            result = spec.reference(*args, **kwargs)
+        return None if result is True else result
+
+    return kernel
+
+
+@functools.cache
+def register() -> tuple[str, ...]:
+    """Register them with torch, once, and return the names of the ops."""
+    from ipex_xpu_kernels import _attention, _woq
+
+    functions = {**_attention.FUNCTIONS, **_woq.FUNCTIONS}
+    for name, function in functions.items():
+        _library().impl(name, _with_definition(name, function), "XPU")
+    return tuple(functions)
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    return torch.library.Library("ipex", "IMPL")  # kept alive: its end would remove the kernels

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers on packed weights of 4 or 8 bits on the kernel of the device; others run as the op is defined."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ipex_core import _woq
+from ipex_core._packed import HEADER_BYTES
+from ipex_core._woq import check_woq_packed
+from ipex_core.ops._epilogue import apply_epilogue, weight_rows
+
+__all__ = ["FUNCTIONS"]
+
+Tensor = torch.Tensor
+
+#: What the kernel calls the dtypes of scales and the kinds of zero points.
+_SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ZEROS = {"none": -1, "float32": 0, "int8": 3}
+_FORMATS = ("int4", "int8")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _woq_linear(
+    x: Tensor,
+    packed_weight: Tensor,
+    out_features: int,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    mul: Tensor | None = None,
+    residual2: Tensor | None = None,
+    gate: str = "none",
+    lowp_mode: str = "none",
+    act_quant_mode: str = "none",
+) -> Tensor | None:
+    n = weight_rows(out_features, gate)
+    layout = check_woq_packed("woq_linear", "packed_weight", packed_weight, n, x.shape[-1])
+    if layout is None or layout.format not in _FORMATS or layout.scale_dtype not in _SCALES:
+        return None
+    if lowp_mode != "none" or x.dtype not in _DTYPES:
+        return None
+    rows = x.reshape(-1, layout.k)
+    if layout.permuted:
+        rows = rows[:, _woq.permutation(packed_weight, layout)]
+    rows = functional.pad(rows, (0, layout.blocks * layout.block_k - layout.k)).contiguous()
+    y = x.new_empty(rows.shape[0], n, dtype=torch.float32)
+    scale_bytes, zero_bytes, sum_bytes, _ = layout.parts
+    from ipex_xpu_kernels import _device
+
+    _device.native().woq_product(
+        *(rows, packed_weight, y, layout.block_k == 8, HEADER_BYTES + layout.permutation_bytes),
+        *(sum(layout.parts), scale_bytes, scale_bytes + zero_bytes + sum_bytes, layout.blocks),
+        layout.blocks if layout.groups == 1 else layout.group // layout.block_k,
+        *(_SCALES[layout.scale_dtype], layout.scale_columns, _ZEROS[layout.zeros]),
+    )
+    y = y.view(*x.shape[:-1], n)
+    return apply_epilogue(y, out_features, bias, activation, mul, residual, residual2, gate).to(
+        x.dtype
+    )
+
+
+#: Name of an op -> what runs for tensors of the device; None: as it is defined.
+FUNCTIONS = {"woq_linear": _woq_linear}
