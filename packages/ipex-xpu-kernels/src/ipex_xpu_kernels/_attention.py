@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -299,7 +300,7 @@ def _flash_attn_varlen_func(
 
 
 #: Name of an op -> what runs for tensors of the device; None or False: as it is defined.
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attention": _attention,
     "decode_attention": _decode_attention,
     "flash_attn_varlen_func": _flash_attn_varlen_func,

@@ -31,7 +31,7 @@ def register() -> tuple[str, ...]:
     """Register them with torch, once, and return the names of the ops."""
     from ipex_xpu_kernels import _attention, _woq
 
-    functions = {**_attention.FUNCTIONS, **_woq.FUNCTIONS}
+    functions: dict[str, Callable[..., Any]] = {**_attention.FUNCTIONS, **_woq.FUNCTIONS}
     for name, function in functions.items():
         _library().impl(name, _with_definition(name, function), "XPU")
     return tuple(functions)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.xpu._utils import _get_device_index
 
 
 def get_device_type(device: Any = None) -> str:
@@ -73,7 +74,7 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
         abbreviated: Leave out the division into small and large blocks.
     """
     stats = torch.xpu.memory_stats(device)
-    index = torch.xpu._get_device_index(device, optional=True)
+    index = _get_device_index(device, optional=True)
     pools = [("all", "")]
     if not abbreviated:
         pools += [("large_pool", "  of large blocks"), ("small_pool", "  of small blocks")]

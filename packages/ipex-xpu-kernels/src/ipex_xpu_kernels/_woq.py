@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.nn import functional
 
@@ -62,4 +65,4 @@ def _woq_linear(
 
 
 #: Name of an op -> what runs for tensors of the device; None: as it is defined.
-FUNCTIONS = {"woq_linear": _woq_linear}
+FUNCTIONS: dict[str, Callable[..., Any]] = {"woq_linear": _woq_linear}

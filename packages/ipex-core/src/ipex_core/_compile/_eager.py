@@ -28,7 +28,7 @@ def compile_eager(
         report: Collects the decisions.
     """
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 
     report.notes.append("xpu without Triton: our ops and those of torch, one by one")
 
