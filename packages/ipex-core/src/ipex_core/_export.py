@@ -160,7 +160,9 @@ def _record(
     # Non-strict runs the forward as it is, so what ipex.optimize has put in place of it is recorded too.
     program: torch.export.ExportedProgram
     try:
-        with exporting_kernels():
+        with exporting_kernels(), warnings.catch_warnings():
+            # A recurrent layer lists its weights a second time, and that list follows them.
+            warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights")
             program = torch.export.export(
                 model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
             )
