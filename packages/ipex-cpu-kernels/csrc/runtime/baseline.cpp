@@ -19,8 +19,8 @@ template std::basic_ostringstream<char>::basic_ostringstream();
 template std::string std::basic_stringbuf<char>::str() const&;
 template std::string std::basic_stringbuf<char>::str() &&;
 
-// GLIBCXX_3.4.29.
+// GLIBCXX_3.4.29. Weak, since compilers made to run on older systems bring it along in an archive.
 namespace std {
-void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+__attribute__((weak)) void __throw_bad_array_new_length() { throw bad_array_new_length(); }
 }  // namespace std
 #endif

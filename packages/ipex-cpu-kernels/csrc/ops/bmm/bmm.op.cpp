@@ -7,12 +7,9 @@
 
 #include "bmm/few_rows.h"
 #include "ipex/dispatch.h"
-#include "ipex/gemm_schedule.h"
-#include "ipex/gemm_sizes.h"
-#include "linear/linear.h"
 #include "linear/pack_panel.h"
 #include "linear/packed_check.h"
-#include "runtime/scratch.h"
+#include "linear/run_linear.h"
 
 namespace ipex {
 namespace {
@@ -21,7 +18,16 @@ const auto kernels = IPEX_KERNELS("bmm", linear);
 const auto few_rows = IPEX_KERNELS("bmm", bmm_few_rows);
 constexpr int64_t kFewRows = 4;
 constexpr const char* kOp = "bmm";
-constexpr int kPanelScratch = 101;  // which block of runtime/scratch.h
+// Which blocks of runtime/scratch.h.
+constexpr int kPanelScratch = 101;
+constexpr int kRowScratch = 102;
+// Bytes up to which all of a second factor is packed at once: what such a block keeps.
+constexpr int64_t kPackedAtOnce = int64_t{16} << 20;
+// Rows from which b is packed as a whole. With fewer it is better to have a part of it in L2 and
+// use it there.
+constexpr int64_t kOneRows = 1024;
+// Rows that are transposed at a time: a cache line of 16-bit numbers.
+constexpr int64_t kTransposedRows = 32;
 
 void check_batched(const char* name, const Tensor& value, const Tensor& a, int64_t d1, int64_t d2) {
   IPEX_CHECK(value.is_cpu(), kOp, ": ", name, " must be on the device of a = cpu, got another");
@@ -93,6 +99,74 @@ void multiply_few_rows(const Tensor& a, const Tensor& b, bool by_column, const T
   });
 }
 
+// Rows [first, last) of a matrix whose columns lie side by side, row by row; null without memory.
+const void* transposed_rows(const Tensor& a, int64_t first, int64_t last) {
+  const int64_t k = a.size(2), size = static_cast<int64_t>(a.element_size());
+  char* to = Scratch<kRowScratch>::get((last - first) * k * size);
+  if (!to) return nullptr;
+  const char* from = static_cast<const char*>(a.const_data_ptr());
+  const int64_t stride = a.stride(2) * size;
+  const auto transpose = [&]<class W>(W* out, int64_t row, int64_t end) {
+    pack_detail::pack_columns(from + row * size, stride, k, end - row, out + (row - first) * k, k);
+  };
+  const int64_t tasks = (last - first + kTransposedRows - 1) / kTransposedRows;
+  parallel_for(tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = first + i * kTransposedRows, stop = std::min(last, row + kTransposedRows);
+      if (size == 4)
+        transpose(reinterpret_cast<uint32_t*>(to), row, stop);
+      else
+        transpose(reinterpret_cast<uint16_t*>(to), row, stop);
+    }
+  });
+  return to;
+}
+
+bool by_columns(const Tensor& a) { return a.stride(1) == 1 && a.stride(2) != 1; }
+
+// A single product: b is packed as a whole, as the weight of a linear layer would be, and then
+// multiplied as one; a may lie by columns. Returns false where that would need too much memory.
+bool multiply_one(const Tensor& a0, const Tensor& b, const Tensor* add, double alpha, Tensor& y) {
+  const int64_t m = a0.size(1), k = a0.size(2), n = b.size(2);
+  const ScalarType dtype = a0.scalar_type();
+  const auto size = static_cast<int64_t>(a0.element_size());
+  const uint32_t format = format_of(dtype);
+  const int64_t inner = packed_inner(format), panels = (n + kPackedPanel - 1) / kPackedPanel;
+  const int64_t panel_bytes = (k + inner - 1) / inner * inner * kPackedPanel * size;
+  if (panels * panel_bytes > kPackedAtOnce) return false;
+  char* packed = Scratch<kPanelScratch>::get(panels * panel_bytes);
+  if (!packed) return false;
+  const MatrixView view{static_cast<const char*>(b.const_data_ptr()), k, n, b.stride(1) * size,
+                        b.stride(2) * size};
+  parallel_for(panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) pack_panel(view, format, p, packed + p * panel_bytes);
+  });
+
+  const bool transposed = by_columns(a0);
+  const Tensor a = transposed ? a0 : with_rows(a0);
+  const int64_t fit = kPackedAtOnce / std::max<int64_t>(1, k * size) / kTransposedRows;
+  const int64_t step = transposed ? std::max<int64_t>(1, fit) * kTransposedRows : m;
+  const auto at = [size](const Tensor& x, int64_t row) {
+    return static_cast<const char*>(x.const_data_ptr()) + row * x.stride(1) * size;
+  };
+  LinearArgs args{};
+  args.x_stride = transposed ? k : a.stride(1);
+  args.weight = packed;
+  args.n = args.y_stride = n;
+  args.k = k;
+  args.epilogue.alpha = static_cast<float>(alpha);
+  if (add) args.epilogue.add_stride = add->stride(1);
+  for (int64_t row = 0; row < m; row += step) {
+    const int64_t end = std::min(m, row + step);
+    args.x = transposed ? transposed_rows(a, row, end) : at(a, row);
+    if (!args.x) return false;
+    args.y = static_cast<char*>(y.mutable_data_ptr()) + row * n * size;
+    if (add) args.epilogue.add = at(*add, row);
+    run_linear(kernels, dtype, args, GemmShape{end - row, panels, k, 1, uses_tiles(dtype)});
+  }
+  return true;
+}
+
 Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, double alpha,
            int64_t out_features) {
   check_tensor(kOp, "a", a0, 3);
@@ -115,13 +189,16 @@ Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, doubl
   const int64_t sizes[3] = {batch, m, n};
   Tensor y = new_contiguous(sizes, 3, dtype);
   if (y.numel() == 0) return y;
-  const Tensor a = with_rows(a0);
   // A single column may count as either; only as a column its numbers lie side by side.
   const bool columns = !packed && b0.stride(1) == 1 && (b0.stride(2) != 1 || n == 1);
   const Tensor b = packed || columns ? b0 : with_rows(b0);
   const Tensor add = add0 ? with_rows(*add0) : Tensor();
+  const Tensor* const addend = add0 ? &add : nullptr;
+  const bool one = !packed && batch == 1 && (m >= kOneRows || (m > kFewRows && by_columns(a0)));
+  if (one && multiply_one(a0, b, addend, alpha, y)) return y;
+  const Tensor a = with_rows(a0);
   if (!packed && m <= kFewRows) {
-    multiply_few_rows(a, b, columns, add0 ? &add : nullptr, alpha, y);
+    multiply_few_rows(a, b, columns, addend, alpha, y);
     return y;
   }
   const uint32_t format = format_of(dtype);

@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "linear.h"
 #include "ipex/dispatch.h"
-#include "ipex/gemm_schedule.h"
-#include "ipex/gemm_sizes.h"
 #include "linear/epilogue_check.h"
+#include "linear/run_linear.h"
 #include "packed_check.h"
-#include "runtime/scratch.h"
 
 namespace ipex {
 namespace {
@@ -36,14 +33,7 @@ Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features
 
   const GemmShape shape{rows.rows, (n + kPackedPanel - 1) / kPackedPanel, k,
                         epilogue.args.gated ? 2 : 1, uses_tiles(x.scalar_type())};
-  const bool tiles = shape.on_tiles();
-  kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
-    run_gemm(shape, tiles ? kTileRowsMost : 192, tiles ? kTilePanelsMost : shape.panels,
-             [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-               kernel(&args, row_begin, row_end, panel_begin, panel_end,
-                      tiles ? Scratch<kTileScratchUse>::get(kTileScratch) : nullptr);
-             });
-  });
+  run_linear(kernels, x.scalar_type(), args, shape);
   return y;
 }
 

@@ -25,19 +25,20 @@ namespace pack_detail {
 inline __m128i load(const char* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 inline void store(void* p, __m128i v) { _mm_storeu_si128(static_cast<__m128i*>(p), v); }
 
-// Transposes a square of 16 bytes a side: column r of the square at `to` is row r of `from`.
-inline void square(const char* from, int64_t stride, uint32_t* to) {
+// Transposes a square of 16 bytes a side: column r of the square at `to`, whose rows lie
+// `to_stride` numbers apart, is row r of `from`.
+inline void square(const char* from, int64_t stride, uint32_t* to, int64_t to_stride) {
   const __m128i r0 = load(from), r1 = load(from + stride);
   const __m128i r2 = load(from + 2 * stride), r3 = load(from + 3 * stride);
   const __m128i a = _mm_unpacklo_epi32(r0, r1), b = _mm_unpacklo_epi32(r2, r3);
   const __m128i c = _mm_unpackhi_epi32(r0, r1), d = _mm_unpackhi_epi32(r2, r3);
   store(to, _mm_unpacklo_epi64(a, b));
-  store(to + kPackedPanel, _mm_unpackhi_epi64(a, b));
-  store(to + 2 * kPackedPanel, _mm_unpacklo_epi64(c, d));
-  store(to + 3 * kPackedPanel, _mm_unpackhi_epi64(c, d));
+  store(to + to_stride, _mm_unpackhi_epi64(a, b));
+  store(to + 2 * to_stride, _mm_unpacklo_epi64(c, d));
+  store(to + 3 * to_stride, _mm_unpackhi_epi64(c, d));
 }
 
-inline void square(const char* from, int64_t stride, uint16_t* to) {
+inline void square(const char* from, int64_t stride, uint16_t* to, int64_t to_stride) {
   __m128i r[8], t[8];
   for (int i = 0; i < 8; ++i) r[i] = load(from + i * stride);
   for (int i = 0; i < 4; ++i) {
@@ -49,17 +50,18 @@ inline void square(const char* from, int64_t stride, uint16_t* to) {
     const __m128i b = _mm_unpacklo_epi32(t[i + 2], t[i + 3]);
     const __m128i c = _mm_unpackhi_epi32(t[i], t[i + 1]);
     const __m128i d = _mm_unpackhi_epi32(t[i + 2], t[i + 3]);
-    store(to + i * kPackedPanel, _mm_unpacklo_epi64(a, b));
-    store(to + (i + 1) * kPackedPanel, _mm_unpackhi_epi64(a, b));
-    store(to + (i + 2) * kPackedPanel, _mm_unpacklo_epi64(c, d));
-    store(to + (i + 3) * kPackedPanel, _mm_unpackhi_epi64(c, d));
+    store(to + i * to_stride, _mm_unpacklo_epi64(a, b));
+    store(to + (i + 1) * to_stride, _mm_unpackhi_epi64(a, b));
+    store(to + (i + 2) * to_stride, _mm_unpacklo_epi64(c, d));
+    store(to + (i + 3) * to_stride, _mm_unpackhi_epi64(c, d));
   }
 }
 
-// `words` words W of each column, which lie side by side. A word is a number, or a pair of
-// neighbours along K.
+// `words` words W of each column, which lie side by side, become rows `to_stride` words apart. A
+// word is a number, or a pair of neighbours along K.
 template <class W>
-void pack_columns(const char* from, int64_t stride, int64_t columns, int64_t words, W* panel) {
+void pack_columns(const char* from, int64_t stride, int64_t columns, int64_t words, W* to,
+                  int64_t to_stride = kPackedPanel) {
   constexpr int64_t kSide = 16 / static_cast<int64_t>(sizeof(W));
   for (int64_t j = 0; j < columns; j += kSide) {
     const char* at = from + j * stride;
@@ -67,10 +69,10 @@ void pack_columns(const char* from, int64_t stride, int64_t columns, int64_t wor
     int64_t i = 0;
     if (wide == kSide)
       for (; i + kSide <= words; i += kSide)
-        square(at + i * static_cast<int64_t>(sizeof(W)), stride, panel + i * kPackedPanel + j);
+        square(at + i * static_cast<int64_t>(sizeof(W)), stride, to + i * to_stride + j, to_stride);
     for (; i < words; ++i)
       for (int64_t c = 0; c < wide; ++c)
-        std::memcpy(panel + i * kPackedPanel + j + c,
+        std::memcpy(to + i * to_stride + j + c,
                     at + c * stride + i * static_cast<int64_t>(sizeof(W)), sizeof(W));
   }
 }

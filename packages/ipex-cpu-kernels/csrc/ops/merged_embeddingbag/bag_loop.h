@@ -3,6 +3,7 @@
 // of later lookups are asked for ahead of their use.
 #pragma once
 
+#include "fetch_row.h"
 #include "ipex/vec.h"
 #include "merged_embeddingbag.h"
 
@@ -10,14 +11,7 @@ namespace ipex {
 namespace {
 
 // Lookups from one to the row that is asked for ahead of its use.
-inline constexpr int64_t kAhead = 12;
-
-template <class T>
-IPEX_INLINE void fetch_row(const T* row, int64_t dim) {
-  const char* first = reinterpret_cast<const char*>(row);
-  const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(first + at);
-}
+inline constexpr int64_t kAhead = 16;
 
 // add(b, first, last) sums the lookups [first, last) of bag b; fetch(row) asks for a row by its
 // number.

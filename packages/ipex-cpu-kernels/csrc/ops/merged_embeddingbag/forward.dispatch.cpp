@@ -41,12 +41,18 @@ IPEX_INLINE void add_rows(const Bag<T, I>& bag, f32v factor, const Read& read, c
   for (int64_t v = 0; v < kVectors; ++v) write(v, sum[v] * factor);
 }
 
+// A row as it is. Inline: a call of memcpy costs a good part of what so few bytes take.
+template <class T>
+IPEX_INLINE void copy_row(const T* from, int64_t dim, T* to) {
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+  int64_t d = 0;
+  for (; d + kLine <= dim; d += kLine) __builtin_memcpy(to + d, from + d, 64);
+  if (d < dim) __builtin_memcpy(to + d, from + d, static_cast<size_t>(dim - d) * sizeof(T));
+}
+
 template <class T, class I>
 IPEX_INLINE void add_bag(const Bag<T, I>& bag, bool mean, int64_t dim, T* out) {
-  if (bag.count == 1 && !bag.factors) {
-    __builtin_memcpy(out, bag.row(0), static_cast<size_t>(dim) * sizeof(T));
-    return;
-  }
+  if (bag.count == 1 && !bag.factors) return copy_row(bag.row(0), dim, out);
   const f32v factor = bag_factor(mean, bag.count);
   constexpr int64_t kVectors = kLanes == 16 ? 8 : 4;
   int64_t d = 0;
@@ -70,7 +76,9 @@ IPEX_INLINE void run(const BagArgs& args, int64_t t, int64_t begin, int64_t end)
   T* out = static_cast<T*>(args.out) + t * args.table_stride;
   for_each_bag<I>(
       args, table, begin, end,
-      [&](int64_t row) IPEX_LAMBDA { fetch_row(weight + row * table.stride, args.dim); },
+      [&](int64_t row) IPEX_LAMBDA {
+        fetch_row(weight + row * table.stride, args.dim * static_cast<int64_t>(sizeof(T)));
+      },
       [&](int64_t b, int64_t first, int64_t last) IPEX_LAMBDA {
         const Bag<T, I> bag{weight, table.stride, indices + first,
                             factors ? factors + first : nullptr, last - first};

@@ -3,6 +3,7 @@
 // neither gradients of tables nor lists of rows with gradients are made.
 #include <type_traits>
 
+#include "fetch_row.h"
 #include "ipex/vec.h"
 #include "merged_embeddingbag.h"
 
@@ -113,21 +114,16 @@ IPEX_INLINE const T* grad_of(const UpdateArgs& args, const UpdateTable& table,
          static_cast<int64_t>(lookup.bag % args.bags) * table.grad_stride;
 }
 
-IPEX_INLINE void fetch(const void* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64)
-    __builtin_prefetch(static_cast<const char*>(from) + at);
-}
-
 template <class T, bool kHessian>
 IPEX_INLINE void fetch_lookup(const UpdateArgs& args, const Lookup& lookup, bool new_row) {
   const Place place = place_of(args, lookup);
   const int64_t bytes = args.dim * static_cast<int64_t>(sizeof(T));
-  fetch(grad_of<T>(args, *place.table, lookup), bytes);
+  fetch_row(grad_of<T>(args, *place.table, lookup), bytes);
   if (!new_row) return;
-  fetch(static_cast<const T*>(place.table->weight) + place.at, bytes);
-  if (kIsBFloat16<T> && place.table->trail) fetch(place.table->trail + place.at, bytes);
+  fetch_row(static_cast<const T*>(place.table->weight) + place.at, bytes);
+  if (kIsBFloat16<T> && place.table->trail) fetch_row(place.table->trail + place.at, bytes);
   if (kHessian)
-    fetch(place.table->hessian + place.at, args.dim * static_cast<int64_t>(sizeof(float)));
+    fetch_row(place.table->hessian + place.at, args.dim * static_cast<int64_t>(sizeof(float)));
 }
 
 // Numbers [d, d + kVectors vectors) of one row; the last vector has n numbers.
