@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random programs around the patterns of the compile passes give the results of eager execution.
 
-The graphs are those that AOTAutograd hands to a compiler; the passes run on them, and then the graphs as they are,
-without Inductor's code generation.
+The graphs are like those that AOTAutograd hands to Inductor: functional and decomposed, with the writes to inputs at
+their end. The passes run on them, and then the graphs as they are, without Inductor's code generation.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from compile_draw import Draw, Run
 from compile_programs import FAMILIES
 from torch import Tensor
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import remove_noop_ops
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ipex_core._compile._passes import run_passes
 from ipex_core._compile._report import GraphReport
@@ -38,30 +38,22 @@ def check(family: str, seed: int) -> GraphReport:
         results = result if isinstance(result, tuple) else (result,)
         return (*results, *run.extra)
 
-    def compiler(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        remove_noop_ops(gm.graph)
-        places = gm.graph.find_nodes(op="placeholder")[-len(draw.inputs) :]
-        constants = [places[i] for i in draw.constants]
-        run_passes(gm.graph, report, constants, always=True, kernels=lambda op: True)
-        gm.graph.lint()
-        gm.recompile()
-        return make_boxed_func(gm.forward)
-
-    eager, ours = ([make() for make in draw.inputs] for _ in range(2))
-    dynamic = draw.flag(0.04)
+    eager, ours, traced = ([make() for make in draw.inputs] for _ in range(3))
+    mode = "symbolic" if draw.flag(0.04) else "fake"
     with torch.no_grad():
         try:
             expected = function(*eager)
         except (RuntimeError, IndexError):
             return report  # the operands do not fit each other
-        compiled = aot_function(
-            function,
-            compiler,
-            inference_compiler=compiler,
-            decompositions=select_decomp_table(),
-            dynamic=dynamic,
-        )
-        got = compiled(*ours)
+        functional = torch.func.functionalize(function, remove="mutations")
+        gm = make_fx(functional, select_decomp_table(), tracing_mode=mode)(*traced)
+        remove_noop_ops(gm.graph)
+        places = gm.graph.find_nodes(op="placeholder")
+        constants = [places[i] for i in draw.constants]
+        run_passes(gm.graph, report, constants, always=True, kernels=lambda op: True)
+        gm.graph.lint()
+        gm.recompile()
+        got = gm(*ours)
     assert len(got) == len(expected)
     for g, e in zip((*got, *ours), (*expected, *eager), strict=True):
         assert g.dtype == e.dtype and g.shape == e.shape, (

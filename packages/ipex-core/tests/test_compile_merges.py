@@ -186,7 +186,7 @@ def test_small_and_large_ones_are_told_apart():
     def tables(a, b, ids, ends):
         return bags(a, ids, ends), bags(b, ids, ends)
 
-    for rows, kept in ((16, False), (600, True)):
+    for rows, kept in ((16, False), (1600, True)):
         x, ids = randn(rows, 32), torch.arange(rows) % 16
         report, _ = fuse(
             tables, *(randn(16, 8) for _ in range(2)), ids, torch.arange(rows), always=False

@@ -207,6 +207,57 @@ class Perceptron(nn.Module):
         return self.down(F.relu(self.up(x)))  # type: ignore[no-any-return]
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        layer = getattr(nn, kind)
+        self.embed, self.first = nn.Linear(6, 8), layer(8, 8, 2, dropout=0.5, bidirectional=True)
+        self.second, self.head = layer(16, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(self.embed(x))[0])
+        return self.head(self.second(y)[1][0][-1])  # type: ignore[no-any-return]
+
+
+# Dynamo looks at the gradients of what comes out of the graph before.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize(
+    ("kind", "dtype", "allow"),
+    [
+        ("LSTM", torch.float32, True),
+        ("LSTM", torch.bfloat16, True),
+        ("GRU", torch.float32, True),
+        ("GRU", torch.bfloat16, False),
+    ],
+)
+def test_recurrent_training(
+    kind: str, dtype: torch.dtype, allow: bool, no_code_generation: None
+) -> None:
+    """Compiled steps give the losses of eager ones, dropout included, whether Dynamo takes the layer in or not."""
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = Recurrent(kind).train()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, sgd = optimize(net, optimizer=sgd, dtype=dtype)
+        run = torch.compile(net, backend="ipex", fullgraph=allow) if compiled else net
+        for length in (5, 5):
+            x = torch.randn(length, 4, 6, generator=torch.Generator().manual_seed(length))
+            sgd.zero_grad()
+            with (
+                torch._dynamo.config.patch(allow_rnn=allow),
+                torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32),
+            ):
+                loss = (run(x).float() - 1).square().mean()
+            loss.backward()
+            sgd.step()
+            losses.append(loss.item())
+    limit = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(losses[2:], losses[:2], rtol=limit, atol=limit)
+    notes = [note for graph in ipex_core.explain(run).graphs for note in graph.notes]
+    assert any("3 parts" in note for note in notes) == allow
+
+
 def compiled_training(rank: int, ranks: int) -> str:
     """Each rank has a part of the batch; the result is that of one process with the whole batch, not compiled."""
     both = []

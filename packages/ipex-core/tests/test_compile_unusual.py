@@ -69,3 +69,21 @@ def test_dtypes_without_kernels(dtype):
     with torch.no_grad():
         compiled = torch.compile(function, backend=ipex_backend)
         torch.testing.assert_close(compiled(x, w), function(x, w))
+
+
+def test_derivatives_inside():
+    """`torch.func` takes derivatives of what requires none; a graph with them is not one for inference."""
+
+    def function(x):
+        return torch.func.jacrev(lambda y: F.layer_norm(y, (8,)))(x)
+
+    x = torch.randn(2, 8)
+    found = torch.compile(function, backend=ipex_backend)(x)
+    torch.testing.assert_close(found, function(x))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_layer_without_outputs():
+    layer, x = torch.nn.Linear(8, 0).eval(), torch.randn(3, 8)
+    with torch.no_grad():
+        assert torch.compile(layer, backend=ipex_backend)(x).shape == (3, 0)

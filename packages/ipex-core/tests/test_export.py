@@ -205,6 +205,8 @@ def test_wrong_path(tmp_path: Path) -> None:
     model = Mlp().eval()
     with pytest.raises(ValueError, match=r"export: path must end with .pt2, got 'model.pt'"):
         ipex_core.export(model, X, "model.pt")
+    with pytest.raises(TypeError, match="export: path must be a path, got int"):
+        ipex_core.export(model, X, 3)  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError):
         ipex_core.export(model, X, tmp_path / "none" / "model.pt2")
     folder = tmp_path / "folder.pt2"

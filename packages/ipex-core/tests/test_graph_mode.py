@@ -103,7 +103,7 @@ def test_what_captures(kind, how):
     if kind is not Net:
         assert "torch.compile: " in found.text
     if not how:
-        assert "torch.jit.trace: " in found.text
+        assert "torch.jit.trace: " in found.text and "SystemError" not in found.text
     # Other shapes, keywords, both signs.
     agree(fast, model, -torch.rand(5, 16))
     if kind is not Net:  # each compiles again

@@ -386,3 +386,42 @@ def test_steps_compare_with_plain_arithmetic() -> None:
         lars.step()
     torch.testing.assert_close(lamb_p.detach().double(), a, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lars_p.detach().double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_an_optimizer_whose_step_calls_the_model() -> None:
+    def run(dtype: torch.dtype | None, prepare: bool) -> float:
+        torch.manual_seed(0)
+        layers = nn.Flatten(), nn.Linear(108, 8), nn.Tanh(), nn.Linear(8, 4)
+        model: nn.Module = nn.Sequential(*layers).train()
+        optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=0.1)
+        if prepare:
+            model, optimizer = optimize(model, optimizer=optimizer, dtype=dtype)
+        x, y = batches(1)[0]
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        return sum(optimizer.step(closure).item() for _ in range(2))
+
+    assert run(None, True) == run(None, False)
+    with pytest.raises(NotImplementedError, match="dtype must be None for LBFGS"):
+        run(torch.bfloat16, True)
+
+
+@pytest.mark.parametrize("name", ["gradient_as_bucket_view", "find_unused_parameters"])
+def test_what_float16_under_ddp_cannot(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    ddp = nn.parallel.DistributedDataParallel
+    kinds = ("mixed_precision", "static_graph", "gradient_as_bucket_view", "find_unused_parameters")
+    wrapper = SimpleNamespace(
+        **{**dict.fromkeys(kinds, False), "mixed_precision": None, name: True}
+    )
+    monkeypatch.setattr(ddp, "_get_active_ddp_module", lambda: wrapper)
+    model = net()
+    model, _ = optimize(model, optimizer=torch.optim.SGD(model.parameters()), dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match=f"{name} must be False for float16"):
+        model(batches(1)[0][0])

@@ -55,7 +55,8 @@ def export(
         The path of the file.
 
     Raises:
-        TypeError: ``model`` is not a module that can be exported, or ``example_inputs`` is none of the three.
+        TypeError: ``model`` is not a module that can be exported, ``example_inputs`` is none of the three, or ``path``
+            is no path.
         ValueError: ``model`` is in training mode or does not accept the inputs, ``path`` has another ending, or an
             option is unknown.
         OSError: The file cannot be written.
@@ -73,6 +74,8 @@ def export(
     module = _checked_model(model)
     args, kwargs = _checked_inputs(module, example_inputs)
     asked = read_options(None, options)
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"export: path must be a path, got {type(path).__name__}")
     target = Path(path)
     if target.suffix != ".pt2":
         raise ValueError(f"export: path must end with .pt2, got {os.fspath(path)!r}")

@@ -73,6 +73,7 @@ def paired(
     max_rounds: int = 500,
     warmup: int = 2,
     on_round: Callable[[int, float], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Time functions against each other: each round calls every one once, in alternating order.
 
@@ -83,6 +84,7 @@ def paired(
         max_rounds: rounds after which to stop even if there is time left.
         warmup: untimed calls of each function before.
         on_round: called after each round with the number of rounds and the seconds so far.
+        clock: what tells the time; `time.thread_time` for one thread on a machine with other work.
 
     Returns:
         name -> seconds per call, one number per round.
@@ -92,7 +94,6 @@ def paired(
     for name in names:
         for _ in range(warmup):
             functions[name]()
-    clock = time.perf_counter
     collecting = gc.isenabled()
     gc.disable()  # a collection in one candidate's window would be charged to it
     try:

@@ -159,7 +159,7 @@ def _compile(
     patches = dict(asked.inductor)
     if not report.inference:
         report.notes.append("a gradient is needed: Inductor's own code, no patterns")
-        return CompiledGraph(_inductor(gm, example_inputs, patches), report)
+        return CompiledGraph(_compile_training(gm, example_inputs, patches, report), report)
     patches = {**INFERENCE_DEFAULTS, **patches}
     written: list[Tensor] = []
     patches.update(_custom_passes(asked, patches, report, written))
@@ -180,12 +180,16 @@ def _on_xpu(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     tensors = [t for t in example_inputs if isinstance(t, Tensor)]
     if not any(t.device.type == "xpu" for t in (*tensors, *gm.parameters(), *gm.buffers())):
         return False
-    from torch.utils._triton import has_triton_package
-
-    return not has_triton_package()
+    try:
+        from triton.backends import backends  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return True
+    return "intel" not in backends  # that of other GPUs does not help
 
 
 def _needs_grad(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    if any(n.target is torch._C._functorch._grad_increment_nesting for n in gm.graph.nodes):
+        return True  # torch.func.grad, vjp or jacrev inside: its own derivatives, whatever the inputs require
     if not torch.is_grad_enabled() and not _enables_grad(gm):
         return False
     tensors = [t for t in example_inputs if isinstance(t, Tensor)]
@@ -204,6 +208,21 @@ def _inductor(
 
     # compile_fx returns the graph's own output structure; its declared type is wider than what a backend sees.
     return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]
+
+
+def _compile_training(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    patches: dict[str, Any],
+    report: GraphReport,
+) -> _Compiled:
+    from ipex_core._compile.recurrent import compile_around_recurrent, has_recurrent
+
+    if not has_recurrent(gm):
+        return _inductor(gm, example_inputs, patches)
+    whole, parts = compile_around_recurrent(gm, functools.partial(_inductor, patches=patches))
+    report.notes.append(f"recurrent layers run as they are, {parts} parts around them are compiled")
+    return whole
 
 
 def _compile_frozen(

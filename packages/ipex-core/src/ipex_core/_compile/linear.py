@@ -107,6 +107,8 @@ def _against_packing(
     left, right, out = val(x), val(weight), val(node)
     if left is None or right is None or out is None:
         return "shapes are unknown"
+    if 0 in right.shape:
+        return "the weight is empty"
     if any(v.device.type != "cpu" or v.dtype not in FLOATS for v in (left, right, out)):
         return f"the operands are {describe(x)} and {describe(weight)}"
     if not left.dtype == right.dtype == out.dtype:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from ipex_core._fast_bert._tokens import Tokens
+from ipex_core.nn._products import Choice, choose, input_gradient, product, weight_gradient
 
 __all__ = ["LinearDropoutAddNorm", "LinearGelu", "SelfAttention"]
 
@@ -25,9 +25,19 @@ def _gradients(
     ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, first: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of the input and the weight of a linear layer, arguments ``first`` and the next."""
-    dx = grad @ weight if ctx.needs_input_grad[first] else None
-    dweight = grad.t() @ x if ctx.needs_input_grad[first + 1] else None
+    choice = _choice(x, weight)
+    need_x, need_weight = ctx.needs_input_grad[first : first + 2]
+    dx = input_gradient(grad, weight, choice.input) if need_x else None
+    dweight = weight_gradient(grad, x, choice.weight) if need_weight else None
     return dx, dweight
+
+
+def _choice(x: Tensor, weight: Tensor) -> Choice:
+    return choose(weight.dtype, x.shape[0], *weight.shape)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return product(x, weight, bias, _choice(x, weight).forward)
 
 
 class LinearGelu(torch.autograd.Function):
@@ -35,7 +45,7 @@ class LinearGelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> Tensor:
-        h = functional.linear(x, weight, bias)
+        h = _linear(x, weight, bias)
         ctx.save_for_backward(x, weight, h)
         ctx.approximate = approximate
         y: Tensor = _ops.gelu(h, approximate)
@@ -66,7 +76,7 @@ class LinearDropoutAddNorm(torch.autograd.Function):
         stream: int,
         eps: float,
     ) -> Tensor:
-        h = functional.linear(x, weight, bias)
+        h = _linear(x, weight, bias)
         y, total = _ops.dropout_add_layer_norm(h, residual, gamma, beta, p, seed, stream, eps)
         ctx.save_for_backward(x, weight, total, gamma, seed)
         ctx.rest = p, stream, eps
@@ -110,7 +120,7 @@ class SelfAttention(torch.autograd.Function):
         hidden = weight.shape[0] // 3
         size = hidden // heads
         scale = size**-0.5
-        qkv = functional.linear(x, weight, bias)
+        qkv = _linear(x, weight, bias)
         outputs, kept = [], []
         for number, group in enumerate(tokens.groups):
             count, length = group.count, group.length

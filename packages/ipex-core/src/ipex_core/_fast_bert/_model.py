@@ -17,6 +17,7 @@ from torch.nn import functional
 from ipex_core._fast_bert._blocks import LinearDropoutAddNorm, LinearGelu, SelfAttention
 from ipex_core._fast_bert._tokens import MOST_GROUPS, Tokens, padded, unpadded
 from ipex_core._optimize._cast import cast_input
+from ipex_core.nn.training_linear import TrainingLinear
 
 __all__ = ["bert_models", "speed_up", "unsupported"]
 
@@ -29,6 +30,8 @@ _attend: Any = SelfAttention.apply
 _widen: Any = LinearGelu.apply
 _finish: Any = LinearDropoutAddNorm.apply
 
+#: Classes whose parameters may be read in place of a call.
+_LINEARS = (nn.Linear, TrainingLinear)
 #: Streams of random numbers of a layer: attention, and the two others.
 _STREAMS = MOST_GROUPS + 2
 #: Arguments that the fast path knows; any other that is given leads to the original.
@@ -91,7 +94,7 @@ def _plain(bert: Any) -> bool:
         blocks = (layer, attention, attention.self, attention.output, layer.intermediate)
         if any(map(_hooked, (*blocks, layer.output))):
             return False
-    if any(type(m) is not nn.Linear or m.bias is None or _hooked(m) for m in linears):
+    if any(type(m) not in _LINEARS or m.bias is None or _hooked(m) for m in linears):
         return False
     if any(type(m) is not nn.LayerNorm or m.bias is None or _hooked(m) for m in norms):
         return False

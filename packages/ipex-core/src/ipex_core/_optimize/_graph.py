@@ -159,6 +159,8 @@ class _Eager:
 
 
 def _line(error: BaseException) -> str:
+    if isinstance(error, SystemError) and error.__cause__ is not None:
+        error = error.__cause__  # of a warning of the tracer inside C code
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 

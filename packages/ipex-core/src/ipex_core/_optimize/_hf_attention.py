@@ -3,7 +3,7 @@
 
 transformers looks its attention function up by a name in the configuration of the model. A function under the name
 ``"ipex"`` is registered the first time a model needs it; the pass writes that name into the configuration. Nothing of
-transformers is patched, and nothing is registered before a model is optimized.
+transformers is patched, and nothing is registered before a model is optimized or a user asks for the name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core._optimize._passes import Context, Pass, register
 from ipex_core._optimize._records import Log
@@ -20,48 +20,87 @@ from ipex_core.nn._call import call
 from ipex_core.nn._leaf import has_kernel
 from ipex_core.nn.functional import attention_supported
 
-__all__ = ["HuggingFaceAttention", "register_interface"]
+__all__ = ["HuggingFaceAttention", "attention_forward", "register_interface"]
 
 NAME = "ipex"
 #: Arguments of the interface that change what is computed and that our op does not have.
-_FOREIGN = ("position_bias", "cache", "softcap", "s_aux", "sliding_window_mask")
+_FOREIGN = ("position_bias", "cache", "sliding_window_mask")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def attention_forward(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention with the signature of the attention interface of transformers."""
+) -> tuple[Tensor, None]:
+    """Compute attention as transformers asks for it.
+
+    Heads that share keys are not repeated, softcaps and sinks are part of the op. To the function behind ``"sdpa"``
+    goes what the op does not cover (training, dropout, other devices and element types, values of another head size
+    than keys, position biases, caches of continuous batching) and shapes at which it is not faster.
+
+    Args:
+        module: The attention module; its ``is_causal`` counts where the argument is None.
+        query: ``[B, Hq, Sq, D]``, float32, bfloat16 or float16.
+        key: ``[B, Hkv, Sk, D]``.
+        value: ``[B, Hkv, Sk, D]``.
+        attention_mask: ``[B, 1 or Hq, Sq, at least Sk]``, boolean (True takes part) or additive; or None.
+        dropout: Probability of dropout.
+        scaling: Factor on the scores; None: ``1 / sqrt(D)``.
+        is_causal: Whether a query sees only keys before it, if there is no mask.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``.
+        s_aux: ``[Hq]``: a further score for each head, without a value.
+        **kwargs: What else a model of transformers hands to its attention function.
+
+    Returns:
+        ``[B, Sq, Hq, D]``, and None for the weights.
+
+    Raises:
+        NotImplementedError: Sinks where the op cannot run, since the stock one has none.
+    """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    causal = query.shape[2] > 1 and attention_mask is None and causal
+    rows = query.shape[2]
+    causal = bool(rows > 1 and attention_mask is None and causal)
+    keys, values, mask = key, value, attention_mask
+    if causal and key.shape[2] > rows:
+        # A prompt in an empty cache of fixed size: what is behind it is not there yet.
+        keys, values = key[:, :, :rows], value[:, :, :rows]
+    if mask is not None:
+        mask = mask[..., : key.shape[2]]
+        if mask.dtype not in {torch.bool, torch.float32}:
+            mask = mask.to(query.dtype)
     usable = not any(kwargs.get(name) is not None for name in _FOREIGN)
-    usable = usable and not (causal and key.shape[2] != query.shape[2])
-    if usable and attention_supported(query, key, value, attention_mask, dropout, bool(causal)):
+    if softcap is not None or s_aux is not None:
+        # The stock function has neither: the op, also where the stock one would be faster.
+        usable = usable and _covered(query, keys, values, dropout)
+    else:
+        usable = usable and attention_supported(query, keys, values, mask, dropout, causal)
+    if usable:
         out = call(
             torch.ops.ipex.attention.default,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling or 0.0,
-            bool(causal),
+            *(query, keys, values, mask, float(scaling or 0.0), causal, None, -1, -1),
+            float(softcap or 0.0),
+            None if s_aux is None else s_aux.detach().to(query.dtype),
         )
         return out.transpose(1, 2).contiguous(), None
+    if s_aux is not None:
+        raise NotImplementedError(
+            "attn_implementation='ipex': attention sinks must be used for inference on the CPU only; use 'eager'"
+        )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
+    if softcap is not None:
+        kwargs["softcap"] = softcap
+    result: tuple[Tensor, None] = sdpa_attention_forward(
+        *(module, query, key, value, attention_mask),
         dropout=dropout,
         scaling=scaling,
         is_causal=is_causal,
@@ -70,12 +109,28 @@ def attention_forward(
     return result
 
 
+def _covered(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Return whether the op can compute this at all."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+        return False
+    return (
+        dropout == 0.0
+        and query.device.type == "cpu"
+        and query.dtype in _DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and key.shape[-1] == value.shape[-1]
+    )
+
+
 def register_interface() -> None:
-    """Register the name ``"ipex"`` with transformers; doing it again changes nothing."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+    """Register the function, and the mask of ``"sdpa"`` for it, under the name ``"ipex"`` with transformers."""
+    from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention_forward)
+    try:
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    except ImportError:  # before 4.53 models make their masks themselves
+        return
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 

@@ -176,11 +176,20 @@ def _announce() -> bool:
     wrapper: Any = nn.parallel.DistributedDataParallel._get_active_ddp_module()
     if wrapper is None or wrapper.__dict__.get("_ipex_announced"):
         return False
-    wrapper.__dict__["_ipex_announced"] = True
-    if wrapper.mixed_precision is not None or wrapper.gradient_as_bucket_view:
+    if wrapper.mixed_precision is not None:
         return False
-    if wrapper.find_unused_parameters and not wrapper.static_graph:
-        return False  # it never makes its buckets anew
+    # It makes gradients in the dtype of the weights, or never makes its buckets anew.
+    unused = wrapper.find_unused_parameters and not wrapper.static_graph
+    for name, given in (
+        ("gradient_as_bucket_view", wrapper.gradient_as_bucket_view),
+        ("find_unused_parameters", unused),
+    ):
+        if given:
+            raise NotImplementedError(
+                f"DistributedDataParallel: {name} must be False for float16 weights of ipex.optimize, whose gradients"
+                " are float32, got True: use bfloat16 or leave it out"
+            )
+    wrapper.__dict__["_ipex_announced"] = True
     # The buckets that are there stay in float16; those that it would make after the first step anyway do not.
     wrapper.reducer._set_mixed_precision_param_dtype(torch.float32)
     wrapper.reducer._push_all_rebuilt_params()

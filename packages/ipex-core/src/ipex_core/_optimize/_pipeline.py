@@ -179,6 +179,9 @@ def _training(
     if not inplace:
         # Together, so that the copied optimizer holds the copied parameters.
         model, optimizer = _copy((model, optimizer))
+        if isinstance(optimizer, torch.optim.LBFGS):  # torch's copy lacks what its step needs
+            rest = {"_params": optimizer.param_groups[0]["params"], "_numel_cache": None}
+            optimizer.__dict__.update(rest)
     from ipex_core._optimize._training import train
 
     if log_of(model) is not None:

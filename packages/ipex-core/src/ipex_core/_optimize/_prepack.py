@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from ipex_core import nn as inn
+from ipex_core._fastest import fastest
 from ipex_core._optimize._cast import LEAVES
 from ipex_core._optimize._passes import Context, Pass, register, swap_reason
 from ipex_core.nn import _mkldnn
@@ -136,24 +135,6 @@ def conv_arguments(module: nn.Conv2d | nn.Conv3d) -> tuple[list[int], list[int],
     """Return ``(padding, stride, dilation, groups)`` as the packed op takes them."""
     padding = [int(p) for p in module.padding]
     return padding, list(module.stride), list(module.dilation), module.groups
-
-
-def fastest(runs: dict[str, Callable[[], torch.Tensor]]) -> tuple[str, str]:
-    """Time candidates in turns; return the fastest (the stock op unless beaten by 2 %) and the medians as text."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    deadline = time.perf_counter() + 0.2
-    for turn in range(30):
-        for name, run in runs.items():  # taken in turns, so that noise meets all alike
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-        if turn >= 4 and time.perf_counter() > deadline:
-            break
-    medians = {name: statistics.median(values[1:]) * 1e6 for name, values in times.items()}
-    best = min(medians, key=lambda name: medians[name])
-    if medians[best] > 0.98 * medians["stock"]:
-        best = "stock"
-    return best, ", ".join(f"{name} {value:.0f} us" for name, value in medians.items())
 
 
 @register

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from ipex_core._optimize._masters import Masters
 from ipex_core.optim._spread import is_spread
 from ipex_core.optim._steps import step_of
 
-__all__ = ["adopt"]
+__all__ = ["adopt", "needs_closure"]
 
 #: Stock optimizers that have a fused form for CPUs, which is as fast as the memory.
 _STOCK_FUSED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW)
@@ -126,6 +127,12 @@ def _fusable(group: dict[str, Any], kind: type[Optimizer]) -> bool:
         and (p.grad is None or not p.grad.is_sparse)
         for p in group["params"]
     )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether a step computes the loss itself, perhaps several times (LBFGS)."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 _classes: dict[type[Optimizer], type[Optimizer]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`optimize` for training: weights in 16 bits with float32 masters, fused steps, channels-last weights."""
+"""`optimize` for training: weights in 16 bits with float32 masters, fused steps, layouts of weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ipex_core._optimize._arguments import Options
 from ipex_core._optimize._cast import cast_input
 from ipex_core._optimize._masters import Masters, StateHook, announce_gradients
 from ipex_core._optimize._records import KEY, Log
-from ipex_core._optimize._train_step import adopt
+from ipex_core._optimize._train_step import adopt, needs_closure
+from ipex_core.nn._products import LEAST_ROWS, why_not
+from ipex_core.nn.training_linear import TrainingLinear
 from ipex_core.optim._spread import is_spread
 from ipex_core.optim._steps import step_of
 
@@ -39,11 +41,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Op
                 layout = _FORMATS[weight.dim()]
                 weight.data = weight.data.contiguous(memory_format=layout)
                 log.add(path, module, "layout", True, "weight is channels-last")
-    if options.weights_prepack:
-        log.notes.append(_NOT_PACKED)
     masters = Masters()
     dtype = options.reduced
+    closes = optimizer is not None and needs_closure(optimizer)
     if dtype is not None:
+        if closes:
+            raise NotImplementedError(
+                f"optimize: dtype must be None for {type(optimizer).__name__}, whose step calls the model, got {dtype}"
+            )
         if any(is_spread(p) for p in model.parameters()):
             raise NotImplementedError(
                 f"optimize: dtype must be None for parameters that fully_shard spread over processes, got {dtype}: give"
@@ -59,15 +64,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Op
             if reason is not None:
                 text = _TEXT[split] if reason == "" else reason
                 log.add(path, module, "master weights", reason == "", text.format(dtype=dtype))
-    if optimizer is not None and (options.fuse_update_step or len(masters)):
+    if options.weights_prepack:
+        for path, module in model.named_modules():
+            _pack(path, module, masters, options.auto_kernel_selection, log)
+    if optimizer is not None and not closes and (options.fuse_update_step or len(masters)):
         adopt(optimizer, masters, options.fuse_update_step)
     model.__dict__[KEY] = log
 
 
-_NOT_PACKED = (
-    "weights_prepack: weights stay plain in training: they change with each step and would have to be packed"
-    " each time"
-)
 _TEXT = {
     True: "weights are the upper halves of float32 numbers; the optimizer has the lower ones",
     False: "weights are {dtype} copies of float32 weights that the optimizer has",
@@ -118,8 +122,31 @@ def _cast(
     return ""
 
 
+def _pack(path: str, module: nn.Module, masters: Masters, measures: bool, log: Log) -> None:
+    """Let a linear layer compute on a weight that is packed on the way, where that is a gain."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        log.add(path, module, "prepack", False, "convolutions stay in stock PyTorch", "stock")
+    if not isinstance(module, nn.Linear):
+        return
+    if type(module) is not nn.Linear or "forward" in module.__dict__:
+        reason: str | None = "a forward of its own, or a weight that is computed"
+    elif measures:
+        reason = None
+        text = "products are timed at their first use"
+    else:
+        reason = why_not(module.weight.dtype, module.out_features, module.in_features)
+        text = f"weight is packed on the way for {LEAST_ROWS} rows or more, forward and backward"
+    if reason is not None:
+        log.add(path, module, "prepack", False, reason, "stock")
+        return
+    log.add(path, module, "prepack", True, text, "ipex::bmm")
+    module.__class__ = TrainingLinear
+    module.__dict__["_ipex_measure"] = measures
+    module.__dict__.setdefault("_ipex_undo", _Undo(masters))
+
+
 class _Undo:
-    """Takes a layer back to float32; called by `ipex.restore`."""
+    """Takes a layer back to float32 and to its class; called by `ipex.restore`."""
 
     def __init__(self, masters: Masters) -> None:
         self.masters = masters
@@ -137,4 +164,7 @@ class _Undo:
             if hook is cast_input or hook is announce_gradients:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
-        module.__dict__.pop("_ipex_undo", None)
+        if type(module) is TrainingLinear:
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+        for key in ("_ipex_undo", "_ipex_measure"):
+            module.__dict__.pop(key, None)

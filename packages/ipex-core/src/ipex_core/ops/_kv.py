@@ -21,6 +21,8 @@ __all__ = [
     "check_cache_kind",
     "check_caches",
     "check_index_tensor",
+    "check_lengths",
+    "check_longest",
     "check_row_scales",
     "dequantize",
     "gather_blocks",
@@ -135,6 +137,30 @@ def check_row_scales(op: str, name: str, scales: Tensor | None, cache: Tensor) -
     )
     shape = list(cache.shape[:3])
     check(list(scales.shape) == shape, op, name, f"have shape {shape}", list(scales.shape))
+
+
+def check_lengths(op: str, lengths: Sequence[int], rows: int) -> None:
+    """Check how many rows of a cache of ``rows`` each sequence uses. Reads data: references call it, fakes do not."""
+    for length in lengths:
+        check(
+            0 <= length <= rows,
+            op,
+            "lengths",
+            f"be between 0 and the rows of the cache = {rows}",
+            length,
+        )
+
+
+def check_longest(op: str, lengths: Sequence[int], max_context_len: int) -> None:
+    """Check that ``max_context_len`` covers all ``lengths``. Reads data: references call it, fakes do not."""
+    longest = max(lengths, default=0)
+    check(
+        longest <= max_context_len,
+        op,
+        "max_context_len",
+        f"be at least the largest of context_lens, {longest}",
+        max_context_len,
+    )
 
 
 def check_block_tables(

@@ -110,6 +110,11 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((a, _pack(b), add, -2.0, 50), id="packed-add")
     heads = randn(9, 3, 40, dtype=dtype, seed=4).transpose(0, 1)
     yield Sample((heads, b, strided(add)), id="heads")
+    # One product by columns, as gradients of weights are, and one with many rows.
+    a1, b1 = _factors(dtype, 1, 70, 45, 40)
+    add1 = randn(1, 1, 40, dtype=dtype, seed=5).expand(1, 70, 40)
+    yield Sample((a1.mT.contiguous().mT, b1, add1, 0.5), id="one-by_columns")
+    yield Sample(_factors(dtype, 1, 1030, 19, 35), id="one-many_rows")
     yield Sample((strided(a), strided(b), None, 1.0, 50), id="noncontiguous")
     yield Sample((a[:, :0], b), id="no_rows")
     yield Sample((a[:, :, :0], b[:, :0], add), id="no_sums")

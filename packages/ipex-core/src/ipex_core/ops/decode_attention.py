@@ -24,6 +24,7 @@ from ipex_core.ops._decode import (
 from ipex_core.ops._kv import (
     check_caches,
     check_index_tensor,
+    check_lengths,
     check_row_scales,
     dequantize,
     quantize,
@@ -83,9 +84,7 @@ def _decode_attention(
     batch, heads, queries, _ = query.shape
     capacity = key_cache.shape[2]
     used = [capacity] * batch if lengths is None else lengths.tolist()
-    text = f"be between 0 and the rows of the cache = {capacity}"
-    for length in used:
-        check(0 <= length <= capacity, OP, "lengths", text, length)
+    check_lengths(OP, used, capacity)
     full = None if mask is None else mask.expand(batch, heads, queries, capacity)
     out = query.new_empty(batch, queries, heads, query.shape[3]).transpose(1, 2)
     for b, n in enumerate(used):

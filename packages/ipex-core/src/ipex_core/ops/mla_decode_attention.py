@@ -20,7 +20,7 @@ from ipex_core.ops._common import (
     randn,
 )
 from ipex_core.ops._decode import TOLERANCE
-from ipex_core.ops._kv import check_block_tables, check_index_tensor
+from ipex_core.ops._kv import check_block_tables, check_index_tensor, check_lengths
 
 Tensor = torch.Tensor
 
@@ -61,9 +61,7 @@ def _mla(
     if block_tables is not None:
         check_block_tables(OP, "lengths", used, block_tables, rows, kv_cache.shape[0])
     else:
-        text = f"be between 0 and the rows of the cache = {rows}"
-        for length in used:
-            check(0 <= length <= rows, OP, "lengths", text, length)
+        check_lengths(OP, used, rows)
     if new_rows is not None:
         for length in used:
             check(length > 0, OP, "lengths", "be positive where new_rows are written", length)

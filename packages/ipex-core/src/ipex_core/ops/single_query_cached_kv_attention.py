@@ -30,6 +30,7 @@ from ipex_core.ops._kv import (
     check_block_tables,
     check_caches,
     check_index_tensor,
+    check_longest,
     check_row_scales,
     dequantize,
     gather_blocks,
@@ -97,9 +98,7 @@ def _single_query(
             check(mapped == want, OP, "head_mapping", f"map head {h} to {want}", mapped)
     lengths = context_lens.tolist()
     check_block_tables(OP, "context_lens", lengths, block_tables, block_size, key_cache.shape[0])
-    for length in lengths:
-        text = f"be at least the largest of context_lens, {length}"
-        check(length <= max_context_len, OP, "max_context_len", text, max_context_len)
+    check_longest(OP, lengths, max_context_len)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     for s, length in enumerate(lengths):
         key, value = (

@@ -7,7 +7,7 @@ are made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -120,9 +120,15 @@ class _Updated(MergedEmbeddingBag):
     def use_huge_pages(self) -> None:
         """Move the tables and the state of the optimizer to huge pages; see `MergedEmbeddingBag`."""
         super().use_huge_pages()
-        args = self._state()
-        for values in (args.bf16_trail, getattr(args, "hessian", [])):
+        for values in self._update()[1]:
             values[:] = [on_huge_pages(value) for value in values]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move the state of the optimizer along with the tables; its dtypes stay."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for values in self._update()[1]:
+            values[:] = [v.to(w.device) for v, w in zip(values, self.weights, strict=True)]
+        return self
 
     def to_bfloat16_train(self) -> None:
         """Split the float32 tables into halves: the tables become bfloat16, the rest is kept beside them.

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands of all packages share: where they print to, and checks of the files they will write.
+
+The packages that have commands depend on rich and typer; this one does not, so they are imported late.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["PLAIN_WIDTH", "figure_class", "make_console", "warn_if_busy", "writable"]
+
+#: Columns of a log or a file; rich assumes 80, in which no table of numbers fits.
+PLAIN_WIDTH = 140
+
+
+def make_console(stderr: bool = False) -> Console:
+    """Return a console; what is not a terminal is wide enough for every table."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
+        return Console(stderr=stderr, width=PLAIN_WIDTH)
+    return console
+
+
+def warn_if_busy(console: Console, share: float | None) -> None:
+    """Say that timings mean little, if other processes took more than a tenth of the CPUs; see `benchmark.busy`."""
+    if (share or 0) > 0.1:
+        console.print(
+            f"[yellow]Other processes took {share:.0%} of the CPUs when this started:[/] repeat it on an idle machine."
+        )
+
+
+def writable(path: Path, option: str) -> None:
+    """Check, before minutes of work, that a file can be written later; creates its folder.
+
+    Raises:
+        typer.BadParameter: It cannot.
+    """
+    import typer
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        existed = path.exists()
+        with path.open("a", encoding="utf-8"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise typer.BadParameter(f"cannot write {path}: {reason}", param_hint=option) from None
+
+
+def figure_class() -> Any:
+    """Return matplotlib's class of figures, for the option ``--plot``.
+
+    Raises:
+        typer.BadParameter: matplotlib is not installed.
+    """
+    import typer
+
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise typer.BadParameter(
+            "needs matplotlib: pip install 'ipex[plot]'", param_hint="--plot"
+        ) from None
+    return Figure
