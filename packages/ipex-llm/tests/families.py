@@ -341,6 +341,10 @@ def _causal(name: str) -> nn.Module:
     if model_class is None:
         model_class = getattr(transformers, f"{prefix}LMHeadModel")
     config = config_class(**options)
+    if prefix == "Gemma2":
+        config._attn_implementation = (
+            "eager"  # until 5.18 it is "sdpa", which leaves the soft cap out
+        )
     if OLD:
         # The eager one of Falcon adds ALiBi twice, that of Llama 4 mixes dtypes.
         if prefix not in ("Falcon", "Llama4"):

@@ -96,7 +96,12 @@ def test_attention_equals_eager(name, make, dtype):
         with torch.no_grad(), Count():
             found[kind] = model(**inputs)[0].float()
         ours = sum("ipex.attention" in call for call in calls)
-        assert ours == (SHAPE["num_hidden_layers"] if kind == "ipex" else 0), name
+        if kind == "eager":
+            assert ours == 0
+        elif (
+            "(" in name
+        ):  # what the stock function cannot do; without it the faster of both is taken
+            assert ours == SHAPE["num_hidden_layers"]
     seen = inputs["attention_mask"].bool()
     exact = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(found["ipex"][seen], found["eager"][seen], **exact)
@@ -173,7 +178,7 @@ import transformers.modeling_utils as m
 before = {k: id(v) for k, v in vars(m).items()}
 ipex_llm.register_transformers()
 assert before == {k: id(v) for k, v in vars(m).items()}
-assert not [n for n in sys.modules if n.startswith("transformers.models.llama")]
+assert not [n for n in sys.modules if n.startswith("transformers.models.llama.")]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

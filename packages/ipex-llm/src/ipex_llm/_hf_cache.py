@@ -228,6 +228,7 @@ def cache_class() -> Any:
 
         def crop(self, max_length: int) -> None:
             state = self._ipex_cache
+            max_length = int(max_length)  # a tensor where drafts are verified, in some releases
             if max_length < 0:
                 state.cut(-max_length)
             elif max_length > 0 or not removes:

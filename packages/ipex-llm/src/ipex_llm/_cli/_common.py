@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,6 @@ __all__ = [
     "load_model",
     "load_stock",
     "load_tokenizer",
-    "make_console",
     "quiet_transformers",
     "set_threads",
 ]
@@ -77,14 +75,6 @@ GroupSize = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Number of threads (default: torch's).")]
-
-
-def make_console(stderr: bool = False) -> Console:
-    """Return a console; what is not a terminal is wide enough for every table."""
-    console = Console(stderr=stderr)
-    if not console.is_terminal and not os.environ.get("COLUMNS"):
-        return Console(stderr=stderr, width=140)
-    return console
 
 
 @contextlib.contextmanager

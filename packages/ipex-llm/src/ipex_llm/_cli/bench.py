@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ipex_core._console import figure_class, make_console, warn_if_busy, writable
 from ipex_llm._cli._common import (
     DTYPES,
     Dtype,
@@ -24,7 +25,6 @@ from ipex_llm._cli._common import (
     errors,
     load_model,
     load_stock,
-    make_console,
     set_threads,
 )
 
@@ -102,11 +102,14 @@ def bench(
             )
         for path, option in ((json_file, "--json"), (plot, "--plot")):
             if path is not None:
-                _writable(path, option)
+                writable(path, option)
         if plot is not None:
-            _figure()
+            figure_class()
         import torch
 
+        from ipex_core.benchmark import busy
+
+        others = busy()
         float_dtype = getattr(torch, DTYPES[dtype][0])
         quantised = "quantization_config" in config
         console.print("loading", highlight=False)
@@ -122,6 +125,7 @@ def bench(
                 _measure(ours, reference, config, dtype, size, length, new, rounds, weights + cache)
             )
     console.print(_table(rows, model.name, console))
+    warn_if_busy(console, others)
     if json_file is not None:
         from ipex_core.benchmark import machine
 
@@ -145,19 +149,6 @@ def _numbers(text: str, option: str) -> list[int]:
     if not found or min(found) < 1:
         raise typer.BadParameter(f"must be positive numbers, got {text!r}", param_hint=option)
     return found
-
-
-def _writable(path: Path, option: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        existed = path.exists()
-        with path.open("a", encoding="utf-8"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise typer.BadParameter(f"cannot write {path}: {reason}", param_hint=option) from None
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -295,18 +286,8 @@ def _table(rows: list[Row], name: str, console: Console) -> Table:
     return table
 
 
-def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise typer.BadParameter(
-            "needs matplotlib: pip install 'ipex[plot]'", param_hint="--plot"
-        ) from None
-    return Figure
-
-
 def _draw(path: Path, rows: list[Row], name: str) -> None:
-    figure = _figure()(figsize=(9, 2.4 + 0.35 * len(rows)), layout="constrained")
+    figure = figure_class()(figsize=(9, 2.4 + 0.35 * len(rows)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     places = range(len(rows))
     compared = rows[0].stock_decode_ms is not None

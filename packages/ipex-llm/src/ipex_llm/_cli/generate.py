@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ipex_core._console import make_console
 from ipex_llm._cli._common import (
     Dtype,
     GroupSize,
@@ -17,7 +18,6 @@ from ipex_llm._cli._common import (
     errors,
     load_model,
     load_tokenizer,
-    make_console,
     set_threads,
 )
 

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ipex_llm._cli._common import DTYPES, errors, make_console, quiet_transformers
+from ipex_core._console import make_console
+from ipex_llm._cli._common import DTYPES, errors, quiet_transformers
 
 __all__ = ["make_model"]
 

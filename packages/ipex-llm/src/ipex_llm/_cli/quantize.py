@@ -17,7 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ipex_llm._cli._common import Model, Threads, errors, make_console, set_threads
+from ipex_core._console import make_console
+from ipex_llm._cli._common import Model, Threads, errors, set_threads
 
 if TYPE_CHECKING:
     from ipex_llm._checkpoint import quantize as work

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ipex_core._console import make_console
 from ipex_llm._cli._common import (
     Dtype,
     GroupSize,
@@ -16,7 +17,6 @@ from ipex_llm._cli._common import (
     errors,
     load_model,
     load_tokenizer,
-    make_console,
     set_threads,
 )
 

@@ -201,6 +201,13 @@ def _number(config: Config, attention: nn.Module, *names: str) -> float | None:
     return None
 
 
+def _softcap(config: Config, attention: nn.Module) -> float:
+    """Return the soft cap of scores, or -1."""
+    if getattr(config.raw, "_attn_implementation", None) == "sdpa":
+        return -1.0  # it has none: until 5.18 transformers left the cap out without a word, since then it refuses
+    return _number(config, attention, "attn_logit_softcapping") or -1.0
+
+
 def match_attention(
     trace: Trace,
     config: Config,
@@ -249,7 +256,7 @@ def match_attention(
         key_norm=key_norm,
         norm_over=over,  # type: ignore[arg-type]
         window=window_of(config, attention, index),
-        softcap=_number(config, attention, "attn_logit_softcapping") or -1.0,
+        softcap=_softcap(config, attention),
         sinks=sinks if isinstance(sinks, Tensor) else None,
         clip_qkv=_number(config, attention, "clip_qkv"),
     )

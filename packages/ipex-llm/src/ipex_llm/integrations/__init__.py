@@ -35,9 +35,10 @@ def register_transformers() -> None:
         >>> "ipex" in AttentionInterface()
         True
     """
-    from ipex_llm.integrations import _attention, _quantizer
+    from ipex_core._optimize._hf_attention import register_interface
+    from ipex_llm.integrations import _quantizer
 
-    _attention.register()
+    register_interface()
     _quantizer.register()
 
 

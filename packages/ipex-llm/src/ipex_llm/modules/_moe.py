@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ipex_core._spec import check
 from ipex_core.nn.moe import PackedExperts, gated_mlp_moe, pack_experts
+from ipex_llm.modules._moe_weights import FP8, from_eight_bits, from_four_bits
 from ipex_llm.modules._norm import as_parameter
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
@@ -22,45 +23,37 @@ Routing = Callable[..., tuple[Tensor, Tensor]]
 
 _OP = "GatedMLPMOE"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def _floats(name: str, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Return a stack of weights as bfloat16, times a scale for each of them."""
-    check(weight.dtype in _FP8, _OP, name, "have 8-bit floats where scales are given", weight.dtype)
-    if scale is None:
-        return weight.to(torch.bfloat16)
-    experts = weight.shape[0]
-    text = f"have {experts} numbers, one for each expert"
-    check(scale.numel() == experts, _OP, f"scales of {name}", text, list(scale.shape))
-    return (weight.float() * scale.float().view(experts, 1, 1)).to(torch.bfloat16)
 
 
 class GatedMLPMOE(nn.Module):
     """Experts that are gated MLPs, ``W2 @ (act(W1 @ x) * (W3 @ x))``, for the tokens routed to them.
 
     The weights are packed at the first call that needs no gradient, in evaluation mode, and exist only once: packed.
-    Reading ``W13``, ``W2`` or ``W3`` then, or a state dict, unpacks them exactly.
+    Reading ``W13``, ``W2`` or ``W3`` then, or a state dict, unpacks them exactly. Weights of 4 bits are packed at once
+    and stay so, as the buffers ``w13_packed`` and ``w2_packed``; they cannot be trained.
 
     Args:
         W13: ``[E, 2 I, H]``, the rows of the gate first; or, with ``W3``, those of the gate only, ``[E, I, H]``.
         W2: ``[E, H, I]``.
         W3: ``[E, I, H]``, or None.
         use_prepack: Pack the weights. False: keep them as they are and compute each expert with stock operations.
-        w1_scale_inv: Values of 1 in ``W13`` (and ``W3``) of 8-bit floats, ``[E]``; the weights become bfloat16.
+        w1_scale_inv: Values of 1 in ``W13`` (and ``W3``). 8-bit floats: ``[E]``; the weights become bfloat16. 4 bits:
+            ``[E, 2 I, groups]``.
         w2_scale_inv: The same for ``W2``.
         a1_scale_inv: Scales of activations in 8 bits, which are not needed: activations stay as they are.
         a2_scale_inv: The same for the second product.
         w13_bias: ``[E, 2 I]`` or None.
         w2_bias: ``[E, H]`` or None.
-        is_mxfp4: False.
+        is_mxfp4: The weights are e2m1 floats, two per byte, the even column in the low nibble: uint8
+            ``[E, 2 I, H / 2]`` and ``[E, H, I / 2]``, or those bytes as int32. The scales are e8m0 bytes, one for 32
+            columns.
         is_fp8: Not needed: the dtype of the weights says it.
-        is_int4: False.
+        is_int4: The weights are integers whose zero is 8, stored like that; the scales are floats, for groups of any
+            one size that `torch.ops.ipex.pack_woq_weight` takes.
         experts_start_id: Id of the first of these experts, where other processes have others.
 
     Raises:
         OpArgumentError: The shapes or dtypes of the weights do not fit.
-        NotImplementedError: For 4-bit weights.
     """
 
     runtime_ops = IPEXRuntimeCustomOps()
@@ -83,40 +76,34 @@ class GatedMLPMOE(nn.Module):
         experts_start_id: int = 0,
     ) -> None:
         super().__init__()
+        packed = None
+        given: dict[str, Tensor | None] = dict.fromkeys(("W13", "W2", "W3"))
         if is_mxfp4 or is_int4:
-            raise NotImplementedError(
-                "GatedMLPMOE: 4-bit weights are not taken here: ipex.llm.optimize loads checkpoints that have them"
-            )
-        if w1_scale_inv is not None or w2_scale_inv is not None or W2.dtype in _FP8:
-            W13, W2 = _floats("W13", W13, w1_scale_inv), _floats("W2", W2, w2_scale_inv)
-            W3 = None if W3 is None else _floats("W3", W3, w1_scale_inv)
-        check(W2.dim() == 3, _OP, "W2", "have shape [E, H, I]", list(W2.shape))
-        experts, hidden, size = W2.shape
-        rows = 2 * size if W3 is None else size
-        shapes = {
-            "W13": (W13, [experts, rows, hidden]),
-            "W3": (W3, [experts, size, hidden]),
-            "w13_bias": (w13_bias, [experts, 2 * size]),
-            "w2_bias": (w2_bias, [experts, hidden]),
-        }
-        for name, (value, shape) in shapes.items():
+            check(W3 is None, _OP, "W3", "be None for 4-bit weights: its rows are in W13", "others")
+            packed = from_four_bits(W13, W2, (w1_scale_inv, w2_scale_inv), is_mxfp4)
+            sizes = W2.shape[0], W2.shape[1], packed.intermediate_size
+        else:
+            if w1_scale_inv is not None or w2_scale_inv is not None or W2.dtype in FP8:
+                W13 = from_eight_bits("W13", W13, w1_scale_inv)
+                W2 = from_eight_bits("W2", W2, w2_scale_inv)
+                W3 = None if W3 is None else from_eight_bits("W3", W3, w1_scale_inv)
+            sizes = _check_weights(W13, W2, W3)
+            given = {"W13": W13, "W2": W2, "W3": W3}
+        experts, hidden, size = sizes
+        biases = {"w13_bias": (w13_bias, 2 * size), "w2_bias": (w2_bias, hidden)}
+        for name, (value, width) in biases.items():
             if value is not None:
-                text = f"have shape {shape} for W2 of shape {list(W2.shape)}"
-                check(list(value.shape) == shape, _OP, name, text, list(value.shape))
-                if name.startswith("W"):
-                    check(value.dtype == W2.dtype, _OP, name, f"have dtype {W2.dtype}", value.dtype)
+                text = f"have shape {[experts, width]} for these weights"
+                check(list(value.shape) == [experts, width], _OP, name, text, list(value.shape))
         check(experts_start_id >= 0, _OP, "experts_start_id", "not be negative", experts_start_id)
         self.use_prepack = use_prepack
         self.experts_start_id = experts_start_id
         self.num_experts, self.hidden_size, self.intermediate_size = experts, hidden, size
-        for name, value in {
-            "W13": W13,
-            "W2": W2,
-            "W3": W3,
-            "w13_bias": w13_bias,
-            "w2_bias": w2_bias,
-        }.items():
+        for name, value in {**given, "w13_bias": w13_bias, "w2_bias": w2_bias}.items():
             self.register_parameter(name, None if value is None else as_parameter(value))
+        # Those of 4 bits stay packed: the state dict has them as they are.
+        self.register_buffer("w13_packed", None if packed is None else packed.w13)
+        self.register_buffer("w2_packed", None if packed is None else packed.w2)
         self._forget()
 
     # -- the packed form ----------------------------------------------------------------------------------------------
@@ -127,14 +114,15 @@ class GatedMLPMOE(nn.Module):
 
     def init_on_device(self, x: Tensor, op_type: object = None) -> None:
         """Pack the weights now instead of at the first call."""
-        if self._packed is None and self.use_prepack:
+        if self.use_prepack:
             self._pack()
 
     @torch.no_grad()
     def _pack(self) -> None:
         p = self._parameters
+        if self._packed is not None or p["W13"] is None or p["W2"] is None:
+            return
         w13, w2 = p["W13"], p["W2"]
-        assert w13 is not None and w2 is not None
         packed = pack_experts(w13, w2, p["W3"])
         self.__dict__["_dtype"] = w2.dtype
         self.__dict__["_grads"] = w13.requires_grad
@@ -209,7 +197,7 @@ class GatedMLPMOE(nn.Module):
         """Route each token to ``top_k`` experts and return the weighted sum of their results.
 
         Args:
-            hidden_states: ``[..., H]`` in the dtype of the weights.
+            hidden_states: ``[..., H]`` in the dtype of the weights; with weights of 4 bits in any float dtype.
             use_grouped_topk: Choose groups of experts first.
             top_k: Experts per token.
             router_logits: ``[tokens, number of all experts]``.
@@ -220,7 +208,8 @@ class GatedMLPMOE(nn.Module):
                 and ids, ``[tokens, top_k]``.
             scoring_func: ``"softmax"`` or ``"sigmoid"``.
             e_score_correction_bias: ``[number of all experts]``, added to the scores for the choice only.
-            activation: Of the gate: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+            activation: Of the gate: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; with weights of 4 bits also
+                ``"swigluoai"``.
 
         Returns:
             A tensor like ``hidden_states``.
@@ -233,14 +222,17 @@ class GatedMLPMOE(nn.Module):
         if use_grouped_topk:
             for name, value in (("topk_group", topk_group), ("num_expert_group", num_expert_group)):
                 check(value is not None, _OP, name, "be given with use_grouped_topk", None)
-        known = ("silu", "gelu", "gelu_tanh")
+        known = ["silu", "gelu", "gelu_tanh"]
+        if self.w2_packed is not None:
+            known.append("swigluoai")
         check(activation in known, _OP, "activation", f"be one of {', '.join(known)}", activation)
         features = hidden_states.shape[-1]
         text = f"have {self.hidden_size} features"
         check(features == self.hidden_size, _OP, "hidden_states", text, features)
-        dtype = self.W2.dtype if self._packed is None else self._dtype
-        text = f"have dtype {dtype} of the weights"
-        check(hidden_states.dtype == dtype, _OP, "hidden_states", text, hidden_states.dtype)
+        if self.w2_packed is None:
+            dtype = self.W2.dtype if self._packed is None else self._dtype
+            text = f"have dtype {dtype} of the weights"
+            check(hidden_states.dtype == dtype, _OP, "hidden_states", text, hidden_states.dtype)
         if self._must_be_plain(hidden_states):
             self._unpack()
             x = hidden_states.reshape(-1, self.hidden_size)
@@ -253,12 +245,11 @@ class GatedMLPMOE(nn.Module):
                 hidden_states=x, gating_output=router_logits, topk=top_k, renormalize=renormalize
             )
             return self._plain(x, weights, ids, activation).view(hidden_states.shape)
-        if self._packed is None:
-            self._pack()
-        packed: PackedExperts = self._packed
-        experts = PackedExperts(
-            packed.w13, packed.w2, packed.intermediate_size, self.w13_bias, self.w2_bias
-        )
+        self._pack()
+        w13, w2 = self.w13_packed, self.w2_packed
+        if w2 is None:
+            w13, w2 = self._packed.w13, self._packed.w2
+        experts = PackedExperts(w13, w2, self.intermediate_size, self.w13_bias, self.w2_bias)
         return gated_mlp_moe(
             *(hidden_states, experts, router_logits, top_k, renormalize),
             use_grouped_topk=use_grouped_topk,
@@ -272,6 +263,8 @@ class GatedMLPMOE(nn.Module):
         )
 
     def _must_be_plain(self, x: Tensor) -> bool:
+        if self.w2_packed is not None:
+            return False
         if self.training or not self.use_prepack:
             return True
         if self._packed is None:
@@ -310,6 +303,22 @@ class GatedMLPMOE(nn.Module):
         """Return the sizes."""
         sizes = f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
         return f"num_experts={self.num_experts}, {sizes}, packed={self._packed is not None}"
+
+
+def _check_weights(w13: Tensor, w2: Tensor, w3: Tensor | None) -> tuple[int, int, int]:
+    """Check that weights belong together; return the numbers of experts, features and features between."""
+    check(w2.dim() == 3, _OP, "W2", "have shape [E, H, I]", list(w2.shape))
+    experts, hidden, size = w2.shape
+    rows = 2 * size if w3 is None else size
+    for name, value, shape in (
+        ("W13", w13, [experts, rows, hidden]),
+        ("W3", w3, [experts, size, hidden]),
+    ):
+        if value is not None:
+            text = f"have shape {shape} for W2 of shape {list(w2.shape)}"
+            check(list(value.shape) == shape, _OP, name, text, list(value.shape))
+            check(value.dtype == w2.dtype, _OP, name, f"have dtype {w2.dtype}", value.dtype)
+    return experts, hidden, size
 
 
 def _routing(
