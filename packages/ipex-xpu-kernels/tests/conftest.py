@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -24,3 +25,14 @@ def needs_device() -> None:
 
     found = ipex_xpu_kernels.activate()
     assert found.mode == "own", found.reason
+
+
+@pytest.fixture
+def always(needs_device: None) -> Iterator[None]:
+    """Use kernels wherever there are some, also where the host is faster."""
+    import ipex_xpu_kernels
+
+    ipex_xpu_kernels.set_kernel_mode("always")
+    yield
+    ipex_xpu_kernels.set_kernel_mode("auto")
+    ipex_xpu_kernels.set_fallback_mode("silent")

@@ -155,6 +155,25 @@ def test_functions_are_checked_when_loaded() -> None:
         load(["f"], "#include <nowhere>\nvoid f(int* p) {}")
 
 
+def test_bfloat16_of_sycl() -> None:
+    # Its conversions need a library of the device that the compiler breaks down without; ours take their place.
+    source = """
+    using bf = sycl::ext::oneapi::bfloat16;
+    SYCL_EXT_ONEAPI_FUNCTION_PROPERTY((sycl::ext::oneapi::experimental::nd_range_kernel<1>))
+    void affine(const bf* x, bf* out, long n) {
+      const long i = sycl::ext::oneapi::this_work_item::get_nd_item<1>().get_global_id(0);
+      if (i < n) out[i] = x[i] * bf(2.f) + bf(1.f);
+    }
+    """
+    found = xpu.load_inline("inline_bf16", source, {"affine": "(Tensor x) -> Tensor"})
+    x = torch.randn(300, device="xpu", dtype=torch.bfloat16)
+    torch.testing.assert_close(found.affine(x), x * 2 + 1)
+    source = '#include "ipex/xpu.h"' + source.replace("bf(1.f)", "nothing")
+    with pytest.raises(xpu.SyclCompileError, match=r"inline_bf16.cpp:6:") as caught:
+        xpu.load_inline("inline_bf16", source, ["affine"])
+    assert "redefinition" not in str(caught.value)
+
+
 def test_a_name_can_be_loaded_again() -> None:
     source = SOURCE[: SOURCE.index("template")] + (
         "IPEX_KERNEL(1) void scale(const float* x, float* out, long n)"

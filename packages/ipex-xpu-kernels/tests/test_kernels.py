@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,14 +21,6 @@ TOLERANCE = {
     torch.bfloat16: (1.6e-2, 1e-2),
     torch.float16: (2e-3, 1e-3),
 }
-
-
-@pytest.fixture
-def always() -> Iterator[None]:
-    ipex_xpu_kernels.set_kernel_mode("always")
-    yield
-    ipex_xpu_kernels.set_kernel_mode("auto")
-    ipex_xpu_kernels.set_fallback_mode("silent")
 
 
 def on(device: str, value: Any) -> Any:
@@ -385,7 +377,26 @@ def test_fused_optimizers(make: Callable[..., torch.optim.Optimizer]) -> None:
             optimizer.step()
             ipex_xpu_kernels.set_fallback_mode("silent")
         results.append([p.detach().cpu() for p in params])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_moving_average() -> None:
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    results = []
+    for device in ("cpu", "xpu"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(300, 70).to(device)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for step in range(3):
+            with torch.no_grad():
+                model.weight.mul_(0.5).add_(step)
+            if device == "xpu" and step:  # the first one copies
+                ipex_xpu_kernels.set_fallback_mode("error")
+            average.update_parameters(model)
+            ipex_xpu_kernels.set_fallback_mode("silent")
+        results.append(average.module.weight.detach().cpu())
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_steps_of_ipex() -> None:
@@ -404,3 +415,12 @@ def test_gated_activations() -> None:
         for approximate in ("none", "tanh"):
             check(torch.ops.ipex.gelu_and_mul, x, approximate)
             check(torch.ops.ipex.gelu_mul, x, x.flip(0), approximate)
+
+
+def test_small_tensors_stay_with_the_host() -> None:
+    ipex_xpu_kernels.set_kernel_mode("auto")
+    for elements, expected in ((100, {"aten::_softmax.out": 1}), (1 << 15, {})):
+        x = torch.ones(elements, device="xpu")
+        ipex_xpu_kernels.reset_fallback_stats()
+        x.softmax(0)
+        assert ipex_xpu_kernels.fallback_stats() == expected

@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
-pytestmark = pytest.mark.usefixtures("needs_device")
+pytestmark = pytest.mark.usefixtures("needs_device", "always")
 
 #: Op -> why it is not compared.
 LEFT_OUT = {
@@ -34,10 +34,12 @@ LEFT_OUT = {
     "torch._scaled_mm": "numbers of 8 bits are not compared within a tolerance",
 }
 SAMPLES = 3
-#: Absolute tolerance where the gradient is a difference of nearly equal numbers.
-CANCELS = {
+#: Absolute tolerance where numbers nearly cancel.
+LOOSE = {
     ("nn.functional.layer_norm", torch.float32): 1e-4,
     ("nn.functional.normalize", torch.bfloat16): 1e-1,
+    # What the taps give is rounded before it is summed.
+    **{(f"nn.functional.conv_transpose{n}d", torch.bfloat16): 1.5e-1 for n in (1, 2, 3)},
 }
 TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1.6e-2, 1e-2)}
 
@@ -102,7 +104,7 @@ def test_op(op: Any, dtype: torch.dtype) -> None:
     except Exception as error:
         pytest.skip(f"not on the host either: {error}")
     rtol, atol = TOLERANCE.get(dtype, (1e-5, 1e-6))
-    atol = CANCELS.get((op.name, dtype), atol)
+    atol = LOOSE.get((op.name, dtype), atol)
     for sample, wanted in zip(samples, expected, strict=True):
         for actual, reference in zip(run(op, sample, "xpu", backward), wanted, strict=True):
             assert (actual is None) == (reference is None)

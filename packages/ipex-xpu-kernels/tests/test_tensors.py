@@ -9,6 +9,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytestmark = pytest.mark.usefixtures("needs_device")
 
@@ -144,6 +145,15 @@ def test_mixed_devices_are_an_error() -> None:
         torch.ones(3, device="xpu") + torch.ones(3)
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(3, 3, device="xpu") @ torch.ones(3, 3)
+    image, kernel = torch.ones(1, 1, 4, 4, device="xpu"), torch.ones(1, 1, 3, 3)
+    with pytest.raises(RuntimeError, match="same device"):
+        F.conv2d(image, kernel)
+    with pytest.raises(RuntimeError, match="same device"):
+        F.conv2d(image, kernel.to("xpu"), torch.ones(1))
+    with pytest.raises(RuntimeError, match="same device"):
+        F.embedding(torch.tensor([1]), torch.ones(3, 3, device="xpu"))
+    with pytest.raises(RuntimeError, match="device must be in"):
+        torch.Generator("xpu:9")
     with pytest.raises(TypeError, match="cpu"):
         torch.ones(3, device="xpu").numpy()
     with pytest.raises(RuntimeError, match="device"):

@@ -43,6 +43,8 @@ struct DeviceInfo {
 // "cpu", "cpu:N" (the CPU device in N parts), "auto" (GPUs, else the CPU). Returns their number;
 // never throws, see `why_no_device`.
 int initialize(const std::string& request);
+// The devices and contexts of these queues instead: those of a torch that has XPU itself.
+void adopt(const std::vector<sycl::queue*>& queues);
 int device_count() noexcept;
 const std::string& why_no_device() noexcept;
 const DeviceInfo& device_info(int device);

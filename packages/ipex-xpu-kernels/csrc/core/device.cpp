@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -146,9 +147,22 @@ std::vector<sycl::device> find_devices(const std::string& request, std::string& 
   }
   if (cpus.empty()) {
     why = "no SYCL CPU device was found: pip install 'ipex-xpu-kernels[cpu-device]'";
+    for (const char* variable : {"ONEAPI_DEVICE_SELECTOR", "OCL_ICD_FILENAMES"}) {
+      const char* value = std::getenv(variable);
+      if (value != nullptr) why += std::string(", or change ") + variable + "=" + value;
+    }
     return {};
   }
   return parts_of(cpus.front(), parts);
+}
+
+std::unique_ptr<Device> make_device(const sycl::device& handle, sycl::context context,
+                                    std::size_t index) {
+  auto device = std::make_unique<Device>();
+  device->handle = handle;
+  device->context = std::move(context);
+  device->info = describe(handle, index);
+  return device;
 }
 
 void report(const sycl::exception_list& errors) {
@@ -171,15 +185,12 @@ int initialize(const std::string& request) {
     try {
       const auto found = find_devices(request, s.why);
       for (std::size_t i = 0; i < found.size(); ++i) {
-        auto device = std::make_unique<Device>();
-        device->handle = found[i];
         // Memory of one device may be used by the others of the platform; parts of a device share
         // its context.
-        device->context = found.size() > 1 && found[0].is_cpu()
-                              ? (i == 0 ? sycl::context(found) : s.devices[0]->context)
-                              : found[i].get_platform().khr_get_default_context();
-        device->info = describe(found[i], i);
-        s.devices.push_back(std::move(device));
+        auto context = found.size() > 1 && found[0].is_cpu()
+                           ? (i == 0 ? sycl::context(found) : s.devices[0]->context)
+                           : found[i].get_platform().khr_get_default_context();
+        s.devices.push_back(make_device(found[i], std::move(context), i));
       }
     } catch (const std::exception& e) {
       s.devices.clear();
@@ -187,6 +198,14 @@ int initialize(const std::string& request) {
     }
   });
   return device_count();
+}
+
+void adopt(const std::vector<sycl::queue*>& queues) {
+  State& s = state();
+  for (auto& old : s.devices) static_cast<void>(old.release());  // their queues may be in use
+  s.devices.clear();
+  for (std::size_t i = 0; i < queues.size(); ++i)
+    s.devices.push_back(make_device(queues[i]->get_device(), queues[i]->get_context(), i));
 }
 
 int device_count() noexcept { return static_cast<int>(state().devices.size()); }

@@ -53,8 +53,7 @@ class Allocator final : public c10::DeviceAllocator {
   }
 
   BlockCache& cache(DeviceIndex device) {
-    TORCH_CHECK(device >= 0 && device < static_cast<DeviceIndex>(caches_.size()),
-                "xpu: device must be in [0, ", caches_.size(), "), got ", static_cast<int>(device));
+    check_device(device);
     return *caches_[static_cast<std::size_t>(device)];
   }
   std::vector<std::unique_ptr<BlockCache>>& caches() { return caches_; }

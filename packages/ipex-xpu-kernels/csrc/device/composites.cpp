@@ -36,6 +36,15 @@ ThreeTensors to_device(const ThreeTensors& host, DeviceIndex device) {
   return {back(std::get<0>(host)), back(std::get<1>(host)), back(std::get<2>(host))};
 }
 
+void check_same_device(const char* op, const Tensor& first,
+                       std::initializer_list<const Tensor*> others) {
+  for (const Tensor* other : others) {
+    TORCH_CHECK(!other->defined() || other->device() == first.device(),
+                "Expected all tensors to be on the same device, but found at least two devices, ",
+                first.device(), " and ", other->device(), "! (", op, ")");
+  }
+}
+
 std::vector<std::int64_t> transposed_sizes(const Tensor& input, const Tensor& weight,
                                            const Convolution& conv, IntArrayRef output_padding) {
   std::vector<std::int64_t> sizes{input.size(0), weight.size(1) * conv.groups};
@@ -54,6 +63,8 @@ std::vector<std::int64_t> transposed_sizes(const Tensor& input, const Tensor& we
 Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias,
                    SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
                    bool transposed, SymIntArrayRef output_padding, c10::SymInt groups) {
+  check_same_device("convolution", input, {&weight});
+  if (bias) check_same_device("convolution", input, {&*bias});
   const c10::DeviceGuard guard(input.device());
   if (convolution_supported(input, weight)) {
     const Convolution conv{C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),
@@ -83,6 +94,7 @@ ThreeTensors convolution_backward(const Tensor& grad_output, const Tensor& input
                                   SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed,
                                   SymIntArrayRef output_padding, c10::SymInt groups,
                                   std::array<bool, 3> output_mask) {
+  check_same_device("convolution_backward", input, {&weight, &grad_output});
   const c10::DeviceGuard guard(input.device());
   if (convolution_supported(input, weight) && convolution_supported(grad_output, weight)) {
     const Convolution conv{C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),

@@ -176,6 +176,10 @@ bool maximum_out(const Tensor& a, const Tensor& b, Tensor& out) {
 bool minimum_out(const Tensor& a, const Tensor& b, Tensor& out) {
   return out.scalar_type() != at::kBool && binary("minimum", a, b, out);
 }
+bool lerp_out(const Tensor& a, const Tensor& b, const Scalar& weight, Tensor& out) {
+  return kernel_dtype(out.scalar_type()) && !weight.isComplex() &&
+         binary("lerp", a, b, out, weight.toDouble());
+}
 bool bits(const char* op, const Tensor& a, const Tensor& b, const Tensor& out) {
   return (out.scalar_type() == at::kBool || out.scalar_type() == at::kLong) &&
          binary(op, a, b, out);
@@ -442,6 +446,7 @@ void register_elementwise() {
   add_kernel<&div_out, kFast, true>(aten, "div.out");
   add_kernel<&maximum_out>(aten, "maximum.out");
   add_kernel<&minimum_out>(aten, "minimum.out");
+  add_kernel<&lerp_out>(aten, "lerp.Scalar_out");
   add_kernel<&bitwise_and_out>(aten, "bitwise_and.Tensor_out");
   add_kernel<&bitwise_or_out>(aten, "bitwise_or.Tensor_out");
   add_kernel<&bitwise_xor_out>(aten, "bitwise_xor.Tensor_out");
@@ -473,6 +478,9 @@ void register_elementwise() {
   add_kernel<&masked_fill_tensor_, kFast, true>(aten, "masked_fill_.Tensor");
   add_kernel<&tril_out>(aten, "tril.out");
   add_kernel<&triu_out>(aten, "triu.out");
+}
+
+void register_gated() {
   static torch::Library ours(torch::Library::IMPL, "ipex", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
   add_kernel<&silu_mul>(ours, "silu_mul");

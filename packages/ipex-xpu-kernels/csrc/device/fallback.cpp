@@ -69,11 +69,19 @@ Tensor view_on_host(const Tensor& tensor) {
 
 // Lengths and indices may stay on the host, as torch wants or allows it on all devices.
 bool takes_host_tensors(const std::string& op) {
-  for (const char* name : {"aten::_pack_padded_sequence", "aten::_ctc_loss", "aten::index",
-                           "aten::_index_put_impl_", "aten::_copy_from"}) {
-    if (op.rfind(name, 0) == 0) return true;
-  }
-  return false;
+  static const std::set<std::string> names{"aten::_pack_padded_sequence",
+                                           "aten::_ctc_loss",
+                                           "aten::_ctc_loss_backward",
+                                           "aten::_cudnn_ctc_loss",
+                                           "aten::index",
+                                           "aten::index_put",
+                                           "aten::index_put_",
+                                           "aten::_index_put_impl_",
+                                           "aten::_unsafe_index",
+                                           "aten::_unsafe_index_put",
+                                           "aten::_copy_from",
+                                           "aten::_copy_from_and_resize"};
+  return names.count(op) != 0;
 }
 
 // An op that runs on the host in place of one of the device.

@@ -112,13 +112,14 @@ const at::Generator& default_generator(DeviceIndex device) {
     return made;
   }();
   if (device < 0) device = current_device();
-  TORCH_CHECK(device < static_cast<DeviceIndex>(all->size()), "xpu: device must be in [0, ",
-              all->size(), "), got ", static_cast<int>(device));
+  check_device(device);
   return (*all)[static_cast<std::size_t>(device)];
 }
 
 at::Generator make_generator(DeviceIndex device) {
-  return at::make_generator<XpuGenerator>(device < 0 ? current_device() : device);
+  if (device < 0) device = current_device();
+  check_device(device);
+  return at::make_generator<XpuGenerator>(device);
 }
 
 at::Generator host_generator(const at::Generator& generator) {

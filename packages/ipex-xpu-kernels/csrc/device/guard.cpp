@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Devices, streams and events of torch, on SYCL queues.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
 #include <atomic>
@@ -21,11 +22,6 @@ constexpr int kMaxDevices = 16;
 
 thread_local DeviceIndex t_device = 0;
 thread_local std::array<c10::StreamId, kMaxDevices> t_stream{};
-
-void check_index(DeviceIndex device) {
-  TORCH_CHECK(device >= 0 && device < device_count(), "xpu: device must be in [0, ", device_count(),
-              "), got ", static_cast<int>(device));
-}
 
 DeviceIndex resolve(Device device) { return device.has_index() ? device.index() : t_device; }
 
@@ -124,10 +120,23 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 }  // namespace
 
-DeviceIndex current_device() noexcept { return t_device; }
+void check_device(DeviceIndex device) {
+  TORCH_CHECK(device >= 0 && device < device_count(), "xpu: device must be in [0, ", device_count(),
+              "), got ", static_cast<int>(device));
+}
+
+// These two ask torch's guard, which is ours or that of a torch that has XPU itself.
+DeviceIndex current_device() noexcept {
+  return c10::impl::VirtualGuardImpl(c10::kXPU).getDevice().index();
+}
+sycl::queue& current_queue(DeviceIndex device) {
+  const c10::impl::VirtualGuardImpl guard(c10::kXPU);
+  const Stream stream = guard.getStream(Device(c10::kXPU, device));
+  return *static_cast<sycl::queue*>(guard.getStreamNativeHandle(stream));
+}
 
 void set_current_device(DeviceIndex device) {
-  check_index(device);
+  check_device(device);
   t_device = device;
 }
 
@@ -138,14 +147,13 @@ Stream current_stream(DeviceIndex device) noexcept {
 }
 
 Stream pool_stream(DeviceIndex device) {
-  check_index(device);
+  check_device(device);
   static std::array<std::atomic<std::uint32_t>, kMaxDevices> next{};
   const auto turn = next[static_cast<std::size_t>(device)].fetch_add(1) % (kStreamsPerDevice - 1);
   return Stream(Stream::UNSAFE, Device(c10::kXPU, device), static_cast<c10::StreamId>(1 + turn));
 }
 
 sycl::queue& queue_of(const Stream& stream) { return queue(stream.device_index(), slot(stream)); }
-sycl::queue& current_queue(DeviceIndex device) { return queue_of(current_stream(device)); }
 
 void register_guard() {
   static c10::impl::DeviceGuardImplRegistrar registrar(c10::kXPU, new Guard);

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include "ipex_ops.h"
 #include "strided.h"
 
 namespace ipex::xpu {
@@ -382,50 +383,57 @@ bool arange_out(const Scalar& start, const Scalar& end, const Scalar& step, Tens
 
 }  // namespace
 
-optional<Tensor> offsets_of(const std::vector<Indexed>& parts, bool wrap, long skipped) {
-  const Tensor& like = parts.front().index;
+bool in_bounds(const Tensor& like, const std::function<void(void* flag)>& check) {
   const auto device = static_cast<c10::DeviceIndex>(like.get_device());
-  const Tensor result = at::empty(like.sizes(), like.options().dtype(at::kLong));
-  if (like.numel() == 0) return result;
   Tensor& late = late_flag(device);
   if (late.defined()) {
     const Tensor before = std::exchange(late, Tensor());
     TORCH_CHECK_INDEX(before.item<int>() == 0, kOutOfRange);
   }
   const Tensor flag = at::zeros({1}, like.options().dtype(at::kInt));
-  bool first = true;
-  for (const Indexed& part : parts) {
-    const Tensor dense = part.index.contiguous();
-    launch_for(like, dense.scalar_type() == at::kInt ? "offsets<int>" : "offsets<long>",
-               like.numel(), out_data(result), data(dense),
-               static_cast<unsigned long>(like.numel()), static_cast<long>(part.size),
-               static_cast<long>(part.stride), skipped, first ? 1 : 0, wrap ? 1 : 0,
-               out_data(flag));
-    first = false;
-  }
+  check(out_data(flag));
   if (!host_readable(device)) {
     late = flag;
-  } else if (flag.item<int>() != 0) {
-    TORCH_CHECK_INDEX(fallback_mode() != FallbackMode::Error, kOutOfRange);
-    return std::nullopt;
+    return true;
   }
-  return result;
+  const bool raised = flag.item<int>() != 0;
+  TORCH_CHECK_INDEX(!raised || fallback_mode() != FallbackMode::Error, kOutOfRange);
+  return !raised;
+}
+
+optional<Tensor> offsets_of(const std::vector<Indexed>& parts, bool wrap, long skipped) {
+  const Tensor& like = parts.front().index;
+  const Tensor result = at::empty(like.sizes(), like.options().dtype(at::kLong));
+  if (like.numel() == 0) return result;
+  const bool fine = in_bounds(like, [&](void* flag) {
+    bool first = true;
+    for (const Indexed& part : parts) {
+      const Tensor dense = part.index.contiguous();
+      launch_for(like, dense.scalar_type() == at::kInt ? "offsets<int>" : "offsets<long>",
+                 like.numel(), out_data(result), data(dense),
+                 static_cast<unsigned long>(like.numel()), static_cast<long>(part.size),
+                 static_cast<long>(part.stride), skipped, first ? 1 : 0, wrap ? 1 : 0, flag);
+      first = false;
+    }
+  });
+  return fine ? optional(result) : std::nullopt;
 }
 
 void register_index() {
+  constexpr auto kSpeed = KernelSpeed::SlowerIfSmall;
   static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&index_select>(aten, "index_select");
-  add_kernel<&gather_out>(aten, "gather.out");
-  add_kernel<&index>(aten, "index.Tensor");
-  add_kernel<&index_put_>(aten, "_index_put_impl_");
-  add_kernel<&scatter_out>(aten, "scatter.src_out");
-  add_kernel<&scatter_value_out>(aten, "scatter.value_out");
-  add_kernel<&scatter_add_out>(aten, "scatter_add.out");
-  add_kernel<&index_add_out>(aten, "index_add.out");
-  add_kernel<&embedding_dense_backward>(aten, "embedding_dense_backward");
-  add_kernel<&cat_out>(aten, "cat.out");
-  add_kernel<&arange_out>(aten, "arange.start_out");
+  add_kernel<&index_select, kSpeed>(aten, "index_select");
+  add_kernel<&gather_out, kSpeed>(aten, "gather.out");
+  add_kernel<&index, kSpeed>(aten, "index.Tensor");
+  add_kernel<&index_put_, kSpeed>(aten, "_index_put_impl_");
+  add_kernel<&scatter_out, kSpeed>(aten, "scatter.src_out");
+  add_kernel<&scatter_value_out, kSpeed>(aten, "scatter.value_out");
+  add_kernel<&scatter_add_out, kSpeed>(aten, "scatter_add.out");
+  add_kernel<&index_add_out, kSpeed>(aten, "index_add.out");
+  add_kernel<&embedding_dense_backward, kSpeed>(aten, "embedding_dense_backward");
+  add_kernel<&cat_out, kSpeed>(aten, "cat.out");
+  add_kernel<&arange_out, kSpeed>(aten, "arange.start_out");
 }
 
 }  // namespace ipex::xpu

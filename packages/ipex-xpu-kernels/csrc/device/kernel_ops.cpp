@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernel_ops.h"
 
+#include <algorithm>
 #include <atomic>
+
+#include "ipex_ops.h"
 
 namespace ipex::xpu {
 namespace {
@@ -12,9 +15,11 @@ std::atomic<KernelMode> g_mode{KernelMode::Auto};
 
 void set_kernel_mode(KernelMode mode) { g_mode = mode; }
 
-bool use_kernel(c10::DeviceIndex device, KernelSpeed speed) {
-  return speed == KernelSpeed::NotSlower || g_mode == KernelMode::Always ||
-         fallback_mode() == FallbackMode::Error || !host_readable(device);
+bool use_kernel(c10::DeviceIndex device, KernelSpeed speed, std::int64_t elements) {
+  const bool slower =
+      speed == KernelSpeed::Slower || (speed == KernelSpeed::SlowerIfSmall && elements < kSmall);
+  return !slower || g_mode == KernelMode::Always || fallback_mode() == FallbackMode::Error ||
+         !host_readable(device);
 }
 
 namespace detail {
@@ -23,33 +28,33 @@ namespace {
 using c10::IValue;
 
 // False for a tensor of another device than the first one.
-bool joins(const at::Tensor& tensor, bool numbers, std::optional<c10::DeviceIndex>& device) {
+bool joins(const at::Tensor& tensor, bool numbers, Tensors& all) {
   if (!tensor.defined()) return true;
   if (!tensor.is_xpu()) return numbers && tensor.is_cpu() && tensor.dim() == 0;
-  if (!device) device = static_cast<c10::DeviceIndex>(tensor.get_device());
-  return tensor.get_device() == *device;
+  if (!all.device) all.device = static_cast<c10::DeviceIndex>(tensor.get_device());
+  all.largest = std::max(all.largest, tensor.numel());
+  return tensor.get_device() == *all.device;
 }
 
 }  // namespace
 
-std::optional<c10::DeviceIndex> common_device(const torch::jit::Stack& stack, std::size_t count,
-                                              bool numbers) {
-  std::optional<c10::DeviceIndex> device;
+Tensors common_device(const torch::jit::Stack& stack, std::size_t count, bool numbers) {
+  Tensors all;
   for (std::size_t i = stack.size() - count; i < stack.size(); ++i) {
     const IValue& value = stack[i];
     if (value.isTensor()) {
-      if (!joins(value.toTensor(), numbers, device)) return std::nullopt;
+      if (!joins(value.toTensor(), numbers, all)) return {};
     } else if (value.isTensorList()) {
       for (const at::Tensor& tensor : value.toTensorVector()) {
-        if (!joins(tensor, numbers, device)) return std::nullopt;
+        if (!joins(tensor, numbers, all)) return {};
       }
     } else if (value.isOptionalTensorList()) {
       for (const auto& tensor : value.toOptionalTensorVector()) {
-        if (tensor && !joins(*tensor, numbers, device)) return std::nullopt;
+        if (tensor && !joins(*tensor, numbers, all)) return {};
       }
     }
   }
-  return device;
+  return all;
 }
 
 void return_written(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -78,12 +83,23 @@ void register_kernels() {
   register_rows();
   register_reduce();
   register_index();
-  register_rope();
   register_optim();
   register_random();
   register_matmul();
   register_attention();
   register_cells();
+  register_interaction();
+  register_bags();
+  register_detection();
+  register_experts();
+  register_bags_update();
+}
+
+void register_ipex_kernels() {
+  register_gated();
+  register_norms();
+  register_rope();
+  register_steps();
 }
 
 }  // namespace ipex::xpu

@@ -69,10 +69,12 @@ enum class KernelMode : std::uint8_t { Auto, Always };
 void set_kernel_mode(KernelMode mode);
 
 // How a kernel compares with the host's op on a CPU device, as measured.
-enum class KernelSpeed : std::uint8_t { NotSlower, Slower };
+// Starting a kernel takes longer than a call of the host, so that many lose on small tensors only.
+enum class KernelSpeed : std::uint8_t { NotSlower, SlowerIfSmall, Slower };
+inline constexpr std::int64_t kSmall = 16384;  // elements of the largest argument
 // Whether an op that has a kernel uses it. A slower one is left to the host, and counted as a
 // fallback by the caller, only where the host works on the same memory and may do so.
-bool use_kernel(c10::DeviceIndex device, KernelSpeed speed);
+bool use_kernel(c10::DeviceIndex device, KernelSpeed speed, std::int64_t elements = kSmall);
 
 // An index of a dimension of this size and stride.
 struct Indexed {
@@ -89,6 +91,9 @@ inline constexpr long kNoIndex = std::numeric_limits<long>::min();
 std::optional<at::Tensor> offsets_of(const std::vector<Indexed>& parts, bool wrap,
                                      long skipped = kNoIndex);
 
+// Sizes as kernels take them.
+inline unsigned long ulong(std::int64_t value) { return static_cast<unsigned long>(value); }
+
 // Pointers for kernels; null for a tensor that there is not.
 inline const void* data(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
@@ -102,10 +107,13 @@ inline void* out_data(const at::Tensor& tensor) {
 
 namespace detail {
 
-// Whether a kernel may look at the arguments: all tensors are on one device. The index of that
-// device, or nothing.
-std::optional<c10::DeviceIndex> common_device(const torch::jit::Stack& stack, std::size_t count,
-                                              bool numbers);
+// The tensors among the arguments, where all are on one device: only then a kernel may look at
+// them.
+struct Tensors {
+  std::optional<c10::DeviceIndex> device;
+  std::int64_t largest = 0;  // elements
+};
+Tensors common_device(const torch::jit::Stack& stack, std::size_t count, bool numbers);
 // Replaces the arguments by those of them that the op writes to.
 void return_written(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
@@ -126,8 +134,8 @@ struct Unboxed<Result (*)(Args...)> {
   template <auto function, KernelSpeed speed, bool numbers>
   static void kernel_or_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     constexpr std::size_t count = sizeof...(Args);
-    const auto device = common_device(*stack, count, numbers);
-    if (device && use_kernel(*device, speed)) {
+    const auto [device, largest] = common_device(*stack, count, numbers);
+    if (device && use_kernel(*device, speed, largest)) {
       const c10::DeviceGuard guard(c10::Device(c10::kXPU, *device));
       auto result = call<function>(*stack, std::make_index_sequence<count>());
       if (result) {
@@ -175,14 +183,17 @@ void woq_kernel(const at::Tensor& x, const at::Tensor& packed, const at::Tensor&
                 const WoqLayout& layout);
 
 void register_elementwise();  // elementwise_ops.cpp
-void register_rows();         // rows_ops.cpp
-void register_reduce();       // reduce_ops.cpp
-void register_index();        // index_ops.cpp
-void register_rope();         // rope_ops.cpp
-void register_optim();        // optim_ops.cpp
-void register_random();       // random_ops.cpp
-void register_matmul();       // matmul_ops.cpp
-void register_attention();    // attention_ops.cpp
-void register_cells();        // cells_ops.cpp
+void register_gated();
+void register_rows();  // rows_ops.cpp
+void register_norms();
+void register_reduce();  // reduce_ops.cpp
+void register_index();   // index_ops.cpp
+void register_rope();    // rope_ops.cpp
+void register_optim();   // optim_ops.cpp
+void register_steps();
+void register_random();     // random_ops.cpp
+void register_matmul();     // matmul_ops.cpp
+void register_attention();  // attention_ops.cpp
+void register_cells();      // cells_ops.cpp
 
 }  // namespace ipex::xpu

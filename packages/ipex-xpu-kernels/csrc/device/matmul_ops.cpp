@@ -1,15 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // torch's products of matrices on the kernel of matmul.sycl.cpp. What it does not have (other
-// dtypes, mixed ones) and what is wrong (shapes, devices) goes to the host, whose messages are
-// torch's.
-#include <ATen/Functions.h>
-#include <ATen/Operators.h>
-#include <ATen/native/CPUFallback.h>
-#include <torch/library.h>
-
-#include "core/core.h"
+// dtypes, mixed ones) and what is wrong (shapes) goes to the host, whose messages are torch's.
 #include "kernel_ops.h"
-#include "runtime.h"
 
 namespace ipex::xpu {
 namespace {
@@ -29,15 +21,11 @@ constexpr KernelSpeed kSpeed = KernelSpeed::Slower;
 // A batch of matrices: a dimension of size 1 in front where there is none.
 Tensor batched(const Tensor& x) { return x.dim() == 2 ? x.unsqueeze(0) : x; }
 
-bool same_kind(const Tensor& y, const Tensor& x) {
-  return x.is_xpu() && x.get_device() == y.get_device() && x.scalar_type() == y.scalar_type();
-}
-
 // `out` as torch would make it, and memory of its own.
 bool fits(const Tensor& out, at::IntArrayRef sizes, std::initializer_list<Tensor> inputs) {
-  if (!out.is_xpu() || out.sizes() != sizes) return false;
+  if (out.sizes() != sizes) return false;
   for (const Tensor& input : inputs) {
-    if (!same_kind(out, input) || out.is_alias_of(input)) return false;
+    if (out.scalar_type() != input.scalar_type() || out.is_alias_of(input)) return false;
   }
   return kernel_dtype(out.scalar_type()).has_value();
 }
@@ -61,10 +49,9 @@ bool multiply(const Tensor& out, const Tensor& a, const Tensor& b, const Tensor*
   if (dim == 3) sizes.insert(sizes.begin(), a.size(0));
   if (dim == 3 && b.size(0) != a.size(0)) return false;
   if (!fits(out, sizes, {a, b}) || beta.isComplex() || alpha.isComplex()) return false;
-  if (!use_kernel(static_cast<c10::DeviceIndex>(out.get_device()), kSpeed)) return false;
   Tensor addend;
   if (self != nullptr) {
-    if (!same_kind(out, *self) || !expands_to(*self, sizes)) return false;
+    if (out.scalar_type() != self->scalar_type() || !expands_to(*self, sizes)) return false;
     addend = self->expand(sizes);
     // Each element is read by the item that writes it, if it is the same element.
     if (out.is_alias_of(*self) &&
@@ -75,39 +62,20 @@ bool multiply(const Tensor& out, const Tensor& a, const Tensor& b, const Tensor*
                        self == nullptr ? 0.f : beta.to<float>(), alpha.to<float>());
 }
 
-Tensor& mm_out(const Tensor& self, const Tensor& other, Tensor& out) {
-  const c10::DeviceGuard guard(out.device());
-  if (multiply(out, self, other, nullptr, 0, 1)) return out;
-  return at::native::call_fallback_fn<&fallback, ATEN_OP2(mm, out)>::call(self, other, out);
+// mm and bmm
+bool product_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  return multiply(out, a, b, nullptr, 0, 1);
 }
-Tensor& bmm_out(const Tensor& self, const Tensor& other, Tensor& out) {
-  const c10::DeviceGuard guard(out.device());
-  if (multiply(out, self, other, nullptr, 0, 1)) return out;
-  return at::native::call_fallback_fn<&fallback, ATEN_OP2(bmm, out)>::call(self, other, out);
+// addmm and baddbmm
+bool sum_out(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta,
+             const Scalar& alpha, Tensor& out) {
+  return multiply(out, a, b, &self, beta, alpha);
 }
-Tensor& addmm_out(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta,
-                  const Scalar& alpha, Tensor& out) {
-  const c10::DeviceGuard guard(out.device());
-  if (multiply(out, a, b, &self, beta, alpha)) return out;
-  return at::native::call_fallback_fn<&fallback, ATEN_OP2(addmm, out)>::call(self, a, b, beta,
-                                                                             alpha, out);
-}
-Tensor& baddbmm_out(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta,
-                    const Scalar& alpha, Tensor& out) {
-  const c10::DeviceGuard guard(out.device());
-  if (multiply(out, a, b, &self, beta, alpha)) return out;
-  return at::native::call_fallback_fn<&fallback, ATEN_OP2(baddbmm, out)>::call(self, a, b, beta,
-                                                                               alpha, out);
-}
-Tensor& addmv_out(const Tensor& self, const Tensor& a, const Tensor& x, const Scalar& beta,
-                  const Scalar& alpha, Tensor& out) {
-  const c10::DeviceGuard guard(out.device());
-  if (out.dim() == 1 && a.dim() == 2 && x.dim() == 1 && self.dim() <= 1) {
-    const Tensor addend = self.unsqueeze(-1);
-    if (multiply(out.unsqueeze(1), a, x.unsqueeze(1), &addend, beta, alpha)) return out;
-  }
-  return at::native::call_fallback_fn<&fallback, ATEN_OP2(addmv, out)>::call(self, a, x, beta,
-                                                                             alpha, out);
+bool addmv_out(const Tensor& self, const Tensor& a, const Tensor& x, const Scalar& beta,
+               const Scalar& alpha, Tensor& out) {
+  if (out.dim() != 1 || a.dim() != 2 || x.dim() != 1 || self.dim() > 1) return false;
+  const Tensor addend = self.unsqueeze(-1);
+  return multiply(out.unsqueeze(1), a, x.unsqueeze(1), &addend, beta, alpha);
 }
 
 }  // namespace
@@ -143,11 +111,11 @@ bool matmul_kernel(const Tensor& out, const Tensor& a, const Tensor& b, const Te
 void register_matmul() {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
                                 __LINE__);
-  library.impl("mm.out", TORCH_FN(mm_out));
-  library.impl("bmm.out", TORCH_FN(bmm_out));
-  library.impl("addmm.out", TORCH_FN(addmm_out));
-  library.impl("baddbmm.out", TORCH_FN(baddbmm_out));
-  library.impl("addmv.out", TORCH_FN(addmv_out));
+  add_kernel<&product_out, kSpeed>(library, "mm.out");
+  add_kernel<&product_out, kSpeed>(library, "bmm.out");
+  add_kernel<&sum_out, kSpeed>(library, "addmm.out");
+  add_kernel<&sum_out, kSpeed>(library, "baddbmm.out");
+  add_kernel<&addmv_out, kSpeed>(library, "addmv.out");
 }
 
 }  // namespace ipex::xpu

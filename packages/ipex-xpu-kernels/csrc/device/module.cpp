@@ -82,6 +82,13 @@ PYBIND11_MODULE(_C, m) {
       py::arg("request"), py::call_guard<py::gil_scoped_release>());
   m.def("why_no_device", &why_no_device);
   m.def("register_device", &register_device, py::call_guard<py::gil_scoped_release>());
+  m.def("register_ipex_kernels", &register_ipex_kernels);
+  // Of a torch that has XPU itself: a queue of each of its devices, by address.
+  m.def("adopt", [](const std::vector<std::uintptr_t>& addresses) {
+    std::vector<sycl::queue*> queues;
+    for (const auto address : addresses) queues.push_back(reinterpret_cast<sycl::queue*>(address));
+    adopt(queues);
+  });
   m.def("device_count", &device_count);
   m.def("properties", &properties, py::arg("device"));
   m.def("current_device", [] { return static_cast<int>(current_device()); });

@@ -45,6 +45,7 @@ void adam(const Tensor& w, const Tensor& grad, const Tensor& m, const Tensor& v,
              out_data(top), static_cast<unsigned long>(w.numel()), data(step),
              static_cast<float>(step_number), data(lr), static_cast<float>(a.lr),
              static_cast<float>(a.beta1), static_cast<float>(a.beta2),
+             static_cast<float>(1 - a.beta1), static_cast<float>(1 - a.beta2),
              static_cast<float>(std::log(a.beta1)), static_cast<float>(std::log(a.beta2)),
              static_cast<float>(a.decay), static_cast<float>(a.eps), a.decoupled ? 1 : 0,
              a.maximize ? 1 : 0, data(scale), data(infinite));
@@ -105,7 +106,7 @@ void sgd(const Tensor& w, const Tensor& grad, const Tensor& buffer, const Tensor
   launch_for(w, "sgd", w.numel(), out_data(w), out_data(grad), out_data(buffer),
              static_cast<unsigned long>(w.numel()), data(lr), static_cast<float>(s.lr),
              static_cast<float>(s.decay), static_cast<float>(s.momentum),
-             static_cast<float>(s.dampening), s.nesterov ? 1 : 0, s.first ? 1 : 0,
+             static_cast<float>(1 - s.dampening), s.nesterov ? 1 : 0, s.first ? 1 : 0,
              s.maximize ? 1 : 0, data(scale), data(infinite));
 }
 
@@ -152,6 +153,7 @@ bool lamb_fused_step(Tensor& w, Tensor& m, Tensor& v, const Tensor& grad,
   const auto t = static_cast<double>(step);
   launch_for(w, "lamb_direction", w.numel(), data(w), data(grad), out_data(m), out_data(v),
              out_data(direction), n, static_cast<float>(beta1), static_cast<float>(beta2),
+             static_cast<float>(1 - beta1), static_cast<float>(1 - beta2),
              static_cast<float>(1 - std::pow(beta1, t)), static_cast<float>(1 - std::pow(beta2, t)),
              static_cast<float>(decay), static_cast<float>(eps));
   const Tensor norm_w = at::linalg_vector_norm(w);
@@ -172,6 +174,9 @@ void register_optim() {
   add_kernel<&fused_adam_lr_<true>>(aten, "_fused_adamw_.tensor_lr");
   add_kernel<&fused_sgd_>(aten, "_fused_sgd_");
   add_kernel<&fused_sgd_lr_>(aten, "_fused_sgd_.tensor_lr");
+}
+
+void register_steps() {
   static torch::Library ours(torch::Library::IMPL, "ipex", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
   add_kernel<&adam_fused_step>(ours, "adam_fused_step");

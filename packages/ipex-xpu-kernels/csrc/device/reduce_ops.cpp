@@ -17,8 +17,6 @@ using at::Scalar;
 using at::Tensor;
 using std::optional;
 
-unsigned long ulong(std::int64_t value) { return static_cast<unsigned long>(value); }
-
 optional<std::string> dtype_of(const Tensor& x) {
   return x.scalar_type() == at::kByte ? optional<std::string>("unsignedchar")
                                       : number_dtype(x.scalar_type());
@@ -300,27 +298,28 @@ bool cumsum_out(const Tensor& x, std::int64_t dim, optional<at::ScalarType>, Ten
 }  // namespace
 
 void register_reduce() {
+  constexpr auto kSpeed = KernelSpeed::SlowerIfSmall;
   static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&sum_out>(aten, "sum.IntList_out");
-  add_kernel<&mean_out>(aten, "mean.out");
-  add_kernel<&amax_out>(aten, "amax.out");
-  add_kernel<&amin_out>(aten, "amin.out");
-  add_kernel<&max_of_all>(aten, "max");
-  add_kernel<&min_of_all>(aten, "min");
-  add_kernel<&any_out>(aten, "any.out");
-  add_kernel<&all_out>(aten, "all.out");
-  add_kernel<&any_of_all_out>(aten, "any.all_out");
-  add_kernel<&all_of_all_out>(aten, "all.all_out");
-  add_kernel<&max_dim_out>(aten, "max.dim_max");
-  add_kernel<&min_dim_out>(aten, "min.dim_min");
-  add_kernel<&argmax_out>(aten, "argmax.out");
-  add_kernel<&argmin_out>(aten, "argmin.out");
-  add_kernel<&var>(aten, "var.correction");
-  add_kernel<&std_>(aten, "std.correction");
-  add_kernel<&var_mean>(aten, "var_mean.correction");
-  add_kernel<&vector_norm_out>(aten, "linalg_vector_norm.out");
-  add_kernel<&cumsum_out>(aten, "cumsum.out");
+  add_kernel<&sum_out, kSpeed>(aten, "sum.IntList_out");
+  add_kernel<&mean_out, kSpeed>(aten, "mean.out");
+  add_kernel<&amax_out, kSpeed>(aten, "amax.out");
+  add_kernel<&amin_out, kSpeed>(aten, "amin.out");
+  add_kernel<&max_of_all, kSpeed>(aten, "max");
+  add_kernel<&min_of_all, kSpeed>(aten, "min");
+  add_kernel<&any_out, kSpeed>(aten, "any.out");
+  add_kernel<&all_out, kSpeed>(aten, "all.out");
+  add_kernel<&any_of_all_out, kSpeed>(aten, "any.all_out");
+  add_kernel<&all_of_all_out, kSpeed>(aten, "all.all_out");
+  add_kernel<&max_dim_out, kSpeed>(aten, "max.dim_max");
+  add_kernel<&min_dim_out, kSpeed>(aten, "min.dim_min");
+  add_kernel<&argmax_out, kSpeed>(aten, "argmax.out");
+  add_kernel<&argmin_out, kSpeed>(aten, "argmin.out");
+  add_kernel<&var, kSpeed>(aten, "var.correction");
+  add_kernel<&std_, kSpeed>(aten, "std.correction");
+  add_kernel<&var_mean, kSpeed>(aten, "var_mean.correction");
+  add_kernel<&vector_norm_out, kSpeed>(aten, "linalg_vector_norm.out");
+  add_kernel<&cumsum_out, kSpeed>(aten, "cumsum.out");
 }
 
 }  // namespace ipex::xpu

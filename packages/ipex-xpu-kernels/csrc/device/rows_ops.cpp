@@ -13,8 +13,6 @@ using at::IntArrayRef;
 using at::Tensor;
 using std::optional;
 
-unsigned long ulong(std::int64_t value) { return static_cast<unsigned long>(value); }
-
 // Dense, with the dimension in question last.
 Tensor as_rows(const Tensor& x, std::int64_t dim) { return x.transpose(dim, -1).contiguous(); }
 
@@ -258,25 +256,31 @@ optional<std::tuple<Tensor, Tensor, Tensor>> native_layer_norm_backward(
   return std::tuple(grad_x, grad_weight, grad_bias);
 }
 
+// Measured for all of them.
+constexpr auto kSpeed = KernelSpeed::SlowerIfSmall;
+
 }  // namespace
 
 void register_rows() {
   static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&softmax_out>(aten, "_softmax.out");
-  add_kernel<&log_softmax_out>(aten, "_log_softmax.out");
-  add_kernel<&softmax_backward_out>(aten, "_softmax_backward_data.out");
-  add_kernel<&log_softmax_backward_out>(aten, "_log_softmax_backward_data.out");
-  add_kernel<&native_layer_norm>(aten, "native_layer_norm");
-  add_kernel<&native_layer_norm_backward>(aten, "native_layer_norm_backward");
+  add_kernel<&softmax_out, kSpeed>(aten, "_softmax.out");
+  add_kernel<&log_softmax_out, kSpeed>(aten, "_log_softmax.out");
+  add_kernel<&softmax_backward_out, kSpeed>(aten, "_softmax_backward_data.out");
+  add_kernel<&log_softmax_backward_out, kSpeed>(aten, "_log_softmax_backward_data.out");
+  add_kernel<&native_layer_norm, kSpeed>(aten, "native_layer_norm");
+  add_kernel<&native_layer_norm_backward, kSpeed>(aten, "native_layer_norm_backward");
+}
+
+void register_norms() {
   static torch::Library ours(torch::Library::IMPL, "ipex", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&rms_norm>(ours, "rms_norm");
-  add_kernel<&add_rms_norm>(ours, "add_rms_norm");
-  add_kernel<&add_rms_norm_>(ours, "add_rms_norm_");
-  add_kernel<&layer_norm>(ours, "layer_norm");
-  add_kernel<&add_layer_norm>(ours, "add_layer_norm");
-  add_kernel<&add_layer_norm_>(ours, "add_layer_norm_");
+  add_kernel<&rms_norm, kSpeed>(ours, "rms_norm");
+  add_kernel<&add_rms_norm, kSpeed>(ours, "add_rms_norm");
+  add_kernel<&add_rms_norm_, kSpeed>(ours, "add_rms_norm_");
+  add_kernel<&layer_norm, kSpeed>(ours, "layer_norm");
+  add_kernel<&add_layer_norm, kSpeed>(ours, "add_layer_norm");
+  add_kernel<&add_layer_norm_, kSpeed>(ours, "add_layer_norm_");
 }
 
 }  // namespace ipex::xpu

@@ -26,6 +26,7 @@ class queue;
 namespace ipex::xpu {
 
 // Devices and streams of the calling thread (guard.cpp).
+void check_device(c10::DeviceIndex device);  // raises unless there is such a device
 c10::DeviceIndex current_device() noexcept;
 void set_current_device(c10::DeviceIndex device);
 c10::Stream current_stream(c10::DeviceIndex device) noexcept;
@@ -92,9 +93,11 @@ void from_host(const at::Tensor& host, const at::Tensor& tensor);
 // A new tensor on the device with the values, sizes and strides of one on the host.
 at::Tensor to_device(const at::Tensor& host, c10::DeviceIndex device);
 
-void register_tensor_ops();   // tensor_ops.cpp
-void register_composites();   // composites.cpp
-void register_kernels();      // kernel_ops.cpp
+void register_tensor_ops();  // tensor_ops.cpp
+void register_composites();  // composites.cpp
+void register_kernels();     // kernel_ops.cpp
+// Kernels of the ops torch.ops.ipex, which a torch that has XPU itself takes, too.
+void register_ipex_kernels();
 void register_collectives();  // collectives.cpp
 
 }  // namespace ipex::xpu

@@ -44,6 +44,10 @@ bool launch_strided(at::TensorIteratorBase& iter, const std::string& name, Extra
   constexpr std::size_t kGroup = 256;
   std::size_t width = 8;
   while (width < kGroup && width < columns) width *= 2;
+  // Operands in another order: groups are tiles, which use whole cache lines of both.
+  const bool turned = std::any_of(layout.stride.begin(), layout.stride.begin() + N,
+                                  [](const auto& stride) { return stride[0] > 1; });
+  if (turned && rows >= 16) width = std::min<std::size_t>(width, 16);
   const std::size_t height = kGroup / width;
   const sycl::range<2> global((rows + height - 1) / height * height,
                               (columns + width - 1) / width * width);

@@ -133,6 +133,12 @@ struct minimum {
     return a != a || a < b ? a : b;
   }
 };
+// Of which moving averages consist; exact at both ends.
+struct lerp {
+  static float f(float a, float b, float weight) {
+    return weight < 0.5f ? a + weight * (b - a) : b - (b - a) * (1.f - weight);
+  }
+};
 struct bitwise_and {
   static long f(long a, long b, long) { return a & b; }
 };
@@ -253,17 +259,41 @@ void compare(unsigned char* y, const T* a, const T* b, IPEX_SIZES, IPEX_STRIDES(
              IPEX_STRIDES(b)) {
   const Place p(rows, columns, size1, size2);
   if (!p.inside) return;
-  y[p.at(y0, y1, y2, y3)] = Op::f(load(a, p.at(a0, a1, a2, a3)), load(b, p.at(b0, b1, b2, b3)));
+  y += p.row(y1, y2, y3);
+  a += p.row(a1, a2, a3);
+  b += p.row(b1, b2, b3);
+  p.step(y0 == 1 && a0 == 1 && b0 == 1,
+         [&](auto at) { y[at(y0)] = Op::f(load(a, at(a0)), load(b, at(b0))); });
 }
 template <typename Op, typename T>
 IPEX_KERNEL(2)
 void compare_number(unsigned char* y, const T* x, IPEX_SIZES, IPEX_STRIDES(y), IPEX_STRIDES(x),
                     compute<T> number) {
   const Place p(rows, columns, size1, size2);
-  if (p.inside) y[p.at(y0, y1, y2, y3)] = Op::f(load(x, p.at(x0, x1, x2, x3)), number);
+  if (!p.inside) return;
+  y += p.row(y1, y2, y3);
+  x += p.row(x1, x2, x3);
+  p.step(y0 == 1 && x0 == 1, [&](auto at) { y[at(y0)] = Op::f(load(x, at(x0)), number); });
 }
 
 // Copies between dtypes and strides.
+template <typename To, typename From>
+inline To converted(From value) {
+  if constexpr (std::is_same_v<From, To>) {
+    return value;
+  } else if constexpr (std::is_same_v<From, bool>) {
+    return To(value ? 1.f : 0.f);
+  } else {
+    const auto number = static_cast<compute<From>>(value);
+    if constexpr (std::is_same_v<To, bool>) {
+      return number != 0;
+    } else if constexpr (std::is_same_v<compute<To>, float>) {
+      return To(static_cast<float>(number));
+    } else {
+      return static_cast<To>(static_cast<long>(number));
+    }
+  }
+}
 template <typename From, typename To>
 IPEX_KERNEL(2)
 void copy_strided(To* y, const From* x, IPEX_SIZES, IPEX_STRIDES(y), IPEX_STRIDES(x)) {
@@ -271,24 +301,7 @@ void copy_strided(To* y, const From* x, IPEX_SIZES, IPEX_STRIDES(y), IPEX_STRIDE
   if (!p.inside) return;
   y += p.row(y1, y2, y3);
   x += p.row(x1, x2, x3);
-  const unsigned long i = p.column;
-  const bool plain = y0 == 1 && x0 == 1;
-  const From value = plain ? x[i] : x[static_cast<long>(i) * x0];
-  To& target = plain ? y[i] : y[static_cast<long>(i) * y0];
-  if constexpr (std::is_same_v<From, To>) {
-    target = value;
-  } else if constexpr (std::is_same_v<From, bool>) {
-    target = To(value ? 1.f : 0.f);
-  } else {
-    const auto number = static_cast<compute<From>>(value);
-    if constexpr (std::is_same_v<To, bool>) {
-      target = number != 0;
-    } else if constexpr (std::is_same_v<compute<To>, float>) {
-      target = To(static_cast<float>(number));
-    } else {
-      target = static_cast<To>(static_cast<long>(number));
-    }
-  }
+  p.step(y0 == 1 && x0 == 1, [&](auto at) { y[at(y0)] = converted<To>(x[at(x0)]); });
 }
 
 // Elements by their size alone, since they are only moved; a number comes as its bits.
@@ -300,8 +313,15 @@ void where(U* y, const unsigned char* condition, const U* a, const U* b, IPEX_SI
            IPEX_STRIDES(y), IPEX_STRIDES(c), IPEX_STRIDES(a), IPEX_STRIDES(b)) {
   const Place p(rows, columns, size1, size2);
   if (!p.inside) return;
-  y[p.at(y0, y1, y2, y3)] =
-      condition[p.at(c0, c1, c2, c3)] ? a[p.at(a0, a1, a2, a3)] : b[p.at(b0, b1, b2, b3)];
+  y += p.row(y1, y2, y3);
+  condition += p.row(c1, c2, c3);
+  a += p.row(a1, a2, a3);
+  b += p.row(b1, b2, b3);
+  p.step(y0 == 1 && c0 == 1 && a0 == 1 && b0 == 1, [&](auto at) {
+    const U left = a[at(a0)];
+    const U right = b[at(b0)];
+    y[at(y0)] = condition[at(c0)] ? left : right;
+  });
 }
 
 template <typename U>
@@ -309,7 +329,12 @@ IPEX_KERNEL(2)
 void masked_fill(U* y, const unsigned char* mask, IPEX_SIZES, IPEX_STRIDES(y), IPEX_STRIDES(m),
                  unsigned long bits) {
   const Place p(rows, columns, size1, size2);
-  if (p.inside && mask[p.at(m0, m1, m2, m3)]) y[p.at(y0, y1, y2, y3)] = static_cast<U>(bits);
+  if (!p.inside) return;
+  y += p.row(y1, y2, y3);
+  mask += p.row(m1, m2, m3);
+  p.step(y0 == 1 && m0 == 1, [&](auto at) {
+    if (mask[at(m0)]) y[at(y0)] = static_cast<U>(bits);
+  });
 }
 
 template <typename U>
@@ -384,6 +409,7 @@ BINARY(mul)
 BINARY(maximum)
 BINARY(minimum)
 FLOAT_BINARY(div_)
+FLOAT_BINARY(lerp)
 FLOATS(CONTIGUOUS, threshold_backward)
 FLOATS(CONTIGUOUS, sigmoid_backward)
 FLOATS(CONTIGUOUS, tanh_backward)

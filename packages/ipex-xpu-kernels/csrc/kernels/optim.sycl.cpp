@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of optimizers, float32. Numbers that a training loop keeps on the device (steps, learning
-// rate, scale of the gradients, whether one of them was infinite) come as pointers, which may be
-// null.
+// Steps of optimizers, float32; rest is 1 - beta, which is not exact as a difference of floats.
+// Numbers that a training loop keeps on the device (steps, learning rate, scale of the gradients,
+// whether one of them was infinite) come as pointers, which may be null.
 #include "prelude.h"
 
 using ipex::global_id;
@@ -22,8 +22,8 @@ inline float gradient(float* grads, unsigned long i, const float* scale, int max
 IPEX_KERNEL(1)
 void adam(float* w, float* grads, float* m, float* v, float* top, unsigned long n,
           const float* steps, float step, const float* rates, float rate, float beta1, float beta2,
-          float log_beta1, float log_beta2, float decay, float eps, int decoupled, int maximize,
-          const float* scale, const float* infinite) {
+          float rest1, float rest2, float log_beta1, float log_beta2, float decay, float eps,
+          int decoupled, int maximize, const float* scale, const float* infinite) {
   const unsigned long i = global_id();
   if (i >= n || (infinite && *infinite == 1.f)) return;
   const float t = steps ? *steps : step;
@@ -35,8 +35,8 @@ void adam(float* w, float* grads, float* m, float* v, float* top, unsigned long 
   } else {
     g += weight * decay;
   }
-  const float mean = beta1 * m[i] + (1.f - beta1) * g;
-  float square = beta2 * v[i] + (1.f - beta2) * g * g;
+  const float mean = beta1 * m[i] + rest1 * g;
+  float square = beta2 * v[i] + rest2 * g * g;
   m[i] = mean;
   v[i] = square;
   if (top) {
@@ -50,13 +50,13 @@ void adam(float* w, float* grads, float* m, float* v, float* top, unsigned long 
 // `buffer` is null without momentum; `first`: it has no history yet.
 IPEX_KERNEL(1)
 void sgd(float* w, float* grads, float* buffer, unsigned long n, const float* rates, float rate,
-         float decay, float momentum, float dampening, int nesterov, int first, int maximize,
+         float decay, float momentum, float share, int nesterov, int first, int maximize,
          const float* scale, const float* infinite) {
   const unsigned long i = global_id();
   if (i >= n || (infinite && *infinite == 1.f)) return;
   float g = gradient(grads, i, scale, maximize) + w[i] * decay;
   if (buffer) {
-    const float moved = first ? g : momentum * buffer[i] + (1.f - dampening) * g;
+    const float moved = first ? g : momentum * buffer[i] + share * g;
     buffer[i] = moved;
     g = nesterov ? g + momentum * moved : moved;
   }
@@ -66,13 +66,13 @@ void sgd(float* w, float* grads, float* buffer, unsigned long n, const float* ra
 // Means and direction; the caller computes the norms of weights and direction.
 IPEX_KERNEL(1)
 void lamb_direction(const float* w, const float* grads, float* m, float* v, float* direction,
-                    unsigned long n, float beta1, float beta2, float correction1, float correction2,
-                    float decay, float eps) {
+                    unsigned long n, float beta1, float beta2, float rest1, float rest2,
+                    float correction1, float correction2, float decay, float eps) {
   const unsigned long i = global_id();
   if (i >= n) return;
   const float g = grads[i];
-  const float mean = beta1 * m[i] + (1.f - beta1) * g;
-  const float square = beta2 * v[i] + (1.f - beta2) * g * g;
+  const float mean = beta1 * m[i] + rest1 * g;
+  const float square = beta2 * v[i] + rest2 * g * g;
   m[i] = mean;
   v[i] = square;
   direction[i] = mean / correction1 / (sycl::sqrt(square / correction2) + eps) + decay * w[i];

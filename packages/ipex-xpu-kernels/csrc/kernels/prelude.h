@@ -85,6 +85,16 @@ struct Place {
   long row(int stride1, int stride2, int stride3) const {
     return i1 * stride1 + i2 * stride2 + i3 * stride3;
   }
+  // Calls f with a function from a stride within the row to the element's offset in the row. Told
+  // that all these strides are 1, a compiler for CPUs makes plain vectors.
+  template <typename F>
+  void step(bool plain, F f) const {
+    if (plain) {
+      f([i = static_cast<long>(column)](int) { return i; });
+    } else {
+      f([i = static_cast<long>(column)](int stride) { return i * stride; });
+    }
+  }
   long at(int stride0, int stride1, int stride2, int stride3) const {
     return row(stride1, stride2, stride3) + static_cast<long>(column) * stride0;
   }

@@ -15,14 +15,23 @@ using ipex::store;
 template <typename T, bool logarithm>
 IPEX_KERNEL(1)
 void softmax(const T* x, T* y, unsigned long columns) {
+  // The result can hold the powers until their sum is known, without rounding them.
+  constexpr bool kept = !logarithm && std::is_same_v<T, float>;
   const Row row(columns);
   x += row.begin;
   y += row.begin;
   const float top = row.maximum([=](unsigned long i) { return load(x, i); });
-  const float sum = row.sum([=](unsigned long i) { return sycl::exp(load(x, i) - top); });
+  const float sum = row.sum([=](unsigned long i) {
+    const float power = sycl::exp(load(x, i) - top);
+    if constexpr (kept) y[i] = power;
+    return power;
+  });
   if constexpr (logarithm) {
     const float shift = top + sycl::log(sum);
     row.each([=](unsigned long i) { store(y, i, load(x, i) - shift); });
+  } else if constexpr (kept) {
+    const float scale = 1.f / sum;
+    row.each([=](unsigned long i) { y[i] *= scale; });
   } else {
     const float scale = 1.f / sum;
     row.each([=](unsigned long i) { store(y, i, sycl::exp(load(x, i) - top) * scale); });

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ipex_xpu_kernels import _names
+from ipex_xpu_kernels import _device, _names
 from ipex_xpu_kernels._device import State, activate, state
 from ipex_xpu_kernels._doctor import doctor
 from ipex_xpu_kernels._fallback import (
@@ -76,7 +76,10 @@ def register(api: int) -> ProviderInfo:
             " pip install --upgrade ipex-core ipex-xpu-kernels"
         )
     names: tuple[str, ...] = ()
-    if activate().mode == "own":
+    found = activate()
+    if found.mode == "native" and found.count:
+        _device.serve_native()
+    if found.count:
         from ipex_xpu_kernels import _ipex_ops
 
         names = _ipex_ops.register()
@@ -97,11 +100,9 @@ def kernel_names() -> tuple[str, ...]:
     """Return the names of the SYCL kernels in this package, as ``family<operation,dtype>``.
 
     Raises:
-        RuntimeError: There is no xpu device of this package.
+        RuntimeError: There is no xpu device.
     """
-    from ipex_xpu_kernels._device import require
-
-    return tuple(require("kernel_names").kernel_names())
+    return tuple(_device.kernels("kernel_names").kernel_names())
 
 
 def kernel_load_stats() -> dict[str, int]:
@@ -112,11 +113,9 @@ def kernel_load_stats() -> dict[str, int]:
         not be read or written.
 
     Raises:
-        RuntimeError: There is no xpu device of this package.
+        RuntimeError: There is no xpu device.
     """
-    from ipex_xpu_kernels._device import require
-
-    return dict(require("kernel_load_stats").load_stats())
+    return dict(_device.kernels("kernel_load_stats").load_stats())
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ipex_core._spec import check
-from ipex_core.ops._kv import check_block_tables
+from ipex_core.ops._kv import check_block_tables, check_lengths, check_longest
 from ipex_core.ops._sequences import check_offsets
 
 __all__ = ["FUNCTIONS"]
@@ -133,9 +133,7 @@ def _decode_attention(
     batch, heads, queries, size = query.shape
     capacity = key_cache.shape[2]
     if lengths is not None:
-        text = f"be between 0 and the rows of the cache = {capacity}"
-        for length in lengths.tolist():
-            check(0 <= length <= capacity, "decode_attention", "lengths", text, length)
+        check_lengths("decode_attention", lengths.tolist(), capacity)
     out = query.new_empty(batch, queries, heads, size).transpose(1, 2)
     _run(
         *(query, key_cache, value_cache, out),
@@ -181,9 +179,7 @@ def _single_query(
         return False
     lengths = context_lens.tolist()
     check_block_tables(op, "context_lens", lengths, block_tables, block_size, key_cache.shape[0])
-    text = f"be at least the largest of context_lens, {max(lengths, default=0)}"
-    enough = max(lengths, default=0) <= max_context_len
-    check(enough, op, "max_context_len", text, max_context_len)
+    check_longest(op, lengths, max_context_len)
     _run(
         *(query.unsqueeze(2), key_cache, value_cache, output.unsqueeze(2)),
         scale=scale,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +57,8 @@ def require(function: str) -> Any:
     raise RuntimeError(f"{function}: there is no xpu device of ipex-xpu-kernels: {why}")
 
 
-def compiler(function: str) -> Any:
-    """Return the native module for what needs torch's streams only, which a torch that has XPU has as well.
+def kernels(function: str) -> Any:
+    """Return the native module for what a torch that has XPU itself uses as well: kernels, and the compiler of users'.
 
     Args:
         function: For the message.
@@ -118,14 +119,28 @@ def _find() -> State:
         return State("none", 0, module.why_no_device())
     _configure(module)
     module.register_device()
+    module.register_ipex_kernels()
 
-    from ipex_xpu_kernels import _distributed, _torch_xpu
+    from ipex_xpu_kernels import _distributed, _inductor, _torch_xpu
 
     _torch_xpu.install(module)
     _distributed.install()
+    _inductor.install()
     _names.attach()
     atexit.register(_shut_down, module)
     return State("own", count)
+
+
+@functools.cache
+def serve_native() -> None:
+    """Register the kernels of ``torch.ops.ipex`` with a torch that has XPU itself; they run in its queues."""
+    import torch
+
+    module = native()
+    _configure(module)
+    streams = [torch.xpu.current_stream(i) for i in range(torch.xpu.device_count())]
+    module.adopt([stream.sycl_queue for stream in streams])
+    module.register_ipex_kernels()
 
 
 def _configure(module: Any) -> None:

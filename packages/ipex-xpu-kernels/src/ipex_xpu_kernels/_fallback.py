@@ -5,20 +5,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ipex_xpu_kernels._device import require
+from ipex_xpu_kernels._device import kernels
 
 
 def fallback_stats() -> dict[str, int]:
     """Return how often each op has run on the host for want of a kernel, most frequent first.
 
     Raises:
-        RuntimeError: There is no xpu device of this package.
+        RuntimeError: There is no xpu device.
 
     Example:
         >>> stats = ipex.xpu.fallback_stats()  # doctest: +SKIP
         {'aten::mm.out': 12, 'aten::_softmax.out': 4}
     """
-    counts = require("fallback_stats").fallback_stats()
+    counts = kernels("fallback_stats").fallback_stats()
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
@@ -26,9 +26,9 @@ def reset_fallback_stats() -> None:
     """Set all counts of `fallback_stats` to zero.
 
     Raises:
-        RuntimeError: There is no xpu device of this package.
+        RuntimeError: There is no xpu device.
     """
-    require("reset_fallback_stats").reset_fallback_stats()
+    kernels("reset_fallback_stats").reset_fallback_stats()
 
 
 def set_fallback_mode(mode: Literal["silent", "warn", "error"]) -> None:
@@ -40,13 +40,13 @@ def set_fallback_mode(mode: Literal["silent", "warn", "error"]) -> None:
 
     Raises:
         ValueError: Another mode.
-        RuntimeError: There is no xpu device of this package.
+        RuntimeError: There is no xpu device.
     """
     if mode not in ("silent", "warn", "error"):
         raise ValueError(
             f"set_fallback_mode: mode must be 'silent', 'warn' or 'error', got {mode!r}"
         )
-    require("set_fallback_mode").set_fallback_mode(mode)
+    kernels("set_fallback_mode").set_fallback_mode(mode)
 
 
 def set_kernel_mode(mode: Literal["auto", "always"]) -> None:
@@ -60,8 +60,8 @@ def set_kernel_mode(mode: Literal["auto", "always"]) -> None:
 
     Raises:
         ValueError: Another mode.
-        RuntimeError: There is no xpu device of this package.
+        RuntimeError: There is no xpu device.
     """
     if mode not in ("auto", "always"):
         raise ValueError(f"set_kernel_mode: mode must be 'auto' or 'always', got {mode!r}")
-    require("set_kernel_mode").set_kernel_mode(mode)
+    kernels("set_kernel_mode").set_kernel_mode(mode)

@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ipex_xpu_kernels._device import compiler
+from ipex_xpu_kernels._device import kernels as native_kernels
 from ipex_xpu_kernels._kernel import SyclKernel
+
+_HEADERS = Path(__file__).with_name("kernels")
+#: Headers for kernels of users, by the names by which they are included.
+_FILES = {"ipex/xpu.h": "prelude.h", "ipex/bfloat16.h": "bfloat16.h"}
 
 
 class SyclCompileError(RuntimeError):
@@ -113,7 +117,7 @@ def load_inline(
         >>> ops.twice(torch.ones(3, device="xpu"))  # doctest: +SKIP
         tensor([2., 2., 2.], device='xpu:0')
     """
-    native = compiler("load_inline")
+    native = native_kernels("load_inline")
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise ValueError(f"load_inline: name must be an identifier, got {name!r}")
     if isinstance(functions, str) or not functions:
@@ -149,13 +153,17 @@ def _compile(
     headers: Mapping[str, str],
     options: Sequence[str],
 ) -> Any:
-    prelude = Path(__file__).with_name("kernels") / "prelude.h"
-    files = {"ipex/xpu.h": prelude.read_text(encoding="utf-8"), **headers}
+    files = {
+        **{name: (_HEADERS / file).read_text(encoding="utf-8") for name, file in _FILES.items()},
+        **headers,
+    }
     for kernel in kernels:
         if not any(
             re.search(rf"\b{re.escape(kernel)}\b", text) for text in (source, *files.values())
         ):
             raise ValueError(f"load_inline: the source has no kernel named {kernel}")
+    if any("bfloat16" in text for text in (source, *headers.values())):
+        options = [*options, *(part for header in _FILES for part in ("-include", header))]
     try:
         return native.SourceProgram(
             source, kernels, files, list(options), torch.xpu.current_stream().sycl_queue

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ops of ipex, one file per family. Arguments that do not fit go to the host, which has the
+// messages.
+#pragma once
+
+#include <ATen/Functions.h>
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "kernel_ops.h"
+
+namespace ipex::xpu {
+
+// Starts a kernel that raises the flag it is given where an index is out of bounds, and says
+// whether all are in bounds. What `offsets_of` does for one that is not holds here, too.
+bool in_bounds(const at::Tensor& like, const std::function<void(void* flag)>& check);
+
+inline bool dense_rows(const at::Tensor& x) { return x.dim() == 0 || x.stride(-1) == 1; }
+inline at::Tensor with_dense_rows(const at::Tensor& x) {
+  return dense_rows(x) ? x : x.contiguous();
+}
+
+// Lists of tensors: kernels take one of any length as a pointer to addresses. A table has columns
+// of 8-byte numbers of one length, which lie one after the other on a device. The tensors whose
+// addresses are among them live as long as it.
+class Table {
+ public:
+  void add(std::int64_t number) { numbers_.push_back(number); }
+  void add_addresses(const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      numbers_.push_back(reinterpret_cast<std::int64_t>(data(tensor)));
+      kept_.push_back(tensor);
+    }
+  }
+  void upload(c10::Device device) { on_device_ = at::tensor(numbers_, at::kLong).to(device); }
+  const void* column(std::size_t index, std::size_t length) const {
+    return on_device_.const_data_ptr<std::int64_t>() + index * length;
+  }
+
+ private:
+  std::vector<std::int64_t> numbers_;
+  std::vector<at::Tensor> kept_;
+  at::Tensor on_device_;
+};
+
+void register_interaction();  // interaction_ops.cpp
+void register_bags();         // bags_ops.cpp
+void register_bags_update();  // bags_update_ops.cpp
+void register_detection();    // detection_ops.cpp
+void register_experts();      // experts_ops.cpp
+
+}  // namespace ipex::xpu
