@@ -16,7 +16,7 @@ from ipex._bench import peers, shapes, torch_work, worker, workloads
 from ipex._bench.process import EngineError, Worker
 from ipex._bench.result import Absent, Row, Run, interval, limit_percent, regressions
 from ipex._bench.task import Prepared, Task
-from ipex._commands import bench
+from ipex._commands import bench, bench_peers
 
 pytest.importorskip("numpy")
 needs_transformers = pytest.mark.skipif(
@@ -91,6 +91,32 @@ def test_a_run_survives_its_file(tmp_path):
     file.write_text("{}")
     with pytest.raises(ValueError, match="not a result file"):
         Run.read(file)
+
+
+def test_a_part_replaces_what_it_measures_and_keeps_the_rest():
+    machine = {"cpu": "x", "torch": "2"}
+    first = Run(
+        *("llm", "int4", machine, {"torchao": "1"}),
+        rows=[row(case="a decode"), row(case="b decode", engine="openvino")],
+        absent=[Absent("torchao", "", "not installed"), Absent("zentorch", "", "no")],
+        command="one",
+    )
+    new = row(case="a decode", engine="torchao")
+    part = Run(
+        *("llm", "int4", machine, {"torchao": "2"}),
+        rows=[row(case="b decode"), new],
+        absent=[Absent("ipex_eager", "a", "failed: x")],
+        command="two",
+    )
+    both = first.with_part(part)
+    assert [(r.case, r.engine) for r in both.rows] == [
+        *(("b decode", "ipex_eager"), ("b decode", "openvino"), ("a decode", "torchao"))
+    ]
+    assert both.absent == [Absent("zentorch", "", "no"), *part.absent]
+    assert (both.versions, both.command) == ({"torchao": "2"}, "one\ntwo")
+    for other in (Run("llm", "int8", machine), Run("llm", "int4", {**machine, "cpu": "y"})):
+        with pytest.raises(ValueError, match="must have the same"):
+            first.with_part(other)
 
 
 # -- engines ----------------------------------------------------------------------------------------------------------
@@ -172,7 +198,7 @@ def test_a_table_of_engines(tmp_path):
     files["plot"] = tmp_path / "run.png"
     done = run(
         *("ops", "linear", "--peers", "--size", "tiny", "--seconds", "0.01", "--dtype", "fp32"),
-        *("--engines", "ipex_eager,openvino,llama_cpp,torchao", "--threads", "1"),
+        *("--engines", "ipex_eager,openvino,llama_cpp", "--threads", "1"),
         *(x for name, file in files.items() for x in (f"--{name}", file)),
         *("--env", f"openvino={sys.executable}"),
     )
@@ -191,8 +217,6 @@ def test_a_table_of_engines(tmp_path):
 
 
 def test_a_regression_is_measured_again_before_it_counts(tmp_path, monkeypatch):
-    import ipex._bench.run as runner
-
     before = tmp_path / "before.json"
     slow, fast = row(ratio=1.0, low=0.9, high=1.1), row()
     before.write_text(Run("ops", "float32", {}, rows=[fast]).to_json())
@@ -202,7 +226,7 @@ def test_a_regression_is_measured_again_before_it_counts(tmp_path, monkeypatch):
         asked.append((plan.names, plan.seconds))
         return Run("ops", "float32", machine, rows=[answers.pop(0)])
 
-    monkeypatch.setattr(runner, "run", measured)
+    monkeypatch.setattr(bench_peers, "run", measured)
     arguments = ("ops", "linear", "--peers", "--seconds", "0.1", "--compare", before)
     for now, code in (([slow, slow], 1), ([slow, fast], 0), ([fast], 0)):
         asked: list[object] = []
@@ -234,5 +258,6 @@ def test_bad_arguments_exit_with_2(arguments, message):
 def test_a_file_of_another_command_is_refused(tmp_path):
     file = tmp_path / "llm.json"
     file.write_text(Run("llm", "int4", {}).to_json())
-    done = run("models", "--compare", file)
-    assert done.exit_code == 2 and "ipex bench llm" in done.output
+    for option in ("--compare", "--add"):
+        done = run("models", option, file)
+        assert done.exit_code == 2 and "ipex bench llm" in done.output

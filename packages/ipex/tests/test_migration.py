@@ -8,6 +8,7 @@ import importlib.util
 import re
 
 import pytest
+import torch
 
 import ipex
 from ipex import _migration
@@ -160,6 +161,26 @@ def test_every_op_has_a_row() -> None:
 
 
 # --- how the names come in ------------------------------------------------------------------------------------------
+
+
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.torch_ipex.rmsnorm(x, torch.ones(4), 1e-5)
+
+
+def test_ops_that_are_not_offered() -> None:
+    ops = torch.ops.torch_ipex
+    assert not hasattr(ops, "flash_attention") and not hasattr(ops, "no_such_op")
+    with pytest.raises(NotImplementedError, match=r"torch\.ops\.ipex\.attention"):
+        ops.flash_attention  # noqa: B018
+    with pytest.raises(NotImplementedError, match=r"ipex\.optimize"):
+        torch.ops.ipex_prepack.deconvolution_prepack  # noqa: B018
+    with pytest.raises(AttributeError, match="no_such_op") as other:
+        ops.no_such_op  # noqa: B018
+    assert not isinstance(other.value, NotImplementedError)
+    # TorchScript and dynamo still see a namespace of ops.
+    x = torch.randn(2, 4)
+    for run in (torch.jit.script(scripted), torch.compile(scripted, backend="eager")):
+        torch.testing.assert_close(run(x), scripted(x))
 
 
 def test_forms_of_import() -> None:

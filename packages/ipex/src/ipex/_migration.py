@@ -123,7 +123,21 @@ _PACKAGES = ("ipex", "intel_extension_for_pytorch")
 
 
 def _text(name: str, row: Row) -> str:
-    return f"intel_extension_for_pytorch.{name} is not offered: use {row.here}"
+    shown = name if name.startswith("torch.ops.") else f"intel_extension_for_pytorch.{name}"
+    return f"{shown} is not offered: use {row.here}"
+
+
+def refuse(name: str) -> None:
+    """Do nothing unless a name is knowingly not there.
+
+    Raises:
+        NotOfferedNameError: It is.
+    """
+    row = find(name)
+    if row is not None and row.state == "absent":
+        from ipex_core.errors import NotOfferedNameError
+
+        raise NotOfferedNameError(_text(name, row)) from None
 
 
 def lookup(module: str, name: str) -> Any:
@@ -137,11 +151,8 @@ def lookup(module: str, name: str) -> Any:
     if not name.startswith("__"):
         if dotted in _modules():
             return importlib.import_module(f"ipex.{dotted}")
+        refuse(dotted)
         row = find(dotted)
-        if row is not None and row.state == "absent":
-            from ipex_core.errors import NotOfferedNameError
-
-            raise NotOfferedNameError(_text(dotted, row))
         if row is not None and row.here != f"ipex.{dotted}":
             return resolve(row.here)
     raise AttributeError(f"module 'ipex.{module}' has no attribute {name!r}")

@@ -19,8 +19,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ipex._console import make_console, writable
-
 if TYPE_CHECKING:
     from ipex_core.doctor import Report
 
@@ -137,6 +135,13 @@ def _tolerate_bad_environment() -> None:
     sys._xoptions["ipex-tolerant"] = True
 
 
+def _print(table: Table) -> None:
+    # Late, like all of ipex_core: what it finds in the environment must be tolerated, or become one line, first.
+    from ipex_core._console import make_console
+
+    make_console().print(table)
+
+
 # --- doctor -----------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +158,8 @@ def doctor(
     """Examine machine, process and installation. Exit code 1: something is broken."""
     _tolerate_bad_environment()
     if report_file is not None:
+        from ipex_core._console import writable
+
         writable(report_file, "--report")
     try:
         from ipex_core.doctor import doctor as examine
@@ -270,7 +277,7 @@ def op_info(
         levels = sorted({str(k["current"]) for k in info["kernels"].values()})
         level = ", ".join(levels) or "-"
         table.add_row(info["op"], info["provider"], level, Text(info["summary"]))
-    make_console().print(table)
+    _print(table)
 
 
 def _describe(info: dict[str, Any]) -> str:
@@ -309,7 +316,7 @@ def migrate(
         for row in found:
             use = f"use {row.here}" if row.state == "absent" else row.here
             table.add_row(row.name, _migration.STATES[row.state], Text(use), Text(row.note))
-        make_console().print(table)
+        _print(table)
     if not found:
         _fail(f"no name of IPEX contains {', '.join(names)}", code=1)
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .peers import NAMES
+
 __all__ = ["SIDE", "Absent", "Row", "Run", "footprint", "interval", "limit_percent", "regressions"]
 
 #: Side of the matrices whose product is the limit of arithmetic.
@@ -139,6 +141,10 @@ class Absent:
     case: str
     reason: str
 
+    def covers(self, row: Row) -> bool:
+        """Return whether the row is of this engine and case."""
+        return self.engine == row.engine and row.case.startswith(self.case)
+
 
 @dataclasses.dataclass(slots=True)
 class Run:
@@ -151,7 +157,7 @@ class Run:
         versions: Of the engines.
         rows: The numbers.
         absent: Engines without one.
-        command: What was called.
+        command: What was called; of several parts a line each.
     """
 
     kind: str
@@ -165,6 +171,41 @@ class Run:
     def to_json(self) -> str:
         """Return everything as JSON."""
         return json.dumps({"schema": 1, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    def failed(self) -> list[Absent]:
+        """Return where an engine of ours, or the baseline, failed."""
+        ours = ("ipex_", "stock_eager")
+        return [
+            a for a in self.absent if a.engine.startswith(ours) and a.reason.startswith("failed")
+        ]
+
+    def with_part(self, part: Run) -> Run:
+        """Return this run and a later part of it, whose numbers and failures replace those that were there before.
+
+        Raises:
+            ValueError: The part has another precision, or is of another machine.
+        """
+        for name, old, new in (
+            ("dtype", self.dtype, part.dtype),
+            *((key, self.machine.get(key), part.machine.get(key)) for key in ("cpu", "torch")),
+        ):
+            if old != new:
+                raise ValueError(f"parts of a table must have the same {name}, got {old} and {new}")
+        failed = part.failed()
+        kept = [row for row in self.rows if not any(one.covers(row) for one in failed)]
+        rows = list({row.key: row for row in [*kept, *part.rows]}.values())
+        absent = {(one.engine, one.case): one for one in [*self.absent, *part.absent]}.values()
+        cases = list(dict.fromkeys(row.case for row in rows))
+        commands = [*self.command.splitlines(), *part.command.splitlines()]
+        return Run(
+            kind=part.kind,
+            dtype=part.dtype,
+            machine=part.machine,
+            versions={**self.versions, **part.versions},
+            rows=sorted(rows, key=lambda row: (cases.index(row.case), NAMES.index(row.engine))),
+            absent=[one for one in absent if not any(map(one.covers, rows))],
+            command="\n".join(dict.fromkeys(commands)),
+        )
 
     @classmethod
     def read(cls, path: Path) -> Run:
@@ -202,9 +243,9 @@ def regressions(before: Iterable[Row], now: Run) -> list[str]:
         row = rows.get(old.key)
         name = f"{old.case}, {old.engine}"
         if row is None:
-            reasons = [a for a in now.absent if a.engine == old.engine and a.case in {old.case, ""}]
-            if reasons and reasons[0].reason.startswith("failed"):
-                found.append(f"{name}: {old.ratio:.2f}x -> {reasons[0].reason}")
+            reasons = [one.reason for one in now.failed() if one.covers(old)]
+            if reasons:
+                found.append(f"{name}: {old.ratio:.2f}x -> {reasons[0]}")
         elif row.high < old.low and row.ratio < old.ratio * (1 - TOLERANCE):
             found.append(
                 f"{name}: {old.ratio:.2f}x ({old.low:.2f}-{old.high:.2f}) ->"

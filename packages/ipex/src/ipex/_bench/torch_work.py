@@ -18,7 +18,7 @@ from .task import Prepared, Task
 __all__ = ["GROUP", "generator", "inference", "prepare", "training"]
 
 #: Weights that share a scale, where they have four bits.
-GROUP = 128
+GROUP = 32
 
 Change = Callable[[Any], Any]
 

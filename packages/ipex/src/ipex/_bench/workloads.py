@@ -81,8 +81,21 @@ class Text(nn.Module):
         return result
 
 
+def _bert_config(shape: dict[str, Any], **more: Any) -> Any:
+    from transformers import BertConfig
+
+    return BertConfig(
+        hidden_size=shape["hidden_size"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        intermediate_size=4 * shape["hidden_size"],
+        vocab_size=shape["vocab_size"],
+        **more,
+    )
+
+
 def _text(shape: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
-    from transformers import AutoModel, BertConfig, BertModel
+    from transformers import AutoModel, BertModel
 
     batch, tokens = shape["batch"], shape["tokens"]
     folder = shape.get("weights")
@@ -97,14 +110,7 @@ def _text(shape: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
         )
         ids, mask = found["input_ids"], found["attention_mask"]
     else:
-        config = BertConfig(
-            hidden_size=shape["hidden_size"],
-            num_hidden_layers=shape["layers"],
-            num_attention_heads=shape["heads"],
-            intermediate_size=4 * shape["hidden_size"],
-            vocab_size=shape["vocab_size"],
-        )
-        model = BertModel(config, add_pooling_layer=False)
+        model = BertModel(_bert_config(shape), add_pooling_layer=False)
         ids = torch.randint(3, shape["vocab_size"], (batch, tokens))
         mask = torch.ones_like(ids)
         mask[:, tokens - tokens // 8 :] = 0  # a padded end, so that the mask counts
@@ -211,19 +217,11 @@ class Dlrm(nn.Module):
 
 
 def _classifier(shape: dict[str, Any]) -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
+    from transformers import BertForSequenceClassification
 
-    config = BertConfig(
-        hidden_size=shape["hidden_size"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        intermediate_size=4 * shape["hidden_size"],
-        vocab_size=shape["vocab_size"],
-        # Without dropout the losses of two engines can be compared.
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForSequenceClassification(config)
+    # Without dropout the losses of two engines can be compared.
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(_bert_config(shape, **still))
 
 
 def batches(task: Task) -> list[dict[str, Tensor]]:

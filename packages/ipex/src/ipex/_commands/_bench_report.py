@@ -6,18 +6,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ipex._console import PLAIN_WIDTH
+from ipex_core._console import PLAIN_WIDTH, figure_class
 
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result
 
-__all__ = ["figure_class", "read_results", "results_table", "write_json", "write_plot"]
+__all__ = ["read_results", "results_table", "write_json", "write_plot"]
 
 _LONG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -93,16 +93,6 @@ def read_results(path: Path) -> list[Result]:
         return [Result(**row) for row in json.loads(path.read_text())["results"]]
     except (ValueError, KeyError, TypeError) as error:
         raise typer.BadParameter(f"{path} is not a result file of ipex bench: {error}") from None
-
-
-def figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise typer.BadParameter(
-            "needs matplotlib: pip install 'ipex[plot]'", param_hint="--plot"
-        ) from None
-    return Figure
 
 
 def write_plot(path: Path, results: list[Result]) -> None:

@@ -21,14 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ipex._commands import bench_peers
-from ipex._commands._bench_report import (
-    figure_class,
-    read_results,
-    results_table,
-    write_json,
-    write_plot,
-)
-from ipex._console import make_console, writable
+from ipex._commands._bench_plan import Files
+from ipex._commands._bench_report import read_results, results_table, write_json, write_plot
+from ipex_core._console import figure_class, make_console, warn_if_busy, writable
 
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result
@@ -113,6 +108,7 @@ def bench(
     if peers:
         bench_peers.bench_kind(
             "ops",
+            Files(json_file, markdown, plot, compare=compare),
             names=names or None,
             engines=engines,
             dtype=dtype if dtype != _DEFAULT_DTYPES else "auto",
@@ -123,10 +119,6 @@ def bench(
             rounds=7,
             timeout=300,
             env=env,
-            json_file=json_file,
-            markdown=markdown,
-            plot=plot,
-            compare=compare,
         )
         return
     console = make_console()
@@ -156,11 +148,7 @@ def bench(
     if not results:
         raise typer.BadParameter("nothing to measure: no shape of these ops fits the options")
     console.print(results_table(results, console.width))
-    if (others or 0) > 0.1:
-        console.print(
-            f"[yellow]Other processes took {others:.0%} of the CPUs when this started:[/] repeat it on an idle"
-            " machine, or with --threads 1."
-        )
+    warn_if_busy(console, others)
     for row in (r for r in results if r.slower):
         console.print(
             f"[yellow]slower than stock:[/] {row.op} {row.case} {row.dtype} {row.ratio:.2f}x"
@@ -335,9 +323,8 @@ def find_regressions(
     }
 
 
-app.command("models")(bench_peers.models)
-app.command("llm")(bench_peers.llm)
-app.command("train")(bench_peers.train)
+for _kind, _command in bench_peers.COMMANDS.items():
+    app.command(_kind)(_command)
 
 
 if __name__ == "__main__":

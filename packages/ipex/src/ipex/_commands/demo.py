@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ipex._console import make_console, writable
+from ipex_core._console import make_console, writable
 
 if TYPE_CHECKING:
     from ipex._commands._demo_model import Batch, Encoder, Runner, Sentence

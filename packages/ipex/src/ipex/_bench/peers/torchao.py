@@ -26,6 +26,9 @@ class Engine(Peer):
         import torch._inductor.config as inductor
         from torchao import quantization as ao
 
+        # The only one of its int4 forms that runs on a CPU.
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
         if task.dtype == "float32":
             raise UnsupportedError("torchao quantises: compare it with --dtype bfloat16 or int8")
         inductor.freezing = True
@@ -33,7 +36,7 @@ class Engine(Peer):
 
         def quantise(model: Any) -> Any:
             if int4:
-                config = ao.Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="opaque")
+                config = PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
             elif task.kind == "llm":
                 config = ao.Int8WeightOnlyConfig()
             else:

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of ``ipex bench models|llm|train``, checked: what to measure, and the files around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from ipex._bench import peers, report
+from ipex._bench.result import Run
+from ipex._bench.run import Plan
+from ipex._bench.shapes import SIZES
+from ipex._bench.shapes import names as workloads
+from ipex_core._console import figure_class, writable
+
+__all__ = ["Files", "arguments_of", "make_plan"]
+
+_DTYPES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "int4": "int4",
+}
+_ALLOWED = {
+    "ops": ("float32", "bfloat16", "int8"),
+    "models": ("float32", "bfloat16", "int8"),
+    "llm": ("float32", "bfloat16", "int8", "int4"),
+    "train": ("float32", "bfloat16"),
+}
+
+
+def make_plan(
+    kind: str,
+    *,
+    names: Sequence[str] | None,
+    engines: str,
+    dtype: str,
+    threads: int,
+    env: Sequence[str] | None,
+    **numbers: Any,
+) -> Plan:
+    """Return what to measure.
+
+    Args:
+        kind: The kind of workloads.
+        names: Workloads; none for all of the kind.
+        engines: Names, separated by commas, or ``"all"``.
+        dtype: ``"auto"`` or a precision that the kind knows.
+        threads: 0 for torch's number.
+        env: ``ENGINE=PYTHON`` each.
+        numbers: The other fields of `Plan`.
+
+    Raises:
+        typer.BadParameter: An option has a value that there is not, or a package is missing.
+    """
+    _choice("--size", numbers["size"], SIZES)
+    for name in names or ():
+        _choice("NAMES", name, workloads(kind))
+    chosen, pythons = _engines(engines), _pythons(env or ())
+    _needs(kind)
+    import torch
+
+    return Plan(
+        kind=kind,
+        names=tuple(names or workloads(kind)),
+        engines=chosen,
+        dtype=_precision(kind, dtype),
+        threads=threads or torch.get_num_threads(),
+        pythons=pythons,
+        **numbers,
+    )
+
+
+def _choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise typer.BadParameter(
+            f"must be one of {', '.join(allowed)}, got {value!r}", param_hint=option
+        )
+
+
+def _engines(text: str) -> tuple[str, ...]:
+    wanted = [part.strip().replace("-", "_") for part in text.split(",") if part.strip()]
+    for name in wanted:
+        _choice("--engines", name, ("all", *peers.NAMES))
+    if not wanted or "all" in wanted:
+        return peers.NAMES
+    return tuple(name for name in peers.NAMES if name in wanted or name == peers.BASELINE)
+
+
+def _pythons(pairs: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        engine, _, python = pair.partition("=")
+        engine = engine.strip().replace("-", "_")
+        _choice("--env", engine, peers.NAMES)
+        path = shutil.which(os.path.expanduser(python)) if python else None
+        if path is None:
+            raise typer.BadParameter(
+                f"must be ENGINE=PYTHON with a program that exists, got {pair!r}",
+                param_hint="--env",
+            )
+        found[engine] = path
+    return found
+
+
+def _needs(kind: str) -> None:
+    wanted = ["numpy"] if kind == "ops" else ["numpy", "transformers"]
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    if missing:
+        raise typer.BadParameter(
+            f"needs {' and '.join(missing)}: pip install {' '.join(missing)}", param_hint=kind
+        )
+
+
+def _precision(kind: str, text: str) -> str:
+    if text == "auto":
+        import torch
+
+        from ipex_core.amp import native_reason
+
+        return "float32" if native_reason(torch.bfloat16) else "bfloat16"
+    _choice("--dtype", text, (*_DTYPES, "auto"))
+    _choice("--dtype", _DTYPES[text], _ALLOWED[kind])
+    return _DTYPES[text]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Files:
+    """The files of a run, each optional; `check` before the work, `write` after it.
+
+    Attributes:
+        json: For the results.
+        markdown: For the tables.
+        plot: For the chart.
+        add: Results of an earlier part, which are shown and written with the new ones.
+        compare: Results of an earlier run to compare with.
+    """
+
+    json: Path | None = None
+    markdown: Path | None = None
+    plot: Path | None = None
+    add: Path | None = None
+    compare: Path | None = None
+
+    def check(self) -> None:
+        """Find out, before minutes of work, what cannot be written.
+
+        Raises:
+            typer.BadParameter: A file, or matplotlib is missing.
+        """
+        for option, path in (
+            ("--json", self.json),
+            ("--markdown", self.markdown),
+            ("--plot", self.plot),
+        ):
+            if path is not None:
+                writable(path, option)
+        if self.plot is not None:
+            figure_class()
+
+    def read(self, option: str, kind: str) -> Run | None:
+        """Return the results of ``--add`` or ``--compare``, if there are any.
+
+        Raises:
+            typer.BadParameter: They are of no run, or of another kind.
+        """
+        path: Path | None = getattr(self, option)
+        if path is None:
+            return None
+        try:
+            found = Run.read(path)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint=f"--{option}") from None
+        if found.kind != kind:
+            raise typer.BadParameter(
+                f"{path} has the results of 'ipex bench {found.kind}'", param_hint=f"--{option}"
+            )
+        return found
+
+    def write(self, result: Run, console: Console) -> None:
+        """Write what is wanted, and say so."""
+        if self.json is not None:
+            self.json.write_text(result.to_json(), encoding="utf-8")
+        if self.markdown is not None:
+            self.markdown.write_text(report.markdown(result), encoding="utf-8")
+        drawn = self.plot if result.rows else None
+        if drawn is not None:
+            report.write_plot(drawn, result, figure_class())
+        for path in (self.json, self.markdown, drawn):
+            if path is not None:
+                console.print(f"wrote {path}")
+
+
+def arguments_of(kind: str) -> list[str]:
+    """Return the arguments of this process that decide the numbers, without files and paths of this machine."""
+    arguments = sys.argv[1:]
+    start = arguments.index(kind) + 1 if kind in arguments else len(arguments)
+    found, skip = [], False
+    for one in arguments[start:]:
+        name = one.partition("=")[0]
+        if skip:
+            skip = False
+        elif name in {"--json", "--markdown", "--plot", "--add", "--compare", "--env"}:
+            skip = "=" not in one
+        else:
+            found.append(one)
+    return found

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of ipex share: ``from clients import mlp`` works in each of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
