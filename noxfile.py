@@ -64,6 +64,12 @@ SERVE_TOOLS = ("fastapi", "uvicorn", "httpx")
 NOT_SOURCE = {"tests", "benchmarks", "build", "dist", "__pycache__"}
 
 
+# A file of tests stays with one worker: its fixtures are models and compiled graphs.
+WORKERS = ("--numprocesses=logical", "--maxprocesses=8", "--dist=loadfile")
+# Two threads each, since some tests need more than one; waiting ones must not keep the other workers from running.
+WORKER_ENV = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+
+
 def prepare(session: nox.Session) -> None:
     """Set the environment variables that all sessions share."""
     # As a URL, since pip splits the variable at blanks and a checkout may lie in a folder whose name has some.
@@ -223,7 +229,7 @@ def tests(session: nox.Session) -> None:
     install_wheels(session, PACKAGES, *TEST_TOOLS, *SERVE_TOOLS, "nox", extras="[demo]")
     session.env["IPEX_TEST_WHEELS"] = str(DIST)
     session.run("ipex", "doctor")
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *WORKERS, *session.posargs, env=WORKER_ENV)
     test_xpu(session)
 
 
@@ -242,8 +248,9 @@ def test_xpu(session: nox.Session) -> None:
     session.run(
         "pytest",
         f"packages/{XPU}/tests",
+        *WORKERS,
         *session.posargs,
-        env={"IPEX_XPU_DEVICE": "cpu"},
+        env={"IPEX_XPU_DEVICE": "cpu", **WORKER_ENV},
         success_codes=[0, 5],
     )
 

@@ -7,21 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 FUZZ = Path(__file__).parent / "fuzz" / "fuzz.py"
 
 
-@pytest.mark.parametrize(
-    ("targets", "count"),
-    [
-        (["safetensors", "gguf", "quantised", "folder", "saved", "summary", "scales"], 40),
-        (["yaml", "environment", "command", "op"], 60),
-    ],
-    ids=["files", "texts and arguments"],
-)
-def test_changed_inputs_end_in_documented_errors(targets: list[str], count: int) -> None:
-    command = [sys.executable, str(FUZZ), *targets, "--count", str(count), "--seed", "1"]
+def test_changed_inputs_end_in_documented_errors() -> None:
+    command = [sys.executable, str(FUZZ), "--count", "40", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
@@ -29,11 +19,18 @@ def test_changed_inputs_end_in_documented_errors(targets: list[str], count: int)
 def test_a_finding_is_found(tmp_path: Path) -> None:
     """With a target that raises, and one that ends the process, at known inputs."""
     code = f"""
-import os, sys
+import collections, os, sys, types
 from pathlib import Path
 
+# In place of what takes seconds to import, in each of the processes.
+targets = sys.modules["targets"] = types.ModuleType("targets")
+targets.Target = collections.namedtuple("Target", "run change seeds needs", defaults=[()])
+targets.CORPUS = Path({str(tmp_path)!r}) / "corpus"
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.set_num_threads = int
+
 sys.path.insert(0, {str(FUZZ.parent)!r})
-import fuzz, targets
+import fuzz
 
 def ends(data, folder):
     os._exit(3)

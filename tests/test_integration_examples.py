@@ -23,6 +23,7 @@ EXAMPLES = {
     ),
     "accelerate_training": (("accelerate",), r"loss 0\.[67]\d* -> 0\.[0-3]"),
     "peft_lora": (("peft", "ipex_llm"), r"difference \d\.\de-0[5-9].*the cat"),
+    "deepspeed_inference": (("deepspeed", "ipex_llm"), r"the same tokens: True: the cat"),
     "lightning_training": (("lightning",), r"loss 0\.[67]\d* -> 0\.[0-3].*right: (9|100)"),
 }
 

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
@@ -75,20 +74,22 @@ def refuse(*args, **kwargs):
     raise AssertionError("the network is asked while modules are imported")
 
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
-package = importlib.import_module(sys.argv[1])
-for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    if module.name.rpartition(".")[2] == "__main__":
-        continue
-    try:
-        importlib.import_module(module.name)
-    except ImportError:
-        pass  # of an optional package
+for name in sys.argv[1:]:
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+        if module.name.rpartition(".")[2] == "__main__":
+            continue
+        try:
+            importlib.import_module(module.name)
+        except ImportError:
+            pass  # of an optional package
 """
 
 
-@pytest.mark.parametrize("package", ["ipex_core", "ipex_quant", "ipex_llm", "ipex_runtime", "ipex"])
-def test_importing_every_module_asks_no_network(package: str) -> None:
-    pytest.importorskip(package)
-    command = [sys.executable, "-W", "ignore", "-c", OFFLINE, package]
+def test_importing_every_module_asks_no_network() -> None:
+    packages = ("ipex_core", "ipex_quant", "ipex_llm", "ipex_runtime", "ipex")
+    installed = [name for name in packages if importlib.util.find_spec(name) is not None]
+    assert installed
+    command = [sys.executable, "-W", "ignore", "-c", OFFLINE, *installed]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

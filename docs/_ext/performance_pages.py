@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ipex._bench import peers
+
 __all__ = ["pages", "tables"]
 
 NOTHING = "No measurements are recorded in this tree yet. The commands above produce them.\n"
@@ -77,8 +79,8 @@ def engine_tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = data["rows"]
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     cells = {(row["case"], row["engine"]): row for row in rows}
-    versions = ", ".join(f"{name} {text}" for name, text in data["versions"].items())
-    missing = dict.fromkeys(f"{one['engine']}: {one['reason']}" for one in data["absent"])
+    versions = ", ".join(f"{title(name)} {text}" for name, text in data["versions"].items())
+    missing = dict.fromkeys(f"{title(one['engine'])}: {one['reason']}" for one in data["absent"])
     note = (
         "Milliseconds; in bold, times as fast as stock eager in the same rounds with the 95 % confidence interval; the"
         " share of what memory or arithmetic of the machine gave in the same rounds; peak memory of the process."
@@ -92,13 +94,18 @@ def engine_tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
             "machine": machine(data["machine"]),
             "command": data.get("command", ""),
             "note": f"{note} {data.get('note', '')}".strip(),
-            "columns": ["Case", *(name.replace("_", " ") for name in engines)],
+            "columns": ["Case", *map(title, engines)],
             "rows": [
                 [case, *(engine_cell(cells.get((case, engine))) for engine in engines)]
                 for case in dict.fromkeys(row["case"] for row in rows)
             ],
         }
     ]
+
+
+def title(engine: str) -> str:
+    """Return how the tables call an engine."""
+    return peers.load(engine).title
 
 
 def engine_cell(row: Mapping[str, Any] | None) -> str:
