@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ipex_core
+from ipex_core._compile._freeze import CompiledGraph
+from ipex_core._compile._report import GraphReport, Origin, remember, reports_of, tensor_refs
 from ipex_core.compile_backend import compile as ipex_compile
 from ipex_core.compile_backend import ipex_backend
 
@@ -243,6 +245,22 @@ def test_after_optimize(kernels):
         x = torch.randn(5, 64, dtype=torch.bfloat16)
         close(compiled(x), model(x))
     assert len(ipex_core.explain(compiled).graphs) == 1
+
+
+def test_a_graph_of_a_dead_weight_is_not_that_of_a_new_one():
+    graph = CompiledGraph(torch.neg, GraphReport("old", inference=True))
+    model = nn.Module()
+    for _ in range(1000):
+        old = nn.Parameter(torch.ones(2))
+        remember(graph, graph.report, Origin(tensors=tensor_refs([old])))
+        place = id(old)
+        del old
+        new = nn.Parameter(torch.ones(2))
+        if id(new) == place:
+            model.weight = new
+            assert not reports_of(model)
+            return
+    pytest.fail("no new weight took the place of an old one")
 
 
 def test_graphs_below_autograd_track_changes_and_views():

@@ -40,7 +40,7 @@ from torch import Tensor, fx
 from ipex_core._choice import prefer_ipex_attention
 from ipex_core._compile._freeze import CompiledGraph, FrozenGraph, compiled_often, lift_parameters
 from ipex_core._compile._options import Options, read_options
-from ipex_core._compile._report import GraphReport, Origin, remember
+from ipex_core._compile._report import GraphReport, Origin, remember, tensor_refs
 
 __all__ = ["compile", "ipex_backend", "prefer_ipex_attention"]
 
@@ -307,8 +307,7 @@ def _origin(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[str, Ori
     tensors = [t for t in example_inputs if isinstance(t, Tensor)]
     static = [t for t in tensors if getattr(t, "_dynamo_static_input_type", None) is not None]
     name, code = _start()
-    used = frozenset(id(t) for t in (*static, *gm.parameters(), *gm.buffers()))
-    return name, Origin(code, used)
+    return name, Origin(code, tensor_refs((*static, *gm.parameters(), *gm.buffers())))
 
 
 def _start() -> tuple[str, tuple[str, int] | None]:

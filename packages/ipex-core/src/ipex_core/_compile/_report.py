@@ -6,11 +6,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdRef
 
-__all__ = ["Fusion", "GraphReport", "Origin", "log", "remember", "reports_of"]
+__all__ = ["Fusion", "GraphReport", "Origin", "log", "remember", "reports_of", "tensor_refs"]
 
 #: ``TORCH_LOGS="+ipex_core.compile_backend"`` shows every decision, like the logs of torch's own compiler.
 log = logging.getLogger("ipex_core.compile_backend")
@@ -80,11 +83,16 @@ class Origin:
 
     Attributes:
         code: File and first line of the function that Dynamo was compiling.
-        tensors: Ids of the parameters and buffers it uses.
+        tensors: The parameters and buffers it uses, of `tensor_refs`.
     """
 
     code: tuple[str, int] | None = None
-    tensors: frozenset[int] = frozenset()
+    tensors: frozenset[WeakIdRef] = frozenset()
+
+
+def tensor_refs(tensors: Iterable[Tensor]) -> frozenset[WeakIdRef]:
+    """Return references that compare by identity; a bare id may by now be that of another tensor."""
+    return frozenset(map(WeakIdRef, tensors))
 
 
 #: Compiled graphs that are alive. Dynamo drops a graph with the function it belongs to.
@@ -106,10 +114,10 @@ def reports_of(compiled: Any) -> list[GraphReport]:
     if own is not None:
         return [own[0]]
     original = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-    tensors: set[int] = set()
+    tensors = tensor_refs(())
     if isinstance(compiled, torch.nn.Module):
         module = getattr(compiled, "_orig_mod", compiled)
-        tensors = {id(t) for t in (*module.parameters(), *module.buffers())}
+        tensors = tensor_refs((*module.parameters(), *module.buffers()))
         original = type(module).forward
     code = getattr(getattr(original, "__func__", original), "__code__", None)
     start = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
