@@ -222,9 +222,9 @@ def test_a_regression_is_measured_again_before_it_counts(tmp_path, monkeypatch):
     before.write_text(Run("ops", "float32", {}, rows=[fast]).to_json())
     answers = []
 
-    def measured(plan, machine, say):
+    def measured(plan, found, say, keep):
         asked.append((plan.names, plan.seconds))
-        return Run("ops", "float32", machine, rows=[answers.pop(0)])
+        found.rows.append(answers.pop(0))
 
     monkeypatch.setattr(bench_peers, "run", measured)
     arguments = ("ops", "linear", "--peers", "--seconds", "0.1", "--compare", before)
@@ -235,6 +235,19 @@ def test_a_regression_is_measured_again_before_it_counts(tmp_path, monkeypatch):
         assert done.exit_code == code, done.output
         assert ("regression:" in done.output) == bool(code)
         assert len(asked) == len(now)
+
+
+def test_cases_before_an_end_are_kept(tmp_path, monkeypatch):
+    file = tmp_path / "run.json"
+
+    def measured(plan, found, say, keep):
+        found.rows.append(row())
+        keep(found)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_peers, "run", measured)
+    assert run("ops", "linear", "--peers", "--json", file).exit_code != 0
+    assert [r.case for r in Run.read(file).rows] == [row().case]
 
 
 @pytest.mark.parametrize(

@@ -55,15 +55,20 @@ class Plan:
     pythons: dict[str, str]
 
 
-def run(plan: Plan, machine: dict[str, Any], say: Callable[[str], None] = print) -> Run:
+def run(
+    plan: Plan,
+    found: Run,
+    say: Callable[[str], None] = print,
+    keep: Callable[[Run], None] = lambda found: None,
+) -> None:
     """Measure; see `Plan`.
 
     Args:
         plan: What to measure.
-        machine: Facts about the machine, for the result.
+        found: Gets the results.
         say: Called with a line about each step.
+        keep: Called with the results so far after each case.
     """
-    found = Run(plan.kind, plan.dtype, machine)
     usable = []
     for engine in plan.engines:
         if plan.kind not in peers.load(engine).kinds:
@@ -76,7 +81,7 @@ def run(plan: Plan, machine: dict[str, Any], say: Callable[[str], None] = print)
                 task = Task(plan.kind, name, label, shape, plan.dtype, plan.threads, folder)
                 task.write()
                 usable = _case(plan, task, usable, found, say)
-    return found
+            keep(found)
 
 
 def _case(

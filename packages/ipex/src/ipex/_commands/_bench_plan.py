@@ -188,10 +188,14 @@ class Files:
             )
         return found
 
-    def write(self, result: Run, console: Console) -> None:
-        """Write what is wanted, and say so."""
+    def write_json(self, result: Run) -> None:
+        """Write the results, if they are wanted."""
         if self.json is not None:
             self.json.write_text(result.to_json(), encoding="utf-8")
+
+    def write(self, result: Run, console: Console) -> None:
+        """Write what is wanted, and say so."""
+        self.write_json(result)
         if self.markdown is not None:
             self.markdown.write_text(report.markdown(result), encoding="utf-8")
         drawn = self.plot if result.rows else None

@@ -149,12 +149,14 @@ def bench_kind(kind: str, files: Files, **options: Any) -> None:
     plan = make_plan(kind, **options)
     files.check()
     part, before = files.read("add", kind), files.read("compare", kind)
-    result = _measure(plan, {**machine(), "threads": plan.threads}, console)
+    result = Run(kind, plan.dtype, {**machine(), "threads": plan.threads})
     result.command = shlex.join(["ipex", "bench", kind, *arguments_of(kind)])
+    _together(part, result)  # whether they fit is known before the work
+    # Hours of work end at the first case that the machine does not survive: what is done is kept.
+    _measure(plan, result, console, lambda found: files.write_json(_together(part, found)))
     worse = _confirmed(before, plan, result, console) if before is not None else []
     failed = result.failed()
-    if part is not None:
-        result = _together(part, result)
+    result = _together(part, result)
     report.show(result, console)
     warn_if_busy(console, result.machine["busy"])
     files.write(result, console)
@@ -166,18 +168,21 @@ def bench_kind(kind: str, files: Files, **options: Any) -> None:
         raise typer.Exit(1)
 
 
-def _together(part: Run, result: Run) -> Run:
+def _together(part: Run | None, result: Run) -> Run:
     try:
-        return part.with_part(result)
+        return result if part is None else part.with_part(result)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--add") from None
 
 
-def _measure(plan: Plan, facts: dict[str, Any], console: Console) -> Run:
+def _measure(
+    plan: Plan, result: Run, console: Console, keep: Callable[[Run], None] = lambda found: None
+) -> None:
     if not console.is_terminal:
-        return run(plan, facts, lambda line: console.print(line, highlight=False))
+        run(plan, result, lambda line: console.print(line, highlight=False), keep)
+        return
     with console.status("") as status:
-        return run(plan, facts, status.update)
+        run(plan, result, status.update, keep)
 
 
 def _confirmed(before: Run, plan: Plan, result: Run, console: Console) -> list[str]:
@@ -189,6 +194,8 @@ def _confirmed(before: Run, plan: Plan, result: Run, console: Console) -> list[s
     console.print("measuring again what looks slower")
     names = [name for name in plan.names if any(line.startswith(name) for line in worse)]
     longer = dataclasses.replace(plan, names=names, seconds=2 * plan.seconds)
-    again = {row.key: row for row in _measure(longer, result.machine, console).rows}
+    second = Run(result.kind, result.dtype, result.machine)
+    _measure(longer, second, console)
+    again = {row.key: row for row in second.rows}
     result.rows = [max(row, again.get(row.key, row), key=lambda r: r.ratio) for row in result.rows]
     return regressions(before.rows, result)
