@@ -17,6 +17,7 @@ from torch.nn import functional
 from ipex_core._fast_bert._blocks import LinearDropoutAddNorm, LinearGelu, SelfAttention
 from ipex_core._fast_bert._tokens import MOST_GROUPS, Tokens, padded, unpadded
 from ipex_core._optimize._cast import cast_input
+from ipex_core._optimize._training import widen_input
 from ipex_core.nn.training_linear import TrainingLinear
 
 __all__ = ["bert_models", "speed_up", "unsupported"]
@@ -73,7 +74,7 @@ def _hooked(module: nn.Module) -> bool:
         return True
     if module._backward_hooks or module._backward_pre_hooks:
         return True
-    return any(hook is not cast_input for hook in module._forward_pre_hooks.values())
+    return any(hook not in (cast_input, widen_input) for hook in module._forward_pre_hooks.values())
 
 
 def _plain(bert: Any) -> bool:

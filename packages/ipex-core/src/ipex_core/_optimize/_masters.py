@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from ipex_core.nn._state import one_entry
 
 __all__ = ["Masters", "StateHook", "announce_gradients"]
 
@@ -36,6 +39,17 @@ class Masters:
     def __init__(self) -> None:
         self._of: dict[nn.Parameter, _Master] = {}
 
+    def __getstate__(self) -> list[tuple[nn.Parameter, Tensor]]:
+        # Copies of parameters count their versions anew.
+        for parameter in self._of:
+            self._follow(parameter)
+        return [(parameter, master.rest) for parameter, master in self._of.items()]
+
+    def __setstate__(self, state: list[tuple[nn.Parameter, Tensor]]) -> None:
+        self._of = {p: _Master(rest, p._version) for p, rest in state}
+        for parameter in self._of:
+            _widen_gradient(parameter)
+
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._of
 
@@ -57,9 +71,8 @@ class Masters:
             rest = value.clone(memory_format=torch.preserve_format)
             parameter.data = value.to(dtype)
             if dtype == torch.float16:
-                # Unscaling gradients in float16 overflows; torch.amp.GradScaler refuses it.
                 parameter.grad = None
-                parameter.grad_dtype = torch.float32
+            _widen_gradient(parameter)
         self._of[parameter] = _Master(rest, parameter._version)
 
     def value(self, parameter: nn.Parameter) -> Tensor:
@@ -149,6 +162,13 @@ def _exchange(optimizer: torch.optim.Optimizer, by: dict[nn.Parameter, nn.Parame
             optimizer.state[new] = optimizer.state.pop(old)
 
 
+def _widen_gradient(parameter: nn.Parameter) -> None:
+    """Make the gradients of a float16 parameter float32."""
+    # Unscaling gradients in float16 overflows; torch.amp.GradScaler refuses it.
+    if parameter.dtype == torch.float16:
+        parameter.grad_dtype = torch.float32
+
+
 def _bits_like(layout: Tensor, rest: Tensor) -> Tensor:
     """Return lower halves in another layout; no conversion may touch them."""
     placed = torch.empty_like(layout, dtype=torch.bfloat16)
@@ -218,7 +238,9 @@ class StateHook:
             if parameter is None or parameter not in self.masters or key not in state:
                 continue
             if not self.loads:
-                state[key] = self.masters.value(parameter)
+                state[key] = one_entry(
+                    state, parameter, functools.partial(self.masters.value, parameter)
+                )
             elif state[key].shape == parameter.shape:  # else torch tells the mismatch
                 self.masters.write(parameter, state[key], writes=1)
                 state[key] = parameter.detach()  # which torch copies to itself

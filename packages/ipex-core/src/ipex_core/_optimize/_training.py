@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -19,13 +20,17 @@ from ipex_core.nn.training_linear import TrainingLinear
 from ipex_core.optim._spread import is_spread
 from ipex_core.optim._steps import step_of
 
-__all__ = ["train"]
+__all__ = ["train", "widen_input"]
 
 #: Layers whose weights are cast. They compute in the dtype of their weight, and get their input in it.
 _CAST = (
     nn.Linear,
     nn.modules.conv._ConvNd,
+    nn.MultiheadAttention,
 )
+#: Layers that stay float32, but whose input must be so, too: where autocast takes them, without it, and always.
+_WIDE = (nn.RNNBase, nn.RNNCellBase)
+_ALWAYS_WIDE = (nn.Bilinear, nn.PReLU)
 #: Tables: no floating input.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -59,8 +64,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Op
             optimizer.param_groups if optimizer else [{"params": model.parameters()}]
         )
         owned = {id(p) for group in groups for p in group["params"]}
+        owners: dict[int, list[nn.Module]] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(module)
+        plan = _Plan(dtype, split, masters, owned, owners)
         for path, module in model.named_modules():
-            reason = _cast(module, dtype, split, masters, owned)
+            reason = plan.cast(module)
             if reason is not None:
                 text = _TEXT[split] if reason == "" else reason
                 log.add(path, module, "master weights", reason == "", text.format(dtype=dtype))
@@ -91,35 +101,90 @@ def _splits(optimizer: torch.optim.Optimizer, options: Options, dtype: torch.dty
     return False
 
 
-def _cast(
-    module: nn.Module, dtype: torch.dtype, split: bool, masters: Masters, owned: set[int]
-) -> str | None:
-    """Cast the parameters of a layer; return None if it is not of that kind, "" or why it stays."""
-    if not isinstance(module, (*_CAST, *_TABLES)):
+@dataclasses.dataclass
+class _Plan:
+    """What is cast, and to what."""
+
+    dtype: torch.dtype
+    split: bool
+    masters: Masters
+    owned: set[int]  # parameters that the optimizer has
+    owners: dict[int, list[nn.Module]]  # of each parameter
+
+    def cast(self, module: nn.Module) -> str | None:
+        """Cast the parameters of a layer; return None if it is not of that kind, "" or why it stays."""
+        if not isinstance(module, (*_CAST, *_TABLES)):
+            if isinstance(module, _WIDE):
+                self._hook(module, widen_input)
+            elif isinstance(module, _ALWAYS_WIDE):
+                self._hook(module, cast_input)
+            return None
+        parameters = _own(module)
+        reason = self._why_not(module, parameters)
+        if reason is not None:
+            if isinstance(module, _CAST):
+                self._hook(module, widen_input)
+            return reason
+        for parameter in parameters:
+            if parameter not in self.masters:
+                self.masters.add(parameter, self.dtype, self.split)
+        if isinstance(module, _CAST):
+            self._hook(module, cast_input)
+        if self.dtype == torch.float16:
+            module.register_forward_pre_hook(announce_gradients)
+        register: Any = module  # untyped in torch
+        register.register_state_dict_post_hook(StateHook(self.masters, False))
+        register.register_load_state_dict_pre_hook(StateHook(self.masters, True))
+        module.__dict__["_ipex_undo"] = _Undo(self.masters)
+        return ""
+
+    def _hook(self, module: nn.Module, hook: Any) -> None:
+        known = module._forward_pre_hooks
+        for key in [key for key, other in known.items() if other in (cast_input, widen_input)]:
+            del known[key]  # of a call before
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        module.__dict__.setdefault("_ipex_undo", _Undo(self.masters))
+
+    def _why_not(self, module: nn.Module, parameters: list[nn.Parameter]) -> str | None:
+        reason = _kind_stays(module)
+        if reason is not None:
+            return reason
+        if any(p.dtype != torch.float32 for p in parameters if p not in self.masters):
+            return "stays: its parameters are not float32"
+        if not any(p in self.masters or id(p) in self.owned for p in parameters):
+            return "stays float32: the optimizer does not have its parameters"
+        others = {id(o): o for p in parameters for o in self.owners[id(p)]}.values()
+        if any(not isinstance(o, (*_CAST, *_TABLES)) or _kind_stays(o) for o in others):
+            return "stays float32: shares a parameter with a module that stays"
         return None
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that a layer computes with."""
+    # The projection in an attention is no layer of its own: its forward is not called.
+    return list(module.parameters(recurse=isinstance(module, nn.MultiheadAttention)))
+
+
+def _kind_stays(module: nn.Module) -> str | None:
+    """Return why layers of this kind are not cast."""
     if isinstance(module, _TABLES) and (module.sparse or module.max_norm is not None):
         return "stays float32: sparse gradients, or a largest norm"
     if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
         return "stays float32: mode max"
-    if "parametrizations" in module._modules or "weight" not in module._parameters:
+    attention = isinstance(module, nn.MultiheadAttention)
+    if "parametrizations" in module._modules or not (attention or "weight" in module._parameters):
         return "stays float32: its weight is computed"
-    parameters = [p for p in module._parameters.values() if p is not None]
-    if any(p.dtype != torch.float32 for p in parameters if p not in masters):
-        return "stays: its parameters are not float32"
-    if not any(id(p) in owned for p in parameters):
-        return "stays float32: the optimizer does not have its parameters"
-    for parameter in parameters:
-        if parameter not in masters:
-            masters.add(parameter, dtype, split)
-    if isinstance(module, _CAST):
-        module.register_forward_pre_hook(cast_input, with_kwargs=True)
-    if dtype == torch.float16:
-        module.register_forward_pre_hook(announce_gradients)
-    register: Any = module  # untyped in torch
-    register.register_state_dict_post_hook(StateHook(masters, False))
-    register.register_load_state_dict_pre_hook(StateHook(masters, True))
-    module.__dict__["_ipex_undo"] = _Undo(masters)
-    return ""
+    return None
+
+
+def widen_input(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of a layer that stays float32 behind others that do not; autocast needs none."""
+    if torch.is_autocast_enabled("cpu"):
+        return None
+    return cast_input(module, args, kwargs)
 
 
 def _pack(path: str, module: nn.Module, masters: Masters, measures: bool, log: Log) -> None:
@@ -161,7 +226,7 @@ class _Undo:
                 if isinstance(getattr(hook, "hook", hook), StateHook):
                     del known[key]
         for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is cast_input or hook is announce_gradients:
+            if hook in (cast_input, widen_input, announce_gradients):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
         if type(module) is TrainingLinear:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ipex_core.nn._packed import PackedWeight, pack
 from ipex_core.nn._saved import SavedTensor
 
-__all__ = ["ModuleState", "attach", "detach", "put_back", "realize", "revert", "state_of"]
+__all__ = [
+    "ModuleState",
+    "attach",
+    "detach",
+    "one_entry",
+    "put_back",
+    "realize",
+    "revert",
+    "state_of",
+]
 
 Tensor = torch.Tensor
 KEY = "_ipex_state"
@@ -286,24 +295,31 @@ def _on_save(
         state_dict[prefix + name] = original
 
 
-#: By parameters that packed ones stand for: the last state dict that one is in, and its values there.
+#: By parameters: the last state dict that one is in, its values there, and its version then.
 _entries = WeakTensorKeyDictionary()
 
 
-def _tied_original(state_dict: dict[str, Any], value: PackedWeight, saved: SavedTensor) -> Tensor:
-    """Return the original of a packed weight: one tensor for all its owners in a state dict."""
+def one_entry(state_dict: Any, parameter: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """Return what stands for a parameter in a state dict: one tensor for all its owners."""
     known: Tensor | None
-    last, where = _entries.get(value.former, (None, None))
-    if where is not None and last() is state_dict:
+    last, where, version = _entries.get(parameter, (None, None, 0))
+    if where is not None and last() is state_dict and version == parameter._version:
         known = where()
         if known is not None:
             return known
-    original = saved.original(value.plain())
-    if value.requires_grad:  # keep_vars
-        original = nn.Parameter(original)
+    made = make()
     with contextlib.suppress(TypeError):  # a plain dict given by the caller
-        _entries[value.former] = weakref.ref(state_dict), weakref.ref(original)
-    return original
+        _entries[parameter] = weakref.ref(state_dict), weakref.ref(made), parameter._version
+    return made
+
+
+def _tied_original(state_dict: dict[str, Any], value: PackedWeight, saved: SavedTensor) -> Tensor:
+    def make() -> Tensor:
+        original = saved.original(value.plain())
+        return nn.Parameter(original) if value.requires_grad else original  # keep_vars
+
+    assert value.former is not None
+    return one_entry(state_dict, value.former, make)
 
 
 def _before_load(module: nn.Module, *_: Any) -> None:
