@@ -285,6 +285,16 @@ def test_wrong_lookups_change_nothing():
         merged([indices[0], bad, indices[2]], offsets)
     with pytest.raises(RuntimeError, match=r"offsets\[0\] must not decrease"):
         merged(indices, [torch.tensor([0, 3, 2, 3, 3, 3]), *offsets[1:]])
+    with pytest.raises(
+        TypeError, match="offsets must be a list of tensors, one per table, got None"
+    ):
+        merged(indices, None)
+    with pytest.raises(TypeError, match=r"indices must be a list of tensors, .* got \[\[1, 2\]"):
+        merged([[1, 2]] * 3, offsets)
+    with pytest.raises(
+        TypeError, match=r"tables\[0\] must be a torch.nn.EmbeddingBag, got Embedding"
+    ):
+        MergedEmbeddingBag.from_embeddingbag_list([torch.nn.Embedding(3, 4)])
     with pytest.raises(RuntimeError, match="indices must hold 3 tensor"):
         merged(indices[:2], offsets)
     assert torch.equal(merged.weights[1], before)
@@ -351,6 +361,8 @@ def test_interaction_autocast():
 def test_interaction_of_wrong_tensors():
     with pytest.raises(RuntimeError, match="at least 1 tensor, got 0"):
         interaction()
+    with pytest.raises(TypeError, match=r"args\[0\] must be a tensor, got list"):
+        interaction([torch.ones(2, 3), torch.ones(2, 3)])
     with pytest.raises(RuntimeError, match=r"inputs\[1\] must have the shape of inputs\[0\]"):
         interaction(torch.ones(2, 3), torch.ones(2, 4))
 

@@ -47,6 +47,8 @@ def test_scores_of_bad_input():
         metrics.accuracy_score(labels, torch.tensor([0.5, float("nan"), 0.1]))
     with pytest.raises(ValueError, match="actual must not be empty"):
         metrics.roc_auc_score(labels[:0], torch.rand(0))
+    with pytest.raises(TypeError, match="predicted must be a tensor, got list"):
+        metrics.roc_auc_score(labels, [0.1])
 
 
 @pytest.mark.parametrize("optimized", [False, True])

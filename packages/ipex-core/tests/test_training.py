@@ -369,6 +369,28 @@ def test_steps_compare_with_plain_arithmetic() -> None:
     torch.testing.assert_close(lars_p.detach().double(), b, rtol=1e-5, atol=1e-5)
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer with state that is in neither its groups nor its parameters' states."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.first = self.param_groups[0]["params"][0]
+        self.count = [0]
+
+    def step(self, closure: Any = None) -> Any:
+        self.count[0] += 1
+        return super().step(closure)
+
+
+def test_attributes_of_an_optimizer_are_copied() -> None:
+    model = net()
+    sgd = Counting(model.parameters(), lr=0.1)
+    fast, optimizer = optimize(model, optimizer=sgd, dtype=torch.bfloat16)
+    train(fast, optimizer, 2, dtype=torch.bfloat16)
+    assert optimizer.count == [2] and sgd.count == [0]
+    assert optimizer.first is next(fast.parameters())
+
+
 def test_an_optimizer_whose_step_calls_the_model() -> None:
     def run(dtype: torch.dtype | None, prepare: bool) -> float:
         torch.manual_seed(0)

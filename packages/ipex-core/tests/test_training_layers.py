@@ -163,6 +163,29 @@ def test_a_parameter_shared_with_a_layer_that_stays_stays() -> None:
     assert "shares a parameter" in texts["out"]
 
 
+def test_parameters_that_a_container_holds_as_well_are_cast() -> None:
+    class Head(nn.Module):  # as in BERT of transformers
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(11, 8), nn.Linear(8, 11)
+            self.out.weight, self.bias = self.table.weight, self.out.bias
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.out(self.table(ids))
+
+    model = Head()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    fast, _ = optimize(model, optimizer=sgd, dtype=torch.bfloat16)
+    assert fast.out.weight.dtype == fast.bias.dtype == torch.bfloat16
+    assert fast(torch.arange(3)).dtype == torch.bfloat16
+    saved = fast.state_dict()
+    assert all(v.dtype == torch.float32 for v in saved.values())
+    assert torch.equal(saved["bias"], saved["out.bias"])
+    fast.load_state_dict({k: v + 1 for k, v in saved.items()})
+    assert all(torch.equal(v, saved[k] + 1) for k, v in fast.state_dict().items())
+    assert all(p.dtype == torch.float32 for p in restore(fast).parameters())
+
+
 def test_tied_weights_are_one_tensor_in_state_dicts() -> None:
     table, out = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
     out.weight = table.weight

@@ -66,6 +66,10 @@ def test_recurrent():
     table, out = torch.randn(5, 3), torch.ones(2, 3)
     OPS.rnnt_embedding(table, torch.tensor([[-1], [4]]), out, -1, 2, 3)
     torch.testing.assert_close(out, torch.stack([torch.zeros(3), table[4]]))
+    with pytest.raises(
+        RuntimeError, match="rnnt_embedding: out must hold a row of table for each idx"
+    ):
+        OPS.rnnt_embedding(table, torch.tensor([[-1], [4]]), out, -1, 2, 4)
 
 
 def test_rnnt_decoding():

@@ -11,6 +11,9 @@ Tensor = torch.Tensor
 
 
 def _pair(name: str, actual: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
+    for argument, value in (("actual", actual), ("predicted", predicted)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: {argument} must be a tensor, got {type(value).__name__}")
     if actual.numel() != predicted.numel():
         raise ValueError(
             f"{name}: predicted must have as many elements as actual = {actual.numel()}, got {predicted.numel()}"
@@ -37,6 +40,7 @@ def roc_auc_score(actual: Tensor, predicted: Tensor) -> float:
         predicted: As many scores, any floating dtype.
 
     Raises:
+        TypeError: An argument is no tensor.
         ValueError: The sizes differ, ``actual`` holds other numbers or one class only, or ``predicted`` holds NaN.
     """
     positive, values = _pair("roc_auc_score", actual, predicted)
@@ -61,6 +65,7 @@ def log_loss(actual: Tensor, predicted: Tensor) -> float:
         predicted: As many probabilities of class 1; they are kept off 0 and 1 by the epsilon of float64.
 
     Raises:
+        TypeError: As `roc_auc_score`.
         ValueError: As `roc_auc_score`, but one class is enough.
     """
     positive, values = _pair("log_loss", actual, predicted)
@@ -77,6 +82,7 @@ def accuracy_score(actual: Tensor, predicted: Tensor) -> float:
         predicted: As many probabilities of class 1.
 
     Raises:
+        TypeError: As `log_loss`.
         ValueError: As `log_loss`.
     """
     positive, values = _pair("accuracy_score", actual, predicted)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any, TypeVar
 
@@ -166,11 +167,19 @@ def _copy(what: Any) -> Any:
             if isinstance(value, torch.Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
     try:
-        return copy.deepcopy(what, memo)
+        copied = copy.deepcopy(what, memo)
     except Exception as error:
         raise TypeError(
             "optimize: the model cannot be copied; pass inplace=True to change the model itself"
         ) from error
+    if isinstance(what, tuple) and what[1] is not None:
+        # torch copies states and groups only. A step that a scheduler has wrapped is that of the original.
+        for name in what[1].__dict__.keys() - copied[1].__dict__.keys() - {"step"}:
+            value = what[1].__dict__[name]
+            with contextlib.suppress(Exception):  # a process group: shared
+                value = copy.deepcopy(value, memo)
+            copied[1].__dict__[name] = value
+    return copied
 
 
 def _training(
@@ -179,9 +188,6 @@ def _training(
     if not inplace:
         # Together, so that the copied optimizer holds the copied parameters.
         model, optimizer = _copy((model, optimizer))
-        if isinstance(optimizer, torch.optim.LBFGS):  # torch's copy lacks what its step needs
-            rest = {"_params": optimizer.param_groups[0]["params"], "_numel_cache": None}
-            optimizer.__dict__.update(rest)
     from ipex_core._optimize._training import train
 
     if log_of(model) is not None:

@@ -64,16 +64,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Op
             optimizer.param_groups if optimizer else [{"params": model.parameters()}]
         )
         owned = {id(p) for group in groups for p in group["params"]}
-        owners: dict[int, list[nn.Module]] = {}
-        for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                owners.setdefault(id(parameter), []).append(module)
-        plan = _Plan(dtype, split, masters, owned, owners)
+        plan = _Plan(dtype, split, masters, owned, _reasons(model))
         for path, module in model.named_modules():
             reason = plan.cast(module)
             if reason is not None:
                 text = _TEXT[split] if reason == "" else reason
                 log.add(path, module, "master weights", reason == "", text.format(dtype=dtype))
+        for module in model.modules():
+            plan.keep_states(module)
     if options.weights_prepack:
         for path, module in model.named_modules():
             _pack(path, module, masters, options.auto_kernel_selection, log)
@@ -109,7 +107,7 @@ class _Plan:
     split: bool
     masters: Masters
     owned: set[int]  # parameters that the optimizer has
-    owners: dict[int, list[nn.Module]]  # of each parameter
+    reasons: dict[nn.Module, str]  # of layers that stay
 
     def cast(self, module: nn.Module) -> str | None:
         """Cast the parameters of a layer; return None if it is not of that kind, "" or why it stays."""
@@ -132,11 +130,16 @@ class _Plan:
             self._hook(module, cast_input)
         if self.dtype == torch.float16:
             module.register_forward_pre_hook(announce_gradients)
+        return ""
+
+    def keep_states(self, module: nn.Module) -> None:
+        """Let the state dict of a layer, or of whatever else holds its parameters, stay float32."""
+        if not any(p in self.masters for p in module.parameters(recurse=False)):
+            return
         register: Any = module  # untyped in torch
         register.register_state_dict_post_hook(StateHook(self.masters, False))
         register.register_load_state_dict_pre_hook(StateHook(self.masters, True))
         module.__dict__["_ipex_undo"] = _Undo(self.masters)
-        return ""
 
     def _hook(self, module: nn.Module, hook: Any) -> None:
         known = module._forward_pre_hooks
@@ -147,17 +150,28 @@ class _Plan:
         module.__dict__.setdefault("_ipex_undo", _Undo(self.masters))
 
     def _why_not(self, module: nn.Module, parameters: list[nn.Parameter]) -> str | None:
-        reason = _kind_stays(module)
-        if reason is not None:
-            return reason
-        if any(p.dtype != torch.float32 for p in parameters if p not in self.masters):
-            return "stays: its parameters are not float32"
-        if not any(p in self.masters or id(p) in self.owned for p in parameters):
+        reason = self.reasons.get(module)
+        if reason is None and not any(p in self.masters or id(p) in self.owned for p in parameters):
             return "stays float32: the optimizer does not have its parameters"
-        others = {id(o): o for p in parameters for o in self.owners[id(p)]}.values()
-        if any(not isinstance(o, (*_CAST, *_TABLES)) or _kind_stays(o) for o in others):
-            return "stays float32: shares a parameter with a module that stays"
-        return None
+        return reason
+
+
+def _reasons(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the layers that stay, whatever the optimizer has, and why."""
+    layers = [m for m in model.modules() if isinstance(m, (*_CAST, *_TABLES))]
+    found = [(m, _stays(m)) for m in layers]
+    reasons = {m: text for m, text in found if text is not None}
+    others = [m for m in model.modules() if isinstance(m, (*_WIDE, *_ALWAYS_WIDE))]
+    kept = {id(p) for m in (*others, *reasons) for p in _own(m)}
+    more = True
+    while more:
+        sharing = [m for m in layers if m not in reasons and any(id(p) in kept for p in _own(m))]
+        reasons |= dict.fromkeys(
+            sharing, "stays float32: shares a parameter with a layer that stays"
+        )
+        kept |= {id(p) for m in sharing for p in _own(m)}
+        more = bool(sharing)
+    return reasons
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
@@ -166,8 +180,8 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
     return list(module.parameters(recurse=isinstance(module, nn.MultiheadAttention)))
 
 
-def _kind_stays(module: nn.Module) -> str | None:
-    """Return why layers of this kind are not cast."""
+def _stays(module: nn.Module) -> str | None:
+    """Return why a layer is not cast, whatever the others are."""
     if isinstance(module, _TABLES) and (module.sparse or module.max_norm is not None):
         return "stays float32: sparse gradients, or a largest norm"
     if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
@@ -175,6 +189,8 @@ def _kind_stays(module: nn.Module) -> str | None:
     attention = isinstance(module, nn.MultiheadAttention)
     if "parametrizations" in module._modules or not (attention or "weight" in module._parameters):
         return "stays float32: its weight is computed"
+    if any(p.dtype != torch.float32 for p in _own(module)):
+        return "stays: its parameters are not float32"
     return None
 
 

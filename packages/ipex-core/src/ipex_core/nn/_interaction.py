@@ -44,6 +44,7 @@ def interaction(*args: Tensor) -> Tensor:
         ``[B, D + N * (N - 1) / 2]``: the first tensor, then ``args[i] . args[j]`` for ``i > j``.
 
     Raises:
+        TypeError: Something is no tensor.
         RuntimeError: There is no tensor, or they differ in shape or dtype.
 
     Example:
@@ -52,6 +53,11 @@ def interaction(*args: Tensor) -> Tensor:
         >>> interaction(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3)).shape
         torch.Size([2, 6])
     """
+    for i, value in enumerate(args):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"interaction: args[{i}] must be a tensor, got {type(value).__name__}: give each tensor as an argument"
+            )
     if args and torch.is_autocast_enabled(args[0].device.type):
         dtype = torch.get_autocast_dtype(args[0].device.type)
         args = tuple(value.to(dtype) for value in args)

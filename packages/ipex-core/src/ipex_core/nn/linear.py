@@ -102,7 +102,8 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
             arguments = (x, packed, self.out_features, bias, residual, post, mul, residual2)
             y = torch.ops.ipex.linear(*arguments) if compiling else call(_LINEAR, *arguments)
             return y
-        if not compiling and (x.dim() < 2 or x.numel() == 0):
+        wrong = x.shape[-1:] != (self.in_features,)  # stock PyTorch has a clear error for that
+        if not compiling and (x.dim() < 2 or x.numel() == 0 or wrong):
             return self._plain(x, post, residual, mul, residual2)
         if mul is not None or residual2 is not None or (residual is not None and post != "none"):
             return finish(self._run(x, packed, bias, post), "none", residual, mul, residual2)

@@ -54,7 +54,13 @@ def _cumsum_out(self: Tensor, dim: int, *, dtype: torch.dtype | None = None, out
 def _rnnt_embedding(
     table: Tensor, idx: Tensor, out: Tensor, sos: int, batch: int, dim: int
 ) -> None:
-    out.copy_(_OPS.rnnt_embedding(table, idx.reshape(-1), sos).view(out.shape))
+    rows = _OPS.rnnt_embedding(table, idx.reshape(-1), sos)
+    if tuple(rows.shape) != (batch, dim) or out.numel() != rows.numel():
+        raise RuntimeError(
+            f"rnnt_embedding: out must hold a row of table for each idx and as many numbers as batch = {batch} times"
+            f" dim = {dim}, got {list(out.shape)} for table {list(table.shape)} and idx {list(idx.shape)}"
+        )
+    out.copy_(rows.view(out.shape))
 
 
 @alias_op(

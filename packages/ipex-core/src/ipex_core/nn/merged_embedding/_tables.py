@@ -198,10 +198,15 @@ class MergedEmbeddingBag(nn.Module):
             settings: Further arguments of the constructor.
 
         Raises:
+            TypeError: Something is no such layer.
             ValueError: A layer has ``padding_idx``, ``max_norm`` or ``scale_grad_by_freq``.
         """
         specs = []
         for i, table in enumerate(tables):
+            if not isinstance(table, nn.EmbeddingBag):
+                raise TypeError(
+                    f"{cls.__name__}: tables[{i}] must be a torch.nn.EmbeddingBag, got {type(table).__name__}"
+                )
             for option in ("padding_idx", "max_norm", "scale_grad_by_freq"):
                 value = getattr(table, option)
                 if value is not None and value is not False:
@@ -256,6 +261,7 @@ class MergedEmbeddingBag(nn.Module):
 
         Raises:
             AssertionError: The gradients of the tables are to be sparse.
+            TypeError: Something that is looked up is no tensor.
             RuntimeError: An argument does not fit, an index is not in its table, or offsets decrease.
         """
         if not self.dense:
@@ -268,6 +274,11 @@ class MergedEmbeddingBag(nn.Module):
         offsets: Sequence[Tensor],
         per_sample_weights: Sequence[Tensor] | None,
     ) -> Lookups:
+        for name, given in (("indices", indices), ("offsets", offsets)):
+            if given is None or not all(isinstance(value, Tensor) for value in given):
+                raise TypeError(
+                    f"{type(self).__name__}: {name} must be a list of tensors, one per table, got {given!r:.60}"
+                )
         values = [*indices, *offsets]
         if len({value.dtype for value in values}) > 1:
             values = [v.long() if v.dtype == torch.int32 else v for v in values]
