@@ -198,6 +198,10 @@ def test_forms_of_import() -> None:
         from intel_extension_for_pytorch.nn.utils._weight_prepack import (  # noqa: F401
             weight_prepack_with_ipex,
         )
+    with pytest.raises(NotOfferedModuleError, match=r"use `ipex.fast_bert\(model\)`"):
+        from intel_extension_for_pytorch.cpu.tpp.fused_bert import BertSelfAttention  # noqa: F401
+    with pytest.raises(NotOfferedError, match=r"gelu_backward.* blocked layout"):
+        _ = torch.ops.torch_ipex.fused_dense_gelu_bwd_unpad
     with pytest.raises(ImportError):
         from intel_extension_for_pytorch.frontend import bogus  # noqa: F401
     with pytest.raises(AttributeError):

@@ -167,7 +167,7 @@ class _TaughtModule(types.ModuleType):
         # Called for what neither the module nor a function `__getattr__` in it has.
         dotted = self.__dict__["__ipex_name__"]
         if name == "__path__" and dotted in _parents():
-            return []  # modules that were below it are imported through the table
+            return []  # what was below it is imported through the table
         if not name.startswith("__") and (
             f"{dotted}.{name}" in _modules() or find(f"{dotted}.{name}")
         ):
@@ -231,7 +231,12 @@ class _TableModule(types.ModuleType):
 
 @functools.cache
 def _parents() -> frozenset[str]:
-    return frozenset(name.rpartition(".")[0] for name in _modules())
+    """Return the modules that were above others, or that had names that are knowingly not there.
+
+    Python asks for both as for modules below (``from module import name``), and hands on what is said then.
+    """
+    absent = (name for name, row in rows().items() if row.state == "absent")
+    return frozenset(name.rpartition(".")[0] for name in (*_modules(), *absent))
 
 
 class TableFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
