@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import ipex_core.nn
-from ipex_core import optimize
+from ipex_core import config, optimize
 from ipex_core._spec import specs
 from ipex_core.nn import modules
 from ipex_core.nn.functional import InteractionFunc, interaction
@@ -20,6 +20,7 @@ from ipex_core.nn.merged_embedding import (
     MergedEmbeddingBagWithAdaGrad,
     MergedEmbeddingBagWithCat,
     MergedEmbeddingBagWithSGD,
+    _memory,
 )
 
 ROWS, DIM, BAGS = (20, 7, 50), 9, 6
@@ -399,19 +400,35 @@ def test_int8_tables(dtype):
 @pytest.mark.parametrize(
     "kind", [MergedEmbeddingBag, MergedEmbeddingBagWithSGD, MergedEmbeddingBagWithAdaGrad]
 )
-def test_huge_pages(kind):
+@pytest.mark.parametrize("copies", [False, True])
+def test_huge_pages(kind, copies, monkeypatch):
     torch.manual_seed(0)
-    tables = [torch.nn.EmbeddingBag(n, 64, mode="sum") for n in (9000, 5)]
+    tables = [torch.nn.EmbeddingBag(n, 64, mode="sum") for n in (20000, 5)]
+    advised = []
+    if copies:  # as on systems that cannot gather memory where it is
+        monkeypatch.setattr(_memory, "_madvise", lambda: None)
+    else:
+        call = _memory._madvise()
+        monkeypatch.setattr(_memory, "_madvise", lambda: lambda *a: advised.append(a) or call(*a))
     merged = kind.from_embeddingbag_list(tables)
     before = {key: value.clone() for key, value in merged.state_dict().items()}
+    table, end = merged.weights[0].data_ptr(), merged.weights[0][-1].data_ptr() + 64 * 4
+    assert table == tables[0].weight.data_ptr()
+    if not copies and call is not None:
+        assert advised
+        assert all(first % (2 << 20) == size % (2 << 20) == 0 for first, size, _ in advised)
+        assert any(table <= first and first + size <= end for first, size, _ in advised)
+        with config.override(huge_pages=False):
+            assert not _memory.gather(merged.weights[0])
     merged.use_huge_pages()
-    assert merged.weights[0].data_ptr() % (2 << 20) == 0
-    assert merged.weights[0].data_ptr() != tables[0].weight.data_ptr()
+    if copies:
+        assert merged.weights[0].data_ptr() % (2 << 20) == 0
+        assert merged.weights[0].data_ptr() != table
     assert merged.weights[1].data_ptr() == tables[1].weight.data_ptr()  # too small
     for key, value in merged.state_dict().items():
         assert torch.equal(value, before[key])
     indices, offsets = (
-        [torch.tensor([8999, 1, 1]), torch.tensor([0, 4, 4])],
+        [torch.tensor([19999, 1, 1]), torch.tensor([0, 4, 4])],
         [torch.tensor([0])] * 2,
     )
     merged(indices, offsets)[0].sum().backward()

@@ -226,7 +226,7 @@ VARIABLES: Mapping[str, Variable] = {
             _parse_bool,
             True,
             "0, 1 (also false/true, off/on, no/yes)",
-            "Asks the operating system for transparent huge pages under packed weights.",
+            "Asks the operating system for transparent huge pages under packed weights and large embedding tables.",
         ),
         Variable(
             "IPEX_SHARED_MEMORY",

@@ -158,7 +158,7 @@ class _Plan:
 
 def _reasons(model: nn.Module) -> dict[nn.Module, str]:
     """Return the layers that stay, whatever the optimizer has, and why."""
-    layers = [m for m in model.modules() if isinstance(m, (*_CAST, *_TABLES))]
+    layers: list[nn.Module] = [m for m in model.modules() if isinstance(m, (*_CAST, *_TABLES))]
     found = [(m, _stays(m)) for m in layers]
     reasons = {m: text for m, text in found if text is not None}
     others = [m for m in model.modules() if isinstance(m, (*_WIDE, *_ALWAYS_WIDE))]

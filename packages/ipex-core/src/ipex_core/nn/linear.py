@@ -98,12 +98,15 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         if not (self._fits(residual, x) and self._fits(mul, x) and self._fits(residual2, x)):
             return finish(self._run(x, packed, bias, post), "none", residual, mul, residual2)
         compiling = torch.compiler.is_compiling()
+        if not compiling and x.shape[-1:] != (self.in_features,):
+            return self._plain(
+                x, post, residual, mul, residual2
+            )  # stock PyTorch says what is wrong
         if self._kernel:
             arguments = (x, packed, self.out_features, bias, residual, post, mul, residual2)
             y = torch.ops.ipex.linear(*arguments) if compiling else call(_LINEAR, *arguments)
             return y
-        wrong = x.shape[-1:] != (self.in_features,)  # stock PyTorch has a clear error for that
-        if not compiling and (x.dim() < 2 or x.numel() == 0 or wrong):
+        if not compiling and (x.dim() < 2 or x.numel() == 0):
             return self._plain(x, post, residual, mul, residual2)
         if mul is not None or residual2 is not None or (residual is not None and post != "none"):
             return finish(self._run(x, packed, bias, post), "none", residual, mul, residual2)

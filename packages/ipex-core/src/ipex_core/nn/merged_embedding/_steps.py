@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from ipex_core.nn.merged_embedding._memory import on_huge_pages
+from ipex_core.nn.merged_embedding._memory import gather, on_huge_pages
 from ipex_core.nn.merged_embedding._tables import (
     EmbeddingSpec,
     Lookups,
@@ -149,6 +149,8 @@ class _Updated(MergedEmbeddingBag):
             if not _is_split(trails[i]):
                 top, trails[i] = _split(weight)
                 self.weights[i] = nn.Parameter(top, requires_grad=weight.requires_grad)
+                gather(top)
+                gather(trails[i])
         self.dtype = torch.bfloat16
 
 
@@ -244,6 +246,8 @@ class MergedEmbeddingBagWithAdaGrad(_Updated):
         if hessian is None:
             exact = torch.float64 if self.dtype == torch.float64 else torch.float32
             hessian = [torch.zeros(w.shape, dtype=exact) for w in self.weights]
+            for squares in hessian:
+                gather(squares)
         self.adagrad_args = AdaGradArgs(
             hessian,
             no_trails(self.n_tables) if bf16_trail is None else bf16_trail,

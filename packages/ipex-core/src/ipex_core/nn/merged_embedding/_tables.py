@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ipex_core._spec import specs
-from ipex_core.nn.merged_embedding._memory import on_huge_pages
+from ipex_core.nn.merged_embedding._memory import gather, on_huge_pages
 from ipex_core.ops._bags import Bags
 
 __all__ = [
@@ -186,6 +186,11 @@ class MergedEmbeddingBag(nn.Module):
         self.include_last_offset = first.include_last_offset
         self.dense = not any(spec.sparse for spec in embedding_specs)
         self.weights = nn.ParameterList([_weight_of(name, spec) for spec in embedding_specs])
+        self._place()
+
+    def _place(self) -> None:
+        for weight in self.weights:
+            gather(weight)
 
     @classmethod
     def from_embeddingbag_list(
@@ -227,10 +232,12 @@ class MergedEmbeddingBag(nn.Module):
         return cls(specs, **settings)
 
     def use_huge_pages(self) -> None:
-        """Move the tables, and what the optimizer keeps beside them, to huge pages.
+        """Have the tables, and what the optimizer keeps beside them, on huge pages.
 
-        Rows of large tables are found faster there. Tables of less than 2 MB stay, and so do all where the system has
-        no such pages. Tables that shared memory with a stock layer have their own afterwards.
+        Rows of large tables are found faster there. The memory of tables is gathered in such pages when the module is
+        made, where the system can do that in place (Linux from 6.1 on). Call this where it cannot, or after the tables
+        were given other memory: those that are not gathered are copied, and no longer share memory with a stock layer.
+        Tables of less than 2 MB stay, and so do all where the system has no such pages.
         """
         for weight in self.weights:
             weight.data = on_huge_pages(weight.data)

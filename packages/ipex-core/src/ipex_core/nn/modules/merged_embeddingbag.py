@@ -85,7 +85,7 @@ def merged_embeddingbag(
         RuntimeError: An argument does not fit, an index is not in its table, or offsets decrease.
     """
     lookups = (weights, indices, offsets, pooling_mode, include_last_offset)
-    return _call(MergedEmbeddingBag, *lookups)
+    return _call(_Plain, *lookups)
 
 
 def merged_embeddingbag_sgd(
@@ -98,7 +98,7 @@ def merged_embeddingbag_sgd(
 ) -> tuple[Tensor, ...]:
     """`merged_embeddingbag` whose backward pass takes a step of SGD; see `MergedEmbeddingBagWithSGD`."""
     lookups = (weights, indices, offsets, pooling_mode, include_last_offset)
-    return _call(MergedEmbeddingBagWithSGD, *lookups, sgd_args=sgd_args)
+    return _call(_WithSGD, *lookups, sgd_args=sgd_args)
 
 
 def merged_embeddingbag_adagrad(
@@ -111,12 +111,29 @@ def merged_embeddingbag_adagrad(
 ) -> tuple[Tensor, ...]:
     """`merged_embeddingbag` whose backward pass takes a step of Adagrad; see `MergedEmbeddingBagWithAdaGrad`."""
     lookups = (weights, indices, offsets, pooling_mode, include_last_offset)
-    return _call(_WithoutState, *lookups, adagrad_args=adagrad_args)
+    return _call(_WithAdaGrad, *lookups, adagrad_args=adagrad_args)
 
 
-class _WithoutState(MergedEmbeddingBagWithAdaGrad):
+class _OfCaller(MergedEmbeddingBag):
+    """Tables and state are those of the caller, and the module is made for one call."""
+
+    def _place(self) -> None:
+        pass
+
     def init_adagrad_args(self, *_: Any, **__: Any) -> None:
-        """Leave the state to the caller."""
+        pass
+
+
+class _Plain(_OfCaller):
+    pass
+
+
+class _WithSGD(_OfCaller, MergedEmbeddingBagWithSGD):
+    pass
+
+
+class _WithAdaGrad(_OfCaller, MergedEmbeddingBagWithAdaGrad):
+    pass
 
 
 def merged_embeddingbag_with_cat(
