@@ -61,6 +61,7 @@ class Native:
         # Not torch.ops.load_library alone: it gives no handle. Both name the same file, so it is loaded once.
         torch.ops.load_library(str(path))
         self._library = ctypes.CDLL(str(path))
+        self._level = ""
         for name in ("levels_built", "levels_available", "level", "ops", "features"):
             self._declare(name, [])
         for name in ("why_unavailable", "set_level", "kernels"):
@@ -92,10 +93,13 @@ class Native:
 
     def level(self) -> str:
         """Return the active level."""
-        return self._text("level")
+        if not self._level:  # asked at each call of some layers
+            self._level = self._text("level")
+        return self._level
 
     def set_level(self, level: str) -> None:
         """Make ``level`` the active one; "" means the best. Raises `NativeError` if that is impossible."""
+        self._level = ""
         self._text("set_level", level)
 
     def why_unavailable(self, level: str) -> str:

@@ -42,33 +42,38 @@ class TrainingLinear(nn.Linear):
         if is_scripting():
             return functional.linear(input, self.weight, self.bias)
         choice = self._choice(input)
-        if choice == STOCK:
+        if choice is STOCK or choice == STOCK:
             return functional.linear(input, self.weight, self.bias)
         y: Tensor = _apply(input, self.weight, self.bias, choice)
         return y
 
     @torch.jit.unused
     def _choice(self, x: Tensor) -> Choice:
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return STOCK
         weight, bias = self.weight, self.bias
+        if not (type(x) is Tensor and type(weight) in (Tensor, nn.Parameter)) or stock_only(x):
+            return STOCK
+        dtype, (n, k), count = weight.dtype, weight.shape, x.numel()
+        if count == 0 or k == 0:
+            return STOCK
+        # First what is most often the answer: all the rest takes as long as some small products.
+        choice = None if self._ipex_measure else choose(dtype, count // k, n, k)
+        if choice is STOCK:
+            return STOCK
         plain = (
-            not torch.compiler.is_compiling()
-            and torch._C._get_tracing_state() is None
-            and type(x) is Tensor
-            and type(weight) in (Tensor, nn.Parameter)
-            and x.dtype is weight.dtype
-            and (bias is None or bias.dtype is weight.dtype)
+            x.dtype is dtype
+            and (bias is None or bias.dtype is dtype)
             and x.device.type == "cpu"
             and weight.device.type == "cpu"
-            and x.shape[-1:] == weight.shape[1:]
-            and not stock_only(x)
+            and x.shape[-1] == k
             and forward_ad._current_level < 0
         )
-        if not plain or x.numel() == 0:
+        if not plain:
             return STOCK
-        if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is not weight.dtype:
+        if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is not dtype:
             return STOCK  # autocast computes in another dtype than that of the weight
-        n, k = weight.shape
-        return (measure if self._ipex_measure else choose)(weight.dtype, x.numel() // k, n, k)
+        return measure(dtype, count // k, n, k) if choice is None else choice
 
 
 class _Linear(torch.autograd.Function):
