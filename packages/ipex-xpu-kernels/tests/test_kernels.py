@@ -10,59 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_checks import FLOATS, check, on, rand
 
 import ipex_core  # noqa: F401  (defines torch.ops.ipex)
 import ipex_xpu_kernels
 
 pytestmark = pytest.mark.usefixtures("needs_device", "always")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-TOLERANCE = {
-    torch.float32: (1e-5, 1e-5),
-    torch.bfloat16: (1.6e-2, 1e-2),
-    torch.float16: (2e-3, 1e-3),
-}
-
-
-def on(device: str, value: Any) -> Any:
-    """Clone to the device, strides kept."""
-    if isinstance(value, torch.Tensor):
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        return made.copy_(value) if value.numel() else made
-    if isinstance(value, (list, tuple)):
-        return type(value)(on(device, v) for v in value)
-    return value
-
-
-def both(function: Callable[..., Any], *args: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Outputs and arguments after the call, on device and host; the device may not fall back."""
-    host = on("cpu", args)
-    device = on("xpu", args)
-    expected = function(*host)
-    ipex_xpu_kernels.set_fallback_mode("error")
-    actual = function(*device)
-    ipex_xpu_kernels.set_fallback_mode("silent")
-
-    def flat(value: Any) -> list[torch.Tensor]:
-        if isinstance(value, torch.Tensor):
-            return [value]
-        return [t for v in value for t in flat(v)] if isinstance(value, (list, tuple)) else []
-
-    return list(zip(flat((actual, device)), flat((expected, host)), strict=True))
-
-
-def check(function: Callable[..., Any], *args: Any, rtol: float = 0, atol: float = 0) -> None:
-    for actual, expected in both(function, *args):
-        dtype = expected.dtype
-        r, a = TOLERANCE.get(dtype, (0, 0))
-        torch.testing.assert_close(
-            actual.cpu(), expected, rtol=max(r, rtol), atol=max(a, atol), equal_nan=True
-        )
-
-
-def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
-
-
 # Norms, softmax, rotary embedding
 
 
@@ -265,91 +218,7 @@ def test_reductions_of_whole_numbers_and_nan() -> None:
     assert len({x.sum().item() for _ in range(3)}) == 1
 
 
-# Indexing
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_indexing(dtype: torch.dtype) -> None:
-    x = (rand(6, 4, 5) * 9).to(dtype)
-    y = x.flip(0)
-    i, j = torch.tensor([5, 0, 3, 3]), torch.tensor([[-1], [2]])
-    k = i % 4
-    for table in (x, x.transpose(0, 2).contiguous().transpose(0, 2)):
-        check(lambda x, i: x.index_select(0, i), table, i)
-        check(lambda x, i: x.index_select(1, i), table, k.int())
-        check(lambda x, i: x[i], table, i)
-        check(lambda x, i, j: x[i, :, j], table, i, j)
-        check(lambda x, i, j: x[:, i, j], table, k, j)
-        check(lambda x, i, k, j: x[i, k, j], table, i, k, j)
-    at = torch.tensor([[[0, 3, 1], [2, 2, 0]]])
-    for dim in range(3):
-        check(lambda x, i, d=dim: x.gather(d, i), x, at)
-        check(lambda x, i, y, d=dim: x.scatter_add(d, i, y), x, at, y)
-        check(lambda x, i, d=dim: x.index_add(d, i, x.index_select(d, i)), x, at[0, 0])
-    unique = torch.tensor([3, 0, 1])
-    check(lambda x, i, y: x.scatter(0, i.view(3, 1, 1).expand(3, 2, 2), y), x, unique, y)
-    check(lambda x, i: x.scatter(1, i.view(1, 3, 1), 7), x, unique)
-    check(lambda x, i, y: x.index_put_((i,), y[:3]), x, unique, y)
-    check(lambda x, i, j: x.index_put_((i, j), x[0, 0, 0].clone()), x, unique, unique)
-    check(lambda x, i, y: x.index_put_((i,), y[:4], accumulate=True), x, i, y)
-    check(lambda x, i, k, j, y: x.index_put_((i, k, j), y[0, 0, 1], True), x, i, k, j, y)
-
-
-def test_embedding() -> None:
-    ids = torch.tensor([[1, 5, 1], [0, 5, 5]])
-    for dtype in FLOATS:
-        table, grad = rand(7, 33, dtype=dtype), rand(2, 3, 33, dtype=dtype)
-        check(F.embedding, ids, table)
-        for padding in (-1, 5):
-            check(
-                lambda g, i, p=padding: torch.ops.aten.embedding_dense_backward(g, i, 7, p, False),
-                grad,
-                ids,
-                atol=2e-2 if dtype != torch.float32 else 0,
-            )
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, i: x[i],
-        lambda x, i: x.index_select(0, i),
-        lambda x, i: F.embedding(i, x),
-        lambda x, i: x.gather(0, i.view(2, 1)),
-        lambda x, i: x.scatter_(0, i.view(2, 1), 1.0),
-        lambda x, i: x.scatter_add_(0, i.view(2, 1), x[:2, :1] + 1),
-        lambda x, i: x.index_put_((i,), x[0] + 1),
-        lambda x, i: x.index_add_(0, i, x[:2] + 1),
-    ],
-)
-def test_indices_out_of_bounds_raise(call: Callable[..., Any]) -> None:
-    x = torch.zeros(4, 3, device="xpu")
-    for bad in ([0, 4], [-5, 0]):
-        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
-            call(x, torch.tensor(bad, device="xpu"))
-
-
-# Random numbers and optimizers
-
-
-def test_dropout_repeats_with_the_seed_and_keeps_the_share() -> None:
-    x = torch.ones(1 << 17, device="xpu", requires_grad=True)
-    ipex_xpu_kernels.set_fallback_mode("error")
-    torch.xpu.manual_seed(3)
-    first, second = F.dropout(x, 0.25), F.dropout(x, 0.25)
-    torch.xpu.manual_seed(3)
-    again = F.dropout(x, 0.25)
-    (grad,) = torch.autograd.grad(first.sum(), x)
-    ipex_xpu_kernels.set_fallback_mode("silent")
-    first, second, again, grad = first.cpu(), second.cpu(), again.cpu(), grad.cpu()
-    assert torch.equal(first, again) and not torch.equal(first, second)
-    assert torch.equal(grad, first)
-    assert set(first.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
-    kept = first != 0
-    # 5 standard deviations of the share, and of the share of neighbours that are both kept
-    assert abs(kept.float().mean() - 0.75) < 5 * (0.75 * 0.25 / kept.numel()) ** 0.5
-    assert abs((kept[1:] & kept[:-1]).float().mean() - 0.75**2) < 0.01
-    assert abs((kept & (second != 0)).float().mean() - 0.75**2) < 0.01
+# Optimizers
 
 
 @pytest.mark.parametrize(

@@ -259,16 +259,29 @@ def test_a_torch_with_xpu_gets_kernels_and_nothing_else() -> None:
         "f = xpu.load_inline('native_test', source, ['f']).f; print(f.parameters); f(None, 3, size=3)\n"
         "import ipex_core\nx = torch.randn(64, 512, device='xpu'); w = torch.rand(512, device='xpu')\n"
         "has = lambda: torch._C._dispatch_has_kernel_for_dispatch_key('ipex::rms_norm', 'XPU')\n"
+        "dump = torch._C._dispatch_dump('aten::_embedding_bag')  # torch's own ops stay torch's\n"
         "before = has(); names = xpu.register(xpu.KERNEL_API).ops; print(before, has(), 'woq_linear' in names)\n"
         "xpu.set_fallback_mode('error'); xpu.reset_fallback_stats()\n"
         "with torch.xpu.stream(torch.xpu.Stream()): y = torch.ops.ipex.rms_norm(x, w, 1e-6).cpu()\n"
         "expected = torch.nn.functional.rms_norm(x.cpu(), (512,), w.cpu(), 1e-6)\n"
-        "print(torch.allclose(y, expected, atol=1e-5), xpu.fallback_stats()); d._shut_down(n)"
+        "print(torch.allclose(y, expected, atol=1e-5), xpu.fallback_stats())\n"
+        # All families, in a stream of torch's: the first sample of each op against its definition.
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_ipex_kernels import NAMES, run\nfrom ipex_core._spec import specs\n"
+        "same = torch.testing.assert_close\n"
+        "for name in (*NAMES, 'silu_and_mul', 'add_layer_norm', 'adam_fused_step', 'rotary_embedding'):\n"
+        "    assert torch._C._dispatch_has_kernel_for_dispatch_key('ipex::' + name, 'XPU'), name\n"
+        "    sample = next(iter(specs()[name].samples(torch.float32)))\n"
+        "    with torch.xpu.stream(torch.xpu.Stream()): got = run(name, sample, 'xpu')\n"
+        "    for a, b in zip(got, run(name, sample, 'cpu'), strict=True): same(a, b, rtol=1e-4, atol=1e-4)\n"
+        "print(xpu.fallback_stats(), dump == torch._C._dispatch_dump('aten::_embedding_bag'))\n"
+        "d._shut_down(n)"
     )
     text = output(code, IPEX_XPU_DEVICE=None).splitlines()
     assert text[0].startswith("State(mode='native', count=1") and "unverified" in text[0]
     assert "this torch has XPU itself" in text[1] and text[2] == "('int*', 'long')"
     assert text[3].endswith("True True") and text[4] == "True {}"
+    assert text[5] == "{} True"
 
 
 def test_no_driver_for_the_cpu() -> None:

@@ -44,13 +44,21 @@ class Bags {
   std::int64_t dim() const { return first_.size(1); }
 
   // Whether all indices and offsets lie where they may.
-  bool valid() const {
-    return in_bounds(first_, [&](void* flag) {
+  bool valid(const char* op) const {
+    DeviceCheck check;
+    check.check = [&](void* flag) {
       launch_columns(first_, kernel_name("check_bags", index_dtype_),
                      static_cast<std::int64_t>(tables_), std::max(most_, offset_count_),
                      column(kIndices), column(kLookups), column(kRows), column(kOffsets),
                      ulong(offset_count_), flag);
-    });
+    };
+    check.message = [op](std::size_t, std::int64_t) {
+      return c10::str(op,
+                      ": indices must be rows of their table, and offsets begin with 0, not "
+                      "decrease and not exceed the number of indices");
+    };
+    check.is_index = false;
+    return in_bounds(first_, std::move(check));
   }
   // The results of a table begin `table_step` elements after those of the one before, those of a
   // bag likewise.
@@ -122,7 +130,7 @@ optional<Tensor> merged_forward(TensorList weights, TensorList indices, TensorLi
                                 bool include_last_offset) {
   if (!pools(mode) || (mode == "mean" && !factors.empty())) return std::nullopt;
   const auto bags = Bags::of(weights, indices, offsets, factors, include_last_offset);
-  if (!bags || !bags->valid()) return std::nullopt;
+  if (!bags || !bags->valid("merged_embeddingbag_forward")) return std::nullopt;
   const auto tables = static_cast<std::int64_t>(weights.size());
   const Tensor out = at::empty({tables, bags->bags(), bags->dim()}, weights[0].options());
   bags->pool(out, out_data(out), bags->bags() * bags->dim(), bags->dim(), mode == "mean");
@@ -134,7 +142,8 @@ optional<Tensor> merged_cat_forward(TensorList weights, TensorList indices, Tens
                                     bool include_last_offset) {
   const auto bags = Bags::of(weights, indices, offsets, {}, include_last_offset);
   if (!pools(mode) || !bags || dense.scalar_type() != weights[0].scalar_type() ||
-      dense.sizes() != at::IntArrayRef({bags->bags(), bags->dim()}) || !bags->valid())
+      dense.sizes() != at::IntArrayRef({bags->bags(), bags->dim()}) ||
+      !bags->valid("merged_embeddingbag_cat_forward"))
     return std::nullopt;
   const std::int64_t dim = bags->dim();
   const std::int64_t width = (static_cast<std::int64_t>(weights.size()) + 1) * dim;
@@ -158,7 +167,7 @@ optional<FourTensors> embedding_bag(const Tensor& weight, const Tensor& indices,
     return std::nullopt;
   const auto bags = Bags::of(weight, indices, offsets,
                              weighted ? TensorList(*factors) : TensorList(), include_last_offset);
-  if (!bags || !bags->valid()) return std::nullopt;
+  if (!bags || !bags->valid("embedding_bag")) return std::nullopt;
   const Tensor out = at::empty({bags->bags(), bags->dim()}, weight.options());
   bags->pool(out, out_data(out), 0, bags->dim(), mode == kMean);
   const Tensor ends =
@@ -176,6 +185,9 @@ void register_bags() {
                              __LINE__);
   add_kernel<&merged_forward, kSpeed>(ours, "merged_embeddingbag_forward");
   add_kernel<&merged_cat_forward, kSpeed>(ours, "merged_embeddingbag_cat_forward");
+}
+
+void register_embedding_bag() {
   static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
   add_kernel<&embedding_bag, kSpeed>(aten, "_embedding_bag");

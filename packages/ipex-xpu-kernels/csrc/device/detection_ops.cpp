@@ -70,10 +70,16 @@ class Boxes {
     }
     const auto device = static_cast<c10::DeviceIndex>(rois.get_device());
     const bool wide = device_info(device).has_fp64;
-    const bool fine = in_bounds(rois, [&](void* flag) {
+    DeviceCheck check;
+    check.check = [&](void* flag) {
       wide ? boxes.fill<double>(map, grid, flag) : boxes.fill<float>(map, grid, flag);
-    });
-    return fine ? optional(std::move(boxes)) : std::nullopt;
+    };
+    check.message = [images = map.images](std::size_t, std::int64_t) {
+      return c10::str("roi_align: rois must be finite and begin with the index of one of ", images,
+                      " images");
+    };
+    check.is_index = false;
+    return in_bounds(rois, std::move(check)) ? optional(std::move(boxes)) : std::nullopt;
   }
 
   Tensor rois;  // float32, contiguous

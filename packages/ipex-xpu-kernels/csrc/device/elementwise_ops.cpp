@@ -5,25 +5,11 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
-#include <cstring>
 #include <limits>
 
 #include "strided.h"
 
 namespace ipex::xpu {
-
-std::optional<std::string> kernel_dtype(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return "float";
-    case at::kHalf:
-      return "half";
-    case at::kBFloat16:
-      return "bf16";
-    default:
-      return std::nullopt;
-  }
-}
 
 namespace {
 
@@ -253,170 +239,7 @@ optional<Tensor> gelu_and_mul(const Tensor& x, c10::string_view approximate) {
   return gelu_mul(halves[0], halves[1], approximate);
 }
 
-// Comparisons
-// -----------------------------------------------------------------------------------------------
-
-// Rounded to the dtype as torch does before it compares; nothing where the number does not fit in.
-optional<double> rounded(const Scalar& number, at::ScalarType dtype) {
-  if (number.isComplex()) return std::nullopt;
-  const double value = number.toDouble();
-  switch (dtype) {
-    case at::kFloat:
-      return static_cast<float>(value);
-    case at::kHalf:
-      return static_cast<float>(c10::Half(static_cast<float>(value)));
-    case at::kBFloat16:
-      return static_cast<float>(c10::BFloat16(static_cast<float>(value)));
-    default:
-      if (number.isFloatingPoint() || std::abs(value) > INT32_MAX ||
-          (dtype == at::kBool && value != 0 && value != 1))
-        return std::nullopt;
-      return value;
-  }
-}
-bool compare_number(const char* op, const Tensor& x, const Scalar& number, const Tensor& out) {
-  const auto dtype = number_dtype(x.scalar_type());
-  const auto value = rounded(number, x.scalar_type());
-  if (!dtype || !value || out.scalar_type() != at::kBool) return false;
-  auto iter = iterator(out, x);
-  return kernel_dtype(x.scalar_type())
-             ? launch_strided<2>(iter, kernel_name("compare_number", op, *dtype),
-                                 static_cast<float>(*value))
-             : launch_strided<2>(iter, kernel_name("compare_number", op, *dtype),
-                                 static_cast<long>(*value));
-}
-bool compare(const char* op, const Tensor& a, const Tensor& b, const Tensor& out) {
-  if (b.is_cpu()) return on_device(a) && compare_number(op, a, at::_local_scalar_dense(b), out);
-  const auto dtype = number_dtype(a.scalar_type());
-  if (!dtype || !on_device(a) || a.scalar_type() != b.scalar_type() ||
-      out.scalar_type() != at::kBool)
-    return false;
-  auto iter = iterator(out, a, b);
-  return launch_strided<3>(iter, kernel_name("compare", op, *dtype));
-}
-#define COMPARE(op)                                                                                \
-  bool op##_out(const Tensor& a, const Tensor& b, Tensor& out) { return compare(#op, a, b, out); } \
-  bool op##_number_out(const Tensor& a, const Scalar& b, Tensor& out) {                            \
-    return compare_number(#op, a, b, out);                                                         \
-  }
-COMPARE(eq)
-COMPARE(ne)
-COMPARE(lt)
-COMPARE(le)
-COMPARE(gt)
-COMPARE(ge)
-#undef COMPARE
-bool logical_not_out(const Tensor& x, Tensor& out) { return compare_number("eq", x, 0, out); }
-
-// Moving and filling
-// -----------------------------------------------------------------------------------------------
-
-// A number as an element of the dtype, in the low bits.
-unsigned long bits_of(const Scalar& value, at::ScalarType dtype) {
-  const Tensor one = at::full({}, value, at::TensorOptions(dtype).device(at::kCPU));
-  unsigned long result = 0;
-  std::memcpy(&result, one.const_data_ptr(), one.element_size());
-  return result;
-}
-
-bool fill_scalar_(Tensor& x, const Scalar& value) {
-  const auto dtype = bits_dtype(x.scalar_type());
-  if (!dtype) return false;
-  auto iter = iterator(x);
-  return launch_strided<1>(iter, kernel_name("fill", *dtype), bits_of(value, x.scalar_type()));
-}
-bool zeros_(Tensor& x) {
-  if (!x.is_non_overlapping_and_dense()) return fill_scalar_(x, 0);
-  const auto device = static_cast<c10::DeviceIndex>(x.get_device());
-  if (x.numel() != 0) current_queue(device).memset(x.mutable_data_ptr(), 0, x.nbytes());
-  return true;
-}
-
-bool where_out(const Tensor& condition, const Tensor& a, const Tensor& b, Tensor& out) {
-  const auto dtype = bits_dtype(out.scalar_type());
-  if (!dtype || condition.scalar_type() != at::kBool || a.scalar_type() != out.scalar_type() ||
-      b.scalar_type() != out.scalar_type())
-    return false;
-  auto iter = iterator(out, condition, a, b);
-  return launch_strided<4>(iter, kernel_name("where", *dtype));
-}
-optional<Tensor> where(const Tensor& condition, const Tensor& a, const Tensor& b) {
-  if (!on_device(condition)) return std::nullopt;
-  const auto dtype = at::result_type(a, b);
-  const auto joined = [&](const Tensor& t) {
-    return on_device(t)
-               ? t
-               : at::full({}, at::_local_scalar_dense(t), condition.options().dtype(dtype));
-  };
-  const auto sizes = at::infer_size(condition.sizes(), at::infer_size(a.sizes(), b.sizes()));
-  Tensor out = at::empty(sizes, condition.options().dtype(dtype));
-  return where_out(condition, joined(a), joined(b), out) ? optional(out) : std::nullopt;
-}
-bool masked_fill_(Tensor& x, const Tensor& mask, const Scalar& value) {
-  const auto dtype = bits_dtype(x.scalar_type());
-  if (!dtype || mask.scalar_type() != at::kBool || !at::is_expandable_to(mask.sizes(), x.sizes()))
-    return false;
-  auto iter = iterator(x, mask.expand(x.sizes()));
-  return launch_strided<2>(iter, kernel_name("masked_fill", *dtype),
-                           bits_of(value, x.scalar_type()));
-}
-bool masked_fill_tensor_(Tensor& x, const Tensor& mask, const Tensor& value) {
-  return value.is_cpu() && value.dim() == 0 &&
-         masked_fill_(x, mask, at::_local_scalar_dense(value));
-}
-
-bool triangle(const Tensor& x, std::int64_t diagonal, bool lower, const Tensor& out) {
-  const auto dtype = bits_dtype(x.scalar_type());
-  if (!dtype || x.dim() < 2 || out.sizes() != x.sizes() || out.scalar_type() != x.scalar_type() ||
-      !out.is_contiguous() || x.numel() >= kMaxElements || std::abs(diagonal) > INT32_MAX)
-    return false;
-  if (x.numel() == 0) return true;
-  const Tensor dense = x.contiguous();
-  launch_columns(x, kernel_name("triangle", *dtype), x.numel() / x.size(-1), x.size(-1),
-                 out_data(out), data(dense), static_cast<unsigned int>(x.numel() / x.size(-1)),
-                 static_cast<unsigned int>(x.size(-1)), static_cast<unsigned int>(x.size(-2)),
-                 static_cast<int>(diagonal), lower ? 1 : 0);
-  return true;
-}
-bool tril_out(const Tensor& x, std::int64_t diagonal, Tensor& out) {
-  return triangle(x, diagonal, true, out);
-}
-bool triu_out(const Tensor& x, std::int64_t diagonal, Tensor& out) {
-  return triangle(x, diagonal, false, out);
-}
-
-optional<std::string> copy_name(at::ScalarType from, at::ScalarType to) {
-  if (from == to) {
-    const auto dtype = bits_dtype(from);
-    return dtype ? optional(kernel_name("copy_strided", *dtype, *dtype)) : std::nullopt;
-  }
-  const auto name = [](at::ScalarType dtype) -> optional<std::string> {
-    if (dtype == at::kBool) return "bool";
-    if (dtype == at::kByte) return "unsignedchar";
-    return number_dtype(dtype);
-  };
-  const auto a = name(from);
-  const auto b = name(to);
-  const bool bytes =
-      (from == at::kBool && to == at::kByte) || (from == at::kByte && to == at::kBool);
-  if (!a || !b || bytes) return std::nullopt;
-  return kernel_name("copy_strided", *a, *b);
-}
-
 }  // namespace
-
-bool copy_kernel(const Tensor& to, const Tensor& from) {
-  if (to.is_conj() != from.is_conj() || to.is_neg() != from.is_neg()) return false;
-  const auto name = copy_name(from.scalar_type(), to.scalar_type());
-  if (!name || to.numel() >= kMaxElements) return false;
-  auto iter = at::TensorIteratorConfig()
-                  .add_output(to)
-                  .add_const_input(from)
-                  .check_all_same_dtype(false)
-                  .resize_outputs(false)
-                  .build();
-  return launch_strided<2>(iter, *name);
-}
 
 void register_elementwise() {
   static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
@@ -453,31 +276,12 @@ void register_elementwise() {
   add_kernel<&logical<&bitwise_and_out>>(aten, "logical_and.out");
   add_kernel<&logical<&bitwise_or_out>>(aten, "logical_or.out");
   add_kernel<&logical<&bitwise_xor_out>>(aten, "logical_xor.out");
-  add_kernel<&logical_not_out>(aten, "logical_not.out");
   add_kernel<&sigmoid_backward_out>(aten, "sigmoid_backward.grad_input");
   add_kernel<&tanh_backward_out>(aten, "tanh_backward.grad_input");
   add_kernel<&silu_backward_out>(aten, "silu_backward.grad_input");
   add_kernel<&silu_backward>(aten, "silu_backward");
   add_kernel<&gelu_backward_out>(aten, "gelu_backward.grad_input");
   add_kernel<&threshold_backward_out>(aten, "threshold_backward.grad_input");
-#define COMPARE(op)                                            \
-  add_kernel<&op##_out, kFast, true>(aten, #op ".Tensor_out"); \
-  add_kernel<&op##_number_out>(aten, #op ".Scalar_out");
-  COMPARE(eq)
-  COMPARE(ne)
-  COMPARE(lt)
-  COMPARE(le)
-  COMPARE(gt)
-  COMPARE(ge)
-#undef COMPARE
-  add_kernel<&fill_scalar_>(aten, "fill_.Scalar");
-  add_kernel<&zeros_>(aten, "zero_");
-  add_kernel<&where, kFast, true>(aten, "where.self");
-  add_kernel<&where_out>(aten, "where.self_out");
-  add_kernel<&masked_fill_>(aten, "masked_fill_.Scalar");
-  add_kernel<&masked_fill_tensor_, kFast, true>(aten, "masked_fill_.Tensor");
-  add_kernel<&tril_out>(aten, "tril.out");
-  add_kernel<&triu_out>(aten, "triu.out");
 }
 
 void register_gated() {

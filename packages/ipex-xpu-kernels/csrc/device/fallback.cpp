@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/CPUFallback.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -172,8 +173,10 @@ class HostCall {
     }
     if (value.isDevice()) return value.toDevice().is_xpu() ? IValue(c10::Device(c10::kCPU)) : value;
     if (value.isGenerator()) {
-      return value.toGenerator().device().is_xpu() ? IValue(host_generator(value.toGenerator()))
-                                                   : value;
+      const auto type = value.toGenerator().device().type();
+      TORCH_CHECK(type == c10::kXPU, "Expected a 'xpu' device type for generator but found '", type,
+                  "'");
+      return host_generator(value.toGenerator());
     }
     if (value.isNone() && argument.name() == "generator")
       return host_generator(default_generator(*device_));
@@ -263,15 +266,17 @@ Tensor to_host(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_xpu()) return tensor;
   const DeviceIndex device = static_cast<DeviceIndex>(tensor.get_device());
   const std::int64_t span = span_of(tensor);
+  // By torch's guard, which knows the streams of a torch that has XPU itself.
+  const c10::impl::VirtualGuardImpl guard(c10::kXPU);
   if (host_readable(device)) {
-    synchronize(device);
+    guard.synchronizeDevice(device);
     return with_bits_of(tensor, view_on_host(tensor));
   }
   // All that lies between the first and the last element in one copy.
   Tensor host =
       at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), tensor.scalar_type());
   if (span != 0) {
-    synchronize(device);
+    guard.synchronizeDevice(device);
     current_queue(device)
         .memcpy(host.mutable_data_ptr(), tensor.const_data_ptr(),
                 static_cast<std::size_t>(span) * tensor.element_size())

@@ -4,7 +4,6 @@
 #include <ATen/Functions.h>
 #include <ATen/WrapDimUtils.h>
 
-#include <cmath>
 #include <utility>
 
 #include "ipex_ops.h"
@@ -17,16 +16,6 @@ using at::IntArrayRef;
 using at::Scalar;
 using at::Tensor;
 using std::optional;
-
-// The flag of the last op that indexed, on devices whose flags are looked at late.
-Tensor& late_flag(c10::DeviceIndex device) {
-  // Never destroyed: the device may be gone by then.
-  thread_local auto* flags = new std::vector<Tensor>;
-  if (flags->size() <= static_cast<std::size_t>(device)) flags->resize(device + 1u);
-  return (*flags)[static_cast<std::size_t>(device)];
-}
-
-constexpr const char* kOutOfRange = "index out of range in self";
 
 bool is_index(const Tensor& index) {
   return index.scalar_type() == at::kLong || index.scalar_type() == at::kInt;
@@ -72,41 +61,50 @@ bool moves(const Tensor& a, const Tensor& b) {
 // -----------------------------------------------------------------------------------------------
 
 // `x` and `index` in the shape of `out`; x has stride 0 where it is indexed.
-bool take(const Tensor& out, const Tensor& x, const Tensor& index, std::int64_t size,
-          std::int64_t stride, bool wrap) {
+bool take(const char* op, const Tensor& out, const Tensor& x, Indexed part) {
   if (out.numel() == 0) return true;
+  const Tensor& index = part.index;
   // The offsets of an expanded index are those of its elements.
   std::vector<std::int64_t> sizes, strides;
   for (std::int64_t d = 0; d < index.dim(); ++d)
     sizes.push_back(index.stride(d) == 0 ? 1 : index.size(d));
-  const auto offsets = offsets_of({{index.as_strided(sizes, index.strides()), size, stride}}, wrap);
-  return offsets && move("take", out, x, offsets->expand(out.sizes()));
+  part.index = index.as_strided(sizes, index.strides());
+  return move("take", out, x, offsets_of(op, {part}, false).expand(out.sizes()));
 }
 
-bool index_select_out(const Tensor& x, std::int64_t dim, const Tensor& index, Tensor& out) {
-  if (!moves(x, out) || !is_index(index) || index.dim() > 1 || x.dim() == 0) return false;
+bool select(const char* op, const Tensor& x, std::int64_t dim, const Tensor& index, Tensor& out) {
+  if (!moves(x, out) || !is_index(index) || index.dim() > 1 || x.dim() == 0 || x.numel() == 0)
+    return false;
   dim = at::maybe_wrap_dim(dim, x.dim());
   std::vector<std::int64_t> sizes = x.sizes().vec();
   sizes[static_cast<std::size_t>(dim)] = index.numel();
   if (out.sizes() != IntArrayRef(sizes)) out.resize_(sizes);
-  return take(out, x.as_strided(sizes, zero_at(x.strides(), dim)), along(index, sizes, dim),
-              x.size(dim), x.stride(dim), false);
+  return take(op, out, x.as_strided(sizes, zero_at(x.strides(), dim)),
+              {along(index, sizes, dim), dim, x.size(dim), x.stride(dim)});
 }
 optional<Tensor> index_select(const Tensor& x, std::int64_t dim, const Tensor& index) {
   Tensor out = at::empty({0}, x.options());
-  return index_select_out(x, dim, index, out) ? optional(out) : std::nullopt;
+  return select("index_select", x, dim, index, out) ? optional(out) : std::nullopt;
+}
+optional<Tensor> embedding(const Tensor& weight, const Tensor& indices, std::int64_t, bool, bool) {
+  if (weight.dim() != 2 || !is_index(indices)) return std::nullopt;
+  Tensor out = at::empty({0}, weight.options());
+  if (!select("embedding", weight, 0, indices.reshape({-1}), out)) return std::nullopt;
+  std::vector<std::int64_t> sizes = indices.sizes().vec();
+  sizes.push_back(weight.size(1));
+  return out.view(sizes);
 }
 
 bool gather_out(const Tensor& x, std::int64_t dim, const Tensor& index, bool, Tensor& out) {
   if (!moves(x, out) || index.scalar_type() != at::kLong || out.sizes() != index.sizes() ||
-      x.dim() != index.dim() || x.dim() == 0)
+      x.dim() != index.dim() || x.dim() == 0 || x.numel() == 0)
     return false;
   dim = at::maybe_wrap_dim(dim, x.dim());
   for (std::int64_t d = 0; d < x.dim(); ++d) {
     if (d != dim && index.size(d) > x.size(d)) return false;
   }
-  return take(out, x.as_strided(index.sizes(), zero_at(x.strides(), dim)), index, x.size(dim),
-              x.stride(dim), false);
+  return take("gather", out, x.as_strided(index.sizes(), zero_at(x.strides(), dim)),
+              {index, dim, x.size(dim), x.stride(dim)});
 }
 
 // x[..., i, j, ...]: where the indexed dimensions begin, of what shape they become, and where the
@@ -199,7 +197,7 @@ optional<Advanced> advanced(const Tensor& x, const c10::List<optional<Tensor>>& 
   result.shape = given[0].sizes().vec();
   for (std::size_t i = 0; i < given.size(); ++i) {
     const auto d = result.before + static_cast<std::int64_t>(i);
-    result.parts.push_back({given[i], result.x.size(d), result.x.stride(d)});
+    result.parts.push_back({given[i], indexed[i], result.x.size(d), result.x.stride(d)});
   }
   return result;
 }
@@ -209,12 +207,12 @@ optional<Tensor> index(const Tensor& x, const c10::List<optional<Tensor>>& indic
   const auto found = advanced(x, indices);
   if (!found) return std::nullopt;
   const Tensor out = at::empty(found->sizes(), x.options());
-  if (out.numel() == 0) return std::nullopt;  // indices are checked by the host
+  if (found->parts[0].index.numel() == 0) return out;
+  if (x.numel() == 0 || out.numel() == 0) return std::nullopt;  // indices are checked by the host
   const Tensor source = found->view(true);
   if (out.numel() >= kMaxElements) return std::nullopt;
-  const auto offsets = offsets_of(found->parts, true);
-  if (!offsets) return std::nullopt;
-  return move("take", out, source, found->spread(*offsets)) ? optional(out) : std::nullopt;
+  const Tensor offsets = offsets_of("index", found->parts, true);
+  return move("take", out, source, found->spread(offsets)) ? optional(out) : std::nullopt;
 }
 
 // Writing
@@ -240,9 +238,7 @@ bool index_put_(Tensor& x, const c10::List<optional<Tensor>>& indices, const Ten
   const Tensor source = values.expand(sizes);
   if (source.numel() == 0 || source.numel() >= kMaxElements) return false;
   const Tensor target = found->view(true);
-  const auto checked = offsets_of(found->parts, true);
-  if (!checked) return false;
-  const Tensor& offsets = *checked;
+  const Tensor offsets = offsets_of("index_put_", found->parts, true);
   if (!accumulate) return move("put", target, source, found->spread(offsets));
   // values as [before, indices, after], summed over the indices
   const Tensor dense = source.contiguous();
@@ -262,11 +258,11 @@ bool index_put_(Tensor& x, const c10::List<optional<Tensor>>& indices, const Ten
 }
 
 // What scatter and its kin have in common: `source` in the shape of the index.
-bool scatter(const Tensor& x, std::int64_t dim, const Tensor& index, const Tensor& source, bool sum,
-             const Tensor& out) {
+bool scatter(const char* op, const Tensor& x, std::int64_t dim, const Tensor& index,
+             const Tensor& source, bool sum, const Tensor& out) {
   if (!moves(x, source) || !moves(x, out) || index.scalar_type() != at::kLong ||
-      out.sizes() != x.sizes() || x.dim() == 0 || index.dim() != x.dim() || (sum && !adds(x)) ||
-      source.dim() != x.dim())
+      out.sizes() != x.sizes() || x.dim() == 0 || x.numel() == 0 || index.dim() != x.dim() ||
+      (sum && !adds(x)) || source.dim() != x.dim())
     return false;
   dim = at::maybe_wrap_dim(dim, x.dim());
   for (std::int64_t d = 0; d < x.dim(); ++d) {
@@ -274,9 +270,7 @@ bool scatter(const Tensor& x, std::int64_t dim, const Tensor& index, const Tenso
   }
   const Tensor values = source.as_strided(index.sizes(), source.strides());
   const Tensor target = out.as_strided(index.sizes(), zero_at(out.strides(), dim));
-  const auto checked = offsets_of({{index, out.size(dim), out.stride(dim)}}, false);
-  if (!checked) return false;
-  const Tensor& offsets = *checked;
+  const Tensor offsets = offsets_of(op, {{index, dim, out.size(dim), out.stride(dim)}}, false);
   if (!out.is_same(x)) out.copy_(x);
   if (index.numel() == 0) return true;
   if (!sum) return move("put", target, values, offsets);
@@ -287,15 +281,16 @@ bool scatter(const Tensor& x, std::int64_t dim, const Tensor& index, const Tenso
 }
 bool scatter_out(const Tensor& x, std::int64_t dim, const Tensor& index, const Tensor& source,
                  Tensor& out) {
-  return scatter(x, dim, index, source, false, out);
+  return scatter("scatter", x, dim, index, source, false, out);
 }
 bool scatter_value_out(const Tensor& x, std::int64_t dim, const Tensor& index, const Scalar& value,
                        Tensor& out) {
-  return scatter(x, dim, index, at::full({}, value, x.options()).expand(index.sizes()), false, out);
+  const Tensor values = at::full({}, value, x.options()).expand(index.sizes());
+  return scatter("scatter", x, dim, index, values, false, out);
 }
 bool scatter_add_out(const Tensor& x, std::int64_t dim, const Tensor& index, const Tensor& source,
                      Tensor& out) {
-  return scatter(x, dim, index, source, true, out);
+  return scatter("scatter_add", x, dim, index, source, true, out);
 }
 bool index_add_out(const Tensor& x, std::int64_t dim, const Tensor& index, const Tensor& source,
                    const Scalar& alpha, Tensor& out) {
@@ -307,7 +302,7 @@ bool index_add_out(const Tensor& x, std::int64_t dim, const Tensor& index, const
   sizes[static_cast<std::size_t>(dim)] = index.numel();
   if (source.sizes() != IntArrayRef(sizes)) return false;
   const Tensor scaled = alpha.toDouble() == 1 ? source : source.mul(alpha);
-  return scatter(x, dim, along(index.to(at::kLong), sizes, dim), scaled, true, out);
+  return scatter("index_add", x, dim, along(index.to(at::kLong), sizes, dim), scaled, true, out);
 }
 
 optional<Tensor> embedding_dense_backward(const Tensor& grad, const Tensor& indices,
@@ -321,109 +316,23 @@ optional<Tensor> embedding_dense_backward(const Tensor& grad, const Tensor& indi
   // Summed in float32.
   const Tensor values = grad.contiguous().to(at::kFloat);
   const Tensor out = at::zeros({rows, columns}, values.options());
-  const auto offsets =
-      offsets_of({{indices.reshape({-1}), rows, columns}}, false, padding < 0 ? kNoIndex : padding);
-  if (!offsets || !add(out.as_strided({columns}, {1}), values.as_strided({columns}, {1}),
-                       offsets->as_strided({columns}, {0}), count, columns, 1))
+  const Tensor offsets =
+      offsets_of("embedding_dense_backward", {{indices.reshape({-1}), 0, rows, columns}}, false,
+                 padding < 0 ? kNoIndex : padding);
+  if (!add(out.as_strided({columns}, {1}), values.as_strided({columns}, {1}),
+           offsets.as_strided({columns}, {0}), count, columns, 1))
     return std::nullopt;
   return out.to(grad.scalar_type());
 }
 
-// Joining and counting
-// -----------------------------------------------------------------------------------------------
-
-bool cat_out(const at::ITensorListRef& tensors, std::int64_t dim, Tensor& out) {
-  const auto materialized = tensors.materialize();
-  if (out.dim() == 0) return false;
-  dim = at::maybe_wrap_dim(dim, out.dim());
-  const auto skipped = [](const Tensor& t) { return t.dim() == 1 && t.numel() == 0; };
-  std::int64_t total = 0;
-  for (const Tensor& t : materialized) {
-    if (skipped(t)) continue;
-    if (t.dim() != out.dim()) return false;
-    for (std::int64_t d = 0; d < t.dim(); ++d) {
-      if (d != dim && t.size(d) != out.size(d)) return false;
-    }
-    total += t.size(dim);
-  }
-  if (total != out.size(dim)) return false;
-  std::int64_t at = 0;
-  for (const Tensor& t : materialized) {
-    if (skipped(t)) continue;
-    if (t.numel() != 0) out.narrow(dim, at, t.size(dim)).copy_(t);
-    at += t.size(dim);
-  }
-  return true;
-}
-
-bool arange_out(const Scalar& start, const Scalar& end, const Scalar& step, Tensor& out) {
-  const bool whole = out.scalar_type() == at::kLong && start.isIntegral(true) &&
-                     end.isIntegral(true) && step.isIntegral(true);
-  if (!whole && out.scalar_type() != at::kFloat) return false;
-  if (start.isComplex() || end.isComplex() || step.isComplex()) return false;
-  const double first = start.toDouble(), distance = end.toDouble() - first, by = step.toDouble();
-  const double count = std::ceil(distance / by);
-  // Also refuses what is not a number, and bounds that contradict the step.
-  if (!(count >= 0 && count < static_cast<double>(kMaxElements)) || by == 0 ||
-      std::abs(first) > 1e15 || std::abs(distance) > 1e15)
-    return false;
-  const auto n = static_cast<std::int64_t>(count);
-  if (out.numel() != n) out.resize_({n});
-  const Tensor y = out.is_contiguous() ? out : at::empty({n}, out.options());
-  if (whole) {
-    launch_for(out, "arange<long>", n, out_data(y), static_cast<unsigned long>(n), start.to<long>(),
-               step.to<long>());
-  } else {
-    launch_for(out, "arange<float>", n, out_data(y), static_cast<unsigned long>(n),
-               start.to<float>(), step.to<float>());
-  }
-  if (!y.is_same(out)) out.copy_(y.view(out.sizes()));
-  return true;
-}
-
 }  // namespace
-
-bool in_bounds(const Tensor& like, const std::function<void(void* flag)>& check) {
-  const auto device = static_cast<c10::DeviceIndex>(like.get_device());
-  Tensor& late = late_flag(device);
-  if (late.defined()) {
-    const Tensor before = std::exchange(late, Tensor());
-    TORCH_CHECK_INDEX(before.item<int>() == 0, kOutOfRange);
-  }
-  const Tensor flag = at::zeros({1}, like.options().dtype(at::kInt));
-  check(out_data(flag));
-  if (!host_readable(device)) {
-    late = flag;
-    return true;
-  }
-  const bool raised = flag.item<int>() != 0;
-  TORCH_CHECK_INDEX(!raised || fallback_mode() != FallbackMode::Error, kOutOfRange);
-  return !raised;
-}
-
-optional<Tensor> offsets_of(const std::vector<Indexed>& parts, bool wrap, long skipped) {
-  const Tensor& like = parts.front().index;
-  const Tensor result = at::empty(like.sizes(), like.options().dtype(at::kLong));
-  if (like.numel() == 0) return result;
-  const bool fine = in_bounds(like, [&](void* flag) {
-    bool first = true;
-    for (const Indexed& part : parts) {
-      const Tensor dense = part.index.contiguous();
-      launch_for(like, dense.scalar_type() == at::kInt ? "offsets<int>" : "offsets<long>",
-                 like.numel(), out_data(result), data(dense),
-                 static_cast<unsigned long>(like.numel()), static_cast<long>(part.size),
-                 static_cast<long>(part.stride), skipped, first ? 1 : 0, wrap ? 1 : 0, flag);
-      first = false;
-    }
-  });
-  return fine ? optional(result) : std::nullopt;
-}
 
 void register_index() {
   constexpr auto kSpeed = KernelSpeed::SlowerIfSmall;
   static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
   add_kernel<&index_select, kSpeed>(aten, "index_select");
+  add_kernel<&embedding, kSpeed>(aten, "embedding");
   add_kernel<&gather_out, kSpeed>(aten, "gather.out");
   add_kernel<&index, kSpeed>(aten, "index.Tensor");
   add_kernel<&index_put_, kSpeed>(aten, "_index_put_impl_");
@@ -432,8 +341,6 @@ void register_index() {
   add_kernel<&scatter_add_out, kSpeed>(aten, "scatter_add.out");
   add_kernel<&index_add_out, kSpeed>(aten, "index_add.out");
   add_kernel<&embedding_dense_backward, kSpeed>(aten, "embedding_dense_backward");
-  add_kernel<&cat_out, kSpeed>(aten, "cat.out");
-  add_kernel<&arange_out, kSpeed>(aten, "arange.start_out");
 }
 
 }  // namespace ipex::xpu

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -14,9 +15,19 @@
 
 namespace ipex::xpu {
 
-// Starts a kernel that raises the flag it is given where an index is out of bounds, and says
-// whether all are in bounds. What `offsets_of` does for one that is not holds here, too.
-bool in_bounds(const at::Tensor& like, const std::function<void(void* flag)>& check);
+// Checks of arguments that only the device has. `check` starts kernels that make one of the flags,
+// 8 bytes each, another number than 0; `message` tells what that means for the first such flag.
+struct DeviceCheck {
+  std::function<void(void* flags)> check;
+  std::function<std::string(std::size_t flag, std::int64_t value)> message;
+  std::size_t flags = 1;
+  bool is_index = true;  // raises IndexError, else RuntimeError
+};
+// Raises where something is wrong; what `offsets_of` does where the host cannot read the device
+// holds here, too.
+void check_on_device(const at::Tensor& like, DeviceCheck check);
+// False where the host's op may run, whose own checks then find what is wrong.
+bool in_bounds(const at::Tensor& like, DeviceCheck check);
 
 inline bool dense_rows(const at::Tensor& x) { return x.dim() == 0 || x.stride(-1) == 1; }
 inline at::Tensor with_dense_rows(const at::Tensor& x) {
@@ -48,6 +59,7 @@ class Table {
 
 void register_interaction();  // interaction_ops.cpp
 void register_bags();         // bags_ops.cpp
+void register_embedding_bag();
 void register_bags_update();  // bags_update_ops.cpp
 void register_detection();    // detection_ops.cpp
 void register_experts();      // experts_ops.cpp

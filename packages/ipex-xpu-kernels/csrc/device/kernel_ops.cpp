@@ -80,6 +80,8 @@ std::string kernel_name(const char* kernel, const std::string& first, const std:
 
 void register_kernels() {
   register_elementwise();
+  register_compare();
+  register_moving();
   register_rows();
   register_reduce();
   register_index();
@@ -88,11 +90,7 @@ void register_kernels() {
   register_matmul();
   register_attention();
   register_cells();
-  register_interaction();
-  register_bags();
-  register_detection();
-  register_experts();
-  register_bags_update();
+  register_embedding_bag();
 }
 
 void register_ipex_kernels() {
@@ -100,6 +98,11 @@ void register_ipex_kernels() {
   register_norms();
   register_rope();
   register_steps();
+  register_interaction();
+  register_bags();
+  register_bags_update();
+  register_detection();
+  register_experts();
 }
 
 }  // namespace ipex::xpu

@@ -76,20 +76,23 @@ inline constexpr std::int64_t kSmall = 16384;  // elements of the largest argume
 // fallback by the caller, only where the host works on the same memory and may do so.
 bool use_kernel(c10::DeviceIndex device, KernelSpeed speed, std::int64_t elements = kSmall);
 
-// An index of a dimension of this size and stride.
+// An index of a dimension, with that dimension's size and stride.
 struct Indexed {
   at::Tensor index;
+  std::int64_t dim;
   std::int64_t size;
   std::int64_t stride;
 };
 inline constexpr long kNoIndex = std::numeric_limits<long>::min();
 // Offsets in elements, like the first index: the sum of index * stride; all indices have one shape
 // (index_ops.cpp). Negative ones count from the end with `wrap`; elements of an index equal to
-// `skipped` lead nowhere. Nothing where an index is out of bounds: the host then raises. A device
-// whose memory the host cannot read leaves the elements of such indices alone, and the next op that
-// indexes raises, since waiting would stall the queue.
-std::optional<at::Tensor> offsets_of(const std::vector<Indexed>& parts, bool wrap,
-                                     long skipped = kNoIndex);
+// `skipped` lead nowhere. Raises IndexError, which names the op, where an index is out of bounds. A
+// device whose memory the host cannot read leaves the elements of such indices alone, and the next
+// op that indexes raises, since waiting would stall the queue.
+at::Tensor offsets_of(const char* op, const std::vector<Indexed>& parts, bool wrap,
+                      long skipped = kNoIndex);
+// The same of one index that an op of ipex calls `argument`: raises RuntimeError.
+at::Tensor offsets_of(const char* op, const char* argument, const Indexed& part);
 
 // Sizes as kernels take them.
 inline unsigned long ulong(std::int64_t value) { return static_cast<unsigned long>(value); }
@@ -184,7 +187,9 @@ void woq_kernel(const at::Tensor& x, const at::Tensor& packed, const at::Tensor&
 
 void register_elementwise();  // elementwise_ops.cpp
 void register_gated();
-void register_rows();  // rows_ops.cpp
+void register_compare();  // compare_ops.cpp
+void register_moving();   // moving_ops.cpp
+void register_rows();     // rows_ops.cpp
 void register_norms();
 void register_reduce();  // reduce_ops.cpp
 void register_index();   // index_ops.cpp

@@ -42,8 +42,9 @@ std::int64_t tokens_of(const Tensor& x) {
   return c10::multiply_integers(x.sizes().slice(0, x.dim() - 2));
 }
 
-optional<Tables> tables_of(const Tensor& query, const Tensor& sin, const Tensor& cos,
-                           std::int64_t rotary_dim, const optional<Tensor>& position_ids) {
+optional<Tables> tables_of(const char* op, const Tensor& query, const Tensor& sin,
+                           const Tensor& cos, std::int64_t rotary_dim,
+                           const optional<Tensor>& position_ids) {
   if (sin.dim() < 2 || sin.sizes() != cos.sizes() || sin.scalar_type() != cos.scalar_type() ||
       (sin.scalar_type() != query.scalar_type() && sin.scalar_type() != at::kFloat) ||
       (sin.size(-1) != rotary_dim && sin.size(-1) != rotary_dim / 2))
@@ -61,9 +62,7 @@ optional<Tables> tables_of(const Tensor& query, const Tensor& sin, const Tensor&
       (given != tokens && given != positions))
     return std::nullopt;
   tables.per_token = given == tokens;
-  const auto offsets = offsets_of({{*position_ids, rows, sin.size(-1)}}, false);
-  if (!offsets) return std::nullopt;
-  tables.offsets = *offsets;
+  tables.offsets = offsets_of(op, "position_ids", {*position_ids, 0, rows, sin.size(-1)});
   return tables;
 }
 
@@ -84,7 +83,7 @@ bool rotary_embedding(Tensor& query, Tensor& key, const Tensor& sin, const Tenso
                       std::int64_t rotary_dim, bool half_split,
                       const optional<Tensor>& position_ids) {
   if (!fits(query, key, rotary_dim) || !writable(query) || !writable(key)) return false;
-  const auto tables = tables_of(query, sin, cos, rotary_dim, position_ids);
+  const auto tables = tables_of("rotary_embedding", query, sin, cos, rotary_dim, position_ids);
   if (!tables) return false;
   rotate(query, *tables, rotary_dim, half_split);
   rotate(key, *tables, rotary_dim, half_split);
@@ -95,7 +94,8 @@ optional<std::tuple<Tensor, Tensor>> rotary_embedding_functional(
     const Tensor& query, const Tensor& key, const Tensor& sin, const Tensor& cos,
     std::int64_t rotary_dim, bool half_split, const optional<Tensor>& position_ids) {
   if (!fits(query, key, rotary_dim)) return std::nullopt;
-  const auto tables = tables_of(query, sin, cos, rotary_dim, position_ids);
+  const auto tables =
+      tables_of("rotary_embedding_functional", query, sin, cos, rotary_dim, position_ids);
   if (!tables) return std::nullopt;
   const auto rotated = [&](const Tensor& x) {
     const Tensor y = x.clone(at::MemoryFormat::Contiguous);

@@ -29,6 +29,19 @@ std::optional<Layout> layout_of(at::TensorIteratorBase& iter) {
   return layout;
 }
 
+std::optional<std::string> kernel_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "float";
+    case at::kHalf:
+      return "half";
+    case at::kBFloat16:
+      return "bf16";
+    default:
+      return std::nullopt;
+  }
+}
+
 std::optional<std::string> bits_dtype(at::ScalarType dtype) {
   switch (c10::elementSize(dtype)) {
     case 1:

@@ -3,12 +3,8 @@
 // whole. An item owns a query; a work-group owns 16 of those that share a head of keys, and goes
 // through the keys in blocks of 8. Queries and sums lie in local memory, each item using its own
 // column, so that a number of a key is one broadcast for 16 queries and nothing waits.
-#include "prelude.h"
+#include "names.h"
 
-using ipex::bf16;
-using ipex::half;
-using ipex::load;
-using ipex::store;
 namespace here = sycl::ext::oneapi;
 
 using Index = unsigned long;

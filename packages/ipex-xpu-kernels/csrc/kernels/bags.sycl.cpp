@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bags of rows of many tables. What differs between tables comes as a pointer to a number or an
 // address for each.
-#include "prelude.h"
-
-using ipex::bf16;
-using ipex::half;
-using ipex::load;
-using ipex::store;
+#include "names.h"
 
 using Index = unsigned long;
 

@@ -2,12 +2,7 @@
 // Steps of optimizers on the rows of many tables that bags have looked up. Lookups are sorted by
 // row: row r has those from begins[r] on, so each row is read and written once and its sum has one
 // order.
-#include "prelude.h"
-
-using ipex::bf16;
-using ipex::half;
-using ipex::load;
-using ipex::store;
+#include "names.h"
 
 using Index = unsigned long;
 

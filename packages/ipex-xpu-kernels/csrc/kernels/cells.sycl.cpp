@@ -1,13 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Cells of recurrent networks, one element of the hidden state per work-item. Gates are in torch's
 // order: input, forget, cell, output; reset, update, new. Missing biases and gradients are null.
-#include "prelude.h"
-
-using ipex::bf16;
-using ipex::global_id;
-using ipex::half;
-using ipex::load;
-using ipex::store;
+#include "names.h"
 
 inline float sigmoid(float x) { return 1.f / (1.f + sycl::exp(-x)); }
 template <typename T>

@@ -2,13 +2,7 @@
 // What turns convolutions into products of matrices: inputs spread to columns, and columns summed
 // back to inputs. Both have three dimensions of space, of which the first ones may be 1. An item
 // writes one number.
-#include "prelude.h"
-
-using ipex::bf16;
-using ipex::global_id;
-using ipex::half;
-using ipex::load;
-using ipex::store;
+#include "names.h"
 
 // columns[c, kernel position, n, output position] of x[n, c, z, y, x], whose strides are in
 // elements.

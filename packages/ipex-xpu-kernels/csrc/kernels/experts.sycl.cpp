@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products with packed weights of several experts, each for rows of its own, and what a mixture of
 // experts does around them.
-#include "prelude.h"
+#include "names.h"
 
-using ipex::bf16;
-using ipex::half;
-using ipex::load;
-using ipex::store;
 namespace here = sycl::ext::oneapi;
 
 // As wide as positions are (see matmul.sycl.cpp).

@@ -1,32 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // Indexing in two steps: indices become offsets, which checks their bounds, and elements then move
 // by these offsets. An index out of bounds raises a flag, and its elements stay where they are.
-#include "prelude.h"
-
-using ipex::bf16;
-using ipex::compute;
-using ipex::global_id;
-using ipex::half;
-using ipex::load;
-using ipex::Place;
-using ipex::store;
+#include "names.h"
 
 constexpr long kNowhere = -0x7fffffffffffffffl - 1;
 
 // offsets (+)= index * stride. Negative indices count from the end where `wrap` says so; those that
-// equal `skipped` lead nowhere, which is no error.
+// equal `skipped` lead nowhere, which is no error. The flag becomes an index that is out of bounds,
+// or kNowhere in the place of 0.
 template <typename T>
 IPEX_KERNEL(1)
 void offsets(long* y, const T* indices, unsigned long n, long size, long stride, long skipped,
-             int first, int wrap, int* flag) {
+             int first, int wrap, long* flag) {
   const unsigned long i = global_id();
   if (i >= n) return;
   const long before = first ? 0 : y[i];
-  long index = indices[i];
-  const bool skip = index == skipped;
+  const long given = indices[i];
+  const bool skip = given == skipped;
+  long index = given;
   if (wrap && index < 0) index += size;
   const bool outside = index < 0 || index >= size;
-  if (outside && !skip) *flag = 1;
+  if (outside && !skip) *flag = given == 0 ? kNowhere : given;
   y[i] = outside || skip || before == kNowhere ? kNowhere : before + index * stride;
 }
 
@@ -76,11 +70,11 @@ void add(T* y, const T* x, const long* index, IPEX_SIZES, IPEX_STRIDES(y), IPEX_
   }
 }
 
-template void offsets<long>(long*, const long*, unsigned long, long, long, long, int, int, int*);
-template void offsets<int>(long*, const int*, unsigned long, long, long, long, int, int, int*);
+template void offsets<long>(long*, const long*, unsigned long, long, long, long, int, int, long*);
+template void offsets<int>(long*, const int*, unsigned long, long, long, long, int, int, long*);
 
-#define FOUR(T) T, T, T, T
-#define OPERANDS(T) T*, const T*, const long*, FOUR(unsigned int), FOUR(int), FOUR(int), FOUR(int)
+#define OPERANDS(T) \
+  T*, const T*, const long*, IPEX_FOUR(unsigned int), IPEX_FOUR(int), IPEX_FOUR(int), IPEX_FOUR(int)
 #define MOVES(U)                      \
   template void take<U>(OPERANDS(U)); \
   template void put<U>(OPERANDS(U));

@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of all pairs of vectors of a sample, and their derivative. `x` holds the address of each
 // input and `rows` the distance of its samples; numbers within a sample are neighbours.
-#include "prelude.h"
+#include "names.h"
 
-using ipex::bf16;
-using ipex::half;
-using ipex::load;
-using ipex::store;
 namespace here = sycl::ext::oneapi;
 
 // As wide as positions are (see matmul.sycl.cpp).

@@ -3,12 +3,8 @@
 // memory, in float32. An item makes kItemRows x 2 elements: neighbouring items have neighbouring
 // columns, so that a compiler for a CPU turns items into lanes, rows of the left operand into
 // broadcasts and the sums into registers.
-#include "prelude.h"
+#include "names.h"
 
-using ipex::bf16;
-using ipex::half;
-using ipex::load;
-using ipex::store;
 namespace here = sycl::ext::oneapi;
 
 // As wide as positions are: a compiler for a CPU does not see that neighbours stay neighbours when

@@ -2,9 +2,7 @@
 // Steps of optimizers, float32; rest is 1 - beta, which is not exact as a difference of floats.
 // Numbers that a training loop keeps on the device (steps, learning rate, scale of the gradients,
 // whether one of them was infinite) come as pointers, which may be null.
-#include "prelude.h"
-
-using ipex::global_id;
+#include "names.h"
 
 // 1 - beta^step, exact also where that is near 0.
 inline float correction(float log_beta, float step) { return -sycl::expm1(step * log_beta); }

@@ -2,14 +2,7 @@
 // Reductions of [outer, length, inner] along the middle: one work-group for each row where inner is
 // 1, one work-item for each column else. Long rows are cut into parts, whose results a second pass
 // reduces; the cuts depend on shapes alone, so that results repeat.
-#include "prelude.h"
-
-using ipex::bf16;
-using ipex::compute;
-using ipex::half;
-using ipex::load;
-using ipex::Row;
-using ipex::store;
+#include "names.h"
 
 struct sum {
   template <typename C>
@@ -160,17 +153,17 @@ void scan_columns(T* y, const T* x, unsigned long length, unsigned long inner) {
                                    unsigned long, unsigned long, compute<T>);                  \
   template void reduce_columns<op, T>(compute<T>*, const T*, const compute<T>*, unsigned long, \
                                       unsigned long, unsigned long, unsigned long, compute<T>);
-#define FLOATS(macro, op) macro(op, float) macro(op, half) macro(op, bf16)
-#define ALL(macro, op) FLOATS(macro, op) macro(op, long) macro(op, int) macro(op, unsigned char)
-FLOATS(REDUCE, sum_squares)
+#define ALL(macro, op) \
+  IPEX_FLOATS(macro, op) macro(op, long) macro(op, int) macro(op, unsigned char)
+IPEX_FLOATS(REDUCE, sum_squares)
 ALL(REDUCE, sum)
 ALL(REDUCE, amax)
 ALL(REDUCE, amin)
 
 #define FIND(op, T) template void find_rows<op, T>(T*, long*, const T*, unsigned long);
-FLOATS(FIND, amax)
+IPEX_FLOATS(FIND, amax)
 FIND(amax, long)
-FLOATS(FIND, amin)
+IPEX_FLOATS(FIND, amin)
 FIND(amin, long)
 
 #define SCAN(T)                                            \

@@ -2,12 +2,7 @@
 // RoIAlign. The bilinear weight of a sample is a product of one factor for each axis, and so is the
 // sum over the samples of a bin: the axes are prepared alone, and samples that share a pixel become
 // one tap.
-#include "prelude.h"
-
-using ipex::bf16;
-using ipex::half;
-using ipex::load;
-using ipex::store;
+#include "names.h"
 
 using Index = unsigned long;
 

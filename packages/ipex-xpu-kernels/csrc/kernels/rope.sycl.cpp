@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rotary embedding in place: one work-item for each pair of a token, which goes through the heads.
-#include "prelude.h"
-
-using ipex::bf16;
-using ipex::half;
-using ipex::load;
-using ipex::store;
+#include "names.h"
 
 // `offsets` (or null) has for each token, or for each position of all sequences, where its row of
 // the tables begins; without, rows are counted like that. A table has a number for each element

@@ -1,13 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Norms and softmax: one work-group for each row, whose work-items take neighbouring elements. The
 // passes over a row find it in the cache.
-#include "prelude.h"
-
-using ipex::bf16;
-using ipex::half;
-using ipex::load;
-using ipex::Row;
-using ipex::store;
+#include "names.h"
 
 // Softmax
 // ---------------------------------------------------------------------------------------------------------------
