@@ -274,6 +274,18 @@ def test_wrong_shares_are_named() -> None:
             torch.bernoulli(torch.tensor([0.5, wrong], device="xpu"))
 
 
+def test_compiled_graphs_that_take_no_tensor() -> None:
+    ipex_xpu_kernels.set_fallback_mode("silent")
+    made = torch.compile(
+        lambda n: torch.rand(n, device="xpu") + torch.ones(n, device="xpu"), backend="ipex"
+    )
+    first = made(5).cpu()
+    torch.xpu.manual_seed(20)
+    again, other = made(5).cpu(), made(5).cpu()
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert 1 <= first.min() <= first.max() < 2
+
+
 def test_layers_start_with_the_same_numbers() -> None:
     models = []
     for _ in range(2):

@@ -177,8 +177,10 @@ def _compile(
 
 def _on_xpu(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether a graph works with tensors of xpu and Inductor has no compiler for them."""
-    tensors = [t for t in example_inputs if isinstance(t, Tensor)]
-    if not any(t.device.type == "xpu" for t in (*tensors, *gm.parameters(), *gm.buffers())):
+    known = [*example_inputs, *gm.parameters(), *gm.buffers()]
+    # A graph may make its tensors, too, and take none.
+    made = [node.meta.get("example_value", node.meta.get("val")) for node in gm.graph.nodes]
+    if not any(isinstance(t, Tensor) and t.device.type == "xpu" for t in (*known, *made)):
         return False
     try:
         from triton.backends import backends  # type: ignore[import-not-found, unused-ignore]
