@@ -17,8 +17,8 @@
 namespace ipex::xpu {
 namespace {
 
-using at::Tensor;
 using at::Generator;
+using at::Tensor;
 using std::optional;
 
 struct Philox {
