@@ -197,7 +197,7 @@ def test_explain_tells_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 8), nn.Conv2d(3, 3, 1)).train()
     monkeypatch.setattr(_products, "has_kernel", lambda op: True)
-    monkeypatch.setattr(_products, "_LEVELS", dict.fromkeys(_products.LEAST_WEIGHTS, _Any()))
+    monkeypatch.setattr(_products, "_LEVELS", _Any())
 
     def rows(**options: Any) -> list[tuple[bool, str]]:
         packed, _ = optimize(model, optimizer=sgd(model), **options)
@@ -212,7 +212,7 @@ def test_explain_tells_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float16" in rows(dtype=torch.float16)[0][1]
     assert [done for done, _ in rows(auto_kernel_selection=True)] == [True, True, False]
     assert rows(weights_prepack=False) == []
-    monkeypatch.setattr(_products, "_LEVELS", dict.fromkeys(_products.LEAST_WEIGHTS, ()))
+    monkeypatch.setattr(_products, "_LEVELS", ())
     assert "auto_kernel_selection" in rows()[0][1]
     monkeypatch.setattr(_products, "has_kernel", lambda op: False)
     assert "no kernel package" in rows()[0][1]
