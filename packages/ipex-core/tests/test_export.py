@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import ipex_core
 from ipex_core.errors import ExportError
+from ipex_core.nn import MergedEmbeddingBag
 
 # torch's own: of tracing, which is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -123,6 +124,38 @@ def test_recurrent_model_in_float16(tmp_path: Path) -> None:
     got = torch._inductor.aoti_load_package(str(path))(x)
     assert got.dtype == wanted.dtype == torch.float16
     torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-3)
+
+
+class Tables(nn.Module):
+    """Bags that the compile backend would look up in one call, and a module that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20, 16, mode="sum") for _ in range(3))
+        self.merged = MergedEmbeddingBag.from_embeddingbag_list(
+            [nn.EmbeddingBag(20, 8, mode="mean") for _ in range(2)]
+        )
+
+    def forward(self, ids: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+        found = [table(ids, ends).sin() for table in self.tables]
+        return *found, *self.merged((ids, ids), (ends, ends))
+
+
+def test_embedding_bags_of_any_number(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ipex_core.optimize(Tables().eval())
+    batch = torch.export.Dim("batch", min=1, max=64)
+    sizes = {"ids": {0: torch.export.Dim("ids", min=1, max=64)}, "ends": {0: batch}}
+
+    def make(count: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(20, (count,)), torch.arange(0, count, 3)
+
+    path = ipex_core.export(model, make(12), tmp_path / "model.pt2", dynamic_shapes=sizes)
+    run = torch._inductor.aoti_load_package(str(path))
+    for count in (12, 30):
+        given = make(count)
+        with torch.no_grad():
+            torch.testing.assert_close(tuple(run(*given)), tuple(model(*given)))
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor.virtualized import V
 
 from ipex_core._choice import prefer_merged_bags, prefer_merged_linears
 from ipex_core._compile._graph import FLOATS, Context, hints, is_call, items, same, shape_of, val
@@ -222,6 +223,9 @@ def _merge_bags(ctx: Context, bags: list[fx.Node], mode: str, last: bool) -> Non
         interior = [*results, *bags]
         if ctx.replace("bags", cat, interior, target, args, f"{text}, with dense features"):
             return
+    if V.aot_compilation:
+        ctx.reject("bags", end, op, "a file of torch cannot hold its empty list of factors")
+        return
     merged = ctx.call(
         end,
         ipex.merged_embeddingbag_forward.default,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ipex_core._portable import PORTABLE
 from ipex_core._spec import BenchCase, OpSpec, Sample, register
 from ipex_core.ops._bags import (
     bag_count,
@@ -205,6 +206,22 @@ def _stock(
     ]
 
 
+def _portable(
+    weights: Sequence[Tensor],
+    indices: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    per_sample_weights: Sequence[Tensor],
+    pooling_mode: str = "sum",
+    include_last_offset: bool = False,
+) -> Any:
+    """Do without the op in an exported program that cannot call it: torch 2.13 hands empty lists over as None."""
+    if per_sample_weights:
+        return NotImplemented
+    return torch.stack(
+        _stock(weights, indices, offsets, per_sample_weights, pooling_mode, include_last_offset)
+    )
+
+
 def _stock_cat(
     weights: Sequence[Tensor],
     indices: Sequence[Tensor],
@@ -267,6 +284,8 @@ register(
         summary="Many embedding bags in one call",
     )
 )
+
+PORTABLE[torch.ops.ipex.merged_embeddingbag_forward.default] = _portable
 
 register(
     OpSpec(
