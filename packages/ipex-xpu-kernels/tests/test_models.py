@@ -164,3 +164,34 @@ def test_attention(mask: str) -> None:
         )
     for actual, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_attention_with_a_mask() -> None:
+    def function(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask, scale=0.25, enable_gqa=True)
+
+    torch.manual_seed(0)
+    arguments = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 13, 16), torch.rand(2, 1, 1, 13) > 0.3
+    expected = function(*arguments)
+    on_device = [t.to("xpu") for t in arguments]
+    for backend in ("ipex", "aot_eager"):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        for no_grad in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+            with no_grad:
+                torch.testing.assert_close(compiled(*on_device).cpu(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_encoder_with_padding() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(3, 5, 16)
+    padding = torch.arange(5) >= torch.tensor([[5], [3], [1]])
+    for grad in (torch.enable_grad(), torch.no_grad()):
+        with grad:
+            expected = model.cpu()(x, src_key_padding_mask=padding)
+            actual = model.to("xpu")(x.to("xpu"), src_key_padding_mask=padding.to("xpu")).cpu()
+        # The host drops padding, and fills it with zeros.
+        torch.testing.assert_close(actual[~padding], expected[~padding], rtol=1e-4, atol=1e-5)

@@ -201,6 +201,21 @@ def test_dlpack_and_pinned_memory() -> None:
     assert [batch.is_pinned() for batch in loader] == [True, True]
 
 
+@pytest.mark.parametrize("device", ["cpu", "xpu"])
+def test_copies_within_the_same_memory(device: str) -> None:
+    x = torch.arange(10.0, device=device)
+    for write in (
+        lambda: x[1:].copy_(x[:-1]),
+        lambda: x[:1].expand(3).copy_(x[:3]),
+        lambda: x[1:].add_(x[:-1]),
+    ):
+        with pytest.raises(RuntimeError, match=r"refers? to a single memory location"):
+            write()
+    assert x[:3].copy_(x[:3]).tolist() == [0, 1, 2]
+    assert x[:3].copy_(x[4:7]).tolist() == [4, 5, 6]
+    assert x.view(2, 5).copy_(x.view(2, 5)).sum().item() == 57
+
+
 def test_printing_and_indexing() -> None:
     x = torch.arange(12.0, device="xpu").view(3, 4)
     assert "device='xpu:0'" in repr(x)

@@ -77,7 +77,10 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value,
   const bool recorded =
       c10::GradMode::is_enabled() && (query.requires_grad() || key.requires_grad() ||
                                       value.requires_grad() || (masked && mask->requires_grad()));
-  if (recorded || dropout_p > 0 || !for_kernel(query, key, value, mask, enable_gqa)) {
+  // Tensors without values, of which graphs are made, come here, too.
+  const auto traced = [](const Tensor& x) { return x.key_set().has(c10::DispatchKey::Python); };
+  if (recorded || dropout_p > 0 || traced(query) || traced(key) || traced(value) ||
+      (masked && traced(*mask)) || !for_kernel(query, key, value, mask, enable_gqa)) {
     return composed(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);
   }
   const c10::DeviceGuard guard(query.device());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ops that torch's composites cannot serve for xpu: convolutions, recurrent networks.
+// Ops that torch's composites cannot serve for xpu: convolutions, recurrent networks, encoders.
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/lstm_native.h>
@@ -159,6 +159,10 @@ ThreeTensors lstm(const Tensor& input, at::TensorList hx, at::TensorList params,
                           dropout, train, bidirectional, batch_first);
 }
 
+// torch's encoder asks this before it drops padding, for which it needs nested tensors with strides
+// in their sizes. There are none for xpu: nothing is dropped.
+bool never_left_aligned(const Tensor&, const Tensor&) { return false; }
+
 }  // namespace
 
 void register_composites() {
@@ -168,6 +172,7 @@ void register_composites() {
   library.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
   library.impl("native_group_norm_backward", TORCH_FN(group_norm_backward));
   library.impl("lstm.input", TORCH_FN(lstm));
+  library.impl("_nested_tensor_from_mask_left_aligned", TORCH_FN(never_left_aligned));
   // For the key of autograd, too: with a kernel for xpu alone, gradients would be lost.
   static torch::Library autograd(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradXPU,
                                  __FILE__, __LINE__);

@@ -2,6 +2,7 @@
 // Tensors themselves: making, filling, copying, and looking at them in another shape.
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/ResizeCommon.h>
@@ -155,6 +156,8 @@ void copy_on_device(Tensor& self, const Tensor& source) {
     self.copy_(source.to(at::kCPU));
     return;
   }
+  at::assert_no_internal_overlap(self);
+  at::assert_no_partial_overlap(self, source);
   if (same_layout(self, source)) {
     if (self.const_data_ptr() != source.const_data_ptr()) copy_bytes(self, source, device, false);
     return;
