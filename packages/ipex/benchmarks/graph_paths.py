@@ -114,14 +114,18 @@ def graphs(
     return found, seconds
 
 
-def encoder(make: Callable[[], nn.Module], inputs: Callable[[], dict[str, torch.Tensor]]) -> Case:
-    """Return stock and ipex of a model in bfloat16, compiled, and ``ipex.optimize`` without compiling."""
+def encoder(
+    make: Callable[[], nn.Module],
+    inputs: Callable[[], dict[str, torch.Tensor]],
+    dtype: torch.dtype = torch.bfloat16,
+) -> Case:
+    """Return stock and ipex of a model, compiled, and ``ipex.optimize`` without compiling."""
     model = make()
     given = inputs()
-    half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
+    half = {k: v.to(dtype) if v.is_floating_point() else v for k, v in given.items()}
     reference = answer(model, {k: v[:2] for k, v in given.items()})
-    eager = ipex.optimize(model, dtype=torch.bfloat16)
-    found, seconds = graphs(model.to(torch.bfloat16), lambda m: answer(m, half))
+    eager = ipex.optimize(model, dtype=dtype)
+    found, seconds = graphs(model.to(dtype), lambda m: answer(m, half))
     found["ipex.optimize, eager"] = lambda: answer(eager, half)
     return lambda: reference, found, seconds
 
@@ -305,6 +309,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "vit-base-1": lambda: encoder(vit, image(1)),
     "resnet50-1": lambda: encoder(resnet, image(1)),
     "resnet50-8": lambda: encoder(resnet, image(8)),
+    "resnet50-1-fp32": lambda: encoder(resnet, image(1), torch.float32),
+    "resnet50-8-fp32": lambda: encoder(resnet, image(8), torch.float32),
     "decode": decode,
     "decode-int4": decode_int4,
     **{

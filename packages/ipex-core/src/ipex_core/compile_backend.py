@@ -47,8 +47,8 @@ __all__ = ["compile", "ipex_backend", "prefer_ipex_attention"]
 #: What we set beyond Inductor's own defaults when no gradient is needed. ``options`` wins over it.
 INFERENCE_DEFAULTS: Mapping[str, Any] = {"freezing": True}
 
-#: The place among Inductor's passes behind its own fusions.
-_AFTER = "post_grad_custom_post_pass"
+#: The places among Inductor's passes between freezing and its own fusions, and behind these.
+_FROZEN, _AFTER = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
 
 _COMPILER_BACKENDS = ("inductor",)
 _compiler_backend = "inductor"
@@ -252,16 +252,26 @@ def _compile_frozen(
 def _custom_passes(
     asked: Options, patches: Mapping[str, Any], report: GraphReport, inputs: list[Tensor]
 ) -> dict[str, Any]:
-    """Return our passes as two of Inductor's, each followed by what the user has set.
+    """Return our passes as three of Inductor's, each followed by what the user has set.
 
     When they run they put into ``inputs`` the parameters and buffers that freezing leaves alone.
     """
-    before, after = (patches.get(name) for name in ("joint_custom_pre_pass", _AFTER))
+    names = ("joint_custom_pre_pass", _FROZEN, _AFTER)
+    before, frozen, after = (patches.get(name) for name in names)
     freezing = bool(patches["freezing"])
     return {
-        "joint_custom_pre_pass": functools.partial(_run, asked, before, freezing, report, inputs),
+        names[0]: functools.partial(_run, asked, before, freezing, report, inputs),
+        _FROZEN: functools.partial(_pack, asked, frozen, freezing, report),
         _AFTER: functools.partial(_look, after, report),
     }
+
+
+def _pack(asked: Options, also: Any, freezing: bool, report: GraphReport, graph: fx.Graph) -> None:
+    from ipex_core._compile.packed_convolutions import pack_convolutions
+
+    if freezing and report.frozen:
+        pack_convolutions(graph, report, asked.disable, asked.always)
+    _run_others(also, graph)
 
 
 def _look(also: Any, report: GraphReport, graph: fx.Graph) -> None:

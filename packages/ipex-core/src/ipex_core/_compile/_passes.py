@@ -35,8 +35,8 @@ _STEPS: tuple[tuple[tuple[str, ...], Callable[[Context], None]], ...] = (
     (("add_norm",), fuse_add_norms),
 )
 
-#: Names of all patterns.
-PATTERNS = tuple(name for names, _ in _STEPS for name in names)
+#: Names of all patterns. Convolutions have their turn later, when Inductor has folded batch norms into them.
+PATTERNS = (*(name for names, _ in _STEPS for name in names), "convolution")
 
 
 def run_passes(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions: Inductor itself gives oneDNN what follows a frozen one.
+"""Convolutions that are left to Inductor, which gives oneDNN what follows a frozen one.
 
-Nothing is replaced here; the report gets what was fused, and what was not and why.
+Nothing is replaced here; the report gets what was fused, and what was not and why. See packed_convolutions.py for those
+that become an op of ours.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def _follows(nodes: list[fx.Node]) -> str:
 def _reason(node: fx.Node) -> str:
     if len(node.users) != 1:
         return f"{len(node.users)} others read the result"
-    return (
-        f"{_op(next(iter(node.users)))} reads the result, which is no part of a oneDNN convolution"
-    )
+    user = next(iter(node.users))
+    other = _convolution(_matched(user))
+    if other is not None:
+        return "another convolution takes the result"
+    return f"{_op(user)} reads the result, which is no part of a oneDNN convolution"

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "ipex/epilogue_args.h"
+#include "ipex/kernel.h"
+
+namespace ipex {
+
+struct ConvolutionArgs {
+  const void* x;         // [images, height, width, channels], contiguous
+  const void* weight;    // [n, taps_y * taps_x * channels] as panels of 32 columns, see packed.h
+  void* y;               // [images * out_height * out_width, n], contiguous
+  const void* residual;  // like y, or null
+  int64_t height, width, channels;
+  int64_t out_height, out_width, n;
+  int64_t taps_y, taps_x, stride_y, stride_x, padding_y, padding_x, dilation_y, dilation_x;
+  Epilogue epilogue;  // bias and activation only
+
+  int64_t k() const { return taps_y * taps_x * channels; }
+  // The rows of the product are pixels of x as they lie there.
+  bool in_place() const {
+    return taps_y == 1 && taps_x == 1 && stride_y == 1 && stride_x == 1 && padding_y == 0 &&
+           padding_x == 0;
+  }
+};
+
+// Rows (pixels of y) that a call of the kernel takes at most, and the distance of their copies: not
+// a multiple of 4 KiB, for lines that far apart share few places of L1.
+inline constexpr int64_t kConvolutionRows = 96;
+inline int64_t convolution_stride(int64_t k) { return (k + 31) / 32 * 32 + 32; }
+
+}  // namespace ipex
+
+// Computes the rows [row_begin, row_end) of what the panels [panel_begin, panel_end) give.
+// `scratch` has room for the rows, convolution_stride(k) elements each, unless in_place().
+#define IPEX_DECLARE_CONVOLUTION(suffix)                                                          \
+  IPEX_KERNEL_API void ipex_k_convolution_##suffix(                                               \
+      const ipex::ConvolutionArgs* args, int64_t row_begin, int64_t row_end, int64_t panel_begin, \
+      int64_t panel_end, char* scratch)
+IPEX_DECLARE_CONVOLUTION(f32);
+IPEX_DECLARE_CONVOLUTION(bf16);
+IPEX_DECLARE_CONVOLUTION(f16);
+#undef IPEX_DECLARE_CONVOLUTION

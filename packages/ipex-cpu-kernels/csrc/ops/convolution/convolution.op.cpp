@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "convolution/convolution.h"
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "ipex/argument_checks.h"
+#include "ipex/gemm_schedule.h"
+#include "ipex/image.h"
+#include "linear/epilogue_check.h"
+#include "linear/packed_check.h"
+#include "runtime/scratch.h"
+
+namespace ipex {
+namespace {
+
+const auto kernels = IPEX_KERNELS("convolution", convolution);
+
+constexpr int kRowsUse = 110;  // which block of runtime/scratch.h
+
+using Pair = std::vector<int64_t>;
+
+void check_pair(const char* name, const Pair& value, int64_t least) {
+  constexpr int64_t kMost = 4096;  // beyond it sizes could overflow
+  const bool two = value.size() == 2;
+  if (two && std::min(value[0], value[1]) >= least && std::max(value[0], value[1]) <= kMost) return;
+  std::string text;
+  for (const int64_t v : value) text += (text.empty() ? "" : ", ") + std::to_string(v);
+  fail("convolution: ", name, " must be 2 numbers from ", least, " to ", kMost, ", got [", text,
+       "]");
+}
+
+// What x has beside the window, 0 or more if the result has any pixel.
+int64_t room(int64_t size, int64_t taps, int64_t padding, int64_t dilation) {
+  return size + 2 * padding - dilation * (taps - 1) - 1;
+}
+
+Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_channels,
+                   Pair kernel_size, Pair stride, Pair padding, Pair dilation,
+                   const OptionalTensor& bias, const OptionalTensor& residual,
+                   std::string activation) {
+  const char* op = "convolution";
+  check_tensor(op, "x", x);
+  IPEX_CHECK(x.dim() == 4 && x.size(1) > 0, op,
+             ": x must be 4-D [N, C, H, W] with C > 0, got shape ", shape_text(x));
+  IPEX_CHECK(out_channels > 0, op, ": out_channels must be positive, got ", out_channels);
+  check_pair("kernel_size", kernel_size, 1);
+  check_pair("stride", stride, 1);
+  check_pair("padding", padding, 0);
+  check_pair("dilation", dilation, 1);
+  ConvolutionArgs args{};
+  IPEX_CHECK(parse_activation(activation, &args.epilogue.activation), op,
+             ": activation must be one of none, relu, gelu, gelu_tanh, silu, got ", activation);
+  args.height = x.size(2), args.width = x.size(3), args.channels = x.size(1);
+  args.taps_y = kernel_size[0], args.taps_x = kernel_size[1];
+  args.stride_y = stride[0], args.stride_x = stride[1];
+  args.padding_y = padding[0], args.padding_x = padding[1];
+  args.dilation_y = dilation[0], args.dilation_x = dilation[1];
+  const int64_t down = room(args.height, args.taps_y, args.padding_y, args.dilation_y);
+  const int64_t right = room(args.width, args.taps_x, args.padding_x, args.dilation_x);
+  IPEX_CHECK(down >= 0 && right >= 0, op,
+             ": x must have at least the size of the window with its padding, got shape ",
+             shape_text(x));
+  args.out_height = down / args.stride_y + 1, args.out_width = right / args.stride_x + 1;
+  args.n = out_channels;
+  check_packed(op, "packed_weight", packed_weight, out_channels, args.k(), x.scalar_type());
+  const int64_t images = x.size(0);
+  check_shaped(op, "bias", bias, {out_channels}, x, "x", true);
+  check_shaped(op, "residual", residual, {images, out_channels, args.out_height, args.out_width}, x,
+               "x", false);
+
+  Tensor y =
+      new_image(images, out_channels, args.out_height, args.out_width, true, x.scalar_type());
+  const Tensor from = as_channels_last(x);
+  OptionalTensor bias_values, addend;
+  if (bias) {
+    bias_values = as_contiguous(*bias);
+    args.epilogue.bias = bias_values->const_data_ptr();
+    args.epilogue.bias_is_f32 = bias->scalar_type() == ScalarType::Float;
+  }
+  if (residual) {
+    addend = as_channels_last(*residual);
+    args.residual = addend->const_data_ptr();
+  }
+  args.x = from.const_data_ptr();
+  args.weight = static_cast<const char*>(packed_weight.const_data_ptr()) + sizeof(PackedHeader);
+  args.y = y.mutable_data_ptr();
+
+  const int64_t rows = images * args.out_height * args.out_width, k = args.k();
+  // Blocks of equal size, so that none of few rows is left to stream all panels for.
+  const int64_t blocks = std::max<int64_t>(1, (rows + kConvolutionRows - 1) / kConvolutionRows);
+  const int64_t block = std::max<int64_t>(24, ((rows + blocks - 1) / blocks + 5) / 6 * 6);
+  const GemmShape shape{rows, (out_channels + kPackedPanel - 1) / kPackedPanel, k};
+  const auto element = static_cast<int64_t>(x.element_size());
+  const int64_t bytes = args.in_place() ? 0 : block * convolution_stride(k) * element;
+  std::atomic<bool> failed{false};
+  kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
+    run_gemm(shape, block, shape.panels,
+             [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
+               char* scratch = Scratch<kRowsUse>::get(bytes);
+               if (scratch)
+                 kernel(&args, row_begin, row_end, panel_begin, panel_end, scratch);
+               else
+                 failed = true;
+             });
+  });
+  IPEX_CHECK(!failed, op, ": out of memory");
+  return y;
+}
+
+}  // namespace
+}  // namespace ipex
+
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "convolution", ipex::convolution); }
