@@ -243,7 +243,7 @@ def tests_xpu(session: nox.Session) -> None:
 
 def test_xpu(session: nox.Session) -> None:
     """Run the tests of the xpu device, in a process that has it from the start."""
-    session.install(wheel(XPU, "[cpu-device]"), "expecttest")
+    session.install(wheel(XPU, "[cpu-device,onednn]"), "expecttest")
     # 5: no test is selected by the arguments that are meant for the other packages.
     session.run(
         "pytest",

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import ipex_xpu_kernels as xpu
 from ipex_core._spec import specs
+from ipex_xpu_kernels._settings import XPUComputeEng, compute_eng
 
 pytestmark = pytest.mark.usefixtures("needs_device", "kernels_always")
 
@@ -26,7 +27,8 @@ ON_HOST = ("mm", "addmm", "bmm", "baddbmm", "addmv", "convolution", "_softmax", 
 @pytest.fixture
 def kernels_always() -> Iterator[None]:
     xpu.set_kernel_mode("always")
-    yield
+    with compute_eng(XPUComputeEng.BASIC):  # without oneDNN
+        yield
     xpu.set_kernel_mode("auto")
 
 

@@ -270,6 +270,16 @@ VARIABLES: Mapping[str, Variable] = {
             "read the memory of the device: not (auto), or always. In Python: ipex.xpu.set_kernel_mode.",
         ),
         Variable(
+            "IPEX_XPU_ONEDNN",
+            "xpu_onednn",
+            "str",
+            str,
+            "",
+            "auto, 0, the path of a libdnnl.so.3, or empty",
+            "Whether products of matrices and convolutions on xpu may use oneDNN for SYCL: where it is installed and "
+            "faster (auto or empty), a library of one's own, or not (0). In Python: ipex.xpu.set_compute_eng.",
+        ),
+        Variable(
             "IPEX_XPU_ZERO_COPY",
             "xpu_zero_copy",
             "bool",

@@ -75,12 +75,14 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Ten
                                                           C10_AS_INTARRAYREF_SLOW(output_padding)),
                                          conv)
                    : convolve(input, weight, conv);
-    if (bias && bias->defined()) {
-      std::vector<std::int64_t> sizes(static_cast<std::size_t>(input.dim()), 1);
-      sizes[1] = -1;
-      result.add_(bias->view(sizes));
+    if (result.defined()) {
+      if (bias && bias->defined()) {
+        std::vector<std::int64_t> sizes(static_cast<std::size_t>(input.dim()), 1);
+        sizes[1] = -1;
+        result.add_(bias->view(sizes));
+      }
+      return result.contiguous(input.suggest_memory_format());
     }
-    return result.contiguous(input.suggest_memory_format());
   }
   count_fallback("aten::convolution_overrideable");
   const Tensor result =
@@ -104,14 +106,17 @@ ThreeTensors convolution_backward(const Tensor& grad_output, const Tensor& input
     if (output_mask[0]) {
       grad_input = transposed ? convolve(grad_output, weight, conv, input.sizes())
                               : convolve_input_grad(grad_output, weight, input.sizes(), conv);
-      grad_input = grad_input.contiguous(input.suggest_memory_format());
     }
-    if (output_mask[1]) {
+    const bool done = grad_input.defined() || !output_mask[0];
+    if (done && output_mask[1]) {
       grad_weight = transposed ? convolve_weight_grad(input, grad_output, weight.sizes(), conv)
                                : convolve_weight_grad(grad_output, input, weight.sizes(), conv);
     }
-    if (output_mask[2]) grad_bias = grad_output.transpose(0, 1).flatten(1).sum(1);
-    return result;
+    if (done && (grad_weight.defined() || !output_mask[1])) {
+      if (output_mask[0]) grad_input = grad_input.contiguous(input.suggest_memory_format());
+      if (output_mask[2]) grad_bias = grad_output.transpose(0, 1).flatten(1).sum(1);
+      return result;
+    }
   }
   count_fallback("aten::convolution_backward_overrideable");
   const std::vector<std::int64_t> bias_sizes{grad_output.size(1)};

@@ -9,6 +9,8 @@
 
 #include "core/core.h"
 #include "kernel_ops.h"
+#include "onednn_library.h"
+#include "onednn_ops.h"
 #include "runtime.h"
 
 namespace ipex::xpu {
@@ -47,6 +49,20 @@ struct Geometry {
   static std::int64_t product(const Triple& t) { return std::int64_t{t[0]} * t[1] * t[2]; }
 };
 
+// Whether the kernels of this package may be used, where oneDNN has nothing.
+bool own_kernels(const Tensor& x) {
+  return use_kernel(static_cast<c10::DeviceIndex>(x.get_device()), KernelSpeed::Slower);
+}
+
+// A result that run(result) has made with oneDNN, which on a CPU device was not slower than the
+// host's in any convolution measured; undefined if it has none.
+template <typename F>
+Tensor by_onednn(const Tensor& like, IntArrayRef sizes, at::MemoryFormat format, F&& run) {
+  if (onednn::library() == nullptr) return {};
+  Tensor result = at::empty(sizes, like.options().memory_format(format));
+  return run(result) ? result : Tensor();
+}
+
 std::string name_for(const char* kernel, const Tensor& x) {
   return std::string(kernel) + '<' + *kernel_dtype(x.scalar_type()) + '>';
 }
@@ -59,14 +75,13 @@ Tensor columns_of(const Tensor& x, const Geometry& g) {
     const std::int64_t at = x.dim() - 3 + d;  // of z, y, x
     return at >= 2 ? x.stride(at) : 0;
   };
-  const auto device = static_cast<c10::DeviceIndex>(x.get_device());
-  const auto total = static_cast<unsigned long>(columns.numel());
-  launch_elements(current_queue(device), device, name_for("spread_columns", x), total,
-                  x.const_data_ptr(), columns.mutable_data_ptr(), total, n, x.stride(0),
-                  x.stride(1), stride(0), stride(1), stride(2), g.size[0], g.size[1], g.size[2],
-                  g.out[0], g.out[1], g.out[2], g.kernel[0], g.kernel[1], g.kernel[2], g.stride[0],
-                  g.stride[1], g.stride[2], g.pad[0], g.pad[1], g.pad[2], g.step[0], g.step[1],
-                  g.step[2]);
+  const std::int64_t plane = std::int64_t{g.out[1]} * g.out[2];
+  launch_columns(x, name_for("spread_columns", x), columns.numel() / plane, plane,
+                 x.const_data_ptr(), columns.mutable_data_ptr(), n, x.stride(0), x.stride(1),
+                 stride(0), stride(1), stride(2), g.size[0], g.size[1], g.size[2], g.out[0],
+                 g.out[1], g.out[2], g.kernel[0], g.kernel[1], g.kernel[2], g.stride[0],
+                 g.stride[1], g.stride[2], g.pad[0], g.pad[1], g.pad[2], g.step[0], g.step[1],
+                 g.step[2]);
   return columns;
 }
 
@@ -105,12 +120,20 @@ bool convolution_supported(const Tensor& input, const Tensor& weight) {
   return input.is_xpu() && weight.is_xpu() && input.get_device() == weight.get_device() &&
          input.scalar_type() == weight.scalar_type() && kernel_dtype(input.scalar_type()) &&
          input.dim() >= 3 && input.dim() <= 5 && input.numel() != 0 && weight.numel() != 0 &&
-         use_kernel(static_cast<c10::DeviceIndex>(input.get_device()), KernelSpeed::Slower);
+         (own_kernels(input) || onednn::library() != nullptr);
 }
 
 Tensor convolve(const Tensor& input, const Tensor& weight, const Convolution& conv,
                 std::optional<IntArrayRef> wanted) {
   const auto sizes = wanted ? wanted->vec() : output_sizes(input, weight, conv);
+  if (const Tensor fast = by_onednn(input, sizes, input.suggest_memory_format(),
+                                    [&](const Tensor& result) {
+                                      return onednn_convolution(ConvolutionResult::Output, input,
+                                                                weight, result, conv);
+                                    });
+      fast.defined())
+    return fast;
+  if (!own_kernels(input)) return {};
   const Geometry g(input.sizes(), sizes, weight.sizes(), conv);
   const Tensor out = at::empty(sizes, input.options());
   const Tensor flat = out.view({sizes[0], sizes[1], g.positions()});
@@ -132,6 +155,14 @@ Tensor convolve(const Tensor& input, const Tensor& weight, const Convolution& co
 
 Tensor convolve_input_grad(const Tensor& grad, const Tensor& weight, IntArrayRef sizes,
                            const Convolution& conv) {
+  if (const Tensor fast = by_onednn(grad, sizes, grad.suggest_memory_format(),
+                                    [&](const Tensor& result) {
+                                      return onednn_convolution(ConvolutionResult::InputGradient,
+                                                                result, weight, grad, conv);
+                                    });
+      fast.defined())
+    return fast;
+  if (!own_kernels(grad)) return {};
   const Geometry g(sizes, grad.sizes(), weight.sizes(), conv);
   const Tensor result = at::empty(sizes, grad.options());
   const Tensor flat = grad.contiguous().view({grad.size(0), grad.size(1), g.positions()});
@@ -139,7 +170,6 @@ Tensor convolve_input_grad(const Tensor& grad, const Tensor& weight, IntArrayRef
   const std::int64_t group_out = grad.size(1) / conv.groups;
   const std::int64_t channels = sizes[1];
   const Tensor rows = weight.contiguous().view({weight.size(0), -1});
-  const auto device = static_cast<c10::DeviceIndex>(grad.get_device());
   for_parts(grad.size(0), channels * g.taps() * g.positions() * grad.element_size(),
             [&](std::int64_t first, std::int64_t count) {
               const Tensor columns =
@@ -151,19 +181,27 @@ Tensor convolve_input_grad(const Tensor& grad, const Tensor& weight, IntArrayRef
                          flat.narrow(0, first, count).narrow(1, i * group_out, group_out));
               }
               const Tensor part = result.narrow(0, first, count);
-              const auto total = static_cast<unsigned long>(part.numel());
-              launch_elements(current_queue(device), device, name_for("sum_columns", grad), total,
-                              columns.const_data_ptr(), part.mutable_data_ptr(), total, count,
-                              channels, g.size[0], g.size[1], g.size[2], g.out[0], g.out[1],
-                              g.out[2], g.kernel[0], g.kernel[1], g.kernel[2], g.stride[0],
-                              g.stride[1], g.stride[2], g.pad[0], g.pad[1], g.pad[2], g.step[0],
-                              g.step[1], g.step[2]);
+              const std::int64_t plane = std::int64_t{g.size[1]} * g.size[2];
+              launch_columns(grad, name_for("sum_columns", grad), part.numel() / plane, plane,
+                             columns.const_data_ptr(), part.mutable_data_ptr(), count, channels,
+                             g.size[0], g.size[1], g.size[2], g.out[0], g.out[1], g.out[2],
+                             g.kernel[0], g.kernel[1], g.kernel[2], g.stride[0], g.stride[1],
+                             g.stride[2], g.pad[0], g.pad[1], g.pad[2], g.step[0], g.step[1],
+                             g.step[2]);
             });
   return result;
 }
 
 Tensor convolve_weight_grad(const Tensor& grad, const Tensor& input, IntArrayRef weight_sizes,
                             const Convolution& conv) {
+  if (const Tensor fast = by_onednn(grad, weight_sizes, at::MemoryFormat::Contiguous,
+                                    [&](const Tensor& result) {
+                                      return onednn_convolution(ConvolutionResult::WeightGradient,
+                                                                input, result, grad, conv);
+                                    });
+      fast.defined())
+    return fast;
+  if (!own_kernels(input)) return {};
   const Geometry g(input.sizes(), grad.sizes(), weight_sizes, conv);
   const std::int64_t outputs = weight_sizes[0];
   const std::int64_t group_in = weight_sizes[1] * g.taps();

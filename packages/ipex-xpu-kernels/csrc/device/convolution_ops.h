@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Convolutions as products of matrices (convolution.sycl.cpp).
+// Convolutions by oneDNN where it is there and fast, else as products of matrices
+// (convolution.sycl.cpp).
 #pragma once
 
 #include <ATen/core/TensorBody.h>
@@ -15,7 +16,8 @@ struct Convolution {
   std::int64_t groups = 1;
 };
 
-// Whether the kernels take these tensors, and may be used.
+// Whether there can be something on the device for these tensors. The functions below return an
+// undefined tensor where there is nothing that may be used after all.
 bool convolution_supported(const at::Tensor& input, const at::Tensor& weight);
 // `sizes` of the result, if they are not those that follow from the input.
 at::Tensor convolve(const at::Tensor& input, const at::Tensor& weight, const Convolution& conv,

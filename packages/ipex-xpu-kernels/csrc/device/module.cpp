@@ -15,6 +15,7 @@
 #include "core/core.h"
 #include "core/source.h"
 #include "kernel_ops.h"
+#include "onednn_library.h"
 #include "runtime.h"
 
 namespace py = pybind11;
@@ -201,6 +202,23 @@ PYBIND11_MODULE(_C, m) {
     set_kernel_mode(mode == "always" ? KernelMode::Always : KernelMode::Auto);
   });
   m.def("set_zero_copy", &set_zero_copy);
+  m.def("set_onednn_path", &onednn::set_path, py::arg("path"), py::arg("why"));
+  m.def("set_onednn_mode", [](const std::string& mode) {
+    TORCH_CHECK_VALUE(mode == "off" || mode == "auto" || mode == "prefer",
+                      "set_onednn_mode: mode must be off, auto or prefer, got ", mode);
+    onednn::set_mode(mode == "off"    ? onednn::Mode::Off
+                     : mode == "auto" ? onednn::Mode::Auto
+                                      : onednn::Mode::Prefer);
+  });
+  m.def("onednn_state", [] {
+    const onednn::State state = onednn::state();
+    py::dict result;
+    result["path"] = state.path;
+    result["version"] = state.version;
+    result["why"] = state.why;
+    result["runs"] = state.runs;
+    return result;
+  });
   m.def("fallback_stats", [] {
     py::dict result;
     for (const auto& [name, count] : fallback_stats()) result[py::str(name)] = count;

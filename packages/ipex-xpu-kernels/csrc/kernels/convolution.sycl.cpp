@@ -1,40 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
 // What turns convolutions into products of matrices: inputs spread to columns, and columns summed
 // back to inputs. Both have three dimensions of space, of which the first ones may be 1. An item
-// writes one number.
+// writes one number; those of a row of the range share all but the last two dimensions of space, so
+// that most divisions are made once for all of them.
 #include "names.h"
 
 // columns[c, kernel position, n, output position] of x[n, c, z, y, x], whose strides are in
 // elements.
 template <typename T>
-IPEX_KERNEL(1)
-void spread_columns(const T* x, T* columns, unsigned long total, long batch, long x_n, long x_c,
-                    long x_z, long x_y, long x_x, int size_z, int size_y, int size_x, int out_z,
-                    int out_y, int out_x, int kernel_z, int kernel_y, int kernel_x, int stride_z,
-                    int stride_y, int stride_x, int pad_z, int pad_y, int pad_x, int step_z,
-                    int step_y, int step_x) {
-  const unsigned long item = global_id();
-  if (item >= total) return;
-  unsigned long rest = item;
-  const int ox = static_cast<int>(rest % out_x);
-  rest /= out_x;
-  const int oy = static_cast<int>(rest % out_y);
-  rest /= out_y;
+IPEX_KERNEL(2)
+void spread_columns(const T* x, T* columns, long batch, long x_n, long x_c, long x_z, long x_y,
+                    long x_x, int size_z, int size_y, int size_x, int out_z, int out_y, int out_x,
+                    int kernel_z, int kernel_y, int kernel_x, int stride_z, int stride_y,
+                    int stride_x, int pad_z, int pad_y, int pad_x, int step_z, int step_y,
+                    int step_x) {
+  const auto item = sycl::ext::oneapi::this_work_item::get_nd_item<2>();
+  const unsigned long row = item.get_global_id(0);
+  const unsigned long position = item.get_global_id(1);
+  const auto plane = static_cast<unsigned int>(out_y * out_x);
+  if (position >= plane) return;
+  auto rest = static_cast<unsigned int>(row);
   const int oz = static_cast<int>(rest % out_z);
   rest /= out_z;
-  const long n = static_cast<long>(rest % batch);
-  rest /= batch;
+  const long n = rest % static_cast<unsigned int>(batch);
+  rest /= static_cast<unsigned int>(batch);
   const int kx = static_cast<int>(rest % kernel_x);
   rest /= kernel_x;
   const int ky = static_cast<int>(rest % kernel_y);
   rest /= kernel_y;
   const int kz = static_cast<int>(rest % kernel_z);
-  const long c = static_cast<long>(rest / kernel_z);
+  const long c = rest / kernel_z;
+  const int oy = static_cast<int>(static_cast<unsigned int>(position) / out_x);
+  const int ox = static_cast<int>(position) - oy * out_x;
   const int iz = oz * stride_z - pad_z + kz * step_z;
   const int iy = oy * stride_y - pad_y + ky * step_y;
   const int ix = ox * stride_x - pad_x + kx * step_x;
   const bool inside = iz >= 0 && iz < size_z && iy >= 0 && iy < size_y && ix >= 0 && ix < size_x;
-  columns[item] = inside ? x[n * x_n + c * x_c + iz * x_z + iy * x_y + ix * x_x] : T(0.f);
+  const T* from = x + n * x_n + c * x_c + iz * x_z;
+  columns[row * plane + position] = inside ? from[iy * x_y + ix * x_x] : T(0.f);
 }
 
 // The output positions to which an input position `i` contributes by kernel position `k`: 1 or
@@ -47,22 +50,23 @@ inline bool output_of(int i, int k, int stride, int pad, int step, int out, int&
 
 // x[n, c, z, y, x], contiguous, from columns of the same order as above.
 template <typename T>
-IPEX_KERNEL(1)
-void sum_columns(const T* columns, T* x, unsigned long total, long batch, long channels, int size_z,
-                 int size_y, int size_x, int out_z, int out_y, int out_x, int kernel_z,
-                 int kernel_y, int kernel_x, int stride_z, int stride_y, int stride_x, int pad_z,
-                 int pad_y, int pad_x, int step_z, int step_y, int step_x) {
-  const unsigned long item = global_id();
-  if (item >= total) return;
-  unsigned long rest = item;
-  const int ix = static_cast<int>(rest % size_x);
-  rest /= size_x;
-  const int iy = static_cast<int>(rest % size_y);
-  rest /= size_y;
+IPEX_KERNEL(2)
+void sum_columns(const T* columns, T* x, long batch, long channels, int size_z, int size_y,
+                 int size_x, int out_z, int out_y, int out_x, int kernel_z, int kernel_y,
+                 int kernel_x, int stride_z, int stride_y, int stride_x, int pad_z, int pad_y,
+                 int pad_x, int step_z, int step_y, int step_x) {
+  const auto item = sycl::ext::oneapi::this_work_item::get_nd_item<2>();
+  const unsigned long index = item.get_global_id(0);
+  const unsigned long position = item.get_global_id(1);
+  const auto plane = static_cast<unsigned int>(size_y * size_x);
+  if (position >= plane) return;
+  auto rest = static_cast<unsigned int>(index);
   const int iz = static_cast<int>(rest % size_z);
   rest /= size_z;
-  const long c = static_cast<long>(rest % channels);
-  const long n = static_cast<long>(rest / channels);
+  const long c = rest % static_cast<unsigned int>(channels);
+  const long n = rest / static_cast<unsigned int>(channels);
+  const int iy = static_cast<int>(static_cast<unsigned int>(position) / size_x);
+  const int ix = static_cast<int>(position) - iy * size_x;
   float sum = 0.f;
   for (int kz = 0; kz < kernel_z; ++kz) {
     int oz;
@@ -78,15 +82,15 @@ void sum_columns(const T* columns, T* x, unsigned long total, long batch, long c
       }
     }
   }
-  store(x, item, sum);
+  store(x, index * plane + position, sum);
 }
 
 #define CONVOLUTION(T)                                                                             \
-  template void spread_columns<T>(const T*, T*, unsigned long, long, long, long, long, long, long, \
+  template void spread_columns<T>(const T*, T*, long, long, long, long, long, long, int, int, int, \
                                   int, int, int, int, int, int, int, int, int, int, int, int, int, \
-                                  int, int, int, int, int);                                        \
-  template void sum_columns<T>(const T*, T*, unsigned long, long, long, int, int, int, int, int,   \
-                               int, int, int, int, int, int, int, int, int, int, int, int, int);
+                                  int, int);                                                       \
+  template void sum_columns<T>(const T*, T*, long, long, int, int, int, int, int, int, int, int,   \
+                               int, int, int, int, int, int, int, int, int, int);
 CONVOLUTION(float)
 CONVOLUTION(half)
 CONVOLUTION(bf16)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ipex_xpu_kernels import _names, _sycl
+from ipex_xpu_kernels import _names, _onednn, _sycl
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,9 @@ def _configure(module: Any) -> None:
     )
     always = os.environ.get("IPEX_XPU_KERNELS", "").lower() == "always"
     module.set_kernel_mode("always" if always else "auto")
+    path, why = _onednn.find()
+    module.set_onednn_path(path, why)
+    module.set_onednn_mode("auto" if path else "off")
     module.set_zero_copy(os.environ.get("IPEX_XPU_ZERO_COPY", "1") != "0")
     module.set_kernel_library(str(Path(__file__).with_name("kernels")))
     module.set_cache_directory(_sycl.cache_directory())

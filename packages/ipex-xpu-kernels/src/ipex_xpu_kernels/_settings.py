@@ -126,7 +126,12 @@ def get_compute_eng() -> XPUComputeEng:
 
 
 def set_compute_eng(eng: XPUComputeEng | int | str) -> None:
-    """Choose where kernels come from. There is one kernel for each op here, which each of the accepted engines means.
+    """Choose where products of matrices and convolutions come from; all other ops have one kernel here.
+
+    Args:
+        eng: ``RECOMMEND`` uses oneDNN (extra ``onednn``) where it was measured not to be slower than the kernels of
+            this package and the host, ``ONEDNN`` wherever it has an implementation, ``BASIC`` never. Where oneDNN is
+            not installed, or turned off by ``IPEX_XPU_ONEDNN=0``, the three mean the same.
 
     Raises:
         NotImplementedError: ``ONEMKL`` or ``XETLA``, which are not part of this package.
@@ -139,6 +144,12 @@ def set_compute_eng(eng: XPUComputeEng | int | str) -> None:
             f"set_compute_eng: there are no kernels of {engine.name} here: use RECOMMEND"
         )
     _engine = engine
+    from ipex_xpu_kernels import _device, _onednn
+
+    if _device.state().mode == "own":
+        modes = {XPUComputeEng.BASIC: "off", XPUComputeEng.ONEDNN: "prefer"}
+        mode = modes.get(engine, "auto") if _onednn.find()[0] else "off"
+        _device.native().set_onednn_mode(mode)
 
 
 class compute_eng(_Setting):
