@@ -14,7 +14,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional as F
 
 import ipex_core
-from ipex_core._compile import packed_convolutions
+from ipex_core._compile import _timing
 from ipex_core._compile._report import GraphReport
 from ipex_core._compile.packed_convolutions import pack_convolutions
 
@@ -200,8 +200,8 @@ def test_measured(faster, prepare, monkeypatch):
         assert len(results) == 2 and times[-1][0] == times[-1][1]
         return faster, "a and b"
 
-    monkeypatch.setattr("ipex_core._fastest.fastest", fastest)
-    monkeypatch.setattr(packed_convolutions, "_measured", {})
+    monkeypatch.setattr(_timing, "fastest", fastest)
+    monkeypatch.setattr(_timing, "_known", {})
     conv, x, y = nn.Conv2d(8, 16, 3, padding=1), image(2, 8, 6, 7), image(2, 16, 6, 7)
     functions = [
         lambda x, y: F.relu(conv(x)),

@@ -21,6 +21,7 @@ from compile_checks import (
 from torch import nn
 from torch.nn import functional as F
 
+from ipex_core._compile import _timing, linear
 from ipex_core._compile._passes import PATTERNS
 
 
@@ -188,6 +189,32 @@ def test_linear_that_must_stay():
     assert not fired(report) and "fewer than" in reasons(report)
     report, _ = fuse(lambda x, w: F.linear(x, w), x, w, constants=(1,), kernels=lambda op: False)
     assert not fired(report) and "no kernel package" in reasons(report)
+
+
+@pytest.mark.parametrize("faster", ["ipex", "stock"])
+def test_float32_is_measured_where_no_table_holds(faster, monkeypatch):
+    timed = []
+
+    def fastest(runs, seconds):
+        first, second = (run() for run in runs.values())
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-3)
+        timed.append(first.shape)
+        return faster, "a and b"
+
+    monkeypatch.setattr(_timing, "fastest", fastest)
+    monkeypatch.setattr(_timing, "_known", {})
+    monkeypatch.setattr(linear, "_table_holds", lambda: False)
+    inputs = randn(3, 512), weight(256, 512, torch.float32), randn(256)
+    for _ in range(2):
+        report, _ = fuse(F.linear, *inputs, constants=(1, 2), always=False)
+        assert fired(report) == ({"linear": 1} if faster == "ipex" else {})
+        assert faster == "ipex" or "measured: a and b" in reasons(report)
+    assert timed == [(3, 256)]
+    report, _ = fuse(F.linear, *inputs, constants=(1, 2))
+    assert fired(report) == {"linear": 1}
+    low = [t.bfloat16() for t in inputs]
+    report, _ = fuse(F.linear, *low, constants=(1, 2), always=False)
+    assert fired(report) == {"linear": 1} and len(timed) == 1
 
 
 def test_weights_as_gpt2_stores_them():

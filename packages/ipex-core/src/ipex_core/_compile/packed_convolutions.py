@@ -26,6 +26,7 @@ from ipex_core._compile._graph import (
     val,
 )
 from ipex_core._compile._report import GraphReport
+from ipex_core._compile._timing import against_ours
 from ipex_core._compile.activations import Activation, find_activations
 
 __all__ = ["pack_convolutions"]
@@ -36,8 +37,6 @@ _NAME = "convolution"
 _OP = "ipex::convolution"
 #: A measurement takes as many images as have this many multiplications, so that it lasts some milliseconds.
 _WORK = 2.5e8
-#: Seconds that a measurement may go on; the whole of a network should be far below the time that compiling takes.
-_SECONDS = 0.04
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,27 +249,20 @@ def _channels_last(ctx: Context, before: fx.Node, node: fx.Node | None) -> fx.No
 # ---- measuring
 
 
-_measured: dict[Any, str | None] = {}
-
-
 def _against(conv: _Convolution, residual: bool, kind: str) -> str | None:
     """Return why stock code is to run, None if ours was measured to be faster."""
-    if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms are asked for, and a measurement may come out either way"
     shape = hints(val(conv.x).shape)  # type: ignore[union-attr]
     key = (
-        *(conv.weight.dtype, conv.weight.shape, *shape, conv.stride, conv.padding, conv.dilation),
-        *(conv.bias is None, conv.onednn, residual, kind, torch.get_num_threads()),
+        *(_OP, conv.weight.dtype, conv.weight.shape, *shape, conv.stride, conv.padding),
+        *(conv.dilation, conv.bias is None, conv.onednn, residual, kind),
     )
-    if key not in _measured:
-        modes = torch.utils._python_dispatch._disable_current_modes
-        with modes(), torch.no_grad(), torch.random.fork_rng(devices=()):
-            _measured[key] = _measure(conv, shape, residual, kind)
-    return _measured[key]
+    return against_ours(key, lambda: _runs(conv, shape, residual, kind))
 
 
-def _measure(conv: _Convolution, shape: list[int], residual: bool, kind: str) -> str | None:
-    from ipex_core._fastest import fastest
+def _runs(
+    conv: _Convolution, shape: list[int], residual: bool, kind: str
+) -> dict[str, Callable[[], Tensor]]:
+    """Return the candidates, on as many of the images as make a call long enough to be timed."""
     from ipex_core.nn import _mkldnn
     from ipex_core.ops._epilogue import activate
     from ipex_core.ops.convolution import pack_convolution
@@ -305,5 +297,4 @@ def _measure(conv: _Convolution, shape: list[int], residual: bool, kind: str) ->
     else:
         plain = (weight, bias, stride, padding, dilation, False, [0, 0], 1)
         runs["stock"] = lambda: activate(aten.convolution.default(x, *plain), kind)
-    best, text = fastest(runs, _SECONDS)
-    return None if best == "ipex" else f"measured, {shape[0]} of the images: {text}"
+    return runs
