@@ -43,7 +43,9 @@ class LinearChoice:
 #: Rows up to which the own kernel is preferred to oneDNN on a packed weight. Measured as times stock, own (oneDNN):
 #: Zen 4, 1 and 2 threads, bfloat16, K and N from 384 to 5632: 1 row 2.7-2.9 (1.4-2.0), 32 rows 1.3-1.5 (1.2-1.4),
 #: 128 rows 1.10-1.16 (1.05-1.13), 512 to 4096 rows 1.03-1.16 (1.02-1.18), float32 the same or better. Xeon with AMX,
-#: 8 threads: 1 to 32 rows 1.4-2.7 (1.2-2.5), 128 rows 1.4-2.9 (1.3-2.7), 4096 rows 1.05-1.42 (1.5-1.9).
+#: 8 threads: 1 to 32 rows 1.4-2.7 (1.2-2.5), 128 rows 1.4-2.9 (1.3-2.7), 4096 rows 1.05-1.42 (1.5-1.9). Xeon with
+#: AVX512-VNNI, 1 thread, float32: 1 row 0.8-1.0 (0.8 for 384 x 384), 16 to 64 rows 1.1-1.9, 128 rows 1.05-1.27, 512
+#: rows 0.97-1.05.
 SMALL_ROWS = 1024
 #: Weights below which the overhead of a packed call decides and the stock op is chosen. Measured on Zen 4: the oneDNN
 #: op costs 13 us a call; stock float32 (MKL) 3 us, so that packing pays from about 384 x 384 on; stock bfloat16 goes

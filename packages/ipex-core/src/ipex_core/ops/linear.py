@@ -156,6 +156,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
         (32, 96, 48),
         (33, 512, 130),
         (70, 384, 384),
+        (30, 2100, 40),
     )
     for m, k, n in sizes:
         x, packed, n, bias, _ = _case(dtype, m, k, n)

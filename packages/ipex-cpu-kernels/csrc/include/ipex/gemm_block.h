@@ -222,17 +222,29 @@ void gemm_block(const GemmBlock<T>& g, [[maybe_unused]] char* scratch) {
     if (scratch && g.k > 0) return gemm_block_tiles(g, scratch);
   }
 #endif
-  alignas(64) float c[kRowStep<T> * 2 * kPanel];
+  // In float32 two deep panels and the rows they meet are more than L2 holds. Cut along K, a piece
+  // of the panels stays there while several steps of rows pass. Sums go on where they stopped.
+  constexpr int64_t kDeep = sizeof(T) == 4 ? 1024 : 0, kSteps = kDeep ? 8 : 1;
+  alignas(64) float c[kSteps * kRowStep<T> * 2 * kPanel];
   constexpr int64_t ldc = 2 * kPanel;
   const int64_t size = panel_size<T>(g.k);
+  const bool deep = kDeep && g.k > kDeep + kDeep / 2 && g.rows > kRowStep<T>;
+  const int64_t piece = deep ? kDeep : g.k > 0 ? g.k : 1;
+  const int64_t most = deep ? kSteps * kRowStep<T> : kRowStep<T>;
   TileScope scope;
   for (int64_t p = 0; p < g.panels; p += 2) {
     const T* p0 = g.w + p * size;
     const T* p1 = p + 1 < g.panels ? p0 + size : nullptr;
     const Finisher<T> finisher = g.finisher(p, (p1 ? 2 : 1) * g.panel_columns());
-    for (int64_t r = 0; r < g.rows; r += kRowStep<T>) {
-      const int64_t rows = g.rows - r < kRowStep<T> ? g.rows - r : kRowStep<T>;
-      multiply(scope, g.x + r * g.x_stride, g.x_stride, rows, p0, p1, g.k, c, ldc, false);
+    for (int64_t r = 0; r < g.rows; r += most) {
+      const int64_t rows = g.rows - r < most ? g.rows - r : most;
+      for (int64_t d = 0; d == 0 || d < g.k; d += piece) {
+        const int64_t depth = g.k - d < piece ? g.k - d : piece;
+        for (int64_t i = 0; i < rows; i += kRowStep<T>)
+          multiply(scope, g.x + (r + i) * g.x_stride + d, g.x_stride,
+                   rows - i < kRowStep<T> ? rows - i : kRowStep<T>, p0 + d * kPanel,
+                   p1 ? p1 + d * kPanel : nullptr, depth, c + i * ldc, ldc, d > 0);
+      }
       g.finish(finisher, p, c, ldc, r, rows);
     }
   }
