@@ -129,6 +129,7 @@ def test_bad_values_reach_their_row_only(m, value, level):
 
 @pytest.mark.parametrize("m", [1, 5, 40])
 def test_gate_and_operands(m, level):
+    torch.manual_seed(0)
     n, k = 50, 96
     gate, up = (torch.randn(n, k, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     both = interleave_gate_up(gate, up)
@@ -137,7 +138,8 @@ def test_gate_and_operands(m, level):
     x, add = torch.randn(m, k), torch.randn(m, n)
     args = (x, packed, n, None, add, "none", add, None, "gelu_tanh")
     got, want = ops.woq_linear(*args), specs()["woq_linear"].reference(*args)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    # Terms of up to several hundred, of which little may be left.
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
 
 
 def test_gradient_of_x():
