@@ -139,8 +139,8 @@ def _against_packing(
         return choice.reason
     if left.dtype != torch.float32 or rows is None or _table_holds():
         return None
-    biased = bias is not None
-    return against_ours((_OP, n, k, rows, biased), lambda: _runs(n, k, rows, biased))
+    sizes = n, k, rows, bias is not None, _stock_is_mkl()
+    return against_ours((_OP, *sizes), lambda: _runs(*sizes))
 
 
 def _table_holds() -> bool:
@@ -153,10 +153,15 @@ def _table_holds() -> bool:
     return provider is not None and provider.level() == "avx512_bf16"
 
 
-def _runs(n: int, k: int, rows: int, biased: bool) -> dict[str, Callable[[], Tensor]]:
-    """Return what computes a linear layer in float32: Inductor's choice and ours."""
+def _stock_is_mkl() -> bool:
+    """Whether Inductor hands a linear layer in float32 to MKL; a file compiled ahead of time has oneDNN."""
     from torch._inductor.virtualized import V
 
+    return bool(torch._C.has_mkl) and not V.aot_compilation
+
+
+def _runs(n: int, k: int, rows: int, biased: bool, mkl: bool) -> dict[str, Callable[[], Tensor]]:
+    """Return what computes a linear layer in float32: Inductor's choice and ours."""
     from ipex_core.nn import _mkldnn
     from ipex_core.nn._packed import pack
 
@@ -164,17 +169,14 @@ def _runs(n: int, k: int, rows: int, biased: bool) -> dict[str, Callable[[], Ten
     x, weight = torch.randn(rows, k), torch.randn(n, k)
     bias = torch.zeros(n) if biased else None
     packed = ipex.pack_linear_weight(weight)
-    if torch._C.has_mkl and not V.aot_compilation:
+    runs = {"ipex": lambda: ipex.linear(x, packed, n, bias)}
+    if mkl:
         for_mkl = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
-        return {
-            "stock": lambda: torch.ops.mkl._mkl_linear(x, for_mkl, weight, bias, rows),
-            "ipex": lambda: ipex.linear(x, packed, n, bias),
-        }
-    for_onednn = pack(weight, "mkldnn")
-    return {
-        "stock": lambda: _mkldnn.linear(x, for_onednn, bias),
-        "ipex": lambda: ipex.linear(x, packed, n, bias),
-    }
+        runs["stock"] = lambda: torch.ops.mkl._mkl_linear(x, for_mkl, weight, bias, rows)
+    else:
+        for_onednn = pack(weight, "mkldnn")
+        runs["stock"] = lambda: _mkldnn.linear(x, for_onednn, bias)
+    return runs
 
 
 def _rows(ctx: Context, weight: fx.Node, before: fx.Node) -> fx.Node:
