@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for what is compiled, in all packages, and a report which ISA levels of the CPU kernels a test run has
-exercised, so that a level nobody ran is seen.
+"""Seeds, fixtures for what is compiled, in all packages, and a report which ISA levels of the CPU kernels a test run
+has exercised, so that a level nobody ran is seen.
 
 A test counts for a level if it is parametrised with one (parameter ``level`` or ``isa``) and lies in the tests of
 ``ipex-cpu-kernels``.
@@ -9,6 +9,7 @@ A test counts for a level if it is parametrised with one (parameter ``level`` or
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,13 +23,19 @@ PARAMETERS = ("level", "isa", "isa_level")
 PROPERTY = "isa_level"
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Draw the same numbers in each run and in each order of the tests; torch is not imported where a test did not."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """Start and end without compiled functions, with seed 0."""
+    """Start and end without compiled functions."""
     import torch
 
     torch._dynamo.reset()
-    torch.manual_seed(0)
     yield
     torch._dynamo.reset()
 

@@ -14,11 +14,6 @@ from torch.nn import functional as F
 from ipex_core import _choice
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def repeat_kv(x, times):
     batch, heads, length, size = x.shape
     x = x[:, :, None].expand(batch, heads, times, length, size)

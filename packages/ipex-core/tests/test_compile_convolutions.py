@@ -21,11 +21,6 @@ from ipex_core._compile.packed_convolutions import pack_convolutions
 LAST = torch.channels_last
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def image(*shape, dtype=torch.float32):
     return randn(*shape, dtype=dtype).contiguous(memory_format=LAST)
 

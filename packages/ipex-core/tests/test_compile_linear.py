@@ -25,11 +25,6 @@ from ipex_core._compile import _timing, linear
 from ipex_core._compile._passes import PATTERNS
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def weight(n, k, dtype):
     return randn(n, k, dtype=dtype, scale=k**-0.5)
 

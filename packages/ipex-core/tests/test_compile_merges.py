@@ -11,11 +11,6 @@ from torch.nn import functional as F
 from ipex_core import _choice, explain
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def weights(*sizes, dtype=torch.float32, k=32):
     return [randn(n, k, dtype=dtype, scale=0.2) for n in sizes]
 

@@ -19,11 +19,6 @@ from compile_checks import (
 from torch.nn import functional as F
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def gemma_norm(x, weight):
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)

@@ -13,11 +13,6 @@ import ipex_core
 K, N = 64, 48
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def codes():
     return torch.randint(-128, 128, (N, K), dtype=torch.int8)
 

@@ -31,11 +31,6 @@ from ipex_quant.fp8 import (
 Tensor = torch.Tensor
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def _reference_step(
     x: Tensor, w: Tensor, b: Tensor, scales: tuple[Fraction, Fraction], bits: fp8_bits.Bits
 ) -> Tensor:

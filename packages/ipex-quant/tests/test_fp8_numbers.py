@@ -35,11 +35,6 @@ Tensor = torch.Tensor
 _BITS = {torch.float8_e4m3fn: fp8_bits.E4M3, torch.float8_e5m2: fp8_bits.E5M2}
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def _numbers() -> Tensor:
     """Numbers of all magnitudes, ties and their neighbours, too large ones."""
     exact = torch.tensor(
