@@ -7,13 +7,14 @@ import logging
 import os
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from ipex_core import config
+from ipex_core import _plugins, config
 from ipex_core.errors import ConfigError, MissingComponentError
 
 
@@ -235,6 +236,20 @@ def test_math_mode_bad_input():
         config.set_fp32_math_mode(0, device="cuda")
     with pytest.raises(MissingComponentError, match=r"ipex\[xpu\]"):
         config.get_fp32_math_mode("xpu")
+
+
+def test_math_mode_of_the_device_is_its_packages(monkeypatch):
+    asked = []
+    package = types.SimpleNamespace(
+        set_fp32_math_mode=asked.append, get_fp32_math_mode=lambda: asked[-1]
+    )
+    monkeypatch.setattr(_plugins, "load_component", lambda name: {"xpu": package}[name])
+    before = _torch_precision()
+    config.set_fp32_math_mode("TF32", device="xpu")
+    assert asked == [config.FP32MathMode.TF32]
+    assert config.get_fp32_math_mode("xpu") is config.FP32MathMode.TF32
+    assert config.get_fp32_math_mode() is config.FP32MathMode.FP32
+    assert _torch_precision() == before
 
 
 def test_num_threads_is_a_limit():

@@ -11,6 +11,7 @@ from torch import nn
 
 from ipex_core._spec import specs
 from ipex_core.nn import FrozenBatchNorm2d, functional, modules
+from ipex_core.nn._detection import intrinsic_nms
 from ipex_core.nn._roi_align_helper import roi_align
 from ipex_core.nn.modules._roi_align import RoIAlign
 
@@ -138,6 +139,15 @@ def test_nms():
     assert functional.nms(DETS, scores, 0.5, sorted=True).tolist() == [0, 2]
     pair = torch.tensor([[0, 0, 10, 10], [0, 0, 10, 5.0]])
     assert functional.nms(pair, scores[:2], 0.5, offset=0.0).tolist() == [1]
+
+
+def test_nms_of_the_device_has_the_conventions_of_torchvision():
+    boxes = torch.tensor([[0, 0, 10, 10], [0, 0, 10, 5], [0, 0, 10, 6], [20, 20, 30, 30.0]])
+    scores = torch.tensor([0.5, 0.9, 0.1, 0.8])
+    # The first has exactly 0.5 of the second, the third more.
+    assert intrinsic_nms(boxes, scores, iou_threshold=0.5).tolist() == [1, 3, 0]
+    assert intrinsic_nms(boxes, scores, 0.0).tolist() == [1, 3]
+    assert intrinsic_nms(boxes, scores, 0.49).tolist() == [1, 3]
 
 
 def test_rpn_nms():

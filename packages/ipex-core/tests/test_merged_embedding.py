@@ -149,6 +149,8 @@ def test_sgd_equals_stock(mode):
         stock_tables(mode, sparse=True), lambda p: torch.optim.SGD(p, lr=0.002), range(20)
     )
     torch.testing.assert_close(train(merged, range(20)), want, rtol=1e-5, atol=1e-5)
+    by_place = MergedEmbeddingBagWithSGD.from_embeddingbag_list(stock_tables(mode), 0.002, 0.0)
+    assert by_place.sgd_args.lr == 0.002 and by_place.sgd_args.weight_decay == 0
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of the stock optimizer

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
 
 import ipex_quant
 from ipex_core import explain, optimize
@@ -135,6 +136,28 @@ def test_smooth(alpha: Any, shared: bool, tmp_path: Path) -> None:
     other.load_qconf_summary(tmp_path / "s.json")
     assert torch.equal(convert(other)(x), quantised(x))
     assert "SmoothQuant" in {row.module: row.text for row in explain(quantised).rows}["q"]
+
+
+@torch.no_grad()
+def test_smooth_takes_observers_and_what_makes_them() -> None:
+    model, x = spiky()
+
+    def result(**makers: Any) -> Tensor:
+        prepared = prepare(model, get_smooth_quant_qconfig_mapping(**makers), x)
+        prepared(x)
+        return convert(prepared)(x)  # type: ignore[no-any-return]
+
+    makers: dict[str, Any] = {
+        "act_observer": MinMaxObserver,
+        "act_ic_observer": PerChannelMinMaxObserver.with_args(ch_axis=-1),
+        "wei_observer": PerChannelMinMaxObserver.with_args(
+            dtype=torch.qint8, qscheme=torch.per_channel_symmetric
+        ),
+        "wei_ic_observer": PerChannelMinMaxObserver.with_args(ch_axis=1),
+    }
+    made = {name: maker() for name, maker in makers.items()}
+    assert torch.equal(result(**made), result(**makers))
+    assert made["act_observer"].min_val.isinf()  # the one that was given has seen nothing
 
 
 def test_smooth_arguments() -> None:

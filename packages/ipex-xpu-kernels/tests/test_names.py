@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import ipex_xpu_kernels as xpu
+from ipex_core import config
 from ipex_xpu_kernels import _names
 
 pytestmark = pytest.mark.usefixtures("needs_device")
@@ -83,6 +84,10 @@ def test_settings() -> None:
     assert xpu.get_fp32_math_mode() == xpu.FP32MathMode.FP32
     with xpu.fp32_math_mode("2"):
         assert xpu.get_fp32_math_mode() == xpu.FP32MathMode.BF32
+    assert xpu.get_fp32_math_mode() == xpu.FP32MathMode.FP32
+    config.set_fp32_math_mode(config.FP32MathMode.BF32, device="xpu")
+    assert xpu.get_fp32_math_mode() == config.get_fp32_math_mode("xpu") == xpu.FP32MathMode.BF32
+    config.set_fp32_math_mode(device="xpu")
     assert xpu.get_fp32_math_mode() == xpu.FP32MathMode.FP32
     for bad in ("bf32", 7, None, 1.5j):
         with pytest.raises(RuntimeError, match="must be one of FP32 0, TF32 1, BF32 2"):

@@ -19,6 +19,7 @@ from ipex_core import _plugins, config
 from ipex_core.errors import (
     BrokenComponentError,
     MissingComponentError,
+    NotOfferedError,
     UnknownComponentError,
 )
 
@@ -54,6 +55,8 @@ def test_names_are_the_objects_of_core():
     assert callable(ipex.doctor)
     assert ipex.doctor.__module__ == "ipex_core.doctor"
     assert (ipex.VERBOSE_OFF, ipex.VERBOSE_ON, ipex.VERBOSE_ON_CREATION) == (0, 1, 2)
+    assert (ipex.verbose.VERBOSE_OFF, ipex.verbose.VERBOSE_ON) == (0, 1)  # as IPEX's docs write it
+    assert ipex.verbose.VERBOSE_ON_CREATION == ipex.VERBOSE_ON_CREATION
     assert [m.name for m in ipex.FP32MathMode] == ["FP32", "TF32", "BF32"]
 
 
@@ -75,6 +78,11 @@ def test_compiler_backend_names():
 def test_version(capsys):
     version = importlib.metadata.version("ipex")
     assert ipex.__version__ == f"{version}+cpu"  # which clients of IPEX look for
+    from intel_extension_for_pytorch import _version
+
+    assert _version.__version__ == version
+    with pytest.raises(NotOfferedError, match=r"use `torch\.version\.git_version`"):
+        _version.__torch_gitrev__  # noqa: B018
     assert ipex.version() is None
     out = capsys.readouterr().out
     assert f"ipex {version}" in out

@@ -126,13 +126,20 @@ def _apply_math_mode(mode: FP32MathMode) -> None:
 
 
 def _check_device(function: str, device: str) -> None:
-    if device == "cpu":
-        return
-    if device == "xpu":
+    if device not in ("cpu", "xpu"):
+        raise ConfigError(f"{function}: device must be 'cpu' or 'xpu', got {device!r}")
+
+
+def _xpu(function: str) -> Any:
+    """Return the module of the device xpu."""
+    from ipex_core import _plugins
+
+    try:
+        return _plugins.load_component("xpu")
+    except MissingComponentError:
         raise MissingComponentError(
             f"{function}: device 'xpu' needs the package ipex-xpu-kernels: pip install 'ipex[xpu]'"
-        )
-    raise ConfigError(f"{function}: device must be 'cpu' or 'xpu', got {device!r}")
+        ) from None
 
 
 def set_fp32_math_mode(mode: FP32MathMode | int | str = 0, device: str = "cpu") -> None:
@@ -144,7 +151,7 @@ def set_fp32_math_mode(mode: FP32MathMode | int | str = 0, device: str = "cpu") 
 
     Args:
         mode: An `FP32MathMode`, its number or its name.
-        device: ``"cpu"``.
+        device: ``"cpu"``, or ``"xpu"`` for what `ipex.xpu` does with it.
 
     Raises:
         ConfigError: The mode or the device is unknown.
@@ -161,6 +168,9 @@ def set_fp32_math_mode(mode: FP32MathMode | int | str = 0, device: str = "cpu") 
 
     _check_device("set_fp32_math_mode", device)
     parsed = config.VARIABLES["fp32_math_mode"].check(mode, "mode")
+    if device == "xpu":
+        _xpu("set_fp32_math_mode").set_fp32_math_mode(parsed)
+        return
     with _lock:
         if parsed is config.FP32MathMode.TF32:
             _apply_math_mode(parsed)
@@ -176,7 +186,7 @@ def get_fp32_math_mode(device: str = "cpu") -> FP32MathMode:
     """Return the mode in effect, read from PyTorch's switch for matrix products.
 
     Args:
-        device: ``"cpu"``.
+        device: ``"cpu"`` or ``"xpu"``.
 
     Raises:
         ConfigError: The device is unknown.
@@ -190,6 +200,8 @@ def get_fp32_math_mode(device: str = "cpu") -> FP32MathMode:
     from ipex_core.config import FP32MathMode
 
     _check_device("get_fp32_math_mode", device)
+    if device == "xpu":
+        return FP32MathMode(_xpu("get_fp32_math_mode").get_fp32_math_mode())
     precision = _ops()[0].fp32_precision
     return {"bf16": FP32MathMode.BF32, "tf32": FP32MathMode.TF32}.get(precision, FP32MathMode.FP32)
 
@@ -276,6 +288,10 @@ class verbose:
 
     Nested blocks restore the level of the outer one. ``VERBOSE_OFF`` changes nothing.
     """
+
+    VERBOSE_OFF = 0
+    VERBOSE_ON = 1
+    VERBOSE_ON_CREATION = 2
 
     def __init__(self, level: int) -> None:
         if level not in (0, 1, 2):

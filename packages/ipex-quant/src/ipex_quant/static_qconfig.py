@@ -6,7 +6,9 @@ They are made of the observers of ``torch.ao.quantization``, so any other observ
 
 from __future__ import annotations
 
+import copy
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -101,10 +103,10 @@ class QConfigSmoothQuant(NamedTuple):
 
 def get_smooth_quant_qconfig_mapping(
     alpha: Any = 0.5,
-    act_observer: Observers | None = None,
-    act_ic_observer: Observers | None = None,
-    wei_observer: Observers | None = None,
-    wei_ic_observer: Observers | None = None,
+    act_observer: Observers | nn.Module | None = None,
+    act_ic_observer: Observers | nn.Module | None = None,
+    wei_observer: Observers | nn.Module | None = None,
+    wei_ic_observer: Observers | nn.Module | None = None,
     share_weight_observers: bool = True,
     *,
     auto_alpha_args: Mapping[str, Any] | None = None,
@@ -117,7 +119,8 @@ def get_smooth_quant_qconfig_mapping(
     Args:
         alpha: 0 to 1; ``"auto"`` to choose the one with the least error for each layer; or a mapping from names or
             patterns of layers to these (0.5 for layers that it does not have).
-        act_observer: Makes the observer of the smoothed activation. None: its exact range in calibration.
+        act_observer: Makes the observer of the smoothed activation, or is one that is copied; so are the other three.
+            None: its exact range in calibration.
         act_ic_observer: Makes the observer of the activation's channels, one that has ``min_val`` and ``max_val`` along
             the last dimension. None: ``PerChannelMinMaxObserver``.
         wei_observer: Makes the observer of the weight. None: symmetric, per output channel.
@@ -134,6 +137,8 @@ def get_smooth_quant_qconfig_mapping(
         OpArgumentError: An argument is not as described.
     """
     op = "get_smooth_quant_qconfig_mapping"
+    act_observer, act_ic_observer = _maker(act_observer), _maker(act_ic_observer)
+    wei_observer, wei_ic_observer = _maker(wei_observer), _maker(wei_ic_observer)
     values = list(alpha.values()) if isinstance(alpha, Mapping) else [alpha]
     for value in values:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -159,6 +164,11 @@ def get_smooth_quant_qconfig_mapping(
     )
     mapping = QConfigMapping().set_global(default_static_qconfig)
     return mapping.set_object_type(nn.Linear, qconfig)
+
+
+def _maker(given: Any) -> Any:
+    """Return what makes observers; scripts of IPEX hand over observers, which are callable, too."""
+    return functools.partial(copy.deepcopy, given) if isinstance(given, nn.Module) else given
 
 
 def _auto_alpha(op: str, given: Any) -> AutoAlpha:

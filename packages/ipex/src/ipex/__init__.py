@@ -18,8 +18,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ipex import _alias, _migration
-from ipex._version import __version__ as _version
+from ipex import _alias, _migration, _version
 
 if TYPE_CHECKING:
     from ipex import cpu as cpu
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
     from ipex_core.jit import enable_onednn_fusion as enable_onednn_fusion
 
 #: With the ending by which clients of IPEX tell its builds for the CPU from those for XPU.
-__version__ = f"{_version}+cpu"
+__version__ = f"{_version.__version__}+cpu"
 
 _MODES = "ipex_core.config"
 _BACKEND = "ipex_core.compile_backend"
@@ -139,7 +138,7 @@ def version() -> None:
     """Print the versions of ipex, of its installed packages and of torch."""
     import importlib.metadata
 
-    print(f"ipex {_version}")
+    print(f"ipex {_version.__version__}")
     for name in ("ipex-core", "ipex-cpu-kernels", "torch"):
         try:
             print(f"{name} {importlib.metadata.version(name)}")
@@ -190,7 +189,7 @@ def _unknown(name: str) -> AttributeError:
     known = [*__all__, *_alias.component_names()]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     hint = f"; did you mean {', '.join(close)}?" if close else ""
-    return UnknownComponentError(f"ipex {_version} has no {name!r}{hint}")
+    return UnknownComponentError(f"ipex {_version.__version__} has no {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

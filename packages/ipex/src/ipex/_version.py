@@ -2,3 +2,10 @@
 """Version of ipex."""
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> str:
+    from ipex import _migration
+
+    _migration.refuse(f"_version.{name}")
+    raise AttributeError(f"module 'ipex._version' has no attribute {name!r}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -44,6 +45,27 @@ def nms(
         RuntimeError: For wrong dtypes, shapes or devices.
     """
     return _OPS.nms_mask(dets, scores, threshold, sorted, offset).nonzero().squeeze(1)  # type: ignore[no-any-return]
+
+
+def intrinsic_nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """`nms` as ``ipex.xpu.intrinsic`` and torchvision have it.
+
+    Args:
+        dets: ``[N, 4]`` as for `nms`, real numbers.
+        scores: ``[N]``, in the dtype of ``dets`` or float32.
+        iou_threshold: A box goes if its intersection over union with a better one that stays is more than this.
+
+    Returns:
+        int64 indices in descending order of the scores.
+
+    Raises:
+        RuntimeError: For wrong dtypes, shapes or devices.
+    """
+    # The kernel takes a box of exactly the threshold away, too.
+    above = torch.tensor(iou_threshold, dtype=torch.float32).nextafter(torch.tensor(math.inf))
+    least = torch.finfo(torch.float32).tiny  # smaller ones may count as 0
+    kept = nms(dets, scores, max(above.item(), least), offset=0.0)
+    return kept[scores[kept].argsort(descending=True, stable=True)]
 
 
 def batch_score_nms(

@@ -194,13 +194,14 @@ class MergedEmbeddingBag(nn.Module):
 
     @classmethod
     def from_embeddingbag_list(
-        cls, tables: Sequence[nn.EmbeddingBag], **settings: float
+        cls, tables: Sequence[nn.EmbeddingBag], *values: float, **settings: float
     ) -> MergedEmbeddingBag:
         """Make the module from stock layers. It shares their memory.
 
         Args:
             tables: The layers.
-            settings: Further arguments of the constructor.
+            values: Further arguments of the constructor, in their order.
+            settings: The same, by name.
 
         Raises:
             TypeError: Something is no such layer.
@@ -229,7 +230,7 @@ class MergedEmbeddingBag(nn.Module):
                     table.include_last_offset,
                 )
             )
-        return cls(specs, **settings)
+        return cls(specs, *values, **settings)
 
     def use_huge_pages(self) -> None:
         """Have the tables, and what the optimizer keeps beside them, on huge pages.
