@@ -86,6 +86,15 @@ def test_addition_and_norm(dtype):
     assert fired(report) == {"rms_norm": 1, "layer_norm": 1, "add_norm": 2}
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_with_an_offset(bias, dtype):
+    """As Nemotron writes it."""
+    x, w, b = (randn(*size, dtype=dtype) for size in ((4, 64), (64,), (64,)))
+    report, _ = fuse(lambda x, w, b: F.layer_norm(x, (64,), w + 1, b if bias else None), x, w, b)
+    assert fired(report) == {"layer_norm": 1}
+
+
 def test_norms_that_are_not():
     x, weight = randn(4, 6, 32), randn(32)
 

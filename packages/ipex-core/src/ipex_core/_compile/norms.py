@@ -197,7 +197,7 @@ def _affine(match: _Norm, with_bias: bool) -> _Norm | None:
     if user is not None and pair is not None and pair[0] is not pair[1]:
         other = pair[1] if pair[0] is match.root else pair[0]
         weight, shift = other, 0.0
-        part = shifted(uncast(other))
+        part = None if with_bias else shifted(uncast(other))  # our layer norm has no offset
         if part is not None:
             weight, shift = part
         weight = vector(uncast(weight))
@@ -209,11 +209,9 @@ def _affine(match: _Norm, with_bias: bool) -> _Norm | None:
     if with_bias and match.weight is not None and user is not None and pair is not None:
         other = pair[1] if pair[0] is match.root else pair[0]
         bias = vector(uncast(other))
-        if bias is not None and match.offset == 0.0:
+        if bias is not None:
             match.interior += [match.root, *between(other, bias)]
             match.root, match.bias = user, bias
-    elif with_bias and match.offset:
-        return None
     narrow()
     # Constants of their own, a converted weight for instance, may well serve several norms.
     match.interior = [n for n in match.interior if not _is_shared_constant(n, match)]
