@@ -23,6 +23,9 @@ from torch.nn import functional as F
 
 from ipex_core._compile import _timing, linear
 from ipex_core._compile._passes import PATTERNS
+from ipex_core.ops._epilogue import weight_rows
+
+ipex = torch.ops.ipex
 
 
 def weight(n, k, dtype):
@@ -198,7 +201,7 @@ def test_float32_is_measured_where_no_table_holds(faster, monkeypatch):
 
     monkeypatch.setattr(_timing, "fastest", fastest)
     monkeypatch.setattr(_timing, "_known", {})
-    monkeypatch.setattr(linear, "_table_holds", lambda: False)
+    monkeypatch.setattr(linear, "table_holds", lambda: False)
     inputs = randn(3, 512), weight(256, 512, torch.float32), randn(256)
     for _ in range(2):
         report, _ = fuse(F.linear, *inputs, constants=(1, 2), always=False)
@@ -210,6 +213,36 @@ def test_float32_is_measured_where_no_table_holds(faster, monkeypatch):
     low = [t.bfloat16() for t in inputs]
     report, _ = fuse(F.linear, *low, constants=(1, 2), always=False)
     assert fired(report) == {"linear": 1} and len(timed) == 1
+
+
+@pytest.mark.parametrize("faster", ["ipex", "stock"])
+@pytest.mark.parametrize("gate", ["none", "gelu"])
+def test_packed_layers_are_measured_too(gate, faster, monkeypatch):
+    """Those of `ipex.optimize`; where Inductor is faster, they are plain again."""
+    monkeypatch.setattr(_timing, "fastest", lambda runs, seconds: (faster, "a and b"))
+    monkeypatch.setattr(_timing, "_known", {})
+    monkeypatch.setattr(linear, "table_holds", lambda: False)
+    n = 40
+    rows = n if gate == "none" else weight_rows(n, gate)
+    x, r = randn(2, 3, 512), randn(2, 3, n)
+    packed, bias = ipex.pack_linear_weight(weight(rows, 512, torch.float32)), randn(rows)
+
+    def layer(x, packed, bias, r):
+        post = "silu" if gate == "none" else "none"
+        return ipex.linear(x, packed, n, bias, r, post, r, r, gate)
+
+    def targets(x, **options):
+        report, gm = fuse(layer, x, packed, bias, r, **options)
+        return report, [node.target for node in gm.graph.nodes]
+
+    before = torch.get_rng_state()
+    report, found = targets(x, constants=(1, 2), always=False)
+    assert torch.equal(before, torch.get_rng_state())
+    assert (ipex.linear.default in found) == (faster == "ipex")
+    assert (torch.ops.aten.addmm.default in found) == (faster == "stock")
+    assert ("measured: a and b" in reasons(report)) == (faster == "stock")
+    for options in ({"always": False}, {"constants": (1, 2)}):  # no constant; measured speed aside
+        assert ipex.linear.default in targets(x, **options)[1]
 
 
 def test_weights_as_gpt2_stores_them():

@@ -173,6 +173,22 @@ def test_no_random_numbers_are_used_up_or_frozen():
         torch.testing.assert_close(result(X), want, rtol=1e-4, atol=1e-4)
 
 
+def test_timing_uses_up_no_random_numbers(monkeypatch):
+    timed = []
+
+    def fastest(runs):
+        timed.extend(run().shape for run in runs.values())
+        return "stock", "a and b"
+
+    monkeypatch.setattr(_prepack, "fastest", fastest)
+    monkeypatch.setattr(_prepack, "_measured", {})
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 5)).eval()
+    before = torch.get_rng_state()
+    optimize(model, auto_kernel_selection=True, sample_input=torch.ones(1, 3, 8, 8))
+    assert torch.equal(before, torch.get_rng_state())
+    assert len(timed) >= 4
+
+
 class Config:
     def __init__(self):
         self.double = True

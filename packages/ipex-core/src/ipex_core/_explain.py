@@ -141,7 +141,6 @@ def explain(model: nn.Module | Callable[..., Any]) -> Explanation:
         raise TypeError(f"explain: model must be a torch.nn.Module, got {type(model).__name__}")
     from ipex_core import _plugins
 
-    provider = _plugins.provider_for("cpu")
     if not isinstance(model, nn.Module):
         model = _Function()
         name = "function"
@@ -152,7 +151,7 @@ def explain(model: nn.Module | Callable[..., Any]) -> Explanation:
     common: dict[str, Any] = {
         "model": name,
         "graphs": graphs,
-        "isa": provider.level() if provider is not None else None,
+        "isa": _plugins.cpu_level(),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
     more = quantisation_of(model) or Quantisation()

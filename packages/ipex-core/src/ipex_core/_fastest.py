@@ -8,7 +8,16 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["fastest"]
+__all__ = ["fastest", "numbers"]
+
+
+def numbers(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return normally distributed numbers to time kernels on.
+
+    They come from a generator of their own: what a program draws must not depend on whether something was timed.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(size, generator=generator, device="cpu").to(dtype)
 
 
 def fastest(runs: dict[str, Callable[[], torch.Tensor]], seconds: float = 0.2) -> tuple[str, str]:

@@ -206,6 +206,12 @@ def provider_for(device: str) -> ProviderInfo | None:
     return None
 
 
+def cpu_level() -> str | None:
+    """Return the ISA level at which the CPU kernels run now, or None if there are none."""
+    provider = provider_for("cpu")
+    return None if provider is None else provider.level()
+
+
 def note_reference_call(op: str, args: tuple[Any, ...]) -> None:
     """Called when an op runs its reference; raises `FallbackError` under ``IPEX_STRICT=1``."""
     if not _strict():

@@ -82,8 +82,7 @@ def native_reason(dtype: torch.dtype) -> str | None:
     features = set(_machine.cpu_info().features)
     if features and not features.intersection(_machine.NATIVE_FEATURES[name]):
         return f"this CPU has no {name} instructions: {slow}"
-    provider = _plugins.provider_for("cpu")
-    level = None if provider is None else provider.level()
+    level = _plugins.cpu_level()
     if level is not None and level not in _machine.NATIVE_LEVELS[name]:
         return f"the kernels run at ISA level {level}, which has no {name} instructions: {slow}"
     return None

@@ -332,10 +332,9 @@ def _compute_limit(dtype: torch.dtype) -> tuple[Callable[[], object], int]:
 
 def active_level() -> str:
     """Return the ISA level of the active CPU kernels, or ``"reference"`` if there are none."""
-    from ipex_core._plugins import provider_for
+    from ipex_core._plugins import cpu_level
 
-    provider = provider_for("cpu")
-    return provider.level() if provider is not None else "reference"
+    return cpu_level() or "reference"
 
 
 def busy(seconds: float = 0.5) -> float | None:

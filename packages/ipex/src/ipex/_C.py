@@ -60,8 +60,7 @@ def _get_current_isa_level() -> str:
 
 
 def _current() -> str:
-    provider = _plugins.provider_for("cpu")
-    return provider.level() if provider is not None else "default"
+    return _plugins.cpu_level() or "default"
 
 
 def _get_highest_cpu_support_isa_level() -> str:

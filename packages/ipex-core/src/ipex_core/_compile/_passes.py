@@ -16,6 +16,7 @@ from ipex_core._compile.linear import fuse_gated, fuse_post_ops, pack_linears
 from ipex_core._compile.merges import merge_bags, merge_linears
 from ipex_core._compile.norms import fuse_add_norms, fuse_norms
 from ipex_core._compile.rotary import fuse_rotary
+from ipex_core._compile.unpacked import unpack_linears
 from ipex_core._compile.woq import fuse_woq
 
 __all__ = ["PATTERNS", "run_passes", "split_parameters"]
@@ -28,6 +29,7 @@ _STEPS: tuple[tuple[tuple[str, ...], Callable[[Context], None]], ...] = (
     (("rms_norm", "layer_norm"), fuse_norms),
     (("woq",), fuse_woq),
     (("linear",), pack_linears),
+    (("linear",), unpack_linears),
     (("gated",), fuse_gated),
     (("post_op",), fuse_post_ops),
     (("merged",), merge_linears),

@@ -38,7 +38,16 @@ from ipex_core._compile._timing import against_ours
 from ipex_core._compile.activations import Activation, find_activations
 from ipex_core._packed import interleave_gate_up
 
-__all__ = ["VIEWS", "fuse_gated", "fuse_post_ops", "pack_linears", "unflattened"]
+__all__ = [
+    "VIEWS",
+    "arguments",
+    "fuse_gated",
+    "fuse_post_ops",
+    "measured",
+    "pack_linears",
+    "table_holds",
+    "unflattened",
+]
 
 aten = torch.ops.aten
 ipex = torch.ops.ipex
@@ -137,20 +146,24 @@ def _against_packing(
     choice = choose_linear(left.dtype, n, k, rows)
     if choice.form != "ipex":
         return choice.reason
-    if left.dtype != torch.float32 or rows is None or _table_holds():
+    return None if rows is None else measured(left.dtype, n, k, rows, bias is not None)
+
+
+def measured(dtype: torch.dtype, n: int, k: int, rows: int, biased: bool) -> str | None:
+    """Return why Inductor is to compute a linear layer; None if ours was measured to be faster or a table says so."""
+    if dtype != torch.float32 or table_holds():
         return None
-    sizes = n, k, rows, bias is not None, _stock_is_mkl()
+    sizes = n, k, rows, biased, _stock_is_mkl()
     return against_ours((_OP, *sizes), lambda: _runs(*sizes))
 
 
-def _table_holds() -> bool:
+def table_holds() -> bool:
     """Whether the table of `choose_linear` is also one against MKL on a packed weight, Inductor's for float32.
 
     MKL has other code for each vendor and level. On a Xeon with AVX512-VNNI it is 1.0-1.7 times as fast as ours from 32
     rows on and slower with 4 to 16; on Zen 4 it is slower throughout.
     """
-    provider = _plugins.provider_for("cpu")
-    return provider is not None and provider.level() == "avx512_bf16"
+    return _plugins.cpu_level() == "avx512_bf16"
 
 
 def _stock_is_mkl() -> bool:
@@ -162,11 +175,12 @@ def _stock_is_mkl() -> bool:
 
 def _runs(n: int, k: int, rows: int, biased: bool, mkl: bool) -> dict[str, Callable[[], Tensor]]:
     """Return what computes a linear layer in float32: Inductor's choice and ours."""
+    from ipex_core._fastest import numbers
     from ipex_core.nn import _mkldnn
     from ipex_core.nn._packed import pack
 
     n = min(n, 2048)  # the rest is more of the same
-    x, weight = torch.randn(rows, k), torch.randn(n, k)
+    x, weight = numbers(rows, k), numbers(n, k)
     bias = torch.zeros(n) if biased else None
     packed = ipex.pack_linear_weight(weight)
     runs = {"ipex": lambda: ipex.linear(x, packed, n, bias)}
@@ -306,12 +320,12 @@ def _joint_layer(ctx: Context, node: fx.Node, gate: Activation, up: fx.Node) -> 
 def _half(node: Any) -> tuple[fx.Node, int, fx.Node] | None:
     """Match one half of the last dimension; return what is halved, 0 or 1, and the op that cuts it."""
     if is_call(node, aten.slice.Tensor):
-        given = _arguments(node)
+        given = arguments(node)
         source, cut, dim = node.args[0], node.args[0], given["dim"]
         start, end, step = given["start"] or 0, given["end"], given["step"]
     elif is_call(node, operator.getitem) and is_call(node.args[0], aten.split.Tensor):
         cut, step = node.args[0], 1
-        given = _arguments(cut)
+        given = arguments(cut)
         source, dim = cut.args[0], given["dim"]
         if not isinstance(given["split_size"], int):
             return None
@@ -370,7 +384,8 @@ def fuse_post_ops(ctx: Context) -> None:
         _follow(ctx, node, activations)
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a call of an op by their names, with defaults."""
     schema = node.target._schema  # type: ignore[union-attr]
     given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     given.update(zip((a.name for a in schema.arguments), node.args, strict=False))
@@ -379,7 +394,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 def _follow(ctx: Context, node: fx.Node, activations: dict[fx.Node, Activation]) -> None:
     while True:
-        given = _arguments(node)
+        given = arguments(node)
         if given.get("output_scale"):
             return  # the result is quantised
         idle = given["residual"] is None and given["residual2"] is None

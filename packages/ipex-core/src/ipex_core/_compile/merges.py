@@ -16,6 +16,7 @@ from torch._inductor.virtualized import V
 
 from ipex_core._choice import prefer_merged_bags, prefer_merged_linears
 from ipex_core._compile._graph import FLOATS, Context, hints, is_call, items, same, shape_of, val
+from ipex_core._compile.linear import arguments
 
 __all__ = ["merge_bags", "merge_linears"]
 
@@ -146,7 +147,7 @@ def merge_bags(ctx: Context) -> None:
     """Look all tables up in one call whose embedding bags have one shape."""
     groups: dict[Any, list[fx.Node]] = {}
     for node in ctx.nodes(*_BAG):
-        given = _arguments(node)
+        given = arguments(node)
         reason = _against_bag(ctx, node, given)
         if reason is not None:
             ctx.reject("bags", node, "ipex::merged_embeddingbag_forward", reason)
@@ -166,13 +167,6 @@ def merge_bags(ctx: Context) -> None:
     for (*_, mode, last), bags in groups.items():
         if len(bags) > 1:
             _merge_bags(ctx, bags, _MODES[mode], bool(last))
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    schema = node.target._schema  # type: ignore[union-attr]
-    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    given.update(zip((a.name for a in schema.arguments), node.args, strict=False))
-    return {**given, **node.kwargs}
 
 
 def _against_bag(ctx: Context, node: fx.Node, given: dict[str, Any]) -> str | None:
@@ -211,7 +205,7 @@ def _merge_bags(ctx: Context, bags: list[fx.Node], mode: str, last: bool) -> Non
     if any(user < end for result in results for user in result.users):
         ctx.reject("bags", end, op, "a result is used before the last table is looked up")
         return
-    given = [_arguments(bag) for bag in bags]
+    given = [arguments(bag) for bag in bags]
     weights, indices, offsets = ([g[n] for g in given] for n in ("weight", "indices", "offsets"))
     text = f"{len(bags)} tables in one call"
     joined = _joined(results)

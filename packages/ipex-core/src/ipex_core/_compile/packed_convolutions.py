@@ -263,6 +263,7 @@ def _runs(
     conv: _Convolution, shape: list[int], residual: bool, kind: str
 ) -> dict[str, Callable[[], Tensor]]:
     """Return the candidates, on as many of the images as make a call long enough to be timed."""
+    from ipex_core._fastest import numbers
     from ipex_core.nn import _mkldnn
     from ipex_core.ops._epilogue import activate
     from ipex_core.ops.convolution import pack_convolution
@@ -273,7 +274,7 @@ def _runs(
     out, depth = weight.shape[0], weight[0].numel()
     places = shape[2] * shape[3] // (stride[0] * stride[1])
     shape = [min(shape[0], int(_WORK / (places * depth * out)) + 1), *shape[1:]]
-    x = torch.randn(shape).to(weight.dtype).contiguous(memory_format=last)
+    x = numbers(*shape, dtype=weight.dtype).contiguous(memory_format=last)
     bias = None if conv.bias is None else torch.zeros(out, dtype=weight.dtype)
     packed, window = pack_convolution(weight), list(weight.shape[2:])
     args = (packed, out, window, stride, padding, dilation, bias)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ipex_core import nn as inn
-from ipex_core._fastest import fastest
+from ipex_core._fastest import fastest, numbers
 from ipex_core._optimize._cast import LEAVES
 from ipex_core._optimize._passes import Context, Pass, register, swap_reason
 from ipex_core.nn import _mkldnn
@@ -90,7 +90,7 @@ def measure_linear(dtype: torch.dtype, n: int, k: int, m: int) -> LinearChoice:
     key = (dtype, n, k, m)
     if key in _measured:
         return _measured[key]
-    x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+    x, weight = numbers(m, k, dtype=dtype), numbers(n, k, dtype=dtype)
     bias = torch.zeros(n, dtype=dtype)
     runs: dict[str, Callable[[], torch.Tensor]] = {
         "stock": lambda: torch.nn.functional.linear(x, weight, bias)
@@ -119,7 +119,7 @@ def measure_conv(
     order = torch.contiguous_format
     if channels_last:
         order = torch.channels_last if len(size) == 4 else torch.channels_last_3d
-    x = torch.randn(size).to(dtype).contiguous(memory_format=order)
+    x = numbers(*size, dtype=dtype).contiguous(memory_format=order)
     weight = module.weight.detach().to(dtype).contiguous(memory_format=order)
     bias = None if module.bias is None else module.bias.detach().to(dtype)
     arguments = conv_arguments(module)

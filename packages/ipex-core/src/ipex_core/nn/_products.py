@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core import _plugins
-from ipex_core._fastest import fastest
+from ipex_core._fastest import fastest, numbers
 from ipex_core.nn._call import below_autograd
 from ipex_core.nn._leaf import has_kernel
 from ipex_core.ops._common import dtype_name
@@ -66,8 +66,7 @@ def why_not(dtype: torch.dtype, n: int, k: int) -> str | None:
         return f"products in {dtype_name(dtype)} stay in stock PyTorch"
     if n * k < LEAST_WEIGHTS[dtype]:
         return f"the weight has fewer than {LEAST_WEIGHTS[dtype]} elements"
-    provider = _plugins.provider_for("cpu")
-    level = "none" if provider is None else provider.level()
+    level = _plugins.cpu_level()
     if level not in _LEVELS:
         return f"no gain was measured for {dtype_name(dtype)} at ISA level {level}; auto_kernel_selection=True measures"
     return None
@@ -105,9 +104,7 @@ def measure(dtype: torch.dtype, rows: int, n: int, k: int) -> Choice:
 @functools.cache
 @torch.no_grad()
 def _measure(dtype: torch.dtype, rows: int, n: int, k: int) -> Choice:
-    # Numbers of its own: those of the program must not depend on whether something was timed.
-    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    x, grad, weight = (draw(size).to(dtype) for size in ((rows, k), (rows, n), (n, k)))
+    x, grad, weight = (numbers(*size, dtype=dtype) for size in ((rows, k), (rows, n), (n, k)))
     bias = torch.zeros(n, dtype=dtype)
     return Choice(
         _gains(lambda ours: product(x, weight, bias, ours)),
