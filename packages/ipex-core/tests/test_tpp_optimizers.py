@@ -12,7 +12,7 @@ import torch
 
 from ipex_core import optimize
 from ipex_core.optim import Lamb as PlainLamb
-from ipex_core.optim import _functional, _optimizer_utils, tpp
+from ipex_core.optim import Lars, _functional, _optimizer_utils, tpp
 from ipex_core.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -90,6 +90,56 @@ def test_collected_gradients() -> None:
     optimizer.sync_params()
     assert optimizer.clip_grad_norm_(1.0) == pytest.approx(math.sqrt(12))
     optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_collected_gradients_of_an_optimized_model(dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2).train()
+    fast, optimizer = optimize(model, dtype, optimizer=tpp.DistLamb(model.parameters(), lr=0.1))
+    for _ in range(2):
+        fast(torch.ones(3, 4)).sum().backward()
+        optimizer.acc_and_zero_grad()
+    optimizer.step()
+    same = tpp.DistLamb(model.parameters(), lr=0.1)
+    model(torch.ones(3, 4)).sum().backward()
+    same.step()
+    torch.testing.assert_close(fast.state_dict()["weight"], model.weight.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["AdamW", "Lamb", "Lars"])
+def test_native_dtypes_and_their_checkpoints(kind: str, dtype: torch.dtype) -> None:
+    def make(model: Any) -> Any:
+        if kind == "Lars":
+            return Lars(model.parameters(), lr=1.0, momentum=0.9, weight_decay=0.1)
+        return getattr(tpp, kind)(model.parameters(), lr=0.1, weight_decay=0.1)
+
+    def train(model: Any, optimizer: Any) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, 4, dtype=model.weight.dtype)).square().sum().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    wide = torch.nn.Linear(4, 2)
+    model = copy.deepcopy(wide).to(dtype)
+    optimizer = make(model)
+    train(model, optimizer)
+    again = copy.deepcopy(model)
+    other = make(again)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for state in other.state.values():
+        want = torch.float64 if dtype == torch.float64 else torch.float32
+        assert all(v.dtype == want for k, v in state.items() if k != "step")
+    train(model, optimizer)
+    train(again, other)
+    assert torch.equal(model.weight, again.weight)
+    steps = make(wide)
+    train(wide, steps)
+    train(wide, steps)
+    tolerance = 1e-5 if dtype == torch.float64 else 0.03
+    torch.testing.assert_close(model.weight.float(), wide.weight, rtol=tolerance, atol=tolerance)
 
 
 def averaged(rank: int, ranks: int) -> list[float]:

@@ -3,77 +3,18 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from training_checks import OPTIMIZERS, batches, net, one_thread, train  # noqa: F401
 
 from ipex_core import optimize, restore
 from ipex_core.optim import Lamb, Lars, create_optimizer_lars
 
 Tensor = torch.Tensor
-
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3, nesterov=True),
-    "sgd_plain": lambda p: torch.optim.SGD(p, lr=0.05),
-    "sgd_dampening": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.5, dampening=0.2),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02, lr_decay=1e-2, weight_decay=1e-3),
-    "adam": lambda p: torch.optim.Adam(p, lr=3e-3, weight_decay=1e-3),
-    "adam_amsgrad": lambda p: torch.optim.Adam(p, lr=3e-3, amsgrad=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
-    "lamb": lambda p: Lamb(p, lr=1e-2, weight_decay=1e-2),
-    "lars": lambda p: Lars(p, lr=1.0, momentum=0.9, eeta=1e-2, weight_decay=1e-3),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),  # no fused step
-}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Steps this small are over before a second thread has started."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def net(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(8 * 36, 16),
-        nn.LayerNorm(16),
-        nn.Linear(16, 4),
-    ).train()
-
-
-def batches(count: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    centers = torch.randn(4, 3, 6, 6, generator=generator)
-    result = []
-    for _ in range(count):
-        y = torch.randint(0, 4, (16,), generator=generator)
-        result.append((centers[y] + 0.7 * torch.randn(16, 3, 6, 6, generator=generator), y))
-    return result
-
-
-def train(model: nn.Module, optimizer: Any, count: int = 20, dtype: Any = None) -> list[float]:
-    losses = []
-    for x, y in batches(count):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-            loss = nn.functional.cross_entropy(model(x).float(), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -237,48 +178,6 @@ def test_grad_scaler_skips_steps_that_overflow() -> None:
     assert all(torch.equal(first[k], second[k]) for k in ("0.weight", "4.weight"))
 
 
-def test_a_weight_that_is_written_to_is_followed() -> None:
-    model = nn.Linear(8, 8).train()
-    for split in (True, False):
-        fast, optimizer = optimize(
-            model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            dtype=torch.bfloat16,
-            split_master_weight_for_bf16=split,
-        )
-        with torch.no_grad():
-            fast.weight.fill_(2.0)
-        assert torch.equal(fast.state_dict()["weight"], torch.full((8, 8), 2.0))
-        fast.weight.grad = torch.ones(8, 8, dtype=torch.bfloat16)
-        optimizer.step()
-        torch.testing.assert_close(fast.state_dict()["weight"], torch.full((8, 8), 1.9))
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("name", ["sgd", "rmsprop"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_copies_train_on_their_own(name: str, dtype: torch.dtype, how: str) -> None:
-    model = net()
-    make = OPTIMIZERS[name]
-    fast, optimizer = optimize(model, optimizer=make(model.parameters()), dtype=dtype)
-    train(fast, optimizer, 2, dtype=dtype)
-    kept = {k: v.clone() for k, v in fast.state_dict().items()}
-    if how == "deepcopy":
-        again, other = copy.deepcopy((fast, optimizer))
-    elif how == "pickle":
-        again, other = pickle.loads(pickle.dumps((fast, optimizer)))
-    else:
-        torch.save((fast, optimizer), memory := io.BytesIO())
-        memory.seek(0)
-        again, other = torch.load(memory, weights_only=False)
-    assert all(torch.equal(v, kept[k]) for k, v in again.state_dict().items())
-    train(again, other, 2, dtype=dtype)
-    assert again[4].weight.grad.dtype == fast[4].weight.grad.dtype
-    assert all(torch.equal(v, kept[k]) for k, v in fast.state_dict().items())
-    train(fast, optimizer, 2, dtype=dtype)
-    assert all(torch.equal(v, again.state_dict()[k]) for k, v in fast.state_dict().items())
-
-
 def test_restore_gives_float32_parameters_back() -> None:
     model = net()
     fast, optimizer = optimize(
@@ -367,28 +266,6 @@ def test_steps_compare_with_plain_arithmetic() -> None:
         lars.step()
     torch.testing.assert_close(lamb_p.detach().double(), a, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lars_p.detach().double(), b, rtol=1e-5, atol=1e-5)
-
-
-class Counting(torch.optim.SGD):
-    """An optimizer with state that is in neither its groups nor its parameters' states."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr)
-        self.first = self.param_groups[0]["params"][0]
-        self.count = [0]
-
-    def step(self, closure: Any = None) -> Any:
-        self.count[0] += 1
-        return super().step(closure)
-
-
-def test_attributes_of_an_optimizer_are_copied() -> None:
-    model = net()
-    sgd = Counting(model.parameters(), lr=0.1)
-    fast, optimizer = optimize(model, optimizer=sgd, dtype=torch.bfloat16)
-    train(fast, optimizer, 2, dtype=torch.bfloat16)
-    assert optimizer.count == [2] and sgd.count == [0]
-    assert optimizer.first is next(fast.parameters())
 
 
 def test_an_optimizer_whose_step_calls_the_model() -> None:

@@ -27,6 +27,7 @@ Tensor = torch.Tensor
 class _Master:
     rest: Tensor  # bfloat16: the lower halves; float32: the whole
     version: int  # of the parameter when both were in step
+    dtype: torch.dtype  # of the parameter
 
     @property
     def split(self) -> bool:
@@ -41,17 +42,23 @@ class Masters:
 
     def __getstate__(self) -> list[tuple[nn.Parameter, Tensor]]:
         # Copies of parameters count their versions anew.
-        for parameter in self._of:
+        for parameter in [p for p in list(self._of) if p in self]:
             self._follow(parameter)
         return [(parameter, master.rest) for parameter, master in self._of.items()]
 
     def __setstate__(self, state: list[tuple[nn.Parameter, Tensor]]) -> None:
-        self._of = {p: _Master(rest, p._version) for p, rest in state}
+        self._of = {p: _Master(rest, p._version, p.dtype) for p, rest in state}
         for parameter in self._of:
             _widen_gradient(parameter)
 
-    def __contains__(self, parameter: object) -> bool:
-        return parameter in self._of
+    def __contains__(self, parameter: Any) -> bool:
+        master = self._of.get(parameter)
+        if master is None:
+            return False
+        if parameter.dtype != master.dtype:
+            self._release(parameter)
+            return False
+        return True
 
     def __len__(self) -> int:
         return len(self._of)
@@ -73,7 +80,7 @@ class Masters:
             if dtype == torch.float16:
                 parameter.grad = None
             _widen_gradient(parameter)
-        self._of[parameter] = _Master(rest, parameter._version)
+        self._of[parameter] = _Master(rest, parameter._version, dtype)
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """Return the float32 value, a new tensor."""
@@ -81,7 +88,10 @@ class Masters:
         master = self._of[parameter]
         if not master.split:
             return master.rest.detach().clone(memory_format=torch.preserve_format)
-        return _join(parameter.detach(), master.rest)
+        top = parameter.detach()
+        joined = _join(top, master.rest)
+        # Zeros that somebody wrote to ``.data``, which counts no version: lower halves of others are no part of them.
+        return torch.where(top == 0, top.float(), joined)
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: Tensor, writes: int = 0) -> None:
@@ -108,17 +118,32 @@ class Masters:
         """Note that both parts have been written."""
         self._of[parameter].version = parameter._version
 
+    @torch.no_grad()
     def _follow(self, parameter: nn.Parameter) -> None:
         """Take over what somebody wrote to the parameter itself."""
         master = self._of[parameter]
-        if parameter._version == master.version:
-            return
-        with torch.no_grad():
-            if master.split:
-                master.rest.zero_()
-            else:
-                master.rest.copy_(parameter.detach())
+        if not master.split:
+            # Writes to ``.data`` count no version.
+            if not torch.equal(master.rest.to(parameter.dtype), parameter):
+                master.rest.copy_(_where_equal(master.rest, parameter))
+        elif parameter._version != master.version:
+            master.rest.zero_()
         master.version = parameter._version
+
+    @torch.no_grad()
+    def _release(self, parameter: nn.Parameter) -> None:
+        """Let go of a parameter that somebody has cast (``model.float()``); in a wider dtype it gets all bits."""
+        master = self._of.pop(parameter)
+        if parameter.dtype in (torch.float32, torch.float64):
+            former = parameter.detach().to(master.dtype)
+            split = master.split
+            parameter.copy_(
+                _join(former, master.rest) if split else _where_equal(master.rest, former)
+            )
+        if master.dtype == torch.float16:
+            grad, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = None
+            parameter.grad = None if grad is None else grad.to(parameter.dtype)
 
     def remove(self, parameter: nn.Parameter) -> None:
         """Make a parameter float32 again."""
@@ -140,7 +165,7 @@ class Masters:
         """
         whole: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in parameters:
-            if parameter in self._of and parameter not in whole:
+            if parameter in self and parameter not in whole:
                 whole[parameter] = nn.Parameter(self.value(parameter))
                 if parameter.grad is not None:
                     whole[parameter].grad = parameter.grad.float()
@@ -174,6 +199,11 @@ def _bits_like(layout: Tensor, rest: Tensor) -> Tensor:
     placed = torch.empty_like(layout, dtype=torch.bfloat16)
     placed.view(torch.int16).copy_(rest.view(torch.int16))
     return placed
+
+
+def _where_equal(value: Tensor, rounded: Tensor) -> Tensor:
+    """Return float32 numbers, but those of ``rounded`` where they are not rounded to it."""
+    return torch.where(value.to(rounded.dtype) == rounded, value, rounded.float())
 
 
 def _join(top: Tensor, low: Tensor) -> Tensor:

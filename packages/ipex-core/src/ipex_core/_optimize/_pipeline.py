@@ -179,6 +179,9 @@ def _copy(what: Any) -> Any:
             with contextlib.suppress(Exception):  # a process group: shared
                 value = copy.deepcopy(value, memo)
             copied[1].__dict__[name] = value
+        for name, hooks in what[1].__dict__.items():
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                copied[1].__dict__[name] = hooks.copy()
     return copied
 
 

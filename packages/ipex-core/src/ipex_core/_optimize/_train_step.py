@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from ipex_core._optimize._masters import Masters
+from ipex_core.optim._plain import plain_step
 from ipex_core.optim._spread import is_spread
 from ipex_core.optim._steps import step_of
 
@@ -32,8 +33,9 @@ class OptimizerMixin(Optimizer):
     _ipex_original: type[Optimizer]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        kind = type(self)._ipex_original
-        return _rebuild, (kind,), self.__dict__
+        # As torch does: no hooks, and no step that a scheduler has wrapped, which is that of this object.
+        state = {k: v for k, v in self.__dict__.items() if k != "step" and not k.endswith("_hooks")}
+        return _rebuild, (type(self)._ipex_original,), state
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state of the stock optimizer; its tensors stay float32."""
@@ -51,6 +53,10 @@ def _parameters(optimizer: Optimizer) -> Iterator[Any]:
         yield from group["params"]
 
 
+def _plain(optimizer: Optimizer) -> None:
+    plain_step(optimizer, None)
+
+
 @torch.no_grad()
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Do one step; with ``closure``, which computes the loss, after calling it."""
@@ -58,8 +64,11 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
+    before = getattr(self, "_ipex_before_step", None)  # of an optimizer of ours
+    if before is not None:
+        before()
     masters: Masters = self._ipex_masters
-    original = type(self)._ipex_original.step
+    original = type(self)._ipex_original.step if before is None else _plain
     original = getattr(original, "__wrapped__", original)  # hooks run around this function
     fused = step_of(self) if self._ipex_fuse else None
     low = [

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from torch.optim.optimizer import ParamsT
 
-import torch
-from torch.optim.optimizer import Optimizer, ParamsT
-
-from ipex_core.optim._plain import check_numbers, plain_step
+from ipex_core.optim._plain import PlainOptimizer, check_numbers
 
 __all__ = ["Lamb"]
 
 
-class Lamb(Optimizer):
+class Lamb(PlainOptimizer):
     """LAMB: Adam with a learning rate for each parameter, in proportion to its norm.
 
     Args:
@@ -52,8 +48,3 @@ class Lamb(Optimizer):
             "fused": fused,
         }
         super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Do one step; with ``closure``, which computes the loss, after calling it."""
-        return plain_step(self, closure)

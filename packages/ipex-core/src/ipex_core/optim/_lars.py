@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from ipex_core.optim._plain import check_numbers, plain_step
+from ipex_core.optim._plain import PlainOptimizer, check_numbers
 
 __all__ = ["Lars", "create_optimizer_lars"]
 
@@ -23,7 +21,7 @@ _NORMS = (
 )
 
 
-class Lars(Optimizer):
+class Lars(PlainOptimizer):
     """LARS: SGD with a learning rate for each parameter, in proportion to its norm.
 
     Args:
@@ -61,11 +59,6 @@ class Lars(Optimizer):
             "lars_exclude": False,
         }
         super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Do one step; with ``closure``, which computes the loss, after calling it."""
-        return plain_step(self, closure)
 
 
 def create_optimizer_lars(

@@ -10,7 +10,7 @@ import torch
 
 from ipex_core.optim._steps import step_of
 
-__all__ = ["check_numbers", "plain_step"]
+__all__ = ["PlainOptimizer", "check_numbers", "plain_step"]
 
 
 def check_numbers(name: str, **values: float) -> None:
@@ -20,11 +20,29 @@ def check_numbers(name: str, **values: float) -> None:
             raise ValueError(f"{name}: {key} must not be negative, got {value}")
 
 
-def plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None) -> Any:
-    """Run the fused op of an optimizer for each of its float32 parameters.
+class PlainOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step is `plain_step`."""
 
-    Other dtypes are updated through a float32 copy, float64 through the same arithmetic in float32.
-    """
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Do one step; with ``closure``, which computes the loss, after calling it."""
+        return plain_step(self, closure)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state; states of 16-bit parameters stay float32."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(saved, own, strict=True):
+            if param.dtype not in (torch.bfloat16, torch.float16):
+                continue
+            for key, value in state_dict["state"].get(number, {}).items():  # torch has cast them
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    self.state[param][key] = value.to(param.device, torch.float32)
+
+
+def plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None) -> Any:
+    """Run the step of an optimizer for each of its parameters; those in 16 bits through a float32 copy."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -40,7 +58,7 @@ def plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | 
                 raise RuntimeError(
                     f"{type(optimizer).__name__}: gradients must be dense, got a sparse one"
                 )
-            if param.dtype == torch.float32:
+            if param.dtype in (torch.float32, torch.float64):
                 step(group, optimizer.state[param], param, grad, None)
             else:
                 wide = param.float()

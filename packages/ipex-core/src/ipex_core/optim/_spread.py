@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of Lamb and Lars for parameters that are spread over processes (FSDP2): their norms are those of the whole."""
+"""Steps in stock operations: of float64 parameters, and of those that are spread over processes (FSDP2).
+
+Norms are those of the whole.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_spread", "lamb_step", "lars_step"]
+from ipex_core.ops._optimizer import with_momentum
+
+__all__ = ["adamw_step", "in_stock_operations", "is_spread", "lamb_step", "lars_step"]
 
 Tensor = torch.Tensor
 
@@ -19,10 +24,31 @@ def is_spread(value: Tensor) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def in_stock_operations(param: Tensor) -> bool:
+    """Return whether the steps of this module are for a parameter."""
+    return param.dtype == torch.float64 or is_spread(param)
+
+
 def _norm_of(value: Tensor) -> float:
-    # Of the whole: all processes call it.
-    spread: Any = torch.linalg.vector_norm(value)
-    return float(spread.full_tensor())
+    norm: Any = torch.linalg.vector_norm(value)
+    return float(norm.full_tensor() if is_spread(norm) else norm)  # all processes call it
+
+
+def adamw_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: float,
+    group: dict[str, Any],
+) -> None:
+    """Do what ``adam_fused_step`` does with decoupled decay."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    param.mul_(1.0 - lr * group["weight_decay"])
+    exp_avg.mul_(beta1).add_(grad, alpha=1.0 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+    root = (exp_avg_sq / (1.0 - beta2**step)).sqrt() + group["eps"]
+    param.addcdiv_(exp_avg, root, value=-lr / (1.0 - beta1**step))
 
 
 def lamb_step(
@@ -33,7 +59,7 @@ def lamb_step(
     step: float,
     group: dict[str, Any],
 ) -> None:
-    """Do what ``lamb_fused_step`` does, in stock operations."""
+    """Do what ``lamb_fused_step`` does."""
     beta1, beta2 = group["betas"]
     exp_avg.mul_(beta1).add_(grad, alpha=1.0 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
@@ -47,23 +73,15 @@ def lamb_step(
 def lars_step(
     param: Tensor, grad: Tensor, buffer: Tensor | None, first: bool, group: dict[str, Any]
 ) -> None:
-    """Do what ``lars_fused_step`` does: a step of SGD on own numbers, with the rate that the norms give."""
+    """Do what ``lars_fused_step`` does: a step of SGD, with the rate that the norms give."""
     decay, ratio = group["weight_decay"], 1.0
     if not group.get("lars_exclude", False):
         of_w, of_g = _norm_of(param), _norm_of(grad)
         if of_w > 0 and of_g > 0:
             ratio = group["eeta"] * of_w / (of_g + decay * of_w + group["epsilon"])
     whole: list[Any] = [param, grad, buffer]
-    own: list[Any] = [None if value is None else value.to_local() for value in whole]
-    torch.ops.ipex.sgd_fused_step(
-        own[0],
-        own[1] * ratio,
-        own[2],
-        None,
-        group["momentum"],
-        float(group["lr"]),
-        decay * ratio,
-        0.0,
-        False,
-        first,
-    )
+    w, g, b = [v.to_local() if is_spread(v) else v for v in whole]
+    g = g * ratio + w * (decay * ratio)
+    if b is not None:
+        g = with_momentum(g, b, group["momentum"], 0.0, False, first)
+    w.sub_(g, alpha=float(group["lr"]))

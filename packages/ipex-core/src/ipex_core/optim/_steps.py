@@ -18,7 +18,8 @@ Step = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor, "Tensor | None"
 
 
 def _zeros(param: Tensor) -> Tensor:
-    return torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def _count(state: dict[str, Any]) -> float:
@@ -119,6 +120,9 @@ def _adam(
     for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
         if name not in state:
             state[name] = _zeros(param)
+    if param.dtype == torch.float64:  # of an optimizer of ours: AdamW
+        _spread.adamw_step(param, grad, state["exp_avg"], state["exp_avg_sq"], _count(state), group)
+        return
     beta1, beta2 = group["betas"]
     torch.ops.ipex.adam_fused_step(
         param,
@@ -149,7 +153,7 @@ def lamb(
     for name in ("exp_avg", "exp_avg_sq"):
         if name not in state:
             state[name] = _zeros(param)
-    if _spread.is_spread(param):
+    if _spread.in_stock_operations(param):
         _spread.lamb_step(param, grad, state["exp_avg"], state["exp_avg_sq"], _count(state), group)
         return
     beta1, beta2 = group["betas"]
@@ -176,7 +180,7 @@ def lars(
     param2: Tensor | None,
 ) -> None:
     buffer, first = _momentum(group, state, param)
-    if _spread.is_spread(param):
+    if _spread.in_stock_operations(param):
         _spread.lars_step(param, grad, buffer, first, group)
         return
     if group.get("lars_exclude", False):

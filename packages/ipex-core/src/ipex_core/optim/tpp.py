@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from ipex_core.optim import _steps
 from ipex_core.optim._lamb import Lamb as _Lamb
-from ipex_core.optim._plain import check_numbers, plain_step
+from ipex_core.optim._plain import PlainOptimizer, check_numbers, plain_step
 
 __all__ = ["SGD", "AdamW", "DistLamb", "Lamb", "clip_grad_norm_"]
 
@@ -66,7 +66,7 @@ class SGD(torch.optim.SGD):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
 
-class AdamW(Optimizer):
+class AdamW(PlainOptimizer):
     """AdamW; the decay is applied before the step, as in `torch.optim.AdamW`.
 
     Args:
@@ -106,11 +106,6 @@ class AdamW(Optimizer):
     ) -> None:
         group = {**group, "amsgrad": False}
         _step(_steps.adamw, group, state, param, grad, param2)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Do one step; with ``closure``, which computes the loss, after calling it."""
-        return plain_step(self, closure)
 
 
 class Lamb(_Lamb):
@@ -210,8 +205,14 @@ class DistLamb(Lamb):
     @torch.no_grad()
     def sync_params(self) -> None:
         """Give all ranks the parameters of rank 0."""
-        if _ranks() > 1:
-            for p in self._parameters():
+        if _ranks() == 1:
+            return
+        masters: Any = getattr(self, "_ipex_masters", ())
+        for p in self._parameters():
+            if p in masters:
+                torch.distributed.broadcast(value := masters.value(p), 0)
+                masters.write(p, value)
+            else:
                 torch.distributed.broadcast(p.data, 0)
 
     @torch.no_grad()
@@ -222,7 +223,7 @@ class DistLamb(Lamb):
             return
         for p in self._parameters():
             if p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p, dtype=_of_gradient(p))
             torch.distributed.all_reduce(p.grad)
             p.grad.div_(ranks)
 
@@ -246,8 +247,14 @@ class DistLamb(Lamb):
             if p.grad is not None:
                 total += p.grad
             batches = self._batches + (p.grad is not None)
-            p.grad = (total / batches if avg else total).to(p.dtype)
+            p.grad = (total / batches if avg else total).to(_of_gradient(p))
         self._collected, self._batches = {}, 0
+
+    def _ipex_before_step(self) -> None:
+        if self._collected:
+            self.merge_acc_grad()
+        if self.perform_allreduce:
+            self.sync_grads()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -256,12 +263,14 @@ class DistLamb(Lamb):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._collected:
-            self.merge_acc_grad()
-        if self.perform_allreduce:
-            self.sync_grads()
+        self._ipex_before_step()
         plain_step(self, None)
         return loss
+
+
+def _of_gradient(parameter: Any) -> torch.dtype:
+    dtype: torch.dtype = parameter.grad_dtype or parameter.dtype
+    return dtype
 
 
 def _ranks() -> int:
