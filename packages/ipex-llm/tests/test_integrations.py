@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import ipex_quant
+from ipex_core._optimize._hf_attention import attention_forward
 from ipex_llm.integrations import IpexConfig, register_transformers
 from ipex_llm.integrations import vllm as plugin
 
@@ -105,6 +106,44 @@ def test_attention_equals_eager(name, make, dtype):
     seen = inputs["attention_mask"].bool()
     exact = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(found["ipex"][seen], found["eager"][seen], **exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"), [row for row in families() if "(" in row[0]], ids=lambda v: str(v)[:7]
+)
+@pytest.mark.parametrize("with_padding", [True, False])
+def test_softcaps_and_sinks_are_trained(name, make, with_padding):
+    torch.manual_seed(0)
+    model = make().train()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+        if hasattr(module, "sinks"):
+            nn.init.normal_(module.sinks)
+    inputs = padded()
+    seen = inputs["attention_mask"].bool()
+    if not with_padding:
+        del inputs["attention_mask"]
+        seen = torch.ones_like(seen)
+    gradients = {}
+    for kind in ("eager", "ipex"):
+        model.set_attn_implementation(kind)
+        model.zero_grad()
+        model(**inputs)[0][seen].square().mean().backward()
+        gradients[kind] = {
+            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+        }
+    torch.testing.assert_close(gradients["ipex"], gradients["eager"], rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_of_attention_with_a_softcap():
+    query, key = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16)
+    arguments = (nn.Module(), query, key, key, None)
+    plain, _ = attention_forward(*arguments, softcap=3.0)
+    torch.manual_seed(0)
+    tries = [attention_forward(*arguments, dropout=0.5, softcap=3.0)[0] for _ in range(400)]
+    assert not torch.equal(tries[0], tries[1])
+    torch.testing.assert_close(torch.stack(tries).mean(0), plain, rtol=0, atol=0.35)
 
 
 def test_attention_through_generate_and_training():

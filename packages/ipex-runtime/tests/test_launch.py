@@ -362,6 +362,35 @@ def test_every_option_is_in_the_documentation():
     assert all(any("_" in n for n in a.option_strings) for a in long)
 
 
+def test_former_names_do_the_same_with_a_warning():
+    import argparse
+    import logging
+
+    from ipex_runtime.launch import init_parser
+    from ipex_runtime.launch._options import FORMER
+    from ipex_runtime.launch.launch import process_deprecated_params
+
+    parser = init_parser(argparse.ArgumentParser())
+    told = []
+    logger = logging.getLogger("test")
+    logger.warning = told.append
+    for old, (new, value) in FORMER.items():
+        words = ["1"] if value is None else []
+        now = [] if value is True or value is None else [str(value)]
+        plain = parser.parse_args([*([new] if new else []), *words, *now, "s.py"])
+        for name in (old, "--" + old[2:].replace("-", "_")):
+            former = parser.parse_args([name, *words, "s.py"])
+            told.clear()
+            process_deprecated_params(former, logger)
+            assert len(told) == 1 and told[0].startswith(f"{name} is deprecated: ")
+            assert not new or told[0].endswith(" ".join([f"use {new}", *now]))
+            del former.former
+            assert former == plain, old
+    told.clear()
+    process_deprecated_params(plain, logger)
+    assert not told
+
+
 def test_called_from_python_a_failure_is_an_exception(tmp_path):
     import argparse
 

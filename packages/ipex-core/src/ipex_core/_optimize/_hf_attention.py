@@ -45,7 +45,8 @@ def attention_forward(
 
     Heads that share keys are not repeated, softcaps and sinks are part of the op. To the function behind ``"sdpa"``
     goes what the op does not cover (training, dropout, other devices and element types, values of another head size
-    than keys, position biases, caches of continuous batching) and shapes at which it is not faster.
+    than keys, position biases, caches of continuous batching) and shapes at which it is not faster; softcaps and sinks,
+    which that function does not have, are computed step by step then.
 
     Args:
         module: The attention module; its ``is_causal`` counts where the argument is None.
@@ -64,7 +65,7 @@ def attention_forward(
         ``[B, Sq, Hq, D]``, and None for the weights.
 
     Raises:
-        NotImplementedError: Sinks where the op cannot run, since the stock one has none.
+        NotImplementedError: Sinks with position biases or a cache of continuous batching.
     """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     rows = query.shape[2]
@@ -77,12 +78,13 @@ def attention_forward(
         mask = mask[..., : key.shape[2]]
         if mask.dtype not in {torch.bool, torch.float32}:
             mask = mask.to(query.dtype)
-    usable = not any(kwargs.get(name) is not None for name in _FOREIGN)
-    if softcap is not None or s_aux is not None:
-        # The stock function has neither: the op, also where the stock one would be faster.
-        usable = usable and _covered(query, keys, values, dropout)
+    known = not any(kwargs.get(name) is not None for name in _FOREIGN)
+    # The stock function has neither: the op, also where the stock one would be faster.
+    special = known and (softcap is not None or s_aux is not None)
+    if special:
+        usable = _covered(query, keys, values, dropout)
     else:
-        usable = usable and attention_supported(query, keys, values, mask, dropout, causal)
+        usable = known and attention_supported(query, keys, values, mask, dropout, causal)
     if usable:
         out = call(
             torch.ops.ipex.attention.default,
@@ -91,9 +93,14 @@ def attention_forward(
             None if s_aux is None else s_aux.detach().to(query.dtype),
         )
         return out.transpose(1, 2).contiguous(), None
+    if special:
+        if causal:
+            mask = torch.ones(rows, keys.shape[2], dtype=torch.bool, device=query.device).tril()
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return _step_by_step(query * scale, keys, values, mask, dropout, softcap, s_aux), None
     if s_aux is not None:
         raise NotImplementedError(
-            "attn_implementation='ipex': attention sinks must be used for inference on the CPU only; use 'eager'"
+            "attn_implementation='ipex': attention sinks must come without position bias and paged cache; use 'eager'"
         )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -107,6 +114,34 @@ def attention_forward(
         **kwargs,
     )
     return result
+
+
+def _step_by_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention with stock ops, for gradients and dropout; the query is scaled already."""
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None and mask.dtype == torch.bool:
+        # Not infinite: rows without any key are padding, and have to stay finite.
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask.to(scores.dtype)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    shares = torch.softmax(scores, -1, dtype=wide)[..., : key.shape[2]].to(query.dtype)
+    shares = nn.functional.dropout(shares, dropout)
+    return (shares @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous()
 
 
 def _covered(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:

@@ -191,10 +191,63 @@ def add_distributed(parser: argparse.ArgumentParser) -> None:
     )
 
 
+#: Names that options of IPEX's launchers had -> the option that does it now; with a value, the old one was a flag.
+FORMER = {
+    "--skip-cross-node-cores": ("--bind-numa-node", True),
+    "--ncore-per-instance": ("--ncores-per-instance", None),
+    "--node-id": ("--nodes-list", None),
+    "--core-list": ("--cores-list", None),
+    "--use-logical-core": ("--use-logical-cores", True),
+    "--log-path": ("--log-dir", None),
+    "--enable-tcmalloc": ("--memory-allocator", "tcmalloc"),
+    "--enable-jemalloc": ("--memory-allocator", "jemalloc"),
+    "--use-default-allocator": ("--memory-allocator", "default"),
+    "--disable-iomp": ("--omp-runtime", "default"),
+    "--nproc-per-node": ("--nprocs-per-node", None),
+    "--logical-core-for-ccl": ("--logical-cores-for-ccl", True),
+    "--more-mpi-params": ("--extra-mpi-params", None),
+    "--distributed": ("--nnodes", 1),
+    # ipexrun binds by itself, and several instances need no word of their own.
+    "--multi-instance": ("", True),
+    "--disable-numactl": ("", True),
+    "--disable-taskset": ("", True),
+}
+
+
 def add_deprecated(parser: argparse.ArgumentParser) -> None:
     """Add old names."""
     group = _Group(parser, "Deprecated")
-    group.flag("--skip-cross-node-cores", help="the former name of --bind-numa-node")
+    for old, (new, value) in FORMER.items():
+        group.add(
+            old,
+            action=_Former,
+            nargs=None if value is None else 0,
+            type=int if new in ("--ncores-per-instance", "--nprocs-per-node") else str,
+            default=argparse.SUPPRESS,
+            help=f"the former name of {_now(new, value)}" if new else "not needed any more",
+        )
+
+
+def _now(new: str, value: object) -> str:
+    return new if value is None or value is True else f"{new} {value}"
+
+
+class _Former(argparse.Action):
+    """Does what the new option does, and notes both names for a warning."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        new, value = FORMER[self.option_strings[0]]
+        if new:
+            setattr(namespace, new[2:].replace("-", "_"), values if value is None else value)
+        advice = f"use {_now(new, value)}" if new else "it is not needed"
+        noted = [*getattr(namespace, "former", ()), f"{option_string} is deprecated: {advice}"]
+        namespace.former = noted
 
 
 class _Given(argparse.Action):

@@ -42,10 +42,9 @@ def add_deprecated_params(parser: argparse.ArgumentParser) -> None:
 
 
 def process_deprecated_params(args: argparse.Namespace, logger: Any) -> None:
-    """Translate old names of options."""
-    if args.skip_cross_node_cores:
-        logger.warning("--skip-cross-node-cores is deprecated: use --bind-numa-node")
-        args.bind_numa_node = True
+    """Warn of old names of options, which the parser has translated."""
+    for text in getattr(args, "former", ()):
+        logger.warning(text)
 
 
 def init_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
