@@ -160,3 +160,15 @@ def test_a_model_that_is_cast_goes_on_in_that_dtype(form: dict[str, Any], to: to
     optimizer.step()
     moved = fast.state_dict()["1.bias"].float() - exact["1.bias"]
     torch.testing.assert_close(moved, torch.full((2,), -0.03), rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.parametrize("form", [*FORMS, {}], ids=["split", "whole", "float16", "float32"])
+def test_a_step_spoils_the_graphs_before_it(form: dict[str, Any]) -> None:
+    # Gradients of new weights with old activations would be wrong, silently.
+    model = nn.Linear(8, 8).train()
+    fast, optimizer = optimize(model, optimizer=OPTIMIZERS["lamb"](model.parameters()), **form)
+    loss = fast(torch.randn(3, 8, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

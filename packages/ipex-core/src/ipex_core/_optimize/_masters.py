@@ -111,23 +111,22 @@ class Masters:
         """Return ``param`` and ``param2`` as the ops of optimizers take them; call `done` after writing to them."""
         self._follow(parameter)
         master = self._of[parameter]
-        data = parameter.detach()
-        return (data, master.rest) if master.split else (master.rest, data)
+        return (parameter, master.rest) if master.split else (master.rest, parameter)
 
     def done(self, parameter: nn.Parameter) -> None:
         """Note that both parts have been written."""
         self._of[parameter].version = parameter._version
 
-    @torch.no_grad()
     def _follow(self, parameter: nn.Parameter) -> None:
         """Take over what somebody wrote to the parameter itself."""
         master = self._of[parameter]
-        if not master.split:
-            # Writes to ``.data`` count no version.
-            if not torch.equal(master.rest.to(parameter.dtype), parameter):
-                master.rest.copy_(_where_equal(master.rest, parameter))
-        elif parameter._version != master.version:
-            master.rest.zero_()
+        if master.split:
+            if parameter._version != master.version:
+                master.rest.zero_()
+        else:  # writes to ``.data`` count no version
+            value = parameter.detach()
+            if not torch.equal(master.rest.to(value.dtype), value):
+                master.rest.copy_(_where_equal(master.rest, value))
         master.version = parameter._version
 
     @torch.no_grad()

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ipex_core._optimize._masters import Masters
-from ipex_core.optim._plain import plain_step
-from ipex_core.optim._spread import is_spread
+from ipex_core.optim._plain import below_autograd, plain_step
+from ipex_core.optim._spread import any_spread
 from ipex_core.optim._steps import step_of
 
 __all__ = ["adopt", "needs_closure"]
@@ -73,7 +74,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     fused = step_of(self) if self._ipex_fuse else None
     low = [
         (group, p)
-        for group in self.param_groups
+        for group in (self.param_groups if len(masters) else ())
         for p in group["params"]
         if p in masters and p.grad is not None
     ]
@@ -97,13 +98,16 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     finally:
         for (_, p), grad in zip(low, grads, strict=True):
             p.grad = grad
-    for group, p in low:
-        param, param2 = masters.parts(p)
-        if p.grad.dtype == p.dtype:
-            fused(group, self.state[p], param, p.grad, param2)
-        else:  # float16, whose gradients are float32
-            fused(group, self.state[p], param, p.grad, None)
-            p.copy_(param)
+    with below_autograd():
+        for group, p in low:
+            param, param2 = masters.parts(p)
+            if p.grad.dtype == p.dtype:
+                fused(group, self.state[p], param, p.grad, param2)
+            else:  # float16, whose gradients are float32
+                fused(group, self.state[p], param, p.grad, None)
+                p.copy_(param)
+    increment_version([p for _, p in low])
+    for _, p in low:
         masters.done(p)
     return loss
 
@@ -128,14 +132,12 @@ def _stock_fused(optimizer: Any) -> Iterator[None]:
 def _fusable(group: dict[str, Any], kind: type[Optimizer]) -> bool:
     if group.get("differentiable") or group.get("capturable"):
         return False
-    if kind not in _STOCK_FUSED_SPREAD and any(is_spread(p) for p in group["params"]):
+    params = group["params"]
+    if not all(p.is_cpu and p.is_floating_point() for p in params):
         return False
-    return all(
-        p.device.type == "cpu"
-        and p.is_floating_point()
-        and (p.grad is None or not p.grad.is_sparse)
-        for p in group["params"]
-    )
+    if kind not in _STOCK_FUSED_SPREAD and any_spread(params):
+        return False
+    return not any((grad := p.grad) is not None and grad.is_sparse for p in params)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

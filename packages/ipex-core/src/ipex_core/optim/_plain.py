@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
+from ipex_core.optim._spread import in_stock_operations
 from ipex_core.optim._steps import step_of
 
-__all__ = ["PlainOptimizer", "check_numbers", "plain_step"]
+__all__ = ["PlainOptimizer", "below_autograd", "check_numbers", "plain_step"]
 
 
 def check_numbers(name: str, **values: float) -> None:
@@ -41,6 +43,11 @@ class PlainOptimizer(torch.optim.Optimizer):
                     self.state[param][key] = value.to(param.device, torch.float32)
 
 
+def below_autograd() -> Any:
+    """Return a context in which our ops do not ask whether a derivative is wanted: half of what a small step takes."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 def plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None) -> Any:
     """Run the step of an optimizer for each of its parameters; those in 16 bits through a float32 copy."""
     loss = None
@@ -58,10 +65,16 @@ def plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | 
                 raise RuntimeError(
                     f"{type(optimizer).__name__}: gradients must be dense, got a sparse one"
                 )
-            if param.dtype in (torch.float32, torch.float64):
-                step(group, optimizer.state[param], param, grad, None)
-            else:
-                wide = param.float()
-                step(group, optimizer.state[param], wide, grad.float(), None)
-                param.copy_(wide)
+            state = optimizer.state[param]
+            if in_stock_operations(param):
+                step(group, state, param, grad, None)
+                continue
+            with below_autograd():
+                if param.dtype == torch.float32:
+                    step(group, state, param, grad, None)
+                    increment_version(param)
+                else:
+                    wide = param.float()
+                    step(group, state, wide, grad.float(), None)
+                    param.copy_(wide)
     return loss

@@ -7,13 +7,14 @@ Norms are those of the whole.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ipex_core.ops._optimizer import with_momentum
 
-__all__ = ["adamw_step", "in_stock_operations", "is_spread", "lamb_step", "lars_step"]
+__all__ = ["adamw_step", "any_spread", "in_stock_operations", "is_spread", "lamb_step", "lars_step"]
 
 Tensor = torch.Tensor
 
@@ -22,6 +23,11 @@ def is_spread(value: Tensor) -> bool:
     """Return whether a tensor is a part of one that several processes have."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def any_spread(values: Iterable[Tensor]) -> bool:
+    """Return whether one of several tensors is such a part."""
+    return "torch.distributed.tensor" in sys.modules and any(map(is_spread, values))
 
 
 def in_stock_operations(param: Tensor) -> bool:

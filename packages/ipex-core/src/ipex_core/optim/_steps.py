@@ -27,11 +27,12 @@ def _count(state: dict[str, Any]) -> float:
     step = state.get("step")
     if step is None:
         step = state["step"] = torch.tensor(0.0)
+    count = float(step) + 1.0
     if isinstance(step, Tensor):
-        step += 1
-        return float(step)
-    state["step"] = step + 1
-    return float(step + 1)
+        step.fill_(count)  # which takes half of the time of adding one
+    else:
+        state["step"] = step + 1
+    return count
 
 
 def _momentum(group: dict[str, Any], state: dict[str, Any], param: Tensor) -> tuple[Any, bool]:
