@@ -106,7 +106,8 @@ def sources(package: str) -> Iterator[Path]:
 
 def source_hash(package: str) -> str:
     """Return a digest of all that determines a package's wheel."""
-    digest = hashlib.sha256(f"{sys.version_info[:2]} {CONSTRAINTS.read_text()}".encode())
+    defined = os.environ.get("SKBUILD_CMAKE_DEFINE", "")
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {CONSTRAINTS.read_text()}{defined}".encode())
     for path in (FINISH, *sources(package)):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

@@ -323,6 +323,7 @@ def test_from_weight_awq_and_defaults() -> None:
         ({"quant_method": 2}, "quant_method must be one of QuantMethod's GPTQ_GEMM"),
         ({"dtype": 1}, "dtype must be one of QuantDtype's INT4"),
         ({"group_size": 32}, "scales must have 2 groups of 32 for 64 input features, got 4"),
+        ({"group_size": 17}, "groups of 17 features cannot be divided into groups of a multiple"),
         ({"in_features": 128}, r"qweight must have shape \[16, 40\], got \[8, 40\]"),
         ({"out_features": 48}, "out_features must be 48, got 40"),
         ({"qconfig": "int4"}, "qconfig must be a QConfigWoq"),

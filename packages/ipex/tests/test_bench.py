@@ -124,6 +124,14 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(option, tmp_path)
     assert "Traceback" not in done.output
 
 
+def test_a_chart_of_an_unknown_kind_is_refused_before_the_work(tmp_path):
+    pytest.importorskip("matplotlib")
+    for kind in ((OP,), ("models", "minilm")):
+        done = CliRunner().invoke(bench.app, [*kind, "--plot", str(tmp_path / "chart.doc")])
+        assert done.exit_code == 2, done.output
+        assert "must end with one of" in " ".join(done.output.replace("│", " ").split())
+
+
 @pytest.mark.parametrize("width", [80, 110, 140])
 def test_table_loses_no_number_on_a_narrow_terminal(tiny, width):
     import io

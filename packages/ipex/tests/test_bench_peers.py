@@ -235,6 +235,9 @@ def test_a_regression_is_measured_again_before_it_counts(tmp_path, monkeypatch):
         assert done.exit_code == code, done.output
         assert ("regression:" in done.output) == bool(code)
         assert len(asked) == len(now)
+        # It was written by hand: nothing is known of its machine.
+        assert "before.json has another cpu, None instead of" in " ".join(done.output.split())
+        assert "another dtype" not in done.output
 
 
 def test_cases_before_an_end_are_kept(tmp_path, monkeypatch):

@@ -59,18 +59,25 @@ def writable(path: Path, option: str) -> None:
         raise typer.BadParameter(f"cannot write {path}: {reason}", param_hint=option) from None
 
 
-def figure_class() -> Any:
-    """Return matplotlib's class of figures, for the option ``--plot``.
+def figure_class(path: Path | None = None) -> Any:
+    """Return matplotlib's class of figures, for the option ``--plot``; with the file, if it shall be checked.
 
     Raises:
-        typer.BadParameter: matplotlib is not installed.
+        typer.BadParameter: matplotlib is not installed, or does not know the ending of the file.
     """
     import typer
 
     try:
+        from matplotlib.backend_bases import FigureCanvasBase
         from matplotlib.figure import Figure
     except ImportError:
         raise typer.BadParameter(
             "needs matplotlib: pip install 'ipex[plot]'", param_hint="--plot"
         ) from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    ending = "png" if path is None else path.suffix[1:].lower() or "png"
+    if ending not in known:
+        raise typer.BadParameter(
+            f"must end with one of {', '.join(sorted(known))}, got {path}", param_hint="--plot"
+        )
     return Figure

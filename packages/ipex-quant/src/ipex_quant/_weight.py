@@ -119,7 +119,12 @@ class QuantizedWeight:
     def not_packable(self) -> str | None:
         """Return why the packed format cannot hold this weight, or None."""
         if packable_group(self._group, self.in_features) is None:
-            return f"groups of {self.group_size} features are smaller than {_SMALLEST}"
+            if self._group < _SMALLEST:
+                return f"groups of {self.group_size} features are smaller than {_SMALLEST}"
+            return (
+                f"groups of {self.group_size} features cannot be divided into groups of a multiple of 8,"
+                f" {_SMALLEST} or more"
+            )
         if self.g_idx is not None:
             wanted = torch.arange(self.in_features) // self._group
             counts = self.g_idx.sort().values.long()

@@ -76,7 +76,8 @@ def _unpack(ctx: Context, node: fx.Node, given: dict[str, Any], n: int, k: int) 
     fixed = {name: value for name, value in given.items() if name not in names}
 
     def function(*values: Tensor) -> Tensor:
-        return _plain(rows=n, **fixed, **dict(zip(names, values, strict=True)))
+        arguments: dict[str, Any] = {**fixed, **dict(zip(names, values, strict=True))}
+        return _plain(rows=n, **arguments)
 
     with ctx.fake_mode(), torch.no_grad():
         values = [val(given[name]) for name in names]

@@ -104,7 +104,7 @@ def bench(
             if path is not None:
                 writable(path, option)
         if plot is not None:
-            figure_class()
+            figure_class(plot)
         import torch
 
         from ipex_core.benchmark import busy

@@ -167,7 +167,7 @@ class Files:
             if path is not None:
                 writable(path, option)
         if self.plot is not None:
-            figure_class()
+            figure_class(self.plot)
 
     def read(self, option: str, kind: str) -> Run | None:
         """Return the results of ``--add`` or ``--compare``, if there are any.

@@ -136,7 +136,7 @@ def bench(
         writable(json_file, "--json")
     if plot is not None:
         writable(plot, "--plot")
-        figure_class()
+        figure_class(plot)
 
     from ipex_core.benchmark import busy
 
@@ -279,14 +279,18 @@ def _measure(request: dict[str, Any], console: Console) -> list[Result]:
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("", total=total)
             results = []
+
+            def step(spec: Any, case: Any, dtype: torch.dtype) -> None:
+                progress.update(task, description=f"{spec.name} {case.id}")
+                if not console.is_terminal:
+                    console.print(f"{spec.name} {case.id} {dtype} ...", highlight=False)
+
             for result in run_bench(
                 request["ops"],
                 dtypes=dtypes,
                 cases=request["case"],
                 seconds=request["seconds"],
-                on_case=lambda spec, case, dtype: progress.update(
-                    task, description=f"{spec.name} {case.id}"
-                ),
+                on_case=step,
             ):
                 results.append(result)
                 progress.advance(task)

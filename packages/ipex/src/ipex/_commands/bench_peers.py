@@ -151,6 +151,9 @@ def bench_kind(kind: str, files: Files, **options: Any) -> None:
     part, before = files.read("add", kind), files.read("compare", kind)
     result = Run(kind, plan.dtype, {**machine(), "threads": plan.threads})
     result.command = shlex.join(["ipex", "bench", kind, *arguments_of(kind)])
+    if before is not None:
+        for line in _other_conditions(before, result):
+            console.print(f"[yellow]{files.compare} has another {line}:[/] ratios differ anyway")
     _together(part, result)  # whether they fit is known before the work
     # Hours of work end at the first case that the machine does not survive: what is done is kept.
     _measure(plan, result, console, lambda found: files.write_json(_together(part, found)))
@@ -166,6 +169,13 @@ def bench_kind(kind: str, files: Files, **options: Any) -> None:
         console.print(f"nothing of ipex is slower than in {files.compare} beyond the noise")
     if worse or failed:
         raise typer.Exit(1)
+
+
+def _other_conditions(before: Run, now: Run) -> list[str]:
+    """Return in words where two runs were not measured alike."""
+    pairs: list[tuple[str, Any, Any]] = [("dtype", before.dtype, now.dtype)]
+    pairs += [(k, before.machine.get(k), now.machine.get(k)) for k in ("cpu", "threads", "torch")]
+    return [f"{name}, {old} instead of {new}" for name, old, new in pairs if old != new]
 
 
 def _together(part: Run | None, result: Run) -> Run:

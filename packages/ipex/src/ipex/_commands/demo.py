@@ -93,6 +93,8 @@ def demo(
 
         def step(text: str) -> None:
             progress.update(task, description=text)
+            if not console.is_terminal:
+                console.print(f"{text} ...", highlight=False)
 
         if memory:
             step("memory, one process per candidate")
