@@ -524,6 +524,7 @@ BENCH_ENGINES = (
     ("openvino",),
     ("onnxruntime", "onnx"),
     ("llama-cpp-python", "gguf"),
+    ("zentorch~=2.13.0",),  # of the torch in constraints.txt
 )
 
 
