@@ -10,9 +10,11 @@ import pickle
 import pytest
 import torch
 from families import FAMILIES, tokens
+from torch.ao.quantization import QConfigMapping
 
 import ipex_core
 from ipex_llm._optimize import optimize, optimize_transformers
+from ipex_quant import WoqWeightDtype, woq_qconfig
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -158,6 +160,28 @@ def test_quantised_weights(name, lowp):
         assert torch.equal(fast.generate(ids, **options), reference.generate(ids, **options))
     with torch.no_grad():  # its own forward
         fast(ids, output_hidden_states=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_configurations_of_single_layers(name):
+    """A mapping may say other things of some layers; what it leaves out stays float."""
+    eight, four = woq_qconfig(), woq_qconfig(weight_dtype=WoqWeightDtype.INT4, group_size=16)
+    mapping = QConfigMapping().set_global(eight).set_module_name("lm_head", None)
+    mapping.set_module_name_regex(r".*(o_proj|experts)", four)
+    model, fast = FAMILIES[name](), optimize(FAMILIES[name](), quantization_config=mapping)
+    attention = fast.model.layers[0].self_attn
+    assert attention.q_proj.dtype is WoqWeightDtype.INT8
+    assert attention.o_proj.dtype is WoqWeightDtype.INT4
+    assert fast.lm_head.weight.is_floating_point()
+    assert [row.done for row in ipex_core.explain(fast).rows if row.step == "llm"] == [True]
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        got, want = (m(ids).logits.flatten() for m in (fast, model))
+    assert torch.cosine_similarity(got, want, dim=0) > 0.98
+    only = QConfigMapping().set_module_name("lm_head", eight)
+    found = optimize(FAMILIES[name](), quantization_config=only)
+    assert found.lm_head.dtype is WoqWeightDtype.INT8
+    assert found.model.layers[0].self_attn.q_proj.weight.is_floating_point()
 
 
 def test_low_precision_checkpoint():

@@ -265,6 +265,19 @@ def test_state_dict() -> None:
     assert again[0].fp8_meta == {"recipe": DelayedScaling()}
 
 
+@torch.no_grad()
+def test_encoder_layers_call_their_parts() -> None:
+    """In inference torch's encoder layer would read the float weights of its parts instead."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    model = prepare_fp8(layer)
+    x = torch.randn(2, 3, 16)
+    with fp8_autocast(enabled=True):
+        found = model(x)
+    assert 0 < (found - layer(x)).abs().max() < 0.5
+    assert layer.activation_relu_or_gelu == 1
+
+
 def test_another_recipe() -> None:
     """A history is cut or extended, and scales fit the new format at once."""
     layer = FP8Linear(4, 4).train()

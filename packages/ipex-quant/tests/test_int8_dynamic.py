@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
+from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver, QConfigMapping
 
 import ipex_quant
 from ipex_core import explain, optimize
@@ -19,6 +19,7 @@ from ipex_core.errors import OpArgumentError
 from ipex_quant import (
     DynamicInt8Linear,
     Int8Linear,
+    WoqWeightDtype,
     convert,
     default_dynamic_qconfig_mapping,
     default_static_qconfig_mapping,
@@ -179,6 +180,74 @@ def test_weight_only_mapping() -> None:
     assert type(model[0]) is nn.Linear
     x = torch.randn(3, 64)
     assert near(quantised(x), model(x))
+
+
+@torch.no_grad()
+def test_weight_only_entries_of_modules() -> None:
+    """What a mapping says of single layers, by name, pattern and class, is done."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 8))
+    model = model.eval()
+    eight = ipex_quant.woq_qconfig()
+    four = ipex_quant.woq_qconfig(weight_dtype=WoqWeightDtype.INT4, group_size=16)
+
+    def kinds(mapping: QConfigMapping) -> list[str]:
+        found = convert(prepare(model, mapping))
+        layers = (found[0], found[1][0], found[2])
+        return [getattr(m.dtype, "name", "") if hasattr(m, "dtype") else "" for m in layers]
+
+    assert kinds(QConfigMapping().set_global(eight).set_module_name("2", None)) == [
+        "INT8",
+        "INT8",
+        "",
+    ]
+    mapping = QConfigMapping().set_module_name("1", four).set_module_name_regex("2", eight)
+    assert kinds(mapping) == ["", "INT4", "INT8"]
+    mapping = QConfigMapping().set_object_type(nn.Linear, four).set_module_name("0", eight)
+    assert kinds(mapping) == ["INT8", "INT4", "INT4"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dynamic", "static", "smooth", "weights"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_encoder_of_torch(kind: str, padded: bool, tmp_path: Path) -> None:
+    """In inference its layers would read the weights of their parts instead of calling these."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(3, 5, 16)
+    valid = torch.arange(5) < torch.tensor([[5], [3], [5]])
+    options = {"src_key_padding_mask": ~valid} if padded else {}
+    mapping: Any = {
+        "dynamic": default_dynamic_qconfig_mapping,
+        "static": default_static_qconfig_mapping,
+        "smooth": get_smooth_quant_qconfig_mapping(),
+        "weights": ipex_quant.get_weight_only_quant_qconfig_mapping(),
+    }[kind]
+    expected = model(x, **options)
+    prepared = prepare(model, mapping, (x,))
+    prepared(x, **options)
+    found = convert(prepared)
+    assert type(found.layers[1].linear2) is not nn.Linear
+    assert near(found(x, **options)[valid], expected[valid], 0.998)
+    ipex_quant.save(found, tmp_path / "model")
+    loaded = ipex_quant.load(tmp_path / "model", copy.deepcopy(model))
+    assert torch.equal(loaded(x, **options), found(x, **options))
+    assert torch.equal(model(x, **options), expected)  # as it was
+    assert model.use_nested_tensor and model.layers[0].activation_relu_or_gelu == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+def test_attention_of_torch_keeps_its_projections(bias: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 4, bias, batch_first=True)})
+    model["last"] = nn.Linear(16, 16)
+    model = model.eval()
+    x = torch.randn(2, 5, 16)
+    expected = model["attention"](x, x, x)[0]
+    assert ipex_quant.quantize_linears(model, ipex_quant.woq_qconfig()) == ("last",)
+    assert torch.equal(model["attention"](x, x, x)[0], expected)
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,7 @@ def test_transposed(dims: int, groups: int, shape: tuple[int, ...]) -> None:
     x = torch.randn(2, 4, *(5, 4, 3)[:dims])
     found = quantised(model, x)
     assert type(found[0]) is Int8ConvTranspose is type(found[-1])
+    assert found(x[:0]).shape == model(x[:0]).shape
     assert found[0].output and found[0].activation == "relu"
     assert found[0](x).value.codes.dtype == torch.uint8
     assert near(found(x), model(x))

@@ -246,9 +246,9 @@ def _grains(config: Any) -> tuple[int, ...]:
     """Return how many features of an mlp should stay together: whole groups, so that their scales are the same."""
     if config is None:
         return GRAINS
-    from ipex_quant._build import as_qconfig
+    from ipex_quant._model import woq_qconfigs
 
-    group = as_qconfig("optimize", config).group_size
+    group = math.lcm(*(max(one.group_size, 1) for one in woq_qconfigs("optimize", config)))
     return GRAINS if group <= 1 else (math.lcm(GRAINS[0], group), group, *GRAINS)
 
 

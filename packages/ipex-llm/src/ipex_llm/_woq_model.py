@@ -13,7 +13,8 @@ from ipex_llm import _woq, _woq_experts
 from ipex_llm._layer_plans import Found
 from ipex_llm._plan import DecoderPlan, ExpertsPlan, LayerPlan, LinearPlan
 from ipex_quant import quantize_linears
-from ipex_quant._build import as_qconfig
+from ipex_quant._model import woq_qconfig_of, woq_qconfigs
+from ipex_quant.qconfig import QConfigWoq
 
 __all__ = ["quantize"]
 
@@ -32,7 +33,7 @@ def quantize(
     Args:
         model: The model.
         plan: Of its decoder, or None; experts are looked for in the model then.
-        config: A `QConfigWoq`, or a mapping with one as global.
+        config: A `QConfigWoq`, or a mapping with one as global or for some modules.
         layers: Its decoder layers, if they have plans of their own.
 
     Returns:
@@ -41,23 +42,27 @@ def quantize(
     Raises:
         OpArgumentError: The configuration does not fit a layer.
     """
-    qconfig = as_qconfig("optimize", config)
+    first = woq_qconfigs("optimize", config)[0]
+    config = first if config is None else config
     paths = {id(module): name for name, module in model.named_modules()}
     found, notes = _mixtures(model, plan)
-    stacked: list[tuple[str, ExpertsPlan]] = []
+    stacked: list[tuple[str, ExpertsPlan, QConfigWoq]] = []
     for mixture in found:
         name = paths.get(id(mixture.module), "")
         if isinstance(mixture.gate_up, tuple) or _woq_experts.weights(mixture.module):
             continue  # linear layers as all others, or quantised already
         reason = _woq_experts.reason_against(mixture)
-        if reason is None:
+        qconfig = woq_qconfig_of(config, name, mixture.module)
+        if qconfig is None:
+            reason = reason or "the configuration has nothing for it"
+        elif reason is None:
             _woq_experts.check_group(mixture, name, qconfig)
-            stacked.append((name, mixture))
+            stacked.append((name, mixture, qconfig))
         notes.append((name, mixture.module, reason))
     kept = {m for one in found for m in (one.router, one.shared_gate) if m is not None}
     names = dict(model.named_modules(remove_duplicate=False))
     quantize_linears(model, config, tuple(n for n, m in names.items() if m in kept and _linear(m)))
-    for name, mixture in stacked:
+    for name, mixture, qconfig in stacked:
         _woq_experts.quantize(mixture, name, qconfig)
     new = dict(model.named_modules(remove_duplicate=False))
     changed = {id(old): new[name] for name, old in names.items() if new.get(name) is not old}

@@ -112,12 +112,11 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
         log.add(
             path, type(model.get_submodule(path)).__name__, _STEP, False, f"stays float: {reason}"
         )
-    woq = model.__dict__.pop("_ipex_woq", None)
     for name in (KEY, "q_config", "save_qconf_summary", "load_qconf_summary"):
         model.__dict__.pop(name, None)
-    if woq is not None:
-        for path in quantize_linears(model, woq):
-            log.add(path, "Linear", _STEP, True, f"weights {woq.weight_dtype.name}", "woq_linear")
+    for path in () if state.weight_only is None else quantize_linears(model, state.weight_only):
+        woq: Any = model.get_submodule(path)
+        log.add(path, "Linear", _STEP, True, f"weights {woq.dtype.name}", "woq_linear")
     keep_dtypes(model, dtypes)
     model.__dict__[QUANTISATION] = log
     return model, names

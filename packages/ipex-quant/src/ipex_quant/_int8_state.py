@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.ao.quantization import QConfigMapping
 
 from ipex_quant._flow import Flow
 from ipex_quant._int8_observe import Reader, Watch, channel_observer
@@ -47,6 +48,7 @@ class Prepared:
         loaded: Scale and channel scales of layers from a file.
         blocks: What the blocks are called with whose layers get one alpha.
         named: Functions of products of activations that the configuration names.
+        weight_only: The mapping, if it says of which layers the weights alone are quantised.
     """
 
     qconfigs: dict[str, Any]
@@ -60,6 +62,7 @@ class Prepared:
     loaded: dict[str, tuple[Scale, Tensor | None]] = dataclasses.field(default_factory=dict)
     blocks: dict[str, BlockWatch] = dataclasses.field(default_factory=dict)
     named: frozenset[str] = frozenset()
+    weight_only: QConfigMapping | None = None
 
 
 def state_of(model: Any) -> Prepared | None:

@@ -157,7 +157,8 @@ class Int8ConvTranspose(_Int8Layer):
         dims = len(self.stride)
         places = list(y.shape[2:])
         last = y.permute(0, *range(2, 2 + dims), 1)  # as it lies in memory
-        last = last.reshape(y.shape[0], *places, self.groups, *self.stride, -1)
+        each = self.out_channels // self.groups
+        last = last.reshape(y.shape[0], *places, self.groups, *self.stride, each)
         pairs = [d for i in range(dims) for d in (1 + i, 2 + dims + i)]
         last = last.permute(0, *pairs, 1 + dims, 2 + 2 * dims)
         full = [p * s for p, s in zip(places, self.stride, strict=True)]

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.ao.quantization import QConfigMapping
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ipex_core._memory import return_free_memory
 from ipex_core._optimize._progress import progress as show_progress
@@ -21,8 +23,18 @@ from ipex_quant._build import as_qconfig
 from ipex_quant._weight import packable_group
 from ipex_quant.linear import WeightOnlyQuantizedLinear
 from ipex_quant.qconfig import QConfigWoq
+from ipex_quant.static_qconfig import qconfig_of
 
-__all__ = ["dtypes_of", "keep_dtypes", "matches", "quantize_linears", "replace_module"]
+__all__ = [
+    "call_encoder_layers",
+    "dtypes_of",
+    "keep_dtypes",
+    "matches",
+    "quantize_linears",
+    "replace_module",
+    "woq_qconfig_of",
+    "woq_qconfigs",
+]
 
 log = logging.getLogger("ipex")
 
@@ -46,7 +58,8 @@ def quantize_linears(
 
     Args:
         model: The model; its class stays, its linear layers change.
-        qconfig: A `QConfigWoq`, or a mapping with one as global.
+        qconfig: A `QConfigWoq`, or a ``QConfigMapping`` with one for each layer that is to be quantised: by its name
+            or the beginning of it, a pattern of names, its class, or as global.
         modules_to_skip: Layers to leave as they are: their names, the ends of names (``"lm_head"``), names of modules
             that contain them (``"model.vision"``), or patterns (``"*.router"``).
         progress: Whether to show a progress bar if it takes long, or a function that is called with the number of
@@ -67,30 +80,63 @@ def quantize_linears(
         ('0',)
     """
     op = "quantize_linears"
-    qconfig = as_qconfig(op, qconfig)
+    single = woq_qconfigs(op, qconfig)[0]
+    qconfig = qconfig if isinstance(qconfig, QConfigMapping) else single
     check(not _is_linear(model), op, "model", "contain linear layers, not be one", "a linear layer")
     skip = tuple(modules_to_skip)
     names: dict[nn.Module, list[str]] = {}
+    qconfigs: dict[str, QConfigWoq] = {}
     unused = set(skip)
     for name, module in model.named_modules(remove_duplicate=False):
         if not _is_linear(module):
             continue
         hits = [pattern for pattern in skip if matches(name, (pattern,))]
         unused.difference_update(hits)
-        if not hits:
-            names.setdefault(module, []).append(name)
+        if hits:
+            continue
+        own = woq_qconfig_of(qconfig, name, module)
+        if module in names:
+            names[module].append(name)
+        elif own is not None:
+            names[module], qconfigs[name] = [name], own
     for pattern in sorted(unused):
         log.warning("%s: no linear layer matches %r in modules_to_skip", op, pattern)
-    _check_groups(op, names, qconfig)
+    for module, (name, *_) in names.items():
+        _check_group(op, module, name, qconfigs[name])
     layers = list(names.items())
     done: list[str] = []
     for module, places in _with_progress(layers, progress):
-        replacement = _quantize(module, qconfig, places[0], scale_dtype)
+        replacement = _quantize(module, qconfigs[places[0]], places[0], scale_dtype)
         for name in places:
             replace_module(model, name, replacement)
         done += places
         return_free_memory()
     return tuple(done)
+
+
+def woq_qconfigs(op: str, qconfig: Any) -> list[QConfigWoq]:
+    """Return the configurations that a mapping has, or the one there is.
+
+    Raises:
+        OpArgumentError: There is none.
+    """
+    if not isinstance(qconfig, QConfigMapping):
+        return [as_qconfig(op, qconfig)]
+    values: list[Any] = [
+        qconfig.global_qconfig,
+        *qconfig.module_name_qconfigs.values(),
+        *qconfig.module_name_regex_qconfigs.values(),
+        *qconfig.object_type_qconfigs.values(),
+    ]
+    found = [value for value in values if isinstance(value, QConfigWoq)]
+    return found or [as_qconfig(op, qconfig)]
+
+
+def woq_qconfig_of(qconfig: Any, name: str, module: nn.Module) -> QConfigWoq | None:
+    """Return the configuration of a module: the one there is, or what a mapping has for it; None for others."""
+    if isinstance(qconfig, QConfigMapping):
+        qconfig = qconfig_of(qconfig, name, module)
+    return qconfig if isinstance(qconfig, QConfigWoq) else None
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -106,8 +152,31 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put a module in the place that has this name."""
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)
+    *above, last = name.split(".")
+    parents = [model.get_submodule(".".join(above[:i])) for i in range(len(above) + 1)]
+    for parent in parents:
+        _call_parts(parent)
+    setattr(parents[-1], last, module)
+
+
+#: What makes the encoder layers of torch read the weights of their parts instead of calling the parts.
+_SHORT_CUTS: tuple[tuple[type[nn.Module], str, Any], ...] = (
+    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
+    (nn.TransformerEncoder, "use_nested_tensor", False),
+)
+
+
+def call_encoder_layers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Let torch's encoder layers call their parts in inference too; return module, attribute and value before."""
+    return [change for module in model.modules() for change in _call_parts(module)]
+
+
+def _call_parts(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    found = [(name, value) for kind, name, value in _SHORT_CUTS if isinstance(module, kind)]
+    before = [(module, name, getattr(module, name, value)) for name, value in found]
+    for name, value in found:
+        setattr(module, name, value)
+    return before
 
 
 def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
@@ -133,6 +202,8 @@ def keep_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
 
 def _is_linear(module: nn.Module) -> bool:
     kind: Any = type(module)
+    if kind is NonDynamicallyQuantizableLinear:  # multi-head attention reads its weight
+        return False
     if kind in (nn.Linear, OptimizedLinear) or _is_conv1d(module):
         return True
     return isinstance(module, nn.Linear) and _has_only(module) and _computes_linear(kind)
@@ -179,13 +250,10 @@ def _in_features(module: Any) -> int:
     return int(module.weight.shape[0 if _is_conv1d(module) else 1])
 
 
-def _check_groups(op: str, names: dict[nn.Module, list[str]], qconfig: QConfigWoq) -> None:
-    group = qconfig.group_size
-    for module, (name, *_) in names.items():
-        k = _in_features(module)
-        fits = packable_group(k if group == -1 else group, k) is not None
-        what = f"be -1 or at least 16 for {name}"
-        check(fits, op, "qconfig.group_size", what, group)
+def _check_group(op: str, module: nn.Module, name: str, qconfig: QConfigWoq) -> None:
+    group, k = qconfig.group_size, _in_features(module)
+    fits = packable_group(k if group == -1 else group, k) is not None
+    check(fits, op, "qconfig.group_size", f"be -1 or at least 16 for {name}", group)
 
 
 def _with_progress(

@@ -26,7 +26,7 @@ from ipex_quant._int8_products import NOT_NAMED, PRODUCTS, MatMul, named_in
 from ipex_quant._int8_recurrent import why_not as why_not_lstm
 from ipex_quant._int8_state import KEY, Prepared, attach, state_of
 from ipex_quant._int8_summary import load_summary, save_summary
-from ipex_quant._model import replace_module
+from ipex_quant._model import call_encoder_layers, replace_module
 from ipex_quant.qconfig import QConfigWoq
 from ipex_quant.static_qconfig import QConfigSmoothQuant, qconfig_of
 
@@ -106,14 +106,19 @@ def prepare(
     if static:
         check(not model.training, op, "model", "be in evaluation mode", "training mode")
     flow: Flow | None = None
-    if static or (dynamic and (args or kwargs) and not model.training):
-        flow = _first_run(op, model, args, kwargs)
-    if not inplace:
-        model = copy.deepcopy(model)
+    changed, keep = call_encoder_layers(model), False
+    try:
+        if static or (dynamic and (args or kwargs) and not model.training):
+            flow = _first_run(op, model, args, kwargs)
+        keep = inplace
+        if not inplace:
+            model = copy.deepcopy(model)
+    finally:
+        if not keep:
+            for module, name, value in changed:
+                setattr(module, name, value)
     state = Prepared(statics, None, Plan({}, {}, {}, {}), dynamic=dynamic)
-    state.named = named_in(mapping)
-    if weight_only:
-        _set_hidden(model, "_ipex_woq", mapping.global_qconfig)
+    state.named, state.weight_only = named_in(mapping), mapping if weight_only else None
     if flow is not None and dynamic:
         state.activations = fusable_activations(model, flow, dynamic)
     if flow is not None and static:

@@ -12,6 +12,7 @@ from torch import nn
 from ipex_core._fp8 import DTYPES, amax, to_fp8
 from ipex_core._optimize._records import QUANTISATION, Quantisation, quantisation_of
 from ipex_core._spec import check
+from ipex_quant._model import replace_module
 from ipex_quant.fp8.linear import EMULATED, FP8Linear
 from ipex_quant.fp8.tensors import Float8Format, FP8TensorMeta
 
@@ -97,8 +98,7 @@ def convert_rec(m: nn.Module, optimizer: Any = None, device: str = "cpu") -> nn.
         if not path:
             m = new
         else:
-            parent, _, name = path.rpartition(".")
-            setattr(m.get_submodule(parent), name, new)
+            replace_module(m, path, new)
     m.__dict__[QUANTISATION] = log
     return m
 
