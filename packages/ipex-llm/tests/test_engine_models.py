@@ -138,3 +138,20 @@ def test_families(name):
     outputs = engine.generate(chosen, SamplingParams(max_new_tokens=8))
     for prompt, output in zip(chosen, outputs, strict=True):
         assert output.tokens == greedy(stock, prompt, 8)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"block_size": 1, "num_blocks": 130, "max_tokens_per_step": 7}]
+)
+def test_frequencies_that_change_with_the_length(options):
+    """LongRoPE computes a sequence anew when it gets long; short and long ones run side by side."""
+    stock = FAMILIES["phi3_longrope"]()
+    engine = Engine(ipex_llm.optimize(copy.deepcopy(stock)), **options)
+    draw = torch.Generator().manual_seed(3)
+    counts = ((5, 6), (30, 50), (90, 8), (62, 6), (64, 2), (20, 4))
+    asked = [(torch.randint(1, 96, (n,), generator=draw).tolist(), m) for n, m in counts]
+    asked.append((asked[2][0][:40], 30))  # begins as a long one does, and must not take its rows
+    params = [SamplingParams(max_new_tokens=m, ignore_eos=True) for _, m in asked]
+    found = engine.generate([prompt for prompt, _ in asked], params)
+    for (prompt, count), output in zip(asked, found, strict=True):
+        assert output.tokens == greedy(stock, prompt, count)

@@ -183,6 +183,49 @@ def test_streamer_and_stopping_criteria():
     assert streamer.tokens == out[0].tolist() and streamer.ended
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "mpt", "bloom"])
+def test_gaps_in_the_mask(name):
+    """Sliding windows and the ALiBi of MPT count the places that are hidden between tokens."""
+    model, fast = pair(name)
+    ids = tokens(3, 14)
+    mask = torch.ones_like(ids)
+    mask[0, 4:6] = mask[1, :3] = mask[1, 7] = mask[2, 2] = 0
+    with torch.no_grad():
+        want, got = (m(ids, attention_mask=mask).logits for m in (model, fast))
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-4)
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    for beams in (1, 2):
+        expected = model.generate(ids, num_beams=beams, **options)
+        assert torch.equal(fast.generate(ids, num_beams=beams, **options), expected)
+    # A gap that the next call makes.
+    with torch.no_grad():
+        outs = []
+        for m in (model, fast):
+            first = m(ids[:, :10], attention_mask=mask.flip(1)[:, 4:], use_cache=True)
+            rest = {"past_key_values": first.past_key_values, "use_cache": True}
+            both = torch.cat([mask.flip(1)[:, 4:], torch.ones(3, 4, dtype=torch.long)], 1)
+            outs.append(m(ids[:, 10:], attention_mask=both, **rest).logits)
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-4)
+
+
+def test_prompts_longer_than_a_chunk_of_attention():
+    model, fast = pair("llama4")
+    assert whole(fast) and model.config.attention_chunk_size == 128
+    for length, beams in ((200, 1), (120, 1), (120, 2)):
+        ids = tokens(2, length)
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        options = {"attention_mask": mask, "max_new_tokens": 16, "num_beams": beams}
+        options |= {"do_sample": False, "pad_token_id": 0}
+        assert torch.equal(fast.generate(ids, **options), model.generate(ids, **options))
+    # A cache of the programs, which the own forward goes on with.
+    with torch.no_grad():
+        want = model(tokens(1, 140)).logits[:, 120:]
+        first = fast(tokens(1, 140)[:, :120], use_cache=True)
+        got = fast(tokens(1, 140)[:, 120:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_padding_in_forward(side):
     model, fast = pair()

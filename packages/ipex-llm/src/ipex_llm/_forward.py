@@ -20,7 +20,15 @@ from ipex_llm._hf_cache import CacheState, adopt, state_of_cache
 from ipex_llm._runner import Runner
 from ipex_llm._subclass import rebuild
 
-__all__ = ["DecoderMixin", "Reason", "check_inference", "parameter_names", "tell", "usable_runner"]
+__all__ = [
+    "DecoderMixin",
+    "Reason",
+    "check_gaps",
+    "check_inference",
+    "parameter_names",
+    "tell",
+    "usable_runner",
+]
 
 Tensor = torch.Tensor
 logger = logging.getLogger("ipex.llm")
@@ -135,6 +143,8 @@ class DecoderMixin(nn.Module):
             found = state_of_cache(cache)
             assert found is not None
             state = found
+        if 0 < runner.plan.attention_chunk < state.length + count:
+            raise Reason(f"it is longer than a chunk of attention, {runner.plan.attention_chunk}")
         new = self._new_tokens(state, kwargs.get("attention_mask"), batch, count)
         positions = self._positions(state, kwargs, batch, count)
         if new is not None:
@@ -222,12 +232,16 @@ class DecoderMixin(nn.Module):
         if state.valid is None and bool(mask.all()):
             return None
         known = mask.bool()
+        before = state.valid
         if mask.shape[1] == past + count and past:
-            before = state.valid
             same = known[:, :past].all() if before is None else torch.equal(known[:, :past], before)
             if not same:
                 raise Reason("the attention mask of earlier tokens has changed")
-        return known[:, -count:].contiguous()
+        new = known[:, -count:].contiguous()
+        if before is None:
+            before = known.new_ones(batch, past)
+        check_gaps(self._ipex_runner, torch.cat([before, new], dim=1))
+        return new
 
     def _positions(
         self, state: CacheState, kwargs: dict[str, Any], batch: int, count: int
@@ -248,6 +262,25 @@ class DecoderMixin(nn.Module):
             places = (mask.long().cumsum(1) * mask.long()).long() - 1
             return places[:, -count:].clamp_min(0)
         return torch.arange(past, past + count).unsqueeze(0)
+
+
+def check_gaps(runner: Runner, valid: Tensor) -> None:
+    """Raise if hidden places between tokens count: programs leave them out, windows and ALiBi count them.
+
+    Args:
+        runner: Runs the decoder.
+        valid: bool or int ``[batch, places]``, which of them are tokens.
+
+    Raises:
+        Reason: Why the programs would compute something else.
+    """
+    every = [layer.attention for layer in runner.plan.layers]
+    if all(one.window < 0 and one.alibi_slopes is None for one in every):
+        return
+    valid = valid.bool()
+    after = valid.flip(1).cummax(1).values.flip(1)
+    if bool((~valid & valid.cummax(1).values & after).any()):
+        raise Reason("the attention mask has gaps, which windows and ALiBi count")
 
 
 def check_inference(module: nn.Module) -> None:

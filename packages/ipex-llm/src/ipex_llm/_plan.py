@@ -233,6 +233,9 @@ class DecoderPlan:
     hidden_size: int
     vocab_size: int
     max_positions: int
+    attention_chunk: int = (
+        0  # places; tokens of later chunks do not see those of the ones before in some layers
+    )
     embedding_scale: float = 1.0
     embedding_norm: NormPlan | None = None
     embedding_projection: LinearPlan | None = None  # OPT's project_in

@@ -105,6 +105,11 @@ class Runner:
             return None
         return self.kv_scales.of(dtype)
 
+    @property
+    def length_switch(self) -> int | None:
+        """Length above which all tokens of a sequence get other angles (LongRoPE); None: at no length."""
+        return min((r.original for r in self._ropes if r.plan.kind == "longrope"), default=None)
+
     def fresh(self) -> bool:
         """Return whether the model's parameters are still those that were packed."""
         return self.store.fresh()
@@ -147,6 +152,7 @@ class Runner:
         query_starts: Tensor,
         context_lens: Tensor,
         rows: Tensor | None = None,
+        length: int | None = None,
     ) -> Tensor:
         """Run new tokens of some sequences and return logits.
 
@@ -159,6 +165,7 @@ class Runner:
             query_starts: int32 ``[B + 1]``, offsets of the sequences in ``tokens``.
             context_lens: int32 ``[B]``, history and new tokens of each sequence.
             rows: int64 ``[R]``, the tokens that get logits; None: the last one of each sequence.
+            length: Length of the sequences that angles of rotation may depend on; None: of the longest one.
 
         Returns:
             Logits ``[R, vocab_size]`` in the dtype of the model.
@@ -171,7 +178,8 @@ class Runner:
         longest = int(context_lens.max()) if batch else 0
         most = 1 if singles else int((query_starts[1:] - query_starts[:-1]).max())
         step = Step(slot_mapping, block_tables, query_starts, context_lens, longest, most, singles)
-        return self.run(cache, self.embed(tokens, positions), positions, step, rows, logits=True)
+        hidden = self.embed(tokens, positions)
+        return self.run(cache, hidden, positions, step, rows, logits=True, length=length)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the rows ``[T, H]`` that the first layer reads."""
@@ -209,6 +217,7 @@ class Runner:
         *,
         logits: bool = False,
         states: list[Tensor] | None = None,
+        length: int | None = None,
     ) -> Tensor:
         """Run rows ``[T, H]`` through the stack; see `forward`.
 
@@ -232,7 +241,7 @@ class Runner:
             inputs.append(step.starts[1:].long() - 1 if rows is None else rows)
         at = positions
         for rope in self._ropes:
-            cos, sin, at = rope.tables(positions, step.longest)
+            cos, sin, at = rope.tables(positions, step.longest, length)
             inputs += [cos, sin]
         if self._ropes:
             inputs[1] = at
@@ -262,44 +271,55 @@ class Rope:
     def __init__(self, plan: RopePlan, positions: int) -> None:
         self.plan = plan
         self.by_length = plan.kind in _BY_LENGTH
-        self.cos = self.sin = torch.empty(0)
-        self.size = 0
+        scaling = plan.scaling or {}
+        original: Any = scaling.get("original_max_position_embeddings")
+        self.original = int(original or plan.max_position_embeddings)
+        #: Tables by what the frequencies depend on.
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._start = positions
-        self._key: int | None = None
 
-    def tables(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tables and the rows of them that belong to ``positions``."""
+    def tables(
+        self, positions: Tensor, longest: int, length: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tables and the rows of them that belong to ``positions``.
+
+        Args:
+            positions: int64 ``[T]``.
+            longest: Length of the longest sequence.
+            length: The length that frequencies are chosen by; None: the longest one.
+        """
         needed = longest
         if positions.numel():
             needed = max(needed, int(positions.max()) + 1)
-        length = needed if self.by_length else 0
+        length = needed if length is None else length
         key = self._length_key(length)
-        if needed > self.size or key != self._key:
-            self._make(max(needed, self._start if not self.by_length else 0, 2 * self.size), length)
-            self._key = key
-        return self.cos, self.sin, positions
+        found = self._made.get(key)
+        if found is None or needed > found[0].shape[0]:
+            if self.plan.kind == "dynamic":
+                self._made.clear()
+            doubled = 0 if found is None else 2 * found[0].shape[0]
+            size = max(needed, 0 if self.by_length else self._start, doubled)
+            found = self._made[key] = self._make(size, length if self.by_length else size)
+        return *found, positions
 
-    def _length_key(self, length: int) -> int | None:
+    def _length_key(self, length: int) -> int:
         """Return what of the length the frequencies depend on."""
         if not self.by_length:
-            return None
-        scaling = self.plan.scaling or {}
+            return 0
         if self.plan.kind == "longrope":
-            original: Any = scaling.get("original_max_position_embeddings")
-            return int(length > (original or self.plan.max_position_embeddings))
+            return int(length > self.original)
         return max(length, self.plan.max_position_embeddings)
 
-    def _make(self, size: int, length: int) -> None:
+    def _make(self, size: int, length: int) -> tuple[Tensor, Tensor]:
         plan = self.plan
         frequencies, factor = rope_frequencies(
             plan.kind,
             plan.dim,
             plan.base,
             plan.scaling,
-            positions=length or size,
+            positions=length,
             max_position_embeddings=plan.max_position_embeddings,
         )
         angles = torch.arange(size, dtype=torch.float64).unsqueeze(1) * frequencies
         factor *= plan.factor
-        self.cos, self.sin = (angles.cos() * factor).float(), (angles.sin() * factor).float()
-        self.size = size
+        return (angles.cos() * factor).float(), (angles.sin() * factor).float()

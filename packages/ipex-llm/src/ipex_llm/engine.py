@@ -132,7 +132,8 @@ class Engine:
         self._cache = self.runner.new_cache(blocks, block_size, cache_dtype)
         self._pool = BlockPool(blocks, block_size, prefix_reuse)
         budget = max(max_tokens_per_step, max_num_seqs)
-        self._scheduler = Scheduler(self._pool, max_num_seqs, budget)
+        switch: int | None = getattr(self.runner, "length_switch", None)
+        self._scheduler = Scheduler(self._pool, max_num_seqs, budget, switch)
         self._tables = BlockTables(max_num_seqs, min(longest, blocks), block_size)
         self._requests: dict[str, Request] = {}
         self._ended: list[StepOutput] = []
@@ -233,26 +234,42 @@ class Engine:
         chosen = self._scheduler.plan()
         if not chosen:
             return outputs
-        batch = self._tables.batch(chosen)
+        done: list[tuple[Request, int | None]] = []
         with torch.inference_mode():
-            logits = self.runner.forward(
-                self._cache,
-                batch.tokens,
-                batch.positions,
-                batch.slots,
-                batch.tables,
-                batch.starts,
-                batch.lengths,
-                batch.rows,
-            )
-            tokens = choose(batch.complete, logits) if batch.complete else []
+            found = [
+                self._forward(part)
+                for long in (False, True)
+                if (part := [one for one in chosen if one[0].long == long])
+            ]
+            for complete, logits in found:
+                if complete:
+                    done += zip(complete, choose(complete, logits), strict=True)
         # Only now, so that after an error the step can be done again.
         for request, count in chosen:
             self._scheduler.advance(request, count)
         self._counts["steps"] += 1
-        for request, token in zip(batch.complete, tokens, strict=True):
+        for request, token in done:
             outputs.append(self._fail(request) if token is None else self._append(request, token))
         return outputs
+
+    def _forward(self, chosen: list[tuple[Request, int]]) -> tuple[list[Request], torch.Tensor]:
+        """Compute tokens of requests on the same side of the switch; return those complete now and their logits."""
+        batch = self._tables.batch(chosen)
+        options = {}
+        if self._scheduler.switch is not None:
+            options["length"] = max(len(request.tokens) for request, _ in chosen)
+        logits = self.runner.forward(
+            self._cache,
+            batch.tokens,
+            batch.positions,
+            batch.slots,
+            batch.tables,
+            batch.starts,
+            batch.lengths,
+            batch.rows,
+            **options,
+        )
+        return batch.complete, logits
 
     def _fail(self, request: Request) -> StepOutput:
         """End a request that no token can be chosen for."""

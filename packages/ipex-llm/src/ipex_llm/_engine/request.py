@@ -24,6 +24,7 @@ class Request:
         blocks: Their blocks, in order.
         row: Row of the block tables, -1 while waiting.
         limit: Most tokens of prompt and output together.
+        long: Whether what is in the cache belongs to a sequence beyond the switch of LongRoPE.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Request:
         self.row = -1
         self.written = 0  # blocks that are in the row of the tables
         self.preemptions = 0
+        self.long = False
         self.logprobs: list[TokenLogprobs] = []
         self.arrived = time.monotonic()
         self.first_token_at: float | None = None
@@ -68,7 +70,7 @@ class Request:
         """Return the keys of the full blocks of the first ``length`` tokens."""
         while (len(self.keys) + 1) * block_size <= length:
             start = len(self.keys) * block_size
-            before = self.keys[-1] if self.keys else b""
+            before = self.keys[-1] if self.keys else b"long" * self.long
             self.keys.append(block_key(before, self.tokens[start : start + block_size]))
         return self.keys[: length // block_size]
 

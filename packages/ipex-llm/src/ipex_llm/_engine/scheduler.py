@@ -22,12 +22,16 @@ class Scheduler:
         pool: The blocks.
         max_num_seqs: Most requests that run at the same time.
         max_tokens: Most tokens of a step, at least ``max_num_seqs``.
+        switch: Length above which a sequence is computed in another way from its first token on; None: at no length.
     """
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, max_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, max_num_seqs: int, max_tokens: int, switch: int | None = None
+    ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_tokens = max_tokens
+        self.switch = switch
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
@@ -39,6 +43,8 @@ class Scheduler:
         Returns:
             Requests with the number of tokens each computes now, at least 1.
         """
+        if self.switch is not None:
+            self._switch_lengths(self.switch)
         chosen: list[tuple[Request, int]] = []
         budget = self.max_tokens
         before = self.preemptions
@@ -55,6 +61,15 @@ class Scheduler:
         if self.preemptions == before:
             self._admit(chosen, budget)
         return chosen
+
+    def _switch_lengths(self, switch: int) -> None:
+        """Let requests that are beyond the switch now start anew."""
+        for request in [*self.running, *self.waiting]:
+            if not request.long and len(request.tokens) > switch:
+                if request.row >= 0:
+                    self._preempt(request)
+                request.long = True
+                request.keys.clear()
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Take the blocks for ``count`` more tokens; return False if the request itself had to give way."""

@@ -328,11 +328,13 @@ def _positions(config: Config) -> int:
             default=2048,
         )
     )
+    return min(most, _chunk(config) or most)
+
+
+def _chunk(config: Config) -> int:
+    """Return how many positions the layers with chunked attention see at most, 0 without such layers."""
     kinds = config.get("layer_types", default=["chunked_attention"])
-    chunk = config.get("attention_chunk_size")
-    if chunk and "chunked_attention" in kinds:
-        most = min(most, int(chunk))  # beyond, some layers do not see the chunks before
-    return most
+    return int(config.get("attention_chunk_size", default=0)) * ("chunked_attention" in kinds)
 
 
 def match_decoder(trace: Trace) -> DecoderPlan:
@@ -365,6 +367,7 @@ def match_decoder(trace: Trace) -> DecoderPlan:
         hidden_size=trace.input(modules[0]).shape[-1],
         vocab_size=weight.shape[0],
         max_positions=_positions(config),
+        attention_chunk=_chunk(config),
         embedding_scale=entry.scale,
         embedding_norm=entry.norm,
         embedding_projection=entry.projection,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm._forward import Reason, tell, usable_runner
+from ipex_llm._forward import Reason, check_gaps, tell, usable_runner
 from ipex_llm._hf_cache import BLOCK, adopt, state_of_cache
 from ipex_llm._parallel import PARALLEL
 from ipex_llm._runner import Runner
@@ -211,6 +211,8 @@ def start(
         raise Reason("the attention mask is not that of the prompt")
     if mask is not None and not bool(mask.any(1).all()):
         raise Reason("a prompt has no token")
+    if mask is not None:
+        check_gaps(runner, mask)
     _check_length(model, runner, config)
     positions = model_kwargs.get("position_ids")
     if beams is not None:
@@ -257,6 +259,8 @@ def _check_length(model: Any, runner: Runner, config: Any) -> None:
     longest = config.max_length or 0
     if plan.position_embedding is not None and longest > plan.max_positions + 1:
         raise Reason(f"max_length is beyond the {plan.max_positions} positions of the model")
+    if plan.attention_chunk and not 0 < longest <= plan.attention_chunk:
+        raise Reason(f"max_length is beyond a chunk of attention, {plan.attention_chunk} positions")
     for layer in plan.layers:
         rope = layer.attention.rope
         if rope is not None and rope.kind in ("longrope", "dynamic"):
