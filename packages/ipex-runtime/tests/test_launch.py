@@ -160,6 +160,7 @@ def test_an_allocator_that_is_not_there_is_advice_not_failure(tmp_path, monkeypa
         (["--no-python", "--auto-ipex", "/bin/true"], "exclude each other"),
         (["--convert-fp64-to-fp32", "SCRIPT"], "option of ipexrun xpu"),
         (["--unknown-option", "SCRIPT"], "unknown-option"),
+        (["--nnodes", "-1", "SCRIPT"], "--nnodes must be 0 or more"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_one_line_and_exit_code_2(arguments, message, tmp_path):
@@ -167,6 +168,25 @@ def test_bad_arguments_are_one_line_and_exit_code_2(arguments, message, tmp_path
     found = launch(*(script if a == "SCRIPT" else a for a in arguments))
     assert found.returncode == 2 and found.stdout == ""
     assert message in found.stderr and "Traceback" not in found.stderr
+
+
+def test_options_without_effect_are_told(tmp_path):
+    script = write(tmp_path, SHOW)
+    found = launch(
+        "--nprocs-per-node", "2", "--dtype", "bfloat16", "--log-file-prefix", "p", script
+    )
+    assert found.returncode == 0
+    for text in (
+        "--nprocs-per-node has no effect without --nnodes",
+        "--dtype has no effect without --auto-ipex",
+        "--log-file-prefix has no effect without --log-dir",
+    ):
+        assert text in found.stderr
+    both = ("--nnodes", "1", "--nprocs-per-node", "1", "--master-port", "0", "--ninstances", "1")
+    found = launch(*both, script)
+    assert (
+        found.stderr.count("no effect") == 1 and "--ninstances has no effect with" in found.stderr
+    )
 
 
 def test_a_core_named_twice_counts_once(tmp_path):

@@ -82,7 +82,7 @@ def test_the_second_machine_of_two(tmp_path):
     ("arguments", "message"),
     [
         (["--nnodes", "2"], "--nnodes 2 needs a --hostfile"),
-        (["--nnodes", "-1", "--distributed-launcher", "mpi"], "mpiexec.hydra"),
+        (["--distributed-launcher", "mpi"], "mpiexec.hydra"),
         (["--nnodes", "1", "--nprocs-per-node", "100000"], "--nprocs-per-node must be 0 to"),
         (["--nnodes", "1", "--nprocs-per-node", "5000"], "--ninstances must be at most"),
         (["--nnodes", "1", "--master-port", "70000"], "--master-port must be 0 to 65535"),

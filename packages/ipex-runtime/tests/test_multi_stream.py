@@ -232,6 +232,15 @@ def test_calling_itself():
         call(torch.zeros(2))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+def test_streams_are_not_traced():
+    with pytest.raises(RuntimeError, match="trace the model and make a MultiStreamModule of that"):
+        torch.jit.trace(streams(MODEL, 2), torch.randn(4, 8))
+    trace = torch.jit.trace(MODEL, torch.randn(4, 8))
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(streams(trace, 2)(x), MODEL(x))
+
+
 def test_inside_a_task_and_from_many_threads():
     call = streams(MODEL, 2)
     x = torch.randn(4, 8)

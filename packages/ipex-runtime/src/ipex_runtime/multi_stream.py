@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ipex_runtime import _split
@@ -202,9 +203,13 @@ class MultiStreamModule(_Streams):
         Raises:
             TypeError: A hint does not have the form of its argument.
             ValueError: A split dimension does not exist, or the sizes differ.
-            RuntimeError: A stream calls its own module.
+            RuntimeError: A stream calls its own module, or the call is traced.
             Exception: What the model raised in a stream; the first one, after all streams have ended.
         """
+        if torch._C._get_tracing_state() is not None:
+            raise RuntimeError(
+                "MultiStreamModule: cannot be traced; trace the model and make a MultiStreamModule of that"
+            )
         if self.num_streams == 1:
             results = self._run([(args, kwargs)])
             return results[0] if self.concat_output else results

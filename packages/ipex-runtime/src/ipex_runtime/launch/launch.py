@@ -47,6 +47,34 @@ def process_deprecated_params(args: argparse.Namespace, logger: Any) -> None:
         logger.warning(text)
 
 
+#: Options that do nothing unless another one is given, and that one.
+_WITHOUT = (
+    (
+        *("nprocs_per_node", "ccl_worker_count", "logical_cores_for_ccl", "master_addr"),
+        *("master_port", "hostfile", "node_rank", "extra_mpi_params"),
+    ),
+    ("dtype", "auto_ipex_quantization", "auto_ipex_verbose", "disable_ipex_graph_mode"),
+    ("log_file_prefix",),
+)
+#: Options of the launcher of instances that the one of ranks has no use for.
+_INSTANCES = ("ninstances", "instance_idx", "latency_mode", "throughput_mode", "multi_task_manager")
+
+
+def warn_of_useless_options(args: argparse.Namespace, distributed: bool, logger: Any) -> None:
+    """Warn of options that have no effect with the others."""
+    parser = init_parser(argparse.ArgumentParser())
+    given = {name for name, value in vars(args).items() if parser.get_default(name) != value}
+    absent = (not distributed, not args.auto_ipex, not args.log_dir)
+    why = ("without --nnodes", "without --auto-ipex", "without --log-dir")
+    cases = [(names, text) for names, it, text in zip(_WITHOUT, absent, why, strict=True) if it]
+    if distributed:
+        cases.append((_INSTANCES, "with --nnodes"))
+    for names, text in cases:
+        for name in names:
+            if name in given:
+                logger.warning("--%s has no effect %s", name.replace("_", "-"), text)
+
+
 def init_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add all options of the launcher to a parser and return it."""
     _options.add_program(parser)
@@ -81,7 +109,11 @@ def run_main_with_args(args: argparse.Namespace) -> None:
         check_program(args)
         prepare_logs(args, logger)
         kind: type[Launcher] = MultiInstancesLauncher
-        if args.nnodes > 0 or args.distributed_launcher == "mpi":
+        if args.nnodes < 0:
+            raise LaunchArgumentError(f"ipexrun: --nnodes must be 0 or more, got {args.nnodes}")
+        distributed = args.nnodes > 0 or args.distributed_launcher == "mpi"
+        warn_of_useless_options(args, distributed, logger)
+        if distributed:
             args.nnodes = max(1, args.nnodes)
             kind = DistributedTrainingLauncher
         launcher = kind(logger)
