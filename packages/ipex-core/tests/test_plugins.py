@@ -119,6 +119,21 @@ def test_other_kernel_api_is_broken_not_fatal(plug):
     assert "another core" in str(status("cpu").cause)
 
 
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "must return a ProviderInfo, got NoneType"),
+        ({"name": "other"}, "must return a ProviderInfo, got dict"),
+        ("another api", "version 7 of the kernel interface"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the kernel package:RuntimeWarning")
+def test_a_provider_that_returns_something_else_is_broken(plug, result, message):
+    found = info(name="other", kernel_api=7) if result == "another api" else result
+    plug(_plugins.KERNEL_GROUP, other=lambda api: found)
+    assert status("other").state == "broken" and message in str(status("other").cause)
+
+
 def test_demand_that_cannot_be_met_always_raises(plug):
     def cpu(api):
         raise IsaError("IPEX_CPU_ISA=amx cannot be used: the CPU lacks amx")

@@ -201,6 +201,8 @@ def bad_calls():
     yield linear, (X[:, 1:], PACKED, 33), "packed_weight must be a weight of shape \\[33, 39\\]"
     yield linear, (X, PACKED.char(), 33), "packed_weight must be a weight"
     yield linear, (X, PACKED[:70], 33), "packed_weight must be a weight"
+    strided = torch.stack([PACKED, PACKED], 1)[:, 0]
+    yield linear, (X, strided, 33), "packed_weight must be a weight"
     yield linear, (X, PACKED, 33, X[0]), "bias must be 1-D"
     yield linear, (X, PACKED, 33, None, X), "residual must have shape \\[3, 33\\]"
     yield linear, (X, PACKED, 33, None, None, "tanh"), "activation must be one of"

@@ -27,6 +27,7 @@ from ipex_core.errors import (
     ConfigError,
     FallbackError,
     IsaError,
+    KernelApiError,
     MissingComponentError,
     UnknownComponentError,
 )
@@ -187,6 +188,7 @@ def _load_provider(name: str, entry: importlib.metadata.EntryPoint | None) -> Pr
     distribution = entry.dist.name if entry.dist else (known.distribution if known else name)
     try:
         info = entry.load()(KERNEL_API)
+        _check_info(info)
     except (IsaError, ConfigError):
         raise
     except Exception as cause:
@@ -196,6 +198,16 @@ def _load_provider(name: str, entry: importlib.metadata.EntryPoint | None) -> Pr
         warnings.warn(f"{message}; its ops run their slow reference", RuntimeWarning, stacklevel=2)
         return ProviderStatus(name, "broken", distribution, cause=cause)
     return ProviderStatus(name, "active", distribution, info=info)
+
+
+def _check_info(info: Any) -> None:
+    """Raise if what a package returned is not what it promises."""
+    if not isinstance(info, ProviderInfo):
+        raise TypeError(f"its register must return a ProviderInfo, got {type(info).__name__}")
+    if info.kernel_api != KERNEL_API:
+        raise KernelApiError(
+            f"it implements version {info.kernel_api} of the kernel interface, this ipex-core {KERNEL_API}"
+        )
 
 
 def provider_for(device: str) -> ProviderInfo | None:

@@ -183,7 +183,9 @@ def header(layout: Layout) -> Tensor:
 
 def read_layout(packed: Tensor) -> Layout | None:
     """Return the layout of a packed quantised weight, or None if the tensor is not one."""
-    if packed.dim() != 1 or packed.dtype != torch.uint8 or packed.numel() < HEADER_BYTES:
+    if packed.dim() != 1 or packed.dtype != torch.uint8 or not packed.is_contiguous():
+        return None
+    if packed.numel() < HEADER_BYTES:
         return None
     (magic, version, format, panel, n, k, group, scale, zeros, order, flags, columns) = (
         _HEADER.unpack(bytes(packed[:HEADER_BYTES].tolist()))
