@@ -70,6 +70,33 @@ def test_inplace_and_loading():
     assert torch.equal(model.generate(ids, **options), expected.generate(ids, **options))
 
 
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_once_more(name, inplace):
+    """The second call begins with the original model; its arguments count."""
+    stock = FAMILIES[name]()
+    once = optimize(FAMILIES[name]())
+    twice = optimize(copy.deepcopy(once), kv_cache_dtype="int8", inplace=inplace)
+    assert record(twice).done == record(once).done
+    assert type(twice).__mro__[1] is not type(once) and type(twice) is type(once)
+    torch.testing.assert_close(logits(twice), logits(stock), rtol=0.1, atol=0.1)
+    if not inplace:
+        torch.testing.assert_close(logits(once), logits(stock), rtol=1e-4, atol=1e-4)
+    thrice = optimize(twice)
+    torch.testing.assert_close(logits(thrice), logits(stock), rtol=1e-4, atol=1e-4)
+    same(stock.state_dict(), ipex_core.restore(thrice).state_dict())
+    assert type(thrice) is type(stock)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_double_precision_runs_the_models_own_forward(name):
+    stock, fast = FAMILIES[name]().double(), optimize(FAMILIES[name]()).double()
+    torch.testing.assert_close(logits(fast), logits(stock))
+    fast = optimize(FAMILIES[name]().double())
+    torch.testing.assert_close(logits(fast), logits(stock))
+    assert not record(fast).done
+
+
 def test_copy_and_pickle():
     fast = optimize(FAMILIES["llama"]())
     want = logits(fast)

@@ -136,6 +136,8 @@ def optimize(
     parallel = None if tp_group is None else TensorParallel.of(tp_group)
     if not inplace:
         model = _copy(model)
+    if any("_ipex_mixin" in vars(type(module)) for module in model.modules()):
+        ipex_core.restore(model)  # begin anew: the arguments may be others
     adopt(model)
     plan, reason = None, None
     if low_precision_checkpoint is not None:

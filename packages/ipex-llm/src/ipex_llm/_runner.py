@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ipex_core._spec import FLOATS
 from ipex_core.nn.rope import rope_frequencies
 from ipex_core.ops._kv import QUANTISED
 from ipex_core.program import Program
@@ -16,7 +17,7 @@ from ipex_llm._cache import LayerShape, PagedCache, Step, cache_dtype
 from ipex_llm._emit import Emitter, Mode
 from ipex_llm._plan import AttentionPlan, DecoderPlan, RopePlan
 from ipex_llm._reference import query_factors
-from ipex_llm._weights import Owners, PlannedWeight, WeightStore, call_linear
+from ipex_llm._weights import Owners, PlannedWeight, UnsupportedPlan, WeightStore, call_linear
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = ["Rope", "Runner"]
@@ -65,6 +66,8 @@ class Runner:
         ropes: dict[str, Rope] | None = None,
         kv_scales: KVCacheScales | None = None,
     ) -> None:
+        if dtype not in FLOATS:
+            raise UnsupportedPlan(f"weights of {dtype}")
         self.plan = plan
         self.kv_scales = kv_scales
         self.dtype = dtype
