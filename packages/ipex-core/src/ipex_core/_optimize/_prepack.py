@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from ipex_core import _machine
 from ipex_core import nn as inn
 from ipex_core._fastest import fastest, numbers
 from ipex_core._optimize._cast import LEAVES
@@ -45,7 +47,7 @@ class LinearChoice:
 #: 128 rows 1.10-1.16 (1.05-1.13), 512 to 4096 rows 1.03-1.16 (1.02-1.18), float32 the same or better. Xeon with AMX,
 #: 8 threads: 1 to 32 rows 1.4-2.7 (1.2-2.5), 128 rows 1.4-2.9 (1.3-2.7), 4096 rows 1.05-1.42 (1.5-1.9). Xeon with
 #: AVX512-VNNI, 1 thread, float32: 1 row 0.8-1.0 (0.8 for 384 x 384), 16 to 64 rows 1.1-1.9, 128 rows 1.05-1.27, 512
-#: rows 0.97-1.05.
+#: rows 0.97-1.05; bfloat16, which has no instructions there, 2048 and 4096 rows 3.7-4.1 (1.0).
 SMALL_ROWS = 1024
 #: Weights below which the overhead of a packed call decides and the stock op is chosen. Measured on Zen 4: the oneDNN
 #: op costs 13 us a call; stock float32 (MKL) 3 us, so that packing pays from about 384 x 384 on; stock bfloat16 goes
@@ -71,6 +73,8 @@ def choose_linear(dtype: torch.dtype, n: int, k: int, m: int | None) -> LinearCh
         return LinearChoice(
             "ipex", "own kernel, for any number of rows" if m is None else f"{m} rows: own kernel"
         )
+    if own and dtype == torch.bfloat16 and not _has_bfloat16():
+        return LinearChoice("ipex", f"{m} rows: own kernel, on a CPU without bfloat16 instructions")
     if _mkldnn.supports(dtype):
         rows = "any number of rows" if m is None else f"{m} rows"
         return LinearChoice("mkldnn", f"{rows}: oneDNN on a prepacked weight")
@@ -79,6 +83,13 @@ def choose_linear(dtype: torch.dtype, n: int, k: int, m: int | None) -> LinearCh
     return LinearChoice(
         None, f"oneDNN has no {str(dtype).removeprefix('torch.')} kernel on this CPU"
     )
+
+
+@functools.cache
+def _has_bfloat16() -> bool:
+    """Whether the CPU has instructions for products in bfloat16; True where its features are unknown."""
+    features = set(_machine.cpu_info().features)
+    return not features or not features.isdisjoint(_machine.NATIVE_FEATURES["bfloat16"])
 
 
 _measured: dict[tuple[torch.dtype, int, int, int], LinearChoice] = {}
