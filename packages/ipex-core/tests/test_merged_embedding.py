@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merged embedding tables against stock layers and optimizers; the interaction and its derivative."""
+"""Merged embedding tables against stock layers and optimizers."""
 
 from __future__ import annotations
 
@@ -7,43 +7,18 @@ import copy
 
 import pytest
 import torch
+from merged_checks import BAGS, DIM, ROWS, lookups, loss_of, stock_tables
 from torch.nn import functional as F
 
 import ipex_core.nn
-from ipex_core import config, optimize
-from ipex_core._spec import specs
 from ipex_core.nn import modules
-from ipex_core.nn.functional import InteractionFunc, interaction
 from ipex_core.nn.merged_embedding import (
     EmbeddingSpec,
     MergedEmbeddingBag,
     MergedEmbeddingBagWithAdaGrad,
     MergedEmbeddingBagWithCat,
     MergedEmbeddingBagWithSGD,
-    _memory,
 )
-
-ROWS, DIM, BAGS = (20, 7, 50), 9, 6
-
-
-def stock_tables(mode="sum", dtype=torch.float32, **options):
-    torch.manual_seed(0)
-    return [torch.nn.EmbeddingBag(n, DIM, mode=mode, dtype=dtype, **options) for n in ROWS]
-
-
-def lookups(seed=0, dtype=torch.int64, last=False):
-    """Indices, many of them repeated, and offsets, with empty bags."""
-    torch.manual_seed(seed)
-    indices, offsets = [], []
-    for n in ROWS:
-        ends = torch.tensor([0, *torch.randint(0, 5, (BAGS,)).tolist()]).cumsum(0)
-        indices.append(torch.randint(n, (int(ends[-1]),)).to(dtype))
-        offsets.append((ends if last else ends[:-1]).to(dtype))
-    return indices, offsets
-
-
-def loss_of(bags):
-    return sum((value.float() * (i + 1)).square().sum() for i, value in enumerate(bags))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -176,35 +151,6 @@ def test_weight_decay_is_that_of_rows_that_were_looked_up():
         assert torch.equal(new[~seen], old[~seen])
 
 
-@pytest.mark.parametrize("kind", [MergedEmbeddingBagWithSGD, MergedEmbeddingBagWithAdaGrad])
-def test_split_tables_train_as_float32(kind):
-    """Steps too small for bfloat16 add up; the state dict is that of float32 tables."""
-    whole = kind.from_embeddingbag_list(copy.deepcopy(stock_tables()), lr=1e-5)
-    split = kind.from_embeddingbag_list(copy.deepcopy(stock_tables()), lr=1e-5)
-    start = split.state_dict()["weights.0"].clone()
-    split.to_bfloat16_train()
-    split.to_bfloat16_train()  # once is enough
-    assert torch.equal(split.state_dict()["weights.0"], start), "cut and joined bit by bit"
-    assert split.weights[0].dtype == torch.bfloat16
-    assert split(*lookups())[0].dtype == torch.bfloat16
-    for seed in range(30):
-        for module in (whole, split):
-            bags = module(*lookups(seed))
-            sum((value * 2).sum() for value in bags).backward()  # gradients that bfloat16 has
-    state = split.state_dict()
-    assert state["weights.0"].dtype == torch.float32
-    assert not torch.equal(state["weights.0"], start)
-    torch.testing.assert_close(state["weights.0"], whole.state_dict()["weights.0"])
-
-    other = kind.from_embeddingbag_list(stock_tables(), lr=1e-5)
-    other.to_bfloat16_train()
-    other.load_state_dict(state)
-    for key, value in other.state_dict().items():
-        assert torch.equal(value, state[key]), key
-    whole.load_state_dict(state)
-    assert torch.equal(whole.weights[1], state["weights.1"])
-
-
 def test_checkpoint_of_the_tables_alone_loads():
     merged = MergedEmbeddingBagWithAdaGrad.from_embeddingbag_list(stock_tables())
     merged.load_state_dict({f"weights.{i}": torch.ones(n, DIM) for i, n in enumerate(ROWS)})
@@ -306,136 +252,6 @@ def test_wrong_lookups_change_nothing():
 def test_module_names():
     for name in ("", "WithSGD", "WithAdaGrad", "WithCat"):
         assert getattr(modules, f"MergedEmbeddingBag{name}").__name__ == f"MergedEmbeddingBag{name}"
-
-
-def stock_interaction(*args):
-    x = torch.stack(args, 1)
-    products = x @ x.mT
-    row, column = torch.tril_indices(len(args), len(args), -1)
-    return torch.cat([args[0], products[:, row, column]], 1)
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_interaction(count):
-    torch.manual_seed(count)
-    ours = [torch.randn(4, 6, requires_grad=True) for _ in range(count)]
-    theirs = [value.detach().clone().requires_grad_() for value in ours]
-    got, want = interaction(*ours), stock_interaction(*theirs)
-    torch.testing.assert_close(got, want)
-    got.square().sum().backward()
-    want.square().sum().backward()
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-    torch.testing.assert_close(InteractionFunc.apply(*ours), want)
-
-
-def test_interaction_gradcheck():
-    """In float64, with the definition of the derivative that the kernels are compared with."""
-    torch.manual_seed(0)
-    args = tuple(torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(4))
-    assert torch.autograd.gradcheck(interaction, args)
-
-    class Definition(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            ctx.save_for_backward(*inputs)
-            return specs()["interaction"].reference(inputs)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return tuple(specs()["interaction_backward"].reference(grad, ctx.saved_tensors))
-
-    assert torch.autograd.gradcheck(Definition.apply, args)
-
-
-def test_interaction_autocast():
-    first = torch.randn(4, 6, requires_grad=True)
-    rest = [torch.randn(4, 6).bfloat16() for _ in range(2)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = interaction(first, *rest)
-        direct = torch.ops.ipex.interaction([first, *rest])
-    assert got.dtype == direct.dtype == torch.bfloat16
-    assert torch.equal(got, direct)
-    got.float().sum().backward()
-    assert first.grad is not None
-    assert first.grad.dtype == torch.float32
-
-
-def test_interaction_of_wrong_tensors():
-    with pytest.raises(RuntimeError, match="at least 1 tensor, got 0"):
-        interaction()
-    with pytest.raises(TypeError, match=r"args\[0\] must be a tensor, got list"):
-        interaction([torch.ones(2, 3), torch.ones(2, 3)])
-    with pytest.raises(RuntimeError, match=r"inputs\[1\] must have the shape of inputs\[0\]"):
-        interaction(torch.ones(2, 3), torch.ones(2, 4))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_tables(dtype):
-    whole = MergedEmbeddingBagWithCat.from_embeddingbag_list(stock_tables("mean"))
-    small = MergedEmbeddingBagWithCat.from_embeddingbag_list(stock_tables("mean"))
-    with torch.no_grad():
-        small.weights[1][3] = 0.0
-        whole.weights[1][3] = 0.0
-    small.to_int8()
-    small.to_int8()  # once is enough
-    assert small.weights[0].dtype == small.dtype == torch.int8
-    dense = torch.randn(BAGS, DIM)
-    with torch.no_grad():
-        got, want = small(*lookups(), dense.to(dtype)), whole(*lookups(), dense)
-    assert got.dtype == dtype
-    # Half a step of the largest number of a row.
-    most = max(float(w.detach().abs().max()) for w in whole.weights) / 254
-    tolerance = most * 1.01 + (0.0 if dtype == torch.float32 else 2e-2)
-    torch.testing.assert_close(got.float(), want, rtol=0, atol=tolerance)
-    other = MergedEmbeddingBagWithCat.from_embeddingbag_list(stock_tables("mean"))
-    other.to_int8()
-    other.load_state_dict(small.state_dict())
-    with torch.no_grad():
-        assert torch.equal(other(*lookups(), dense.to(dtype)), got)
-        cast = optimize(torch.nn.ModuleList([small]).eval(), dtype=torch.bfloat16)[0]
-        assert torch.equal(cast(*lookups(), dense.to(dtype)), got)
-        cast = copy.deepcopy(small).bfloat16()
-        torch.testing.assert_close(cast(*lookups(), dense.to(dtype)), got, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize(
-    "kind", [MergedEmbeddingBag, MergedEmbeddingBagWithSGD, MergedEmbeddingBagWithAdaGrad]
-)
-@pytest.mark.parametrize("copies", [False, True])
-def test_huge_pages(kind, copies, monkeypatch):
-    torch.manual_seed(0)
-    tables = [torch.nn.EmbeddingBag(n, 64, mode="sum") for n in (20000, 5)]
-    advised = []
-    if copies:  # as on systems that cannot gather memory where it is
-        monkeypatch.setattr(_memory, "_madvise", lambda: None)
-    else:
-        call = _memory._madvise()
-        monkeypatch.setattr(_memory, "_madvise", lambda: lambda *a: advised.append(a) or call(*a))
-    merged = kind.from_embeddingbag_list(tables)
-    before = {key: value.clone() for key, value in merged.state_dict().items()}
-    table, end = merged.weights[0].data_ptr(), merged.weights[0][-1].data_ptr() + 64 * 4
-    assert table == tables[0].weight.data_ptr()
-    if not copies and call is not None:
-        assert advised
-        assert all(first % (2 << 20) == size % (2 << 20) == 0 for first, size, _ in advised)
-        assert any(table <= first and first + size <= end for first, size, _ in advised)
-        with config.override(huge_pages=False):
-            assert not _memory.gather(merged.weights[0])
-    merged.use_huge_pages()
-    if copies:
-        assert merged.weights[0].data_ptr() % (2 << 20) == 0
-        assert merged.weights[0].data_ptr() != table
-    assert merged.weights[1].data_ptr() == tables[1].weight.data_ptr()  # too small
-    for key, value in merged.state_dict().items():
-        assert torch.equal(value, before[key])
-    indices, offsets = (
-        [torch.tensor([19999, 1, 1]), torch.tensor([0, 4, 4])],
-        [torch.tensor([0])] * 2,
-    )
-    merged(indices, offsets)[0].sum().backward()
-    copied = copy.deepcopy(merged)
-    assert torch.equal(copied.weights[0], merged.weights[0])
 
 
 def test_module_path_and_functions():

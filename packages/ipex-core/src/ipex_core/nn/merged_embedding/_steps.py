@@ -124,10 +124,20 @@ class _Updated(MergedEmbeddingBag):
             values[:] = [on_huge_pages(value) for value in values]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move the state of the optimizer along with the tables; its dtypes stay."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        """Move the state of the optimizer along with the tables; tables that are cast are whole again."""
+        super()._apply(fn, recurse)
+        trails = self._state().bf16_trail
+        for i, weight in enumerate(self.weights):
+            if _is_split(trails[i]) and weight.dtype != torch.bfloat16:
+                if weight.dtype in (torch.float32, torch.float64):
+                    weight.data.copy_(_joined(weight.detach().bfloat16(), trails[i]))
+                trails[i] = no_trails(1)[0]
         for values in self._update()[1]:
-            values[:] = [v.to(w.device) for v, w in zip(values, self.weights, strict=True)]
+            wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+            values[:] = [
+                v.to(w.device, v.dtype if values is trails else wide)
+                for v, w in zip(values, self.weights, strict=True)
+            ]
         return self
 
     def to_bfloat16_train(self) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -242,6 +242,11 @@ class MergedEmbeddingBag(nn.Module):
         """
         for weight in self.weights:
             weight.data = on_huge_pages(weight.data)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.dtype = self.weights[0].dtype
+        return self
 
     def extra_repr(self) -> str:
         """Return a line per table."""
