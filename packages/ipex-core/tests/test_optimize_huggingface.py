@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ipex_core._explain import explain
+from ipex_core._fast_bert import fast_bert
 from ipex_core._optimize import _prepack, optimize, restore
 from ipex_core.nn._leaf import has_kernel
 
@@ -143,3 +144,29 @@ def test_compile_fullgraph():
         want = result(IDS)[0]
         got = torch.compile(result, fullgraph=True)(IDS)[0]
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("how", ["training", "whole", "inference", "fast_bert"])
+def test_a_saved_model_is_loaded_unrounded(how, tmp_path):
+    model = bert().train(how != "inference")
+    if how == "inference":
+        fast = optimize(model, dtype=torch.bfloat16)
+    else:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        if how == "fast_bert":
+            fast, _ = fast_bert(model, torch.bfloat16, sgd)
+        else:
+            split = {"split_master_weight_for_bf16": how == "training"}
+            fast, _ = optimize(model, optimizer=sgd, dtype=torch.bfloat16, **split)
+    for number, one in enumerate((fast, copy.deepcopy(fast))):
+        one.save_pretrained(tmp_path / str(number))
+        back = transformers.BertModel.from_pretrained(tmp_path / str(number))
+        assert back.dtype == torch.float32
+        for key, value in model.state_dict().items():
+            assert torch.equal(back.state_dict()[key], value), key
+    with torch.no_grad():
+        fast.embeddings.word_embeddings.weight.zero_()
+    fast.save_pretrained(tmp_path / "later")
+    later = transformers.BertModel.from_pretrained(tmp_path / "later")
+    assert later.embeddings.word_embeddings.weight.abs().max() == 0
+    assert "save_pretrained" not in restore(fast).__dict__

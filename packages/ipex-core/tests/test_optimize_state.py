@@ -386,3 +386,17 @@ def test_assigning_unties_parameters(dtype):
     for saved in (result.state_dict(), restore(result).state_dict()):
         assert all(torch.equal(saved[k], v) for k, v in values.items())
     assert torch.equal(result(ids), model(ids))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), float("-inf"), 1e-39, 3.0])
+def test_weights_written_to_after_the_cast_to_bfloat16(value):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4)).eval()
+    fast = optimize(model, dtype=torch.bfloat16)
+    with torch.no_grad():
+        fast[0].weight[:3] = value
+    for saved in (fast.state_dict()["0.weight"], restore(fast).state_dict()["0.weight"]):
+        assert torch.equal(saved[3:], model[0].weight[3:])
+        torch.testing.assert_close(saved[:3], torch.full((3, 4), value), rtol=4e-3, atol=1e-40)
+        if value == 0.0:
+            assert not saved[:3].any()

@@ -14,6 +14,7 @@ from ipex_core._optimize._arguments import Options, check_model, parse
 from ipex_core._optimize._layout import auto_channels_last
 from ipex_core._optimize._passes import Context, passes
 from ipex_core._optimize._records import KEY, Log, log_of
+from ipex_core._optimize._saving import name_saved_dtype, undo_saved_dtype
 from ipex_core.amp import warn_if_emulated
 from ipex_core.errors import OpArgumentError
 from ipex_core.nn import _mkldnn
@@ -155,6 +156,7 @@ def restore(model: _M) -> _M:
             module.__dict__.pop(KEY)
     for module in model.modules():
         detach(module)
+    undo_saved_dtype(model)
     return model
 
 
@@ -219,6 +221,8 @@ def _inference(model: nn.Module, options: Options, sample_input: Any) -> nn.Modu
     except BaseException:
         restore(model)
         raise
+    if options.reduced is not None:
+        name_saved_dtype(model)
     return model
 
 

@@ -14,6 +14,7 @@ from ipex_core._optimize._arguments import Options
 from ipex_core._optimize._cast import cast_input
 from ipex_core._optimize._masters import Masters, StateHook, announce_gradients
 from ipex_core._optimize._records import KEY, Log
+from ipex_core._optimize._saving import name_saved_dtype
 from ipex_core._optimize._train_step import adopt, needs_closure
 from ipex_core.nn._products import LEAST_ROWS, why_not
 from ipex_core.nn.training_linear import TrainingLinear
@@ -72,6 +73,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Op
                 log.add(path, module, "master weights", reason == "", text.format(dtype=dtype))
         for module in model.modules():
             plan.keep_states(module)
+        name_saved_dtype(model)
     if options.weights_prepack:
         for path, module in model.named_modules():
             _pack(path, module, masters, options.auto_kernel_selection, log)

@@ -93,7 +93,7 @@ class SavedTensor:
             bits += self.rest.to(current.device)
             if self.index is not None and self.patterns is not None:
                 bits[self.index.to(current.device)] = self.patterns.to(current.device)
-            value = bits.view(torch.float32).view(current.shape)
+            value = _written(bits.view(torch.float32).view(current.shape), current)
         else:
             value = current.to(self.dtype)
         if tuple(value.stride()) != self.stride and len(self.stride) == value.dim():
@@ -109,6 +109,16 @@ class SavedTensor:
         """Memory kept beside the replacement, in bytes."""
         kept = (self.rest, self.index, self.patterns)
         return sum(t.numel() * t.element_size() for t in kept if t is not None)
+
+
+def _written(value: Tensor, current: Tensor) -> Tensor:
+    """Return ``value``, but what is there now where that is not its rounding, which somebody has written then."""
+    now = current.contiguous()
+    same = value.to(now.dtype).view(torch.int16) == now.view(torch.int16)
+    if bool(same.all()):
+        return value
+    # A written zero or infinity may be the rounding of what it makes with a low half, too.
+    return torch.where(same & (now != 0) & now.isfinite(), value, now.float())
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

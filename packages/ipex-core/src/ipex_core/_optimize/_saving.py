@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``save_pretrained`` of models of transformers whose parameters are cast and whose state dict is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["name_saved_dtype", "undo_saved_dtype"]
+
+_NAME = "save_pretrained"
+
+
+class SavePretrained:
+    """Names the dtype of what is saved in the configuration, where transformers names that of the parameters.
+
+    It would be loaded in that dtype otherwise, rounded. An object and no function: copies of a model have their own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save the model; arguments and result are those of transformers."""
+        model: Any = self.model
+        result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+        state = model.state_dict()
+        saved = next((v.dtype for v in state.values() if v.is_floating_point()), None)
+        main = args[0] if args else kwargs.get("is_main_process", True)
+        if main and saved is not None and saved != model.dtype:
+            model.config.dtype = str(saved).removeprefix("torch.")
+            model.config.save_pretrained(save_directory)
+        return result
+
+
+def name_saved_dtype(model: nn.Module) -> None:
+    """Let the models of transformers in a model save the dtype of their state dict."""
+    for module in model.modules():
+        if hasattr(type(module), _NAME) and hasattr(module, "config"):
+            module.__dict__.setdefault(_NAME, SavePretrained(module))
+
+
+def undo_saved_dtype(model: nn.Module) -> None:
+    """Undo `name_saved_dtype`."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get(_NAME), SavePretrained):
+            del module.__dict__[_NAME]
