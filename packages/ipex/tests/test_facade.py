@@ -164,6 +164,12 @@ def test_unknown_name():
         from ipex import bogus_name  # noqa: F401
 
 
+def test_unknown_names_of_components_have_a_suggestion():
+    pytest.importorskip("ipex_quant")
+    done = _python("import ipex; ipex.quantization.get_smoothquant_qconfig_mapping")
+    assert "Did you mean: 'get_smooth_quant_qconfig_mapping'?" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "package", "extra"),
     [

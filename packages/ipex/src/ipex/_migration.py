@@ -175,9 +175,13 @@ class _TaughtModule(types.ModuleType):
             self.__dict__[name] = value
             return value
         own = self.__dict__.get("__getattr__")
-        if own is not None:
-            own(name)  # raises, with a text that may say more
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        try:
+            if own is not None:
+                own(name)  # raises, with a text that may say more
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        except AttributeError as error:
+            error.name, error.obj = name, self  # from which Python finds names that are alike
+            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         # An import enters the module into the one above.
