@@ -62,7 +62,7 @@ _INSTANCES = ("ninstances", "instance_idx", "latency_mode", "throughput_mode", "
 
 def warn_of_useless_options(args: argparse.Namespace, distributed: bool, logger: Any) -> None:
     """Warn of options that have no effect with the others."""
-    parser = init_parser(argparse.ArgumentParser())
+    parser = init_parser(argparse.ArgumentParser("ipexrun"))  # argv has no name under python -m
     given = {name for name, value in vars(args).items() if parser.get_default(name) != value}
     absent = (not distributed, not args.auto_ipex, not args.log_dir)
     why = ("without --nnodes", "without --auto-ipex", "without --log-dir")
