@@ -219,6 +219,8 @@ def test_wrong_settings():
         for name in ("lr", "eps"):
             with pytest.raises(ValueError, match=f"{name} must be a finite number"):
                 MergedEmbeddingBagWithAdaGrad.from_embeddingbag_list(tables, **{name: value})
+    with pytest.raises(TypeError, match="lr must be a number, got 'a'"):
+        MergedEmbeddingBagWithSGD.from_embeddingbag_list(tables, lr="a")
     half = MergedEmbeddingBagWithSGD.from_embeddingbag_list(stock_tables(dtype=torch.float16))
     with pytest.raises(ValueError, match="to_bfloat16_train"):
         half.to_bfloat16_train()

@@ -221,6 +221,8 @@ def test_sparse_gradients_of_reduced_parameters_are_refused() -> None:
         (lambda p: Lamb(p, eps=-1.0), "Lamb: eps must not be negative"),
         (lambda p: Lamb(p, weight_decay=-1.0), "Lamb: weight_decay must not be negative"),
         (lambda p: Lamb(p, betas=(1.0, 0.9)), r"Lamb: betas\[0\] must be in \[0, 1\)"),
+        (lambda p: Lamb(p, betas=(0.9,)), "Lamb: betas must be two numbers"),
+        (lambda p: Lamb(p, lr="1"), "Lamb: lr must be a number, got '1'"),
         (lambda p: Lars(p, lr=-1.0), "Lars: lr must not be negative"),
         (lambda p: Lars(p, momentum=-0.1), "Lars: momentum must not be negative"),
         (lambda p: Lars(p, eeta=float("nan")), "Lars: eeta must not be negative"),
@@ -228,7 +230,7 @@ def test_sparse_gradients_of_reduced_parameters_are_refused() -> None:
     ],
 )
 def test_bad_hyperparameters(call: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         call(nn.Linear(2, 2).parameters())
 
 

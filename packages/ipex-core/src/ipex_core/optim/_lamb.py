@@ -36,10 +36,7 @@ class Lamb(PlainOptimizer):
         weight_decay: float = 0,
         fused: bool = False,
     ) -> None:
-        check_numbers("Lamb", lr=lr, eps=eps, weight_decay=weight_decay)
-        for index, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Lamb: betas[{index}] must be in [0, 1), got {beta}")
+        check_numbers("Lamb", betas, lr=lr, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
             "betas": tuple(betas),

@@ -15,11 +15,18 @@ from ipex_core.optim._steps import step_of
 __all__ = ["PlainOptimizer", "below_autograd", "check_numbers", "plain_step"]
 
 
-def check_numbers(name: str, **values: float) -> None:
-    """Raise ValueError for a negative hyperparameter."""
+def check_numbers(name: str, betas: Any = (0.0, 0.0), **values: Any) -> None:
+    """Raise for hyperparameters that are no numbers (TypeError), negative, or betas outside of [0, 1) (ValueError)."""
     for key, value in values.items():
+        if not isinstance(value, (int, float, torch.Tensor)):
+            raise TypeError(f"{name}: {key} must be a number, got {value!r}")
         if not value >= 0.0:
             raise ValueError(f"{name}: {key} must not be negative, got {value}")
+    if len(betas) != 2:
+        raise ValueError(f"{name}: betas must be two numbers, got {betas}")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"{name}: betas[{index}] must be in [0, 1), got {beta}")
 
 
 class PlainOptimizer(torch.optim.Optimizer):

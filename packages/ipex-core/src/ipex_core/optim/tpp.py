@@ -92,7 +92,7 @@ class AdamW(PlainOptimizer):
         weight_decay: float = 0.0,
         correct_bias: bool = True,
     ) -> None:
-        _check("AdamW", lr, betas, eps, weight_decay)
+        check_numbers("AdamW", betas, lr=lr, eps=eps, weight_decay=weight_decay)
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "correct_bias": correct_bias})
 
@@ -278,15 +278,6 @@ def _ranks() -> int:
     if not distributed.is_available() or not distributed.is_initialized():
         return 1
     return distributed.get_world_size()
-
-
-def _check(
-    name: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> None:
-    check_numbers(name, lr=lr, eps=eps, weight_decay=weight_decay)
-    for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"{name}: betas[{index}] must be in [0, 1), got {beta}")
 
 
 @torch.no_grad()

@@ -44,7 +44,9 @@ class AdaGradArgs(NamedTuple):
     lr: float
 
 
-def _number(owner: object, name: str, value: float) -> float:
+def _number(owner: object, name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        raise TypeError(f"{type(owner).__name__}: {name} must be a number, got {value!r}")
     if not 0.0 <= value < float("inf"):
         raise ValueError(
             f"{type(owner).__name__}: {name} must be a finite number, 0 or more, got {value}"
