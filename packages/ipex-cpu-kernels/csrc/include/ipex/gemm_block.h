@@ -19,6 +19,7 @@ struct GemmBlock {
   int64_t y_stride;
   int64_t row, column, columns;  // where the block lies in y, for what follows the product
   const Epilogue* epilogue;
+  const T* addend;  // what the sums begin with, its rows as far apart as those of y, or null
 
   // Columns of y that a panel gives.
   int64_t panel_columns() const { return epilogue->gated ? kPanel / 2 : kPanel; }
@@ -27,6 +28,22 @@ struct GemmBlock {
   Finisher<T> finisher(int64_t panel, int64_t width) const {
     const int64_t first = panel * panel_columns(), left = columns - first;
     return Finisher<T>(*epilogue, column + first, left < width ? left : width);
+  }
+
+  // Puts the addend of rows [r, r + n) and the panels from `panel` on, at most `width` columns,
+  // into C. What lies behind the columns of y is added to and left alone, so it must be no signal.
+  void load_addend(int64_t panel, int64_t width, int64_t r, int64_t n, float* c,
+                   int64_t ldc) const {
+    const int64_t first = panel * panel_columns(), left = columns - first;
+    const T* from = addend + r * y_stride + first;
+    for (; n > 0; --n, from += y_stride, c += ldc) {
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const int64_t count = left - i;
+        store(c + i, count >= kLanes ? load(from + i)
+                     : count > 0     ? load_n(from + i, count)
+                                     : zero());
+      }
+    }
   }
 
   // Finishes rows [r, r + n) of what the panels from `panel` on gave.
@@ -198,10 +215,15 @@ inline void gemm_block_tiles(const GemmBlock<BFloat16>& g, char* scratch) {
         float* const block_c = c + place * 32 * kTileLdc;
         float* const to = block_c + p % 2 * kPanel;
         const BFloat16* tail = n % 32 ? last : nullptr;
+        const bool add = d > 0 || g.addend;
+        if (d == 0 && g.addend) {
+          g.load_addend(p, kPanel, b * 32, rows, to, kTileLdc);
+          tile_fence(to);
+        }
         if (rows > 16)
-          multiply_tiles<true>(x + b * x_size, w, steps, tail, to, d > 0, waiting, next_w, next_x);
+          multiply_tiles<true>(x + b * x_size, w, steps, tail, to, add, waiting, next_w, next_x);
         else
-          multiply_tiles<false>(x + b * x_size, w, steps, tail, to, d > 0, waiting, next_w, next_x);
+          multiply_tiles<false>(x + b * x_size, w, steps, tail, to, add, waiting, next_w, next_x);
         if (finishes) {
           waiting = {&g, &finisher, gated ? block_c : to, first, b * 32, rows};
         }
@@ -222,13 +244,13 @@ void gemm_block(const GemmBlock<T>& g, [[maybe_unused]] char* scratch) {
     if (scratch && g.k > 0) return gemm_block_tiles(g, scratch);
   }
 #endif
-  // In float32 two deep panels and the rows they meet are more than L2 holds. Cut along K, a piece
-  // of the panels stays there while several steps of rows pass. Sums go on where they stopped.
-  constexpr int64_t kDeep = sizeof(T) == 4 ? 1024 : 0, kSteps = kDeep ? 8 : 1;
-  alignas(64) float c[kSteps * kRowStep<T> * 2 * kPanel];
+  // Two deep panels and the rows they meet are more than L2 holds. Cut along K, a piece of the
+  // panels stays there while several steps of rows pass. Sums go on where they stopped.
+  constexpr int64_t kDeep = 4096 / static_cast<int64_t>(sizeof(T)), kSteps = 8;
   constexpr int64_t ldc = 2 * kPanel;
+  alignas(64) float c[kSteps * kRowStep<T> * ldc];
   const int64_t size = panel_size<T>(g.k);
-  const bool deep = kDeep && g.k > kDeep + kDeep / 2 && g.rows > kRowStep<T>;
+  const bool deep = g.k > kDeep + kDeep / 2 && g.rows > kRowStep<T>;
   const int64_t piece = deep ? kDeep : g.k > 0 ? g.k : 1;
   const int64_t most = deep ? kSteps * kRowStep<T> : kRowStep<T>;
   TileScope scope;
@@ -238,12 +260,13 @@ void gemm_block(const GemmBlock<T>& g, [[maybe_unused]] char* scratch) {
     const Finisher<T> finisher = g.finisher(p, (p1 ? 2 : 1) * g.panel_columns());
     for (int64_t r = 0; r < g.rows; r += most) {
       const int64_t rows = g.rows - r < most ? g.rows - r : most;
+      if (g.addend) g.load_addend(p, (p1 ? 2 : 1) * kPanel, r, rows, c, ldc);
       for (int64_t d = 0; d == 0 || d < g.k; d += piece) {
         const int64_t depth = g.k - d < piece ? g.k - d : piece;
         for (int64_t i = 0; i < rows; i += kRowStep<T>)
           multiply(scope, g.x + (r + i) * g.x_stride + d, g.x_stride,
                    rows - i < kRowStep<T> ? rows - i : kRowStep<T>, p0 + d * kPanel,
-                   p1 ? p1 + d * kPanel : nullptr, depth, c + i * ldc, ldc, d > 0);
+                   p1 ? p1 + d * kPanel : nullptr, depth, c + i * ldc, ldc, d > 0 || g.addend);
       }
       g.finish(finisher, p, c, ldc, r, rows);
     }

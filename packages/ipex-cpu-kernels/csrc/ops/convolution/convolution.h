@@ -24,19 +24,19 @@ struct ConvolutionArgs {
   }
 };
 
-// Rows (pixels of y) that a call of the kernel takes at most, and the distance of their copies: not
-// a multiple of 4 KiB, for lines that far apart share few places of L1.
-inline constexpr int64_t kConvolutionRows = 96;
+// The distance of the copies of rows (pixels of y): not a multiple of 4 KiB, for lines that far
+// apart share few places of L1.
 inline int64_t convolution_stride(int64_t k) { return (k + 31) / 32 * 32 + 32; }
 
 }  // namespace ipex
 
 // Computes the rows [row_begin, row_end) of what the panels [panel_begin, panel_end) give.
-// `scratch` has room for the rows, convolution_stride(k) elements each, unless in_place().
+// `rows` has room for the rows, convolution_stride(k) elements each, unless in_place(); `tiles` is
+// the scratch of gemm_block.h, given where there are tiles and many rows.
 #define IPEX_DECLARE_CONVOLUTION(suffix)                                                          \
   IPEX_KERNEL_API void ipex_k_convolution_##suffix(                                               \
       const ipex::ConvolutionArgs* args, int64_t row_begin, int64_t row_end, int64_t panel_begin, \
-      int64_t panel_end, char* scratch)
+      int64_t panel_end, char* rows, char* tiles)
 IPEX_DECLARE_CONVOLUTION(f32);
 IPEX_DECLARE_CONVOLUTION(bf16);
 IPEX_DECLARE_CONVOLUTION(f16);

@@ -8,6 +8,7 @@
 
 #include "ipex/argument_checks.h"
 #include "ipex/gemm_schedule.h"
+#include "ipex/gemm_sizes.h"
 #include "ipex/image.h"
 #include "linear/epilogue_check.h"
 #include "linear/packed_check.h"
@@ -35,6 +36,21 @@ void check_pair(const char* name, const Pair& value, int64_t least) {
 // What x has beside the window, 0 or more if the result has any pixel.
 int64_t room(int64_t size, int64_t taps, int64_t padding, int64_t dilation) {
   return size + 2 * padding - dilation * (taps - 1) - 1;
+}
+
+// Rows of a task: blocks of equal size, so that none of few rows is left to stream all panels for.
+int64_t vector_rows(int64_t rows) {
+  constexpr int64_t kMost = 96;
+  const int64_t blocks = std::max<int64_t>(1, (rows + kMost - 1) / kMost);
+  return std::max<int64_t>(24, ((rows + blocks - 1) / blocks + 5) / 6 * 6);
+}
+
+// Rows of a task on tiles: as many as gemm_block.h takes, or whose copies fit a part of L2.
+int64_t tile_rows(int64_t row_bytes) {
+  constexpr int64_t kCopies = 512 * 1024;
+  int64_t rows = kTileRowsMost;
+  while (rows > 32 && rows * row_bytes > kCopies) rows /= 2;
+  return rows;
 }
 
 Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_channels,
@@ -88,20 +104,21 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
   args.weight = static_cast<const char*>(packed_weight.const_data_ptr()) + sizeof(PackedHeader);
   args.y = y.mutable_data_ptr();
 
-  const int64_t rows = images * args.out_height * args.out_width, k = args.k();
-  // Blocks of equal size, so that none of few rows is left to stream all panels for.
-  const int64_t blocks = std::max<int64_t>(1, (rows + kConvolutionRows - 1) / kConvolutionRows);
-  const int64_t block = std::max<int64_t>(24, ((rows + blocks - 1) / blocks + 5) / 6 * 6);
-  const GemmShape shape{rows, (out_channels + kPackedPanel - 1) / kPackedPanel, k};
-  const auto element = static_cast<int64_t>(x.element_size());
-  const int64_t bytes = args.in_place() ? 0 : block * convolution_stride(k) * element;
+  GemmShape shape{images * args.out_height * args.out_width,
+                  (out_channels + kPackedPanel - 1) / kPackedPanel, args.k()};
+  shape.tiles = uses_tiles(x.scalar_type());
+  const bool tiles = shape.on_tiles();
+  const int64_t row_bytes =
+      args.in_place() ? 0 : convolution_stride(args.k()) * static_cast<int64_t>(x.element_size());
+  const int64_t block = tiles ? tile_rows(row_bytes) : vector_rows(shape.rows);
   std::atomic<bool> failed{false};
   kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
-    run_gemm(shape, block, shape.panels,
+    run_gemm(shape, block, tiles ? kTilePanelsMost : shape.panels,
              [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-               char* scratch = Scratch<kRowsUse>::get(bytes);
-               if (scratch)
-                 kernel(&args, row_begin, row_end, panel_begin, panel_end, scratch);
+               char* rows = Scratch<kRowsUse>::get(block * row_bytes);
+               char* of_tiles = tiles ? Scratch<kTileScratchUse>::get(kTileScratch) : nullptr;
+               if (rows && (of_tiles || !tiles))
+                 kernel(&args, row_begin, row_end, panel_begin, panel_end, rows, of_tiles);
                else
                  failed = true;
              });
