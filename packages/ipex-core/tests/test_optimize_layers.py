@@ -440,10 +440,8 @@ def test_measured_convolution():
     assert isinstance(optimize(nn.Conv2d(3, 8, 3).eval(), dtype=torch.bfloat16), OptimizedConv2d)
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_many_rows_of_emulated_bfloat16_have_the_own_kernel(native, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_many_rows_in_16_bits_have_the_own_kernel(dtype, monkeypatch):
     monkeypatch.setattr(_prepack, "has_kernel", lambda name: name == "linear")
-    monkeypatch.setattr(_prepack, "_has_bfloat16", lambda: native)
-    choice = _prepack.choose_linear(torch.bfloat16, 384, 384, 4096)
-    assert (choice.form == "ipex") is not native, choice
-    assert _prepack.choose_linear(torch.float32, 384, 384, 4096).form == "mkldnn"
+    choice = _prepack.choose_linear(dtype, 384, 384, 4096)
+    assert choice.form == ("mkldnn" if dtype == torch.float32 else "ipex"), choice

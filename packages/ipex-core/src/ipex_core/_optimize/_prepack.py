@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from ipex_core import _machine
 from ipex_core import nn as inn
 from ipex_core._fastest import fastest, numbers
 from ipex_core._optimize._cast import LEAVES
@@ -42,12 +40,13 @@ class LinearChoice:
     reason: str
 
 
-#: Rows up to which the own kernel is preferred to oneDNN on a packed weight. Measured as times stock, own (oneDNN):
-#: Zen 4, 1 and 2 threads, bfloat16, K and N from 384 to 5632: 1 row 2.7-2.9 (1.4-2.0), 32 rows 1.3-1.5 (1.2-1.4),
-#: 128 rows 1.10-1.16 (1.05-1.13), 512 to 4096 rows 1.03-1.16 (1.02-1.18), float32 the same or better. Xeon with AMX,
-#: 8 threads: 1 to 32 rows 1.4-2.7 (1.2-2.5), 128 rows 1.4-2.9 (1.3-2.7), 4096 rows 1.05-1.42 (1.5-1.9). Xeon with
-#: AVX512-VNNI, 1 thread, float32: 1 row 0.8-1.0 (0.8 for 384 x 384), 16 to 64 rows 1.1-1.9, 128 rows 1.05-1.27, 512
-#: rows 0.97-1.05; bfloat16, which has no instructions there, 2048 and 4096 rows 3.7-4.1 (1.0).
+#: Rows up to which the own kernel is preferred to oneDNN on a packed weight in float32; in 16 bits it always is.
+#: Measured as times stock, own (oneDNN): Zen 4, 1 and 2 threads, bfloat16, K and N from 384 to 5632: 1 row 2.7-2.9
+#: (1.4-2.0), 32 rows 1.3-1.5 (1.2-1.4), 128 rows 1.10-1.16 (1.05-1.13), 512 to 4096 rows 1.03-1.16 (1.02-1.18), float32
+#: the same or better. Xeon with AMX, 8 threads: 1 to 32 rows 1.4-2.7 (1.2-2.5), 128 rows 1.4-2.9 (1.3-2.7), encoders
+#: with 4096 rows 1.0-1.3 times oneDNN. Xeon with AVX512-VNNI, 1 thread: bfloat16, which has no instructions there,
+#: 2048 and 4096 rows 3.7-4.1 times oneDNN; float32: 1 row 0.8-1.0 (0.8 for 384 x 384), 16 to 64 rows 1.1-1.9, 128
+#: rows 1.05-1.27, 512 rows 0.97-1.05.
 SMALL_ROWS = 1024
 #: Weights below which the overhead of a packed call decides and the stock op is chosen. Measured on Zen 4: the oneDNN
 #: op costs 13 us a call; stock float32 (MKL) 3 us, so that packing pays from about 384 x 384 on; stock bfloat16 goes
@@ -69,27 +68,16 @@ def choose_linear(dtype: torch.dtype, n: int, k: int, m: int | None) -> LinearCh
     if n * k < least:
         return LinearChoice(None, f"the weight has fewer than {least} elements")
     # With unknown rows too: at many rows it is not slower than stock anywhere, at few it is far ahead of oneDNN.
-    if own and (m is None or m <= SMALL_ROWS):
+    if own and (m is None or m <= SMALL_ROWS or dtype != torch.float32):
         return LinearChoice(
             "ipex", "own kernel, for any number of rows" if m is None else f"{m} rows: own kernel"
         )
-    if own and dtype == torch.bfloat16 and not _has_bfloat16():
-        return LinearChoice("ipex", f"{m} rows: own kernel, on a CPU without bfloat16 instructions")
     if _mkldnn.supports(dtype):
         rows = "any number of rows" if m is None else f"{m} rows"
         return LinearChoice("mkldnn", f"{rows}: oneDNN on a prepacked weight")
-    if own and dtype == torch.float16:
-        return LinearChoice("ipex", "oneDNN has no float16 kernel on this CPU")
     return LinearChoice(
         None, f"oneDNN has no {str(dtype).removeprefix('torch.')} kernel on this CPU"
     )
-
-
-@functools.cache
-def _has_bfloat16() -> bool:
-    """Whether the CPU has instructions for products in bfloat16; True where its features are unknown."""
-    features = set(_machine.cpu_info().features)
-    return not features or not features.isdisjoint(_machine.NATIVE_FEATURES["bfloat16"])
 
 
 _measured: dict[tuple[torch.dtype, int, int, int], LinearChoice] = {}

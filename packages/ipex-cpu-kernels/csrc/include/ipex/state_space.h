@@ -9,23 +9,18 @@ namespace {
 
 // 2^x, relative error 1.1e-7, and far less near x = 0: a state is multiplied by it again and again,
 // so that an error in a factor close to 1 adds up over as many steps as the state lasts. Hence
-// neither the polynomials for 16-bit results nor a fraction in [0, 1) will do. Below 2^-126 the
-// result is 0 (AVX-512: denormal).
+// neither the polynomials for 16-bit results nor a fraction in [0, 1) will do.
 IPEX_INLINE f32v decay2(f32v x) {
-#if IPEX_HAVE_AVX512
-  // The fraction of an infinity is 0, so no clamping is needed.
   constexpr float kPoly[] = {1.000000000e+00f, 6.931470037e-01f, 2.402224243e-01f,
                              5.550733581e-02f, 9.671512991e-03f, 1.326472731e-03f};
+#if IPEX_HAVE_AVX512
+  // The fraction of an infinity is 0, so no clamping is needed.
   const f32v fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return _mm512_scalef_ps(polynomial(fraction, kPoly), x - fraction);
+  return scale_by_pow2(polynomial(fraction, kPoly), x - fraction);
 #else
-  // Twice the function, so that the exponent field n + 126 holds every finite result: at the ends
-  // of the clamped range it is 0 (the number 0) or 255 (infinity).
-  constexpr float kPoly[] = {2.000000000e+00f, 1.386294007e+00f, 4.804448485e-01f,
-                             1.110146716e-01f, 1.934302598e-02f, 2.652945463e-03f};
   x = max(set1(-126.0f), min(set1(129.0f), x));
   const f32v n = round(x);
-  return polynomial(x - n, kPoly) * as_float((to_int(n) + iset1(126)) << 23);
+  return scale_by_pow2(polynomial(x - n, kPoly), n);
 #endif
 }
 

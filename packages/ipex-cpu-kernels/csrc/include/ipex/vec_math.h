@@ -25,21 +25,22 @@ IPEX_INLINE f32v polynomial(f32v x, const float (&c)[N]) {
   return r;
 }
 
-// p * 2^n for integral n, -252 <= n <= 254, rounded once.
+// p * 2^n for p from 0.7 to 2 and integral n from -126, which gives 0, to 129, which gives
+// infinity. No result is a denormal: they would cost some hundred cycles a vector on Intel's cores,
+// and masked scores, of which there are many, would become some.
 IPEX_INLINE f32v scale_by_pow2(f32v p, f32v n) {
 #if IPEX_HAVE_AVX512
-  return _mm512_scalef_ps(p, n);
+  // Of any n; its floor counts. Nothing is computed in lanes that the mask leaves out; NaN stays.
+  const __mmask16 normal = _mm512_cmp_ps_mask(n, set1(-125.0f), _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(normal, p, n);
 #else
-  // Two factors, because 2^n itself may be out of range where the product is not.
-  const i32v whole = to_int(n);
-  const i32v first = whole >> 1;
-  const i32v second = whole - first;
-  const i32v bias = iset1(127);
-  return p * as_float((first + bias) << 23) * as_float((second + bias) << 23);
+  // Twice the number and half the factor, whose exponent field is 0 (the number 0) and 255
+  // (infinity) at the ends.
+  return (p + p) * as_float((to_int(n) + iset1(126)) << 23);
 #endif
 }
 
-// 2^x, relative error 2.6e-6. Below 2^-126 the result is 0 (AVX-512: denormal).
+// 2^x, relative error 2.6e-6.
 IPEX_INLINE f32v exp2_fast(f32v x) {
 #if IPEX_HAVE_AVX512
   // scalef takes the floor of its exponent, and reduce the matching fraction, 0 for +-infinity: no
@@ -47,18 +48,17 @@ IPEX_INLINE f32v exp2_fast(f32v x) {
   constexpr float kPoly[] = {1.000002623e+00f, 6.930038333e-01f, 2.414427549e-01f, 5.201146007e-02f,
                              1.353416778e-02f};
   const f32v fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  return _mm512_scalef_ps(polynomial(fraction, kPoly), x);
+  return scale_by_pow2(polynomial(fraction, kPoly), x);
 #else
   constexpr float kPoly[] = {9.999992847e-01f, 6.931217909e-01f, 2.402474433e-01f, 5.591785908e-02f,
                              9.570102207e-03f};
-  // At the ends of the clamped range the exponent field becomes 0 (the number 0) or 255 (infinity).
-  x = max(set1(-127.0f), min(set1(128.0f), x));
+  x = max(set1(-126.0f), min(set1(129.0f), x));
   const f32v n = round(x);
-  return polynomial(x - n, kPoly) * as_float((to_int(n) + iset1(127)) << 23);
+  return scale_by_pow2(polynomial(x - n, kPoly), n);
 #endif
 }
 
-// 2^x for x <= 0 to about 1 ulp. Below 2^-126 the result is 0 (AVX-512: denormal).
+// 2^x for x <= 0 to about 1 ulp.
 IPEX_INLINE f32v exp2_nonpositive(f32v x) {
   constexpr float kPoly[] = {1.0f,
                              6.931471825e-01f,
@@ -67,16 +67,9 @@ IPEX_INLINE f32v exp2_nonpositive(f32v x) {
                              9.618436918e-03f,
                              1.339887385e-03f,
                              1.535336196e-04f};  // 2.0e-9
-#if IPEX_HAVE_AVX512
-  x = max(set1(-151.0f), x);
+  x = max(set1(-126.0f), x);
   const f32v n = round(x);
   return scale_by_pow2(polynomial(x - n, kPoly), n);
-#else
-  // One factor is enough where denormals are not wanted: at the limit it is the number 0.
-  x = max(set1(-127.0f), x);
-  const f32v n = round(x);
-  return polynomial(x - n, kPoly) * as_float((to_int(n) + iset1(127)) << 23);
-#endif
 }
 
 IPEX_INLINE f32v exp_fast(f32v x) { return exp2_fast(x * set1(kLog2E)); }
@@ -84,7 +77,7 @@ IPEX_INLINE f32v exp_fast(f32v x) { return exp2_fast(x * set1(kLog2E)); }
 IPEX_INLINE f32v exp(f32v x) {
   constexpr float kPoly[] = {4.999999404e-01f, 1.666652113e-01f, 4.166838899e-02f, 8.368745446e-03f,
                              1.381453942e-03f};
-  x = max(set1(-104.0f), min(set1(89.0f), x));
+  x = max(set1(-87.4f), min(set1(89.0f), x));
   const f32v n = round(x * set1(kLog2E));
   // ln 2 in two parts; the first has 9 bits, so that n times it is exact also without FMA.
   f32v r = fnma(n, set1(0.693359375f), x);
@@ -104,7 +97,7 @@ IPEX_INLINE f32v exp_nonpositive(f32v x) {
                              4.166838899e-02f,
                              8.368745446e-03f,
                              1.381453942e-03f};
-  x = max(set1(-104.0f), x);
+  x = max(set1(-87.4f), x);
   const f32v n = round(x * set1(kLog2E));
   // One rounding only, thanks to FMA; the error of the constant is 2e-9.
   const f32v r = fnma(n, set1(0.693147182f), x);
