@@ -111,6 +111,17 @@ def test_python_check_raises_the_same(op, args, text):
     assert str(native.value) == str(caught.value)
 
 
+@pytest.mark.parametrize("op", list(specs()))
+def test_a_tensor_that_is_missing_is_named(op):
+    """torch's dispatcher takes None for any tensor."""
+    sample = next(iter(specs()[op].samples(specs()[op].dtypes[0])))
+    if not isinstance(sample.args[0], torch.Tensor):
+        pytest.skip("a list of tensors")
+    name = specs()[op].op.default._schema.arguments[0].name
+    with torch.no_grad(), pytest.raises(OpArgumentError, match=f"{op}: {name} must be a tensor"):
+        specs()[op].op(None, *sample.args[1:], **sample.kwargs)
+
+
 def test_bfloat16_and_float16_packings_are_told_apart():
     weight = torch.ones(32, 64)
     packed = ops.pack_linear_weight(weight.half())

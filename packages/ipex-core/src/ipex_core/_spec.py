@@ -276,7 +276,13 @@ def _autograd_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
                 )
             flat, counts = _flat(args)
             return _VjpOfReference.apply(spec, redispatch, keyset & below, counts, *flat)  # type: ignore[no-untyped-call]
-        return redispatch(keyset & below, *args)
+        try:
+            return redispatch(keyset & below, *args)
+        except RuntimeError:
+            _check_present(
+                spec, args
+            )  # native kernels say nothing useful about a tensor that is None
+            raise
 
     return kernel
 
