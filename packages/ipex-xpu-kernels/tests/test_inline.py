@@ -91,6 +91,8 @@ def test_autograd_and_compile(ops: xpu.SyclLibrary) -> None:
     compiled = torch.compile(lambda t: ops.swish(t, 0.5) + 1, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), x * torch.sigmoid(0.5 * x) + 1)
     assert ops.outer(x.detach().to("meta"), y.detach().to("meta")).shape == (6, 6)
+    with pytest.raises(RuntimeError, match="inline_test::outer: the op has no gradient"):
+        ops.outer(x, y).sum().backward()
 
 
 def test_arguments_are_checked(ops: xpu.SyclLibrary) -> None:
@@ -112,6 +114,8 @@ def test_arguments_are_checked(ops: xpu.SyclLibrary) -> None:
         kernel(x, x, size=4)
     with pytest.raises(TypeError, match="argument 3 must be an integer"):
         kernel(x, x, 1.5, 4, size=4)
+    with pytest.raises(ValueError, match="argument 3 must be -2147483648 to 2147483647"):
+        kernel(x, x, 2**31, 4, size=4)
     with pytest.raises(TypeError, match="argument 1 must be a tensor"):
         kernel(3, x, 1, 4, size=4)
     with pytest.raises(TypeError, match="argument 4 must be a number"):

@@ -199,6 +199,32 @@ def test_reductions(dtype: torch.dtype) -> None:
                 )
 
 
+def test_numbers_that_a_dtype_cannot_hold() -> None:
+    for dtype, value in (
+        (torch.float16, 2**40),
+        (torch.float8_e4m3fn, 1e30),
+        (torch.uint8, 300),
+        (torch.float16, 1 + 2j),
+    ):
+        with pytest.raises(RuntimeError, match="without overflow") as host:
+            torch.full((3,), value, dtype=dtype)
+        with pytest.raises(RuntimeError, match="without overflow") as device:
+            torch.full((3,), value, dtype=dtype, device="xpu")
+        assert str(device.value) == str(host.value)
+    assert torch.full((3,), -1, dtype=torch.uint8, device="xpu").tolist() == [255] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8], ids=str)
+def test_counts_of_whole_numbers(dtype: torch.dtype) -> None:
+    x = torch.tensor([0, 1, 1, 3, 5], dtype=dtype, device="xpu")
+    counts = torch.histc(x, bins=4, min=0, max=3)
+    assert counts.dtype == dtype and counts.tolist() == [1, 2, 0, 1]
+    out = torch.empty(0, dtype=dtype, device="xpu")
+    assert torch.histc(x, 6, out=out) is out and out.tolist() == [1, 2, 0, 1, 0, 1]
+    with pytest.raises(RuntimeError, match="histc: out must be"):
+        torch.histc(x, 4, out=torch.empty(0, device="xpu"))
+
+
 def test_reductions_of_whole_numbers_and_nan() -> None:
     n = torch.arange(-30, 30).view(3, 4, 5)
     for x in (n, n.int(), n % 3 == 0):

@@ -69,6 +69,27 @@ def test_int4_llama_gives_the_tokens_of_the_host() -> None:
     assert tokens(fast, "xpu") == tokens(on_host, "cpu")
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe", "GptOss"])
+def test_experts_train_and_generate_as_on_the_host(name: str) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=4, num_local_experts=4,
+        num_experts_per_tok=2, initializer_range=0.3,
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    moved = copy.deepcopy(model).to("xpu")
+    assert tokens(moved, "xpu") == tokens(model, "cpu")
+    ids = torch.randint(64, (2, 7))
+    for one in (model, moved):
+        inputs = ids.to(one.device)
+        one(input_ids=inputs, labels=inputs).loss.backward()
+    for (key, a), b in zip(model.named_parameters(), moved.parameters(), strict=True):
+        if a.grad is not None:
+            torch.testing.assert_close(b.grad.cpu(), a.grad, rtol=1e-3, atol=1e-4, msg=key)
+
+
 def test_options_that_xpu_does_not_have() -> None:
     optimize = pytest.importorskip("ipex_llm").optimize
 

@@ -175,6 +175,22 @@ def test_forked_children_are_told() -> None:
     assert output(code) == "0"
 
 
+def test_work_in_forked_children_raises() -> None:
+    code = START + (
+        "import os\nx = torch.ones(3, device='xpu'); x += 1\n"
+        "def child():\n"
+        "    for work in (lambda: x * 2, lambda: torch.ones(2, device='xpu'), lambda: x.cpu(),\n"
+        "                 lambda: torch.special.i0(x), lambda: torch.randn(2).to('xpu')):\n"
+        "        try: work(); return 1\n"
+        "        except RuntimeError as e:\n"
+        "            if 'forked subprocess' not in str(e): print(e, flush=True); return 2\n"
+        "    return 0\n"
+        "if (pid := os.fork()) == 0: raise SystemExit(child())\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), x.sum().item())"
+    )
+    assert output(code) == "0 6.0"
+
+
 def test_staged_fallback_gives_the_same() -> None:
     code = START + (
         "torch.manual_seed(0); x = torch.randn(4, 5, device='xpu')\n"

@@ -42,7 +42,7 @@ def test_streams_and_events() -> None:
     assert stream.query()
     assert x.sum().item() == 2000
     first, second = torch.xpu.Event(enable_timing=True), torch.xpu.Event(enable_timing=True)
-    with pytest.raises(ValueError, match="must be recorded"):
+    with pytest.raises(RuntimeError, match="must be recorded"):
         first.elapsed_time(second)
     first.record()
     torch.mm(torch.ones(64, 64, device="xpu"), torch.ones(64, 64, device="xpu"))
@@ -52,6 +52,36 @@ def test_streams_and_events() -> None:
     stream.wait_event(second)
     x.record_stream(stream)
     assert stream.sycl_queue != before.sycl_queue
+    untimed = torch.xpu.Event()
+    untimed.record()
+    untimed.synchronize()
+    for a, b in ((untimed, second), (first, untimed)):
+        with pytest.raises(RuntimeError, match="enable_timing=True"):
+            a.elapsed_time(b)
+    with pytest.raises(TypeError, match=r"end_event must be a torch\.xpu\.Event, got int"):
+        first.elapsed_time(1)
+
+
+def test_priorities_and_queues_of_streams() -> None:
+    assert torch.xpu.Stream.priority_range() == (1, -1)
+    for wish, priority in ((-9, -1), (-1, -1), (0, 0), (1, 1), (5, 1)):
+        stream = torch.xpu.Stream(priority=wish)
+        assert stream.priority == priority
+        with torch.xpu.stream(stream):
+            x = torch.ones(100, device="xpu") * 3
+        stream.synchronize()
+        assert x.sum().item() == 300
+        assert torch.xpu.get_stream_from_external(stream.sycl_queue) == stream
+    assert torch.xpu.current_stream().priority == 0
+    assert len({torch.xpu.Stream().stream_id for _ in range(70)}) == 32
+    with pytest.raises(NotImplementedError, match="foreign queue"):
+        torch.xpu.get_stream_from_external(4096)
+    assert torch.xpu.can_device_access_peer(0, 0)
+    for wrong in ((0, 99), (99, 0)):
+        with pytest.raises(RuntimeError, match="device must be in"):
+            torch.xpu.can_device_access_peer(*wrong)
+    with pytest.raises(RuntimeError, match="device must be in"):
+        torch.xpu.get_device_properties(99)
 
 
 def test_memory_statistics() -> None:

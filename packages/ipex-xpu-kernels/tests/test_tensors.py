@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -240,3 +241,17 @@ def test_fake_tensors_and_tracing() -> None:
     torch.testing.assert_close(torch.vmap(lambda a: a * 2 + 1)(x), x * 2 + 1)
     with torch.device("xpu"):
         assert torch.ones(2).device.type == "xpu"
+
+
+def test_sparse_and_quantised_tensors_are_refused() -> None:
+    x = torch.eye(3, device="xpu")
+    refused: list[Callable[[], object]] = [
+        x.to_sparse,
+        x.to_sparse_csr,
+        lambda: torch.eye(3).to_sparse().to("xpu"),
+        lambda: torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), device="xpu"),
+        lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    ]
+    for make in refused:
+        with pytest.raises(NotImplementedError, match="sparse and quantised tensors are not"):
+            make()

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <sycl/sycl.hpp>
@@ -51,10 +52,18 @@ const DeviceInfo& device_info(int device);
 sycl::device& sycl_device(int device);
 sycl::context& sycl_context(int device);
 
-// A queue of the pool of a device: 0 is the default stream, the others are handed out round robin
-// by the caller. In order.
-inline constexpr int kStreamsPerDevice = 33;
+// A queue of the pools of a device: 0 is the default stream, the others are handed out round robin
+// by the caller, first those of normal, then those of high and of low priority. In order.
+inline constexpr int kStreamsOfPool = 32;
+inline constexpr int kStreamsPerDevice = 1 + 3 * kStreamsOfPool;
+// 0, -1 for high and 1 for low, as torch numbers them.
+constexpr int priority_of(std::int64_t stream) {
+  if (stream <= kStreamsOfPool) return 0;
+  return stream <= 2 * kStreamsOfPool ? -1 : 1;
+}
 sycl::queue& queue(int device, int stream);
+// The number of the stream that has this queue.
+std::optional<int> stream_of(const sycl::queue* queue, int device);
 void synchronize(int device);
 // Waits for all queues of all devices and lets no further queue be made: before the SYCL run-time
 // goes away.

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Devices, their contexts and queues.
+#include <pthread.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -29,6 +31,7 @@ struct State {
   std::vector<std::unique_ptr<Device>> devices;
   std::string why = "not initialized";
   std::atomic<bool> down{false};
+  std::atomic<bool> forked{false};  // a child of the process that has the device
 };
 
 State& state() {
@@ -43,6 +46,15 @@ Device& at(int device) {
                             "), got " + std::to_string(device));
   }
   return *devices[static_cast<std::size_t>(device)];
+}
+
+// The run-time's threads and locks do not survive a fork: to wait for a queue could last for ever.
+void check_process() {
+  if (state().forked) {
+    throw std::runtime_error(
+        "Cannot re-initialize XPU in forked subprocess. To use XPU with multiprocessing, you must "
+        "use the 'spawn' start method");
+  }
 }
 
 template <typename Param>
@@ -182,6 +194,7 @@ int initialize(const std::string& request) {
   std::call_once(once, [&] {
     State& s = state();
     s.why.clear();
+    ::pthread_atfork(nullptr, nullptr, [] { state().forked = true; });
     try {
       const auto found = find_devices(request, s.why);
       for (std::size_t i = 0; i < found.size(); ++i) {
@@ -216,19 +229,38 @@ sycl::context& sycl_context(int device) { return at(device).context; }
 
 sycl::queue& queue(int device, int stream) {
   Device& d = at(device);
+  check_process();
   auto& slot = d.queues.at(static_cast<std::size_t>(stream));
   const std::lock_guard lock(d.mutex);
   if (!slot) {
     if (state().down) throw std::runtime_error("xpu: the device was shut down at interpreter exit");
-    const sycl::property_list in_order{sycl::property::queue::in_order(),
-                                       sycl::property::queue::enable_profiling()};
-    slot = std::make_unique<sycl::queue>(d.context, d.handle, report, in_order);
+    const auto make = [&](auto... priority) {
+      return std::make_unique<sycl::queue>(
+          d.context, d.handle, report,
+          sycl::property_list{sycl::property::queue::in_order(),
+                              sycl::property::queue::enable_profiling(), priority...});
+    };
+    namespace wish = sycl::ext::oneapi::property::queue;
+    const int priority = priority_of(stream);
+    slot = priority < 0   ? make(wish::priority_high())
+           : priority > 0 ? make(wish::priority_low())
+                          : make();
   }
   return *slot;
 }
 
+std::optional<int> stream_of(const sycl::queue* queue, int device) {
+  Device& d = at(device);
+  const std::lock_guard lock(d.mutex);
+  for (std::size_t i = 0; i < d.queues.size(); ++i) {
+    if (d.queues[i].get() == queue && queue != nullptr) return static_cast<int>(i);
+  }
+  return std::nullopt;
+}
+
 void synchronize(int device) {
   Device& d = at(device);
+  check_process();
   std::vector<sycl::queue*> open;
   {
     const std::lock_guard lock(d.mutex);

@@ -164,6 +164,25 @@ ThreeTensors lstm(const Tensor& input, at::TensorList hx, at::TensorList params,
                           dropout, train, bidirectional, batch_first);
 }
 
+// Counts of whole numbers, too, which other devices have and the host has not: models count with
+// them how many tokens go to each expert.
+Tensor counts_of(const Tensor& x, std::int64_t bins, const at::Scalar& least,
+                 const at::Scalar& most) {
+  count_fallback("aten::histc");
+  const c10::DeviceGuard guard(x.device());
+  const bool whole = at::isIntegralType(x.scalar_type(), /*includeBool=*/false);
+  const Tensor host = xpu::to_host(x);
+  const Tensor counts = at::histc(whole ? host.to(at::kDouble) : host, bins, least, most);
+  return xpu::to_device(counts.to(x.scalar_type()), index_of(x));
+}
+Tensor& counts_out(const Tensor& x, std::int64_t bins, const at::Scalar& least,
+                   const at::Scalar& most, Tensor& out) {
+  TORCH_CHECK(out.scalar_type() == x.scalar_type(), "histc: out must be ", x.scalar_type(),
+              ", got ", out.scalar_type());
+  check_same_device("histc", x, {&out});
+  return out.resize_({bins}).copy_(counts_of(x, bins, least, most));
+}
+
 // torch's encoder asks this before it drops padding, for which it needs nested tensors with strides
 // in their sizes. There are none for xpu: nothing is dropped.
 bool never_left_aligned(const Tensor&, const Tensor&) { return false; }
@@ -176,6 +195,8 @@ void register_composites() {
   library.impl("convolution_overrideable", TORCH_FN(convolution));
   library.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
   library.impl("native_group_norm_backward", TORCH_FN(group_norm_backward));
+  library.impl("histc", TORCH_FN(counts_of));
+  library.impl("histc.out", TORCH_FN(counts_out));
   library.impl("lstm.input", TORCH_FN(lstm));
   library.impl("_nested_tensor_from_mask_left_aligned", TORCH_FN(never_left_aligned));
   // For the key of autograd, too: with a kernel for xpu alone, gradients would be lost.

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -217,6 +218,13 @@ std::string full_name(const c10::OperatorHandle& op) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
+constexpr const char* kStridedOnly =
+    "sparse and quantised tensors are not offered on xpu: keep them on the host";
+
+void not_strided(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "xpu: ", full_name(op), ": ", kStridedOnly);
+}
+
 }  // namespace
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -312,6 +320,8 @@ void from_host(const Tensor& host, const Tensor& tensor) {
 }
 
 Tensor to_device(const Tensor& host, DeviceIndex device) {
+  TORCH_CHECK_NOT_IMPLEMENTED(host.layout() == at::kStrided && !host.is_quantized(),
+                              "xpu: ", kStridedOnly);
   const bool dense = host.is_non_overlapping_and_dense();
   const Tensor source = (dense ? host : host.contiguous()).resolve_conj().resolve_neg();
   Tensor result = at::empty_strided(source.sizes(), source.strides(),
@@ -328,6 +338,13 @@ void register_fallback() {
   static torch::Library library(torch::Library::IMPL, "_", c10::DispatchKey::XPU, __FILE__,
                                 __LINE__);
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  for (const auto key : {c10::DispatchKey::SparseXPU, c10::DispatchKey::SparseCsrXPU,
+                         c10::DispatchKey::QuantizedXPU}) {
+    static std::vector<std::unique_ptr<torch::Library>> kept;
+    kept.push_back(
+        std::make_unique<torch::Library>(torch::Library::IMPL, "_", key, __FILE__, __LINE__));
+    kept.back()->fallback(torch::CppFunction::makeFromBoxedFunction<&not_strided>());
+  }
   // Of these torch has a composite for devices unknown to it, which is not as precise (it rounds
   // between its steps) or slower.
   static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,

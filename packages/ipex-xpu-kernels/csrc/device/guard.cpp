@@ -54,10 +54,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream getDefaultStream(Device device) const override {
     return Stream(Stream::DEFAULT, Device(c10::kXPU, resolve(device)));
   }
-  Stream getStreamFromGlobalPool(Device device, bool) const override {
-    return pool_stream(resolve(device));
+  Stream getStreamFromGlobalPool(Device device, bool high) const override {
+    return pool_stream(resolve(device), high ? -1 : 0);
   }
-  Stream getNewStream(Device device, int) const override { return pool_stream(resolve(device)); }
+  Stream getNewStream(Device device, int priority) const override {
+    return pool_stream(resolve(device), priority);
+  }
   Stream exchangeStream(Stream stream) const override {
     slot(stream);
     const Stream before = current_stream(stream.device_index());
@@ -146,11 +148,13 @@ Stream current_stream(DeviceIndex device) noexcept {
                 t_stream[static_cast<std::size_t>(device)]);
 }
 
-Stream pool_stream(DeviceIndex device) {
+Stream pool_stream(DeviceIndex device, int priority) {
   check_device(device);
-  static std::array<std::atomic<std::uint32_t>, kMaxDevices> next{};
-  const auto turn = next[static_cast<std::size_t>(device)].fetch_add(1) % (kStreamsPerDevice - 1);
-  return Stream(Stream::UNSAFE, Device(c10::kXPU, device), static_cast<c10::StreamId>(1 + turn));
+  static std::array<std::array<std::atomic<std::uint32_t>, 3>, kMaxDevices> next{};
+  const std::size_t pool = priority == 0 ? 0 : priority < 0 ? 1 : 2;
+  const auto turn = next[static_cast<std::size_t>(device)][pool].fetch_add(1) % kStreamsOfPool;
+  return Stream(Stream::UNSAFE, Device(c10::kXPU, device),
+                static_cast<c10::StreamId>(1 + pool * kStreamsOfPool + turn));
 }
 
 sycl::queue& queue_of(const Stream& stream) { return queue(stream.device_index(), slot(stream)); }

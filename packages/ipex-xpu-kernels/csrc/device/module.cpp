@@ -25,6 +25,7 @@ namespace {
 std::atomic<bool> g_forked{false};
 
 py::dict properties(int device) {
+  check_device(static_cast<c10::DeviceIndex>(device));
   const DeviceInfo& info = device_info(device);
   py::dict result;
   result["name"] = info.name;
@@ -103,6 +104,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("forked", [] { return g_forked.load(); });
   m.def("queue_pointer", [](int device, std::int64_t stream) {
     return reinterpret_cast<std::uintptr_t>(&queue(device, static_cast<int>(stream)));
+  });
+  m.def("stream_priority", [](std::int64_t stream) { return priority_of(stream); });
+  // The number of the stream that a queue belongs to, which is one of this package's.
+  m.def("stream_of_queue", [](std::uintptr_t address, int device) -> std::optional<int> {
+    check_device(static_cast<c10::DeviceIndex>(device));
+    return stream_of(reinterpret_cast<sycl::queue*>(address), device);
   });
   m.def("elapsed_time", &elapsed_time, py::arg("first"), py::arg("second"),
         py::call_guard<py::gil_scoped_release>());

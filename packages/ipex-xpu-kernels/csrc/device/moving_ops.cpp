@@ -16,9 +16,11 @@ using at::Scalar;
 using at::Tensor;
 using std::optional;
 
-// A number as an element of the dtype, in the low bits.
-unsigned long bits_of(const Scalar& value, at::ScalarType dtype) {
-  const Tensor one = at::full({}, value, at::TensorOptions(dtype).device(at::kCPU));
+// A number as an element of the dtype, in the low bits. The host, which does it, refuses numbers
+// that the dtype cannot hold but, in some dtypes, for a single element.
+unsigned long bits_of(const Scalar& value, const Tensor& x) {
+  const std::int64_t count = x.numel() == 1 ? 1 : 2;
+  const Tensor one = at::full({count}, value, at::TensorOptions(x.scalar_type()).device(at::kCPU));
   unsigned long result = 0;
   std::memcpy(&result, one.const_data_ptr(), one.element_size());
   return result;
@@ -28,7 +30,7 @@ bool fill_scalar_(Tensor& x, const Scalar& value) {
   const auto dtype = bits_dtype(x.scalar_type());
   if (!dtype) return false;
   auto iter = iterator(x);
-  return launch_strided<1>(iter, kernel_name("fill", *dtype), bits_of(value, x.scalar_type()));
+  return launch_strided<1>(iter, kernel_name("fill", *dtype), bits_of(value, x));
 }
 bool zeros_(Tensor& x) {
   if (!x.is_non_overlapping_and_dense()) return fill_scalar_(x, 0);
@@ -61,8 +63,7 @@ bool masked_fill_(Tensor& x, const Tensor& mask, const Scalar& value) {
   if (!dtype || mask.scalar_type() != at::kBool || !at::is_expandable_to(mask.sizes(), x.sizes()))
     return false;
   auto iter = iterator(x, mask.expand(x.sizes()));
-  return launch_strided<2>(iter, kernel_name("masked_fill", *dtype),
-                           bits_of(value, x.scalar_type()));
+  return launch_strided<2>(iter, kernel_name("masked_fill", *dtype), bits_of(value, x));
 }
 bool masked_fill_tensor_(Tensor& x, const Tensor& mask, const Tensor& value) {
   return value.is_cpu() && value.dim() == 0 &&

@@ -30,7 +30,7 @@ void check_device(c10::DeviceIndex device);  // raises unless there is such a de
 c10::DeviceIndex current_device() noexcept;
 void set_current_device(c10::DeviceIndex device);
 c10::Stream current_stream(c10::DeviceIndex device) noexcept;
-c10::Stream pool_stream(c10::DeviceIndex device);
+c10::Stream pool_stream(c10::DeviceIndex device, int priority);
 sycl::queue& queue_of(const c10::Stream& stream);
 sycl::queue& current_queue(c10::DeviceIndex device);
 void register_guard();

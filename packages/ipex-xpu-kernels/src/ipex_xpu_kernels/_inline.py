@@ -206,6 +206,9 @@ def _define(
             torch.library.register_autograd(
                 qualified, op.backward, setup_context=op.setup_context or _save, lib=library
             )
+        elif schemas[op_name].returns and not schemas[op_name].is_mutable:
+            # torch would warn only, and leave the gradients out.
+            torch.library.register_autograd(qualified, _without_gradient(qualified), lib=library)
         functions[op_name] = getattr(getattr(torch.ops, name), op_name)
     return functions
 
@@ -299,6 +302,13 @@ def _caller(
         return _results(made)
 
     return call
+
+
+def _without_gradient(name: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f"{name}: the op has no gradient: give SyclOp a backward function")
+
+    return backward
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -26,6 +26,8 @@ DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 _FLOATS = ("float", "double")
+#: Bits of whole numbers that are not those of ``long``; "unsigned" may stand before them.
+_BITS = {"char": 8, "signed char": 8, "short": 16, "int": 32, "": 32, "bool": 1}
 #: Work-items of a group, by the number of dimensions.
 _LOCAL = {1: (256,), 2: (16, 16), 3: (4, 8, 8)}
 
@@ -97,6 +99,11 @@ class SyclKernel:
             return float(value)
         if not isinstance(value, int):
             raise TypeError(f"{where} must be an integer ({parameter}), got {value!r}")
+        unsigned = parameter.startswith("unsigned") or parameter == "bool"
+        bits = _BITS.get(parameter.removeprefix("unsigned").strip(), 64)
+        least, most = (0, 2**bits - 1) if unsigned else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        if not least <= value <= most:
+            raise ValueError(f"{where} must be {least} to {most} ({parameter}), got {value}")
         return int(value)
 
     def __call__(
@@ -115,7 +122,7 @@ class SyclKernel:
             local: Work-items of a group; the default is 256, 16 x 16 or 4 x 8 x 8.
 
         Raises:
-            ValueError: The number of arguments, a device, strides or sizes are wrong.
+            ValueError: The number of arguments, a device, strides or sizes are wrong, or a number is out of range.
             TypeError: An argument has another type than the kernel's parameter.
             RuntimeError: The device cannot start such groups.
         """

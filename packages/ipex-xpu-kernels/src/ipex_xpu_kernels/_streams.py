@@ -28,6 +28,17 @@ class StreamBase(torch.Stream):  # type: ignore[misc]
         return super().__new__(cls, device=device, priority=priority)
 
     @property
+    def priority(self) -> int:
+        """0, -1 for high or 1 for low: a wish, which devices may not heed."""
+        number: int = _native.stream_priority(self.stream_id)
+        return number
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Return the least and the greatest priority; lower numbers come first."""
+        return 1, -1
+
+    @property
     def sycl_queue(self) -> int:
         """Address of the ``sycl::queue``."""
         queue: int = _native.queue_pointer(self.device_index, self.stream_id)
@@ -39,12 +50,29 @@ class EventBase(torch.Event):  # type: ignore[misc]
 
     def __new__(cls, enable_timing: bool = False) -> EventBase:
         """Make an event of the xpu device; it marks nothing until it is recorded."""
-        return super().__new__(cls, device="xpu", enable_timing=enable_timing)
+        event = super().__new__(cls, device="xpu", enable_timing=enable_timing)
+        event._timed = enable_timing
+        return event
 
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds from this marker to the other."""
+    _timed: bool
+
+    def elapsed_time(self, end_event: torch.Event) -> float:
+        """Return the milliseconds from this marker to the other.
+
+        Raises:
+            TypeError: The other is not an event of ``torch.xpu``.
+            RuntimeError: An event was made without ``enable_timing=True``, not recorded, or is not reached yet.
+        """
+        if not isinstance(end_event, EventBase):
+            raise TypeError(
+                f"elapsed_time: end_event must be a torch.xpu.Event, got {type(end_event).__name__}"
+            )
+        if not (self._timed and end_event._timed):
+            raise RuntimeError("elapsed_time: both events must be created with enable_timing=True")
         if not (self.sycl_event and end_event.sycl_event):
-            raise ValueError("elapsed_time: both events must be recorded before")
+            raise RuntimeError("elapsed_time: both events must be recorded before")
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("elapsed_time: both events must be completed before: synchronize()")
         elapsed: float = _native.elapsed_time(self.sycl_event, end_event.sycl_event)
         return elapsed
 

@@ -109,6 +109,17 @@ def install(native: Any) -> None:
             torch.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
         )
 
+    def stream_of(queue: int, device: int) -> tuple[int, int, int]:
+        number = native.stream_of_queue(queue, device)
+        if number is None:
+            _not_here("a stream of a foreign queue")()
+        return number, device, c._accelerator_getStream(device).device_type
+
+    def can_access(device: int, peer: int) -> bool:
+        for index in (device, peer):
+            native.properties(index)  # raises where there is none
+        return device == peer
+
     names: dict[str, Any] = {
         "_has_xpu": True,
         "_xpu_init": initialize,
@@ -124,9 +135,9 @@ def install(native: Any) -> None:
             device, c._accelerator_getStream(device).stream_id
         ),
         "_xpu_setStream": set_stream,
-        "_xpu_getStreamFromExternal": _not_here("a stream of a foreign queue"),
+        "_xpu_getStreamFromExternal": stream_of,
         "_xpu_getArchFlags": lambda: None,
-        "_xpu_canDeviceAccessPeer": lambda device, peer: device == peer,
+        "_xpu_canDeviceAccessPeer": can_access,
         "_xpu_emptyCache": c._accelerator_emptyCache,
         "_xpu_getMemoryInfo": native.memory_info,
         "_xpu_memoryStats": stats,
