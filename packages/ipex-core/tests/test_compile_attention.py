@@ -120,6 +120,9 @@ def test_attention_near_misses():
     def other_value_size(q, k, v, mask):
         return (q @ k.transpose(-1, -2)).softmax(-1) @ v[..., :8]
 
+    def number_added(q, k, v, mask):
+        return (q @ k.transpose(-1, -2) * 0.5 + 2.0).softmax(-1) @ v
+
     for function in (
         weights_returned,
         other_softmax_dim,
@@ -132,8 +135,12 @@ def test_attention_near_misses():
         negative_scale_of_the_stock_op,
         mask_of_one_dimension,
         other_value_size,
+        number_added,
     ):
         assert not fired(fuse(function, q, k, v, mask)[0]), function
+    for function in (small_fill, number_added):  # as many keys as numbers in a head
+        inputs = attention_inputs(torch.float32, length=16)
+        assert not fired(fuse(function, *inputs)[0]), function
     assert not fired(fuse(bert, *(t.double() for t in (q, k, v, mask)))[0])
 
 
@@ -145,6 +152,27 @@ def test_attention_of_one_key_head(dtype):
     mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5).clone()
     mask[1, 0, 3] = False  # a row without a key gives zeros
     report, _ = fuse(F.scaled_dot_product_attention, q, k, v, mask)
+    assert fired(report) == {"attention": 1}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("fill", [-1e4, -6e4, -1e9, -math.inf, None])
+def test_rows_that_are_filled_as_a_whole(fill, dtype):
+    """What is in the place of all their scores is the same for all keys."""
+    q, k, v, added = attention_inputs(dtype)
+    drop = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
+    drop[0, :, 1:4] = True
+    drop[1, :, :, 2] = True
+    if fill == -math.inf:
+        drop[0, :, 1:4, 5] = False
+    elif fill is None or fill < torch.finfo(dtype).min:
+        fill = torch.finfo(dtype).min
+
+    def filled(q, k, v, drop, added):
+        scores = q @ k.transpose(-1, -2) * 3.0 + added.clamp_min(-8)
+        return scores.masked_fill(drop, fill).softmax(-1) @ v
+
+    report, _ = fuse(filled, q, k, v, drop, added)
     assert fired(report) == {"attention": 1}
 
 
@@ -167,6 +195,22 @@ def test_rows_without_a_key():
     ):
         report, _ = fuse(functools.partial(guarded, **options), q, k, v, mask)
         assert report.count("attention") == count, options
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_views_of_a_result_that_lies_otherwise(mode):
+    """`torch.nn.MultiheadAttention` puts the batch second; the stock op lays its result out as the query."""
+
+    def heads_first(x):
+        return x.view(6, 8, 16).transpose(0, 1).view(2, 4, 6, 16)
+
+    def function(x):
+        q = heads_first(x)
+        y = F.scaled_dot_product_attention(q, q, q)
+        return y.permute(2, 0, 1, 3).contiguous().view(12, 64)
+
+    report, _ = fuse(function, randn(6, 2, 64), mode=mode)
+    assert fired(report) == {"attention": 1}
 
 
 def test_a_key_head_spread_over_batches():

@@ -21,7 +21,7 @@ from compile_checks import (
 from torch import nn
 from torch.nn import functional as F
 
-from ipex_core._compile import _timing, linear
+from ipex_core._compile import _timing
 from ipex_core._compile._passes import PATTERNS
 from ipex_core.ops._epilogue import weight_rows
 
@@ -93,6 +93,21 @@ def test_gated_mlp(name, bias, dtype):
     report, gm = fuse(function, x, gate, up, *given)
     assert fired(report) == {"gated": 1} and "not frozen" in reasons(report)
     assert any("ipex." in str(n.target) and "_mul" in str(n.target) for n in gm.graph.nodes)
+
+
+def test_layers_under_autocast_read_one_tensor():
+    """Each layer converts its input, and what is returned twice stays two tensors."""
+
+    def function(x, gate, up):
+        low = [t.bfloat16() for t in (x, x, gate, up)]
+        y = F.silu(F.linear(low[0], low[2])) * F.linear(low[1], low[3])
+        return y, x.half(), x.half().view(-1)
+
+    inputs = randn(4, 64), *(weight(64, 64, torch.float32) for _ in range(2))
+    report, gm = fuse(function, *inputs, constants=(1, 2))
+    assert fired(report) == {"linear": 2, "gated": 1}
+    _, first, second = gm(*inputs)
+    assert first.data_ptr() != second.data_ptr()
 
 
 def test_gate_of_other_inputs_or_with_other_users():
@@ -201,7 +216,7 @@ def test_float32_is_measured_where_no_table_holds(faster, monkeypatch):
 
     monkeypatch.setattr(_timing, "fastest", fastest)
     monkeypatch.setattr(_timing, "_known", {})
-    monkeypatch.setattr(linear, "table_holds", lambda: False)
+    monkeypatch.setattr(_timing, "_table_holds", lambda: False)
     inputs = randn(3, 512), weight(256, 512, torch.float32), randn(256)
     for _ in range(2):
         report, _ = fuse(F.linear, *inputs, constants=(1, 2), always=False)
@@ -221,7 +236,7 @@ def test_packed_layers_are_measured_too(gate, faster, monkeypatch):
     """Those of `ipex.optimize`; where Inductor is faster, they are plain again."""
     monkeypatch.setattr(_timing, "fastest", lambda runs, seconds: (faster, "a and b"))
     monkeypatch.setattr(_timing, "_known", {})
-    monkeypatch.setattr(linear, "table_holds", lambda: False)
+    monkeypatch.setattr(_timing, "_table_holds", lambda: False)
     n = 40
     rows = n if gate == "none" else weight_rows(n, gate)
     x, r = randn(2, 3, 512), randn(2, 3, n)

@@ -15,8 +15,10 @@ from torch import Tensor, fx
 from ipex_core._compile._report import Fusion, GraphReport
 
 __all__ = [
+    "CASTS",
     "FLOATS",
     "PURE",
+    "VIEWING",
     "Context",
     "between",
     "binary",
@@ -43,13 +45,13 @@ prims = torch.ops.prims
 DEVICES = ("cpu", "xpu")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-_CAST = (prims.convert_element_type.default, aten._to_copy.default)
+CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 _FULL = (aten.full.default, aten.scalar_tensor.default)
 
 #: Ops that make a constant of constants: layout and dtype changes of a weight.
 PURE = frozenset(
     {
-        *_CAST,
+        *CASTS,
         aten.permute.default,
         aten.t.default,
         aten.transpose.int,
@@ -61,6 +63,21 @@ PURE = frozenset(
         aten.unsqueeze.default,
         aten.squeeze.dim,
         aten.detach.default,
+        aten.alias.default,
+    }
+)
+
+#: Ops whose result lies in the memory of their first argument.
+VIEWING = frozenset(
+    {
+        aten.view.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
         aten.alias.default,
     }
 )
@@ -104,7 +121,7 @@ def static(shape: Sequence[Any]) -> bool:
 
 def uncast(node: Any) -> Any:
     """Step over conversions to a wider floating dtype, which lose nothing, and over copies."""
-    while is_call(node, *_CAST, aten.clone.default, aten.alias.default):
+    while is_call(node, *CASTS, aten.clone.default, aten.alias.default):
         inner, outer = val(node.args[0]), val(node)
         if inner is None or outer is None or inner.dtype not in FLOATS or outer.dtype not in FLOATS:
             break
@@ -120,7 +137,7 @@ def narrowed(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
         return None
     user = next(iter(node.users))
     value = val(user)
-    return user if is_call(user, *_CAST) and value is not None and value.dtype == dtype else None
+    return user if is_call(user, *CASTS) and value is not None and value.dtype == dtype else None
 
 
 def between(node: Any, source: fx.Node) -> list[fx.Node]:
@@ -313,9 +330,25 @@ class Context:
             self.reject(pattern, root, op, f"the op gives {got}, the graph has {want}")
             return None
         root.replace_all_uses_with(node)
+        if not same(result.stride(), expected.stride()):
+            self._lay_out(node)
         self.fused(pattern, root, node, text)
         self.drop([root, *interior])
         return node
+
+    def _lay_out(self, node: fx.Node) -> None:
+        """Tell the views of a node that it lies otherwise now; where a view cannot be one any more, it copies."""
+        with self.fake_mode():
+            for user in node.users:
+                if user.target not in VIEWING:
+                    continue
+                args = fx.node.map_arg(user.args, lambda n: n.meta.get("val"))
+                try:
+                    user.meta["val"] = user.target(*args)  # type: ignore[operator]
+                except (RuntimeError, ValueError):
+                    user.target = aten.reshape.default
+                    user.meta["val"] = user.target(*args)
+                self._lay_out(user)
 
     def fused(self, pattern: str, root: fx.Node, node: fx.Node, text: str) -> None:
         """Record a replacement."""

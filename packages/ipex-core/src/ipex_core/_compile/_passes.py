@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from ipex_core._compile._graph import Context
+from ipex_core._compile._graph import CASTS, Context, val
 from ipex_core._compile._report import GraphReport
 from ipex_core._compile.attention import fuse_attention
 from ipex_core._compile.linear import fuse_gated, fuse_post_ops, pack_linears
@@ -68,12 +68,40 @@ def run_passes(
         kernels = has_kernel
     before = report.count()
     graph.eliminate_dead_code()
+    _share_casts(graph)
     ctx = Context(graph, set(constants), report, always, frozenset(disabled), kernels)
     for names, step in _STEPS:
         if not ctx.disabled.issuperset(names):
             step(ctx)
     graph.eliminate_dead_code()
     return report.count() - before
+
+
+def _share_casts(graph: fx.Graph) -> None:
+    """Let one conversion to 16 bit serve all of a tensor; under autocast each op has its own.
+
+    Gates and layers that are to be merged are known by the tensor that they read. Conversions to float32 are parts of
+    patterns, each of which needs its own. What is returned, or a view of it, stays a tensor of its own, too.
+    """
+
+    def storage(value: Tensor) -> Any:
+        return value.untyped_storage()._cdata if value.layout == torch.strided else None
+
+    results = [
+        value for value in map(val, graph.output_node().all_input_nodes) if value is not None
+    ]
+    kept = {None, *map(storage, results)}
+    known: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        value, given = val(node), val(node.args[0]) if node.target in CASTS else None
+        if value is None or given is None or value.dtype.itemsize >= given.dtype.itemsize:
+            continue
+        if storage(value) in kept:
+            continue
+        first = known.setdefault((node.target, node.args, tuple(sorted(node.kwargs.items()))), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
 
 
 def split_parameters() -> tuple[set[int], list[torch.Tensor]]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ipex_core._fastest import fastest
+from ipex_core import _plugins
+from ipex_core._fastest import fastest, numbers
 
-__all__ = ["against_ours"]
+__all__ = ["against_ours", "measured_linear"]
 
 #: Seconds that a measurement may go on; the whole of a network should be far below the time that compiling takes.
 _SECONDS = 0.04
@@ -35,3 +36,48 @@ def against_ours(
             best, text = fastest(runs(), _SECONDS)
         _known[key] = None if best == "ipex" else f"measured: {text}"
     return _known[key]
+
+
+def measured_linear(dtype: torch.dtype, n: int, k: int, rows: int, biased: bool) -> str | None:
+    """Return why Inductor is to compute a linear layer; None if ours was measured to be faster or a table says so."""
+    if dtype != torch.float32 or rows == 0 or _table_holds():
+        return None
+    sizes = n, k, rows, biased, _stock_is_mkl()
+    return against_ours(("linear", *sizes), lambda: _linears(*sizes))
+
+
+def _table_holds() -> bool:
+    """Whether the table of `choose_linear` is also one against MKL on a packed weight, Inductor's in float32.
+
+    MKL has other code for each vendor and level. On a Xeon with AVX512-VNNI it is 1.0-1.7 times as fast as ours from 32
+    rows on and slower with 4 to 16; on Zen 4 it is slower throughout.
+    """
+    return _plugins.cpu_level() == "avx512_bf16"
+
+
+def _stock_is_mkl() -> bool:
+    """Whether Inductor hands a linear layer in float32 to MKL; a file compiled ahead of time has oneDNN."""
+    from torch._inductor.virtualized import V
+
+    return bool(torch._C.has_mkl) and not V.aot_compilation
+
+
+def _linears(
+    n: int, k: int, rows: int, biased: bool, mkl: bool
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return what computes a linear layer in float32: Inductor's choice and ours."""
+    from ipex_core.nn import _mkldnn
+    from ipex_core.nn._packed import pack
+
+    n = min(n, 2048)  # the rest is more of the same
+    x, weight = numbers(rows, k), numbers(n, k)
+    bias = torch.zeros(n) if biased else None
+    packed = torch.ops.ipex.pack_linear_weight(weight)
+    runs = {"ipex": lambda: torch.ops.ipex.linear(x, packed, n, bias)}
+    if mkl:
+        for_mkl = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
+        runs["stock"] = lambda: torch.ops.mkl._mkl_linear(x, for_mkl, weight, bias, rows)
+    else:
+        for_onednn = pack(weight, "mkldnn")
+        runs["stock"] = lambda: _mkldnn.linear(x, for_onednn, bias)
+    return runs

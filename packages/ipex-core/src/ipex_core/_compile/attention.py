@@ -17,6 +17,7 @@ from torch import fx
 
 from ipex_core._choice import prefer_ipex_attention
 from ipex_core._compile._graph import (
+    CASTS,
     FLOATS,
     Context,
     describe,
@@ -35,6 +36,8 @@ aten = torch.ops.aten
 ipex = torch.ops.ipex
 
 _OP = "ipex::attention"
+#: What hides a score that it is added to: so much that nothing is left of the score.
+_HIDES = -1e30
 
 
 def fuse_attention(ctx: Context) -> None:
@@ -163,7 +166,7 @@ def _replace_spelled(ctx: Context, match: Match) -> None:
         key = ctx.call(root, aten.permute.default, (key, [0, 1, 3, 2]))
         made.append(key)
     mask = _mask(ctx, match, query.dtype, made)
-    reason = _reason(ctx, match.q, key, value, mask)
+    reason = mask if isinstance(mask, str) else _reason(ctx, match.q, key, value, mask)
     if reason is not None:
         ctx.reject("attention", root, _OP, reason)
     else:
@@ -175,30 +178,37 @@ def _replace_spelled(ctx: Context, match: Match) -> None:
     ctx.drop(made)
 
 
-def _mask(ctx: Context, match: Match, dtype: torch.dtype, made: list[fx.Node]) -> fx.Node | None:
-    """Return the sum of all masks, as one that is added to the scores.
+def _mask(
+    ctx: Context, match: Match, dtype: torch.dtype, made: list[fx.Node]
+) -> fx.Node | str | None:
+    """Return all masks as one that is added to the scores, or why that cannot be.
 
-    ``where(mask, scores, -1e9)`` becomes an addition of 0 and -1e9: the scores vanish beside such a number, as do
-    those that it replaces.
+    ``where(mask, scores, -1e4)`` becomes an addition of 0 and `_HIDES`: the scores vanish beside it, also in a row that
+    has no others.
     """
     total: fx.Node | None = None
-    for kind, mask, fill in match.scores.masks:
-        if kind != "add":
-            if fill > -1e4:
-                mask = None  # a number beside which scores do not vanish
-            else:
-                zero = ctx.call(match.root, aten.full.default, ([], 0.0), {"dtype": dtype})
-                # In 16 bit the number of float32 would be an infinity, and a row of those a NaN.
-                if not (match.safe and fill == -math.inf):
-                    fill = max(fill, torch.finfo(dtype).min)
-                low = ctx.call(match.root, aten.full.default, ([], fill), {"dtype": dtype})
-                pair = (zero, low) if kind == "keep" else (low, zero)
-                mask = ctx.call(match.root, aten.where.self, (mask, *pair))
-                made += [zero, low, mask]
+    for kind, mask, fill in reversed(match.scores.masks):
         if val(mask) is None:
-            return match.q  # not a mask: `_reason` rejects it by its shape
-        if total is not None:
-            mask = ctx.call(match.root, aten.add.Tensor, (total, mask))
-            made.append(mask)
-        total = mask
+            return f"{mask} is no mask"
+        if kind == "add":
+            new = mask if total is None else ctx.call(match.root, aten.add.Tensor, (total, mask))
+        elif fill > -1e4:
+            return f"the scores do not vanish beside {fill:g}"
+        else:
+            # float16 does not hold the number.
+            held = {"dtype": torch.float32 if dtype == torch.float16 else dtype}
+            low = max(min(fill, _HIDES), torch.finfo(held["dtype"]).min)
+            if match.safe and fill == -math.inf:
+                low = fill
+            hidden = ctx.call(match.root, aten.full.default, ([], low), held)
+            if total is None:
+                seen = ctx.call(match.root, aten.full.default, ([], 0.0), held)
+            else:
+                seen = ctx.call(match.root, CASTS[0], (total, held["dtype"]))
+            pair = (seen, hidden) if kind == "keep" else (hidden, seen)
+            new = ctx.call(match.root, aten.where.self, (mask, *pair))
+            made += [hidden, seen]
+        if new is not mask:
+            made.append(new)
+        total = new
     return total

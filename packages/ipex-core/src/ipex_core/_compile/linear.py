@@ -13,13 +13,11 @@ Three steps, each of use without the others:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from ipex_core import _plugins
 from ipex_core._compile._graph import (
     DEVICES,
     FLOATS,
@@ -34,7 +32,7 @@ from ipex_core._compile._graph import (
     static,
     val,
 )
-from ipex_core._compile._timing import against_ours
+from ipex_core._compile._timing import measured_linear
 from ipex_core._compile.activations import Activation, find_activations
 from ipex_core._packed import interleave_gate_up
 
@@ -43,9 +41,7 @@ __all__ = [
     "arguments",
     "fuse_gated",
     "fuse_post_ops",
-    "measured",
     "pack_linears",
-    "table_holds",
     "unflattened",
 ]
 
@@ -146,51 +142,7 @@ def _against_packing(
     choice = choose_linear(left.dtype, n, k, rows)
     if choice.form != "ipex":
         return choice.reason
-    return None if rows is None else measured(left.dtype, n, k, rows, bias is not None)
-
-
-def measured(dtype: torch.dtype, n: int, k: int, rows: int, biased: bool) -> str | None:
-    """Return why Inductor is to compute a linear layer; None if ours was measured to be faster or a table says so."""
-    if dtype != torch.float32 or table_holds():
-        return None
-    sizes = n, k, rows, biased, _stock_is_mkl()
-    return against_ours((_OP, *sizes), lambda: _runs(*sizes))
-
-
-def table_holds() -> bool:
-    """Whether the table of `choose_linear` is also one against MKL on a packed weight, Inductor's for float32.
-
-    MKL has other code for each vendor and level. On a Xeon with AVX512-VNNI it is 1.0-1.7 times as fast as ours from 32
-    rows on and slower with 4 to 16; on Zen 4 it is slower throughout.
-    """
-    return _plugins.cpu_level() == "avx512_bf16"
-
-
-def _stock_is_mkl() -> bool:
-    """Whether Inductor hands a linear layer in float32 to MKL; a file compiled ahead of time has oneDNN."""
-    from torch._inductor.virtualized import V
-
-    return bool(torch._C.has_mkl) and not V.aot_compilation
-
-
-def _runs(n: int, k: int, rows: int, biased: bool, mkl: bool) -> dict[str, Callable[[], Tensor]]:
-    """Return what computes a linear layer in float32: Inductor's choice and ours."""
-    from ipex_core._fastest import numbers
-    from ipex_core.nn import _mkldnn
-    from ipex_core.nn._packed import pack
-
-    n = min(n, 2048)  # the rest is more of the same
-    x, weight = numbers(rows, k), numbers(n, k)
-    bias = torch.zeros(n) if biased else None
-    packed = ipex.pack_linear_weight(weight)
-    runs = {"ipex": lambda: ipex.linear(x, packed, n, bias)}
-    if mkl:
-        for_mkl = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
-        runs["stock"] = lambda: torch.ops.mkl._mkl_linear(x, for_mkl, weight, bias, rows)
-    else:
-        for_onednn = pack(weight, "mkldnn")
-        runs["stock"] = lambda: _mkldnn.linear(x, for_onednn, bias)
-    return runs
+    return None if rows is None else measured_linear(left.dtype, n, k, rows, bias is not None)
 
 
 def _rows(ctx: Context, weight: fx.Node, before: fx.Node) -> fx.Node:

@@ -15,28 +15,23 @@ from torch import fx
 from torch._inductor.virtualized import V
 
 from ipex_core._choice import prefer_merged_bags, prefer_merged_linears
-from ipex_core._compile._graph import FLOATS, Context, hints, is_call, items, same, shape_of, val
+from ipex_core._compile._graph import (
+    FLOATS,
+    VIEWING,
+    Context,
+    hints,
+    is_call,
+    items,
+    same,
+    shape_of,
+    val,
+)
 from ipex_core._compile.linear import arguments
 
 __all__ = ["merge_bags", "merge_linears"]
 
 aten = torch.ops.aten
 ipex = torch.ops.ipex
-
-_VIEWS = frozenset(
-    {
-        aten.view.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.alias.default,
-    }
-)
-
 
 # ---- linear layers
 
@@ -125,7 +120,7 @@ def _viewed(ctx: Context, node: fx.Node, part: fx.Node) -> dict[fx.Node, Any] | 
         while pending:
             at = pending.pop()
             for user in at.users:
-                if user.target not in _VIEWS:
+                if user.target not in VIEWING:
                     continue
                 args = fx.node.map_arg(user.args, lambda n: found.get(n, n.meta.get("val")))
                 try:

@@ -2,7 +2,7 @@
 """Linear layers that `ipex.optimize` has packed go back to Inductor where its library was measured to be faster.
 
 The choice of `ipex.optimize` is one against the stock op, which packs nothing. A frozen graph packs its weights for MKL
-in float32, and that is faster on some CPUs; see `linear.table_holds`.
+in float32, and that is faster on some CPUs; see `_timing`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import fx
 from torch.nn import functional
 
 from ipex_core._compile._graph import Context, static, val
-from ipex_core._compile.linear import arguments, measured
+from ipex_core._compile._timing import measured_linear
+from ipex_core._compile.linear import arguments
 from ipex_core._packed import deinterleave_gate_up
 from ipex_core.ops._epilogue import activate, apply_epilogue, weight_rows
 
@@ -27,7 +28,7 @@ Tensor = torch.Tensor
 
 def unpack_linears(ctx: Context) -> None:
     """Replace ``ipex::linear`` on packed weights by plain ops where these are faster."""
-    if ctx.always:
+    if ctx.always or torch.are_deterministic_algorithms_enabled():
         return
     for node in ctx.nodes(ipex.linear.default):
         given = arguments(node)
@@ -38,10 +39,10 @@ def unpack_linears(ctx: Context) -> None:
             continue
         n = weight_rows(given["out_features"], given["gate"])
         k, rows = int(x.shape[-1]), x.shape[:-1].numel()
-        reason = measured(x.dtype, n, k, rows, bias is not None)
+        reason = measured_linear(x.dtype, n, k, rows, bias is not None)
         if reason is not None:
             ctx.reject("linear", node, "ipex::linear", reason)
-            _unpack(ctx, node, given, n, k)
+            _unpack(ctx, node, given, n)
 
 
 def _plain(
@@ -67,17 +68,15 @@ def _plain(
     return apply_epilogue(y, out_features, None, "none", mul, residual, residual2)
 
 
-def _unpack(ctx: Context, node: fx.Node, given: dict[str, Any], n: int, k: int) -> None:
+def _unpack(ctx: Context, node: fx.Node, given: dict[str, Any], n: int) -> None:
     """Put the plain ops of a layer in its place."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     names = [name for name, value in given.items() if isinstance(value, fx.Node)]
-    fixed = {name: value for name, value in given.items() if name not in names}
 
     def function(*values: Tensor) -> Tensor:
-        arguments: dict[str, Any] = {**fixed, **dict(zip(names, values, strict=True))}
-        return _plain(rows=n, **arguments)
+        return _plain(rows=n, **{**given, **dict(zip(names, values, strict=True))})
 
     with ctx.fake_mode(), torch.no_grad():
         values = [val(given[name]) for name in names]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ipex_core._compile._graph import (
+    CASTS,
     DEVICES,
     FLOATS,
     Context,
@@ -36,7 +37,6 @@ aten = torch.ops.aten
 ipex = torch.ops.ipex
 
 _OP = "ipex::woq_linear"
-_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 _SWAPS = (aten.permute.default, aten.t.default, aten.transpose.int)
 #: Dtypes that hold every int8, beside the floating ones.
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
@@ -132,7 +132,7 @@ def _is_codes(node: Any) -> bool:
 def _is_cast(node: Any, *exact: torch.dtype) -> bool:
     """Return whether a node converts to a floating dtype, or to one of ``exact``."""
     value = val(node)
-    return is_call(node, *_CASTS) and value is not None and value.dtype in (*FLOATS, *exact)
+    return is_call(node, *CASTS) and value is not None and value.dtype in (*FLOATS, *exact)
 
 
 def _swapped(node: Any) -> Any:
