@@ -50,6 +50,21 @@ def test_conv_add_relu():
     assert found == {"conv + relu": 1, "conv + add + relu": 1}
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_conv_add_relu_in_any_layout(dtype, channels, size):
+    """Of some images and weights torch cannot tell that they lie channels-last."""
+    model = After(nn.Conv2d(channels, 8, size), lambda y, other: F.relu(y + other)).eval().to(dtype)
+    calls = []
+    for side in (1, 6):
+        x, other = torch.randn(2, channels, side + size - 1, size), torch.randn(2, 8, side, 1)
+        last = [t.contiguous(memory_format=torch.channels_last).to(dtype) for t in (x, other)]
+        calls += [(x.to(dtype), other.to(dtype)), tuple(last)]
+    found = check(model, *calls, tolerance=1e-4 if dtype == torch.float32 else 3e-2)
+    assert found == {"conv + add + relu": 1}
+
+
 class Gate(nn.Module):
     """Results of convolutions that are broadcast when added."""
 

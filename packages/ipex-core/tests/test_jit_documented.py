@@ -116,6 +116,22 @@ def test_other_spellings_of_linear_layers(kind):
         assert check(Spelled(kind), (torch.randn(512),)) == {f"linear + {post}": 1}
 
 
+class Tied(nn.Module):
+    """A square matrix and its transpose, in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(512, 512) / 20)
+
+    def forward(self, x):
+        return F.linear(F.relu(F.linear(x, self.w)), self.w.t()) + x @ self.w.t() - x @ self.w
+
+
+@kernels
+def test_tied_square_weights():
+    assert check(Tied(), (torch.randn(4, 512),))["linear + relu"] == 1
+
+
 class Scores(nn.Module):
     """Scores of attention, returned instead of used."""
 

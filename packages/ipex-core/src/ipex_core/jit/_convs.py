@@ -12,6 +12,7 @@ from ipex_core.jit._nodes import (
     constant,
     is_constant,
     is_tensor,
+    key_of,
     only_use,
     scalar,
     weight,
@@ -79,7 +80,7 @@ class Convolutions:
         return _NAMES[kind]
 
     def _laid_out(self, kernel: torch.Tensor) -> torch.Tensor:
-        key = (kernel.data_ptr(), kernel.shape)
+        key = key_of(kernel)
         if key not in self.editor.packed:
             layout = _FORMATS.get(kernel.dim(), torch.contiguous_format)
             self.editor.packed[key] = kernel.contiguous(memory_format=layout)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ class Editor:
         self.done: list[str] = []
         self._own: set[str] | None = None
         #: Weights in another layout, by the memory of the plain one: a weight that is used twice is laid out once.
-        self.packed: dict[tuple[int, torch.Size], torch.Tensor] = {}
+        self.packed: dict[Hashable, torch.Tensor] = {}
         #: Weights that were transposed, likewise.
-        self.turned: dict[tuple[int, torch.Size], torch.Tensor] = {}
+        self.turned: dict[Hashable, torch.Tensor] = {}
 
     def each(self, kind: str, pattern: Callable[[Node], str | None]) -> None:
         """Offer all nodes of a kind to a pattern, which returns a name where it has matched."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ __all__ = [
     "constant",
     "is_constant",
     "is_tensor",
+    "key_of",
     "mean_square",
     "only_use",
     "scalar",
@@ -49,6 +51,11 @@ def weight(value: Value, dim: int) -> torch.Tensor | None:
         and tensor.dim() == dim
     )
     return tensor if plain else None
+
+
+def key_of(tensor: torch.Tensor) -> Hashable:
+    """Return what tells a constant from others; a matrix and its transpose share their memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def scalar(value: Value) -> float | None:

@@ -16,6 +16,7 @@ from ipex_core.jit._nodes import (
     constant,
     is_constant,
     is_tensor,
+    key_of,
     mean_square,
     only_use,
     scalar,
@@ -106,7 +107,7 @@ class Rewriter(Editor):
         bias = constant(b)
         if not packs(n, k, matrix.dtype) or (bias is not None and bias.dtype != matrix.dtype):
             return None
-        key = (matrix.data_ptr(), matrix.shape)
+        key = key_of(matrix)
         if key not in self.packed:
             self.packed[key] = pack(matrix, "ipex")
         none = self.constant(None, node)

@@ -9,7 +9,7 @@ import torch
 
 from ipex_core._optimize._prepack import choose_linear
 from ipex_core.jit._editor import Editor
-from ipex_core.jit._nodes import Node, Value, constant, is_constant, only_use, weight
+from ipex_core.jit._nodes import Node, Value, constant, is_constant, key_of, only_use, weight
 
 __all__ = ["normalize", "packs"]
 
@@ -97,6 +97,6 @@ def _bias_behind(node: Node) -> tuple[Node | None, torch.Tensor | None]:
 
 def _linear(editor: Editor, node: Node, x: Value, w: Value, bias: Value | None) -> None:
     matrix = constant(w)
-    key = (matrix.data_ptr(), matrix.shape)
+    key = key_of(matrix)
     turned = editor.turned.setdefault(key, matrix.t().contiguous())
     editor.replace(node, editor.op("aten::linear", [x, turned, bias], node).output())

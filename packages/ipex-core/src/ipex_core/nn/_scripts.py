@@ -110,12 +110,16 @@ def conv_add(
         reach = dilation[i] * (w.size(i + 2) - 1) + 1
         size.append((x.size(i + 2) + 2 * padding[i] - reach) // stride[i] + 1)
     if other.dtype == x.dtype and other.size() == size:
-        # Groups are not fused by torch, and what it does instead knows no relu in bfloat16.
-        post = "relu" if relu and groups == 1 else None
+        # torch fuses without groups and where the images or the weight are seen to lie channels-last. What it does
+        # instead knows no relu in 16 bit.
+        last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        last = last or (w.size(1) > 1 and w.size(2) * w.size(3) > 1)
+        fused = relu and groups == 1 and (last or x.dtype == torch.float32)
+        post = "relu" if fused else None
         y = torch.ops.mkldnn._convolution_pointwise(
             x, other, w, b, padding, stride, dilation, groups, "add", 1.0, post, [], ""
         )
-        return y.relu_() if relu and groups > 1 else y
+        return y.relu_() if relu and not fused else y
     y = torch.ops.mkldnn._convolution_pointwise(
         x, w, b, padding, stride, dilation, groups, "none", [], ""
     )
