@@ -57,7 +57,8 @@ def fused_name(layer, post):
 def test_documented_activations(layer):
     """Each activation of IPEX's list, behind each kind of layer, is one node with it or works in its memory."""
     module, *shapes = LAYERS[layer]
-    torch.manual_seed(0)  # logarithms and roundings of some numbers differ by more
+    torch.manual_seed(0)
+    module.reset_parameters()  # logarithms and roundings of some numbers differ by more
     calls = [(torch.randn(2, *shape),) for shape in shapes]
     for post, function in DOCUMENTED.items():
         model = After(module, function)

@@ -344,7 +344,7 @@ class Context:
                     continue
                 args = fx.node.map_arg(user.args, lambda n: n.meta.get("val"))
                 try:
-                    user.meta["val"] = user.target(*args)  # type: ignore[operator]
+                    user.meta["val"] = user.target(*args)
                 except (RuntimeError, ValueError):
                     user.target = aten.reshape.default
                     user.meta["val"] = user.target(*args)
