@@ -82,6 +82,20 @@ def test_derivatives_inside():
     torch.testing.assert_close(found, function(x))
 
 
+def test_linear_layers_on_a_vector():
+    """Inductor's own pass over a frozen graph fails at such views."""
+    model, x = torch.nn.Linear(512, 512).eval(), torch.randn(512)
+    graphs = []
+    options = {
+        "ipex.disable": ["linear"],
+        "joint_custom_pre_pass": lambda graph: graphs.append(str(graph)),
+    }
+    with torch.no_grad():
+        found = torch.compile(model, backend=ipex_backend, options=options)(x)
+        torch.testing.assert_close(found, model(x))
+    assert "aten.squeeze.dim" in graphs[0]
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 def test_layer_without_outputs():
     layer, x = torch.nn.Linear(8, 0).eval(), torch.randn(3, 8)

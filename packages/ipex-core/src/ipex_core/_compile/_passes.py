@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ipex_core._compile._graph import CASTS, Context, val
+from ipex_core._compile._graph import CASTS, Context, is_call, same, shape_of, val
 from ipex_core._compile._report import GraphReport
 from ipex_core._compile.attention import fuse_attention
 from ipex_core._compile.linear import fuse_gated, fuse_post_ops, pack_linears
@@ -20,6 +20,8 @@ from ipex_core._compile.unpacked import unpack_linears
 from ipex_core._compile.woq import fuse_woq
 
 __all__ = ["PATTERNS", "run_passes", "split_parameters"]
+
+aten = torch.ops.aten
 
 #: Pattern name -> what does it. The order matters: attention before what its inputs are made of; layers before what
 #: follows them; an addition goes into the layer before it rather than into the norm behind it.
@@ -73,6 +75,7 @@ def run_passes(
     for names, step in _STEPS:
         if not ctx.disabled.issuperset(names):
             step(ctx)
+    _squeeze_vectors(graph)
     graph.eliminate_dead_code()
     return report.count() - before
 
@@ -102,6 +105,16 @@ def _share_casts(graph: fx.Graph) -> None:
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
+
+
+def _squeeze_vectors(graph: fx.Graph) -> None:
+    """Squeeze the results of linear layers on vectors: Inductor's pattern of layers between views fails there."""
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        source, value = node.args[0], val(node)
+        if value is None or value.dim() != 1 or not same(shape_of(source), (1, *value.shape)):
+            continue
+        if is_call(source, aten.mm.default, aten.addmm.default):
+            node.target, node.args = aten.squeeze.dim, (source, 0)
 
 
 def split_parameters() -> tuple[set[int], list[torch.Tensor]]:
