@@ -125,7 +125,7 @@ class Masters:
                 master.rest.zero_()
         else:  # writes to ``.data`` count no version
             value = parameter.detach()
-            if not torch.equal(master.rest.to(value.dtype), value):
+            if not _same_bits(master.rest.to(value.dtype), value):
                 master.rest.copy_(_where_equal(master.rest, value))
         master.version = parameter._version
 
@@ -198,6 +198,14 @@ def _bits_like(layout: Tensor, rest: Tensor) -> Tensor:
     placed = torch.empty_like(layout, dtype=torch.bfloat16)
     placed.view(torch.int16).copy_(rest.view(torch.int16))
     return placed
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of 16-bit numbers hold the same bits."""
+    # torch compares numbers one by one: four at a time take a fifth of the time.
+    if not all(t.is_contiguous() and t.storage_offset() % 4 == 0 for t in (a, b)) or a.numel() % 4:
+        return torch.equal(a, b)
+    return torch.equal(a.view(-1).view(torch.int64), b.view(-1).view(torch.int64))
 
 
 def _where_equal(value: Tensor, rounded: Tensor) -> Tensor:
