@@ -153,7 +153,10 @@ def bench_kind(kind: str, files: Files, **options: Any) -> None:
     result.command = shlex.join(["ipex", "bench", kind, *arguments_of(kind)])
     if before is not None:
         for line in _other_conditions(before, result):
-            console.print(f"[yellow]{files.compare} has another {line}:[/] ratios differ anyway")
+            console.print(
+                f"[yellow]{files.compare} has another {line}:[/] ratios differ anyway",
+                soft_wrap=True,
+            )
     _together(part, result)  # whether they fit is known before the work
     # Hours of work end at the first case that the machine does not survive: what is done is kept.
     _measure(plan, result, console, lambda found: files.write_json(_together(part, found)))
@@ -166,7 +169,9 @@ def bench_kind(kind: str, files: Files, **options: Any) -> None:
     for line in worse:
         console.print(f"[red]regression:[/] {line}", highlight=False)
     if before is not None and not worse:
-        console.print(f"nothing of ipex is slower than in {files.compare} beyond the noise")
+        console.print(
+            f"nothing of ipex is slower than in {files.compare} beyond the noise", soft_wrap=True
+        )
     if worse or failed:
         raise typer.Exit(1)
 
