@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,10 @@ from ipex_core._fast_bert._tokens import MOST_GROUPS, _alike
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Tensor = torch.Tensor
 LENGTHS = (17, 5, 9, 3, 16, 8)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(kind: str = "BertForSequenceClassification", p: float = 0.0, **more: Any) -> Any:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training_checks import OPTIMIZERS, batches, net, one_thread, train  # noqa: F401
+from training_checks import OPTIMIZERS, batches, net, train
 
 from ipex_core import optimize, restore
 from ipex_core.optim import Lamb, Lars, create_optimizer_lars
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Tensor = torch.Tensor
 

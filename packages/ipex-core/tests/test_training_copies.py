@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training_checks import OPTIMIZERS, net, one_thread, train  # noqa: F401
+from training_checks import OPTIMIZERS, net, train
 
 from ipex_core import optimize
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Tensor = torch.Tensor
 

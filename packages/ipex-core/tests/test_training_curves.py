@@ -8,7 +8,7 @@ float32 within the bounds that rounding of activations and weights leaves.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from torch import nn
 from ipex_core import optimize
 from ipex_core.nn.functional import interaction
 from ipex_core.optim import Lamb, Lars
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Tensor = torch.Tensor
 STEPS = 200
@@ -32,15 +34,6 @@ MAKE: dict[str, Any] = {
     "lars": lambda p: Lars(p, lr=0.5, momentum=0.9, eeta=1e-2, weight_decay=1e-4),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Steps this small are over before a second thread has started."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Recurrent(nn.Module):

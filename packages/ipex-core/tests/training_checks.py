@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -26,15 +24,6 @@ OPTIMIZERS: dict[str, Any] = {
     "lars": lambda p: Lars(p, lr=1.0, momentum=0.9, eeta=1e-2, weight_decay=1e-3),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),  # no fused step
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Steps this small are over before a second thread has started."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def net(seed: int = 0) -> nn.Module:

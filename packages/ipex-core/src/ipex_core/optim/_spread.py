@@ -40,6 +40,17 @@ def _norm_of(value: Tensor) -> float:
     return float(norm.full_tensor() if is_spread(norm) else norm)  # all processes call it
 
 
+def _moments(
+    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: float, group: dict[str, Any]
+) -> tuple[float, Tensor]:
+    """Update both averages; return the correction of the first and the corrected root of the second."""
+    beta1, beta2 = group["betas"]
+    exp_avg.mul_(beta1).add_(grad, alpha=1.0 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+    root = (exp_avg_sq / (1.0 - beta2**step)).sqrt() + group["eps"]
+    return 1.0 - beta1**step, root
+
+
 def adamw_step(
     param: Tensor,
     grad: Tensor,
@@ -49,12 +60,10 @@ def adamw_step(
     group: dict[str, Any],
 ) -> None:
     """Do what ``adam_fused_step`` does with decoupled decay."""
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    lr = float(group["lr"])
     param.mul_(1.0 - lr * group["weight_decay"])
-    exp_avg.mul_(beta1).add_(grad, alpha=1.0 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-    root = (exp_avg_sq / (1.0 - beta2**step)).sqrt() + group["eps"]
-    param.addcdiv_(exp_avg, root, value=-lr / (1.0 - beta1**step))
+    correction, root = _moments(grad, exp_avg, exp_avg_sq, step, group)
+    param.addcdiv_(exp_avg, root, value=-lr / correction)
 
 
 def lamb_step(
@@ -66,11 +75,8 @@ def lamb_step(
     group: dict[str, Any],
 ) -> None:
     """Do what ``lamb_fused_step`` does."""
-    beta1, beta2 = group["betas"]
-    exp_avg.mul_(beta1).add_(grad, alpha=1.0 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-    root = (exp_avg_sq / (1.0 - beta2**step)).sqrt() + group["eps"]
-    u = exp_avg / (1.0 - beta1**step) / root + param * group["weight_decay"]
+    correction, root = _moments(grad, exp_avg, exp_avg_sq, step, group)
+    u = exp_avg / correction / root + param * group["weight_decay"]
     of_w, of_u = _norm_of(param), _norm_of(u)
     ratio = of_w / of_u if of_w > 0 and of_u > 0 else 1.0
     param.sub_(u, alpha=float(group["lr"]) * ratio)
