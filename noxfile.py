@@ -521,8 +521,8 @@ def screenshots(session: nox.Session) -> None:
 #: What `ipex bench` compares with; one line each, so that one that cannot be installed leaves the others.
 BENCH_ENGINES = (
     ("torchao",),
-    ("openvino",),
-    ("onnxruntime", "onnx"),
+    ("openvino", "nncf"),
+    ("onnxruntime", "onnx", "onnx-ir"),
     ("llama-cpp-python", "gguf"),
     ("zentorch~=2.13.0",),  # of the torch in constraints.txt
 )

@@ -157,6 +157,65 @@ def test_ipex_gives_the_answer_of_float32(kind, name, dtype, tmp_path, monkeypat
     assert fact["precision"] == ("bfloat16" if dtype == "bfloat16" else dtype)
 
 
+@needs_transformers
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("reorder", [False, True])
+def test_a_step_with_its_cache_as_tensors_decodes_as_the_model_does(reorder, tmp_path):
+    from ipex._bench import one_step
+    from ipex._bench.decoding import greedy
+
+    task = task_in(tmp_path, "llm", "llama")
+    workloads.make(task)
+    step = one_step.Step(one_step.load(task), reorder)
+    tensors = step.example()
+    assert len(tensors) == len(step.input_names)
+    # Traced, as the engines that run graphs do it: no size may have become a constant.
+    traced = torch.jit.trace(step, tensors, check_trace=False)
+    fed, past = [], []
+
+    def run(ids, place):
+        if not place:
+            past[:] = [torch.zeros(step.cache_shape) for _ in step.past_names]
+        fed.append((ids.tolist(), place))
+        arrays = [torch.from_numpy(a) for a in one_step.arrays(ids, place).values()]
+        order = [torch.zeros(1, dtype=torch.int32)] * reorder
+        with torch.no_grad():
+            logits, *past[:] = traced(*arrays, *order, *past)
+        return logits.numpy()
+
+    prepared = greedy(task, run, "float32")
+    assert torch.allclose(
+        torch.from_numpy(prepared.answer()), torch.from_numpy(task.wanted()), atol=1e-4
+    )
+    fed.clear()
+    prepared.calls["all"]()
+    ids = torch.from_numpy(task.inputs()["input_ids"])
+    wanted = one_step.load(task).generate(
+        ids, max_new_tokens=task.shape["new"], do_sample=False, pad_token_id=0
+    )
+    # The last token is the answer to the last step; it is fed to no other.
+    assert [place for _, place in fed] == [0, 8, 9, 10]
+    assert [step_ids[0][0] for step_ids, _ in fed[1:]] == wanted[0, 8:11].tolist()
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("engine", "dtype"),
+    [("openvino", "float32"), ("onnxruntime", "float32"), ("onnxruntime", "int4")],
+)
+def test_engines_that_run_graphs_decode(engine, dtype, tmp_path, monkeypatch):
+    pytest.importorskip(engine)
+    if engine == "onnxruntime":
+        pytest.importorskip("onnx_ir" if dtype == "int4" else "onnx")
+    monkeypatch.setattr(worker, "ALIAS", "ipex._bench")
+    task = task_in(tmp_path, "llm", "llama", dtype)
+    workloads.make(task)
+    prepared, fact = worker.prepare(task, engine)
+    assert prepared is not None, fact
+    for call in prepared.calls.values():
+        call()
+
+
 def test_wrong_answers_are_not_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "ALIAS", "ipex._bench")
     task = task_in(tmp_path, "ops", "linear")

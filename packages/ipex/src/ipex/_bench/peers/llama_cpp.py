@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..decoding import greedy
 from ..task import Prepared, Task, UnsupportedError
 from . import Peer
 
@@ -48,35 +49,25 @@ class Engine(Peer):
         model = L.llama_model_load_from_file(str(file).encode(), settings)
         if not model:
             raise RuntimeError("llama.cpp cannot load the model that was written for it")
-        ids = task.inputs()["input_ids"][0].tolist()
-        if task.inputs()["input_ids"].shape[0] != 1:
+        if task.shape["batch"] != 1:
             raise UnsupportedError("only batch 1 is covered here")
-        new, vocab = task.shape["new"], task.shape["vocab_size"]
+        vocab = task.shape["vocab_size"]
         asked = L.llama_context_default_params()
-        asked.n_ctx = asked.n_batch = max(512, len(ids) + new + 8)
+        asked.n_ctx = asked.n_batch = max(512, task.shape["prompt"] + task.shape["new"] + 8)
         asked.n_threads = asked.n_threads_batch = task.threads
         context = L.llama_init_from_model(model, asked)
 
-        def step(tokens: list[int]) -> Any:
+        def step(ids: Any, place: int) -> Any:
+            if not place:
+                L.llama_memory_clear(L.llama_get_memory(context), True)
+            tokens = ids[0].tolist()
             array = (L.llama_token * len(tokens))(*tokens)
             status = L.llama_decode(context, L.llama_batch_get_one(array, len(tokens)))
             if status:
                 raise RuntimeError(f"llama_decode returned {status}")
-            return numpy.ctypeslib.as_array(L.llama_get_logits_ith(context, -1), (vocab,))
+            return numpy.ctypeslib.as_array(L.llama_get_logits_ith(context, -1), (1, vocab))
 
-        def generate(count: int) -> Any:
-            L.llama_memory_clear(L.llama_get_memory(context), True)
-            logits = step(ids)
-            for _ in range(count - 1):
-                logits = step([int(logits.argmax())])
-            return logits
-
-        def answer() -> Any:
-            return generate(1)[None].copy()
-
-        return Prepared(
-            precision, answer, {"first": lambda: generate(1), "all": lambda: generate(new)}, form
-        )
+        return greedy(task, step, precision, form)
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
