@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +132,42 @@ def test_save_pretrained(tmp_path):
     loaded = transformers.BertModel.from_pretrained(tmp_path, dtype=torch.float32)
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, model.state_dict()[name])
+
+
+class Hub:
+    """Takes what transformers uploads."""
+
+    def __init__(self) -> None:
+        self.dtypes: list[str] = []
+
+    def create_repo(self, repo_id, **_):
+        return types.SimpleNamespace(repo_id=repo_id)
+
+    def create_commit(self, *, operations, **_):
+        files = {o.path_in_repo: Path(o.path_or_fileobj) for o in operations}
+        self.dtypes.append(json.loads(files["config.json"].read_text())["dtype"])
+        assert "model.safetensors" in files
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_uploaded_names_the_dtype_of_its_weights(tmp_path, monkeypatch, fails):
+    hub = Hub()
+    if fails:
+        monkeypatch.setattr(hub, "create_commit", lambda **_: 1 / 0)
+    card = types.SimpleNamespace(save=lambda path: None)
+    for place in (transformers.modeling_utils, transformers.utils.hub):
+        monkeypatch.setattr(place, "hf_api", lambda: hub)
+        monkeypatch.setattr(place, "create_and_tag_model_card", lambda *_, **__: card)
+    fast = optimize(bert(), dtype=torch.bfloat16)
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            fast.save_pretrained(tmp_path / "one", push_to_hub=True)
+    else:
+        fast.save_pretrained(tmp_path / "one", push_to_hub=True)
+        fast.push_to_hub("someone/two")
+        assert hub.dtypes == ["float32", "float32"]
+    assert json.loads((tmp_path / "one" / "config.json").read_text())["dtype"] == "float32"
+    assert "_upload_modified_files" not in fast.__dict__
 
 
 def test_tied_weights_stay_tied():

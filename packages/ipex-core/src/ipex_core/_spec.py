@@ -16,8 +16,15 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from torch.autograd import forward_ad
 from torch.library import Library
 
+from ipex_core._derivatives import (
+    VjpOfReference,
+    differentiate_reference,
+    flattened,
+    has_tangent,
+)
 from ipex_core.errors import KernelApiError, OpArgumentError
 
 __all__ = ["BenchCase", "OpSpec", "Sample", "check", "define", "register", "schemas", "specs"]
@@ -267,15 +274,24 @@ def _autograd_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
     below = torch._C._after_autograd_keyset
     any_requires_grad = torch._C._any_requires_grad
     grad_enabled = torch.is_grad_enabled
+    transformed = torch._C._are_functorch_transforms_active
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        if grad_enabled() and any_requires_grad(*args):
+        recorded = grad_enabled() and any_requires_grad(*args)
+        if transformed() or forward_ad._current_level >= 0:
+            if recorded or has_tangent(args):
+                _check_present(spec, args)
+                spec.check(*args)
+                return differentiate_reference(
+                    spec, args, lambda: redispatch(keyset & below, *args)
+                )
+        elif recorded:
             if spec.mutates:
                 raise RuntimeError(
                     f"{spec.name}: is not differentiable; call it under torch.no_grad()"
                 )
-            flat, counts = _flat(args)
-            return _VjpOfReference.apply(spec, redispatch, keyset & below, counts, *flat)  # type: ignore[no-untyped-call]
+            flat, counts = flattened(args)
+            return VjpOfReference.apply(spec, redispatch, keyset & below, counts, *flat)  # type: ignore[no-untyped-call]
         try:
             return redispatch(keyset & below, *args)
         except RuntimeError:
@@ -285,89 +301,6 @@ def _autograd_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
             raise
 
     return kernel
-
-
-def _flat(args: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Return the arguments with the elements of lists of tensors, which autograd would not find, one by one.
-
-    The numbers are those of the elements for such a list, -1 for any other argument.
-    """
-    flat: list[Any] = []
-    counts = []
-    for value in args:
-        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-            flat.extend(value)
-            counts.append(len(value))
-        else:
-            flat.append(value)
-            counts.append(-1)
-    return flat, counts
-
-
-def _nested(flat: Sequence[Any], counts: Sequence[int]) -> list[Any]:
-    """Undo `_flat`."""
-    values = iter(flat)
-    return [next(values) if n < 0 else [next(values) for _ in range(n)] for n in counts]
-
-
-class _VjpOfReference(torch.autograd.Function):
-    """Forward: the op below autograd. Backward: the vector-Jacobian product of the reference at the saved inputs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, spec: OpSpec, redispatch: Any, keyset: Any, counts: Any, *flat: Any
-    ) -> Any:
-        ctx.spec = spec
-        ctx.counts = counts
-        ctx.tensors = [isinstance(value, torch.Tensor) for value in flat]
-        ctx.constants = [None if t else v for v, t in zip(flat, ctx.tensors, strict=True)]
-        ctx.save_for_backward(*(v for v in flat if isinstance(v, torch.Tensor)))
-        with torch._C._AutoDispatchBelowAutograd():
-            output = redispatch(keyset, *_nested(flat, counts))
-        outputs = output if isinstance(output, tuple) else (output,)
-        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        spec = ctx.spec
-        if spec.backward is None:
-            raise RuntimeError(f"{spec.name}: is not differentiable; call it on detached tensors")
-        saved = iter(ctx.saved_tensors)
-        inputs: list[Any] = []
-        wanted: list[int] = []
-        needed = ctx.needs_input_grad[-len(ctx.tensors) :]
-        for index, is_tensor in enumerate(ctx.tensors):
-            if not is_tensor:
-                inputs.append(ctx.constants[index])
-                continue
-            value = next(saved).detach()
-            if needed[index]:
-                value.requires_grad_(True)
-                wanted.append(index)
-            inputs.append(value)
-        if callable(spec.backward):
-            # One gradient per argument; an argument that is a list has a list of them.
-            found = spec.backward(grads, *_nested(inputs, ctx.counts))
-            flat = (g if isinstance(g, (list, tuple)) else (g,) for g in found)
-            return (None, None, None, None, *(one for part in flat for one in part))
-        result: list[Any] = [None] * len(inputs)
-        with torch.enable_grad():
-            output = spec.reference(*_nested(inputs, ctx.counts))
-        outputs = output if isinstance(output, tuple) else (output,)
-        pairs = [
-            (o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad
-        ]
-        if pairs and wanted:
-            found = torch.autograd.grad(
-                [o for o, _ in pairs],
-                [inputs[i] for i in wanted],
-                [g for _, g in pairs],
-                allow_unused=True,
-            )
-            for index, grad in zip(wanted, found, strict=True):
-                result[index] = grad
-        return (None, None, None, None, *result)
 
 
 def _autocast_kernel(spec: OpSpec, overload: Any, device: str) -> Callable[..., Any]:

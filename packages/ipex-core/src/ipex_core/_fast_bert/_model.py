@@ -18,6 +18,7 @@ from ipex_core._fast_bert._blocks import LinearDropoutAddNorm, LinearGelu, SelfA
 from ipex_core._fast_bert._tokens import MOST_GROUPS, Tokens, padded, unpadded
 from ipex_core._optimize._cast import cast_input
 from ipex_core._optimize._training import widen_input
+from ipex_core.nn._call import transformed
 from ipex_core.nn.training_linear import TrainingLinear
 
 __all__ = ["bert_models", "speed_up", "unsupported"]
@@ -138,7 +139,8 @@ class FastBert(nn.Module):
         **kwargs: Any,
     ) -> Any:
         """Compute what the original computes, for plain encoding on blocks of our own."""
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        graph = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        if graph or transformed():
             # What a batch needs depends on its values, so graphs are made of the original.
             named = (input_ids, attention_mask, token_type_ids, position_ids)
             return super().forward(*named, *args, **kwargs)

@@ -10,6 +10,7 @@ from torch import nn
 __all__ = ["name_saved_dtype", "undo_saved_dtype"]
 
 _NAME = "save_pretrained"
+_UPLOAD = "_upload_modified_files"
 
 
 class SavePretrained:
@@ -24,14 +25,34 @@ class SavePretrained:
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save the model; arguments and result are those of transformers."""
         model: Any = self.model
-        result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
-        state = model.state_dict()
-        saved = next((v.dtype for v in state.values() if v.is_floating_point()), None)
         main = args[0] if args else kwargs.get("is_main_process", True)
-        if main and saved is not None and saved != model.dtype:
-            model.config.dtype = str(saved).removeprefix("torch.")
-            model.config.save_pretrained(save_directory)
+        upload = getattr(model, _UPLOAD, None)
+
+        def corrected(*args: Any, **kwargs: Any) -> Any:
+            self._name_dtype(save_directory)
+            assert upload is not None
+            return upload(*args, **kwargs)
+
+        if main and upload is not None:  # transformers uploads before it returns
+            model.__dict__[_UPLOAD] = corrected
+        try:
+            result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+        finally:
+            if model.__dict__.get(_UPLOAD) is corrected:
+                del model.__dict__[_UPLOAD]
+        if main:
+            self._name_dtype(save_directory)
         return result
+
+    def _name_dtype(self, save_directory: Any) -> None:
+        """Write the configuration once more, with the dtype of the state dict."""
+        model: Any = self.model
+        values = model.state_dict().values()
+        saved = next((v.dtype for v in values if v.is_floating_point()), None)
+        name = str(saved).removeprefix("torch.")
+        if saved is not None and saved != model.dtype and model.config.dtype not in (saved, name):
+            model.config.dtype = name
+            model.config.save_pretrained(save_directory)
 
 
 def name_saved_dtype(model: nn.Module) -> None:

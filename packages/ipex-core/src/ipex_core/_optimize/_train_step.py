@@ -17,6 +17,7 @@ from ipex_core._optimize._masters import Masters
 from ipex_core.optim._plain import below_autograd, plain_step
 from ipex_core.optim._spread import any_spread
 from ipex_core.optim._steps import step_of
+from ipex_core.optim._stock_lists import stock_step
 
 __all__ = ["adopt", "needs_closure"]
 
@@ -72,6 +73,9 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     original = type(self)._ipex_original.step if before is None else _plain
     original = getattr(original, "__wrapped__", original)  # hooks run around this function
     fused = step_of(self) if self._ipex_fuse else None
+    kind = type(self)._ipex_original
+    if fused is not None and not len(masters) and stock_step(self, kind):
+        return loss
     low = [
         (group, p)
         for group in (self.param_groups if len(masters) else ())
@@ -92,7 +96,8 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     for _, p in low:
         p.grad = None
     try:
-        if any(p.grad is not None for p in _parameters(self)):
+        more = any(p.grad is not None for p in _parameters(self))
+        if more and not stock_step(self, kind):
             with _stock_fused(self):
                 original(self)
     finally:

@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-__all__ = ["below_autograd", "call", "stock_only"]
+__all__ = ["below_autograd", "call", "check_recorded", "stock_only", "transformed"]
 
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 
@@ -27,10 +28,23 @@ def call(op: Any, *args: Any) -> Any:
 
 
 def stock_only(x: torch.Tensor) -> bool:
-    """Return whether only the stock ops can take a tensor: nested tensors, and all under ``torch.func`` transforms."""
-    if x.is_nested:
-        return True
-    return not torch.compiler.is_compiling() and _transforms()
+    """Return whether only the stock ops can take a tensor: nested tensors, and all under `transformed`."""
+    return x.is_nested or transformed()
+
+
+def transformed() -> bool:
+    """Return whether ``torch.func`` transforms or forward differentiation follow each operation."""
+    if torch.compiler.is_compiling():
+        return False
+    return _transforms() or forward_ad._current_level >= 0
 
 
 _transforms: Any = torch._C._are_functorch_transforms_active
+
+
+def check_recorded(name: str) -> None:
+    """Raise for a transform of ``torch.func`` around what only an ordinary backward pass can differentiate."""
+    if not torch.compiler.is_compiling() and _transforms():
+        raise NotImplementedError(
+            f"{name}: torch.func cannot differentiate it: use backward(), or torch.nn.EmbeddingBag"
+        )

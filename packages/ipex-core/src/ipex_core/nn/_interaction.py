@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ipex_core.nn._call import transformed
 from ipex_core.ops import interaction as definition
 
 __all__ = ["InteractionFunc", "interaction"]
@@ -63,7 +64,8 @@ def interaction(*args: Tensor) -> Tensor:
         args = tuple(value.to(dtype) for value in args)
     if args and all(value.dtype == torch.float64 for value in args):
         return definition._interaction(args)
-    if torch.is_grad_enabled() and any(value.requires_grad for value in args):
+    recorded = torch.is_grad_enabled() and not transformed()
+    if recorded and any(value.requires_grad for value in args):
         result: Tensor = InteractionFunc.apply(*args)  # type: ignore[no-untyped-call]
         return result
     result = torch.ops.ipex.interaction(list(args))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._jit_internal import is_scripting
-from torch.autograd import forward_ad
 from torch.nn import functional
 
 from ipex_core.nn._call import stock_only
@@ -67,7 +66,6 @@ class TrainingLinear(nn.Linear):
             and x.device.type == "cpu"
             and weight.device.type == "cpu"
             and x.shape[-1] == k
-            and forward_ad._current_level < 0
         )
         if not plain:
             return STOCK

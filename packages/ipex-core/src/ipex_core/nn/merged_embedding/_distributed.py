@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ipex_core.nn._call import check_recorded
 from ipex_core.nn.merged_embedding._exchange import exchange
 from ipex_core.nn.merged_embedding._steps import MergedEmbeddingBagWithAdaGrad
 from ipex_core.nn.merged_embedding._tables import (
@@ -137,6 +138,7 @@ class DistMergeEmbeddingBagWithAdaGrad(MergedEmbeddingBagWithAdaGrad):
         plan = self._plan(self._lookups(indices, offset, None))
         weights = list(self.weights)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+            check_recorded(type(self).__name__)
             result: Tensor = _DistBags.apply(self, plan, *weights)  # type: ignore[no-untyped-call]
             return result
         return self._gather(weights, plan)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ipex_core._spec import specs
+from ipex_core.nn._call import check_recorded
 from ipex_core.nn.merged_embedding._memory import gather, on_huge_pages
 from ipex_core.ops._bags import Bags
 
@@ -315,6 +316,7 @@ class MergedEmbeddingBag(nn.Module):
     def _bags_of(self, weights: Sequence[Tensor], lookups: Lookups) -> tuple[Tensor, ...]:
         tensors = (*weights, *lookups.per_sample_weights)
         if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
+            check_recorded(type(self).__name__)
             result: tuple[Tensor, ...] = _Bags.apply(self, lookups, *tensors)  # type: ignore[no-untyped-call]
             return result
         return forward_bags(weights, lookups).unbind(0)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of many parameters by one call of an op: the same bits as one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ipex_core as ipex
+
+Tensor = torch.Tensor
+
+STOCK: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"weight_decay": 1e-2}),
+    "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 1e-2}),
+    "sgd_nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+    "adagrad": (
+        torch.optim.Adagrad,
+        {"lr_decay": 0.1, "weight_decay": 1e-2, "initial_accumulator_value": 0.3},
+    ),
+    "adam": (torch.optim.Adam, {"weight_decay": 1e-2, "betas": (0.8, 0.9)}),
+    "adam_decoupled": (torch.optim.Adam, {"decoupled_weight_decay": True, "weight_decay": 1e-2}),
+    "adam_amsgrad": (torch.optim.Adam, {"amsgrad": True, "maximize": True, "eps": 1e-6}),
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
+}
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    shapes: tuple[tuple[int, ...], ...] = ((4, 5), (3,), (), (0, 2), (2, 3, 4, 5), (33,), (7, 2))
+    made = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    made[4].data = made[4].data.contiguous(memory_format=torch.channels_last)
+    made[5].requires_grad_(False)
+    return made
+
+
+def gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for i, p in enumerate(params):
+        grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
+        # One has none in some steps, so that it counts fewer than the others.
+        p.grad = grad if p.requires_grad and (i, step % 3) != (1, 1) else None
+
+
+def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": params[:4]}, {"params": params[4:], "lr": 0.3}, {"params": []}]
+
+
+def steps(optimizer: Any, params: list[nn.Parameter], numbers: range) -> None:
+    for number in numbers:
+        gradients(params, number)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_optimizers_are_those_with_fused_true(name: str, dtype: torch.dtype) -> None:
+    kind, options = STOCK[name]
+    results = []
+    for fused in (True, False):
+        params = [p.to(dtype).detach().requires_grad_(p.requires_grad) for p in parameters()]
+        params = [nn.Parameter(p, p.requires_grad) for p in params]
+        optimizer = kind(groups(params), lr=0.1, **options, **({"fused": True} if fused else {}))
+        if not fused:
+            ipex.optim._optimizer_utils.optimizer_fusion(optimizer)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for number in range(5):
+            steps(optimizer, params, range(number, number + 1))
+            scheduler.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(0.05)  # which torch allows
+        steps(optimizer, params, range(5, 9))
+        state = optimizer.state_dict()["state"]
+        results.append([params, [v for _, s in sorted(state.items()) for v in s.values()]])
+    for one, other in zip(*results, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "adam_amsgrad"])
+@pytest.mark.parametrize(
+    "change",
+    [{"foreach": True}, {"fused": False}, {"differentiable": True}, {"maximize": True}],
+    ids=str,
+)
+def test_what_is_asked_for_while_training_counts(name: str, change: dict[str, Any]) -> None:
+    kind, options = STOCK[name]
+    results = []
+    for ours in (False, True):
+        params = parameters()
+        optimizer = kind(groups(params), lr=0.1, **options)
+        if ours:
+            ipex.optim._optimizer_utils.optimizer_fusion(optimizer)
+        steps(optimizer, params, range(3))
+        for group in optimizer.param_groups:
+            group.update(change)
+        steps(optimizer, params, range(3, 6))
+        results.append(params)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_one_unusual_parameter_leaves_the_step_to_torch() -> None:
+    table = nn.EmbeddingBag(20, 4, sparse=True)
+    other = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([*table.parameters(), other], lr=0.5)
+    ipex.optim._optimizer_utils.optimizer_fusion(optimizer)
+    before = table.weight.detach().clone()
+    for _ in range(2):
+        table(torch.tensor([[1, 2]])).sum().backward()
+        other.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(table.weight[3:], before[3:])
+    torch.testing.assert_close(table.weight[1:3], before[1:3] - 0.5)
+    torch.testing.assert_close(other, torch.zeros(3))
+    with pytest.raises(RuntimeError, match="sparse"):
+        adam = torch.optim.Adam(table.parameters())
+        ipex.optim._optimizer_utils.optimizer_fusion(adam)
+        table(torch.tensor([[1, 2]])).sum().backward()
+        adam.step()
+
+
+def test_grad_scaler_with_a_fused_optimizer() -> None:
+    """It hands its scale to an optimizer with ``fused=True``, which does not unscale before."""
+    results = []
+    for ours in (False, True):
+        params = parameters()
+        optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
+        if ours:
+            ipex.optim._optimizer_utils.optimizer_fusion(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        for step in range(6):
+            gradients(params, step)
+            for p in params:
+                if p.grad is not None:
+                    p.grad.mul_(scaler.scale(torch.ones(())))
+            if step == 3:
+                assert params[0].grad is not None
+                params[0].grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(params)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
