@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -72,6 +74,47 @@ def test_split_takes_the_memory_of_float32() -> None:
     rest = optimizer._ipex_masters._of[fast.weight].rest
     assert fast.weight.dtype == rest.dtype == torch.bfloat16
     assert torch.equal(fast.state_dict()["weight"], model.weight)  # bit for bit
+
+
+RESIDENT = """
+import ctypes, gc, mmap, sys, torch
+from torch import nn
+from ipex_core import optimize
+torch.set_num_threads(1)
+
+def resident():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(open("/proc/self/statm").read().split()[1])
+    return pages * mmap.PAGESIZE / 2**20
+
+def ratio(layers, split):
+    base = resident()
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(layers))).train()
+    before = resident() - base
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, sgd = optimize(
+        model, torch.bfloat16, sgd, inplace=True, split_master_weight_for_bf16=split
+    )
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+        sgd.step()
+        sgd.zero_grad()
+    return (resident() - base) / before
+
+ratio(1, sys.argv[1] == "True")  # what is loaded at the first use is not the weights'
+print(ratio(16, sys.argv[1] == "True"))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc and malloc_trim")
+@pytest.mark.parametrize(("split", "least", "most"), [(True, 0.95, 1.15), (False, 1.4, 1.65)])
+def test_memory_of_the_process(split: bool, least: float, most: float) -> None:
+    """Split weights take what float32 ones do, those with a whole master half as much again."""
+    command = [sys.executable, "-c", RESIDENT, str(split)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert least <= float(done.stdout) <= most, done.stdout
 
 
 def test_without_split_there_is_a_whole_master() -> None:

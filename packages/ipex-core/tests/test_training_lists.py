@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training_checks import OPTIMIZERS
 
 import ipex_core as ipex
+from ipex_core._spec import specs
+from ipex_core.optim._optimizer_utils import optimizer_fusion
+from ipex_core.optim._steps import Calls
 
 Tensor = torch.Tensor
 
@@ -65,7 +69,7 @@ def test_stock_optimizers_are_those_with_fused_true(name: str, dtype: torch.dtyp
         params = [nn.Parameter(p, p.requires_grad) for p in params]
         optimizer = kind(groups(params), lr=0.1, **options, **({"fused": True} if fused else {}))
         if not fused:
-            ipex.optim._optimizer_utils.optimizer_fusion(optimizer)
+            optimizer_fusion(optimizer)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         for number in range(5):
             steps(optimizer, params, range(number, number + 1))
@@ -94,7 +98,7 @@ def test_what_is_asked_for_while_training_counts(name: str, change: dict[str, An
         params = parameters()
         optimizer = kind(groups(params), lr=0.1, **options)
         if ours:
-            ipex.optim._optimizer_utils.optimizer_fusion(optimizer)
+            optimizer_fusion(optimizer)
         steps(optimizer, params, range(3))
         for group in optimizer.param_groups:
             group.update(change)
@@ -108,7 +112,7 @@ def test_one_unusual_parameter_leaves_the_step_to_torch() -> None:
     table = nn.EmbeddingBag(20, 4, sparse=True)
     other = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([*table.parameters(), other], lr=0.5)
-    ipex.optim._optimizer_utils.optimizer_fusion(optimizer)
+    optimizer_fusion(optimizer)
     before = table.weight.detach().clone()
     for _ in range(2):
         table(torch.tensor([[1, 2]])).sum().backward()
@@ -120,7 +124,7 @@ def test_one_unusual_parameter_leaves_the_step_to_torch() -> None:
     torch.testing.assert_close(other, torch.zeros(3))
     with pytest.raises(RuntimeError, match="sparse"):
         adam = torch.optim.Adam(table.parameters())
-        ipex.optim._optimizer_utils.optimizer_fusion(adam)
+        optimizer_fusion(adam)
         table(torch.tensor([[1, 2]])).sum().backward()
         adam.step()
 
@@ -132,7 +136,7 @@ def test_grad_scaler_with_a_fused_optimizer() -> None:
         params = parameters()
         optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
         if ours:
-            ipex.optim._optimizer_utils.optimizer_fusion(optimizer)
+            optimizer_fusion(optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         for step in range(6):
             gradients(params, step)
@@ -147,3 +151,59 @@ def test_grad_scaler_with_a_fused_optimizer() -> None:
         results.append(params)
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+def one_by_one(calls: Calls) -> None:
+    for (name, numbers, _, _), rows in calls._of.items():
+        for row in rows:
+            getattr(torch.ops.ipex, name)(*row, *numbers)
+    calls._of = {}
+
+
+@pytest.mark.parametrize("form", ["split", "whole", "float16", "float32"])
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "rmsprop"])
+def test_lists_give_the_bits_of_single_steps(
+    name: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {"float16": torch.float16, "float32": None}
+    results = []
+    for listed in (True, False):
+        if not listed:
+            monkeypatch.setattr(Calls, "run", one_by_one)
+        torch.manual_seed(0)
+        layers = (nn.Linear(8, 16), nn.Linear(16, 16, bias=False), nn.LayerNorm(16))
+        model = nn.Sequential(*layers, nn.Linear(16, 40), nn.Linear(40, 2)).train()
+        options = {"split_master_weight_for_bf16": form == "split"}
+        model, optimizer = ipex.optimize(
+            model,
+            dtype=kinds.get(form, torch.bfloat16),
+            optimizer=OPTIMIZERS[name](model.parameters()),
+            inplace=True,
+            **options,
+        )
+        params = list(model.parameters())
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            for i, p in enumerate(params):
+                wanted = p.grad_dtype or p.dtype
+                grad = torch.randn(p.shape, generator=generator).to(wanted)
+                p.grad = None if (i, step) == (2, 1) else grad  # which counts fewer steps
+            optimizer.step()
+        results.append(list(model.state_dict().values()))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_lists_of_different_lengths() -> None:
+    w, grad = torch.ones(3), torch.ones(3)
+    numbers = (0.9, 0.1, 0.0, 0.0, False)
+    words = r"sgd_fused_steps: grads must hold 2 tensor\(s\), got 1"
+    op = torch.ops.ipex.sgd_fused_steps
+    for call in (op, specs()["sgd_fused_steps"].check):
+        with pytest.raises(RuntimeError, match=words):
+            call([w, w], [grad], [], [], *numbers)
+        with pytest.raises(RuntimeError, match=r"momentum_buffers must hold 1 tensor\(s\), got 2"):
+            call([w], [grad], [w, w], [], *numbers)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="grad must have the shape"):
+        op([w], [torch.ones(2)], [], [], *numbers)
+    assert torch.equal(w, torch.ones(3))

@@ -29,9 +29,28 @@ class _Master:
     version: int  # of the parameter when both were in step
     dtype: torch.dtype  # of the parameter
 
-    @property
-    def split(self) -> bool:
-        return self.rest.dtype == torch.bfloat16
+    def __post_init__(self) -> None:
+        self.split = self.rest.dtype == torch.bfloat16
+
+    def parts(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+        """Return ``param`` and ``param2`` as the ops of optimizers take them; call `done` after writing to them."""
+        self.follow(parameter)
+        return (parameter, self.rest) if self.split else (self.rest, parameter)
+
+    def done(self, parameter: nn.Parameter) -> None:
+        """Note that both parts have been written."""
+        self.version = parameter._version
+
+    def follow(self, parameter: nn.Parameter) -> None:
+        """Take over what somebody wrote to the parameter itself."""
+        if self.split:
+            if parameter._version != self.version:
+                self.rest.zero_()
+        else:  # writes to ``.data`` count no version
+            value = parameter.detach()
+            if not _same_bits(self.rest.to(value.dtype), value):
+                self.rest.copy_(_where_equal(self.rest, value))
+        self.version = parameter._version
 
 
 class Masters:
@@ -43,7 +62,7 @@ class Masters:
     def __getstate__(self) -> list[tuple[nn.Parameter, Tensor]]:
         # Copies of parameters count their versions anew.
         for parameter in [p for p in list(self._of) if p in self]:
-            self._follow(parameter)
+            self._of[parameter].follow(parameter)
         return [(parameter, master.rest) for parameter, master in self._of.items()]
 
     def __setstate__(self, state: list[tuple[nn.Parameter, Tensor]]) -> None:
@@ -52,13 +71,15 @@ class Masters:
             _widen_gradient(parameter)
 
     def __contains__(self, parameter: Any) -> bool:
+        return self.find(parameter) is not None
+
+    def find(self, parameter: Any) -> _Master | None:
+        """Return the rest of a parameter; None if it has no other values than its own."""
         master = self._of.get(parameter)
-        if master is None:
-            return False
-        if parameter.dtype != master.dtype:
+        if master is not None and parameter.dtype != master.dtype:
             self._release(parameter)
-            return False
-        return True
+            return None
+        return master
 
     def __len__(self) -> int:
         return len(self._of)
@@ -84,7 +105,7 @@ class Masters:
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """Return the float32 value, a new tensor."""
-        self._follow(parameter)
+        self._of[parameter].follow(parameter)
         master = self._of[parameter]
         if not master.split:
             return master.rest.detach().clone(memory_format=torch.preserve_format)
@@ -106,28 +127,6 @@ class Masters:
             master.rest.copy_(value)
             parameter.copy_(value)
         master.version = parameter._version + writes
-
-    def parts(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """Return ``param`` and ``param2`` as the ops of optimizers take them; call `done` after writing to them."""
-        self._follow(parameter)
-        master = self._of[parameter]
-        return (parameter, master.rest) if master.split else (master.rest, parameter)
-
-    def done(self, parameter: nn.Parameter) -> None:
-        """Note that both parts have been written."""
-        self._of[parameter].version = parameter._version
-
-    def _follow(self, parameter: nn.Parameter) -> None:
-        """Take over what somebody wrote to the parameter itself."""
-        master = self._of[parameter]
-        if master.split:
-            if parameter._version != master.version:
-                master.rest.zero_()
-        else:  # writes to ``.data`` count no version
-            value = parameter.detach()
-            if not _same_bits(master.rest.to(value.dtype), value):
-                master.rest.copy_(_where_equal(master.rest, value))
-        master.version = parameter._version
 
     @torch.no_grad()
     def _release(self, parameter: nn.Parameter) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ipex_core._optimize._masters import Masters
 from ipex_core.optim._plain import below_autograd, plain_step
 from ipex_core.optim._spread import any_spread
-from ipex_core.optim._steps import step_of
+from ipex_core.optim._steps import Calls, step_of
 from ipex_core.optim._stock_lists import stock_step
 
 __all__ = ["adopt", "needs_closure"]
@@ -76,44 +76,52 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     kind = type(self)._ipex_original
     if fused is not None and not len(masters) and stock_step(self, kind):
         return loss
-    low = [
-        (group, p)
-        for group in (self.param_groups if len(masters) else ())
-        for p in group["params"]
-        if p in masters and p.grad is not None
-    ]
-    for _, p in low:
-        if p.grad.is_sparse:
-            raise RuntimeError(
-                f"{type(self).__name__}: gradients of parameters in {p.dtype} must be dense, got a sparse one"
-            )
+    low, others = [], False
+    for group in self.param_groups:
+        for p in group["params"]:
+            grad = p.grad
+            if grad is None:
+                continue
+            master = masters.find(p)
+            if master is None:
+                others = True
+                continue
+            if grad.is_sparse:
+                raise RuntimeError(
+                    f"{type(self).__name__}: gradients of parameters in {p.dtype} must be dense, got a sparse one"
+                )
+            low.append((group, p, grad, master))
     differentiable = any(group.get("differentiable") for group in self.param_groups)
     if fused is None or differentiable:
-        with masters.as_float32(self, [p for _, p in low]), _stock_fused(self):
+        with masters.as_float32(self, [p for _, p, _, _ in low]), _stock_fused(self):
             original(self)
         return loss
-    grads = [p.grad for _, p in low]
-    for _, p in low:
-        p.grad = None
-    try:
-        more = any(p.grad is not None for p in _parameters(self))
-        if more and not stock_step(self, kind):
-            with _stock_fused(self):
-                original(self)
-    finally:
-        for (_, p), grad in zip(low, grads, strict=True):
-            p.grad = grad
+    if others:
+        for _, p, _, _ in low:
+            p.grad = None
+        try:
+            if not stock_step(self, kind):
+                with _stock_fused(self):
+                    original(self)
+        finally:
+            for _, p, grad, _ in low:
+                p.grad = grad
+    calls = Calls()
+    copies = []
+    for group, p, grad, master in low:
+        param, param2 = master.parts(p)
+        if grad.dtype == p.dtype:
+            calls.add(fused(group, self.state[p], param, grad, param2))
+        else:  # float16, whose gradients are float32
+            calls.add(fused(group, self.state[p], param, grad, None))
+            copies.append((p, param))
     with below_autograd():
-        for group, p in low:
-            param, param2 = masters.parts(p)
-            if p.grad.dtype == p.dtype:
-                fused(group, self.state[p], param, p.grad, param2)
-            else:  # float16, whose gradients are float32
-                fused(group, self.state[p], param, p.grad, None)
-                p.copy_(param)
-    increment_version([p for _, p in low])
-    for _, p in low:
-        masters.done(p)
+        calls.run()
+        for p, param in copies:
+            p.copy_(param)
+    increment_version([p for _, p, _, _ in low])
+    for _, p, _, master in low:
+        master.done(p)
     return loss
 
 

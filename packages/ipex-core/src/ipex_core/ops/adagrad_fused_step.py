@@ -103,7 +103,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     return param_samples(dtype, build)
 
 
-register(
+SPEC = register(
     OpSpec(
         name="adagrad_fused_step",
         schema=(

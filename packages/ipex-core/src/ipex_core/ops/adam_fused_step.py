@@ -192,7 +192,7 @@ def _bench() -> Iterator[BenchCase]:
         )
 
 
-register(
+SPEC = register(
     OpSpec(
         name="adam_fused_step",
         schema=(

@@ -115,7 +115,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((*zeros, torch.zeros(40), None, 1, 0.9, 0.999, 0.1, 0.0, 1e-6), id="zeros")
 
 
-register(
+SPEC = register(
     OpSpec(
         name="lamb_fused_step",
         schema=(

@@ -144,7 +144,7 @@ def _bench() -> Iterator[BenchCase]:
         )
 
 
-register(
+SPEC = register(
     OpSpec(
         name="sgd_fused_step",
         schema=(

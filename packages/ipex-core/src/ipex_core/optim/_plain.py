@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ipex_core.optim._spread import in_stock_operations
-from ipex_core.optim._steps import step_of
+from ipex_core.optim._steps import Calls, step_of
 
 __all__ = ["PlainOptimizer", "below_autograd", "check_numbers", "plain_step"]
 
@@ -63,6 +63,9 @@ def plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | 
             loss = closure()
     step = step_of(optimizer)
     assert step is not None
+    calls = Calls()
+    written: list[torch.Tensor] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             grad = param.grad
@@ -76,12 +79,16 @@ def plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | 
             if in_stock_operations(param):
                 step(group, state, param, grad, None)
                 continue
-            with below_autograd():
-                if param.dtype == torch.float32:
-                    step(group, state, param, grad, None)
-                    increment_version(param)
-                else:
-                    wide = param.float()
-                    step(group, state, wide, grad.float(), None)
-                    param.copy_(wide)
+            written.append(param)
+            if param.dtype == torch.float32:
+                calls.add(step(group, state, param, grad, None))
+            else:
+                wide = param.float()
+                copies.append((param, wide))
+                calls.add(step(group, state, wide, grad.float(), None))
+    with below_autograd():
+        calls.run()
+        for param, wide in copies:
+            param.copy_(wide)
+    increment_version(written)
     return loss

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One fused op per parameter and step, for each optimizer that has one; states are those of the stock optimizers."""
+"""The fused step of each optimizer that has one; states are those of the stock optimizers.
+
+A step tells which op it takes for a parameter. `Calls` collects that, and hands parameters with the same numbers to one
+call: with many small ones a step is mostly the way to its kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,42 @@ import torch
 
 from ipex_core.optim import _spread
 
-__all__ = ["Step", "step_of"]
+__all__ = ["Call", "Calls", "Step", "step_of"]
 
 Tensor = torch.Tensor
 #: ``(group, state, param, grad, param2)``; see `ipex_core.ops._optimizer` for the forms of a parameter.
-Step = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor, "Tensor | None"], None]
+Step = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor, "Tensor | None"], "Call | None"]
+#: Name of the op, its tensors and its numbers; None: the step has been done.
+Call = tuple[str, tuple["Tensor | None", ...], tuple[Any, ...]]
+
+
+class Calls:
+    """Steps of parameters that are to be done together."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, list[tuple[Tensor | None, ...]]] = {}
+
+    def add(self, call: Call | None) -> None:
+        """Take the step of a parameter."""
+        if call is None:
+            return
+        name, tensors, numbers = call
+        first = tensors[0]
+        assert first is not None
+        key = (name, numbers, first.is_cpu, tuple([t is None for t in tensors]))
+        self._of.setdefault(key, []).append(tensors)
+
+    def run(self) -> None:
+        """Do them, and forget them."""
+        calls, self._of = self._of, {}
+        for (name, numbers, on_cpu, missing), rows in calls.items():
+            if len(rows) == 1 or not on_cpu:  # other devices have the op for one
+                for row in rows:
+                    getattr(torch.ops.ipex, name)(*row, *numbers)
+                continue
+            columns = zip(*rows, strict=True)
+            lists = [[] if m else list(c) for m, c in zip(missing, columns, strict=True)]
+            getattr(torch.ops.ipex, name + "s")(*lists, *numbers)
 
 
 def _zeros(param: Tensor) -> Tensor:
@@ -52,20 +87,20 @@ def sgd(
     param: Tensor,
     grad: Tensor,
     param2: Tensor | None,
-) -> None:
+) -> Call | None:
     buffer, first = _momentum(group, state, param)
-    torch.ops.ipex.sgd_fused_step(
-        param,
-        grad,
-        buffer,
-        param2,
-        group["momentum"],
-        float(group["lr"]),
-        group["weight_decay"],
-        group["dampening"],
-        group["nesterov"],
-        first,
-        group.get("maximize", False),
+    return (
+        "sgd_fused_step",
+        (param, grad, buffer, param2),
+        (
+            group["momentum"],
+            float(group["lr"]),
+            group["weight_decay"],
+            group["dampening"],
+            group["nesterov"],
+            first,
+            group.get("maximize", False),
+        ),
     )
 
 
@@ -75,18 +110,18 @@ def adagrad(
     param: Tensor,
     grad: Tensor,
     param2: Tensor | None,
-) -> None:
-    torch.ops.ipex.adagrad_fused_step(
-        param,
-        grad,
-        state["sum"],
-        param2,
-        _count(state),
-        float(group["lr"]),
-        group["weight_decay"],
-        group["lr_decay"],
-        group["eps"],
-        group.get("maximize", False),
+) -> Call | None:
+    return (
+        "adagrad_fused_step",
+        (param, grad, state["sum"], param2),
+        (
+            _count(state),
+            float(group["lr"]),
+            group["weight_decay"],
+            group["lr_decay"],
+            group["eps"],
+            group.get("maximize", False),
+        ),
     )
 
 
@@ -96,8 +131,10 @@ def adam(
     param: Tensor,
     grad: Tensor,
     param2: Tensor | None,
-) -> None:
-    _adam(group, state, param, grad, param2, bool(group.get("decoupled_weight_decay", False)))
+) -> Call | None:
+    return _adam(
+        group, state, param, grad, param2, bool(group.get("decoupled_weight_decay", False))
+    )
 
 
 def adamw(
@@ -106,8 +143,8 @@ def adamw(
     param: Tensor,
     grad: Tensor,
     param2: Tensor | None,
-) -> None:
-    _adam(group, state, param, grad, param2, True)
+) -> Call | None:
+    return _adam(group, state, param, grad, param2, True)
 
 
 def _adam(
@@ -117,30 +154,28 @@ def _adam(
     grad: Tensor,
     param2: Tensor | None,
     decoupled: bool,
-) -> None:
+) -> Call | None:
     for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
         if name not in state:
             state[name] = _zeros(param)
     if param.dtype == torch.float64:  # of an optimizer of ours: AdamW
         _spread.adamw_step(param, grad, state["exp_avg"], state["exp_avg_sq"], _count(state), group)
-        return
+        return None
     beta1, beta2 = group["betas"]
-    torch.ops.ipex.adam_fused_step(
-        param,
-        state["exp_avg"],
-        state["exp_avg_sq"],
-        state.get("max_exp_avg_sq"),
-        grad,
-        param2,
-        group["amsgrad"],
-        _count(state),
-        float(beta1),
-        float(beta2),
-        float(group["lr"]),
-        group["weight_decay"],
-        group["eps"],
-        decoupled,
-        group.get("maximize", False),
+    return (
+        "adam_fused_step",
+        (param, state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq"), grad, param2),
+        (
+            group["amsgrad"],
+            _count(state),
+            float(beta1),
+            float(beta2),
+            float(group["lr"]),
+            group["weight_decay"],
+            group["eps"],
+            decoupled,
+            group.get("maximize", False),
+        ),
     )
 
 
@@ -150,26 +185,25 @@ def lamb(
     param: Tensor,
     grad: Tensor,
     param2: Tensor | None,
-) -> None:
+) -> Call | None:
     for name in ("exp_avg", "exp_avg_sq"):
         if name not in state:
             state[name] = _zeros(param)
     if _spread.in_stock_operations(param):
         _spread.lamb_step(param, grad, state["exp_avg"], state["exp_avg_sq"], _count(state), group)
-        return
+        return None
     beta1, beta2 = group["betas"]
-    torch.ops.ipex.lamb_fused_step(
-        param,
-        state["exp_avg"],
-        state["exp_avg_sq"],
-        grad,
-        param2,
-        int(_count(state)),
-        beta1,
-        beta2,
-        float(group["lr"]),
-        group["weight_decay"],
-        group["eps"],
+    return (
+        "lamb_fused_step",
+        (param, state["exp_avg"], state["exp_avg_sq"], grad, param2),
+        (
+            int(_count(state)),
+            beta1,
+            beta2,
+            float(group["lr"]),
+            group["weight_decay"],
+            group["eps"],
+        ),
     )
 
 
@@ -179,38 +213,37 @@ def lars(
     param: Tensor,
     grad: Tensor,
     param2: Tensor | None,
-) -> None:
+) -> Call | None:
     buffer, first = _momentum(group, state, param)
     if _spread.in_stock_operations(param):
         _spread.lars_step(param, grad, buffer, first, group)
-        return
+        return None
     if group.get("lars_exclude", False):
-        torch.ops.ipex.sgd_fused_step(
-            param,
-            grad,
-            buffer,
-            param2,
+        return (
+            "sgd_fused_step",
+            (param, grad, buffer, param2),
+            (
+                group["momentum"],
+                float(group["lr"]),
+                group["weight_decay"],
+                0.0,
+                False,
+                first,
+            ),
+        )
+    return (
+        "lars_fused_step",
+        (param, grad, buffer, param2),
+        (
             group["momentum"],
             float(group["lr"]),
+            group["eeta"],
+            group["epsilon"],
             group["weight_decay"],
             0.0,
             False,
             first,
-        )
-        return
-    torch.ops.ipex.lars_fused_step(
-        param,
-        grad,
-        buffer,
-        param2,
-        group["momentum"],
-        float(group["lr"]),
-        group["eeta"],
-        group["epsilon"],
-        group["weight_decay"],
-        0.0,
-        False,
-        first,
+        ),
     )
 
 

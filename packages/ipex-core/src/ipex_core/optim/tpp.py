@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from ipex_core.optim import _steps
 from ipex_core.optim._lamb import Lamb as _Lamb
 from ipex_core.optim._plain import PlainOptimizer, check_numbers, plain_step
+from ipex_core.optim._steps import Call
 
 __all__ = ["SGD", "AdamW", "DistLamb", "Lamb", "clip_grad_norm_"]
 
@@ -23,21 +24,21 @@ _LATE = float(1 << 24)
 
 
 def _step(
-    rule: Callable[..., None],
+    rule: Callable[..., Call | None],
     group: dict[str, Any],
     state: dict[str, Any],
     param: Tensor,
     grad: Tensor,
     param2: Tensor | None,
-) -> None:
-    """Do a step of ``rule``, with the means corrected for their start at zero if the group wants that."""
+) -> Call | None:
+    """Return a step of ``rule``, with the means corrected for their start at zero if the group wants that."""
     if group["correct_bias"]:
-        rule(group, state, param, grad, param2)
-        return
+        return rule(group, state, param, grad, param2)
     count = float(_steps._count(state))
     late = {**state, "step": torch.tensor(_LATE)}
-    rule(group, late, param, grad, param2)
+    call = rule(group, late, param, grad, param2)
     state.update(late, step=torch.tensor(count))
+    return call
 
 
 class SGD(torch.optim.SGD):
@@ -103,9 +104,9 @@ class AdamW(PlainOptimizer):
         param: Tensor,
         grad: Tensor,
         param2: Tensor | None,
-    ) -> None:
+    ) -> Call | None:
         group = {**group, "amsgrad": False}
-        _step(_steps.adamw, group, state, param, grad, param2)
+        return _step(_steps.adamw, group, state, param, grad, param2)
 
 
 class Lamb(_Lamb):
@@ -147,11 +148,10 @@ class Lamb(_Lamb):
         param: Tensor,
         grad: Tensor,
         param2: Tensor | None,
-    ) -> None:
+    ) -> Call | None:
         if group["adam"]:
-            AdamW._ipex_step(group, state, param, grad, param2)
-            return
-        _step(_steps.lamb, group, state, param, grad, param2)
+            return AdamW._ipex_step(group, state, param, grad, param2)
+        return _step(_steps.lamb, group, state, param, grad, param2)
 
 
 class DistLamb(Lamb):

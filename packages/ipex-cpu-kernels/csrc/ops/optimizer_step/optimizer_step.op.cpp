@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
 
+#include "optimizer_step/lists.h"
 #include "optimizer_step/step_glue.h"
 
 namespace ipex {
@@ -13,6 +14,13 @@ const auto lamb_state_kernels = IPEX_KERNELS("lamb_fused_step", lamb_state);
 const auto lamb_apply_kernels = IPEX_KERNELS("lamb_fused_step", lamb_apply);
 const auto lars_sums_kernels = IPEX_KERNELS("lars_fused_step", lars_sums);
 const auto lars_kernels = IPEX_KERNELS("lars_fused_step", sgd_step);
+
+// The same for lists, where one is told which kernels an op has.
+const auto sgd_of_lists = IPEX_KERNELS("sgd_fused_steps", sgd_step);
+const auto adagrad_of_lists = IPEX_KERNELS("adagrad_fused_steps", adagrad_step);
+const auto adam_of_lists = IPEX_KERNELS("adam_fused_steps", adam_step);
+const auto lamb_of_lists = IPEX_KERNELS("lamb_fused_steps", lamb_state);
+const auto lars_of_lists = IPEX_KERNELS("lars_fused_steps", lars_sums);
 
 float as_float(double x) { return static_cast<float>(x); }
 
@@ -139,13 +147,84 @@ void lars_fused_step(const Tensor& param, const Tensor& grad, const OptionalTens
   step.finish();
 }
 
+void sgd_fused_steps(const TensorList& params, const TensorList& grads,
+                     const TensorList& momentum_buffers, const TensorList& params2, double momentum,
+                     double lr, double weight_decay, double dampening, bool nesterov, bool first,
+                     bool maximize) {
+  check_lists(
+      "sgd_fused_steps", params,
+      {{"grads", grads}, {"momentum_buffers", momentum_buffers, true}, {"param2s", params2, true}});
+  for (size_t i = 0; i < params.size(); ++i)
+    sgd_fused_step(params[i], grads[i], element(momentum_buffers, i), element(params2, i), momentum,
+                   lr, weight_decay, dampening, nesterov, first, maximize);
+}
+
+void adagrad_fused_steps(const TensorList& params, const TensorList& grads,
+                         const TensorList& state_sums, const TensorList& params2,
+                         double step_number, double lr, double weight_decay, double lr_decay,
+                         double eps, bool maximize) {
+  check_lists("adagrad_fused_steps", params,
+              {{"grads", grads}, {"state_sums", state_sums}, {"param2s", params2, true}});
+  for (size_t i = 0; i < params.size(); ++i)
+    adagrad_fused_step(params[i], grads[i], state_sums[i], element(params2, i), step_number, lr,
+                       weight_decay, lr_decay, eps, maximize);
+}
+
+void adam_fused_steps(const TensorList& params, const TensorList& exp_avgs,
+                      const TensorList& exp_avg_sqs, const TensorList& max_exp_avg_sqs,
+                      const TensorList& grads, const TensorList& params2, bool amsgrad,
+                      double step_number, double beta1, double beta2, double lr,
+                      double weight_decay, double eps, bool decoupled, bool maximize) {
+  check_lists("adam_fused_steps", params,
+              {{"exp_avgs", exp_avgs},
+               {"exp_avg_sqs", exp_avg_sqs},
+               {"max_exp_avg_sqs", max_exp_avg_sqs, true},
+               {"grads", grads},
+               {"param2s", params2, true}});
+  for (size_t i = 0; i < params.size(); ++i)
+    adam_fused_step(params[i], exp_avgs[i], exp_avg_sqs[i], element(max_exp_avg_sqs, i), grads[i],
+                    element(params2, i), amsgrad, step_number, beta1, beta2, lr, weight_decay, eps,
+                    decoupled, maximize);
+}
+
+void lamb_fused_steps(const TensorList& params, const TensorList& exp_avgs,
+                      const TensorList& exp_avg_sqs, const TensorList& grads,
+                      const TensorList& params2, int64_t step_number, double beta1, double beta2,
+                      double lr, double weight_decay, double eps) {
+  check_lists("lamb_fused_steps", params,
+              {{"exp_avgs", exp_avgs},
+               {"exp_avg_sqs", exp_avg_sqs},
+               {"grads", grads},
+               {"param2s", params2, true}});
+  for (size_t i = 0; i < params.size(); ++i)
+    lamb_fused_step(params[i], exp_avgs[i], exp_avg_sqs[i], grads[i], element(params2, i),
+                    step_number, beta1, beta2, lr, weight_decay, eps);
+}
+
+void lars_fused_steps(const TensorList& params, const TensorList& grads,
+                      const TensorList& momentum_buffers, const TensorList& params2,
+                      double momentum, double lr, double eeta, double eps, double weight_decay,
+                      double dampening, bool nesterov, bool first) {
+  check_lists(
+      "lars_fused_steps", params,
+      {{"grads", grads}, {"momentum_buffers", momentum_buffers, true}, {"param2s", params2, true}});
+  for (size_t i = 0; i < params.size(); ++i)
+    lars_fused_step(params[i], grads[i], element(momentum_buffers, i), element(params2, i),
+                    momentum, lr, eeta, eps, weight_decay, dampening, nesterov, first);
+}
+
 }  // namespace
 }  // namespace ipex
 
 STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
   IPEX_IMPL(m, "sgd_fused_step", ipex::sgd_fused_step);
+  IPEX_IMPL(m, "sgd_fused_steps", ipex::sgd_fused_steps);
   IPEX_IMPL(m, "adagrad_fused_step", ipex::adagrad_fused_step);
+  IPEX_IMPL(m, "adagrad_fused_steps", ipex::adagrad_fused_steps);
   IPEX_IMPL(m, "adam_fused_step", ipex::adam_fused_step);
+  IPEX_IMPL(m, "adam_fused_steps", ipex::adam_fused_steps);
   IPEX_IMPL(m, "lamb_fused_step", ipex::lamb_fused_step);
+  IPEX_IMPL(m, "lamb_fused_steps", ipex::lamb_fused_steps);
   IPEX_IMPL(m, "lars_fused_step", ipex::lars_fused_step);
+  IPEX_IMPL(m, "lars_fused_steps", ipex::lars_fused_steps);
 }
