@@ -110,8 +110,12 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
         (5, 2, 33),
         (9, 5, 64),
         (13, 2, 100),
+        (16, 3, 32),
+        (17, 2, 48),
         (27, 3, 128),
         (27, 70, 16),
+        (32, 3, 500),
+        (33, 2, 64),
     ):
         yield f"{count}x{batch}x{dim}", _inputs(count, batch, dim, dtype)
     base = randn(6, 8, 40, dtype=dtype, seed=31)
@@ -121,8 +125,8 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
     yield "one_tensor_often", [same, same, same, same[:1].expand(3, 20), same.contiguous()]
     yield "no_rows", _inputs(4, 0, 8, dtype)
     yield "no_columns", _inputs(4, 3, 0, dtype)
-    special = _inputs(5, 4, 19, dtype)
-    special[1][0, 3], special[2][1, 5], special[0][2, 18] = float("nan"), float("inf"), 0.0
+    special = _inputs(5, 4, 39, dtype)
+    special[1][0, 3], special[2][1, 5], special[0][2, 38] = float("nan"), float("inf"), 0.0
     yield "special_values", special
 
 

@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "interaction_tiles.h"
 #include "ipex/vec.h"
 
 namespace ipex {
@@ -112,6 +113,11 @@ IPEX_INLINE void copy_row(const T* from, T* to, int64_t n) {
 template <class T>
 IPEX_INLINE void run_forward(const InteractionArgs& args, int64_t begin, int64_t end,
                              float* scratch) {
+#if IPEX_HAVE_AMX
+  if constexpr (kIsBFloat16<T>) {
+    if (fits_tiles(args)) return interaction_tiles(args, begin, end, scratch);
+  }
+#endif
   const int64_t count = args.count, dim = args.dim, width = interaction_width(count, dim);
   for (int64_t sample = begin; sample < end; ++sample) {
     T* out = static_cast<T*>(args.out) + sample * width;

@@ -18,9 +18,18 @@ inline int64_t interaction_width(int64_t count, int64_t dim) {
   return dim + count * (count - 1) / 2;
 }
 
+// With tiles: the most vectors, and the most numbers in one.
+inline constexpr int64_t kInteractionTileCount = 32, kInteractionTileDim = 512;
+
 // Bytes of working memory of one thread.
-inline int64_t interaction_scratch_bytes(int64_t count) {
-  return (count * count + 16) * static_cast<int64_t>(sizeof(float));
+inline int64_t interaction_scratch_bytes(int64_t count, int64_t dim) {
+  int64_t floats = count * count + 16;
+  if (count <= kInteractionTileCount && dim <= kInteractionTileDim) {
+    // Both operands and what they give.
+    const int64_t tiles = (dim + 31) / 32 * 32 * 32 + 1024;
+    floats = floats < tiles ? tiles : floats;
+  }
+  return floats * static_cast<int64_t>(sizeof(float));
 }
 
 }  // namespace ipex

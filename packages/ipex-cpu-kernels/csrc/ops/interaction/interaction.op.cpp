@@ -56,7 +56,7 @@ template <class Kernels>
 void run(const char* op, const Kernels& kernels, ScalarType dtype, const InteractionArgs& args) {
   const int64_t work = args.count * args.dim + args.count * args.count;
   const int64_t grain = std::max<int64_t>(1, 65536 / work);
-  const int64_t bytes = interaction_scratch_bytes(args.count);
+  const int64_t bytes = interaction_scratch_bytes(args.count, args.dim);
   std::atomic<bool> no_memory{false};
   kernels.visit(dtype, [&]<class T>(auto* kernel) {
     parallel_for(args.batch, grain, [&](int64_t begin, int64_t end) {
