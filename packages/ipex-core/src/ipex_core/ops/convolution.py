@@ -220,12 +220,16 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
         "3x3-deep": _case(dtype, (1, 300, 4, 5, 70), 3, 1, 1),
         "7x7-three_channels": _case(dtype, (1, 3, 21, 23, 64), 7, 2, 3),
         "1x5": _case(dtype, (1, 12, 6, 9, 32), [1, 5], [1, 2], [0, 2], [1, 2]),
+        # Many pixels and whole groups of 32 channels.
+        "3x3-lines": _case(dtype, (2, 96, 7, 9, 40), 3, 1, 1),
+        "1x1-stride-lines": _case(dtype, (1, 64, 17, 18, 32), 1, 2),
+        "3x2-lines": _case(dtype, (2, 32, 21, 19, 33), [3, 2], [2, 1], [3, 0], [2, 3]),
         "wide_padding": _case(dtype, (1, 4, 2, 3, 8), 2, 3, 5),
         "single": _case(dtype, (1, 1, 1, 1, 1)),
     }
     for name, args in cases.items():
         yield Sample(args, id=name)
-    for name in ("1x1", "3x3", "3x3-stride", "3x3-deep"):
+    for name in ("1x1", "3x3", "3x3-stride", "3x3-deep", "3x3-lines"):
         x, _, out, taps, stride, padding, dilation, bias = cases[name]
         height, width = _out_size(x, taps, stride, padding, dilation)
         residual = randn(x.shape[0], height, width, out, dtype=dtype, seed=5).permute(0, 3, 1, 2)

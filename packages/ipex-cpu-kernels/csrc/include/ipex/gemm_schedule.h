@@ -19,7 +19,7 @@ namespace ipex {
 // A parallel region costs about as much as this many multiplications on one thread.
 inline constexpr int64_t kRegionWork = 60000;
 
-// Rows from which tiles are fed from caches in blocks (gemm_block.h), and rows from which AMX units
+// Rows from which tiles are fed from caches in blocks (gemm_tiles.h), and rows from which AMX units
 // are what counts and not the memory the weights come from.
 inline constexpr int64_t kManyRows = 64;
 inline constexpr int64_t kComputeBound = 128;

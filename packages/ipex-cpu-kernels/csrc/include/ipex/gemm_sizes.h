@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sizes of the blocks in which AMX tiles multiply; known to kernels and to the glue that cuts the
-// tasks and provides the memory. See gemm_block.h for the reasons.
+// tasks and provides the memory. See gemm_tiles.h for the reasons.
 #pragma once
 
 #include <cstdint>

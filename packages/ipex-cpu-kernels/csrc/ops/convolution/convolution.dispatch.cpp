@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "convolution/lines.h"
 #include "ipex/gemm_block.h"
 
 namespace ipex {
@@ -58,22 +59,30 @@ void gather(const ConvolutionArgs& args, int64_t begin, int64_t end, T* to, int6
 template <class T>
 void run(const ConvolutionArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin,
          int64_t panel_end, char* rows, char* tiles) {
-  const int64_t column = panel_begin * kPanel, first = row_begin * args.n + column;
+  const int64_t column = panel_begin * kPanel;
   GemmBlock<T> block{};
   block.epilogue = &args.epilogue;
-  block.x_stride = args.k();
-  block.x = static_cast<const T*>(args.x) + row_begin * block.x_stride;
-  block.rows = row_end - row_begin;
   block.w = static_cast<const T*>(args.weight) + panel_begin * panel_size<T>(args.k());
   block.panels = panel_end - panel_begin;
   block.k = args.k();
-  block.row = row_begin;
   block.column = column;
   block.columns = args.n - column;
-  block.y = static_cast<T*>(args.y) + first;
+  block.y = static_cast<T*>(args.y) + column;
   block.y_stride = args.n;
-  if (args.residual) block.addend = static_cast<const T*>(args.residual) + first;
-  if (!args.in_place()) {
+  if (args.residual) block.addend = static_cast<const T*>(args.residual) + column;
+#if IPEX_HAVE_AMX
+  if constexpr (kIsBFloat16<T>) {
+    if (args.by_lines) return convolve_lines(args, row_begin, row_end, block, rows, tiles);
+  }
+#endif
+  block.rows = row_end - row_begin;
+  block.row = row_begin;
+  block.y += row_begin * block.y_stride;
+  if (block.addend) block.addend += row_begin * block.y_stride;
+  if (args.in_place()) {
+    block.x_stride = args.k();
+    block.x = static_cast<const T*>(args.x) + row_begin * block.x_stride;
+  } else {
     auto* copy = reinterpret_cast<T*>(rows);
     block.x_stride = convolution_stride(args.k());
     gather(args, row_begin, row_end, copy, block.x_stride);

@@ -45,12 +45,14 @@ int64_t vector_rows(int64_t rows) {
   return std::max<int64_t>(24, ((rows + blocks - 1) / blocks + 5) / 6 * 6);
 }
 
-// Rows of a task on tiles: as many as gemm_block.h takes, or whose copies fit a part of L2.
-int64_t tile_rows(int64_t row_bytes) {
-  constexpr int64_t kCopies = 512 * 1024;
-  int64_t rows = kTileRowsMost;
-  while (rows > 32 && rows * row_bytes > kCopies) rows /= 2;
-  return rows;
+// What the copies of a task on tiles may take, a part of L2.
+constexpr int64_t kCopies = 512 * 1024;
+
+// Bytes of the copies of a task.
+int64_t copy_bytes(const ConvolutionArgs& args, int64_t rows, int64_t element_size) {
+  if (args.in_place()) return 0;
+  if (args.by_lines) return convolution_lines_bytes(args, rows);
+  return rows * convolution_stride(args.k()) * element_size;
 }
 
 Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_channels,
@@ -108,14 +110,18 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
                   (out_channels + kPackedPanel - 1) / kPackedPanel, args.k()};
   shape.tiles = uses_tiles(x.scalar_type());
   const bool tiles = shape.on_tiles();
-  const int64_t row_bytes =
-      args.in_place() ? 0 : convolution_stride(args.k()) * static_cast<int64_t>(x.element_size());
-  const int64_t block = tiles ? tile_rows(row_bytes) : vector_rows(shape.rows);
+  int64_t block = tiles ? kTileRowsMost : vector_rows(shape.rows);
+  if (tiles) {
+    args.by_lines = convolution_has_lines(args) && convolution_lines_bytes(args, 32) <= kCopies;
+    if (args.by_lines) shape.rows = images * args.out_height * args.padded_width();
+    while (block > 32 && copy_bytes(args, block, x.element_size()) > kCopies) block /= 2;
+  }
+  const int64_t bytes = copy_bytes(args, block, x.element_size());
   std::atomic<bool> failed{false};
   kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
     run_gemm(shape, block, tiles ? kTilePanelsMost : shape.panels,
              [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-               char* rows = Scratch<kRowsUse>::get(block * row_bytes);
+               char* rows = Scratch<kRowsUse>::get(bytes);
                char* of_tiles = tiles ? Scratch<kTileScratchUse>::get(kTileScratch) : nullptr;
                if (rows && (of_tiles || !tiles))
                  kernel(&args, row_begin, row_end, panel_begin, panel_end, rows, of_tiles);
