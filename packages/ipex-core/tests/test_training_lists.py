@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -207,3 +208,61 @@ def test_lists_of_different_lengths() -> None:
     with torch.no_grad(), pytest.raises(RuntimeError, match="grad must have the shape"):
         op([w], [torch.ones(2)], [], [], *numbers)
     assert torch.equal(w, torch.ones(3))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("name", STOCK)
+def test_strides_of_gradients_and_states_count(name: str, first: bool) -> None:
+    """torch's fused ops take numbers in the order of memory, whatever the strides say."""
+    kind, options = STOCK[name]
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(2, 3, 4, 5))]
+        params.append(nn.Parameter(torch.randn(6, 8)[:, ::2]))  # with gaps
+        optimizer = kind(params[:2] if ours else params, lr=0.1, **options)
+        if ours:
+            optimizer_fusion(optimizer)
+            optimizer.add_param_group({"params": params[2:]})
+        for step in range(4):
+            torch.manual_seed(step)
+            turned = ours and (first or step)
+            for p in params:
+                grad = torch.randn(p.shape)
+                p.grad = grad.mT.contiguous().mT if turned else grad
+            if step == 2 and ours:
+                last = params[1].data.contiguous(memory_format=torch.channels_last)
+                params[1].data = last  # and its states stay as they are
+            optimizer.step()
+        results.append(params)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("name", ["sgd_momentum", "adagrad", "adamw"])
+def test_convolutions_go_on_from_stock_states(name: str, loaded: bool) -> None:
+    """`optimize` makes them channels-last; the states of the optimizer are not."""
+    kind, options = STOCK[name]
+    torch.manual_seed(0)
+    stock = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).train()
+    plain = kind(stock.parameters(), lr=0.05, **options)
+    x = torch.randn(2, 3, 8, 8)
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    train(stock, plain)
+    model, optimizer = copy.deepcopy((stock, plain))
+    if loaded:
+        optimizer = kind(model.parameters(), lr=0.05, **options)
+    model, optimizer = ipex.optimize(model, optimizer=optimizer, inplace=True)
+    if loaded:
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    train(stock, plain)
+    train(model, optimizer)
+    for a, b in zip(stock.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)

@@ -17,7 +17,7 @@ from ipex_core._optimize._masters import Masters
 from ipex_core.optim._plain import below_autograd, plain_step
 from ipex_core.optim._spread import any_spread
 from ipex_core.optim._steps import Calls, step_of
-from ipex_core.optim._stock_lists import stock_step
+from ipex_core.optim._stock_lists import laid_out_alike, stock_step
 
 __all__ = ["adopt", "needs_closure"]
 
@@ -132,7 +132,8 @@ def _stock_fused(optimizer: Any) -> Iterator[None]:
     changed = []
     if optimizer._ipex_fuse and kind in _STOCK_FUSED:
         for group in optimizer.param_groups:
-            if group.get("fused") is None and not group.get("foreach") and _fusable(group, kind):
+            asked = group.get("fused") is not None or group.get("foreach")
+            if not asked and _fusable(group, kind, optimizer.state):
                 changed.append(group)
                 group["fused"] = True
     try:
@@ -142,15 +143,20 @@ def _stock_fused(optimizer: Any) -> Iterator[None]:
             group["fused"] = None
 
 
-def _fusable(group: dict[str, Any], kind: type[Optimizer]) -> bool:
+def _fusable(group: dict[str, Any], kind: type[Optimizer], states: Any) -> bool:
     if group.get("differentiable") or group.get("capturable"):
         return False
     params = group["params"]
     if not all(p.is_cpu and p.is_floating_point() for p in params):
         return False
-    if kind not in _STOCK_FUSED_SPREAD and any_spread(params):
-        return False
-    return not any((grad := p.grad) is not None and grad.is_sparse for p in params)
+    if any_spread(params):
+        return kind in _STOCK_FUSED_SPREAD
+    for p in params:
+        if p.grad is None:
+            continue
+        if p.grad.is_sparse or not laid_out_alike(p, states.get(p, {})):
+            return False
+    return True
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -3,6 +3,9 @@
 
 With many small parameters most of a step is the way to the kernels: torch checks and sorts its lists anew each time,
 and counts steps by a slow path. What is common is passed on here as it is; anything else is left to torch's step.
+
+The fused ops take numbers in the order of memory, whatever the strides say (torch 2.13: a state from a checkpoint, or
+from before a model became channels-last, is then that of other weights). So what differs gets the layout of the weight.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-__all__ = ["stock_step"]
+__all__ = ["laid_out_alike", "stock_step"]
 
 Tensor = torch.Tensor
 #: What the fused op of a group gets: a list for each of its arguments that is one.
@@ -74,6 +77,11 @@ def _lists(states: Any, group: dict[str, Any], kind: type[Optimizer]) -> _Lists 
             return None
         if grad.dtype is not dtype or grad.layout is not torch.strided:
             return None
+        contiguous = p.is_contiguous()
+        if not contiguous and not _is_dense(p):
+            return None
+        if not (grad.is_contiguous() if contiguous else grad.stride() == p.stride()):
+            grad = _like(p, grad)
         params.append(p)
         grads.append(grad)
         if pairs:
@@ -84,8 +92,32 @@ def _lists(states: Any, group: dict[str, Any], kind: type[Optimizer]) -> _Lists 
                 value = state.get(name)
                 if value is None:
                     return None
+                if name != "step" and not (
+                    value.is_contiguous() if contiguous else value.stride() == p.stride()
+                ):
+                    if value.shape != p.shape:
+                        return None
+                    value = state[name] = _like(p, value)
                 append(value)
     return [params, grads, *others]
+
+
+def _is_dense(p: Tensor) -> bool:
+    return torch.empty_like(p).stride() == p.stride()
+
+
+def _like(p: Tensor, value: Tensor) -> Tensor:
+    return torch.empty_like(p).copy_(value)
+
+
+def laid_out_alike(p: Tensor, state: dict[str, Any]) -> bool:
+    """Return whether a parameter, its gradient and its states have their numbers in one order, without gaps."""
+    others = [v for name, v in state.items() if name != "step" and isinstance(v, Tensor)]
+    if p.grad is not None:
+        others.append(p.grad)
+    if p.is_contiguous():
+        return all(v.is_contiguous() for v in others)
+    return _is_dense(p) and all(v.stride() == p.stride() for v in others)
 
 
 def _states(group: dict[str, Any], kind: type[Optimizer]) -> tuple[str, ...]:
