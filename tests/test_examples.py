@@ -107,7 +107,11 @@ def test_detection(run: Run, tmp_path: Path) -> None:
     reason="the packages of the demo are not installed",
 )
 def test_bert(run: Run, tmp_path: Path) -> None:
-    report, _ = run("bert", tmp_path / "out", "--steps", 3, "--batch", 4, "--save-every", 9)
+    sizes = ("--batch", 4, "--save-every", 9)
+    run("bert", tmp_path / "out", "--steps", 2, *sizes)
+    report, _ = run("bert", tmp_path / "out", "--steps", 3, *sizes)
+    whole, _ = run("bert", tmp_path / "whole", "--steps", 3, *sizes)
+    assert report["loss"] == whole["loss"]  # dropout too goes on where it was
     assert report["steps"] == 3 and report["topics"] >= 10 and 0 <= report["accuracy"] <= 1
     assert is_picture(tmp_path / "out" / "bert.png")
 

@@ -85,13 +85,15 @@ class Session:
             for key, part in parts.items():
                 part.load_state_dict(state["parts"][key])
             self.losses = state["losses"]
+            torch.set_rng_state(state["random"])  # dropout goes on as it would have
             self.console.print(f"resumed {self.checkpoint} after step {len(self.losses)}")
 
     def save(self) -> None:
         """Write the checkpoint."""
         state = {key: part.state_dict() for key, part in self.parts.items()}  # in all processes
         if self.main:
-            save_atomically({"parts": state, "losses": self.losses}, self.checkpoint)
+            whole = {"parts": state, "losses": self.losses, "random": torch.get_rng_state()}
+            save_atomically(whole, self.checkpoint)
 
     def run(self, step: Callable[[int], float]) -> list[float]:
         """Call ``step(number)`` for what is left of the steps; return the losses of all of them.
