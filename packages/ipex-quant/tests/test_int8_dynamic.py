@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver, QConfigMapping
+from torch.ao.quantization import (
+    MinMaxObserver,
+    PerChannelMinMaxObserver,
+    PlaceholderObserver,
+    QConfig,
+    QConfigMapping,
+)
 
 import ipex_quant
 from ipex_core import explain, optimize
@@ -48,6 +54,22 @@ def test_dynamic_linear() -> None:
     other.load_state_dict(quantised.state_dict())
     assert torch.equal(other(x), quantised(x))
     assert "each call" in explain(quantised).rows[0].text
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Please use `is_dynamic`")
+def test_dynamic_by_compute_dtype() -> None:
+    torch.manual_seed(0)
+    weight = PerChannelMinMaxObserver.with_args(
+        dtype=torch.qint8, qscheme=torch.per_channel_symmetric
+    )
+    # The form of IPEX's tutorials.
+    activation = PlaceholderObserver.with_args(dtype=torch.float, compute_dtype=torch.quint8)
+    mapping = QConfigMapping().set_global(QConfig(activation=activation, weight=weight))
+    model, x = nn.Sequential(nn.Linear(16, 8)).eval(), torch.randn(3, 16)
+    quantised = convert(prepare(model, mapping, example_inputs=x))
+    assert isinstance(quantised[0], DynamicInt8Linear)
+    assert near(quantised(x), model(x))
 
 
 @torch.no_grad()

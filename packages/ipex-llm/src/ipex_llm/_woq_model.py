@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.ao.quantization import QConfig
 
+from ipex_core._spec import check
 from ipex_llm import _woq, _woq_experts
 from ipex_llm._layer_plans import Found
 from ipex_llm._plan import DecoderPlan, ExpertsPlan, LayerPlan, LinearPlan
@@ -42,6 +44,14 @@ def quantize(
     Raises:
         OpArgumentError: The configuration does not fit a layer.
     """
+    given = getattr(config, "global_qconfig", config)
+    check(
+        not isinstance(given, QConfig),
+        "optimize",
+        "quantization_config",
+        "be for weights only; quantise activations before, with ipex.quantization.prepare and convert",
+        type(given).__name__,
+    )
     first = woq_qconfigs("optimize", config)[0]
     config = first if config is None else config
     paths = {id(module): name for name, module in model.named_modules()}

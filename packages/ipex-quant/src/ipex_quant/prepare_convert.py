@@ -241,6 +241,10 @@ def _is_dynamic(qconfig: Any) -> bool | None:
         return None
     if isinstance(qconfig, QConfigSmoothQuant):
         return False
+    # What IPEX's documentation made a configuration dynamic with; torch's observer drops it.
+    asked = getattr(getattr(qconfig.activation, "p", None), "keywords", {})
+    if asked.get("compute_dtype") is not None:
+        return True
     return bool(getattr(qconfig.activation(), "is_dynamic", False))
 
 
