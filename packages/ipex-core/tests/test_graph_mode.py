@@ -181,6 +181,20 @@ def test_other_lengths_do_not_compile_again():
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.parametrize("kind", [Net, Breaks])
+def test_kinds_of_inputs_are_not_kept_without_limit(kind, monkeypatch):
+    monkeypatch.setattr("ipex_core._optimize._graph.MAX_KINDS", 4)
+    monkeypatch.setattr("ipex_core._optimize._graph.MAX_TRACES", 2)
+    model, fast = make(kind)
+    for _ in range(2):
+        for length in range(2, 9):
+            agree(fast, model, torch.randn(length, 16))
+    runs = fast._compiled_call_impl._runs
+    assert len(runs) == 4
+    traces = [run for run in runs.values() if type(run).__name__ == "function"]
+    assert kind is Net or len(traces) == 2
+
+
 def test_under_an_outer_trace_and_compile():
     model, fast = make(Net)
     x = torch.randn(2, 16)

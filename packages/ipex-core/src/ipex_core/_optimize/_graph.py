@@ -28,6 +28,9 @@ _TracerWarning: type[Warning] = torch.jit._trace.TracerWarning
 STEP = "graph_mode"
 #: A trace may have sizes in it, so each kind of input gets its own; further ones run eagerly.
 MAX_TRACES = 16
+#: How many kinds of inputs are remembered. A number among the arguments makes a kind of its own, so a server that
+#: passes another one in each call would fill the memory. What is forgotten is decided again.
+MAX_KINDS = 256
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format)
 
 
@@ -85,23 +88,23 @@ class GraphCall:
                 reason = f"torch.compile: {_line(error)}"
             else:
                 self._captured = True
-                self._runs[key] = self._compiled
+                self._remember(key, self._compiled)
                 self._record(True, "captured at the first call", self._name)
                 return result
             if self._captured:  # other inputs work
                 result = eager(*args, **kwargs)
-                self._runs[key] = eager
+                self._remember(key, eager)
                 self._note(f"some inputs run eagerly: {reason}")
                 return result
         else:
             reason = ""
         buffers = [(b, b._version, b.clone()) for b in model.buffers() if not b.is_inference()]
         try:
+            if self._traces >= MAX_TRACES:
+                raise _NoTraceError(f"more than {MAX_TRACES} kinds of inputs")
             result, run = _trace(model, args, kwargs)
             if any(b._version != version for b, version, _ in buffers):
                 raise _NoTraceError("the forward changes buffers")
-            if self._traces >= MAX_TRACES:
-                raise _NoTraceError(f"more than {MAX_TRACES} kinds of inputs")
         except Exception as error:
             for buffer, version, saved in buffers:
                 if buffer._version != version:
@@ -110,14 +113,21 @@ class GraphCall:
             self._decide(reason, f"torch.jit.trace: {_line(error)}")
             if self._traces == 0:
                 self._fall_back()
-            self._runs[key] = eager
+            self._remember(key, eager)
             return result
         self._decide(reason)
         self._traces += 1
         self._weights = _versions(model)
-        self._runs[key] = run
+        self._remember(key, run)
         self._record(True, f"traced and frozen; {'; '.join(self._reasons)}", "TorchScript")
         return result
+
+    def _remember(self, key: Any, run: Callable[..., Any]) -> None:
+        """Keep how a kind of inputs runs, in the place of the oldest one that is not a trace if there are many."""
+        if len(self._runs) >= MAX_KINDS:
+            cheap = (k for k, r in self._runs.items() if r is self._compiled or type(r) is _Eager)
+            del self._runs[next(cheap)]
+        self._runs[key] = run
 
     def _decide(self, *reasons: str) -> None:
         self._compiled = None
