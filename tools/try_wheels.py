@@ -36,7 +36,7 @@ STRICT = ("-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning")
 MODULES = {"ipex": ("ipex", "intel_extension_for_pytorch")}
 #: Extra of ipex -> what has to work with it and what must not need more than it.
 USES = {
-    "cpu": "assert ipex.op_info('rms_norm')['cpu']",
+    "cpu": "assert ipex.op_info('rms_norm')['provider'] == 'cpu'",
     "llm": "ipex.llm.optimize, ipex.llm.functional.rms_norm",
     "quant": "ipex.quantization.prepare",
     "runtime": "ipex.runtime.CPUPool, ipex.cpu.runtime.pin",

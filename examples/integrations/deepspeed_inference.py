@@ -28,12 +28,15 @@ def main() -> None:
     parser.add_argument("--prompt", default="the cat sat on")
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        deepspeed.init_distributed("gloo")
+    # Before the processes know each other: transformers lets only the first of them write a model.
     with tempfile.TemporaryDirectory() as temporary:
-        place = options.model or models.llama(Path(temporary) / "model")
+        place = options.model or models.llama(
+            Path(temporary) / "model", width=128
+        )  # DeepSpeed divides by 64
         tokenizer = AutoTokenizer.from_pretrained(place)
         model = AutoModelForCausalLM.from_pretrained(place).eval()
+    if ranks > 1:
+        deepspeed.init_distributed("gloo")
     inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
     wanted = model.generate(**inputs, max_new_tokens=8, do_sample=False)
 

@@ -33,13 +33,13 @@ def words(folder: Path) -> Any:
     return tokenizer
 
 
-def llama(folder: Path) -> Path:
+def llama(folder: Path, width: int = 64) -> Path:
     """Write a language model and its tokenizer into a folder; return the folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64,
+        hidden_size=width,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,

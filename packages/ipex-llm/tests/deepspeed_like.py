@@ -54,6 +54,7 @@ def divided_in_two(model: Any, rank: int) -> nn.Module:
         size = linear.weight.shape[side] // 2
         setattr(owner, name, kind(linear, rank * size, rank * size + size))
 
+    model.eval()  # before: DeepSpeed's modules are in training mode, too
     for layer in model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj"):
             half(LinearLayer, layer.self_attn, name, 0)
@@ -62,5 +63,4 @@ def divided_in_two(model: Any, rank: int) -> nn.Module:
         half(LinearLayer, layer.mlp, "up_proj", 0)
         half(LinearAllreduce, layer.mlp, "down_proj", 1)
     half(LmHeadLinearAllreduce, model, "lm_head", 1)
-    model.eval()
     return model  # type: ignore[no-any-return]

@@ -58,9 +58,9 @@ def adopt_deepspeed(model: nn.Module) -> bool:
         dist.all_gather_object(sizes, int(_weight(head).shape[1]), group=parallel.group)
         parallel = dataclasses.replace(parallel, head=HeadShard("input", tuple(sizes)))
     for module in [m for m in model.modules() if _known(m, _PARTS)]:
-        replace_child(model, module, _linear(module, True))
+        replace_child(model, module, _linear(module, True, model.training))
     for module in sums:
-        linear = _linear(module, parallel.rank == 0)
+        linear = _linear(module, parallel.rank == 0, model.training)
         if module is head:
             assert parallel.head is not None
             replace_child(model, module, ShardedHead(linear, parallel, parallel.head))
@@ -75,11 +75,12 @@ def _weight(module: nn.Module) -> torch.Tensor:
     return weight  # type: ignore[no-any-return]
 
 
-def _linear(module: nn.Module, with_bias: bool) -> nn.Linear:
+def _linear(module: nn.Module, with_bias: bool, training: bool) -> nn.Linear:
     weight = _weight(module).detach()
     bias: Any = getattr(module, "bias", None)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None and with_bias:
         linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return linear.train(module.training)
+    # Not the mode of DeepSpeed's module: it makes those in training mode, whatever the model is in.
+    return linear.train(training)
