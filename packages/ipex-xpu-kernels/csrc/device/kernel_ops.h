@@ -170,7 +170,7 @@ void add_kernel(torch::Library& library, const char* name) {
 
 // out = beta * addend + alpha * a @ b for matrices or batches of them of one dtype that kernels
 // have and any strides; the shapes are right, and `addend`, which may be null, has that of `out`.
-// False if the batch is too large for a launch.
+// False for a dtype that they do not have.
 bool matmul_kernel(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                    const at::Tensor* addend, float beta, float alpha);
 

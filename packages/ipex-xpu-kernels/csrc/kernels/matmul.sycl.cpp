@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of matrices. A work-group makes a tile of the result, kRows x kItemRows rows of
-// kStrips x kColumns columns, from tiles of the right operand in local memory, in float32. An item
-// makes kItemRows x kStrips elements: neighbouring items have neighbouring columns, so that a
-// compiler for a CPU turns items into lanes, elements of the left operand into broadcasts and the
-// sums into registers. The left operand is read where it is, in float32: to convert one in every
-// item of every tile takes longer than to convert it once before.
+// Products of matrices. Both operands are packed first, to panels in float32 whose numbers lie in
+// the order in which they are used: that costs one pass, and no stride of the operands makes the
+// lines of a cache collide afterwards. An item makes kRows x kStrips elements of the result:
+// neighbouring items have neighbouring columns, so that a compiler for a CPU turns items into
+// lanes, elements of the left operand into broadcasts and the sums into registers, of which AVX-512
+// has 32.
 #include "names.h"
 
 namespace here = sycl::ext::oneapi;
@@ -13,117 +13,133 @@ namespace here = sycl::ext::oneapi;
 // a position is cut to 32 bits.
 using Index = unsigned long;
 
-constexpr Index kColumns = 16;  // items in a row of the work-group
-constexpr Index kRows = 16;     // rows of items
-constexpr Index kItemRows = 8;  // rows of the result for each item
-constexpr Index kStrips = 2;    // columns of the result for each item
-constexpr Index kTileM = kRows * kItemRows;
-constexpr Index kTileN = kStrips * kColumns;
-constexpr Index kTileK = 256;
+constexpr Index kLanes = 16;
+constexpr Index kRows = 12;   // rows of a left panel: what an item makes
+constexpr Index kStrips = 2;  // strips of kLanes columns of a right panel
+constexpr Index kColumns = kStrips * kLanes;
+constexpr Index kSteps = 16;  // steps of the sums in a block of a panel, the last one filled with 0
+inline Index smaller(Index a, Index b) { return a < b ? a : b; }
 
-here::experimental::work_group_static<float[kTileK * kTileN]> right_tile;
+// A block of a panel of kWidth rows, of those of x[batch, row, step], whose strides are x_batch,
+// `along` and `by`.
+template <typename T, Index kWidth>
+struct Block {
+  const T* x;  // its first element
+  float* to;
+  Index rows;   // that there are, of kWidth
+  Index steps;  // that there are, of kSteps
+  Index lane;
 
-// Fills `steps` rows of the tile from a matrix of which `columns` columns are left, `row` and
-// `column` being its strides, and with zeros beyond. Neighbouring items read neighbouring
-// addresses, and the compiler must see it: hence indices from the position in the work-group, and
-// branches for strides of 1.
-template <typename T>
-inline void fill_tile(float* tile, const T* x, Index steps, long columns, long row, long column,
-                      Index item_row, Index item_column) {
-  if (columns >= kTileN && column == 1) {
-    for (Index r = item_row; r < steps; r += kRows) {
-#pragma unroll
-      for (Index j = 0; j < kTileN; j += kColumns)
-        tile[r * kTileN + j + item_column] = load(x + r * row + j, item_column);
-    }
-  } else if (columns >= kTileN && row == 1) {
-    for (Index c = item_row; c < kTileN; c += kRows) {
-      Index j = 0;
-      for (; j + kColumns <= steps; j += kColumns)
-        tile[(j + item_column) * kTileN + c] = load(x + c * column + j, item_column);
-      if (j + item_column < steps)
-        tile[(j + item_column) * kTileN + c] = load(x + c * column + j, item_column);
-    }
-  } else {
-    for (Index r = item_row; r < steps; r += kRows) {
-      for (Index c = item_column; c < kTileN; c += kColumns)
-        tile[r * kTileN + c] = c < columns ? load(x, r * row + c * column) : 0.f;
-    }
+  Block(const T* x_, float* panels, long count, long all_steps, long x_batch, long along, long by) {
+    const auto item = here::this_work_item::get_nd_item<3>();
+    const Index index = item.get_global_id(0);
+    const Index block = item.get_global_id(1);
+    const Index parts = (count + kWidth - 1) / kWidth;
+    const Index blocks = (all_steps + kSteps - 1) / kSteps;
+    const Index batch = index / parts;
+    const Index first = (index - batch * parts) * kWidth;
+    lane = item.get_local_id(2);
+    rows = smaller(count - first, kWidth);
+    steps = block < blocks ? smaller(all_steps - block * kSteps, kSteps) : 0;
+    x = x_ + batch * x_batch + first * along + block * kSteps * by;
+    to = panels + (index * blocks + block) * kSteps * kWidth;
   }
-}
+  bool whole() const { return rows == kWidth && steps == kSteps; }
+};
 
-// Adds `steps` products to the sums of an item; at(i) is where the rows of the left operand have
-// their element i.
-template <typename At>
-inline void add_products(const float* const (&left)[kItemRows], At at, const float* right,
-                         Index steps, float (&sums)[kStrips][kItemRows]) {
-  for (Index i = 0; i < steps; ++i) {
-    float values[kStrips];
-#pragma unroll
-    for (Index s = 0; s < kStrips; ++s) values[s] = right[i * kTileN + s * kColumns];
-#pragma unroll
-    for (Index r = 0; r < kItemRows; ++r) {
-      const float value = left[r][at(i)];
-#pragma unroll
-      for (Index s = 0; s < kStrips; ++s) sums[s][r] += value * values[s];
-    }
-  }
-}
-
-// y = alpha * a b + beta * c for each matrix of a batch; strides are in elements.
+// Blocks of the left operand, whose steps are neighbours, hold a row after the other.
 template <typename T>
 IPEX_KERNEL(3)
-void matmul(const float* a, const T* b, const T* c, T* y, long m, long n, long k, long a_batch,
-            long a_row, long a_column, long b_batch, long b_row, long b_column, long c_batch,
-            long c_row, long c_column, long y_batch, long y_row, long y_column, float alpha,
-            float beta) {
-  const auto position = here::this_work_item::get_nd_item<3>();
-  const Index column = position.get_local_id(2);
-  const Index row = position.get_local_id(1);
-  const long batch = position.get_group(0);
-  const long first_row = position.get_group(1) * kTileM + row * kItemRows;
-  const long first_column = position.get_group(2) * kTileN;
-  a += batch * a_batch;
-  b += batch * b_batch + first_column * b_column;
-  float* right = *&right_tile;
-  // Rows beyond the last one are computed as the last one, and dropped.
-  const float* left[kItemRows];
+void pack_left(const T* x, float* panels, long count, long all_steps, long x_batch, long along) {
+  const Block<T, kRows> block(x, panels, count, all_steps, x_batch, along, 1);
+  const Index lane = block.lane;
+  if (block.steps == 0) return;
+  if (block.whole()) {
 #pragma unroll
-  for (Index r = 0; r < kItemRows; ++r) {
-    const long i = first_row + r;
-    left[r] = a + (i < m ? i : m - 1) * a_row;
+    for (Index r = 0; r < kRows; ++r) block.to[r * kSteps + lane] = load(block.x + r * along, lane);
+  } else {
+    for (Index r = 0; r < kRows; ++r)
+      block.to[r * kSteps + lane] =
+          r < block.rows && lane < block.steps ? load(block.x + r * along, lane) : 0.f;
   }
-  const bool plain = a_column == 1;
-  float sums[kStrips][kItemRows] = {};
-  for (long start = 0; start < k; start += kTileK) {
-    const Index steps = k - start < static_cast<long>(kTileK) ? k - start : kTileK;
-    fill_tile(right, b + start * b_row, steps, n - first_column, b_row, b_column, row, column);
-    sycl::group_barrier(position.get_group());
-    if (first_row < m) {
-      if (plain) {
-        add_products(left, [=](Index i) { return start + i; }, right + column, steps, sums);
-      } else {
-        add_products(
-            left, [=](Index i) { return (start + i) * a_column; }, right + column, steps, sums);
+}
+
+// Blocks of the right operand hold a step after the other.
+template <typename T>
+IPEX_KERNEL(3)
+void pack_right(const T* x, float* panels, long count, long all_steps, long x_batch, long along,
+                long by) {
+  const Block<T, kColumns> block(x, panels, count, all_steps, x_batch, along, by);
+  const Index lane = block.lane;
+  if (block.steps == 0) return;
+  if (block.whole() && along == 1) {
+#pragma unroll
+    for (Index i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (Index j = 0; j < kColumns; j += kLanes)
+        block.to[i * kColumns + j + lane] = load(block.x + i * by + j, lane);
+    }
+  } else if (block.whole() && by == 1) {
+#pragma unroll
+    for (Index j = 0; j < kColumns; ++j)
+      block.to[lane * kColumns + j] = load(block.x + j * along, lane);
+  } else {
+    for (Index i = 0; i < kSteps; ++i) {
+      for (Index j = lane; j < kColumns; j += kLanes)
+        block.to[i * kColumns + j] =
+            j < block.rows && i < block.steps ? load(block.x, i * by + j * along) : 0.f;
+    }
+  }
+}
+
+// y = alpha * a b + beta * c for each matrix of a batch, of packed a and b of so many blocks;
+// strides are in elements.
+template <typename T>
+IPEX_KERNEL(3)
+void matmul(const float* a, const float* b, const T* c, T* y, long m, long n, long blocks,
+            long a_batch, long b_batch, long c_batch, long c_row, long c_column, long y_batch,
+            long y_row, long y_column, float alpha, float beta) {
+  const auto item = here::this_work_item::get_nd_item<3>();
+  const Index lane = item.get_local_id(2);
+  const Index batch = item.get_group(0);
+  const long first_row = item.get_global_id(1) * kRows;
+  const long first_column = item.get_group(2) * kColumns;
+  if (first_row >= m) return;
+  const float* left = a + batch * a_batch + first_row * blocks * kSteps;
+  const float* right = b + batch * b_batch + first_column * blocks * kSteps + lane;
+  float sums[kStrips][kRows] = {};
+  for (Index block = 0; block < static_cast<Index>(blocks); ++block) {
+    for (Index i = 0; i < kSteps; ++i) {
+      float values[kStrips];
+#pragma unroll
+      for (Index s = 0; s < kStrips; ++s) values[s] = right[i * kColumns + s * kLanes];
+#pragma unroll
+      for (Index r = 0; r < kRows; ++r) {
+        const float value = left[r * kSteps + i];
+#pragma unroll
+        for (Index s = 0; s < kStrips; ++s) sums[s][r] += value * values[s];
       }
     }
-    sycl::group_barrier(position.get_group());
+    left += kRows * kSteps;
+    right += kColumns * kSteps;
   }
-  if (first_row + kItemRows <= m && first_column + kTileN <= n && y_column == 1 && beta == 0.f) {
+  const bool whole =
+      first_row + static_cast<long>(kRows) <= m && first_column + static_cast<long>(kColumns) <= n;
+  if (whole && y_column == 1 && beta == 0.f) {
     T* out = y + batch * y_batch + first_row * y_row + first_column;
 #pragma unroll
-    for (Index r = 0; r < kItemRows; ++r) {
+    for (Index r = 0; r < kRows; ++r) {
 #pragma unroll
       for (Index s = 0; s < kStrips; ++s)
-        store(out + r * y_row + s * kColumns, column, alpha * sums[s][r]);
+        store(out + r * y_row + s * kLanes, lane, alpha * sums[s][r]);
     }
     return;
   }
 #pragma unroll
   for (Index s = 0; s < kStrips; ++s) {
-    const long j = first_column + column + s * kColumns;
+    const long j = first_column + lane + s * kLanes;
 #pragma unroll
-    for (Index r = 0; r < kItemRows; ++r) {
+    for (Index r = 0; r < kRows; ++r) {
       const long i = first_row + r;
       if (i < m && j < n) {
         float value = alpha * sums[s][r];
@@ -134,10 +150,11 @@ void matmul(const float* a, const T* b, const T* c, T* y, long m, long n, long k
   }
 }
 
-#define MATMUL(T)                                                                             \
-  template void matmul<T>(const float*, const T*, const T*, T*, long, long, long, long, long, \
-                          long, long, long, long, long, long, long, long, long, long, float,  \
-                          float);
+#define MATMUL(T)                                                                                 \
+  template void pack_left<T>(const T*, float*, long, long, long, long);                           \
+  template void pack_right<T>(const T*, float*, long, long, long, long, long);                    \
+  template void matmul<T>(const float*, const float*, const T*, T*, long, long, long, long, long, \
+                          long, long, long, long, long, long, float, float);
 MATMUL(float)
 MATMUL(half)
 MATMUL(bf16)
