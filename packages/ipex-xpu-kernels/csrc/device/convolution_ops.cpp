@@ -67,21 +67,42 @@ std::string name_for(const char* kernel, const Tensor& x) {
   return std::string(kernel) + '<' + *kernel_dtype(x.scalar_type()) + '>';
 }
 
+// Groups of so few channels are not for products of matrices.
+constexpr std::int64_t kFewChannels = 4;
+
+// Strides of a batch of images, those of missing dimensions of space being 0: n, c, z, y, x.
+std::array<std::int64_t, 5> strides_of(const Tensor& x) {
+  std::array<std::int64_t, 5> result{x.stride(0), x.stride(1), 0, 0, 0};
+  for (std::int64_t d = 2; d < x.dim(); ++d)
+    result[static_cast<std::size_t>(5 - x.dim() + d)] = x.stride(d);
+  return result;
+}
+
+// A convolution of groups, or its gradient, from `x` to `y`, which is contiguous.
+void convolve_groups(const char* kernel, const Tensor& x, const Tensor& weight, const Tensor& y,
+                     const Triple& y_size, const Geometry& g, std::int64_t group_in,
+                     std::int64_t group_out) {
+  const Tensor w = weight.contiguous();
+  const auto s = strides_of(x);
+  const std::int64_t plane = std::int64_t{y_size[1]} * y_size[2];
+  launch_columns(x, name_for(kernel, x), y.numel() / plane, plane, x.const_data_ptr(),
+                 w.const_data_ptr(), y.mutable_data_ptr(), y.size(1), group_in, group_out, s[0],
+                 s[1], s[2], s[3], s[4], g.size[0], g.size[1], g.size[2], g.out[0], g.out[1],
+                 g.out[2], g.kernel[0], g.kernel[1], g.kernel[2], g.stride[0], g.stride[1],
+                 g.stride[2], g.pad[0], g.pad[1], g.pad[2], g.step[0], g.step[1], g.step[2]);
+}
+
 // [C * taps, N, positions]
 Tensor columns_of(const Tensor& x, const Geometry& g) {
   const std::int64_t n = x.size(0);
   const Tensor columns = at::empty({x.size(1) * g.taps(), n, g.positions()}, x.options());
-  const auto stride = [&](std::int64_t d) -> std::int64_t {
-    const std::int64_t at = x.dim() - 3 + d;  // of z, y, x
-    return at >= 2 ? x.stride(at) : 0;
-  };
+  const auto s = strides_of(x);
   const std::int64_t plane = std::int64_t{g.out[1]} * g.out[2];
   launch_columns(x, name_for("spread_columns", x), columns.numel() / plane, plane,
-                 x.const_data_ptr(), columns.mutable_data_ptr(), n, x.stride(0), x.stride(1),
-                 stride(0), stride(1), stride(2), g.size[0], g.size[1], g.size[2], g.out[0],
-                 g.out[1], g.out[2], g.kernel[0], g.kernel[1], g.kernel[2], g.stride[0],
-                 g.stride[1], g.stride[2], g.pad[0], g.pad[1], g.pad[2], g.step[0], g.step[1],
-                 g.step[2]);
+                 x.const_data_ptr(), columns.mutable_data_ptr(), n, s[0], s[1], s[2], s[3], s[4],
+                 g.size[0], g.size[1], g.size[2], g.out[0], g.out[1], g.out[2], g.kernel[0],
+                 g.kernel[1], g.kernel[2], g.stride[0], g.stride[1], g.stride[2], g.pad[0],
+                 g.pad[1], g.pad[2], g.step[0], g.step[1], g.step[2]);
   return columns;
 }
 
@@ -139,6 +160,10 @@ Tensor convolve(const Tensor& input, const Tensor& weight, const Convolution& co
   const Tensor flat = out.view({sizes[0], sizes[1], g.positions()});
   const std::int64_t group_in = weight.size(1);
   const std::int64_t group_out = sizes[1] / conv.groups;
+  if (conv.groups > 1 && group_in <= kFewChannels) {
+    convolve_groups("convolve_groups", input, weight, out, g.out, g, group_in, group_out);
+    return out;
+  }
   const Tensor rows = weight.contiguous().view({sizes[1], -1});
   for_parts(sizes[0], input.size(1) * g.taps() * g.positions() * input.element_size(),
             [&](std::int64_t first, std::int64_t count) {
@@ -169,6 +194,10 @@ Tensor convolve_input_grad(const Tensor& grad, const Tensor& weight, IntArrayRef
   const std::int64_t group_in = weight.size(1);
   const std::int64_t group_out = grad.size(1) / conv.groups;
   const std::int64_t channels = sizes[1];
+  if (conv.groups > 1 && group_out <= kFewChannels) {
+    convolve_groups("convolve_groups_back", grad, weight, result, g.size, g, group_in, group_out);
+    return result;
+  }
   const Tensor rows = weight.contiguous().view({weight.size(0), -1});
   for_parts(grad.size(0), channels * g.taps() * g.positions() * grad.element_size(),
             [&](std::int64_t first, std::int64_t count) {
@@ -215,11 +244,11 @@ Tensor convolve_weight_grad(const Tensor& grad, const Tensor& input, IntArrayRef
                   columns_of(input.narrow(0, first, count), g).view({input.size(1) * g.taps(), -1});
               const Tensor rows = flat.narrow(1, first, count).reshape({outputs, -1});
               const Tensor part = at::empty({outputs, group_in}, grad.options());
-              for (std::int64_t i = 0; i < conv.groups; ++i) {
-                multiply(part.narrow(0, i * group_out, group_out),
-                         rows.narrow(0, i * group_out, group_out),
-                         columns.narrow(0, i * group_in, group_in).t());
-              }
+              const auto by_group = [&](const Tensor& x, std::int64_t rows_each) {
+                return x.view({conv.groups, rows_each, -1});
+              };
+              multiply(by_group(part, group_out), by_group(rows, group_out),
+                       by_group(columns, group_in).mT());
               sum = sum.defined() ? sum + part.to(at::kFloat) : part.to(at::kFloat);
             });
   return sum.to(grad.scalar_type()).view(weight_sizes);

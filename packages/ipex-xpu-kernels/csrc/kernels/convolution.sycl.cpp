@@ -85,12 +85,101 @@ void sum_columns(const T* columns, T* x, long batch, long channels, int size_z, 
   store(x, index * plane + position, sum);
 }
 
-#define CONVOLUTION(T)                                                                             \
-  template void spread_columns<T>(const T*, T*, long, long, long, long, long, long, int, int, int, \
-                                  int, int, int, int, int, int, int, int, int, int, int, int, int, \
-                                  int, int);                                                       \
-  template void sum_columns<T>(const T*, T*, long, long, int, int, int, int, int, int, int, int,   \
-                               int, int, int, int, int, int, int, int, int, int);
+// Where groups have few channels, products of matrices would be mostly padding. Each item sums one
+// output y[n, o, z, y, x], contiguous, over the channels of its group and the kernel. Weights are
+// contiguous.
+template <typename T>
+IPEX_KERNEL(2)
+void convolve_groups(const T* x, const T* weight, T* y, long outputs, long group_in, long group_out,
+                     long x_n, long x_c, long x_z, long x_y, long x_x, int size_z, int size_y,
+                     int size_x, int out_z, int out_y, int out_x, int kernel_z, int kernel_y,
+                     int kernel_x, int stride_z, int stride_y, int stride_x, int pad_z, int pad_y,
+                     int pad_x, int step_z, int step_y, int step_x) {
+  const auto item = sycl::ext::oneapi::this_work_item::get_nd_item<2>();
+  const unsigned long row = item.get_global_id(0);
+  const unsigned long position = item.get_global_id(1);
+  const auto plane = static_cast<unsigned int>(out_y * out_x);
+  if (position >= plane) return;
+  auto rest = static_cast<unsigned int>(row);
+  const int oz = static_cast<int>(rest % out_z);
+  rest /= out_z;
+  const long o = rest % static_cast<unsigned int>(outputs);
+  const long n = rest / static_cast<unsigned int>(outputs);
+  const int oy = static_cast<int>(static_cast<unsigned int>(position) / out_x);
+  const int ox = static_cast<int>(position) - oy * out_x;
+  const T* from = x + n * x_n + o / group_out * group_in * x_c;
+  const T* w = weight + o * group_in * kernel_z * kernel_y * kernel_x;
+  float sum = 0.f;
+  for (long c = 0; c < group_in; ++c, from += x_c) {
+    for (int kz = 0; kz < kernel_z; ++kz) {
+      const int iz = oz * stride_z - pad_z + kz * step_z;
+      for (int ky = 0; ky < kernel_y; ++ky) {
+        const int iy = oy * stride_y - pad_y + ky * step_y;
+        for (int kx = 0; kx < kernel_x; ++kx, ++w) {
+          const int ix = ox * stride_x - pad_x + kx * step_x;
+          const bool inside =
+              iz >= 0 && iz < size_z && iy >= 0 && iy < size_y && ix >= 0 && ix < size_x;
+          if (inside) sum += load(w, 0) * load(from + iz * x_z + iy * x_y + ix * x_x, 0);
+        }
+      }
+    }
+  }
+  store(y, row * plane + position, sum);
+}
+
+// The gradient of x by that of y: x[n, c, z, y, x] is contiguous, strides are those of y.
+template <typename T>
+IPEX_KERNEL(2)
+void convolve_groups_back(const T* y, const T* weight, T* x, long channels, long group_in,
+                          long group_out, long y_n, long y_o, long y_z, long y_y, long y_x,
+                          int size_z, int size_y, int size_x, int out_z, int out_y, int out_x,
+                          int kernel_z, int kernel_y, int kernel_x, int stride_z, int stride_y,
+                          int stride_x, int pad_z, int pad_y, int pad_x, int step_z, int step_y,
+                          int step_x) {
+  const auto item = sycl::ext::oneapi::this_work_item::get_nd_item<2>();
+  const unsigned long row = item.get_global_id(0);
+  const unsigned long position = item.get_global_id(1);
+  const auto plane = static_cast<unsigned int>(size_y * size_x);
+  if (position >= plane) return;
+  auto rest = static_cast<unsigned int>(row);
+  const int iz = static_cast<int>(rest % size_z);
+  rest /= size_z;
+  const long c = rest % static_cast<unsigned int>(channels);
+  const long n = rest / static_cast<unsigned int>(channels);
+  const int iy = static_cast<int>(static_cast<unsigned int>(position) / size_x);
+  const int ix = static_cast<int>(position) - iy * size_x;
+  const long first = c / group_in * group_out;  // output of the group
+  const long taps = static_cast<long>(kernel_z) * kernel_y * kernel_x;
+  float sum = 0.f;
+  for (int kz = 0; kz < kernel_z; ++kz) {
+    int oz;
+    if (!output_of(iz, kz, stride_z, pad_z, step_z, out_z, oz)) continue;
+    for (int ky = 0; ky < kernel_y; ++ky) {
+      int oy;
+      if (!output_of(iy, ky, stride_y, pad_y, step_y, out_y, oy)) continue;
+      for (int kx = 0; kx < kernel_x; ++kx) {
+        int ox;
+        if (!output_of(ix, kx, stride_x, pad_x, step_x, out_x, ox)) continue;
+        const T* from = y + n * y_n + first * y_o + oz * y_z + oy * y_y + ox * y_x;
+        const T* w = weight + (first * group_in + c % group_in) * taps +
+                     (kz * kernel_y + ky) * kernel_x + kx;
+        for (long o = 0; o < group_out; ++o)
+          sum += load(w + o * group_in * taps, 0) * load(from + o * y_o, 0);
+      }
+    }
+  }
+  store(x, row * plane + position, sum);
+}
+
+#define GEOMETRY \
+  int, int, int, int, int, int, int, int, int, int, int, int, int, int, int, int, int, int
+#define CONVOLUTION(T)                                                                         \
+  template void spread_columns<T>(const T*, T*, long, long, long, long, long, long, GEOMETRY); \
+  template void sum_columns<T>(const T*, T*, long, long, GEOMETRY);                            \
+  template void convolve_groups<T>(const T*, const T*, T*, long, long, long, long, long, long, \
+                                   long, long, GEOMETRY);                                      \
+  template void convolve_groups_back<T>(const T*, const T*, T*, long, long, long, long, long,  \
+                                        long, long, long, GEOMETRY);
 CONVOLUTION(float)
 CONVOLUTION(half)
 CONVOLUTION(bf16)
