@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("needs_device", "kernels_always")
 Tensor = torch.Tensor
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-ON_HOST = ("mm", "addmm", "bmm", "baddbmm", "addmv", "convolution", "_softmax", "thnn")
+ON_HOST = ("mm", "addmm", "bmm", "baddbmm", "addmv", "convolution", "_softmax", "thnn", "pool")
 
 
 @pytest.fixture
@@ -86,6 +86,13 @@ def test_products(dtype: torch.dtype) -> None:
     same(torch.baddbmm, randn(33, 31, dtype=dtype), a, b, scale=10)
     weight, bias = randn(9, 40, dtype=dtype, grad=True), randn(9, dtype=dtype, grad=True)
     same(functional.linear, a.requires_grad_(), weight, bias, scale=40)
+
+
+def test_products_in_parts() -> None:
+    # One operand, or those of a batch, take more memory than is packed at a time.
+    same(torch.mm, torch.randn(50, 70000), torch.randn(70000, 40), scale=1000)
+    a, b = torch.randn(5, 20, 50000), torch.randn(50000, 9)
+    same(lambda a, b: torch.bmm(a, b.expand(5, -1, -1)), a, b, scale=1000)
 
 
 def test_products_of_special_values() -> None:
@@ -170,6 +177,10 @@ def test_convolutions(dtype: torch.dtype) -> None:
         ((2, 3, 11), (4, 3, 3), {"stride": 2, "padding": 1}),
         ((2, 4, 9, 7), (6, 2, 3, 2), {"groups": 2, "dilation": 2, "padding": (2, 1)}),
         ((1, 6, 8, 8), (6, 1, 3, 3), {"groups": 6, "padding": 1}),
+        ((2, 3, 9, 7), (6, 1, 3, 2), {"groups": 3, "stride": (2, 1), "padding": (0, 1)}),
+        ((2, 6, 19), (9, 2, 4), {"groups": 3, "dilation": 2, "padding": 3}),
+        ((1, 2, 4, 5, 6), (2, 1, 2, 3, 3), {"groups": 2, "stride": 2, "padding": 1}),
+        ((1, 10, 7, 7), (10, 5, 3, 3), {"groups": 2, "padding": 1}),
         ((1, 2, 4, 5, 6), (3, 2, 2, 3, 1), {"stride": (1, 2, 1)}),
         ((2, 4, 5, 6), (4, 3, 3, 3), {"transposed": True, "stride": 2, "output_padding": 1}),
         (
@@ -177,6 +188,7 @@ def test_convolutions(dtype: torch.dtype) -> None:
             (4, 2, 3),
             {"transposed": True, "groups": 2, "dilation": 3, "output_padding": 2},
         ),
+        ((2, 4, 5, 6), (4, 1, 3, 3), {"transposed": True, "groups": 4, "stride": 2}),
     ]
     for shape, weight_shape, options in cases:
         outputs = weight_shape[0]
@@ -189,9 +201,47 @@ def test_convolutions(dtype: torch.dtype) -> None:
     x = randn(2, 3, 6, 6, dtype=dtype).to(memory_format=torch.channels_last)
     weight = randn(4, 3, 3, 3, dtype=dtype)
     same(functional.conv2d, x, weight, scale=10)
+    x.requires_grad_()
+    same(lambda x, w: functional.conv2d(x, w, groups=3, padding=1), x, weight[:3, :1], scale=30)
     assert functional.conv2d(*on_device((x, weight))).is_contiguous(
         memory_format=torch.channels_last
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_pooling(dtype: torch.dtype, channels_last: bool) -> None:
+    torch.manual_seed(0)
+    x = randn(2, 3, 11, 9, dtype=dtype)
+    x[0, 1, 4, 4], x[1, 0, 0, 0] = float("nan"), float("-inf")
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    rounds: tuple[dict[str, Any], ...] = (
+        {"kernel_size": 3},
+        {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 0)},
+        {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
+    )
+    for options in rounds:
+        for image in (x, x[0], x[:, :, 1:, ::2]):
+            for dilation in (1, 2):
+                same(
+                    lambda x: functional.max_pool2d(
+                        x,
+                        dilation=dilation,  # noqa: B023
+                        return_indices=True,
+                        **options,  # noqa: B023
+                    ),
+                    image,
+                )
+            for more in ({}, {"count_include_pad": False}, {"divisor_override": 5}):
+                same(lambda x: functional.avg_pool2d(x, **options, **more), image)  # noqa: B023
+        y = x.nan_to_num(0, 0, 0).requires_grad_()
+        same(lambda x: functional.max_pool2d(x, **options), y, scale=3)  # noqa: B023
+        same(lambda x: functional.avg_pool2d(x, **options), y, scale=3)  # noqa: B023
+    for sizes in ((3, 4), (11, 1), (13, 5)):
+        same(lambda x: functional.adaptive_avg_pool2d(x, sizes), y, scale=4)  # noqa: B023
+    with pytest.raises(RuntimeError, match="pad should be at most half"):
+        functional.max_pool2d(y.to("xpu"), 2, padding=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "ipex_ops.h"
+#include "pooling_ops.h"
 
 namespace ipex::xpu {
 namespace {
@@ -90,6 +91,7 @@ void register_kernels() {
   register_matmul();
   register_attention();
   register_cells();
+  register_pooling();
   register_embedding_bag();
 }
 
