@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils import _pytree as pytree
+
+from ipex_xpu_kernels import _device
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -37,6 +40,7 @@ LEFT_OUT = {
             "exponential",
             "geometric",
             "log_normal",
+            "multinomial",
             "nn.functional.alpha_dropout",
             "nn.functional.dropout",
             "nn.functional.dropout2d",
@@ -134,3 +138,29 @@ def test_op(op: Any, dtype: torch.dtype) -> None:
             assert (actual is None) == (reference is None)
             if actual is not None:
                 torch.testing.assert_close(actual, reference, rtol=rtol, atol=atol, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_small_floats_that_the_host_lacks(dtype: torch.dtype, zero_copy: bool) -> None:
+    native = _device.native()
+    native.set_zero_copy(zero_copy)
+    try:
+        x = torch.randn(2, 3, 4, 6, 4).to(dtype)
+        avg_pool3d = torch._C._nn.avg_pool3d
+        calls: list[Any] = [
+            lambda x: functional.avg_pool3d(x, 2),
+            lambda x: avg_pool3d(x, 2, out=x.new_empty(0)),
+            lambda x: functional.multi_margin_loss(x[0, 0, 0], x.new_ones(6).long()),
+            lambda x: functional.interpolate(x[0], (3, 2), mode="bilinear", antialias=True),
+            lambda x: torch.autograd.grad(functional.avg_pool3d(x.requires_grad_(), 2).sum(), x)[0],
+        ]
+        if dtype == torch.float16:
+            calls.append(lambda x: torch.view_as_real(torch.fft.rfft(x[0, 0, 0])))
+        for call in calls:
+            actual, expected = call(x.to("xpu")), call(x.float())
+            assert actual.dtype == dtype
+            torch.testing.assert_close(actual.cpu(), expected.to(dtype))
+    finally:
+        native.set_zero_copy(True)

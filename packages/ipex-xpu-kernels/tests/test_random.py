@@ -140,6 +140,34 @@ def test_bernoulli(dtype: torch.dtype) -> None:
         assert drawn.dtype == dtype and abs(drawn.cpu().double().mean() - 0.25) < 0.01
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_multinomial(dtype: torch.dtype) -> None:
+    ipex_xpu_kernels.set_fallback_mode("silent")  # for torch's checks, and the largest of several
+    ipex_xpu_kernels.reset_fallback_stats()
+    weights = torch.tensor([[0.0, 2, 1, 5], [1, 1, 0, 2]], dtype=dtype)
+    p = weights.to("xpu")
+    drawn = torch.multinomial(p, 8000, replacement=True).cpu()
+    rows = torch.multinomial(p.repeat(4000, 1), 1).cpu().view(4000, 2).t()
+    for sample in (drawn, rows):
+        for row, shares in zip(sample, weights.double(), strict=True):
+            counts, expected = torch.bincount(row, minlength=4), shares / shares.sum() * row.numel()
+            assert counts[shares == 0].sum() == 0
+            some = shares > 0
+            assert ((counts - expected)[some].square() / expected[some]).sum() < 17  # chi square, 3
+    assert torch.multinomial(p[0], 5, replacement=True).shape == (5,)
+    out = torch.empty(0, dtype=torch.int64, device="xpu")
+    assert torch.multinomial(p, 3, True, out=out) is out and out.shape == (2, 3)
+    used = {name.partition(".")[0] for name in ipex_xpu_kernels.fallback_stats()}
+    assert used.isdisjoint({"aten::multinomial", "aten::exponential_", "aten::div", "aten::argmax"})
+    for count, replacement in ((0, True), (5, False)):
+        with pytest.raises(RuntimeError, match="cannot sample"):
+            torch.multinomial(p, count, replacement)
+    with pytest.raises(RuntimeError, match="probability tensor contains"):
+        torch.multinomial(-p, 2, replacement=True)
+    three = torch.multinomial(p, 3).cpu()
+    assert [sorted(row) for row in three.tolist()] == [[1, 2, 3], [0, 1, 3]]
+
+
 def test_permutations() -> None:
     for n in (0, 1, 2, 15, 16, 17, 1000, 4096):
         for dtype in (torch.int64, torch.int32, torch.float32):

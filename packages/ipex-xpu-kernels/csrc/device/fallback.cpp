@@ -8,6 +8,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -101,7 +102,12 @@ class HostCall {
     const c10::DeviceGuard guard(c10::Device(c10::kXPU, *device_));
     for (std::size_t i = 0; i < count; ++i)
       (*stack_)[begin + i] = host_argument(arguments_[i], schema.arguments()[i]);
-    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
+    try {
+      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
+    } catch (const c10::Error& e) {
+      if (!lacks_small_floats(e.what_without_backtrace())) throw;
+      run_wide(begin);
+    }
     for (const auto& [host, tensor] : written_) from_host(host, tensor);
     const std::size_t first = stack_->size() - schema.returns().size();
     for (std::size_t i = 0; i < schema.returns().size(); ++i) {
@@ -155,6 +161,65 @@ class HostCall {
     seen_.emplace_back(host, tensor);
     if (write) written_.emplace_back(host, tensor);
     return host;
+  }
+
+  // Devices have float16 and bfloat16 of more ops than the host: those it computes in float32.
+  static bool lacks_small_floats(const std::string& message) {
+    for (const char* part : {"not implemented for 'Half'", "not implemented for 'BFloat16'",
+                             "doesn't support tensors of type: Half"}) {
+      if (message.find(part) != std::string::npos) return true;
+    }
+    return false;
+  }
+  void run_wide(std::size_t begin) {
+    const auto& arguments = op_.schema().arguments();
+    seen_.clear();
+    written_.clear();
+    stack_->resize(begin);
+    bool named = false;  // whether the caller says what the results' dtype is
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      named = named || (arguments[i].name() == "dtype" && !arguments_[i].isNone());
+      stack_->push_back(wide(host_argument(arguments_[i], arguments[i])));
+    }
+    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
+    for (const auto& [host, tensor] : wide_) {
+      const bool write = std::any_of(written_.begin(), written_.end(), [&host](const auto& pair) {
+        return pair.first.is_same(host);
+      });
+      if (write) host.resize_(tensor.sizes()).copy_(tensor);
+    }
+    for (std::size_t i = stack_->size() - op_.schema().returns().size(); i < stack_->size(); ++i) {
+      IValue& result = (*stack_)[i];
+      if (result.isTensor()) result = narrow(result.toTensor(), named);
+    }
+  }
+  IValue wide(const IValue& value) {
+    if (value.isTensor()) return wide(value.toTensor());
+    if (!value.isTensorList()) return value;
+    std::vector<Tensor> tensors;
+    for (const Tensor& tensor : value.toTensorVector()) tensors.push_back(wide(tensor));
+    return tensors;
+  }
+  Tensor wide(const Tensor& host) {
+    if (!host.defined() || !c10::isReducedFloatingType(host.scalar_type())) return host;
+    for (const auto& [known, tensor] : wide_) {
+      if (known.is_same(host)) return tensor;
+    }
+    wide_.emplace_back(host, host.to(at::kFloat));
+    return wide_.back().second;
+  }
+  // A result in the dtype of the arguments.
+  Tensor narrow(const Tensor& result, bool named) {
+    if (!result.defined() || wide_.empty()) return result;
+    for (const auto& [host, tensor] : wide_) {
+      if (tensor.is_same(result)) return host;
+    }
+    const at::ScalarType small = wide_.front().first.scalar_type();
+    if (named) return result;
+    if (result.scalar_type() == at::kFloat) return result.to(small);
+    return result.scalar_type() == at::kComplexFloat && small == at::kHalf
+               ? result.to(at::kComplexHalf)
+               : result;
   }
 
   IValue host_argument(const IValue& value, const c10::Argument& argument) {
@@ -211,6 +276,7 @@ class HostCall {
   std::optional<DeviceIndex> device_;
   std::vector<std::pair<Tensor, Tensor>> seen_;
   std::vector<std::pair<Tensor, Tensor>> written_;
+  std::vector<std::pair<Tensor, Tensor>> wide_;  // of the host, and as float32
 };
 
 std::string full_name(const c10::OperatorHandle& op) {

@@ -4,6 +4,7 @@
 // own functions; other dtypes draw from the generator of the host.
 #include <ATen/native/DistributionTemplates.h>
 #include <ATen/native/TensorFactories.h>
+#include <ATen/ops/multinomial_native.h>
 #include <c10/util/BFloat16-math.h>
 
 #include <bit>
@@ -319,6 +320,37 @@ bool randperm_out(std::int64_t n, optional<Generator> generator, Tensor& out) {
   return true;
 }
 
+// torch's own function divides by exponential numbers and takes the largest, which draws one
+// without replacement, or several. Draws with replacement are draws of one in rows of their own.
+bool multinomial_out(const Tensor& p, std::int64_t count, bool replacement,
+                     optional<Generator> generator, Tensor& out) {
+  constexpr std::int64_t kMostNumbers = std::int64_t{1} << 26;  // to draw
+  if (!takes(p)) return false;
+  if (!replacement || count == 1) {
+    at::native::multinomial_out(p.to(at::kFloat), count, replacement, std::move(generator), out);
+    return true;
+  }
+  if (p.dim() < 1 || p.dim() > 2 || count < 1 || out.scalar_type() != at::kLong ||
+      p.numel() > kMostNumbers / count)
+    return false;
+  const Tensor rows =
+      p.unsqueeze(-2).expand(p.dim() == 1 ? std::vector<std::int64_t>{count, p.size(0)}
+                                          : std::vector<std::int64_t>{p.size(0), count, p.size(1)});
+  Tensor drawn = at::empty({0}, out.options());
+  at::native::multinomial_out(rows.reshape({-1, p.size(-1)}).to(at::kFloat), 1, false,
+                              std::move(generator), drawn);
+  const Tensor result = p.dim() == 1 ? drawn.view({count}) : drawn.view({p.size(0), count});
+  out.resize_(result.sizes());
+  out.copy_(result);
+  return true;
+}
+optional<Tensor> multinomial(const Tensor& p, std::int64_t count, bool replacement,
+                             optional<Generator> generator) {
+  Tensor out = at::empty({0}, p.options().dtype(at::kLong));
+  return multinomial_out(p, count, replacement, std::move(generator), out) ? optional(out)
+                                                                           : std::nullopt;
+}
+
 // Dropout
 // -----------------------------------------------------------------------------------------------
 
@@ -374,6 +406,8 @@ void register_random() {
   add_kernel<&random_from_>(aten, "random_.from");
   add_kernel<&random_to_>(aten, "random_.to");
   add_kernel<&randperm_out>(aten, "randperm.generator_out");
+  add_kernel<&multinomial>(aten, "multinomial");
+  add_kernel<&multinomial_out>(aten, "multinomial.out");
   add_kernel<&native_dropout>(aten, "native_dropout");
   add_kernel<&native_dropout_backward>(aten, "native_dropout_backward");
 }
