@@ -161,7 +161,9 @@ def test_kernel_and_definition_agree(op: str, data: st.DataObject) -> None:
     want, got = error_of(definition, spec, sample), error_of(kernel, spec, sample)
     assert (got is None) == (want is None), f"kernel: {got!r}, definition: {want!r}"
     if want is not None:
-        assert got is not None and got.split(" ")[0] == f"{op}:", got
+        # A step for a list of parameters refuses one of them as the step of one does.
+        named = {f"{op}:", f"{op.removesuffix('s')}:"} if op.endswith("_steps") else {f"{op}:"}
+        assert got is not None and got.split(" ")[0] in named, got
     elif comparable(sample):
         assert_matches_reference(spec, sample)
 

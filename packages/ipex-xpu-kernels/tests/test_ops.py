@@ -68,7 +68,7 @@ LOOSE = {
     ("nn.functional.normalize", torch.bfloat16): 1e-1,
     # What the taps give is rounded before it is summed.
     **{(f"nn.functional.conv_transpose{n}d", torch.bfloat16): 1.5e-1 for n in (1, 2)},
-    # Both are up to 0.75 away from float64, of numbers up to 145.
+    # The host is up to 0.94 away from float64, the device up to 1.07, of numbers up to 145.
     ("nn.functional.conv_transpose3d", torch.bfloat16): 5e-1,
 }
 TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1.6e-2, 1e-2)}
