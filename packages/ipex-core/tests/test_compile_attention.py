@@ -96,8 +96,8 @@ def test_attention_near_misses():
     def small_fill(q, k, v, mask):
         return (q @ k.transpose(-1, -2)).masked_fill(mask < 0, -3.0).softmax(-1) @ v
 
-    def scaled_after_the_mask(q, k, v, mask):
-        return ((q @ k.transpose(-1, -2) + mask.clamp_min(-2)) * 0.5).softmax(-1) @ v
+    def stretched_after_the_mask(q, k, v, mask):  # what is added may become infinite
+        return ((q @ k.transpose(-1, -2) + mask.clamp_min(-2)) * 1.5).softmax(-1) @ v
 
     def soft_capped(q, k, v, mask):
         return torch.tanh(q @ k.transpose(-1, -2)).softmax(-1) @ v
@@ -118,7 +118,7 @@ def test_attention_near_misses():
         return (q @ k.transpose(-1, -2) + mask[0, 0, 0]).softmax(-1) @ v
 
     def other_value_size(q, k, v, mask):
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v[..., :8]
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v[..., :7]
 
     def number_added(q, k, v, mask):
         return (q @ k.transpose(-1, -2) * 0.5 + 2.0).softmax(-1) @ v
@@ -127,7 +127,7 @@ def test_attention_near_misses():
         weights_returned,
         other_softmax_dim,
         small_fill,
-        scaled_after_the_mask,
+        stretched_after_the_mask,
         soft_capped,
         cap_of_another_size,
         capped_after_the_mask,

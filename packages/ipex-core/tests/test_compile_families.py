@@ -147,3 +147,115 @@ def test_family(name: str, implementation: str, dtype: torch.dtype) -> None:
     assert report.count("rms_norm") + report.count("layer_norm") >= 2
     assert report.count("linear") >= 4
     assert report.count("post_op") + report.count("add_norm") >= 1
+
+
+HEADS = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 50, "n_positions": 64}
+#: Name -> configuration and model, its arguments, input, and how many attentions there are.
+UNUSUAL: dict[str, tuple[str, str, dict[str, Any], str, int]] = {
+    "bloom": (
+        "BloomConfig",
+        "BloomForCausalLM",
+        {"hidden_size": 64, "n_layer": 1, "n_head": 4, "vocab_size": 50},
+        "masked",
+        1,
+    ),
+    "codegen": (
+        "CodeGenConfig",
+        "CodeGenForCausalLM",
+        {**HEADS, "rotary_dim": 8, "n_ctx": 64},
+        "masked",
+        1,
+    ),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        "GPTNeoForCausalLM",
+        {
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "vocab_size": 50,
+            "max_position_embeddings": 64,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+        },
+        "masked",
+        2,
+    ),
+    "deberta_v2": (
+        "DebertaV2Config",
+        "DebertaV2Model",
+        {
+            **TINY,
+            "relative_attention": True,
+            "position_buckets": 16,
+            "pos_att_type": ["p2c", "c2p"],
+            "share_att_key": True,
+        },
+        "masked",
+        1,
+    ),
+    "swin_v2": (
+        "Swinv2Config",
+        "Swinv2Model",
+        {
+            "image_size": 32,
+            "patch_size": 4,
+            "embed_dim": 32,
+            "depths": [2, 1],
+            "num_heads": [2, 4],
+            "window_size": 4,
+        },
+        "images",
+        3,
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            **TINY,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 1,
+            "pad_token_id": 0,
+        },
+        "masked",
+        1,
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **GROUPED,
+            "num_hidden_layers": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "pad_token_id": 0,
+        },
+        "masked",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_attention(name: str) -> None:
+    config_class, model_class, arguments, kind, count = UNUSUAL[name]
+    if not hasattr(transformers, model_class) or int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip(f"the {model_class} of transformers 5 is not there")
+    config = getattr(transformers, config_class)(**arguments)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    model = getattr(transformers, model_class)._from_config(config).eval()
+    compiled = torch.compile(model, backend="ipex", fullgraph=True, options={"ipex.always": True})
+    with torch.no_grad():
+        for size in (6, 13):
+            x = inputs(kind, size, torch.float32)
+            expected, got = model(**x)[0], compiled(**x)[0]
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    (report,) = ipex_core.explain(compiled).graphs
+    assert report.count("attention") == count

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._mode_utils import no_dispatch
 
 from ipex_core._compile._report import Fusion, GraphReport
 
@@ -47,6 +49,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 _FULL = (aten.full.default, aten.scalar_tensor.default)
+_OF_CONSTANTS: Mapping[Any, Callable[..., float]] = {
+    aten.lift_fresh_copy.default: lambda x: x,
+    aten.mul.Tensor: operator.mul,
+    aten.sqrt.default: math.sqrt,
+}
 
 #: Ops that make a constant of constants: layout and dtype changes of a weight.
 PURE = frozenset(
@@ -154,12 +161,34 @@ def number(value: Any) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     value = uncast(value)
+    if shape_of(value) != ():
+        return None
     if is_call(value, *_FULL):
-        if shape_of(value) != ():
-            return None
         fill = value.args[-1]
         return float(fill) if isinstance(fill, (int, float)) else None
-    return None
+    return _constant(value)
+
+
+def _constant(value: Any) -> float | None:
+    """Return what a 0-D node made of constants of the graph is, or None."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if is_call(value, *_OF_CONSTANTS) and not value.kwargs:
+        args = [_constant(arg) for arg in value.args]
+        return None if None in args else float(_OF_CONSTANTS[value.target](*args))
+    if is_call(value, *CASTS):
+        inner, cast = _constant(value.args[0]), val(value)
+        if inner is None or cast is None or cast.dtype not in FLOATS:
+            return None
+        with no_dispatch():
+            return float(torch.tensor(inner, dtype=torch.float64).to(cast.dtype))
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return None
+    tensor = getattr(value.graph.owning_module, str(value.target), None)
+    if not isinstance(tensor, Tensor) or tensor.dim() or tensor.dtype not in FLOATS:
+        return None
+    with no_dispatch():
+        return float(tensor.item())
 
 
 def binary(node: Any, *targets: Any) -> tuple[Any, Any] | None:
@@ -296,6 +325,7 @@ class Context:
         args: tuple[Any, ...],
         text: str,
         kwargs: Mapping[str, Any] = {},
+        cut: int | None = None,
     ) -> fx.Node | None:
         """Put one op in the place of a match, unless something else needs what lies inside.
 
@@ -307,6 +337,7 @@ class Context:
             args: Its arguments.
             text: What was fused.
             kwargs: Its keyword arguments.
+            cut: How much of the last dimension of its result is wanted, if not all.
 
         Returns:
             The new node, or None where the match was rejected.
@@ -317,7 +348,11 @@ class Context:
         if blocker is not None:
             self.reject(pattern, root, op, f"{blocker.name} inside the pattern has another user")
             return None
-        node = self.call(root, target, args, kwargs)
+        node = call = self.call(root, target, args, kwargs)
+        if cut is not None:
+            node = self.call(
+                root, aten.slice.Tensor, (call, len(call.meta["val"].shape) - 1, 0, cut)
+            )
         result, expected = val(node), val(root)
         if (
             result is None
@@ -326,13 +361,13 @@ class Context:
             or not same(result.shape, expected.shape)
         ):
             got, want = describe(node), describe(root)
-            self.graph.erase_node(node)
+            self.drop([call, node])
             self.reject(pattern, root, op, f"the op gives {got}, the graph has {want}")
             return None
         root.replace_all_uses_with(node)
         if not same(result.stride(), expected.stride()):
             self._lay_out(node)
-        self.fused(pattern, root, node, text)
+        self.fused(pattern, root, call, text)
         self.drop([root, *interior])
         return node
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ipex_core._compile._attention_scores import COPIES, VIEWS, Scores, find_scores
 from ipex_core._compile._graph import (
     FLOATS,
     binary,
@@ -23,17 +24,17 @@ from ipex_core._compile._graph import (
     val,
 )
 
-__all__ = ["VIEWS", "Match", "Scores", "spelled"]
+__all__ = ["Match", "spelled"]
 
 aten = torch.ops.aten
-
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_COPIES = (aten.expand.default, aten.clone.default, aten.alias.default)
 
 
 @dataclasses.dataclass
 class Match:
-    """``safe``: rows that are masked as a whole give zeros."""
+    """``operands``: what lies in front of the products, where others may use it, too.
+
+    ``safe``: rows that are masked as a whole give zeros.
+    """
 
     root: fx.Node
     q: fx.Node
@@ -41,41 +42,69 @@ class Match:
     v: fx.Node
     scores: Scores
     interior: list[fx.Node]
+    operands: list[fx.Node]
     transpose: bool
     safe: bool
 
 
 @dataclasses.dataclass
-class Scores:
-    """``product``, a view of ``bmm``, scaled, capped and masked, in this order."""
+class _Operand:
+    """What stands behind an operand of ``bmm``: ``node * factor``, 4-D, with its last dimensions swapped or not."""
 
-    product: fx.Node
-    scale: float
-    cap: float
-    masks: list[tuple[str, Any, Any]]
+    node: fx.Node
+    factor: float
+    swapped: bool
+    passed: list[fx.Node]
 
 
-def _unfold(node: Any, result: Any) -> tuple[fx.Node, list[fx.Node]] | None:
-    """Return the 4-D operand behind one of ``bmm``, and the nodes passed; ``result`` is its 4-D result."""
-    passed: list[fx.Node] = []
-    whole, flat = shape_of(result), shape_of(node)
-    if whole is None or flat is None or len(whole) != 4:
+def _unfold(node: Any, whole: tuple[Any, ...]) -> _Operand | None:
+    """Return the 4-D operand behind one of ``bmm``; ``whole`` is the shape of its 4-D result."""
+    flat = shape_of(node)
+    if flat is None or len(whole) != 4:
         return None
+    passed: list[fx.Node] = []
+    rows, factor, swapped = flat[1:], 1.0, False
     while isinstance(node, fx.Node):
         shape = shape_of(node)
-        if passed and shape is not None and not is_call(node, *_COPIES):
-            rows = flat[1:]
-            if same(shape, (*whole[:2], *rows)):
-                return node, passed
-            # One head that all heads of the query share.
+        if passed and shape is not None and not is_call(node, *COPIES):
             expanded = shape_of(passed[-1]) if is_call(passed[-1], aten.expand.default) else None
-            if same(expanded, (*whole[:2], *rows)) and same(shape, (whole[0], 1, *rows)):
-                return node, passed
-        if not is_call(node, *VIEWS, *_COPIES):
+            # Or one head that all heads of the query share.
+            if same(shape, (*whole[:2], *rows)) or (
+                same(expanded, (*whole[:2], *rows)) and same(shape, (whole[0], 1, *rows))
+            ):
+                return _Operand(node, factor, swapped, passed)
+        part = scaled(node) if same(shape, (flat[0], *rows)) else None
+        if part is not None and 0.0 < part[1] < math.inf and _same_dtype(node, part[0]):
+            factor *= part[1]
+            node, above = part[0], node
+        elif _swaps(node) and same(shape, (flat[0], *rows)):
+            rows, swapped = rows[::-1], not swapped
+            node, above = node.args[0], node
+        elif is_call(node, *VIEWS, *COPIES):
+            node, above = node.args[0], node
+        else:
             return None
-        passed.append(node)
-        node = node.args[0]
+        passed.append(above)
     return None
+
+
+def _same_dtype(left: Any, right: Any) -> bool:
+    a, b = val(left), val(right)
+    return a is not None and b is not None and a.dtype == b.dtype
+
+
+def _swaps(node: Any) -> bool:
+    """Whether an op swaps the last two dimensions."""
+    shape = shape_of(node)
+    if shape is None:
+        return False
+    dims = list(range(len(shape)))
+    dims[-2:] = dims[:-3:-1]
+    if is_call(node, aten.permute.default):
+        return [int(d) % len(shape) for d in node.args[1]] == dims
+    if is_call(node, aten.transpose.int):
+        return sorted(int(d) % len(shape) for d in node.args[1:]) == sorted(dims[-2:])
+    return False
 
 
 def spelled(second: fx.Node) -> Match | None:
@@ -83,12 +112,13 @@ def spelled(second: fx.Node) -> Match | None:
     if len(second.users) != 1:
         return None
     root = next(iter(second.users))
-    if not is_call(root, *VIEWS):
+    shape = shape_of(root)
+    if not is_call(root, *VIEWS) or shape is None or len(shape) != 4:
         return None
-    left, right = _unfold_softmax(second.args[0], root), _unfold(second.args[1], root)
-    if left is None or right is None:
+    left, right = _unfold_softmax(second.args[0], shape[:3]), _unfold(second.args[1], shape)
+    if left is None or right is None or right.swapped or right.factor != 1.0:
         return None
-    division, inside, tested = left
+    division, inside, tested, sink = left
     pair = binary(division, aten.div.Tensor)
     if pair is None:
         return None
@@ -105,31 +135,44 @@ def spelled(second: fx.Node) -> Match | None:
         return None
     if most.args[0] is not scores or list(most.args[1]) not in ([-1], [3]) or not most.args[2]:
         return None
-    inside += [second, *right[1], division, exp, total, exp.args[0], most]
-    found = _scores(scores, inside)
-    if found is None:
+    inside += [second, division, exp, total, exp.args[0], most]
+    keys = shape_of(second.args[0])
+    assert keys is not None
+    found = find_scores(scores, (*shape[:3], keys[-1]), sink, inside)
+    if found is None or found.product is None:
         return None
-    first = found.product
-    product = first.args[0]
-    q, k = _unfold(product.args[0], first), _unfold(product.args[1], first)  # type: ignore[union-attr]
-    if q is None or k is None:
+    product = found.product
+    first, other = product.args[-2:]
+    q, k = _unfold(first, found.whole), _unfold(other, found.whole)
+    if q is None or k is None or q.swapped:
         return None
-    inside += [first, product, *q[1], *k[1]]  # type: ignore[list-item]
-    query = _without_factor(q[0], found, inside)
-    key, transpose = _without_factor(k[0], found, inside), True
-    dims = list(key.args[1]) if is_call(key, aten.permute.default) else None  # type: ignore[arg-type]
-    swapped = is_call(key, aten.transpose.int) and sorted(int(d) % 4 for d in key.args[1:])  # type: ignore[arg-type]
-    if dims == [0, 1, 3, 2] or swapped == [2, 3]:
-        inside.append(key)
-        assert isinstance(key.args[0], fx.Node)
-        key, transpose = _without_factor(key.args[0], found, inside), False
-    match = Match(root, query, key, right[0], found, inside, transpose, tested is not None)
+    inside.append(product)
+    operands = [*right.passed, *q.passed, *k.passed]
+    found.scale *= q.factor * k.factor
+    query = _without_factor(q.node, found, operands)
+    key, transpose = k.node, not k.swapped
+    if transpose:
+        key = _without_factor(key, found, operands)
+        if _swaps(key):
+            operands.append(key)
+            assert isinstance(key.args[0], fx.Node)
+            key, transpose = key.args[0], False
+    if not transpose:
+        key = _without_factor(key, found, operands)
+    value = val(right.node)
+    low = [uncast(x) for x in (query, key)]
+    if value is not None and all(_same_dtype(x, right.node) for x in low):
+        # Scores in float32 of what is narrower, which any kernel does inside (CodeGen).
+        operands += [x for x in (query, key) if x not in low]
+        query, key = low
+    safe = tested is not None
+    match = Match(root, query, key, right.node, found, inside, operands, transpose, safe)
     if match.safe:
         _narrow(match)
     return match
 
 
-def _without_factor(operand: fx.Node, scores: Scores, inside: list[fx.Node]) -> fx.Node:
+def _without_factor(operand: fx.Node, scores: Scores, passed: list[fx.Node]) -> fx.Node:
     """Move a number that an operand is multiplied by into the scale."""
     part = scaled(operand)
     whole, inner = val(operand), val(part[0]) if part is not None else None
@@ -137,7 +180,7 @@ def _without_factor(operand: fx.Node, scores: Scores, inside: list[fx.Node]) -> 
         return operand
     if len(operand.users) != 1 or not 0.0 < part[1] < math.inf:
         return operand
-    inside.append(operand)
+    passed.append(operand)
     scores.scale *= part[1]
     return part[0]
 
@@ -154,24 +197,46 @@ def _narrow(match: Match) -> None:
         match.root, (match.q, match.k, match.v) = narrow, given
 
 
-def _unfold_softmax(node: Any, result: Any) -> tuple[fx.Node, list[fx.Node], fx.Node | None] | None:
+def _unfold_softmax(
+    node: Any, rows: tuple[Any, ...]
+) -> tuple[fx.Node, list[fx.Node], fx.Node | None, bool] | None:
     """Step from the first operand of the second product to the division of its softmax.
 
-    The third result are the scores whose fully masked rows become zeros, if that is so.
+    The third result are the scores whose fully masked rows become zeros, if that is so; the fourth tells whether a
+    last column is left out.
     """
     passed: list[fx.Node] = []
-    while is_call(node, *VIEWS, *_COPIES, torch.ops.prims.convert_element_type.default):
+
+    def over_copies(node: Any) -> Any:
+        while is_call(node, *VIEWS, *COPIES, torch.ops.prims.convert_element_type.default):
+            passed.append(node)
+            node = node.args[0]
+        return node
+
+    node = over_copies(node)
+    sink = _without_last(node)
+    if sink:
         passed.append(node)
-        node = node.args[0]
+        node = over_copies(node.args[0])
     guarded = _guarded(node)
     tested = None
-    if guarded is not None:
+    if guarded is not None and not sink:
         node, tested, steps = guarded
         passed += steps
-    shape, whole = shape_of(node), shape_of(result)
-    if shape is None or whole is None or len(shape) != 4 or not same(shape[:3], whole[:3]):
+    shape = shape_of(node)
+    if shape is None or len(shape) != 4 or not same(shape[:3], rows):
         return None
-    return (node, passed, tested) if is_call(node, aten.div.Tensor) else None
+    return (node, passed, tested, sink) if is_call(node, aten.div.Tensor) else None
+
+
+def _without_last(node: Any) -> bool:
+    """Whether an op takes all of the last dimension but one."""
+    if not is_call(node, aten.slice.Tensor) or len(node.args) != 4 or node.kwargs:
+        return False
+    shape, given = shape_of(node), shape_of(node.args[0])
+    if shape is None or given is None or len(shape) != 4 or node.args[1] not in (3, -1):
+        return False
+    return node.args[2] in (0, None) and same((shape[-1] + 1,), given[-1:])
 
 
 def _guarded(node: Any) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
@@ -193,91 +258,3 @@ def _guarded(node: Any) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
         steps.append(condition)
         condition = condition.args[0]
     return division, condition, steps
-
-
-def _scores(node: Any, inside: list[fx.Node]) -> Scores | None:
-    """Step from the argument of the softmax to the first matrix product, over masks, a softcap and a scale."""
-    masks: list[tuple[str, Any, Any]] = []
-    scale: float | None = None
-    cap = 0.0
-    while isinstance(node, fx.Node):
-        plain = _plain(node)
-        while node is not plain:
-            inside.append(node)
-            node = node.args[0]
-        if is_call(node, *VIEWS) and is_call(node.args[0], aten.bmm.default):
-            return Scores(node, 1.0 if scale is None else scale, cap, masks)
-        capped = _capped(node)
-        part = scaled(node)
-        pair = binary(node, aten.add.Tensor)
-        if capped is not None and scale is None and not cap:
-            inner, cap, passed = capped
-            inside += passed
-            node = inner
-        elif part is not None:
-            if scale is not None:
-                return None
-            inside.append(node)
-            node, scale = part
-        elif pair is not None and scale is None and not cap:
-            a, b = pair
-            a, b = (a, b) if _leads_to_product(a) else (b, a)
-            inside.append(node)
-            masks.append(("add", b, None))
-            node = a
-        elif is_call(node, aten.where.self) and scale is None and not cap:
-            condition, a, b = node.args
-            inside.append(node)
-            if number(b) is not None:
-                masks.append(("keep", condition, number(b)))
-                node = a
-            elif number(a) is not None:
-                masks.append(("drop", condition, number(a)))
-                node = b
-            else:
-                return None
-        else:
-            return None
-    return None
-
-
-def _capped(node: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
-    """Match ``tanh(x / cap) * cap``; return x, the cap and the nodes passed."""
-    outer = scaled(node)
-    if outer is None or not is_call(outer[0], aten.tanh.default) or outer[1] <= 0.0:
-        return None
-    inner = scaled(outer[0].args[0])
-    if inner is None or not math.isclose(inner[1] * outer[1], 1.0, rel_tol=1e-6):
-        return None
-    return inner[0], outer[1], [node, outer[0], outer[0].args[0]]  # type: ignore[list-item]
-
-
-def _plain(node: Any) -> Any:
-    """Step over conversions and over views to another shape and back, which in-place ops on views leave behind."""
-    while True:
-        node, before = uncast(node), node
-        if is_call(node, *VIEWS) and is_call(node.args[0], *VIEWS):
-            inner = node.args[0].args[0]
-            if same(shape_of(inner), shape_of(node)):
-                node = inner
-        if node is before:
-            return node
-
-
-def _leads_to_product(node: Any) -> bool:
-    for _ in range(8):
-        node = _plain(node)
-        if is_call(node, *VIEWS) and is_call(node.args[0], aten.bmm.default):
-            return True
-        part = scaled(node)
-        if part is not None:
-            node = part[0]
-        elif is_call(node, aten.tanh.default):
-            node = node.args[0]
-        elif is_call(node, aten.where.self):
-            node = node.args[1] if number(node.args[2]) is not None else node.args[2]
-        elif binary(node, aten.add.Tensor) is not None:
-            return any(_leads_to_product(x) for x in node.args)
-        else:
-            return False
-    return False

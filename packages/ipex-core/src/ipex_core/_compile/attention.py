@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from ipex_core._choice import prefer_ipex_attention
+from ipex_core._compile._attention_scores import VIEWS, sum_masks
 from ipex_core._compile._graph import (
-    CASTS,
     FLOATS,
     Context,
     describe,
@@ -28,7 +28,7 @@ from ipex_core._compile._graph import (
     shape_of,
     val,
 )
-from ipex_core._compile._spelled_attention import VIEWS, Match, spelled
+from ipex_core._compile._spelled_attention import Match, spelled
 
 __all__ = ["fuse_attention"]
 
@@ -36,8 +36,6 @@ aten = torch.ops.aten
 ipex = torch.ops.ipex
 
 _OP = "ipex::attention"
-#: What hides a score that it is added to: so much that nothing is left of the score.
-_HIDES = -1e30
 
 
 def fuse_attention(ctx: Context) -> None:
@@ -153,62 +151,64 @@ def _replace_spelled(ctx: Context, match: Match) -> None:
     groups = None
     if not match.transpose:
         groups = _grouped(match.k, match.v)
-    query, root = val(match.q), match.root
+    query, root, scores = val(match.q), match.root, match.scores
     if query is None:
         return
-    scores = match.scores
     if not 0.0 < scores.scale < math.inf:
         ctx.reject("attention", root, _OP, f"the scale is {scores.scale}")
         return
     made: list[fx.Node] = []
-    key, value = groups or (match.k, match.v)
+    q, (key, value) = match.q, groups or (match.k, match.v)
     if match.transpose:
         key = ctx.call(root, aten.permute.default, (key, [0, 1, 3, 2]))
         made.append(key)
-    mask = _mask(ctx, match, query.dtype, made)
-    reason = mask if isinstance(mask, str) else _reason(ctx, match.q, key, value, mask)
+    if scores.per_head is not None:
+        q = ctx.call(root, aten.mul.Tensor, (q, scores.per_head))
+        made.append(q)
+    value, cut = _padded(ctx, root, key, value, made)
+    mask = sum_masks(ctx, root, scores, query.dtype, match.safe, made)
+    reason = mask if isinstance(mask, str) else _reason(ctx, q, key, value, mask)
     if reason is not None:
         ctx.reject("attention", root, _OP, reason)
     else:
-        args = (match.q, key, value, mask, scores.scale)
-        text = "matmul, softmax, matmul" + (", mask" if scores.masks else "")
-        text += (", shared heads" if groups else "") + (", softcap" if scores.cap else "")
-        kwargs = {"softcap": scores.cap} if scores.cap else {}
-        ctx.replace("attention", root, match.interior, ipex.attention.default, args, text, kwargs)
-    ctx.drop(made)
+        options: dict[str, Any] = {"softcap": scores.cap} if scores.cap else {}
+        if scores.sinks is not None:
+            options["sinks"] = ctx.call(root, aten.reshape.default, (scores.sinks, [-1]))
+            made.append(options["sinks"])
+        given = {
+            "mask": scores.masks,
+            "shared heads": groups,
+            "softcap": scores.cap,
+            "scales of heads": scores.per_head,
+            "sinks": scores.sinks,
+            "smaller values": cut,
+        }
+        text = ", ".join(["matmul, softmax, matmul", *(k for k, v in given.items() if v)])
+        ctx.replace(
+            "attention",
+            root,
+            match.interior,
+            ipex.attention.default,
+            (q, key, value, mask, scores.scale),
+            text,
+            options,
+            cut=cut,
+        )
+    ctx.drop([*match.operands, *made])
 
 
-def _mask(
-    ctx: Context, match: Match, dtype: torch.dtype, made: list[fx.Node]
-) -> fx.Node | str | None:
-    """Return all masks as one that is added to the scores, or why that cannot be.
+def _padded(
+    ctx: Context, root: fx.Node, key: fx.Node, value: fx.Node, made: list[fx.Node]
+) -> tuple[fx.Node, int | None]:
+    """Give values the size of keys where they are a little smaller, as in latent attention (DeepSeek).
 
-    ``where(mask, scores, -1e4)`` becomes an addition of 0 and `_HIDES`: the scores vanish beside it, also in a row that
-    has no others.
+    Zeros cost some of the second product; the stock ops make the scores as a whole. Returns the size to cut to.
     """
-    total: fx.Node | None = None
-    for kind, mask, fill in reversed(match.scores.masks):
-        if val(mask) is None:
-            return f"{mask} is no mask"
-        if kind == "add":
-            new = mask if total is None else ctx.call(match.root, aten.add.Tensor, (total, mask))
-        elif fill > -1e4:
-            return f"the scores do not vanish beside {fill:g}"
-        else:
-            # float16 does not hold the number.
-            held = {"dtype": torch.float32 if dtype == torch.float16 else dtype}
-            low = max(min(fill, _HIDES), torch.finfo(held["dtype"]).min)
-            if match.safe and fill == -math.inf:
-                low = fill
-            hidden = ctx.call(match.root, aten.full.default, ([], low), held)
-            if total is None:
-                seen = ctx.call(match.root, aten.full.default, ([], 0.0), held)
-            else:
-                seen = ctx.call(match.root, CASTS[0], (total, held["dtype"]))
-            pair = (seen, hidden) if kind == "keep" else (hidden, seen)
-            new = ctx.call(match.root, aten.where.self, (mask, *pair))
-            made += [hidden, seen]
-        if new is not mask:
-            made.append(new)
-        total = new
-    return total
+    wanted, given = shape_of(key), shape_of(value)
+    if wanted is None or given is None or len(wanted) != 4 or len(given) != 4:
+        return value, None
+    size, own = wanted[3], given[3]
+    if not isinstance(size, int) or not isinstance(own, int) or not size // 2 <= own < size:
+        return value, None
+    made.append(ctx.call(root, aten.constant_pad_nd.default, (value, [0, size - own])))
+    return made[-1], own
