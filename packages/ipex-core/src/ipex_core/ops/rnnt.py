@@ -123,7 +123,7 @@ def _rnnt_update(
         )
     rows = torch.arange(batch, device=k.device)
     count = torch.where(blank, 0, symbols_added) + stored
-    full = count >= max_symbols
+    full = count.long() >= max_symbols  # which may be beyond int32
     label_col += stored
     label_tensor[rows[stored], label_col[stored].long()] = k[stored]
     label_to_put.copy_(torch.where(stored, k - sos, 0))
@@ -274,6 +274,9 @@ def _update_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for batch, frames in ((1, 1), (3, 5), (8, 4), (33, 9)):
         yield Sample(_update_sample(dtype, batch, frames, batch), id=f"{batch}x{frames}")
     yield Sample(_update_sample(dtype, 6, 4, 72, True), id="all_end")
+    # More symbols than int32, in which they are counted, has numbers.
+    *args, _, blank = _update_sample(dtype, 5, 4, 74)
+    yield Sample((*args, 2**31, blank), id="no_limit")
     args = list(_update_sample(dtype, 6, 4, 73))
     args[15] = args[15].contiguous()
     args[9] = args[9].t().contiguous().t()
