@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
-from transformers import DynamicCache
 
 from . import workloads
 from .task import Task
@@ -18,24 +16,32 @@ __all__ = ["Step", "arrays", "load"]
 Tensor = torch.Tensor
 
 
-class Past(DynamicCache):
-    """A cache that begins with the tensors of a graph's inputs."""
+def past(tensors: tuple[Tensor, ...]) -> Any:
+    """Return a cache that begins with the tensors of a graph's inputs; ``tensors`` of it are what it holds."""
+    from transformers import DynamicCache
 
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        super().__init__()
-        self.tensors = list(tensors)
+    class Past(DynamicCache):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tensors = list(tensors)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append, and return all keys and values of a layer."""
-        first = 2 * layer_idx
-        both = (
-            torch.cat((self.tensors[first], key_states), 2),
-            torch.cat((self.tensors[first + 1], value_states), 2),
-        )
-        self.tensors[first : first + 2] = both
-        return both
+        def update(
+            self,
+            key_states: Tensor,
+            value_states: Tensor,
+            layer_idx: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> tuple[Tensor, Tensor]:
+            first = 2 * layer_idx
+            both = (
+                torch.cat((self.tensors[first], key_states), 2),
+                torch.cat((self.tensors[first + 1], value_states), 2),
+            )
+            self.tensors[first : first + 2] = both
+            return both
+
+    return Past()
 
 
 class Step(nn.Module):
@@ -62,11 +68,11 @@ class Step(nn.Module):
         ]
         self.output_names = ["logits", *(name.replace("past", "new") for name in self.past_names)]
 
-    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor, *past: Tensor) -> Any:
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor, *before: Tensor) -> Any:
         """Return the logits of the last token and the cache."""
         if self.reorder:
-            past = tuple(x.index_select(0, past[0]) for x in past[1:])
-        cache = Past(past)
+            before = tuple(x.index_select(0, before[0]) for x in before[1:])
+        cache = past(before)
         hidden = self.model.model(
             input_ids=ids,
             position_ids=positions,
@@ -78,11 +84,11 @@ class Step(nn.Module):
 
     def example(self) -> tuple[Tensor, ...]:
         """Return inputs to trace it with: two tokens after three."""
-        feed = arrays(numpy.zeros((1, 2), numpy.int64), 3)
+        feed = arrays(torch.zeros(1, 2, dtype=torch.int64).numpy(), 3)
         order = [torch.zeros(1, dtype=torch.int32)] if self.reorder else []
         batch, heads, _, width = self.cache_shape
-        past = [torch.zeros(batch, heads, 3, width) for _ in self.past_names]
-        return (*(torch.from_numpy(x) for x in feed.values()), *order, *past)
+        before = [torch.zeros(batch, heads, 3, width) for _ in self.past_names]
+        return (*(torch.from_numpy(x) for x in feed.values()), *order, *before)
 
 
 def load(task: Task) -> Any:
@@ -92,6 +98,8 @@ def load(task: Task) -> Any:
 
 def arrays(ids: Any, place: int) -> dict[str, Any]:
     """Return the inputs of a step that is not the cache: of ``ids`` [1, tokens] after ``place`` tokens."""
+    import numpy
+
     positions = numpy.arange(place, place + ids.shape[1])
     hidden = numpy.arange(place + ids.shape[1]) > positions[:, None]
     mask = numpy.where(hidden, numpy.finfo(numpy.float32).min, numpy.float32(0))
