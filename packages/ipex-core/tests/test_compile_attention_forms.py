@@ -9,9 +9,11 @@ import math
 import pytest
 import torch
 from compile_checks import DTYPES, attention_inputs, fired, fuse, reasons
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from ipex_core._compile._graph import number
 from ipex_core._compile._passes import run_passes
 from ipex_core._compile._report import GraphReport
 
@@ -179,6 +181,15 @@ def test_what_resembles_them():
     fuse(mixed_heads, *inputs)
     fuse(partial(with_sinks, shape=(1, 1, 6, 1)), *inputs)
     fuse(partial(with_sinks, shape=(2, 4, 1, 1)), *inputs)
+
+
+def test_a_scale_that_is_no_number():
+    owner = nn.Module()
+    owner.register_buffer("scale", torch.tensor(-4.0))
+    graph = fx.Graph(owning_module=owner)
+    root = graph.call_function(torch.ops.aten.sqrt.default, (graph.get_attr("scale"),))
+    root.meta["val"] = torch.empty(())
+    assert math.isnan(number(root))
 
 
 def test_operands_that_others_use_too():

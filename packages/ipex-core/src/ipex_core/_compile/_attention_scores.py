@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -177,7 +178,10 @@ def _same_for_all_keys(node: fx.Node, inner: Any, factor: Any) -> bool:
         return False
     if not _leads_to_product(inner) or not same(shape_of(inner), whole):
         return False
-    return same(shape[-1:], (1,)) and val(factor).dtype == val(inner).dtype  # type: ignore[union-attr]
+    left, right = val(factor), val(inner)
+    if left is None or right is None or left.dtype != right.dtype:
+        return False
+    return same(shape[-1:], (1,))
 
 
 def _over_shift(node: Any, inside: list[fx.Node]) -> Any:
@@ -227,10 +231,11 @@ def _capped(node: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
     outer = scaled(node)
     if outer is None or not is_call(outer[0], aten.tanh.default) or outer[1] <= 0.0:
         return None
-    inner = scaled(outer[0].args[0])
+    divided: Any = outer[0].args[0]
+    inner = scaled(divided)
     if inner is None or not math.isclose(inner[1] * outer[1], 1.0, rel_tol=1e-6):
         return None
-    return inner[0], outer[1], [node, outer[0], outer[0].args[0]]  # type: ignore[list-item]
+    return inner[0], outer[1], [node, outer[0], divided]
 
 
 def _leads_to_product(node: Any, depth: int = 12) -> bool:
@@ -292,15 +297,15 @@ def sum_masks(
     return total
 
 
-def _spread(call: Any, mask: Mask, whole: tuple[Any, ...]) -> fx.Node | None:
+def _spread(call: Callable[..., fx.Node], mask: Mask, whole: tuple[Any, ...]) -> fx.Node | None:
     """Return a mask of scores of another shape as one of scores ``[B, H, Sq, Sk]``."""
     shape, level = shape_of(mask.value), shape_of(mask.level)
-    value: Any = mask.value
+    value: fx.Node = mask.value
     if shape is None or level is None:
         return None
     given: tuple[Any, ...] = shape
     if len(level) == 4 or len(shape) <= 2:
-        return value  # type: ignore[no-any-return]
+        return value
 
     def sizes(first: int) -> list[Any]:
         return [
@@ -310,19 +315,19 @@ def _spread(call: Any, mask: Mask, whole: tuple[Any, ...]) -> fx.Node | None:
 
     if len(level) == 3:
         if same(shape[:1], (1,)):
-            return call(aten.unsqueeze.default, value, 0)  # type: ignore[no-any-return]
+            return call(aten.unsqueeze.default, value, 0)
         if not isinstance(whole[1], int) or not same(shape[:1], level[:1]):
             return None
-        return call(aten.reshape.default, value, [-1, whole[1], *sizes(1)])  # type: ignore[no-any-return]
+        return call(aten.reshape.default, value, [-1, whole[1], *sizes(1)])
     if len(shape) == 3:
-        return value  # type: ignore[no-any-return]
+        return value
     if len(shape) == 4:
         value, given = call(aten.unsqueeze.default, value, 0), (1, *shape)
     groups = level[0] if isinstance(level[0], int) else _written(mask.level)
     if not isinstance(groups, (int, fx.Node)) or not isinstance(level[1], int):
         return None
     value = call(aten.expand.default, value, [groups, level[1], -1, -1, -1])
-    return call(aten.reshape.default, value, [-1, *sizes(2)])  # type: ignore[no-any-return]
+    return call(aten.reshape.default, value, [-1, *sizes(2)])
 
 
 def _written(level: Any) -> Any:

@@ -52,7 +52,7 @@ _FULL = (aten.full.default, aten.scalar_tensor.default)
 _OF_CONSTANTS: Mapping[Any, Callable[..., float]] = {
     aten.lift_fresh_copy.default: lambda x: x,
     aten.mul.Tensor: operator.mul,
-    aten.sqrt.default: math.sqrt,
+    aten.sqrt.default: lambda x: math.sqrt(x) if x >= 0 else math.nan,
 }
 
 #: Ops that make a constant of constants: layout and dtype changes of a weight.
