@@ -65,7 +65,6 @@ def plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | 
     assert step is not None
     calls = Calls()
     written: list[torch.Tensor] = []
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             grad = param.grad
@@ -83,12 +82,13 @@ def plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | 
             if param.dtype == torch.float32:
                 calls.add(step(group, state, param, grad, None))
             else:
-                wide = param.float()
-                copies.append((param, wide))
-                calls.add(step(group, state, wide, grad.float(), None))
+                # At once: float32 copies of all parameters would take twice their memory.
+                wide, alone = param.float(), Calls()
+                alone.add(step(group, state, wide, grad.float(), None))
+                with below_autograd():
+                    alone.run()
+                    param.copy_(wide)
     with below_autograd():
         calls.run()
-        for param, wide in copies:
-            param.copy_(wide)
     increment_version(written)
     return loss

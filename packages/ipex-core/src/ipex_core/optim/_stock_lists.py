@@ -20,6 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 __all__ = ["laid_out_alike", "stock_step"]
 
 Tensor = torch.Tensor
+_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 #: What the fused op of a group gets: a list for each of its arguments that is one.
 _Lists = list[list[Tensor]]
 
@@ -78,7 +79,7 @@ def _lists(states: Any, group: dict[str, Any], kind: type[Optimizer]) -> _Lists 
         if grad.dtype is not dtype or grad.layout is not torch.strided:
             return None
         contiguous = p.is_contiguous()
-        if not contiguous and not _is_dense(p):
+        if not contiguous and not _dense(p):
             return None
         if not (grad.is_contiguous() if contiguous else grad.stride() == p.stride()):
             grad = _like(p, grad)
@@ -102,10 +103,6 @@ def _lists(states: Any, group: dict[str, Any], kind: type[Optimizer]) -> _Lists 
     return [params, grads, *others]
 
 
-def _is_dense(p: Tensor) -> bool:
-    return torch.empty_like(p).stride() == p.stride()
-
-
 def _like(p: Tensor, value: Tensor) -> Tensor:
     return torch.empty_like(p).copy_(value)
 
@@ -117,7 +114,7 @@ def laid_out_alike(p: Tensor, state: dict[str, Any]) -> bool:
         others.append(p.grad)
     if p.is_contiguous():
         return all(v.is_contiguous() for v in others)
-    return _is_dense(p) and all(v.stride() == p.stride() for v in others)
+    return _dense(p) and all(v.stride() == p.stride() for v in others)
 
 
 def _states(group: dict[str, Any], kind: type[Optimizer]) -> tuple[str, ...]:
