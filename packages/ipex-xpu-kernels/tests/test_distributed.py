@@ -27,12 +27,19 @@ def start(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/start", rank=rank, world_size=ranks
     )
+    dist.barrier()  # one that ends early is not to end before the others are connected
+
+
+def leave() -> None:
+    """Leave the group once all processes are in it: another one may still be connecting to this one."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def backends(rank: int, ranks: int, folder: str) -> list[Any]:
     """All names of back ends that users write."""
     start(rank, ranks, folder)
-    dist.destroy_process_group()
+    leave()
     found: list[Any] = []
     for name in ("gloo", "xpu_gloo", None, "cpu:gloo,xpu:xpu_gloo", "xpu:gloo"):
         dist.init_process_group(
@@ -40,9 +47,8 @@ def backends(rank: int, ranks: int, folder: str) -> list[Any]:
         )
         x = torch.full((3,), float(rank + 1), device="xpu")
         dist.all_reduce(x)
-        dist.barrier()
         found.append(x.tolist())
-        dist.destroy_process_group()
+        leave()
     try:
         dist.init_process_group(
             "xccl", init_method=f"file://{folder}/x", rank=rank, world_size=ranks

@@ -91,6 +91,7 @@ def _work(
     args: tuple[Any, ...],
 ) -> None:
     import torch
+    import torch.distributed as dist
 
     from ipex_core.distributed import init_process_group
 
@@ -98,6 +99,8 @@ def _work(
     try:
         wait = datetime.timedelta(seconds=timeout)
         init_process_group("gloo", meeting, wait, ranks, rank)
+        # One that returns at once, or leaves the group, is not to be gone while others still connect to it.
+        dist.barrier()
         result = _find(*address)(rank, ranks, *args)
     except Exception as error:
         traceback.print_exc()
