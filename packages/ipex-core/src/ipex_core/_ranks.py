@@ -15,6 +15,9 @@ from typing import Any
 
 __all__ = ["run_ranks"]
 
+#: How long processes may take to be ready to form a group.
+_START = datetime.timedelta(seconds=60)
+
 
 def run_ranks(
     function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0
@@ -26,7 +29,8 @@ def run_ranks(
             be pickled and is no tensor.
         ranks: Number of processes.
         args: Further arguments.
-        timeout: Of the group, in seconds; processes that still run 30 s later are killed.
+        timeout: Of the group, in seconds, once all processes have been started (for which a minute is given);
+            processes that still run 30 s after both are killed.
 
     Returns:
         For each rank what the function returned; the text of the exception that it raised, as
@@ -37,18 +41,17 @@ def run_ranks(
     context = torch.multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as directory:
-        meeting = f"file://{directory}/meeting"
         workers = [
             context.Process(
                 target=_work,
-                args=(_address(function), rank, ranks, meeting, timeout, results, args),
+                args=(_address(function), rank, ranks, directory, timeout, results, args),
             )
             for rank in range(ranks)
         ]
         for worker in workers:
             worker.start()
         found: dict[int, Any] = {}
-        end = time.monotonic() + timeout + 30
+        end = time.monotonic() + _START.total_seconds() + timeout + 30
         while True:
             running = any(worker.is_alive() for worker in workers)
             while not results.empty():
@@ -85,7 +88,7 @@ def _work(
     address: tuple[str, str, str],
     rank: int,
     ranks: int,
-    meeting: str,
+    directory: str,
     timeout: float,
     results: Any,
     args: tuple[Any, ...],
@@ -97,11 +100,16 @@ def _work(
 
     torch.set_num_threads(1)
     try:
+        function = _find(*address)
+        # Imports take seconds on a busy machine, more than some groups wait.
+        ready = dist.FileStore(f"{directory}/ready", ranks)  # type: ignore[attr-defined]
+        ready.set(str(rank), "")
+        ready.wait([str(other) for other in range(ranks)], _START)
         wait = datetime.timedelta(seconds=timeout)
-        init_process_group("gloo", meeting, wait, ranks, rank)
+        init_process_group("gloo", f"file://{directory}/meeting", wait, ranks, rank)
         # One that returns at once, or leaves the group, is not to be gone while others still connect to it.
         dist.barrier()
-        result = _find(*address)(rank, ranks, *args)
+        result = function(rank, ranks, *args)
     except Exception as error:
         traceback.print_exc()
         result = f"{type(error).__name__}: {error}"
