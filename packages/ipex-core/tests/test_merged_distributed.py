@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ipex_core.nn.merged_embedding import (
     DistMergeEmbeddingBagWithAdaGrad,
+    EmbeddingSpec,
     MergedEmbeddingBagWithAdaGrad,
     _exchange,
 )
@@ -151,6 +154,10 @@ def wrong(rank, ranks):
     message(lambda: merged(*lookups(rank, 4)))
     turned = [index.flip(0) if rank else index for index in indices]  # the same numbers
     message(lambda: merged(turned, offsets))
+    message(lambda: merged([index.float() for index in indices], offsets))
+    message(lambda: merged([index[None] for index in indices], offsets))
+    # Wrong on one rank: the other one is told, and both are in step afterwards.
+    message(lambda: merged([0 * indices[0] - rank, *indices[1:]], offsets))
     merged(indices, offsets)  # the group still works
     return found
 
@@ -165,9 +172,78 @@ def test_wrong_arguments():
             "AssertionError: DistMergeEmbeddingBagWithAdaGrad: pooling_mode must be 'sum'",
             "ValueError: DistMergeEmbeddingBagWithAdaGrad: lr must be a finite number",
             *[f"must be the same on all ranks, got others on rank {1 - rank}"] * 2,
+            "indices[0] must be 1-D, int32 or int64, got 1-D, float32",
+            "indices[0] must be 1-D, int32 or int64, got 2-D, int64",
+            ("must be the same on all ranks, got others on rank 1", "got -1")[rank],
         )
         for text, message in zip(texts, found, strict=True):
             assert text in message, (text, message)
+
+
+def in_part_of_the_ranks(rank, ranks):
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return [True] * 4
+    specs = [
+        EmbeddingSpec(n, DIM, "sum", torch.float32, table.weight, False, False)
+        for n, table in zip(ROWS, tables(), strict=True)
+    ]
+    whole = MergedEmbeddingBagWithAdaGrad.from_embeddingbag_list(tables())
+    merged = DistMergeEmbeddingBagWithAdaGrad(specs, group=group)
+    other = copy.deepcopy(merged)
+    want = torch.stack(whole(*lookups(0, 5)), 1).tensor_split(2)[rank - 1]
+    found = [torch.allclose(module(*lookups(0, 5)), want) for module in (merged, other)]
+    loss_of(other(*lookups(0, 5))).backward()
+    found.append(torch.equal(merged.gathered_state_dict()["weights.0"], tables()[0].weight))
+    return [*found, not torch.equal(other.weights[0], merged.weights[0])]
+
+
+def test_a_copy_stays_in_its_group():
+    for result in run_ranks(in_part_of_the_ranks, 3):
+        assert result == [True] * 4, result
+
+
+class Net(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        # As many rows on each rank: uneven ones are refused by the wrapper itself.
+        even = [torch.nn.EmbeddingBag(n + n % 2, DIM, mode="sum") for n in ROWS]
+        self.tables = kind.from_embeddingbag_list(even)
+        self.linear = torch.nn.Linear(DIM, 1)
+
+    def forward(self, indices, offsets):
+        bags = self.tables(indices, offsets)
+        return self.linear(bags if isinstance(bags, torch.Tensor) else torch.stack(bags, 1))
+
+
+def inside_ddp(rank, ranks):
+    parallel, found = torch.nn.parallel.DistributedDataParallel, []
+    for kind in (DistMergeEmbeddingBagWithAdaGrad, MergedEmbeddingBagWithAdaGrad):
+        net = Net(kind)
+        names = [name for name, _ in net.named_parameters() if name.startswith("tables.")]
+        before = [weight.detach().clone() for weight in net.tables.weights]
+        parallel._set_params_and_buffers_to_ignore_for_model(net, names)
+        whole = parallel(net)
+        found.append(all(map(torch.equal, before, net.tables.weights)))
+        for step in range(2):
+            whole(*lookups(step, 6)).square().sum().backward()
+        found.append(not any(map(torch.equal, before, net.tables.weights)))
+        parallel._set_params_and_buffers_to_ignore_for_model(net, [])
+        try:
+            parallel(net)(*lookups(0, 6))
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_tables_in_ddp_are_refused_unless_it_ignores_them():
+    for found in run_ranks(inside_ddp, 2):
+        assert found[:2] == [True, True], found
+        assert "DistMergeEmbeddingBagWithAdaGrad: tables must not be parameters of" in found[2]
+        assert "all ranks got the rows of rank 0" in found[2]
+        assert found[3:5] == [True, True], found
+        assert "each rank would update its own" in found[5]
 
 
 def one_dies(rank, ranks):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -36,6 +37,14 @@ class _Plan(NamedTuple):
     bounds: list[int]  # rank r gets the bags [bounds[r], bounds[r + 1])
     sent: list[Tensor]  # for each rank: which of its bags [T * its bags] have a part here
     received: list[Tensor]  # for each rank: which of own bags have a part there
+
+
+def _checksum(lookups: Lookups) -> int:
+    total = 0
+    for value in (*lookups.indices, *lookups.offsets):
+        places = torch.arange(1, value.shape[0] + 1)
+        total = (31 * total + int((value.long() * places).sum())) % (1 << 62)
+    return total
 
 
 class _DistBags(torch.autograd.Function):
@@ -133,9 +142,19 @@ class DistMergeEmbeddingBagWithAdaGrad(MergedEmbeddingBagWithAdaGrad):
 
         Raises:
             RuntimeError: An argument does not fit, an index is not in its table, or offsets decrease; lookups differ
-                between ranks; or a rank is gone or did not come within the timeout of the group.
+                between ranks; a rank is gone or did not come within the timeout of the group; or
+                `DistributedDataParallel` holds the tables.
         """
-        plan = self._plan(self._lookups(indices, offset, None))
+        self._check_apart("all ranks got the rows of rank 0")
+        try:
+            lookups = self._lookups(indices, offset, None)
+            plan = self._plan(lookups)
+        except (RuntimeError, TypeError):
+            # The others wait for what this rank would send.
+            with contextlib.suppress(RuntimeError):
+                self._compare(-1, -1)
+            raise
+        self._compare(plan.bounds[-1], _checksum(lookups))
         weights = list(self.weights)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
             check_recorded(type(self).__name__)
@@ -225,11 +244,15 @@ class DistMergeEmbeddingBagWithAdaGrad(MergedEmbeddingBagWithAdaGrad):
         ]
         a, b = bounds[self.rank : self.rank + 2]
         received = [parts[r, :, a:b].reshape(-1).nonzero()[:, 0] for r in range(ranks)]
-        self._compare(lookups, batch)
         return _Plan(Lookups(indices, offsets, [], "sum", True), bounds, sent, received)
 
     def _ends(self, table: int, index: Tensor, offset: Tensor) -> Tensor:
         """Return where the bags of a table begin and end, after checking all numbers."""
+        for name, value in ((f"indices[{table}]", index), (f"offset[{table}]", offset)):
+            if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
+                raise RuntimeError(
+                    f"{_NAME}: {name} must be 1-D, int32 or int64, got {value.dim()}-D, {str(value.dtype)[6:]}"
+                )
         ends = offset.long()
         if not self.include_last_offset:
             ends = torch.cat([ends, ends.new_tensor([index.shape[0]])])
@@ -251,12 +274,8 @@ class DistMergeEmbeddingBagWithAdaGrad(MergedEmbeddingBagWithAdaGrad):
             )
         return ends
 
-    def _compare(self, lookups: Lookups, batch: int) -> None:
+    def _compare(self, batch: int, total: int) -> None:
         """Check that all ranks look up the same: sizes of exchanges depend on it."""
-        total = 0
-        for value in (*lookups.indices, *lookups.offsets):
-            places = torch.arange(1, value.shape[0] + 1)
-            total = (31 * total + int((value.long() * places).sum())) % (1 << 62)
         own = torch.tensor([[batch, total]] * self.world_size)
         one = [1] * self.world_size
         with self._named("forward"):
@@ -307,5 +326,11 @@ class DistMergeEmbeddingBagWithAdaGrad(MergedEmbeddingBagWithAdaGrad):
         self._backward(list(grads.unbind(0)), weights, plan.lookups, wanted)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Groups cannot be copied; the default one stands in.
+        # Groups cannot be saved; the default one stands in.
         return {**self.__dict__, "group": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        result = memo[id(self)] = type(self).__new__(type(self))
+        result.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        result.group = self.group
+        return result

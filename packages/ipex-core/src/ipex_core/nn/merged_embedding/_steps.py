@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ipex_core.nn.merged_embedding._memory import gather, on_huge_pages
@@ -90,8 +91,28 @@ class _Updated(MergedEmbeddingBag):
         offsets: Sequence[Tensor],
         per_sample_weights: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the bags of each table, as `MergedEmbeddingBag` does."""
+        """Return the bags of each table, as `MergedEmbeddingBag` does.
+
+        Raises:
+            RuntimeError: As there, or `DistributedDataParallel` holds the tables of more than one rank.
+        """
+        if torch.is_grad_enabled():
+            self._check_apart("each rank would update its own")
         return self._bags(indices, offsets, per_sample_weights)
+
+    def _check_apart(self, reason: str) -> None:
+        """Raise where the module runs inside `DistributedDataParallel`, which takes the tables for its own."""
+        if not dist.is_available() or torch.compiler.is_compiling():
+            return
+        outer = nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        if outer is None or outer.process_group.size() == 1:
+            return
+        held = {id(parameter) for parameter in outer._module_parameters}
+        if any(id(weight) in held for weight in self.weights):
+            raise RuntimeError(
+                f"{type(self).__name__}: tables must not be parameters of DistributedDataParallel, where {reason}: wrap"
+                " the rest of the model, or name the tables in its _set_params_and_buffers_to_ignore_for_model before"
+            )
 
     def _state(self) -> Any:
         return getattr(self, self._ARGS)
