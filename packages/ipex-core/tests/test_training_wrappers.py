@@ -172,6 +172,67 @@ def test_fully_sharded() -> None:
         assert result == ["ok"] * 6, result
 
 
+def fsdp_after(rank: int, ranks: int) -> list[str]:
+    """`optimize` first, then FSDP, which puts other parameters in the place of the optimizer's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    found = []
+    for name in ("sgd", "adamw", "lamb"):
+        stock = net()
+        other = MAKE[name](stock.parameters())
+        model, optimizer = prepared(name, None)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        slower = torch.optim.lr_scheduler.StepLR(other, 2)
+        for layer in (model[0], model[3], model):
+            fully_shard(layer, mesh=mesh)
+        for step in range(4):
+            x, y = data(step)
+            optimizer.zero_grad()
+            loss_of(model, x.chunk(ranks)[rank], y.chunk(ranks)[rank]).backward()
+            optimizer.step()
+            other.zero_grad()
+            loss_of(stock, x, y).backward()
+            other.step()
+            schedule.step()
+            slower.step()
+        worst = max(
+            float((a.full_tensor() - b).abs().max())
+            for a, b in zip(model.parameters(), stock.parameters(), strict=True)
+        )
+        found.append("ok" if worst < 1e-5 else f"{name}: {worst}")
+
+    def message(call: Any) -> None:
+        try:
+            call()
+        except (RuntimeError, NotImplementedError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("no error")
+
+    cpu = torch.device("cpu")
+    model, optimizer = prepared("sgd", torch.bfloat16)
+    for index in (0, 3, 5):
+        fully_shard(model[index], mesh=mesh)
+    message(lambda: steps(model, optimizer, range(1), torch.bfloat16))
+    model, optimizer = prepared("sgd", None)
+    whole = FullyShardedDataParallel(model, device_id=cpu)
+    message(lambda: steps(whole, optimizer, range(1)))
+    whole = FullyShardedDataParallel(net(), device_id=cpu, use_orig_params=True)
+    other = MAKE["sgd"](whole.parameters())
+    message(lambda: optimize(whole, optimizer=other, dtype=torch.bfloat16, inplace=True))
+    return found
+
+
+def test_fully_sharded_after_optimize() -> None:
+    for result in run_ranks(fsdp_after, 2):
+        assert result[:3] == ["ok"] * 3, result
+        for text in result[3:5]:
+            assert "RuntimeError: optimize: parameters must not be replaced by FSDP" in text, result
+        assert "NotImplementedError: optimize: dtype must be None" in result[5], result
+
+
 def scaled_in_float16(rank: int, ranks: int) -> str:
     """Gradients are scaled, summed over ranks, unscaled, clipped; too large a scale is found and lowered."""
     model, optimizer = prepared("sgd", torch.float16)

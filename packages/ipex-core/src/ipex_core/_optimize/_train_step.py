@@ -6,16 +6,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ipex_core._optimize._masters import Masters
 from ipex_core.optim._plain import below_autograd, plain_step
-from ipex_core.optim._spread import any_spread
+from ipex_core.optim._spread import any_spread, is_spread
 from ipex_core.optim._steps import Calls, step_of
 from ipex_core.optim._stock_lists import laid_out_alike, stock_step
 
@@ -36,7 +38,8 @@ class OptimizerMixin(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As torch does: no hooks, and no step that a scheduler has wrapped, which is that of this object.
-        state = {k: v for k, v in self.__dict__.items() if k != "step" and not k.endswith("_hooks")}
+        left = ("step", "_ipex_made_for")
+        state = {k: v for k, v in self.__dict__.items() if k not in left and k[-6:] != "_hooks"}
         return _rebuild, (type(self)._ipex_original,), state
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -66,6 +69,9 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
+    made_for = self.__dict__.pop("_ipex_made_for", None)
+    if made_for is not None:  # the first step
+        _follow(self, *made_for)
     before = getattr(self, "_ipex_before_step", None)  # of an optimizer of ours
     if before is not None:
         before()
@@ -123,6 +129,22 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     for _, p, _, master in low:
         master.done(p)
     return loss
+
+
+def _follow(optimizer: Any, model: Any, names: dict[nn.Parameter, str]) -> None:
+    """Let an optimizer have the parameters that FSDP has put in the place of its own, which get no gradients."""
+    now = {} if model() is None else dict(model().named_parameters(remove_duplicate=False))
+    parts = {old: now[name] for old, name in names.items() if is_spread(now.get(name, old))}
+    stale = [p for p in _parameters(optimizer) if p in parts and parts[p] is not p]
+    flat = any(name.rpartition(".")[2] == "_flat_param" for name in now)
+    if flat or any(p in optimizer._ipex_masters or optimizer.state.get(p) for p in stale):
+        raise RuntimeError(
+            "optimize: parameters must not be replaced by FSDP between optimize and the first step, where the optimizer"
+            " holds 16-bit weights, a loaded state or a FlatParameter's parts: wrap the model first, then make the"
+            " optimizer, then call optimize"
+        )
+    for group in optimizer.param_groups:
+        group["params"][:] = [parts.get(p, p) for p in group["params"]]
 
 
 @contextlib.contextmanager
@@ -186,12 +208,15 @@ def _subclass(kind: type[Optimizer]) -> type[Optimizer]:
     return _classes[kind]
 
 
-def adopt(optimizer: Any, masters: Masters, fuse: bool) -> None:
-    """Make an optimizer update parameters that have masters; in place."""
+def adopt(optimizer: Any, masters: Masters, fuse: bool, model: nn.Module | None = None) -> None:
+    """Make an optimizer update parameters of a model, some of which have masters; in place."""
     kind = type(optimizer)
     optimizer.__class__ = _subclass(getattr(kind, "_ipex_original", kind))
     optimizer._ipex_masters = masters
     optimizer._ipex_fuse = fuse
+    if model is not None:
+        names = {p: name for name, p in model.named_parameters()}
+        optimizer._ipex_made_for = weakref.ref(model), names
     if "step" in optimizer.__dict__:  # a scheduler has wrapped the former step
         del optimizer.__dict__["step"]
         step = type(optimizer).step

@@ -18,7 +18,7 @@ from ipex_core._optimize._saving import name_saved_dtype
 from ipex_core._optimize._train_step import adopt, needs_closure
 from ipex_core.nn._products import LEAST_ROWS, why_not
 from ipex_core.nn.training_linear import TrainingLinear
-from ipex_core.optim._spread import is_spread
+from ipex_core.optim._spread import is_spread, is_wrapped
 from ipex_core.optim._steps import step_of
 
 __all__ = ["train", "widen_input"]
@@ -55,10 +55,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Op
             raise NotImplementedError(
                 f"optimize: dtype must be None for {type(optimizer).__name__}, whose step calls the model, got {dtype}"
             )
-        if any(is_spread(p) for p in model.parameters()):
+        if any(is_spread(p) for p in model.parameters()) or any(map(is_wrapped, model.modules())):
             raise NotImplementedError(
-                f"optimize: dtype must be None for parameters that fully_shard spread over processes, got {dtype}: give"
-                " fully_shard a MixedPrecisionPolicy, which casts them, and keeps them in float32"
+                f"optimize: dtype must be None for parameters that FSDP spread over processes, got {dtype}: give"
+                " fully_shard a MixedPrecisionPolicy (FullyShardedDataParallel: a MixedPrecision), which casts them,"
+                " and keeps them in float32"
             )
         split = optimizer is None or _splits(optimizer, options, dtype)
         groups: list[Any] = (
@@ -78,7 +79,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Op
         for path, module in model.named_modules():
             _pack(path, module, masters, options.auto_kernel_selection, log)
     if optimizer is not None and not closes and (options.fuse_update_step or len(masters)):
-        adopt(optimizer, masters, options.fuse_update_step)
+        adopt(optimizer, masters, options.fuse_update_step, model)
     model.__dict__[KEY] = log
 
 

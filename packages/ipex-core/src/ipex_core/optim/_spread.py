@@ -14,7 +14,15 @@ import torch
 
 from ipex_core.ops._optimizer import with_momentum
 
-__all__ = ["adamw_step", "any_spread", "in_stock_operations", "is_spread", "lamb_step", "lars_step"]
+__all__ = [
+    "adamw_step",
+    "any_spread",
+    "in_stock_operations",
+    "is_spread",
+    "is_wrapped",
+    "lamb_step",
+    "lars_step",
+]
 
 Tensor = torch.Tensor
 
@@ -23,6 +31,12 @@ def is_spread(value: Tensor) -> bool:
     """Return whether a tensor is a part of one that several processes have."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def is_wrapped(module: torch.nn.Module) -> bool:
+    """Return whether a module is a `torch.distributed.fsdp.FullyShardedDataParallel`."""
+    known = sys.modules.get("torch.distributed.fsdp")
+    return known is not None and isinstance(module, known.FullyShardedDataParallel)
 
 
 def any_spread(values: Iterable[Tensor]) -> bool:

@@ -331,6 +331,6 @@ class DistMergeEmbeddingBagWithAdaGrad(MergedEmbeddingBagWithAdaGrad):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         result = memo[id(self)] = type(self).__new__(type(self))
-        result.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        result.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         result.group = self.group
         return result

@@ -104,7 +104,7 @@ class _Updated(MergedEmbeddingBag):
         """Raise where the module runs inside `DistributedDataParallel`, which takes the tables for its own."""
         if not dist.is_available() or torch.compiler.is_compiling():
             return
-        outer = nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        outer = nn.parallel.DistributedDataParallel._get_active_ddp_module()
         if outer is None or outer.process_group.size() == 1:
             return
         held = {id(parameter) for parameter in outer._module_parameters}
