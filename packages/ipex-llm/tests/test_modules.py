@@ -310,6 +310,10 @@ def test_copy_and_swap_blocks():
     M.PagedAttention.swap_blocks(kept, other, torch.tensor([[1, 0], [2, 4]]))
     assert torch.equal(other[0], kept[1]) and torch.equal(other[4], kept[2])
     assert torch.equal(other[1:4], second[1:4])
+    pairs = torch.tensor([[0, 1]])
+    M.PagedAttention.copy_blocks(key_cache=cache, value_cache=other, block_map=pairs)
+    M.PagedAttention.swap_blocks(src=cache, dst=other, block_map=pairs)
+    assert torch.equal(cache[1], cache[0]) and torch.equal(other[1], cache[0])
     with pytest.raises(
         OpArgumentError, match=r"copy_blocks: block_mapping must hold blocks in \[0, 5\)"
     ):
@@ -323,6 +327,19 @@ def test_varlen_and_indirect_access_modules():
     out, offsets = torch.empty_like(query), torch.tensor([0, 6])
     rest = (None, 6, 6, 0.0, 0.3, False, True, False, None)
     assert M.VarlenAttention()(query, key, value, out, offsets, offsets, *rest) is out
+    expected, out = out, torch.empty_like(query)
+    flash = M.VarlenAttention.apply_function_flash_varlen
+    first = (query, key, value, out, offsets, offsets, None)
+    last = (0.3, False, True, -1, -1, False, None)
+    flash(*first, None, None, 6, 6, 0.0, *last)
+    assert torch.equal(out, expected)
+    flash(
+        *(*first[:3], out.zero_(), *first[4:]),
+        **{"block_tables_": None, "alibi_slopes": None, "max_seqlen_q": 6, "max_seqlen_k": 6},
+        **{"p_dropout": 0.0, "softmax_scale": 0.3, "zero_tensors": False, "is_causal": True},
+        **{"window_size_left": -1, "window_size_right": -1, "return_softmax": False, "gen_": None},
+    )
+    assert torch.equal(out, expected)
     close(out, attend(query, key, value, 0.3))
     again = torch.empty_like(out)
     M.VarlenAttention.apply_function(query, key, value, again, offsets, offsets, *rest)

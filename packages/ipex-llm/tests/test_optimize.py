@@ -136,6 +136,7 @@ def test_layer_by_layer():
         ({"dtype": torch.int8}, ValueError, "dtype must be one of"),
         ({"dtype": "bf16"}, TypeError, "dtype must be a torch.dtype"),
         ({"device": "cuda"}, RuntimeError, "device must be 'cpu' or 'xpu'"),
+        ({"device": "gpu"}, RuntimeError, "device must be 'cpu' or 'xpu'"),
         ({"inplace": 1}, TypeError, "inplace must be"),
         ({"qconfig_summary_file": "x.json"}, NotImplementedError, "static quantisation"),
         ({"kv_cache_dtype": "int4"}, ValueError, "kv_cache_dtype must be"),

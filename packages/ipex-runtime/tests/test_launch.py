@@ -363,7 +363,6 @@ def test_the_launcher_itself_starts_without_torch():
 
 
 def test_every_option_is_in_the_documentation():
-    import argparse
 
     from ipex_runtime.launch.launch import init_parser
 
@@ -371,7 +370,7 @@ def test_every_option_is_in_the_documentation():
     if not page.exists():
         pytest.skip("no documentation beside the package")
     text = page.read_text(encoding="utf-8")
-    actions = init_parser(argparse.ArgumentParser())._actions
+    actions = init_parser()._actions
     options = {name for a in actions for name in a.option_strings if "_" not in name} - {
         "-h",
         "--help",

@@ -45,6 +45,10 @@ def test_vllm_experts() -> None:
     prepacked = ipex.llm.modules.GatedMLPMOE(w13, w2, use_prepack=True)
     result = prepacked(x, False, 2, logits, True)
     torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4)
+    bias = torch.linspace(-1, 1, logits.shape[1])
+    chosen = prepacked(x, False, 2, logits, True, None, None, None, "sigmoid", bias, "gelu")
+    on_xpu = prepacked(x, False, 2, logits, True, None, None, None, "sigmoid", "gelu", bias)
+    assert torch.equal(chosen, on_xpu)
     dtype = torch.float8_e4m3fn
     scales = [w.abs().amax((1, 2)) / torch.finfo(dtype).max for w in (w13, w2)]
     eight = [(w / s.view(-1, 1, 1)).to(dtype) for w, s in zip((w13, w2), scales, strict=True)]

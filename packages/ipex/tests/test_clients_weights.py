@@ -67,6 +67,11 @@ def test_gptq_clients(client: str) -> None:
     else:
         layer = make(*(qweight, scales, qzeros, 64, 16, None, bias, 32, g_idx, 0, 0))
     torch.testing.assert_close(layer(x), expected, rtol=0.05, atol=0.15)
+    with pytest.raises(ValueError, match="bias must be None for a layer that has one"):
+        layer(x, bias)
+    layer = make(qweight, scales, qzeros, 64, 16, None, None, 32, g_idx, quant_method=method)
+    for given in (layer(x, bias), layer(x, bias=bias), layer(x) + bias):
+        torch.testing.assert_close(given, expected, rtol=0.05, atol=0.15)
 
 
 @needs_llm
@@ -130,9 +135,18 @@ def test_neural_compressor(tmp_path: Path) -> None:
         with torch.no_grad():
             traced = torch.jit.freeze(torch.jit.trace(result, x, check_trace=False))
             torch.testing.assert_close(traced(x), mlp()(x), rtol=0.1, atol=0.1)
+    from intel_extension_for_pytorch.nn.utils._model_convert import replace_dropout_with_identity
+
+    plain = conv().eval()
+    replace_dropout_with_identity(plain)
+    assert type(plain[3]) is torch.nn.Identity
     fast = ipex.optimize(conv().eval(), replace_dropout_with_identity=True)
     image = torch.randn(1, 3, 8, 8)
-    torch.testing.assert_close(fast(image), conv().eval()(image), rtol=1e-4, atol=1e-5)
+    for model in (plain, fast):
+        torch.testing.assert_close(model(image), conv().eval()(image), rtol=1e-4, atol=1e-5)
+    training = conv().train()
+    replace_dropout_with_identity(training)
+    assert type(training[3]) is torch.nn.Dropout
     assert ipex.nn.modules.MergedEmbeddingBagWithSGD and ipex.nn.functional.interaction
 
 

@@ -183,7 +183,9 @@ def all_gather_into_tensor(
     async_op: bool = False,
 ) -> Any:
     """Gather the tensors of all ranks in one; as `torch.distributed.all_gather_into_tensor`."""
-    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    # torch 2.13 gave the function another name and warns of the one that older releases have.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output_tensor, input_tensor, group, async_op)
 
 
 # ------------------------------------------------------------------------------------------------------- shared memory

@@ -227,7 +227,10 @@ def _check_arguments(optimizer: Any, dtype: Any, device: Any, summary: Any, inpl
     if dtype is not None and dtype not in DTYPES:
         names = ", ".join(map(str, DTYPES))
         raise OpArgumentError(f"optimize: dtype must be one of {names} or None, got {dtype}")
-    kind = torch.device(device).type if isinstance(device, (str, torch.device)) else device
+    try:
+        kind = torch.device(device).type if isinstance(device, (str, torch.device)) else device
+    except RuntimeError:  # not the name of a device
+        kind = None
     if kind not in ("cpu", "xpu"):
         raise RuntimeError(f"optimize: device must be 'cpu' or 'xpu', got {device!r}")
     if summary is not None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ipex_core._spec import check
 from ipex_quant.linear import QuantDtype, QuantMethod, WeightOnlyQuantizedLinear
 
 __all__ = ["IPEXWeightOnlyQuantizedLinear", "QuantDtype", "QuantMethod"]
@@ -31,6 +32,21 @@ class IPEXWeightOnlyQuantizedLinear(WeightOnlyQuantizedLinear):
     qconfig, bias, group_size, g_idx, quant_method, dtype).
     """
 
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Compute ``x @ weight.T + bias``; the result has the dtype of ``x``. Keywords are ignored."""
-        return self.fused(x)
+    def forward(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Compute ``x @ weight.T + bias``; the result has the dtype of ``x``.
+
+        Args:
+            x: ``[..., in_features]``.
+            bias: ``[out_features]``, for a layer that was made without one; or None.
+            kwargs: Ignored.
+
+        Raises:
+            OpArgumentError: Both the layer and the call have a bias.
+        """
+        if bias is None:
+            return self.fused(x)
+        has_none = self.bias is None
+        check(has_none, type(self).__name__, "bias", "be None for a layer that has one", "a tensor")
+        return self.fused(x) + bias.to(x.dtype)

@@ -53,3 +53,22 @@ def alibi_may_be_missing(function: Callable[_P, _T]) -> Callable[_P, _T]:
         return function(*plain, **kwargs)
 
     return call
+
+
+def activation_may_come_first(forward: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a method accept its tenth and eleventh argument, a bias and the activation, in the other order.
+
+    That was the signature for XPU.
+    """
+
+    @functools.wraps(forward)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        plain: Any = args
+        if len(plain) > 10 and isinstance(plain[10], str):
+            if len(plain) > 11:
+                kwargs["e_score_correction_bias"] = plain[11]
+            kwargs["activation"] = plain[10]
+            plain = plain[:10]
+        return forward(*plain, **kwargs)
+
+    return call

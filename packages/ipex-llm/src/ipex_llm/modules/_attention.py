@@ -12,6 +12,7 @@ from torch import nn
 from ipex_core._spec import check
 from ipex_core.nn._call import call
 from ipex_llm import functional
+from ipex_llm.functional._names import also_named
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
 __all__ = ["IndirectAccessKVCacheAttention", "PagedAttention", "VarlenAttention"]
@@ -23,12 +24,16 @@ _OPS = torch.ops.ipex
 class VarlenAttention(nn.Module):
     """Attention within each of several sequences that lie behind each other.
 
-    The module and ``apply_function`` both are `ipex_llm.functional.varlen_attention`.
+    The module and ``apply_function`` both are `ipex_llm.functional.varlen_attention`; ``apply_function_flash_varlen``
+    is `ipex_llm.functional.varlen_fwd`.
     """
 
     runtime_ops = IPEXRuntimeCustomOps()
 
     apply_function = staticmethod(functional.varlen_attention)
+    apply_function_flash_varlen = staticmethod(
+        also_named(block_tables_="block_table", p_dropout="pdropout")(functional.varlen_fwd)
+    )
     forward = staticmethod(functional.varlen_attention)
 
 
@@ -280,6 +285,7 @@ class PagedAttention:
     flash_atten_varlen = flash_attn_varlen_func
 
     @classmethod
+    @also_named(key_cache="key_caches", value_cache="value_caches", block_map="block_mapping")
     def copy_blocks(
         cls,
         key_caches: Tensor | Sequence[Tensor],
@@ -302,6 +308,7 @@ class PagedAttention:
                 cache[target] = cache[source]
 
     @classmethod
+    @also_named(block_map="block_mapping")
     def swap_blocks(
         cls,
         src: Tensor,

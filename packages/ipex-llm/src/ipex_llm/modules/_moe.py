@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ipex_core._spec import check
 from ipex_core.nn.moe import PackedExperts, gated_mlp_moe, pack_experts
+from ipex_llm.functional._names import activation_may_come_first
 from ipex_llm.modules._moe_weights import FP8, from_eight_bits, from_four_bits
 from ipex_llm.modules._norm import as_parameter
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
@@ -180,6 +181,7 @@ class GatedMLPMOE(nn.Module):
 
     # -- the computation ----------------------------------------------------------------------------------------------
 
+    @activation_may_come_first
     def forward(
         self,
         hidden_states: Tensor,
@@ -209,7 +211,7 @@ class GatedMLPMOE(nn.Module):
             scoring_func: ``"softmax"`` or ``"sigmoid"``.
             e_score_correction_bias: ``[number of all experts]``, added to the scores for the choice only.
             activation: Of the gate: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; with weights of 4 bits also
-                ``"swigluoai"``.
+                ``"swigluoai"``. It may stand before ``e_score_correction_bias``, as on IPEX for XPU.
 
         Returns:
             A tensor like ``hidden_states``.

@@ -75,8 +75,10 @@ def warn_of_useless_options(args: argparse.Namespace, distributed: bool, logger:
                 logger.warning("--%s has no effect %s", name.replace("_", "-"), text)
 
 
-def init_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add all options of the launcher to a parser and return it."""
+def init_parser(parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
+    """Add all options of the launcher to a parser, or to a new one, and return it."""
+    if parser is None:
+        parser = argparse.ArgumentParser("ipexrun")
     _options.add_program(parser)
     _options.add_common(parser)
     _options.add_multi_instance(parser)
