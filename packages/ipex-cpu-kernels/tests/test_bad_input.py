@@ -84,6 +84,23 @@ def bad_calls():
     yield "attention", (Q, Q, Q, torch.ones(4, 3)), "mask must be broadcastable"
     yield "attention", (Q, Q, Q, torch.ones(3, 3).int()), "mask must have dtype"
 
+    def adam(beta1=0.9, beta2=0.999, eps=1e-8):
+        states = [torch.zeros(3, 8) for _ in range(2)]
+        return X.clone(), *states, None, X, None, False, 1.0, beta1, beta2, 0.1, 0.0, eps
+
+    nan = float("nan")
+    yield "adam_fused_step", adam(beta1=1.5), "beta1 must be from 0 to below 1, got 1.5"
+    yield "adam_fused_step", adam(beta2=1.0), "beta2 must be from 0 to below 1, got 1"
+    yield "adam_fused_step", adam(beta2=-0.1), "beta2 must be from 0 to below 1, got -0.1"
+    yield "adam_fused_step", adam(beta1=nan), "beta1 must be from 0 to below 1, got nan"
+    yield "adam_fused_step", adam(eps=-1e-8), "eps must not be negative, got -1e-08"
+    lamb, numbers = adam(), (1, 0.9, 1.5, 0.1, 0.0, 1e-8)
+    yield "lamb_fused_step", (*lamb[:3], X, None, *numbers), "beta2 must be from 0 to below 1"
+    adagrad = (X.clone(), X, X.clone(), None, 1.0, 0.1, 0.0, 0.0)
+    yield "adagrad_fused_step", (*adagrad, -1.0), "eps must not be negative, got -1"
+    lars = (X.clone(), X, None, None, 0.0, 0.1, 1e-3)
+    yield "lars_fused_step", (*lars, nan, 0.0, 0.0, False), "eps must not be negative, got nan"
+
 
 CALLS = list(bad_calls())
 IDS = [f"{op}-{i}" for i, (op, _, _) in enumerate(CALLS)]

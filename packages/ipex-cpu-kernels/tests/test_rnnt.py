@@ -49,7 +49,10 @@ def bad_calls():
     yield *update(max_symbols=lambda _: 0), "max_symbols must be positive, got 0"
     yield *update(out_lens=lambda t: t + 5), "out_lens must be from 1 to 5, got"
     yield *update(out_lens=lambda t: t * 0), "out_lens must be from 1 to 5, got 0"
-    yield *update(time_idxs=lambda t: t - 9), "time_idxs must not be negative, got"
+    yield *update(time_idxs=lambda t: t - 9), "time_idxs must be from 0 to 2147483646, got -"
+    most = torch.iinfo(torch.int32).max
+    yield *update(time_idxs=lambda t: t * 0 + most), f"time_idxs must be .* got {most}"
+    yield *update(symbols_added=lambda t: t * 0 + most), f"symbols_added must be .* got {most}"
     yield *update(label_col=lambda t: t + 12), "label_col must be from 0 to 11, got"
     full = {"label_col": lambda t: t * 0 + 11, "time_idxs": lambda t: t * 0, "k": lambda t: t * 0}
     yield *update(**full), "label_tensor must have room for a label behind column 11, got 12"

@@ -22,6 +22,7 @@ from ipex_core._spec import FLOATS, Sample, check
 from ipex_core.ops._common import check_device, check_not_expanded, check_tensor, dtype_name, randn
 
 __all__ = [
+    "check_numbers",
     "check_param",
     "check_states",
     "check_step",
@@ -133,6 +134,13 @@ def check_states(op: str, param: Tensor, **states: Tensor | None) -> None:
 def check_step(op: str, step: float) -> None:
     """Check the number of a step; the first is 1."""
     check(step >= 1, op, "step", "be at least 1", f"{step:g}")
+
+
+def check_numbers(op: str, eps: float, **shares: float) -> None:
+    """Check shares of former means, such as ``beta1``, and what is added to a root."""
+    for name, share in shares.items():
+        check(0 <= share < 1, op, name, "be from 0 to below 1", f"{share:g}")
+    check(eps >= 0, op, "eps", "not be negative", f"{eps:g}")
 
 
 def _check_dtype(op: str, name: str, value: Tensor, dtype: torch.dtype) -> None:

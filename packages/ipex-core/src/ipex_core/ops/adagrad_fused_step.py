@@ -11,6 +11,7 @@ import torch
 from ipex_core._spec import OpSpec, Sample, register
 from ipex_core.ops._common import randn
 from ipex_core.ops._optimizer import (
+    check_numbers,
     check_param,
     check_states,
     check_step,
@@ -51,7 +52,7 @@ def _adagrad_fused_step(
         maximize: Go up and not down.
 
     Raises:
-        RuntimeError: A dtype or a shape does not fit, or ``step`` is below 1.
+        RuntimeError: A dtype or a shape does not fit, ``step`` is below 1, or ``eps`` is negative.
 
     Source: Duchi et al., "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", 2011.
     """
@@ -78,6 +79,7 @@ def _check(
     maximize: bool = False,
 ) -> None:
     check_step("adagrad_fused_step", step)
+    check_numbers("adagrad_fused_step", eps)
     check_param("adagrad_fused_step", param, grad, param2)
     check_states("adagrad_fused_step", param, state_sum=state_sum)
 

@@ -12,6 +12,7 @@ import torch
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
 from ipex_core.ops._common import randn
 from ipex_core.ops._optimizer import (
+    check_numbers,
     check_param,
     check_states,
     check_step,
@@ -54,8 +55,8 @@ def _adam_fused_step(
         param2: The lower halves of a bfloat16 ``param``, or a bfloat16 or float16 copy of a float32 one; written to.
         amsgrad: Divide by the root of the largest mean so far.
         step: Number of this step, from 1 on.
-        beta1: Share of the former mean of gradients.
-        beta2: Share of the former mean of squares.
+        beta1: Share of the former mean of gradients, from 0 to below 1.
+        beta2: Share of the former mean of squares, likewise.
         lr: Learning rate.
         weight_decay: Factor on the parameter that is added to the gradient, or with ``decoupled`` taken off it.
         eps: Added to the root.
@@ -63,7 +64,8 @@ def _adam_fused_step(
         maximize: Go up and not down.
 
     Raises:
-        RuntimeError: A dtype or a shape does not fit, ``step`` is below 1, or ``max_exp_avg_sq`` is missing.
+        RuntimeError: A dtype or a shape does not fit, ``step`` is below 1, a share is out of its range, ``eps`` is
+            negative, or ``max_exp_avg_sq`` is missing.
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2014; Loshchilov and Hutter, "Decoupled Weight
     Decay Regularization", 2017; Reddi et al., "On the Convergence of Adam and Beyond", 2018.
@@ -110,6 +112,7 @@ def _check(
 ) -> None:
     op = "adam_fused_step"
     check_step(op, step)
+    check_numbers(op, eps, beta1=beta1, beta2=beta2)
     given = not amsgrad or max_exp_avg_sq is not None
     check(given, op, "max_exp_avg_sq", "be given with amsgrad", None)
     check_param(op, param, grad, param2)

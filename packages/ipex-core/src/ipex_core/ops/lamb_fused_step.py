@@ -11,6 +11,7 @@ import torch
 from ipex_core._spec import OpSpec, Sample, register
 from ipex_core.ops._common import randn
 from ipex_core.ops._optimizer import (
+    check_numbers,
     check_param,
     check_states,
     check_step,
@@ -56,7 +57,8 @@ def _lamb_fused_step(
         eps: See above.
 
     Raises:
-        RuntimeError: A dtype or a shape does not fit, or ``step`` is below 1.
+        RuntimeError: A dtype or a shape does not fit, ``step`` is below 1, a share is out of its range, or
+            ``eps`` is negative.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019.
     """
@@ -88,6 +90,7 @@ def _check(
     eps: float,
 ) -> None:
     check_step("lamb_fused_step", step)
+    check_numbers("lamb_fused_step", eps, beta1=beta1, beta2=beta2)
     check_param("lamb_fused_step", param, grad, param2)
     check_states("lamb_fused_step", param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 

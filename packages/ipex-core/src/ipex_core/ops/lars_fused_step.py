@@ -11,6 +11,7 @@ import torch
 from ipex_core._spec import OpSpec, Sample, register
 from ipex_core.ops._common import randn
 from ipex_core.ops._optimizer import (
+    check_numbers,
     check_param,
     check_states,
     fake_step,
@@ -57,7 +58,7 @@ def _lars_fused_step(
         first: The buffer has no history: it becomes the gradient.
 
     Raises:
-        RuntimeError: A dtype or a shape does not fit.
+        RuntimeError: A dtype or a shape does not fit, or ``eps`` is negative.
 
     Source: You et al., "Large Batch Training of Convolutional Networks", 2017.
     """
@@ -87,6 +88,7 @@ def _check(
     nesterov: bool,
     first: bool = False,
 ) -> None:
+    check_numbers("lars_fused_step", eps)
     check_param("lars_fused_step", param, grad, param2)
     check_states("lars_fused_step", param, momentum_buffer=momentum_buffer)
 

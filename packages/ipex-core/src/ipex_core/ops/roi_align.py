@@ -20,26 +20,32 @@ Tensor = torch.Tensor
 MOST_SAMPLES = 4096
 #: Limits of sizes that are given as numbers: beyond them the result could not be held anyway.
 MOST_BINS, MOST_PIXELS, MOST_IMAGES = 4096, 65536, 1048576
+#: Samples of a bin of a box that is far larger than any map.
+_MANY = 1e15
 
 
 def _weights(
     start: Tensor, size: Tensor, bins: int, pixels: int, sampling_ratio: int
 ) -> tuple[Tensor, Tensor]:
     """Return how much each pixel of one axis counts in each bin, ``[K, bins, pixels]``, and the samples per bin."""
-    step = size / bins
+    step = (size / bins)[:, None]
     count = step.ceil() if sampling_ratio <= 0 else torch.full_like(step, sampling_ratio)
-    most = int(count.max()) if count.numel() else 0
-    sample = torch.arange(max(most, 0), dtype=start.dtype, device=start.device)
-    place = (
-        start[:, None, None]
-        + torch.arange(bins, dtype=start.dtype, device=start.device)[:, None] * step[:, None, None]
-        + (sample + 0.5) * (step / count)[:, None, None]
-    )
-    inside = (place >= -1) & (place <= pixels) & (sample < count[:, None, None])
+    count = count.clamp(0, _MANY)
+    distance = step / count.clamp_min(1)
+    first = start[:, None] + torch.arange(bins, dtype=start.dtype, device=start.device) * step
+    # The samples that can be inside, [begin, end): a box may be far larger than the map.
+    bounds = torch.stack([(-1 - first) / distance, (pixels - first) / distance])
+    still = distance == 0
+    begin = (bounds.amin(0) - 2).floor().masked_fill(still, 0).clamp_min(0).minimum(count)
+    end = (bounds.amax(0) + 2).ceil().masked_fill(still, _MANY).clamp_min(0).minimum(count)
+    most = int((end - begin).max()) if begin.numel() else 0
+    sample = begin[..., None] + torch.arange(most, dtype=start.dtype, device=start.device)
+    place = first[..., None] + (sample + 0.5) * distance[..., None]
+    inside = (place >= -1) & (place <= pixels) & (sample < end[..., None])
     place = torch.where(inside, place, 0.0).clamp(0, max(pixels - 1, 0))
     # A sample shares its weight between the two pixels around it: max(0, 1 - distance).
     share = 1 - (place[..., None] - torch.arange(pixels, device=start.device)).abs()
-    return (share.clamp_min(0) * inside[..., None]).sum(2), count.clamp_min(0)
+    return (share.clamp_min(0) * inside[..., None]).sum(2), count[:, 0]
 
 
 def _axes(
@@ -297,6 +303,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     )
     yield Sample((x, odd, 1.0, 2, 2, 2, False), id="outside")
     yield Sample((x, odd[[0, 1, 2, 3, 5]], 1.0, 3, 3, -1, True), id="outside-aligned")
+    yield Sample((x, odd, 1.0, 2, 2, -(2**63), False), id="outside-adaptive")
     yield Sample((x, odd[1:2].to(dtype), 1.0, 3, 3), id="rois_in_dtype")
     yield Sample((x[:, 2:19], odd[1:4], 1.0, 2, 2), id="slice")
     yield Sample((x, odd[:0], 1.0, 2, 2), id="no_boxes")

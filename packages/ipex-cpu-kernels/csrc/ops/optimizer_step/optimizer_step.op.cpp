@@ -28,6 +28,18 @@ void check_step(const char* op, double step) {
   IPEX_CHECK(step >= 1, op, ": step must be at least 1, got ", step);
 }
 
+void check_eps(const char* op, double eps) {
+  IPEX_CHECK(eps >= 0, op, ": eps must not be negative, got ", eps);
+}
+
+// Shares of former means.
+void check_shares(const char* op, double beta1, double beta2) {
+  const double shares[2] = {beta1, beta2};
+  for (int i = 0; i < 2; ++i)
+    IPEX_CHECK(shares[i] >= 0 && shares[i] < 1, op, ": beta", i + 1,
+               " must be from 0 to below 1, got ", shares[i]);
+}
+
 template <class Kernels, class Args>
 void run(const Kernels& kernels, Step& step, const Args& args) {
   step.arrays();
@@ -51,6 +63,7 @@ void adagrad_fused_step(const Tensor& param, const Tensor& grad, const Tensor& s
                         const OptionalTensor& param2, double step_number, double lr,
                         double weight_decay, double lr_decay, double eps, bool maximize) {
   check_step("adagrad_fused_step", step_number);
+  check_eps("adagrad_fused_step", eps);
   Step step("adagrad_fused_step", param, grad, param2);
   step.add_state("state_sum", state_sum);
   run(adagrad_kernels, step,
@@ -65,6 +78,8 @@ void adam_fused_step(const Tensor& param, const Tensor& exp_avg, const Tensor& e
                      bool maximize) {
   constexpr char kOp[] = "adam_fused_step";
   check_step(kOp, step_number);
+  check_shares(kOp, beta1, beta2);
+  check_eps(kOp, eps);
   IPEX_CHECK(!amsgrad || max_exp_avg_sq.has_value(), kOp,
              ": max_exp_avg_sq must be given with amsgrad, got None");
   Step step(kOp, param, grad, param2);
@@ -95,6 +110,8 @@ void lamb_fused_step(const Tensor& param, const Tensor& exp_avg, const Tensor& e
                      double beta1, double beta2, double lr, double weight_decay, double eps) {
   constexpr char kOp[] = "lamb_fused_step";
   check_step(kOp, static_cast<double>(step_number));
+  check_shares(kOp, beta1, beta2);
+  check_eps(kOp, eps);
   Step step(kOp, param, grad, param2);
   step.add_state("exp_avg", exp_avg);
   step.add_state("exp_avg_sq", exp_avg_sq);
@@ -123,6 +140,7 @@ void lamb_fused_step(const Tensor& param, const Tensor& exp_avg, const Tensor& e
 void lars_fused_step(const Tensor& param, const Tensor& grad, const OptionalTensor& momentum_buffer,
                      const OptionalTensor& param2, double momentum, double lr, double eeta,
                      double eps, double weight_decay, double dampening, bool nesterov, bool first) {
+  check_eps("lars_fused_step", eps);
   Step step("lars_fused_step", param, grad, param2);
   if (momentum_buffer) step.add_state("momentum_buffer", *momentum_buffer);
   step.arrays();

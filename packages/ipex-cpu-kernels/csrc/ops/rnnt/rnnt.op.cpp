@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Greedy decoding of RNN transducers. It counts and copies rows: one version for all levels.
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 
 #include "ipex/argument_checks.h"
@@ -134,6 +135,7 @@ Tensor rnnt_update(const Tensor& k, const Tensor& out_lens, const Tensor& label_
   check_writable(op, "hidden_1", hidden_1);
   IPEX_CHECK(max_symbols > 0, op, ": max_symbols must be positive, got ", max_symbols);
 
+  constexpr int32_t kLast = INT32_MAX - 1;  // it counts on
   const View<const int32_t> lengths(out_lens);
   const View<const int64_t> best(k);
   const View<int32_t> column(label_col), symbols(symbols_added), time(time_idxs);
@@ -146,7 +148,11 @@ Tensor rnnt_update(const Tensor& k, const Tensor& out_lens, const Tensor& label_
     IPEX_CHECK(column[b] >= 0 && column[b] < width, op, ": label_col must be from 0 to ", width - 1,
                ", got ", column[b]);
   for (int64_t b = 0; b < batch; ++b)
-    IPEX_CHECK(time[b] >= 0, op, ": time_idxs must not be negative, got ", time[b]);
+    IPEX_CHECK(time[b] >= 0 && time[b] <= kLast, op, ": time_idxs must be from 0 to ", kLast,
+               ", got ", time[b]);
+  for (int64_t b = 0; b < batch; ++b)
+    IPEX_CHECK(symbols[b] >= 0 && symbols[b] <= kLast, op, ": symbols_added must be from 0 to ",
+               kLast, ", got ", symbols[b]);
   for (int64_t b = 0; b < batch; ++b)
     IPEX_CHECK(best[b] == blank_id || time[b] >= lengths[b] || column[b] < width - 1, op,
                ": label_tensor must have room for a label behind column ", width - 1, ", got ",
