@@ -13,8 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 from ipex._bench import peers, shapes, torch_work, worker, workloads
+from ipex._bench import run as bench_run
 from ipex._bench.process import EngineError, Worker
-from ipex._bench.result import Absent, Row, Run, interval, limit_percent, regressions
+from ipex._bench.result import Absent, Row, Run, interval, limit_percent, regressions, untold
 from ipex._bench.task import Prepared, Task
 from ipex._commands import bench, bench_peers
 
@@ -79,6 +80,9 @@ def test_regressions_need_intervals_apart_and_more_than_the_tolerance():
     assert not regressions(other, now(row(engine="openvino", ratio=0.1, low=0.1, high=0.1)))
     assert regressions(old, now(absent=(Absent("ipex_eager", "a", "failed: x"),)))
     assert not regressions(old, now())  # not asked for this time
+    assert untold(old, now(absent=(Absent("ipex_eager", "a", "too disturbed"),)))
+    assert not untold(old, now(absent=(Absent("ipex_eager", "a", "failed: x"),)))
+    assert not untold(old, now()) and not untold(old, now(*old))
 
 
 def test_a_run_survives_its_file(tmp_path):
@@ -297,6 +301,37 @@ def test_a_regression_is_measured_again_before_it_counts(tmp_path, monkeypatch):
         # It was written by hand: nothing is known of its machine.
         assert "before.json has another cpu, None instead of" in " ".join(done.output.split())
         assert "another dtype" not in done.output
+
+
+def test_a_part_without_a_number_is_listed_and_not_compared(tmp_path, monkeypatch):
+    task = task_in(tmp_path, "llm", "llama")
+    facts = {"flops": 1e6, "weights": 1e3, "activations": 1e3}
+    fact = {"precision": "float32", "exactness": 1.0, "prepare_s": 1.0, "note": ""}
+    about = {name: dict(fact) for name in ("stock_eager", "ipex_eager")}
+    slow, first = (
+        {"first": 1.0, "all": 2.0},
+        {"first": 1.0, "all": 0.9},
+    )  # less than its first token
+    limits = {"read": 1.0, "float32": 1.0}
+    times = {"limits": [limits] * 3, "stock_eager": [slow] * 3, "ipex_eager": [slow, first, first]}
+    found = Run("llm", "float32", {})
+    found.rows += bench_run._rows(task, facts, times, about, 1)
+    assert [r.case.split()[-1] for r in found.rows] == ["prefill", "prefill", "decode"]
+    found.absent += bench_run._disturbed(task, facts, about, found)
+    assert [(one.engine, one.case.split()[-1]) for one in found.absent] == [
+        ("ipex_eager", "decode")
+    ]
+    before = tmp_path / "before.json"
+    rows = [row(case=found.absent[0].case, threads=found.rows[0].threads)]
+    before.write_text(Run("llm", "float32", {}, rows=rows).to_json())
+
+    def measured(plan, result, say, keep):
+        result.rows, result.absent = found.rows, found.absent
+
+    monkeypatch.setattr(bench_peers, "run", measured)
+    done = run("llm", "--compare", before)
+    text = " ".join(done.output.split())
+    assert done.exit_code == 0 and "not compared: llama" in text and "nothing else of ipex" in text
 
 
 def test_cases_before_an_end_are_kept(tmp_path, monkeypatch):

@@ -13,7 +13,17 @@ from typing import Any
 
 from .peers import NAMES
 
-__all__ = ["SIDE", "Absent", "Row", "Run", "footprint", "interval", "limit_percent", "regressions"]
+__all__ = [
+    "SIDE",
+    "Absent",
+    "Row",
+    "Run",
+    "footprint",
+    "interval",
+    "limit_percent",
+    "regressions",
+    "untold",
+]
 
 #: Side of the matrices whose product is the limit of arithmetic.
 SIDE = 1024
@@ -216,6 +226,10 @@ class Run:
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
+            for row in data["rows"]:
+                for name in ("ratio", "low", "high"):
+                    if not isinstance(row[name], (int, float)):
+                        raise ValueError(f"{name} is no number: {row[name]!r}")
             return cls(
                 kind=data["kind"],
                 dtype=data["dtype"],
@@ -252,3 +266,16 @@ def regressions(before: Iterable[Row], now: Run) -> list[str]:
                 f" {row.ratio:.2f}x ({row.low:.2f}-{row.high:.2f})"
             )
     return found
+
+
+def untold(before: Iterable[Row], now: Run) -> list[str]:
+    """Return what of our engines had a number in an earlier run and has none now, although it did not fail, and why."""
+    known = {row.key for row in now.rows}
+    failed = now.failed()
+    return [
+        f"{old.case}, {old.engine}: {one.reason}"
+        for old in before
+        if old.engine.startswith("ipex_") and old.key not in known
+        for one in now.absent
+        if one.covers(old) and one not in failed
+    ]

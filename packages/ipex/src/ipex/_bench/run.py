@@ -88,7 +88,7 @@ def _case(
     plan: Plan, task: Task, engines: list[str], found: Run, say: Callable[[str], None]
 ) -> list[str]:
     """Measure a case; return the engines that are installed."""
-    say(f"{task.case}: float32")
+    say(f"{task.case}: the answer in float32")
     with Worker(task, peers.BASELINE, timeout=plan.timeout) as worker:
         try:
             answer = worker.ask(do="make")
@@ -142,15 +142,25 @@ def _case(
             known = {row.key for row in found.rows}
             new = _rows(task, facts, times, about, read)
             found.rows += [row for row in new if row.key not in known]
-            have = {row.engine for row in found.rows if row.case.startswith(task.case)}
-            for engine, fact in about.items():
-                if engine not in have and "failed" not in fact:
-                    reason = "too disturbed to tell: repeat it on an idle machine"
-                    found.absent.append(Absent(engine, task.case, reason))
+            found.absent += [
+                one for one in _disturbed(task, facts, about, found) if one not in found.absent
+            ]
             for engine in [e for e in about if "failed" in about[e]]:
                 found.absent.append(Absent(engine, task.case, f"failed: {about[engine]['failed']}"))
         if not waiting:
             return [e for e in engines if e not in missing]
+
+
+def _disturbed(
+    task: Task, facts: dict[str, float], about: dict[str, dict[str, Any]], found: Run
+) -> Iterator[Absent]:
+    """Yield the parts of a case that have no number although nothing failed."""
+    have = {(row.engine, row.case) for row in found.rows}
+    for part, _ in _parts(task, facts):
+        case = f"{task.case} {part}".strip()
+        for engine, fact in about.items():
+            if (engine, case) not in have and "failed" not in fact:
+                yield Absent(engine, case, "too disturbed to tell: repeat it on an idle machine")
 
 
 def _prepare(

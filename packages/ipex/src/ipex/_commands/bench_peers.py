@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from ipex._bench import report
-from ipex._bench.result import Run, regressions
+from ipex._bench.result import Run, regressions, untold
 from ipex._bench.run import Plan, run
 from ipex._commands._bench_plan import Files, arguments_of, make_plan
 from ipex_core._console import make_console, warn_if_busy
@@ -168,10 +168,15 @@ def bench_kind(kind: str, files: Files, **options: Any) -> None:
     files.write(result, console)
     for line in worse:
         console.print(f"[red]regression:[/] {line}", highlight=False)
-    if before is not None and not worse:
-        console.print(
-            f"nothing of ipex is slower than in {files.compare} beyond the noise", soft_wrap=True
-        )
+    if before is not None:
+        missing = untold(before.rows, result)
+        for line in missing:
+            console.print(f"[yellow]not compared:[/] {line}", highlight=False, soft_wrap=True)
+        if not worse:
+            rest = "nothing else" if missing else "nothing"
+            console.print(
+                f"{rest} of ipex is slower than in {files.compare} beyond the noise", soft_wrap=True
+            )
     if worse or failed:
         raise typer.Exit(1)
 
