@@ -74,6 +74,16 @@ def test_every_package_is_in_the_readme() -> None:
         assert f"packages/{folder.parent.name}" in text
 
 
+def test_every_extra_is_in_the_readme_of_ipex() -> None:
+    text = (ROOT / "packages/ipex/README.md").read_text(encoding="utf-8")
+    project = (ROOT / "packages/ipex/pyproject.toml").read_text(encoding="utf-8")
+    (extras,) = re.findall(r"^\[project.optional-dependencies\]\n(.*?)\n\n", project, re.M | re.S)
+    names = re.findall(r"^([a-z]+) =", extras, re.MULTILINE)
+    first = "".join(re.findall(r"^\|(.*?)\|", text, re.MULTILINE))
+    assert "all" in names
+    assert [name for name in names if f"`{name}`" not in first] == []
+
+
 def test_every_package_carries_the_licence() -> None:
     licence = (ROOT / "LICENSE").read_bytes()
     for project in ROOT.glob("packages/*/pyproject.toml"):
