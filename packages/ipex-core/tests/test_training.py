@@ -223,6 +223,28 @@ def test_grad_scaler_skips_steps_that_overflow() -> None:
     assert all(torch.equal(first[k], second[k]) for k in ("0.weight", "4.weight"))
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As `ZeroRedundancyOptimizer` and Lookahead do: another optimizer has the state and does the step."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_around_another_one() -> None:
+    model = net()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = Wrapper(OPTIMIZERS["sgd"](model.parameters()))
+    with pytest.raises(NotImplementedError, match="dtype must be None for Wrapper, whose step"):
+        optimize(model, optimizer=optimizer, dtype=torch.bfloat16, inplace=True)
+    model, optimizer = optimize(model, optimizer=optimizer, inplace=True)
+    train(model, optimizer, 2)
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
 def test_restore_gives_float32_parameters_back() -> None:
     model = net()
     fast, optimizer = optimize(
