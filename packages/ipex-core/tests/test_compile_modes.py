@@ -35,6 +35,18 @@ class Block(nn.Module):
         return self.norm(x + self.down(F.silu(self.up(x))))  # type: ignore[no-any-return]
 
 
+class Attention(nn.Module):
+    """Has a function for which optimize writes another forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).view(2, 9, 4, 16).transpose(1, 2)
+        return F.scaled_dot_product_attention(y, y, y)
+
+
 class Images(nn.Module):
     """Convolutions with what may follow them."""
 
@@ -169,6 +181,21 @@ def test_contexts(context: str, optimized: bool, no_code_generation: None) -> No
             (graph,) = check(model, x, rough=context == "autocast").graphs
         assert graph.inference == graph.frozen == (context != "grad")
         assert context == "grad" or optimized or graph.count("linear")
+
+
+def test_optimized_models_do_not_share_the_recompile_limit(no_code_generation: None) -> None:
+    """Forwards of ours once had one code object for all, so that the ninth model of a process ran uncompiled."""
+    x = torch.randn(2, 9, 64)
+    with torch._dynamo.config.patch(recompile_limit=3), torch.no_grad():
+        for graph_mode in (False, False, False, True):
+            fast = optimize(Attention().eval(), graph_mode=graph_mode)
+            assert "forward" in vars(fast)
+            if graph_mode:
+                close(fast(x), fast._call_impl(x), False)
+                graphs = ipex_core.explain(fast).graphs
+            else:
+                graphs = check(fast, (x,)).graphs
+            assert [graph.frozen for graph in graphs] == [True]
 
 
 # ---------------------------------------------------------------------------------------------------- generated code

@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from ipex_core._optimize._fused_forward import _resolve
+from ipex_core._optimize._fused_forward import InstanceForward, _resolve
 
 __all__ = ["RewrittenForward"]
 
 
-class RewrittenForward:
+class RewrittenForward(InstanceForward):
     """Runs other code in place of a module's forward; installed as ``module.__dict__["forward"]``.
 
     Unlike the forwards that ``optimize`` installs it stays for good: the modules that it calls compute other things
@@ -33,8 +30,7 @@ class RewrittenForward:
     def __init__(
         self, module: nn.Module, source: str, names: dict[str, str], lines: list[str]
     ) -> None:
-        # Weak: a strong reference would make a cycle that keeps the weights alive until the garbage collector runs.
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self.source = source
         self.names = names
         self.lines = lines
@@ -45,18 +41,6 @@ class RewrittenForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the code on the module."""
         return self._function(self._module(), *args, **kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The signature of the original forward."""
-        signature = inspect.signature(type(self._module()).forward)  # type: ignore[union-attr]
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-    @property
-    def __code__(self) -> types.CodeType:
-        """The code of the original forward; ``torch.export`` reads names and lines from it."""
-        code: types.CodeType = type(self._module()).forward.__code__  # type: ignore[union-attr]
-        return code
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = copy.deepcopy(self._module(), memo)

@@ -16,7 +16,7 @@ from torch import nn
 from ipex_core._optimize._trace import Guard
 from ipex_core.nn._leaf import has_hooks
 
-__all__ = ["FusedForward", "import_names"]
+__all__ = ["FusedForward", "InstanceForward", "import_names"]
 
 _MISSING: Any = object()
 
@@ -48,7 +48,46 @@ def _resolve(name: str) -> Any:
     return value
 
 
-class FusedForward:
+class InstanceForward:
+    """Base of forwards that sit on an instance, each of which has a code object of its own.
+
+    Dynamo files what it has compiled under the code object, and gives up at the ninth graph there. One ``__call__`` for
+    all models would let them use up that number together.
+
+    Args:
+        module: The module that the forward belongs to.
+    """
+
+    def __new__(cls, *args: Any) -> Any:
+        call: Any = cls.__call__
+        own = types.FunctionType(
+            call.__code__.replace(co_name="forward"), call.__globals__, call.__name__
+        )
+        kind = type(cls.__name__, (cls,), {"__call__": own, "__module__": cls.__module__})
+        return object.__new__(kind)
+
+    def __init__(self, module: nn.Module) -> None:
+        # Weak: a strong reference would make a cycle that keeps the weights alive until the garbage collector runs.
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in place of the forward of the class."""
+        raise NotImplementedError
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the original forward, which callers such as ``generate`` look up."""
+        signature = inspect.signature(type(self._module()).forward)  # type: ignore[union-attr]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """The code of the original forward; ``torch.export`` reads names and lines from it."""
+        code: types.CodeType = type(self._module()).forward.__code__  # type: ignore[union-attr]
+        return code
+
+
+class FusedForward(InstanceForward):
     """Runs generated code in place of a module's forward; installed as ``module.__dict__["forward"]``.
 
     With ``arguments=None`` the code takes whatever the original forward takes. Otherwise it takes the named arguments
@@ -66,8 +105,7 @@ class FusedForward:
         children: tuple[tuple[str, nn.Module], ...],
         guards: tuple[Guard, ...],
     ) -> None:
-        # Weak: a strong reference would make a cycle that keeps the weights alive until the garbage collector runs.
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self.source = source
         self.names = names
         self.arguments = arguments
@@ -117,18 +155,6 @@ class FusedForward:
             if now is not value and now != value:
                 return True
         return False
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The signature of the original forward, which callers such as ``generate`` look up."""
-        signature = inspect.signature(type(self._module()).forward)  # type: ignore[union-attr]
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-    @property
-    def __code__(self) -> types.CodeType:
-        """The code of the original forward; ``torch.export`` reads names and lines from it."""
-        code: types.CodeType = type(self._module()).forward.__code__  # type: ignore[union-attr]
-        return code
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         import copy
