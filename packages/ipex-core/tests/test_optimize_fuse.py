@@ -214,6 +214,24 @@ def test_attention_calls_in_other_models():
     assert "ipex::attention" in fused(check(Attention(), torch.randn(2, 7, 64)))
 
 
+@needs["attention"]
+def test_annotations_that_are_no_importable_names():
+    """This file's are strings; a union has no name either."""
+
+    class Annotated(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, k)
+
+    class Union(Annotated):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k)
+
+    Union.forward.__annotations__ = {"q": torch.Tensor | None, "return": tuple[torch.Tensor, ...]}
+    q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 7, 16)
+    for kind in (Annotated, Union):
+        assert "ipex::attention" in fused(check(kind(), q, k))
+
+
 def test_optional_arguments_and_training_take_the_original_forward():
     class Optional(nn.Module):
         def __init__(self):

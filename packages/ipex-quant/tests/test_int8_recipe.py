@@ -110,6 +110,27 @@ class Functional(nn.Module):
         return self.fc2(x.view(-1, 32))  # type: ignore[no-any-return]
 
 
+class Annotated(Functional):
+    """The forward of `Functional` names types that cannot be imported by name."""
+
+    def forward(self, x: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        y = F.relu(self.conv1(x))
+        return y + F.relu(self.conv2(y))
+
+
+@torch.no_grad()
+def test_annotations_of_any_kind_and_graphs_of_several_models() -> None:
+    x = torch.randn(1, 3, 8, 8)
+    for annotation in ("Tensor | None", Tensor | None):
+        Annotated.forward.__annotations__["return"] = annotation
+        found = quantised(Annotated().eval(), x)
+        assert "add_1" in found.__dict__["forward"].source
+    # Dynamo counts what it compiles by code object.
+    again = quantised(Annotated().eval(), x)
+    forwards = [type(each.__dict__["forward"]).__call__ for each in (found, again)]
+    assert forwards[0].__code__ is not forwards[1].__code__
+
+
 @torch.no_grad()
 def test_forward_of_the_model_itself(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -156,6 +156,10 @@ def rewrite_model(model: nn.Module) -> RewrittenForward | None:
     result = _with_modules(model)
     if result is None:
         return None
+    for node in result.graph.nodes:
+        node.type = (
+            None  # annotations are part of the code else, and not all have an importable name
+        )
     code = result.graph.python_code("self")
     used = {name: value for name, value in code.globals.items() if name in code.src}
     names = import_names(used)

@@ -31,6 +31,10 @@ def install(
     guards: tuple[Guard, ...],
 ) -> str | None:
     """Generate the code of a graph and put it in front of the class's forward; return why not, or None."""
+    for node in graph.nodes:
+        node.type = (
+            None  # annotations are part of the code else, and not all have an importable name
+        )
     code = graph.python_code("self")
     # torch.fx offers more names than the code uses.
     words = set(re.findall(r"\w+", code.src))
