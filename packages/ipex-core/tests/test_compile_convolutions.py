@@ -248,3 +248,16 @@ def test_compiled(fresh_dynamo):
             ("ipex::convolution", "relu"),
             ("ipex::convolution", "nothing"),
         }
+
+
+def test_double_precision_is_not_packed(fresh_dynamo):
+    """oneDNN has no float64; Inductor's freezing asks it all the same, where stock compile does not freeze."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2)
+    )
+    model, x = model.double().eval(), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    compiled = torch.compile(model, backend="ipex", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    (graph,) = ipex_core.explain(compiled).graphs
+    assert graph.frozen and graph.count("convolution", fired=False) == 2

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ipex_core._compile._graph import CASTS, Context, is_call, same, shape_of, val
+from ipex_core._compile._graph import CASTS, FLOATS, Context, is_call, same, shape_of, val
 from ipex_core._compile._report import GraphReport
 from ipex_core._compile.attention import fuse_attention
 from ipex_core._compile.linear import fuse_gated, fuse_post_ops, pack_linears
@@ -76,6 +76,8 @@ def run_passes(
         if not ctx.disabled.issuperset(names):
             step(ctx)
     _squeeze_vectors(graph)
+    if ctx.constants:
+        _hide_convolutions(graph)
     graph.eliminate_dead_code()
     return report.count() - before
 
@@ -115,6 +117,16 @@ def _squeeze_vectors(graph: fx.Graph) -> None:
             continue
         if is_call(source, aten.mm.default, aten.addmm.default):
             node.target, node.args = aten.squeeze.dim, (source, 0)
+
+
+def _hide_convolutions(graph: fx.Graph) -> None:
+    """Give convolutions in float64 the name that Inductor's freezing does not pack: oneDNN has none, and raises."""
+    for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
+        value = val(node)
+        if value is not None and value.dtype not in FLOATS:
+            # benchmark, deterministic, cudnn_enabled and allow_tf32 have no meaning on CPUs
+            node.target = aten._convolution.default
+            node.args = (*node.args, False, False, False, False)
 
 
 def split_parameters() -> tuple[set[int], list[torch.Tensor]]:

@@ -50,7 +50,7 @@ def report_convolutions(report: GraphReport, graph: fx.Graph) -> None:
         elif _convolution([node]) is not None:
             op, reason = _name(node), _reason(node)
             report.add(Fusion(_NAME, False, op, reason, module_of(node), describe(node)))
-        elif is_call(node, aten.convolution.default):
+        elif is_call(node, aten.convolution.default, aten._convolution.default):
             reason = "the weight is not frozen" if not report.frozen else "oneDNN does not take it"
             report.add(Fusion(_NAME, False, _STOCK, reason, module_of(node), describe(node)))
 
