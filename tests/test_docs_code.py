@@ -174,12 +174,13 @@ def options_of(words: list[str]) -> set[str] | None:
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if any(code(p, "bash", "console"))], ids=page_names
+    "page", [p for p in PAGES if any(code(p, "bash", "console", "sh"))], ids=page_names
 )
 def test_commands(page: Path) -> None:
     pytest.importorskip("typer")
-    for block in code(page, "bash", "console"):
+    for block in code(page, "bash", "console", "sh"):
         for line in block.replace("\\\n", " ").splitlines():
+            line = line.removeprefix("$ ")
             if not line.startswith(("ipex ", "ipexrun ")):
                 continue
             words = shlex.split(line, comments=True)
