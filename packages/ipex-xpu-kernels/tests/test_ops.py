@@ -166,3 +166,58 @@ def test_small_floats_that_the_host_lacks(dtype: torch.dtype, zero_copy: bool) -
             torch.testing.assert_close(actual.cpu(), expected.to(dtype))
     finally:
         native.set_zero_copy(True)
+
+
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_results_that_the_host_leaves_to_be_conjugated(zero_copy: bool) -> None:
+    _device.native().set_zero_copy(zero_copy)
+    try:
+        factors, pivots = torch.linalg.lu_factor(torch.randn(3, 3, dtype=torch.complex64))
+        b = torch.randn(4, 3, dtype=torch.complex64)
+        expected = torch.linalg.lu_solve(factors, pivots, b, left=False)
+        assert expected.is_conj()
+        actual = torch.linalg.lu_solve(factors.xpu(), pivots.xpu(), b.xpu(), left=False)
+        torch.testing.assert_close(actual.cpu(), expected)
+    finally:
+        _device.native().set_zero_copy(True)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_dtypes_that_devices_have_and_the_host_has_not() -> None:
+    truth = torch.randn(3, 4) > 0
+    assert torch.equal(truth.xpu().abs().cpu(), truth)
+    assert torch.equal(truth.xpu().t().abs().cpu(), truth.t())
+    assert truth.xpu()[:3, :3].trace().item() == truth[:3, :3].long().trace().item()
+    softsign = functional.softsign(truth.xpu()).cpu()
+    torch.testing.assert_close(softsign, functional.softsign(truth.float()))
+
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    z[0, 1], z[2, 3] = complex("nan"), complex(1, float("nan"))
+    for dim in (None, 1, [0, 1]):
+        expected = torch.where(z.isnan(), 0, z).sum(dim)
+        torch.testing.assert_close(torch.nansum(z.xpu(), dim).cpu(), expected)
+    x = z.real.contiguous()
+    torch.testing.assert_close(torch.nansum(x.xpu(), 0, True).cpu(), torch.nansum(x, 0, True))
+    assert torch.nansum(truth.xpu()).item() == truth.sum().item()
+
+    half = torch.randn(4, 4, dtype=torch.complex64).to(torch.complex32)
+    calls: list[Any] = [
+        lambda z: z.exp(),
+        lambda z: z.trace(),
+        lambda z: z.sum(0),
+        lambda z: z.angle(),
+        lambda z: z / 3,
+        torch.fft.ifft2,
+        lambda z: torch.sqrt(z, out=z.new_empty(0)),
+        lambda z: z.clone().tanh_(),
+    ]
+    for call in calls:
+        actual, expected = call(half.xpu()).cpu(), call(half.to(torch.complex64))
+        assert actual.dtype == (torch.complex32 if expected.is_complex() else torch.float16)
+        torch.testing.assert_close(actual.to(expected.dtype), expected, rtol=2e-3, atol=2e-3)
+    y = torch.randn(4, 4).half()
+    actual = torch.fft.fft2(y.xpu()).cpu()
+    assert actual.dtype == torch.complex32
+    torch.testing.assert_close(
+        actual.to(torch.complex64), torch.fft.fft2(y.float()), rtol=2e-3, atol=2e-2
+    )

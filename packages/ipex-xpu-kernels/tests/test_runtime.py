@@ -77,6 +77,7 @@ def test_priorities_and_queues_of_streams() -> None:
     with pytest.raises(NotImplementedError, match="foreign queue"):
         torch.xpu.get_stream_from_external(4096)
     assert torch.xpu.can_device_access_peer(0, 0)
+    assert not torch.xpu.is_current_stream_capturing()
     for wrong in ((0, 99), (99, 0)):
         with pytest.raises(RuntimeError, match="device must be in"):
             torch.xpu.can_device_access_peer(*wrong)

@@ -243,7 +243,8 @@ def test_fake_tensors_and_tracing() -> None:
         assert torch.ones(2).device.type == "xpu"
 
 
-def test_sparse_and_quantised_tensors_are_refused() -> None:
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_sparse_quantised_and_strided_nested_tensors_are_refused() -> None:
     x = torch.eye(3, device="xpu")
     refused: list[Callable[[], object]] = [
         x.to_sparse,
@@ -255,3 +256,18 @@ def test_sparse_and_quantised_tensors_are_refused() -> None:
     for make in refused:
         with pytest.raises(NotImplementedError, match="sparse and quantised tensors are not"):
             make()
+    parts = [torch.ones(3, 2, device="xpu"), torch.ones(1, 2, device="xpu")]
+    with pytest.raises(NotImplementedError, match=r"use layout=torch\.jagged"):
+        torch.nested.nested_tensor([p.cpu() for p in parts]).to("xpu")
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    assert (jagged * 2).values().sum().item() == 16
+
+
+def test_tensors_of_the_host_are_not_written_to() -> None:
+    generator = torch.Generator("xpu")
+    for write in (
+        lambda: torch.empty((), dtype=torch.int64).random_(generator=generator),
+        lambda: torch.zeros(()).addcmul_(torch.ones((), device="xpu"), torch.ones(())),
+    ):
+        with pytest.raises(RuntimeError, match="on the same device"):
+            write()

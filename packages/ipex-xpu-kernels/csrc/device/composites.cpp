@@ -183,6 +183,21 @@ Tensor& counts_out(const Tensor& x, std::int64_t bins, const at::Scalar& least,
   return out.resize_({bins}).copy_(counts_of(x, bins, least, most));
 }
 
+// Other devices have these for truth values and complex numbers, the host has not.
+Tensor trace(const Tensor& x) {
+  TORCH_CHECK(x.dim() == 2, "trace: expected a matrix, but got tensor with dim ", x.dim());
+  return x.diagonal().sum();
+}
+Tensor nansum(const Tensor& x, at::OptionalIntArrayRef dim, bool keepdim,
+              optional<at::ScalarType> dtype) {
+  return at::where(at::isnan(x), at::zeros({}, x.options()), x).sum(dim, keepdim, dtype);
+}
+Tensor& nansum_out(const Tensor& x, at::OptionalIntArrayRef dim, bool keepdim,
+                   optional<at::ScalarType> dtype, Tensor& out) {
+  return at::sum_out(out, at::where(at::isnan(x), at::zeros({}, x.options()), x), dim, keepdim,
+                     dtype);
+}
+
 // torch's encoder asks this before it drops padding, for which it needs nested tensors with strides
 // in their sizes. There are none for xpu: nothing is dropped.
 bool never_left_aligned(const Tensor&, const Tensor&) { return false; }
@@ -197,6 +212,9 @@ void register_composites() {
   library.impl("native_group_norm_backward", TORCH_FN(group_norm_backward));
   library.impl("histc", TORCH_FN(counts_of));
   library.impl("histc.out", TORCH_FN(counts_out));
+  library.impl("trace", TORCH_FN(trace));
+  library.impl("nansum", TORCH_FN(nansum));
+  library.impl("nansum.out", TORCH_FN(nansum_out));
   library.impl("lstm.input", TORCH_FN(lstm));
   library.impl("_nested_tensor_from_mask_left_aligned", TORCH_FN(never_left_aligned));
   // For the key of autograd, too: with a kernel for xpu alone, gradients would be lost.

@@ -4,6 +4,7 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/native/Resize.h>
 
 #include <limits>
 
@@ -53,12 +54,18 @@ UNARY_OUT(log_out, "log_")
 UNARY_OUT(sqrt_out, "sqrt_")
 UNARY_OUT(rsqrt_out, "rsqrt_")
 UNARY_OUT(neg_out, "neg")
-UNARY_OUT(abs_out, "abs_")
 UNARY_OUT(reciprocal_out, "reciprocal")
 UNARY_OUT(sin_out, "sin_")
 UNARY_OUT(cos_out, "cos_")
 UNARY_OUT(erf_out, "erf_")
 #undef UNARY_OUT
+// The host has none of truth values.
+bool abs_out(const Tensor& x, Tensor& out) {
+  if (x.scalar_type() != at::kBool || out.scalar_type() != at::kBool) return unary("abs_", x, out);
+  at::native::resize_output(out, x.sizes());
+  out.copy_(x);
+  return true;
+}
 
 optional<Tensor> relu(const Tensor& x) {
   if (!kernel_dtype(x.scalar_type())) return std::nullopt;

@@ -1,23 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ops that have no kernel here run on the host: on the same memory where the host can read it, on
 // copies elsewhere.
-#include <ATen/Functions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/native/CPUFallback.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
 
-#include "core/core.h"
+#include "host_memory.h"
 #include "runtime.h"
 
 namespace ipex::xpu {
@@ -28,7 +24,6 @@ using c10::DeviceIndex;
 using c10::IValue;
 
 std::atomic<FallbackMode> g_mode{FallbackMode::Silent};
-std::atomic<bool> g_zero_copy{true};
 
 struct Statistics {
   std::mutex mutex;
@@ -37,37 +32,6 @@ struct Statistics {
 Statistics& statistics() {
   static auto* one = new Statistics;
   return *one;
-}
-
-void nothing(void*) {}
-
-// Elements that the tensor may touch, from its first one on.
-std::int64_t span_of(const Tensor& tensor) {
-  if (tensor.numel() == 0) return 0;
-  std::int64_t last = 0;
-  for (std::int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
-  return last + 1;
-}
-
-// Conjugation and negation that are only noted, not yet done.
-Tensor with_bits_of(const Tensor& tensor, Tensor host) {
-  host._set_conj(tensor.is_conj());
-  host._set_neg(tensor.is_neg());
-  return host;
-}
-
-Tensor view_on_host(const Tensor& tensor) {
-  // Of the tensor's own elements only: an op that makes it larger gets other memory, which
-  // from_host() then notices.
-  const std::size_t bytes = static_cast<std::size_t>(span_of(tensor)) * tensor.element_size();
-  void* data = bytes == 0 ? nullptr : const_cast<void*>(tensor.const_data_ptr());
-  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes,
-                       c10::DataPtr(data, nullptr, &nothing, c10::Device(c10::kCPU)),
-                       c10::GetAllocator(c10::kCPU), /*resizable=*/true);
-  Tensor host = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
-  host.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
-  return host;
 }
 
 // Lengths and indices may stay on the host, as torch wants or allows it on all devices.
@@ -140,7 +104,7 @@ class HostCall {
     if (!tensor.defined()) return tensor;
     if (!tensor.is_xpu()) {
       TORCH_CHECK(
-          tensor.dim() == 0 || takes_host_tensors(op_.schema().name()),
+          (tensor.dim() == 0 && !write) || takes_host_tensors(op_.schema().name()),
           "Expected all tensors to be on the same device, but found at least two devices, xpu:",
           static_cast<int>(*device_), " and ", tensor.device(), "! (argument ", argument.name(),
           " of ", op_.schema().name(), ")");
@@ -165,8 +129,9 @@ class HostCall {
 
   // Devices have float16 and bfloat16 of more ops than the host: those it computes in float32.
   static bool lacks_small_floats(const std::string& message) {
-    for (const char* part : {"not implemented for 'Half'", "not implemented for 'BFloat16'",
-                             "doesn't support tensors of type: Half"}) {
+    for (const char* part :
+         {"not implemented for 'Half'", "not implemented for 'BFloat16'",
+          "not implemented for 'ComplexHalf'", "doesn't support tensors of type: Half"}) {
       if (message.find(part) != std::string::npos) return true;
     }
     return false;
@@ -201,11 +166,13 @@ class HostCall {
     return tensors;
   }
   Tensor wide(const Tensor& host) {
-    if (!host.defined() || !c10::isReducedFloatingType(host.scalar_type())) return host;
+    if (!host.defined()) return host;
+    const at::ScalarType dtype = host.scalar_type();
+    if (!c10::isReducedFloatingType(dtype) && dtype != at::kComplexHalf) return host;
     for (const auto& [known, tensor] : wide_) {
       if (known.is_same(host)) return tensor;
     }
-    wide_.emplace_back(host, host.to(at::kFloat));
+    wide_.emplace_back(host, host.to(dtype == at::kComplexHalf ? at::kComplexFloat : at::kFloat));
     return wide_.back().second;
   }
   // A result in the dtype of the arguments.
@@ -214,7 +181,7 @@ class HostCall {
     for (const auto& [host, tensor] : wide_) {
       if (tensor.is_same(result)) return host;
     }
-    const at::ScalarType small = wide_.front().first.scalar_type();
+    const at::ScalarType small = c10::toRealValueType(wide_.front().first.scalar_type());
     if (named) return result;
     if (result.scalar_type() == at::kFloat) return result.to(small);
     return result.scalar_type() == at::kComplexFloat && small == at::kHalf
@@ -284,11 +251,13 @@ std::string full_name(const c10::OperatorHandle& op) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
-constexpr const char* kStridedOnly =
-    "sparse and quantised tensors are not offered on xpu: keep them on the host";
-
 void not_strided(const c10::OperatorHandle& op, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "xpu: ", full_name(op), ": ", kStridedOnly);
+}
+void not_nested(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, "xpu: ", full_name(op),
+      ": nested tensors of the strided layout are not offered on xpu: use layout=torch.jagged");
 }
 
 }  // namespace
@@ -300,11 +269,6 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 void set_fallback_mode(FallbackMode mode) { g_mode = mode; }
 FallbackMode fallback_mode() { return g_mode; }
-void set_zero_copy(bool on) { g_zero_copy = on; }
-
-bool host_readable(DeviceIndex device) {
-  return g_zero_copy && device_info(device).host_accessible;
-}
 
 void count_fallback(const char* op) {
   const FallbackMode mode = g_mode;
@@ -336,81 +300,21 @@ void reset_fallback_stats() {
   s.counts.clear();
 }
 
-Tensor to_host(const Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_xpu()) return tensor;
-  const DeviceIndex device = static_cast<DeviceIndex>(tensor.get_device());
-  const std::int64_t span = span_of(tensor);
-  // By torch's guard, which knows the streams of a torch that has XPU itself.
-  const c10::impl::VirtualGuardImpl guard(c10::kXPU);
-  if (host_readable(device)) {
-    guard.synchronizeDevice(device);
-    return with_bits_of(tensor, view_on_host(tensor));
-  }
-  // All that lies between the first and the last element in one copy.
-  Tensor host =
-      at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), tensor.scalar_type());
-  if (span != 0) {
-    guard.synchronizeDevice(device);
-    current_queue(device)
-        .memcpy(host.mutable_data_ptr(), tensor.const_data_ptr(),
-                static_cast<std::size_t>(span) * tensor.element_size())
-        .wait();
-  }
-  return with_bits_of(tensor, host);
-}
-
-void from_host(const Tensor& host, const Tensor& tensor) {
-  const DeviceIndex device = static_cast<DeviceIndex>(tensor.get_device());
-  auto* impl = tensor.unsafeGetTensorImpl();
-  const bool same_memory = host.numel() == 0 || host.const_data_ptr() == tensor.const_data_ptr();
-  const bool same_shape = host.sizes() == tensor.sizes() && host.strides() == tensor.strides();
-  if (same_shape && same_memory) return;
-  const auto bytes = static_cast<std::size_t>(span_of(host)) * host.element_size();
-  if (!same_shape) {
-    // The op has given its output a size. The storage keeps its identity: others may share it.
-    auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-    const std::size_t offset =
-        static_cast<std::size_t>(impl->storage_offset()) * host.element_size();
-    if (storage->nbytes() < offset + bytes) {
-      c10::DataPtr data = allocator().allocate(offset + bytes);
-      if (storage->nbytes() != 0) {
-        current_queue(device).memcpy(data.get(), storage->data(), storage->nbytes()).wait();
-      }
-      storage->set_data_ptr_noswap(std::move(data));
-      storage->set_nbytes(offset + bytes);
-    }
-    impl->set_sizes_and_strides(host.sizes(), host.strides());
-  }
-  if (bytes != 0)
-    current_queue(device).memcpy(tensor.mutable_data_ptr(), host.const_data_ptr(), bytes).wait();
-}
-
-Tensor to_device(const Tensor& host, DeviceIndex device) {
-  TORCH_CHECK_NOT_IMPLEMENTED(host.layout() == at::kStrided && !host.is_quantized(),
-                              "xpu: ", kStridedOnly);
-  const bool dense = host.is_non_overlapping_and_dense();
-  const Tensor source = (dense ? host : host.contiguous()).resolve_conj().resolve_neg();
-  Tensor result = at::empty_strided(source.sizes(), source.strides(),
-                                    source.options().device(c10::Device(c10::kXPU, device)));
-  if (source.numel() != 0) {
-    current_queue(device)
-        .memcpy(result.mutable_data_ptr(), source.const_data_ptr(), source.nbytes())
-        .wait();
-  }
-  return result;
-}
-
 void register_fallback() {
   static torch::Library library(torch::Library::IMPL, "_", c10::DispatchKey::XPU, __FILE__,
                                 __LINE__);
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
-  for (const auto key : {c10::DispatchKey::SparseXPU, c10::DispatchKey::SparseCsrXPU,
-                         c10::DispatchKey::QuantizedXPU}) {
+  const auto refuse = [](c10::DispatchKey key, torch::CppFunction how) {
     static std::vector<std::unique_ptr<torch::Library>> kept;
     kept.push_back(
         std::make_unique<torch::Library>(torch::Library::IMPL, "_", key, __FILE__, __LINE__));
-    kept.back()->fallback(torch::CppFunction::makeFromBoxedFunction<&not_strided>());
-  }
+    kept.back()->fallback(std::move(how));
+  };
+  for (const auto key : {c10::DispatchKey::SparseXPU, c10::DispatchKey::SparseCsrXPU,
+                         c10::DispatchKey::QuantizedXPU})
+    refuse(key, torch::CppFunction::makeFromBoxedFunction<&not_strided>());
+  refuse(c10::DispatchKey::NestedTensorXPU,
+         torch::CppFunction::makeFromBoxedFunction<&not_nested>());
   // Of these torch has a composite for devices unknown to it, which is not as precise (it rounds
   // between its steps) or slower.
   static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,

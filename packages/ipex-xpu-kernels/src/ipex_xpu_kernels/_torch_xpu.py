@@ -147,6 +147,7 @@ def install(native: Any) -> None:
         "_xpu_recordMemoryHistory": record_history,
         "_xpu_setMemoryFraction": native.set_memory_fraction,
         "_xpu_getMemoryFraction": native.memory_fraction,
+        "_xpu_changeCurrentAllocator": _not_here("change_current_allocator"),
         "_XpuDeviceProperties": DeviceProperties,
         "_XpuStreamBase": _streams.StreamBase,
         "_XpuEventBase": _streams.EventBase,
@@ -160,6 +161,8 @@ def install(native: Any) -> None:
     xpu._maybe_exchange_device = exchange
     xpu._XpuDeviceProperties = DeviceProperties
     xpu._get_device_properties = lambda device: properties(native, device)
+    # There are no graphs of this device, so that nothing is being recorded.
+    torch.xpu.graphs._xpu_isCurrentStreamCapturing = lambda: False
     # It would ask the driver's library for GPUs, which are not what there is.
     xpu._device_count_zes = lambda: -1
     _rebuild_streams(xpu)
