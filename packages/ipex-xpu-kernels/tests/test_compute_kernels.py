@@ -74,7 +74,16 @@ def randn(*shape: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    for m, k, n in ((1, 1, 1), (3, 5, 7), (65, 130, 67), (128, 0, 5), (0, 4, 3), (200, 33, 1)):
+    shapes = (
+        (1, 1, 1),
+        (3, 5, 7),
+        (65, 130, 67),
+        (130, 140, 129),
+        (128, 0, 5),
+        (0, 4, 3),
+        (200, 33, 1),
+    )
+    for m, k, n in shapes:
         a, b, c = (randn(*s, dtype=dtype) for s in ((m, k), (k, n), (n,)))
         for left, right in itertools.product((a, a.t().contiguous().t()), (b, b.t().clone().t())):
             same(torch.mm, left, right, scale=10)

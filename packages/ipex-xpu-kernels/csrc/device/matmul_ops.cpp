@@ -21,6 +21,9 @@ constexpr std::int64_t kColumns = 32;
 constexpr std::int64_t kSteps = 16;
 constexpr std::size_t kLanes = 16;
 constexpr std::size_t kGroup = 16;
+constexpr std::int64_t kSmallRows = 8;
+// Up to so many multiplications of each matrix, packing takes longer than it saves.
+constexpr std::int64_t kSmallProducts = std::int64_t{1} << 21;
 // Operands are packed in parts of so many bytes, which caches may hold.
 constexpr std::int64_t kPackedBytes = std::int64_t{1} << 24;
 
@@ -138,11 +141,11 @@ Tensor packed_right(const Tensor& x, const std::string& dtype) {
   return packed(kernel_name("pack_right", dtype), x, kColumns, x.stride(1), x.stride(2));
 }
 
+// The stride of a dimension; 0 where there is no tensor.
+std::int64_t stride_of(const Tensor& x, std::int64_t d) { return x.defined() ? x.stride(d) : 0; }
+
 void multiply_packed(const Tensor& a, const Tensor& b, const Product& p) {
   const Tensor& y = p.y;
-  const auto stride = [](const Tensor& x, std::int64_t d) -> std::int64_t {
-    return x.defined() ? x.stride(d) : 0;
-  };
   const auto batch_stride = [](const Tensor& x) -> std::int64_t {
     return x.size(0) == 1 ? 0 : x.stride(0);
   };
@@ -154,9 +157,39 @@ void multiply_packed(const Tensor& a, const Tensor& b, const Product& p) {
       current_queue(device), device, kernel_name("matmul", p.dtype),
       {static_cast<std::size_t>(y.size(0)), (rows + group - 1) / group * group, columns * kLanes},
       {1, group, kLanes}, a.const_data_ptr(), b.const_data_ptr(), data(p.c), y.mutable_data_ptr(),
-      y.size(1), y.size(2), a.size(2) / kSteps, batch_stride(a), batch_stride(b), stride(p.c, 0),
-      stride(p.c, 1), stride(p.c, 2), y.stride(0), y.stride(1), y.stride(2), p.alpha,
+      y.size(1), y.size(2), a.size(2) / kSteps, batch_stride(a), batch_stride(b), stride_of(p.c, 0),
+      stride_of(p.c, 1), stride_of(p.c, 2), y.stride(0), y.stride(1), y.stride(2), p.alpha,
       p.c.defined() ? p.beta : 0.f);
+}
+
+// A matrix and a vector, y having one column; false unless the steps of the matrix are neighbours.
+bool multiply_vector(const Product& p) {
+  if (p.y.size(2) != 1 || p.a.stride(2) != 1) return false;
+  const Tensor x = p.b.stride(2) == 1 ? p.b : p.b.contiguous();
+  const std::int64_t steps = p.a.size(2);
+  launch_rows(p.y, kernel_name("dot_rows", p.dtype), p.y.size(0) * p.y.size(1), steps,
+              p.a.const_data_ptr(), x.const_data_ptr(), data(p.c), p.y.mutable_data_ptr(),
+              ulong(steps), p.y.size(1), p.a.stride(0), p.a.stride(1), x.stride(0),
+              stride_of(p.c, 0), stride_of(p.c, 1), p.y.stride(0), p.y.stride(1), p.alpha,
+              p.c.defined() ? p.beta : 0.f);
+  return true;
+}
+
+// Few products, of operands where they are; false unless columns of the right one are neighbours.
+bool multiply_small(const Product& p) {
+  const Tensor& y = p.y;
+  const std::int64_t steps = p.a.size(2);
+  if (y.size(1) * y.size(2) * steps > kSmallProducts || p.b.stride(1) != 1) return false;
+  const auto device = static_cast<c10::DeviceIndex>(y.get_device());
+  launch<3>(
+      current_queue(device), device, kernel_name("matmul_small", p.dtype),
+      {static_cast<std::size_t>(y.size(0)), static_cast<std::size_t>(parts(y.size(1), kSmallRows)),
+       static_cast<std::size_t>(parts(y.size(2), static_cast<std::int64_t>(kLanes))) * kLanes},
+      {1, 1, kLanes}, p.a.const_data_ptr(), p.b.const_data_ptr(), data(p.c), y.mutable_data_ptr(),
+      y.size(1), y.size(2), steps, p.a.stride(0), p.a.stride(1), p.a.stride(2), p.b.stride(0),
+      p.b.stride(2), stride_of(p.c, 0), stride_of(p.c, 1), stride_of(p.c, 2), y.stride(0),
+      y.stride(1), y.stride(2), p.alpha, p.c.defined() ? p.beta : 0.f);
+  return true;
 }
 
 // In parts of batches, rows and columns, so that packed operands stay small.
@@ -199,6 +232,11 @@ bool matmul_kernel(const Tensor& out, const Tensor& a, const Tensor& b, const Te
   const Tensor left = batched(a);
   const Tensor right = batched(b).mT();
   const Tensor c = addend == nullptr ? Tensor() : batched(*addend);
+  const Product product{left, right, c, y, *dtype, alpha, beta};
+  const Product transposed{right, left, c.defined() ? c.mT() : c, y.mT(), *dtype, alpha, beta};
+  if (multiply_vector(product) || multiply_vector(transposed) || multiply_small(product) ||
+      multiply_small(transposed))
+    return true;
   // The transposed product, if that takes fewer cycles: what fills panels is multiplied, too, and
   // operands are transposed where the wrong numbers are neighbours, as is a result by columns.
   const auto cycles = [k = left.size(2)](const Tensor& first, const Tensor& second,
@@ -210,9 +248,9 @@ bool matmul_kernel(const Tensor& out, const Tensor& a, const Tensor& b, const Te
            (column == 1 ? 0 : 2 * first.size(1) * second.size(1));
   };
   if (cycles(right, left, y.stride(1)) < cycles(left, right, y.stride(2))) {
-    multiply_parts({right, left, c.defined() ? c.mT() : c, y.mT(), *dtype, alpha, beta});
+    multiply_parts(transposed);
   } else {
-    multiply_parts({left, right, c, y, *dtype, alpha, beta});
+    multiply_parts(product);
   }
   return true;
 }

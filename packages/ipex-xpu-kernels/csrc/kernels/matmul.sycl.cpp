@@ -18,6 +18,7 @@ constexpr Index kRows = 12;   // rows of a left panel: what an item makes
 constexpr Index kStrips = 2;  // strips of kLanes columns of a right panel
 constexpr Index kColumns = kStrips * kLanes;
 constexpr Index kSteps = 16;  // steps of the sums in a block of a panel, the last one filled with 0
+constexpr Index kSmallRows = 8;  // rows of the result that an item makes of small operands
 inline Index smaller(Index a, Index b) { return a < b ? a : b; }
 
 // A block of a panel of kWidth rows, of those of x[batch, row, step], whose strides are x_batch,
@@ -150,11 +151,81 @@ void matmul(const float* a, const float* b, const T* c, T* y, long m, long n, lo
   }
 }
 
+// The same of operands where they are, which small ones need not leave: to pack them takes longer
+// than their product. Neighbouring columns of the right one are neighbours.
+template <typename T>
+IPEX_KERNEL(3)
+void matmul_small(const T* a, const T* b, const T* c, T* y, long m, long n, long steps,
+                  long a_batch, long a_row, long a_step, long b_batch, long b_step, long c_batch,
+                  long c_row, long c_column, long y_batch, long y_row, long y_column, float alpha,
+                  float beta) {
+  const auto item = here::this_work_item::get_nd_item<3>();
+  const Index lane = item.get_local_id(2);
+  const long batch = item.get_group(0);
+  const long first_row = item.get_group(1) * kSmallRows;
+  const long first_column = item.get_group(2) * kLanes;
+  // Rows and columns beyond the last one are computed as the last one, and dropped.
+  const T* left[kSmallRows];
+#pragma unroll
+  for (Index r = 0; r < kSmallRows; ++r) {
+    const long i = first_row + r;
+    left[r] = a + batch * a_batch + (i < m ? i : m - 1) * a_row;
+  }
+  const T* right = b + batch * b_batch + first_column;
+  float sums[kSmallRows] = {};
+  const auto add = [&](Index column) {
+    for (long i = 0; i < steps; ++i) {
+      const float value = load(right + i * b_step, column);
+#pragma unroll
+      for (Index r = 0; r < kSmallRows; ++r) sums[r] += load(left[r], i * a_step) * value;
+    }
+  };
+  if (first_column + static_cast<long>(kLanes) <= n) {
+    add(lane);
+  } else {
+    add(smaller(lane, n - 1 - first_column));
+  }
+  const long j = first_column + lane;
+  if (j >= n) return;
+#pragma unroll
+  for (Index r = 0; r < kSmallRows; ++r) {
+    const long i = first_row + r;
+    if (i < m) {
+      float value = alpha * sums[r];
+      if (beta != 0.f) value += beta * load(c, batch * c_batch + i * c_row + j * c_column);
+      store(y, batch * y_batch + i * y_row + j * y_column, value);
+    }
+  }
+}
+
+// The product of a matrix, whose steps are neighbours, and a vector: y[i] = alpha * a[i] x +
+// beta * c[i]. A group sums a row.
+template <typename T>
+IPEX_KERNEL(1)
+void dot_rows(const T* a, const T* x, const T* c, T* y, unsigned long steps, long rows,
+              long a_batch, long a_row, long x_batch, long c_batch, long c_row, long y_batch,
+              long y_row, float alpha, float beta) {
+  const Row row(steps);
+  const long batch = static_cast<long>(row.index) / rows;
+  const long i = static_cast<long>(row.index) - batch * rows;
+  a += batch * a_batch + i * a_row;
+  x += batch * x_batch;
+  float value = alpha * row.sum([=](unsigned long step) { return load(a, step) * load(x, step); });
+  if (!row.leader()) return;
+  if (beta != 0.f) value += beta * load(c, batch * c_batch + i * c_row);
+  store(y, batch * y_batch + i * y_row, value);
+}
+
 #define MATMUL(T)                                                                                 \
   template void pack_left<T>(const T*, float*, long, long, long, long);                           \
   template void pack_right<T>(const T*, float*, long, long, long, long, long);                    \
   template void matmul<T>(const float*, const float*, const T*, T*, long, long, long, long, long, \
-                          long, long, long, long, long, long, float, float);
+                          long, long, long, long, long, long, float, float);                      \
+  template void matmul_small<T>(const T*, const T*, const T*, T*, long, long, long, long, long,   \
+                                long, long, long, long, long, long, long, long, long, float,      \
+                                float);                                                           \
+  template void dot_rows<T>(const T*, const T*, const T*, T*, unsigned long, long, long, long,    \
+                            long, long, long, long, long, float, float);
 MATMUL(float)
 MATMUL(half)
 MATMUL(bf16)
