@@ -122,6 +122,12 @@ def test_arguments_are_checked(ops: xpu.SyclLibrary) -> None:
         kernel(x, x, 1, x, size=4)
     with pytest.raises(ValueError, match="size must be 1 to 3"):
         kernel(x, x, 1, 4, size=(1, 1, 1, 1))
+    with pytest.raises(
+        ValueError, match=r"size must be 1 numbers .* IPEX_KERNEL\(1\), got \(2, 2\)"
+    ):
+        kernel(x, x, 1, 4, size=(2, 2))
+    with pytest.raises(ValueError, match=r"size must be 2 numbers .*, got 4"):
+        ops.kernels["outer"](x, x, x, 2, 2, size=4)
     with pytest.raises(ValueError, match="local must be as many"):
         kernel(x, x, 1, 4, size=4, local=(2, 2))
     with pytest.raises(RuntimeError, match=r"(?i)work.?group"):
@@ -149,6 +155,8 @@ def test_functions_are_checked_when_loaded() -> None:
         load(["add_"], name="a b")
     with pytest.raises(ValueError, match="functions must be"):
         load([])
+    with pytest.raises(TypeError, match="sycl_source must be a string or strings, got NoneType"):
+        load(["add_"], source=None)  # type: ignore[arg-type]
     with pytest.raises(xpu.SyclCompileError) as caught:
         load(["add_"], SOURCE.replace("times *", "many *"))
     text = str(caught.value)

@@ -104,6 +104,7 @@ def load_inline(
     Raises:
         SyclCompileError: The source does not compile.
         ValueError: A kernel is not in the source, or its parameters are not those of the op.
+        TypeError: The source is not text.
         RuntimeError: There is no xpu device.
 
     Example:
@@ -124,7 +125,12 @@ def load_inline(
         raise ValueError(
             f"load_inline: functions must be names of kernels or a mapping from ops to schemas, got {functions!r}"
         )
-    source = sycl_source if isinstance(sycl_source, str) else "\n".join(sycl_source)
+    parts = [sycl_source] if isinstance(sycl_source, str) else sycl_source
+    if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
+        raise TypeError(
+            f"load_inline: sycl_source must be a string or strings, got {type(sycl_source).__name__}"
+        )
+    source = "\n".join(parts)
     ops: dict[str, SyclOp] = {}
     if isinstance(functions, Mapping):
         ops = {n: SyclOp(v) if isinstance(v, str) else v for n, v in functions.items()}
@@ -133,10 +139,19 @@ def load_inline(
         wanted = set(functions)
     schemas = {op_name: _schema(f"{name}::{op_name}", op) for op_name, op in ops.items()}
     program = _compile(native, name, source, sorted(wanted), headers or {}, options)
-    kernels = {kernel: SyclKernel(program, name, kernel) for kernel in sorted(wanted)}
+    kernels = {
+        kernel: SyclKernel(program, name, kernel, _dimensions_of(kernel, source))
+        for kernel in sorted(wanted)
+    }
     if not ops:
         return SyclLibrary(name, kernels, dict(kernels))
     return SyclLibrary(name, kernels, _define(name, ops, schemas, kernels))
+
+
+def _dimensions_of(kernel: str, source: str) -> int | None:
+    """Return the dimensions that the source gives a kernel; None where another spelling hides them."""
+    found = re.search(rf"IPEX_KERNEL\(\s*([123])\s*\)\s*void\s+{re.escape(kernel)}\s*\(", source)
+    return int(found[1]) if found else None
 
 
 def _kernels_of(name: str, op: SyclOp) -> tuple[str, ...]:

@@ -42,12 +42,16 @@ class SyclKernel:
     Attributes:
         name: Its name, with that of the program, for messages.
         parameters: C++ types of its parameters, such as ``"float const*"``.
+        dimensions: How many sizes it is started with, where that is known.
     """
 
-    def __init__(self, program: Any, library: str, name: str) -> None:
+    def __init__(
+        self, program: Any, library: str, name: str, dimensions: int | None = None
+    ) -> None:
         self._program = program
         self._symbol = name
         self.name = f"{library}.{name}"
+        self.dimensions = dimensions
         self.parameters: tuple[str, ...] = tuple(program.parameters(name))
         for parameter in self.parameters:
             if "*" not in parameter and not re.fullmatch(r"[a-z ]+", parameter):
@@ -143,6 +147,11 @@ class SyclKernel:
         if not 1 <= len(sizes) <= 3 or any(s < 0 for s in sizes):
             raise ValueError(
                 f"{self.name}: size must be 1 to 3 numbers of work-items, got {size!r}"
+            )
+        if self.dimensions not in (None, len(sizes)):
+            raise ValueError(
+                f"{self.name}: size must be {self.dimensions} numbers of work-items, as in"
+                f" IPEX_KERNEL({self.dimensions}), got {size!r}"
             )
         groups = _LOCAL[len(sizes)] if local is None else local
         groups = (groups,) if isinstance(groups, int) else tuple(groups)
