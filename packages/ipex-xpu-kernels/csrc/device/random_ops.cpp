@@ -13,20 +13,12 @@
 #include <tuple>
 
 #include "ipex_ops.h"
+#include "random_ops.h"
 #include "strided.h"
 
 namespace ipex::xpu {
-namespace {
 
-using at::Generator;
-using at::Tensor;
-using std::optional;
-
-struct Philox {
-  unsigned long seed;
-  unsigned long offset;
-};
-Philox draw_from(const Tensor& like, const optional<Generator>& generator) {
+Philox draw_from(const at::Tensor& like, const std::optional<at::Generator>& generator) {
   const bool given = generator && generator->defined();
   TORCH_CHECK(!given || generator->device().type() == c10::kXPU,
               "Expected a 'xpu' device type for generator but found '",
@@ -35,6 +27,12 @@ Philox draw_from(const Tensor& like, const optional<Generator>& generator) {
       given ? *generator : default_generator(static_cast<c10::DeviceIndex>(like.get_device())), 4);
   return {ulong(static_cast<std::int64_t>(seed)), ulong(static_cast<std::int64_t>(offset))};
 }
+
+namespace {
+
+using at::Generator;
+using at::Tensor;
+using std::optional;
 
 // Calls f with a dense tensor of this dtype, whose elements then become those of `self`.
 template <typename F>
@@ -351,37 +349,6 @@ optional<Tensor> multinomial(const Tensor& p, std::int64_t count, bool replaceme
                                                                            : std::nullopt;
 }
 
-// Dropout
-// -----------------------------------------------------------------------------------------------
-
-optional<std::tuple<Tensor, Tensor>> native_dropout(const Tensor& x, double p,
-                                                    optional<bool> train) {
-  const auto dtype = kernel_dtype(x.scalar_type());
-  if (!dtype || !train.value_or(true) || !(p > 0 && p < 1)) return std::nullopt;
-  const Tensor dense = x.contiguous();
-  const Tensor y = at::empty_like(dense);
-  const Tensor mask = at::empty(x.sizes(), x.options().dtype(at::kBool));
-  const auto n = ulong(x.numel());
-  const unsigned long quarter = (n + 3) / 4;
-  const Philox philox = draw_from(x, std::nullopt);
-  launch_for(x, kernel_name("dropout", *dtype), static_cast<std::int64_t>(quarter), data(dense),
-             out_data(y), out_data(mask), n, quarter, static_cast<float>(p),
-             static_cast<float>(1 / (1 - p)), philox.seed, philox.offset);
-  return std::tuple(y, mask);
-}
-
-optional<Tensor> native_dropout_backward(const Tensor& grad, const Tensor& mask, double scale) {
-  const auto dtype = kernel_dtype(grad.scalar_type());
-  if (!dtype || mask.scalar_type() != at::kBool || mask.sizes() != grad.sizes())
-    return std::nullopt;
-  const Tensor dense = grad.contiguous();
-  const Tensor kept = mask.contiguous();
-  const Tensor y = at::empty_like(dense);
-  launch_for(grad, kernel_name("dropout_backward", *dtype), grad.numel(), data(dense), data(kept),
-             out_data(y), ulong(grad.numel()), static_cast<float>(scale));
-  return y;
-}
-
 }  // namespace
 
 void register_random() {
@@ -408,8 +375,7 @@ void register_random() {
   add_kernel<&randperm_out>(aten, "randperm.generator_out");
   add_kernel<&multinomial>(aten, "multinomial");
   add_kernel<&multinomial_out>(aten, "multinomial.out");
-  add_kernel<&native_dropout>(aten, "native_dropout");
-  add_kernel<&native_dropout_backward>(aten, "native_dropout_backward");
+  register_dropout(aten);
 }
 
 }  // namespace ipex::xpu
