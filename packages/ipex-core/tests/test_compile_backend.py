@@ -315,6 +315,17 @@ def test_bad_mode_and_options():
         ipex_compile(gm, [x], options={"freezin": True})
     with pytest.raises(ValueError, match="'freezing' must be a bool, got 'yes'"):
         ipex_compile(gm, [x], options={"freezing": "yes"})
+    for options, text in (
+        ({"cpp.threads": "two"}, "'cpp.threads' must be of type int, got 'two'"),
+        ({"cpp.simdlen": "256"}, "'cpp.simdlen' must be of type int or None, got '256'"),
+        ({"ipex.disable": [["linear"]]}, "'ipex.disable' must be a bool or some of"),
+        ([("freezing", True)], "options must be a mapping of names to values, got"),
+        ({3: True}, "names of options must be strings, got 3"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ipex_compile(gm, [x], options=options)
+    with pytest.raises(ValueError, match="mode must be one of"):
+        ipex_compile(gm, [x], mode=["default"])
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="unknown option 'bogus'"):
         torch.compile(mlp(), backend="ipex", options={"bogus": 1})(x)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
 __all__ = ["Options", "read_options"]
 
@@ -38,12 +39,16 @@ def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options
     patches: dict[str, Any] = {}
     if mode is not None:
         modes = inductor.list_mode_options()
-        if mode not in modes:
+        if not isinstance(mode, str) or mode not in modes:
             raise ValueError(f"compile: mode must be one of {sorted(modes)}, got {mode!r}")
         patches.update((k, v) for k, v in modes[mode].items() if not k.startswith("triton."))
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(f"compile: options must be a mapping of names to values, got {options!r}")
     known: dict[str, Any] = config.get_config_copy()
     own: dict[str, Any] = {}
     for key, value in (options or {}).items():
+        if not isinstance(key, str):
+            raise ValueError(f"compile: names of options must be strings, got {key!r}")
         if key.startswith("ipex."):
             own[key] = value
             continue
@@ -52,8 +57,22 @@ def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options
             raise _unknown(key, [*known, *_OWN])
         if isinstance(known[name], bool) and not isinstance(value, bool):
             raise ValueError(f"compile: option {key!r} must be a bool, got {value!r}")
+        kinds = _kinds(config.get_type(name))  # type: ignore[attr-defined]
+        if kinds and not isinstance(value, kinds):
+            names = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
+            raise ValueError(f"compile: option {key!r} must be of type {names}, got {value!r}")
         patches[name] = value
     return Options(**{name: read(own[key]) for key, (name, read) in _own(own)}, inductor=patches)
+
+
+def _kinds(annotation: Any) -> tuple[type, ...]:
+    """Return the classes of an option of Inductor, or nothing if its annotation has more than plain classes."""
+    union = get_origin(annotation) in (Union, types.UnionType)
+    kinds = get_args(annotation) if union else (annotation,)
+    plain = all(isinstance(k, type) and get_origin(k) is None for k in kinds)
+    if not plain:
+        return ()
+    return (*kinds, int) if float in kinds and int not in kinds else kinds
 
 
 def _own(given: Mapping[str, Any]) -> list[tuple[str, tuple[str, Any]]]:
@@ -78,7 +97,9 @@ def _disable(value: Any) -> frozenset[str]:
     if isinstance(value, bool):
         return frozenset(PATTERNS if value else ())
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple, set, frozenset)) or not set(names) <= set(PATTERNS):
+    if not isinstance(names, (list, tuple, set, frozenset)) or any(
+        name not in PATTERNS for name in names
+    ):
         raise ValueError(
             f"compile: option 'ipex.disable' must be a bool or some of {', '.join(PATTERNS)}, got {value!r}"
         )
