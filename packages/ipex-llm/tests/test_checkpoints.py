@@ -220,6 +220,10 @@ def test_index_that_promises_more(tmp_path: Path) -> None:
     index.write_text(json.dumps(table))
     with pytest.raises(OpArgumentError, match=r"every tensor of its index, got no more\.weight"):
         load_low_precision_checkpoint(folder)
+    table["weight_map"]["more.weight"] = 300 * "x"  # longer than a name can be
+    index.write_text(json.dumps(table))
+    with pytest.raises(OpArgumentError, match=r"must have all shards of .*, got no x"):
+        load_low_precision_checkpoint(folder)
 
 
 # -- into models ----------------------------------------------------------------------------------------------
