@@ -220,8 +220,10 @@ def rotate(x, cos, sin, half):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("half", [True, False])
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("full", ["twice", "interleaved", None])
 def test_rotary_embedding(dtype, half, full):
+    if half and full == "interleaved":
+        pytest.skip("no form of these pairs")
     angles = torch.randn(16, 4)
     cos, sin = angles.cos(), angles.sin()
     positions = torch.tensor([[3, 4, 5], [0, 1, 2]])
@@ -231,8 +233,10 @@ def test_rotary_embedding(dtype, half, full):
         turned = [rotate(x[b, ..., :8], cos[positions[b]], sin[positions[b]], half) for b in (0, 1)]
         want.append(torch.cat([torch.stack(turned), x[..., 8:].float()], -1))
     tables = sin, cos
-    if full:
-        tables = [torch.cat([t, t], -1) if half else t.repeat_interleave(2, -1) for t in (sin, cos)]
+    if full == "twice":
+        tables = [torch.cat([t, t], -1) for t in (sin, cos)]
+    elif full == "interleaved":
+        tables = [t.repeat_interleave(2, -1) for t in (sin, cos)]
     got = fn.rotary_embedding(query, key, *tables, 8, half, positions)
     assert got[0] is query and got[1] is key
     for a, b in zip(got, want, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,17 @@ def test_smooth(alpha: Any, shared: bool, tmp_path: Path) -> None:
     else:
         assert not torch.equal(quantised.q.smooth, quantised.k.smooth)
     prepared.save_qconf_summary(tmp_path / "s.json")
+    other = prepare(model, mapping, x)
+    other.load_qconf_summary(tmp_path / "s.json")
+    assert torch.equal(convert(other)(x), quantised(x))
+    data = json.loads((tmp_path / "s.json").read_text())
+    for group in data.values():  # as IPEX writes it: by the index of the op that reads the value
+        for index, info in group["q_op_infos"].items():
+            for key, value in info["input_tensor_infos"][0].items():
+                if isinstance(value, list):
+                    wrong = [1.0] * len(value)
+                    info["input_tensor_infos"][0][key] = {"99_0": wrong, f"{index}_0": value}
+    (tmp_path / "s.json").write_text(json.dumps(data))
     other = prepare(model, mapping, x)
     other.load_qconf_summary(tmp_path / "s.json")
     assert torch.equal(convert(other)(x), quantised(x))

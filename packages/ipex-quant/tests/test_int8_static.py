@@ -274,6 +274,36 @@ def test_summary(net: nn.Module, tmp_path: Path) -> None:
     assert not torch.equal(convert(other)(x), convert(prepared)(x))
 
 
+def as_ipex_writes_it(data: dict[str, Any], kept_in_float: str) -> dict[str, Any]:
+    """One group; activations, functions and results before the activation have entries; no codes where it is float."""
+    entries = [info for group in data.values() for info in group["q_op_infos"].values()]
+    for info in entries:
+        (result,) = info["output_tensor_infos"]
+        result.update(inf_dtype="torch.float32", scale=[0.5], zero_point=[3])
+        if info["fqn"] == kept_in_float:
+            info["input_tensor_infos"][0]["force_dtype"] = "torch.float32"
+    del entries[-1]["output_tensor_infos"][0]["scale"]
+    bare = {**entries[0], "weight_tensor_infos": []}
+    relu = {**bare, "op_type": "<class 'torch.nn.modules.activation.ReLU'>", "fqn": "stem.2"}
+    add = {**bare, "op_type": "<method 'add'>", "op_type_is_module": False, "fqn": ""}
+    ops = dict(enumerate([relu, *entries, add]))
+    return {" ": {"q_op_infos": ops, "nonq_op_infos": {}, "layer_output_infos": []}}
+
+
+@torch.no_grad()
+def test_summary_of_ipex(net: nn.Module, tmp_path: Path) -> None:
+    x, file = images(), tmp_path / "summary.json"
+    prepared = calibrated(net, x)
+    prepared.save_qconf_summary(qconf_summary=file)
+    data = as_ipex_writes_it(json.loads(file.read_text()), kept_in_float="blocks.0.conv1")
+    file.write_text(json.dumps(data))
+    other = prepare(net, default_static_qconfig_mapping, x)
+    other.load_qconf_summary(file)
+    quantised = convert(other)
+    assert isinstance(quantised.get_submodule("blocks.0.conv1"), nn.Conv2d)
+    assert near(quantised(x), net(x)) and not torch.equal(quantised(x), net(x))
+
+
 @torch.no_grad()
 def test_wrong_summary(net: nn.Module, tmp_path: Path) -> None:
     x, file = images(), tmp_path / "summary.json"

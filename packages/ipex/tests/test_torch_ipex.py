@@ -100,9 +100,10 @@ def test_norms():
 
     want = torch.nn.functional.rms_norm(x + y, (8,), weight, 1e-6)
     for add_back in (False, True):
-        into = x.clone()
-        torch.testing.assert_close(OPS.add_rmsnorm(into, y, weight, 1e-6, add_back), want)
-        torch.testing.assert_close(into, x + y if add_back else x)
+        first, into = x.clone(), y.clone()
+        torch.testing.assert_close(OPS.add_rmsnorm(first, into, weight, 1e-6, add_back), want)
+        torch.testing.assert_close(into, x + y if add_back else y)
+        torch.testing.assert_close(first, x)
 
     bias = torch.randn(8)
     want = torch.nn.functional.layer_norm(x + 2 * y, (8,), weight, bias, 1e-5)

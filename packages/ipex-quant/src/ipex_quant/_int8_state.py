@@ -158,6 +158,7 @@ def _plan_without(model: nn.Module, state: Prepared, missing: Mapping[str, str])
         layer.codes = layer.codes and layer.result in ready
     for product in plan.products.values():
         product.codes = product.codes and product.result in ready
+    plan.pools = [place for place in plan.pools if place.value in ready]
     coded = {layer.result for layer in plan.layers.values() if layer.codes}
     for layer in plan.layers.values():
         layer.residual_codes = layer.residual_codes and layer.residual_value in coded

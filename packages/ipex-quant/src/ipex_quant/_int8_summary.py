@@ -227,12 +227,22 @@ def _read(
     found = {}
     try:
         for group in data.values():
-            for info in group["q_op_infos"].values():
-                found[str(info["fqn"])] = info
+            for index, info in group["q_op_infos"].items():
+                # Files of IPEX also have functions, which follow from their operands here.
+                if info["fqn"] or info.get("op_type_is_module", True):
+                    found[str(info["fqn"])] = _of_op(info, index)
     except (AttributeError, KeyError, TypeError) as error:
         what = "have q_op_infos with fqn for each module"
         raise OpArgumentError(f"{op}: qconf_summary must {what}, got {error!r}") from error
     wanted = {*state.plan.layers, *state.plan.products}
+    others = {name for name, _ in model.named_modules()} - wanted  # layers that stay float here
+    found = {
+        name: info
+        for name, info in found.items()
+        if name not in others
+        and (name in wanted or info.get("weight_tensor_infos"))  # else an activation, a pooling
+        and not (name in state.plan.layers and _is_float(info))
+    }
     extra, missing = sorted(found.keys() - wanted), sorted(wanted - found.keys())
     differences = [f"only in the file: {', '.join(extra)}"] if extra else []
     differences += [f"only in the model: {', '.join(missing)}"] if missing and extra else []
@@ -258,7 +268,8 @@ def _read(
             source, result = info["input_tensor_infos"][0], info["output_tensor_infos"][0]
             scale = _scale(source)
             factor = source.get("smooth_quant_scaling_factor")
-            if layer.codes and result["scale"]:
+            # (IPEX also gives scales of results in float, which an activation follows.)
+            if layer.codes and result.get("scale") and "int8" in str(result.get("inf_dtype")):
                 results[layer.result] = _scale(result)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise OpArgumentError(
@@ -288,6 +299,28 @@ def _product_scales(op: str, product: Product, kind: str, info: Any) -> dict[int
         raise OpArgumentError(
             f"{op}: the entry of {name} must have a scale of each input, got {error!r}"
         ) from error
+
+
+def _of_op(info: Any, index: str) -> Any:
+    """Return an entry with lists only: IPEX writes SmoothQuant's scales of a value once for each op that reads it."""
+    inputs = [
+        {
+            key: value.get(f"{index}_0", next(iter(value.values()), []))
+            if isinstance(value, dict)
+            else value
+            for key, value in source.items()
+        }
+        for source in info["input_tensor_infos"]
+    ]
+    return {**info, "input_tensor_infos": inputs}
+
+
+def _is_float(info: Any) -> bool:
+    """Return whether the file keeps a layer in float: IPEX's recipe did so, or somebody who edited the file."""
+    given: dict[str, Any] = next(iter(info["input_tensor_infos"]), {})
+    return not {"torch.float32", "torch.bfloat16"}.isdisjoint(
+        str(given.get(key)) for key in ("inf_dtype", "force_dtype")
+    )
 
 
 def _given(smooth: bool) -> str:

@@ -29,8 +29,10 @@ def rotary_embedding(
         query: ``[tokens, heads, head_dim]`` or ``[batch, positions, heads, head_dim]``, float32, bfloat16 or float16;
             overwritten.
         key: Like ``query`` with its own number of heads; overwritten.
-        sin: ``[..., rotary_dim]`` or ``[..., rotary_dim / 2]`` in the dtype of ``query`` or float32. The leading
-            dimensions count the rows of the table.
+        sin: ``[..., rotary_dim / 2]``, one value for each pair, or ``[..., rotary_dim]``, in the dtype of ``query`` or
+            float32. The leading dimensions count the rows of the table. Values for both elements of a pair stand as
+            ``cat([t, t], -1)``, for GPT-J's pairs also as ``repeat_interleave(t, 2, -1)``, which is what compiled code
+            takes them for.
         cos: Like ``sin``.
         rotary_dim: How many of the first elements of a head are rotated.
         rotary_half: True: element ``i`` pairs with ``i + rotary_dim / 2`` (GPT-NeoX, Llama). False: ``2 i`` with
@@ -51,11 +53,24 @@ def rotary_embedding(
         >>> rotary_embedding(q, k, sin, cos, 2, True)[0] is q, q
         (True, tensor([[[-1.,  1.]]]))
     """
+    if not rotary_half and not torch.compiler.is_compiling():
+        sin, cos = _one_for_each_pair(sin, cos, rotary_dim)
     call(
         _OPS.rotary_embedding.default,
         *(query, key, sin, cos, rotary_dim, rotary_half, position_ids),
     )
     return query, key
+
+
+def _one_for_each_pair(sin: Tensor, cos: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor]:
+    """Halve tables ``cat([t, t], -1)``: IPEX took only these, the op's own form of GPT-J repeats each value."""
+    pairs = rotary_dim // 2
+    for table in (sin, cos):
+        if table.dim() == 0 or table.size(-1) != 2 * pairs or pairs < 2:
+            return sin, cos
+        if not torch.equal(table[..., :pairs], table[..., pairs:]):
+            return sin, cos
+    return sin[..., :pairs].contiguous(), cos[..., :pairs].contiguous()
 
 
 @also_named(is_nexo_style="is_neox_style", head_size="head_dim")

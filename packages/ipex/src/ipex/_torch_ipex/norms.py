@@ -17,14 +17,14 @@ def _rmsnorm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @alias_op(
-    "add_rmsnorm(Tensor(a!) input, Tensor input1, Tensor weight, float eps, bool add_back) -> Tensor"
+    "add_rmsnorm(Tensor input, Tensor(a!) input1, Tensor weight, float eps, bool add_back) -> Tensor"
 )
 def _add_rmsnorm(
     input: Tensor, input1: Tensor, weight: Tensor, eps: float, add_back: bool
 ) -> Tensor:
     output, total = _OPS.add_rms_norm(input, input1, weight, eps)
     if add_back:
-        input.copy_(total)
+        input1.copy_(total)
     return output  # type: ignore[no-any-return]
 
 
