@@ -162,7 +162,7 @@ def install(native: Any) -> None:
     xpu._XpuDeviceProperties = DeviceProperties
     xpu._get_device_properties = lambda device: properties(native, device)
     # There are no graphs of this device, so that nothing is being recorded.
-    torch.xpu.graphs._xpu_isCurrentStreamCapturing = lambda: False
+    xpu.graphs._xpu_isCurrentStreamCapturing = lambda: False
     # It would ask the driver's library for GPUs, which are not what there is.
     xpu._device_count_zes = lambda: -1
     _rebuild_streams(xpu)
