@@ -63,6 +63,8 @@ def cells(row: Row) -> str:
     """Return a row of a table."""
     if row.state == "absent":
         here = row.here
+    elif row.state == "xpu":
+        here = f"Without it: {row.here}"
     elif row.here in (f"ipex.{row.name}", row.name):
         here = ""
     else:

@@ -18,7 +18,7 @@ from ipex_core.introspect import op_info
 
 __all__ = ["pages"]
 
-_NAPOLEON = Config(napoleon_use_param=False, napoleon_use_rtype=False)
+_NAPOLEON: Any = Config(napoleon_use_param=False, napoleon_use_rtype=False)
 
 _AUTOCAST = {
     None: "none: the op runs in the dtype of its inputs",

@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.abc
 import importlib.resources
+import importlib.util
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ STATES: Mapping[str, str] = {
     "same": "same",
     "differs": "differs",
     "absent": "not offered",
+    "xpu": "with ipex[xpu]",
     "new": "new here",
 }
 
@@ -38,7 +40,8 @@ class Row(NamedTuple):
         name: Dotted, below ``intel_extension_for_pytorch``; ``*`` at its end stands for all names of a module. Ops are
             written as ``torch.ops.torch_ipex.nms``.
         state: A key of `STATES`.
-        here: Where it is here: a dotted name; for "absent" a text, what to use instead.
+        here: Where it is here: a dotted name; for "absent" a text, what to use instead; for "xpu" the same for those
+            who do not install the package that has it.
         note: The difference; empty if there is none.
     """
 
@@ -120,11 +123,21 @@ def resolve(path: str) -> Any:
 
 
 _PACKAGES = ("ipex", "intel_extension_for_pytorch")
+_XPU = "ipex_xpu_kernels"
 
 
 def _text(name: str, row: Row) -> str:
     shown = name if name.startswith("torch.ops.") else f"intel_extension_for_pytorch.{name}"
+    if row.state == "xpu":
+        return f"{shown} needs ipex-xpu-kernels: pip install 'ipex[xpu]', or use {row.here}"
     return f"{shown} is not offered: use {row.here}"
+
+
+def _is_missing(row: Row | None) -> bool:
+    """Return whether a name is knowingly not there, or in a package that is not installed."""
+    if row is None or row.state != "xpu":
+        return row is not None and row.state == "absent"
+    return importlib.util.find_spec(_XPU) is None
 
 
 def refuse(name: str) -> None:
@@ -134,7 +147,7 @@ def refuse(name: str) -> None:
         NotOfferedNameError: It is.
     """
     row = find(name)
-    if row is not None and row.state == "absent":
+    if row is not None and _is_missing(row):
         from ipex_core.errors import NotOfferedNameError
 
         raise NotOfferedNameError(_text(name, row)) from None
@@ -153,6 +166,8 @@ def lookup(module: str, name: str) -> Any:
             return importlib.import_module(f"ipex.{dotted}")
         refuse(dotted)
         row = find(dotted)
+        if row is not None and row.state == "xpu":
+            return resolve(f"{_XPU}.{name}")
         if row is not None and row.here != f"ipex.{dotted}":
             return resolve(row.here)
     raise AttributeError(f"module 'ipex.{module}' has no attribute {name!r}")
@@ -218,7 +233,7 @@ class _TableModule(types.ModuleType):
         if name == "__all__":
             prefix = f"{dotted}."
             names = [n.removeprefix(prefix) for n in rows() if n.startswith(prefix)]
-            return [n for n in names if "." not in n and rows()[prefix + n].state != "absent"]
+            return [n for n in names if "." not in n and not _is_missing(rows()[prefix + n])]
         full = f"{dotted}.{name}"
         if dotted == "xpu" and not name.startswith("__") and find(full) is None:
             import torch
@@ -239,7 +254,7 @@ def _parents() -> frozenset[str]:
 
     Python asks for both as for modules below (``from module import name``), and hands on what is said then.
     """
-    absent = (name for name, row in rows().items() if row.state == "absent")
+    absent = (name for name, row in rows().items() if row.state in ("absent", "xpu"))
     return frozenset(name.rpartition(".")[0] for name in (*_modules(), *absent))
 
 
@@ -263,7 +278,7 @@ class TableFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if dotted in _modules():
             return ModuleSpec(fullname, self, is_package=True)
         row = find(dotted)
-        if row is not None and row.state == "absent":
+        if row is not None and _is_missing(row):
             from ipex_core.errors import NotOfferedModuleError
 
             raise NotOfferedModuleError(_text(dotted, row))

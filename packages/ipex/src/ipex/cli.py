@@ -314,7 +314,7 @@ def migrate(
         for title in ("name", "state", "here", "difference"):
             table.add_column(title, overflow="fold")
         for row in found:
-            use = f"use {row.here}" if row.state == "absent" else row.here
+            use = {"absent": "use ", "xpu": "without it use "}.get(row.state, "") + row.here
             table.add_row(row.name, _migration.STATES[row.state], Text(use), Text(row.note))
         _print(table)
     if not found:
