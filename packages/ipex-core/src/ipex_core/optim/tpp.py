@@ -157,7 +157,8 @@ class Lamb(_Lamb):
 class DistLamb(Lamb):
     """LAMB for data-parallel training: gradients are averaged over all ranks of `torch.distributed`.
 
-    Gradients may be collected over several batches with `acc_and_zero_grad` and merged with `merge_acc_grad`.
+    Gradients may be collected over several batches with `acc_and_zero_grad` and merged with `merge_acc_grad`. The norms
+    also count for groups without weight decay, where IPEX did steps of AdamW: give these a group with ``adam=True``.
 
     Args:
         params: Parameters or groups of them, the same on each rank.
