@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ipex_core._optimize._fused_forward import import_names
+from ipex_core._optimize._fused_forward import generate
 from ipex_core.nn import functional
 from ipex_core.nn._leaf import has_hooks
 from ipex_quant._flow import Add, Event, Flow, activation_of
@@ -156,19 +156,13 @@ def rewrite_model(model: nn.Module) -> RewrittenForward | None:
     result = _with_modules(model)
     if result is None:
         return None
-    for node in result.graph.nodes:
-        node.type = (
-            None  # annotations are part of the code else, and not all have an importable name
-        )
-    code = result.graph.python_code("self")
-    used = {name: value for name, value in code.globals.items() if name in code.src}
-    names = import_names(used)
+    source, names = generate(result.graph)
     if names is None:
         return None
     for name, child in result.named_children():
         if name not in model._modules:
             model.add_module(name, child)
-    forward = RewrittenForward(model, code.src, names, lines_of(result))
+    forward = RewrittenForward(model, source, names, lines_of(result))
     model.__dict__["forward"] = forward
     return forward
 

@@ -235,14 +235,15 @@ def _read(
         what = "have q_op_infos with fqn for each module"
         raise OpArgumentError(f"{op}: qconf_summary must {what}, got {error!r}") from error
     wanted = {*state.plan.layers, *state.plan.products}
-    others = {name for name, _ in model.named_modules()} - wanted  # layers that stay float here
-    found = {
-        name: info
-        for name, info in found.items()
-        if name not in others
-        and (name in wanted or info.get("weight_tensor_infos"))  # else an activation, a pooling
-        and not (name in state.plan.layers and _is_float(info))
-    }
+    modules = {name for name, _ in model.named_modules()}
+
+    def counts(name: str, info: Any) -> bool:
+        if name in wanted:
+            return name not in state.plan.layers or not _is_float(info)
+        # A layer that the model lacks; others are activations, pooling and layers that stay float here.
+        return name not in modules and bool(info.get("weight_tensor_infos"))
+
+    found = {name: info for name, info in found.items() if counts(name, info)}
     extra, missing = sorted(found.keys() - wanted), sorted(wanted - found.keys())
     differences = [f"only in the file: {', '.join(extra)}"] if extra else []
     differences += [f"only in the model: {', '.join(missing)}"] if missing and extra else []

@@ -69,7 +69,7 @@ void start_autograd_threads();
 // not end in time.
 bool stop_autograd_threads();
 
-// Ops without a kernel of their own (fallback.cpp).
+// Ops without a kernel of their own (fallback.cpp, host_memory.cpp).
 enum class FallbackMode : std::uint8_t { Silent, WarnOnce, Error };
 void set_fallback_mode(FallbackMode mode);
 void set_zero_copy(

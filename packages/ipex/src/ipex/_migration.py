@@ -133,11 +133,11 @@ def _text(name: str, row: Row) -> str:
     return f"{shown} is not offered: use {row.here}"
 
 
-def _is_missing(row: Row | None) -> bool:
+def _is_missing(row: Row) -> bool:
     """Return whether a name is knowingly not there, or in a package that is not installed."""
-    if row is None or row.state != "xpu":
-        return row is not None and row.state == "absent"
-    return importlib.util.find_spec(_XPU) is None
+    if row.state == "xpu":
+        return importlib.util.find_spec(_XPU) is None
+    return row.state == "absent"
 
 
 def refuse(name: str) -> None:

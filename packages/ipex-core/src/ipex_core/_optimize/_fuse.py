@@ -7,12 +7,10 @@ their names stay. A forward that cannot be traced is left alone.
 
 from __future__ import annotations
 
-import re
-
 from torch import fx, nn
 
 from ipex_core._optimize._concat import merge_by_source
-from ipex_core._optimize._fused_forward import FusedForward, import_names
+from ipex_core._optimize._fused_forward import FusedForward, generate
 from ipex_core._optimize._passes import Context, Pass, register
 from ipex_core._optimize._patterns import Rewriter
 from ipex_core._optimize._records import Log
@@ -31,21 +29,12 @@ def install(
     guards: tuple[Guard, ...],
 ) -> str | None:
     """Generate the code of a graph and put it in front of the class's forward; return why not, or None."""
-    for node in graph.nodes:
-        node.type = (
-            None  # annotations are part of the code else, and not all have an importable name
-        )
-    code = graph.python_code("self")
-    # torch.fx offers more names than the code uses.
-    words = set(re.findall(r"\w+", code.src))
-    imports = import_names({k: v for k, v in code.globals.items() if k in words})
+    source, imports = generate(graph)
     if imports is None:
         return "the forward uses something that has no importable name"
     used = tuple((name, module._modules[name]) for name in sorted(set(children)))
     pairs = tuple((name, child) for name, child in used if child is not None)
-    module.__dict__["forward"] = FusedForward(
-        module, code.src, imports, tuple(names), pairs, guards
-    )
+    module.__dict__["forward"] = FusedForward(module, source, imports, tuple(names), pairs, guards)
     return None
 
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ipex_core._optimize._trace import Guard
 from ipex_core.nn._leaf import has_hooks
 
-__all__ = ["FusedForward", "InstanceForward", "import_names"]
+__all__ = ["FusedForward", "InstanceForward", "generate"]
 
 _MISSING: Any = object()
 
 
-def import_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
+def _import_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
     """Return ``name -> "module:attribute"`` for a namespace, or None if a value cannot be imported again."""
     names = {}
     for name, value in namespace.items():
@@ -38,6 +39,17 @@ def import_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
         except (ImportError, AttributeError):
             return None
     return names
+
+
+def generate(graph: fx.Graph) -> tuple[str, dict[str, str] | None]:
+    """Return the code of a graph, and the names that it imports, or None if one of these cannot be imported."""
+    for node in graph.nodes:
+        # Annotations would be a part of the code, and not all have an importable name.
+        node.type = None
+    code = graph.python_code("self")
+    # torch.fx offers more names than the code uses.
+    words = set(re.findall(r"\w+", code.src))
+    return code.src, _import_names({k: v for k, v in code.globals.items() if k in words})
 
 
 def _resolve(name: str) -> Any:
@@ -77,14 +89,18 @@ class InstanceForward:
     @property
     def __signature__(self) -> inspect.Signature:
         """The signature of the original forward, which callers such as ``generate`` look up."""
-        signature = inspect.signature(type(self._module()).forward)  # type: ignore[union-attr]
+        signature = inspect.signature(self._original())
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     @property
     def __code__(self) -> types.CodeType:
         """The code of the original forward; ``torch.export`` reads names and lines from it."""
-        code: types.CodeType = type(self._module()).forward.__code__  # type: ignore[union-attr]
+        code: types.CodeType = self._original().__code__
         return code
+
+    def _original(self) -> Any:
+        module: Any = self._module()
+        return type(module).forward
 
 
 class FusedForward(InstanceForward):

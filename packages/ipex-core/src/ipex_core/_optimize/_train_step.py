@@ -38,8 +38,11 @@ class OptimizerMixin(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As torch does: no hooks, and no step that a scheduler has wrapped, which is that of this object.
-        left = ("step", "_ipex_made_for")
-        state = {k: v for k, v in self.__dict__.items() if k not in left and k[-6:] != "_hooks"}
+        state = {
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in ("step", "_ipex_made_for") and not key.endswith("_hooks")
+        }
         return _rebuild, (type(self)._ipex_original,), state
 
     def load_state_dict(self, state_dict: Any) -> None:

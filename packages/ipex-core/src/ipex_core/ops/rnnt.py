@@ -112,16 +112,12 @@ def _rnnt_update(
             f"rnnt_update: label_col must be from 0 to {width - 1}, got {int(wrong[0])}"
         )
     last = torch.iinfo(torch.int32).max - 1  # it counts on
-    wrong = time_idxs[(time_idxs < 0) | (time_idxs > last)]
-    if wrong.numel():
-        raise OpArgumentError(
-            f"rnnt_update: time_idxs must be from 0 to {last}, got {int(wrong[0])}"
-        )
-    wrong = symbols_added[(symbols_added < 0) | (symbols_added > last)]
-    if wrong.numel():
-        raise OpArgumentError(
-            f"rnnt_update: symbols_added must be from 0 to {last}, got {int(wrong[0])}"
-        )
+    for name, value in (("time_idxs", time_idxs), ("symbols_added", symbols_added)):
+        wrong = value[(value < 0) | (value > last)]
+        if wrong.numel():
+            raise OpArgumentError(
+                f"rnnt_update: {name} must be from 0 to {last}, got {int(wrong[0])}"
+            )
     blank = k == blank_id
     ended = time_idxs + blank >= out_lens
     stored = ~blank & ~ended
