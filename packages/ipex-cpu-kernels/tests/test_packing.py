@@ -77,8 +77,10 @@ def test_arena_memory_is_returned():
 @needs_arena
 def test_small_weights_share_a_mapping():
     native = _native.load()
-    first = ops.pack_linear_weight(torch.randn(32, 32))
-    before = native.arena_bytes()
-    more = [ops.pack_linear_weight(torch.randn(32, 32)) for _ in range(50)]
-    assert native.arena_bytes() == before
-    assert all(p.data_ptr() % 64 == 0 for p in [first, *more])
+    gc.collect()
+    weights, mapped = [], set()
+    for _ in range(50):
+        weights.append(ops.pack_linear_weight(torch.randn(32, 32)))
+        mapped.add(native.arena_bytes())
+    assert len(mapped) <= 2  # what earlier weights left of the open mapping may come to an end
+    assert all(weight.data_ptr() % 64 == 0 for weight in weights)
