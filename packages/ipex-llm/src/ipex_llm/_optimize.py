@@ -117,7 +117,14 @@ def optimize(
     if isinstance(model, torch.jit.ScriptModule):
         return model
     check_model(model, None)
-    _check_arguments(optimizer, dtype, device, qconfig_summary_file, inplace)
+    for name, flag in (
+        ("inplace", inplace),
+        ("deployment_mode", deployment_mode),
+        ("cache_weight_for_large_batch", cache_weight_for_large_batch),
+    ):
+        if not isinstance(flag, bool):
+            raise TypeError(f"optimize: {name} must be True or False, got {flag!r}")
+    _check_arguments(optimizer, dtype, device, qconfig_summary_file)
     if torch.device(device).type == "xpu":
         _check_xpu(tp_group, kv_cache_dtype)
         return optimize_on_xpu(
@@ -131,7 +138,7 @@ def optimize(
         )
     kv = kv_dtype(kv_cache_dtype)
     scales = kv_scales(kv_cache_scales, kv)
-    if depth not in (1, 2, 3):
+    if isinstance(depth, bool) or depth not in (1, 2, 3):
         raise OpArgumentError(f"optimize: depth must be 1, 2 or 3, got {depth!r}")
     parallel = None if tp_group is None else TensorParallel.of(tp_group)
     if not inplace:
@@ -215,13 +222,11 @@ def optimize_transformers(*args: Any, **kwargs: Any) -> Any:
     return optimize(*args, **kwargs)
 
 
-def _check_arguments(optimizer: Any, dtype: Any, device: Any, summary: Any, inplace: Any) -> None:
+def _check_arguments(optimizer: Any, dtype: Any, device: Any, summary: Any) -> None:
     if optimizer is not None:
         raise OpArgumentError(
             "optimize: optimizer must be None, got one: ipex.llm.optimize is for inference; train with ipex.optimize"
         )
-    if not isinstance(inplace, bool):
-        raise TypeError(f"optimize: inplace must be True or False, got {inplace!r}")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"optimize: dtype must be a torch.dtype or None, got {dtype!r}")
     if dtype is not None and dtype not in DTYPES:
