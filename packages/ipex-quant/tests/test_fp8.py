@@ -128,6 +128,14 @@ def _sqnr(y: Tensor, want: Tensor) -> float:
     return float(10 * torch.log10(want.square().sum() / (y - want).square().sum()))
 
 
+def test_the_model_has_two_names() -> None:
+    net = _net()
+    for model in (prepare_fp8(m=net), prepare_fp8(model=net)):
+        assert type(model[0]).__name__ == "FP8Linear"
+    with pytest.raises(TypeError, match="model must not be given beside m"):
+        prepare_fp8(m=net, model=net)
+
+
 def test_inference_with_calibrated_scales() -> None:
     net = _net().eval()
     model = prepare_fp8(net)

@@ -189,6 +189,23 @@ def test_ops_that_are_not_offered() -> None:
         torch.testing.assert_close(run(x), scripted(x))
 
 
+def test_calls_as_the_xpu_build_has_them() -> None:
+    skip_without("llm")
+    intrinsic = _migration.resolve(f"{OLD}.xpu.intrinsic")
+    q, k, v = torch.randn(3, 5, 4, 16)
+    out, starts = torch.zeros_like(q), torch.tensor([0, 2, 5])
+    got = intrinsic.varlen_fwd(
+        *(q, k, v, out, starts, starts, 3, 3, 0.0, 0.25, False, True, False, None)
+    )
+    for a, b in ((0, 2), (2, 5)):
+        rows = (x[a:b].transpose(0, 1) for x in (q, k, v))
+        want = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=0.25)
+        torch.testing.assert_close(got[a:b], want.transpose(0, 1))
+    caches = torch.zeros(2, 3, 4, 8, 16)
+    intrinsic.reshape_and_cache(k, v, *caches, slots=torch.arange(8, 13))
+    torch.testing.assert_close(caches[0, 1, :, :5], k.transpose(0, 1))
+
+
 def test_forms_of_import() -> None:
     from intel_extension_for_pytorch.frontend import optimize
     from intel_extension_for_pytorch.xpu.memory import empty_cache

@@ -7,6 +7,7 @@ current and highest built level are then ``"DEFAULT"``.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ __all__ = [
     "isa_has_avx512_vnni_support",
     "onednn_has_bf16_support",
     "onednn_has_fp16_support",
+    "onednn_has_fp8_support",
     "roc_auc_score",
     "roc_auc_score_all",
     "set_fp32_math_mode",
@@ -72,6 +74,52 @@ def _get_highest_binary_support_isa_level() -> str:
     """Return the highest level the installed kernels were built for."""
     provider = _plugins.provider_for("cpu")
     return provider.isa_built[-1].upper() if provider is not None else "DEFAULT"
+
+
+#: What ``ONEDNN_MAX_CPU_ISA`` can say -> the highest level within it; what is not here limits nothing that we have.
+_ONEDNN_LIMITS = {
+    "sse41": "default",
+    "avx": "default",
+    "avx2": "avx2",
+    "avx2_vnni": "avx2_vnni",
+    "avx2_vnni_2": "avx2_vnni",
+    "avx512_core": "avx512",
+    "avx512_core_vnni": "avx512_vnni",
+    "avx512_core_bf16": "avx512_bf16",
+    "avx512_core_fp16": "avx512_bf16",  # float16 without tiles: our level of that name has them
+    "avx10_1_512": "avx512_bf16",
+}
+
+
+def _get_current_onednn_isa_level() -> str:
+    """Return the level that torch's oneDNN computes at: the highest of this CPU, or the limit in its environment.
+
+    ``IPEX_CPU_ISA`` is about our kernels and does not limit it.
+    """
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
+    highest = _ONEDNN_LIMITS.get(limit.lower(), config.ISA_LEVELS[-1])
+    within = config.ISA_LEVELS[: config.ISA_LEVELS.index(highest) + 1]
+    return [level for level in _cpu_levels() if level in within][-1].upper()
+
+
+def _check_not_sync_onednn_isa_level() -> bool:
+    """Return whether our kernels and torch's oneDNN compute at different levels."""
+    return _get_current_isa_level() != _get_current_onednn_isa_level()
+
+
+def _is_syngraph_available() -> bool:
+    """Return False: no graph compiler for Gaudi is built in."""
+    return False
+
+
+def _is_ds_kernel_enabled() -> bool:
+    """Return False: DeepSpeed's kernels are in DeepSpeed."""
+    return False
+
+
+def _is_bnb_kernel_enabled() -> bool:
+    """Return False: the kernels of bitsandbytes are in bitsandbytes."""
+    return False
 
 
 def _has_cpu() -> bool:
@@ -139,6 +187,11 @@ def onednn_has_fp16_support() -> bool:
     import torch
 
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def onednn_has_fp8_support() -> bool:
+    """Return whether oneDNN has instructions for float8 on this CPU; `ipex.quantization.fp8` runs without them."""
+    return isa_has_amx_fp16_support()
 
 
 def roc_auc_score(actual: torch.Tensor, predicted: torch.Tensor) -> list[float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from ipex_core._names import also_named
 from ipex_core.nn import _lora
-from ipex_llm.functional._names import also_named
 
 __all__ = ["bgmv_expand", "bgmv_expand_slice", "bgmv_shrink"]
 

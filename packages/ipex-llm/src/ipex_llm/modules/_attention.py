@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core._names import also_named
 from ipex_core._spec import check
 from ipex_core.nn._call import call
 from ipex_llm import functional
-from ipex_llm.functional._names import also_named
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
 __all__ = ["IndirectAccessKVCacheAttention", "PagedAttention", "VarlenAttention"]
@@ -90,6 +90,7 @@ class PagedAttention:
     runtime_ops = IPEXRuntimeCustomOps()
 
     @classmethod
+    @also_named(slots="slot_mapping")
     def reshape_and_cache(
         cls,
         key: Tensor,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ipex_core._fp8 import DTYPES, amax, to_fp8
+from ipex_core._names import also_named
 from ipex_core._optimize._records import QUANTISATION, Quantisation, quantisation_of
 from ipex_core._spec import check
 from ipex_quant._model import replace_module
@@ -116,13 +117,14 @@ def convert(model: nn.Module, optimizer: Any = None, device: str = "cpu") -> Any
     return convert_rec(model, optimizer, device), optimizer
 
 
+@also_named(model="m")
 def prepare_fp8(m: nn.Module, optimizer: Any = None, device: str = "cpu") -> Any:
     """Return a copy of a model in which each `torch.nn.Linear` is an `FP8Linear`.
 
     Subclasses of `torch.nn.Linear` stay what they are.
 
     Args:
-        m: The model.
+        m: The model; ``model`` in IPEX for XPU.
         optimizer: An optimizer of its parameters, or None. It is copied with its state.
         device: ``"cpu"``.
 
