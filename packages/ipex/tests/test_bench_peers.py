@@ -142,6 +142,7 @@ def test_each_engine_has_a_file_that_loads_without_its_package(name):
         ("models", "minilm", "int8"),
         ("llm", "llama", "bfloat16"),
         ("llm", "llama", "int4"),
+        ("llm", "llama", "int8"),
         ("train", "dlrm", "bfloat16"),
         ("train", "bert", "bfloat16"),
     ],
@@ -152,13 +153,32 @@ def test_ipex_gives_the_answer_of_float32(kind, name, dtype, tmp_path, monkeypat
     if dtype == "int8":
         pytest.importorskip("ipex_quant")
     monkeypatch.setattr(worker, "ALIAS", "ipex._bench")
-    task = task_in(tmp_path, kind, name, dtype)
+    # int8: as on a processor without bfloat16.
+    rest = "float32" if dtype == "int8" else "bfloat16"
+    task = dataclasses.replace(task_in(tmp_path, kind, name, dtype), rest=rest)
     workloads.make(task)
     prepared, fact = worker.prepare(task, "ipex_eager")
     assert prepared is not None, fact
     for call in prepared.calls.values():
         call()
     assert fact["precision"] == ("bfloat16" if dtype == "bfloat16" else dtype)
+
+
+@pytest.mark.parametrize("reason", ["", "no instructions"])
+def test_what_is_not_quantised_is_what_the_processor_multiplies(reason, tmp_path, monkeypatch):
+    monkeypatch.setattr("ipex_core.amp.native_reason", lambda dtype: reason)
+    plans = []
+    monkeypatch.setattr(bench_peers, "run", lambda plan, *_: plans.append(plan))
+    assert run("models", "--dtype", "int8", "--size", "tiny").exit_code == 0
+    assert run("models", "--size", "tiny").exit_code == 0
+    native = "float32" if reason else "bfloat16"
+    assert [(plan.dtype, plan.rest) for plan in plans] == [("int8", native), (native, native)]
+    task = dataclasses.replace(task_in(tmp_path, "ops", "linear", "int8"), rest=native)
+    task.write()
+    assert Task.read(task.folder).float_dtype == native
+    # What is asked for in a float type is computed in it everywhere.
+    for dtype in ("float32", "bfloat16"):
+        assert dataclasses.replace(task, dtype=dtype).float_dtype == dtype
 
 
 @needs_transformers

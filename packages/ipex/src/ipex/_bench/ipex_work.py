@@ -67,10 +67,12 @@ def _generate(task: Task, ipex: Any, traced: bool) -> Prepared:
     configuration = None
     if task.dtype in {"int8", "int4"}:
         four = task.dtype == "int4"
+        half = task.float_dtype == "bfloat16"
+        plain = kinds.WoqLowpMode.BF16 if half else kinds.WoqLowpMode.NONE
         more = {"group_size": GROUP} if four and task.shape["hidden_size"] >= GROUP else {}
         configuration = kinds.get_weight_only_quant_qconfig_mapping(
             weight_dtype=kinds.WoqWeightDtype.INT4 if four else kinds.WoqWeightDtype.INT8,
-            lowp_mode=kinds.WoqLowpMode.INT8 if four else kinds.WoqLowpMode.BF16,
+            lowp_mode=kinds.WoqLowpMode.INT8 if four else plain,
             **more,
         )
     model: Any = workloads.load(task)

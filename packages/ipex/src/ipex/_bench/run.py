@@ -33,6 +33,7 @@ class Plan:
         names: The workloads.
         engines: The engines; the baseline is always among them.
         dtype: The precision asked for.
+        rest: The element type of what is not quantised.
         size: ``"tiny"``, ``"small"`` or ``"full"``.
         threads: Threads of each engine.
         seconds: Time of the rounds of a case, without preparation.
@@ -46,6 +47,7 @@ class Plan:
     names: Sequence[str]
     engines: Sequence[str]
     dtype: str
+    rest: str
     size: str
     threads: int
     seconds: float
@@ -78,7 +80,8 @@ def run(
     for name in plan.names:
         for label, shape in shapes.cases(plan.kind, name, plan.size):
             with tempfile.TemporaryDirectory(prefix="ipex-bench-") as folder:
-                task = Task(plan.kind, name, label, shape, plan.dtype, plan.threads, folder)
+                fixed = (shape, plan.dtype, plan.threads, folder, plan.rest)
+                task = Task(plan.kind, name, label, *fixed)
                 task.write()
                 usable = _case(plan, task, usable, found, say)
             keep(found)

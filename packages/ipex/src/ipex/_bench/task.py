@@ -34,6 +34,7 @@ class Task:
         dtype: ``"float32"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``.
         threads: Threads of each engine.
         folder: Where its files are.
+        rest: Of ``"int8"`` and ``"int4"``: the element type of what is not quantised.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Task:
     dtype: str
     threads: int
     folder: str
+    rest: str = "bfloat16"
 
     @property
     def path(self) -> Path:
@@ -51,8 +53,8 @@ class Task:
 
     @property
     def float_dtype(self) -> str:
-        """The element type of what is not quantised: bfloat16 unless float32 is asked for."""
-        return "float32" if self.dtype == "float32" else "bfloat16"
+        """The element type of what is not quantised."""
+        return self.rest if self.dtype in {"int8", "int4"} else self.dtype
 
     def write(self) -> None:
         """Write the description into the folder."""

@@ -76,6 +76,7 @@ def make_plan(
         names=tuple(names or workloads(kind)),
         engines=chosen,
         dtype=_precision(kind, dtype),
+        rest=_native(),
         threads=threads or torch.get_num_threads(),
         pythons=pythons,
         **numbers,
@@ -125,14 +126,19 @@ def _needs(kind: str) -> None:
 
 def _precision(kind: str, text: str) -> str:
     if text == "auto":
-        import torch
-
-        from ipex_core.amp import native_reason
-
-        return "float32" if native_reason(torch.bfloat16) else "bfloat16"
+        return _native()
     _choice("--dtype", text, (*_DTYPES, "auto"))
     _choice("--dtype", _DTYPES[text], _ALLOWED[kind])
     return _DTYPES[text]
+
+
+def _native() -> str:
+    """Return bfloat16 where the processor multiplies in it, else float32."""
+    import torch
+
+    from ipex_core.amp import native_reason
+
+    return "float32" if native_reason(torch.bfloat16) else "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class Engine(Peer):
 def _compiled(task: Task, model: Any) -> Any:
     import openvino
 
-    precision = "f32" if task.dtype == "float32" else "bf16"
+    precision = "f32" if task.float_dtype == "float32" else "bf16"
     hints = {
         "INFERENCE_PRECISION_HINT": precision,
         "KV_CACHE_PRECISION": precision,  # 8 bits by default; the caches of the others are not quantised

@@ -17,5 +17,5 @@ class Engine(Peer):
 
     def prepare(self, task: Task) -> Prepared:
         """Cast the model and run it."""
-        note = "bfloat16" if task.dtype in {"int8", "int4"} else ""
+        note = task.float_dtype if task.dtype in {"int8", "int4"} else ""
         return prepare(task, note=note)
