@@ -11,6 +11,7 @@ Arguments after ``--`` go to the tool of the session: ``nox -s tests -- -k rms_n
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -57,6 +58,8 @@ TEST_TOOLS = (
 )
 # What the examples of integrations run with; elsewhere they are skipped.
 INTEGRATIONS = ("accelerate", "lightning", "peft", "sentence-transformers")
+# Optional packages for which each run of the tests has time: ten seconds to install, and none asks for another torch.
+SMALL_TOOLS = ("accelerate", "gguf", "optuna", "peft")
 # Of the server, which tests of packages alone do without.
 SERVE_TOOLS = ("fastapi", "uvicorn", "httpx")
 
@@ -227,7 +230,8 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run all tests, of each package and across packages, from built wheels."""
     prepare(session)
-    install_wheels(session, PACKAGES, *TEST_TOOLS, *SERVE_TOOLS, "nox", extras="[demo]")
+    tools = (*TEST_TOOLS, *SERVE_TOOLS, *SMALL_TOOLS, "nox")
+    install_wheels(session, PACKAGES, *tools, extras="[demo]")
     session.env["IPEX_TEST_WHEELS"] = str(DIST)
     session.run("ipex", "doctor")
     session.run("pytest", *WORKERS, *session.posargs, env=WORKER_ENV)
@@ -518,6 +522,7 @@ def screenshots(session: nox.Session) -> None:
     session.run("python", "tools/screenshots.py", "docs/_build/html", pictures, *session.posargs)
 
 
+BENCH_KINDS = ("ops", "peers", "models", "llm", "train")
 #: What `ipex bench` compares with; one line each, so that one that cannot be installed leaves the others.
 BENCH_ENGINES = (
     ("torchao",),
@@ -547,7 +552,8 @@ def bench(session: nox.Session) -> None:
     """Measure ops, models, language models and training against every engine: `ipex bench`.
 
     Writes reports/bench-KIND.json, .md and .png; `-- --publish` also puts the JSON where the performance page takes its
-    tables from. Other arguments go to the commands of all kinds but ops: `-- --env ipex28=PYTHON --threads 8`.
+    tables from. Names of kinds come first and take only those: `-- llm train`. Other arguments go to the commands of
+    all kinds but ops: `-- --env ipex28=PYTHON --threads 8`.
     """
     prepare(session)
     install_wheels(session, PACKAGES, extras="[demo]")
@@ -556,7 +562,9 @@ def bench(session: nox.Session) -> None:
         session.install(*engine, success_codes=[0, 1])
     REPORTS.mkdir(exist_ok=True)
     options = [option for option in session.posargs if option != "--publish"]
-    for kind in ("ops", "peers", "models", "llm", "train"):
+    kinds = list(itertools.takewhile(BENCH_KINDS.__contains__, options))
+    options = options[len(kinds) :]
+    for kind in kinds or BENCH_KINDS:
         command = ["ops", "--peers"] if kind == "peers" else [kind]
         files = ["--json", f"bench-{kind}.json", "--plot", f"bench-{kind}.png"]
         if kind != "ops":
