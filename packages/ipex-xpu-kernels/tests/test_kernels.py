@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("needs_device", "always")
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_softmax_and_norms(dtype: torch.dtype) -> None:
-    for shape in ((3, 5), (2, 3, 100), (5, 1), (4, 1000)):
+    for shape in ((3, 5), (2, 3, 100), (5, 1), (4, 1000), (1, 4097)):
         x, grad = rand(*shape, dtype=dtype), rand(*shape, dtype=dtype)
         for dim in range(x.dim()):
             for forward, backward in (
@@ -180,6 +180,8 @@ def test_reductions(dtype: torch.dtype) -> None:
                     )
                 for op in (torch.amax, torch.amin):
                     check(functools.partial(op, **args), x)
+                if not isinstance(dim, tuple):
+                    check(functools.partial(torch.aminmax, **args), x)
                 if x.numel() > 2 and (dim is None or isinstance(dim, tuple) or x.shape[dim] > 1):
                     check(functools.partial(torch.linalg.vector_norm, **args), x, **tolerance)
                     for op in (torch.var, torch.std):
@@ -197,6 +199,47 @@ def test_reductions(dtype: torch.dtype) -> None:
                     rtol=1e-3 if exact else 3e-2,
                     atol=1e-3 if exact else 1,
                 )
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
+def test_topk(dtype: torch.dtype) -> None:
+    x = (rand(4, 3, 700) * 9).to(dtype)  # with equal numbers, of which any may come first
+    if dtype.is_floating_point:
+        x[0, 0, :5] = torch.tensor([1.0, float("nan"), -float("inf"), float("inf"), -0.0])
+        x[1, 2] = float("nan")
+    for values in (x, x.transpose(0, 2), x[..., ::3], x[0, 0, :1]):
+        for dim in range(values.dim()):
+            for k in {1, min(5, values.shape[dim]), min(300, values.shape[dim])}:
+                for largest in (True, False):
+                    check(lambda x, k=k, d=dim, b=largest: x.topk(k, d, b).values, values)
+                    found = on("xpu", values).topk(k, dim, largest)
+                    places = found.indices.movedim(dim, -1).sort(-1).values.cpu()
+                    assert (places.diff(dim=-1) > 0).all()
+                    torch.testing.assert_close(
+                        on("xpu", values).gather(dim, found.indices).cpu(),
+                        found.values.cpu(),
+                        rtol=0,
+                        atol=0,
+                        equal_nan=True,
+                    )
+    extremes = torch.tensor([0, -(2**63), 2**63 - 1, -1, 1])
+    check(lambda x: x.topk(5), extremes)
+    check(lambda x: x.topk(2, largest=False), extremes)
+    with pytest.raises(RuntimeError, match="selected index k out of range"):
+        x.to("xpu").topk(701)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradients_of_selections(dtype: torch.dtype) -> None:
+    for function in (lambda x: x.topk(3, 0).values, lambda x: torch.stack(x.aminmax(dim=1))):
+        results = []
+        for device in ("cpu", "xpu"):
+            x = (torch.randperm(60, generator=torch.Generator().manual_seed(0)) / 8).view(6, 10)
+            x = x.to(device, dtype).requires_grad_()
+            y = function(x)
+            (y * torch.arange(1.0, y.numel() + 1).view(y.shape).to(y)).sum().backward()
+            results.append(x.grad.cpu())  # type: ignore[union-attr]
+        assert torch.equal(*results) and results[0].any()
 
 
 def test_numbers_that_a_dtype_cannot_hold() -> None:

@@ -85,14 +85,25 @@ void run(const char* kernel, const Tensor& over, const Tensor& x, const Tensor& 
       operands);
 }
 
+void max_pool(const Tensor& x, const Tensor& y, const Tensor& indices, const Pooling& p) {
+  const Tensor in = batched(x), out = batched(y);
+  run("max_pool", out, in, out, p, std::tuple(data(in), out_data(out), out_data(indices)));
+}
+void max_pool_back(const Tensor& grad, const Tensor& indices, const Tensor& result,
+                   const Pooling& p) {
+  const Tensor to = batched(result);
+  const Tensor where = batched(indices).contiguous();
+  const Tensor from = batched(grad).contiguous();
+  run("max_pool_back", to, to, from, p, std::tuple(data(from), data(where), out_data(to)));
+}
+
 bool max_pool2d_out(const Tensor& x, IntArrayRef kernel, IntArrayRef strides, IntArrayRef padding,
                     IntArrayRef dilation, bool ceil_mode, Tensor& y, Tensor& indices) {
   const Pooling p(kernel, strides, padding, dilation);
   if (!fits(x, y, p, ceil_mode) || indices.scalar_type() != at::kLong ||
       indices.sizes() != y.sizes() || indices.strides() != y.strides())
     return false;
-  const Tensor in = batched(x), out = batched(y);
-  run("max_pool", out, in, out, p, std::tuple(data(in), out_data(out), out_data(indices)));
+  max_pool(x, y, indices, p);
   return true;
 }
 
@@ -104,10 +115,7 @@ bool max_pool2d_backward(const Tensor& grad, const Tensor& x, IntArrayRef kernel
       indices.sizes() != grad.sizes() || result.sizes() != x.sizes() ||
       result.scalar_type() != grad.scalar_type() || result.is_alias_of(grad))
     return false;
-  const Tensor to = batched(result);
-  const Tensor where = batched(indices).contiguous();
-  const Tensor from = batched(grad).contiguous();
-  run("max_pool_back", to, to, from, p, std::tuple(data(from), data(where), out_data(to)));
+  max_pool_back(grad, indices, result, p);
   return true;
 }
 
@@ -150,6 +158,32 @@ bool avg_pool2d_backward(const Tensor& grad, const Tensor& x, IntArrayRef kernel
   return true;
 }
 
+// Whether `y` can be windows of the whole of `x`; torch's own checks are those of the host.
+bool fits_adaptive(const Tensor& x, IntArrayRef sizes, const Tensor& y) {
+  return takes(x) && takes(y) && y.dim() == x.dim() && y.scalar_type() == x.scalar_type() &&
+         sizes.size() == 2 && y.sizes().slice(0, x.dim() - 2) == x.sizes().slice(0, x.dim() - 2) &&
+         y.sizes().slice(x.dim() - 2) == sizes && !y.is_alias_of(x);
+}
+
+bool adaptive_max_pool2d_out(const Tensor& x, IntArrayRef sizes, Tensor& y, Tensor& indices) {
+  if (!fits_adaptive(x, sizes, y) || indices.scalar_type() != at::kLong ||
+      indices.sizes() != y.sizes() || indices.strides() != y.strides())
+    return false;
+  max_pool(x, y, indices, Pooling());
+  return true;
+}
+
+bool adaptive_max_pool2d_backward(const Tensor& grad, const Tensor& x, const Tensor& indices,
+                                  Tensor& result) {
+  if (grad.dim() < 3 || !fits_adaptive(x, grad.sizes().slice(grad.dim() - 2), grad) ||
+      indices.scalar_type() != at::kLong || indices.sizes() != grad.sizes() ||
+      result.sizes() != x.sizes() || result.scalar_type() != grad.scalar_type() ||
+      result.is_alias_of(grad))
+    return false;
+  max_pool_back(grad, indices, result, Pooling());
+  return true;
+}
+
 optional<Tensor> adaptive_avg_pool2d(const Tensor& x, IntArrayRef sizes) {
   if (!takes(x) || sizes.size() != 2 || sizes[0] < 1 || sizes[1] < 1) return std::nullopt;
   std::vector<std::int64_t> shape(x.sizes().begin(), x.sizes().end() - 2);
@@ -177,6 +211,9 @@ void register_pooling() {
   add_kernel<&max_pool2d_backward, kSpeed>(aten, "max_pool2d_with_indices_backward.grad_input");
   add_kernel<&avg_pool2d_out, kSpeed>(aten, "avg_pool2d.out");
   add_kernel<&avg_pool2d_backward, kSpeed>(aten, "avg_pool2d_backward.grad_input");
+  add_kernel<&adaptive_max_pool2d_out, kSpeed>(aten, "adaptive_max_pool2d.out");
+  add_kernel<&adaptive_max_pool2d_backward, kSpeed>(aten,
+                                                    "adaptive_max_pool2d_backward.grad_input");
   add_kernel<&adaptive_avg_pool2d, kSpeed>(aten, "_adaptive_avg_pool2d");
   add_kernel<&adaptive_avg_pool2d_backward, kSpeed>(aten, "_adaptive_avg_pool2d_backward");
 }

@@ -166,6 +166,15 @@ optional<Tensor> whole(const char* op, const Tensor& x) {
 optional<Tensor> max_of_all(const Tensor& x) { return whole(kMax, x); }
 optional<Tensor> min_of_all(const Tensor& x) { return whole(kMin, x); }
 
+bool aminmax_out(const Tensor& x, optional<std::int64_t> dim, bool keepdim, Tensor& least,
+                 Tensor& greatest) {
+  const auto dims = dim ? OptionalIntArrayRef(*dim) : OptionalIntArrayRef();
+  if (x.scalar_type() != least.scalar_type() || x.scalar_type() != greatest.scalar_type())
+    return false;
+  return reduce_into(kMin, x, dims, keepdim, false, least) &&
+         reduce_into(kMax, x, dims, keepdim, false, greatest);
+}
+
 // Truth values are 0 and 1: any is the largest, all the smallest.
 bool truth(const char* op, const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
            const Tensor& out) {
@@ -226,6 +235,34 @@ bool argmax_out(const Tensor& x, optional<std::int64_t> dim, bool keepdim, Tenso
 }
 bool argmin_out(const Tensor& x, optional<std::int64_t> dim, bool keepdim, Tensor& out) {
   return find(kMin, x, dim, keepdim, {}, out);
+}
+
+// In order, whether or not that is asked for.
+bool topk_out(const Tensor& x, std::int64_t k, std::int64_t dim, bool largest, bool, Tensor& values,
+              Tensor& indices) {
+  const auto dtype = number_dtype(x.scalar_type());
+  if (!takes(x) || !dtype || (!is_float(x) && x.scalar_type() != at::kLong) || x.dim() == 0)
+    return false;
+  dim = at::maybe_wrap_dim(dim, x.dim());
+  const std::int64_t length = x.size(dim);
+  // The kernel compares each of the k with each other.
+  if (k < 1 || k > std::min<std::int64_t>(length, 4096)) return false;
+  auto sizes = x.sizes().vec();
+  sizes[static_cast<std::size_t>(dim)] = k;
+  if (values.sizes() != IntArrayRef(sizes) || indices.sizes() != IntArrayRef(sizes) ||
+      values.scalar_type() != x.scalar_type() || indices.scalar_type() != at::kLong)
+    return false;
+  const Tensor rows = x.transpose(dim, -1).contiguous();
+  auto found = rows.sizes().vec();
+  found.back() = k;
+  const Tensor v = at::empty(found, x.options());
+  const Tensor i = at::empty(found, indices.options());
+  const Tensor work = at::empty(found, indices.options());
+  launch_rows(x, kernel_name("topk", *dtype), rows.numel() / length, length, out_data(v),
+              out_data(i), out_data(work), data(rows), ulong(length), ulong(k), largest ? 1 : 0);
+  values.copy_(v.transpose(dim, -1));
+  indices.copy_(i.transpose(dim, -1));
+  return true;
 }
 
 // Moments and norms
@@ -305,6 +342,7 @@ void register_reduce() {
   add_kernel<&mean_out, kSpeed>(aten, "mean.out");
   add_kernel<&amax_out, kSpeed>(aten, "amax.out");
   add_kernel<&amin_out, kSpeed>(aten, "amin.out");
+  add_kernel<&aminmax_out, kSpeed>(aten, "aminmax.out");
   add_kernel<&max_of_all, kSpeed>(aten, "max");
   add_kernel<&min_of_all, kSpeed>(aten, "min");
   add_kernel<&any_out, kSpeed>(aten, "any.out");
@@ -315,6 +353,7 @@ void register_reduce() {
   add_kernel<&min_dim_out, kSpeed>(aten, "min.dim_min");
   add_kernel<&argmax_out, kSpeed>(aten, "argmax.out");
   add_kernel<&argmin_out, kSpeed>(aten, "argmin.out");
+  add_kernel<&topk_out, KernelSpeed::Slower>(aten, "topk.values");
   add_kernel<&var, kSpeed>(aten, "var.correction");
   add_kernel<&std_, kSpeed>(aten, "std.correction");
   add_kernel<&var_mean, kSpeed>(aten, "var_mean.correction");

@@ -72,12 +72,20 @@ void max_pool(const T* x, T* y, long* indices, IPEX_STRIDES(x_), IPEX_STRIDES(y_
   const Position o(channels, out_y, out_x);
   if (!o.inside) return;
   const T* from = x + o.plane(x_0, x_1);
-  int top = o.y * stride_y - pad_y;
-  int left = o.x * stride_x - pad_x;
-  while (top < 0) top += step_y;
-  while (left < 0) left += step_x;
-  const int bottom = sycl::min(o.y * stride_y - pad_y + (kernel_y - 1) * step_y + 1, height);
-  const int right = sycl::min(o.x * stride_x - pad_x + (kernel_x - 1) * step_x + 1, width);
+  int top, left, bottom, right;
+  if (kernel_y == 0) {
+    const Window rows(o.y, height, out_y, 0, 1, 0);
+    const Window columns(o.x, width, out_x, 0, 1, 0);
+    top = rows.from, bottom = rows.to;
+    left = columns.from, right = columns.to;
+  } else {
+    top = o.y * stride_y - pad_y;
+    left = o.x * stride_x - pad_x;
+    bottom = sycl::min(top + (kernel_y - 1) * step_y + 1, height);
+    right = sycl::min(left + (kernel_x - 1) * step_x + 1, width);
+    while (top < 0) top += step_y;
+    while (left < 0) left += step_x;
+  }
   long index = static_cast<long>(top) * width + left;
   float largest = -__builtin_inff();
   for (int i = top; i < bottom; i += step_y) {

@@ -6,6 +6,10 @@
 // Softmax
 // ---------------------------------------------------------------------------------------------------------------
 
+// Powers of a row of 16-bit numbers that is not longer.
+constexpr unsigned long kPowers = 4096;
+sycl::ext::oneapi::experimental::work_group_static<float[kPowers]> powers_of_row;
+
 template <typename T, bool logarithm>
 IPEX_KERNEL(1)
 void softmax(const T* x, T* y, unsigned long columns) {
@@ -15,6 +19,15 @@ void softmax(const T* x, T* y, unsigned long columns) {
   x += row.begin;
   y += row.begin;
   const float top = row.maximum([=](unsigned long i) { return load(x, i); });
+  if constexpr (!logarithm && !kept) {
+    if (columns <= kPowers) {
+      float* powers = *&powers_of_row;  // of which an item has its own only
+      const float scale =
+          1.f / row.sum([=](unsigned long i) { return powers[i] = sycl::exp(load(x, i) - top); });
+      row.each([=](unsigned long i) { store(y, i, powers[i] * scale); });
+      return;
+    }
+  }
   const float sum = row.sum([=](unsigned long i) {
     const float power = sycl::exp(load(x, i) - top);
     if constexpr (kept) y[i] = power;
