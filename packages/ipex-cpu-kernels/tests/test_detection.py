@@ -148,6 +148,48 @@ def test_selection(boxes, threshold, offset, limit, data):
     assert got.nonzero().squeeze(1).tolist() == sorted(kept)
 
 
+def many_boxes():
+    """More than a thousand boxes, which lie in a grid: of like and unlike sizes, far apart, of no size, not finite."""
+    whole = torch.randint(0, 60, (1100, 2)).float()
+    sides = torch.randint(0, 5, (1100, 2)).float()
+    yield "whole", torch.cat([whole, whole + sides], 1)
+    yield "reversed", torch.cat([whole, whole - sides + 2], 1)
+    yield "points", torch.cat([whole, whole], 1)
+    yield "one place", torch.tensor([[3.0, 4, 5, 6]]).expand(1100, 4)
+    yield (
+        "a column",
+        torch.cat([torch.zeros(1100, 1), whole[:, :1], torch.ones(1100, 1), whole[:, 1:]], 1),
+    )
+    corner = torch.randn(1100, 2).exp() * 100
+    yield "unlike", torch.cat([corner, corner + torch.randn(1100, 2).mul(2).exp()], 1)
+    boxes = torch.cat([whole, whole + sides], 1)
+    boxes[::150] = torch.tensor([-1e6, -1e6, 1e6, 1e6])
+    yield "huge", boxes
+    boxes = torch.cat([whole, whole + sides], 1)
+    for i, value in enumerate((float("nan"), float("inf"), -float("inf"), 3e38, -3e38)):
+        boxes[i * 4 : i * 4 + 4].fill_diagonal_(value)
+    boxes[40:44] = torch.tensor([-3e38, -3e38, 3e38, 3e38])
+    yield "not finite", boxes
+    yield "rounded", torch.cat([whole, whole + sides], 1) * 8 + 1e8
+    yield "tiny", torch.cat([whole, whole + sides], 1) * 1e-41
+
+
+@pytest.mark.parametrize(
+    ("name", "boxes"), list(many_boxes()), ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_selection_of_many(name, boxes):
+    scores = torch.randint(0, 50, (boxes.shape[0],)).float()
+    # The definition takes 0.2 s where most boxes stay.
+    for threshold, offset, limit in (
+        (0.5, 0.0, 0),
+        (1e-6, 9.0, 0),
+        (0.2, -1.0, 300),
+        (0.0, 0.0, 0),
+    ):
+        args = (boxes, scores, threshold, False, offset, None, 0, limit)
+        assert torch.equal(ops.nms_mask(*args), specs()["nms_mask"].reference(*args))
+
+
 def _goes(a, b, threshold, offset):
     a, b = a.tolist(), b.tolist()
     width = max(min(a[2], b[2]) - max(a[0], b[0]) + offset, 0)
