@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from ipex_core._compile._graph import number
+from ipex_core._compile._nodes import number
 from ipex_core._compile._passes import run_passes
 from ipex_core._compile._report import GraphReport
 

@@ -163,6 +163,50 @@ def test_embedding_bags_of_any_number(tmp_path: Path) -> None:
 X = torch.ones(2, 32)
 
 
+class Inputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor, mask: Tensor, state: Tensor) -> Tensor:
+        state.add_(1.0)
+        return torch.relu(self.layer(x)) * 2 + mask + x.sum(-1, keepdim=True) + state.sum()
+
+
+def test_files_check_their_inputs(tmp_path: Path) -> None:
+    """Wrong dtypes and sizes are told; other strides give the same numbers."""
+    torch.manual_seed(0)
+    model, batch = Inputs().eval(), torch.export.Dim("batch", min=1, max=64)
+    example = {"x": torch.randn(3, 8), "mask": torch.ones(3, 16), "state": torch.ones(4, 2)}
+    shapes = {"x": {0: batch}, "mask": {0: batch}, "state": None}
+    path = tmp_path / "m.pt2"
+    ipex_core.export(model, [*example.values()], path, dynamic_shapes=shapes)
+    loaded = torch._inductor.aoti_load_package(str(path))
+
+    def check(x: Tensor, mask: Tensor) -> None:
+        states = torch.zeros(4, 2), torch.zeros(4, 2)
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(x, mask, states[0]), model(x, mask, states[1]))
+        assert states[0].eq(1).all()
+
+    for n in (3, 1, 64, 0):
+        check(torch.randn(n, 8), torch.randn(n, 16))
+    check(torch.randn(8, 5).t(), torch.randn(5, 1).expand(5, 16))
+    check(torch.randn(1, 16)[:, ::2], torch.randn(16, 7).t()[:1])
+    x, mask, state = example.values()
+    for wrong, text in (
+        ((x.double(), mask, state), "input x must be float32, got float64"),
+        ((x, mask.to(torch.bfloat16), state), "input mask must be float32, got bfloat16"),
+        ((x[None], mask, state), "input x must be 2-D, got 3-D"),
+        ((x[:, :7], mask, state), r"input x must be of size 8 in dimension 1, got \[3, 7\]"),
+        ((x, mask[:2], state), r"input mask must be of size 3 in dimension 0, got \[2, 16\]"),
+        ((torch.ones(65, 8), torch.ones(65, 16), state), r"at most 64 in dimension 0, got \[65, 8"),
+        ((x, mask, torch.ones(2, 4).t()), r"state must be laid out with strides \[2, 1\]"),
+    ):
+        with pytest.raises(RuntimeError, match=f"Inputs: .*{text}"):
+            loaded(*wrong)
+
+
 def test_control_flow_on_data_names_torchs_reason(tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     path.write_bytes(b"an older file")

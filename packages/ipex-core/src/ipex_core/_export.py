@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export.graph_signature import InputKind, TensorArgument
 
+from ipex_core._export_checks import checked_inputs
 from ipex_core._portable import FUNCTIONAL, PORTABLE
 from ipex_core.errors import ExportError, OpArgumentError
 from ipex_core.nn._packed import PackedWeight, exporting_kernels
@@ -216,10 +218,16 @@ def _compile(program: torch.export.ExportedProgram, path: Path, asked: Any, name
     patches = {**INFERENCE_DEFAULTS, **asked.inductor}
     report = GraphReport(f"export of {name}", inference=True, frozen=bool(patches["freezing"]))
     patches.update(_custom_passes(asked, patches, report, []))
+    names = [
+        one.arg.name
+        for one in program.graph_signature.input_specs
+        if one.kind == InputKind.USER_INPUT and isinstance(one.arg, TensorArgument)
+    ]
     try:
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=str(path), inductor_configs=patches
-        )
+        with checked_inputs(name, names, dict(program.range_constraints)):
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(path), inductor_configs=patches
+            )
     except Exception as error:
         raise ExportError(_reason("AOTInductor cannot compile the model", error)) from error
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ipex_core._compile._graph import (
+from ipex_core._compile._graph import Context
+from ipex_core._compile._nodes import (
     CASTS,
-    Context,
     binary,
     is_call,
     number,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ipex_core._compile._graph import CASTS, FLOATS, Context, is_call, same, shape_of, val
+from ipex_core._compile._graph import Context
+from ipex_core._compile._nodes import CASTS, FLOATS, is_call, same, shape_of, val
 from ipex_core._compile._report import GraphReport
 from ipex_core._compile.attention import fuse_attention
 from ipex_core._compile.linear import fuse_gated, fuse_post_ops, pack_linears

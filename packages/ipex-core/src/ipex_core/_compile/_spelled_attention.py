@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ipex_core._compile._attention_scores import COPIES, VIEWS, Scores, find_scores
-from ipex_core._compile._graph import (
+from ipex_core._compile._nodes import (
     FLOATS,
     binary,
     is_call,

@@ -9,9 +9,9 @@ import math
 import torch
 from torch import fx
 
-from ipex_core._compile._graph import (
+from ipex_core._compile._graph import Context
+from ipex_core._compile._nodes import (
     FLOATS,
-    Context,
     between,
     binary,
     is_call,

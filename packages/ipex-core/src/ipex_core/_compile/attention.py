@@ -17,17 +17,8 @@ from torch import fx
 
 from ipex_core._choice import prefer_ipex_attention
 from ipex_core._compile._attention_scores import VIEWS, sum_masks
-from ipex_core._compile._graph import (
-    FLOATS,
-    Context,
-    describe,
-    hints,
-    is_call,
-    items,
-    same,
-    shape_of,
-    val,
-)
+from ipex_core._compile._graph import Context
+from ipex_core._compile._nodes import FLOATS, describe, hints, is_call, items, same, shape_of, val
 from ipex_core._compile._spelled_attention import Match, spelled
 
 __all__ = ["fuse_attention"]

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from ipex_core._compile._graph import describe, is_call, module_of
+from ipex_core._compile._nodes import describe, is_call, module_of
 from ipex_core._compile._report import Fusion, GraphReport
 
 __all__ = ["report_convolutions"]

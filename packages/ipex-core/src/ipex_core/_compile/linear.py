@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ipex_core._compile._graph import (
+from ipex_core._compile._graph import Context
+from ipex_core._compile._nodes import (
     DEVICES,
     FLOATS,
     PURE,
-    Context,
     binary,
     describe,
     hints,

@@ -15,17 +15,8 @@ from torch import fx
 from torch._inductor.virtualized import V
 
 from ipex_core._choice import prefer_merged_bags, prefer_merged_linears
-from ipex_core._compile._graph import (
-    FLOATS,
-    VIEWING,
-    Context,
-    hints,
-    is_call,
-    items,
-    same,
-    shape_of,
-    val,
-)
+from ipex_core._compile._graph import Context
+from ipex_core._compile._nodes import FLOATS, VIEWING, hints, is_call, items, same, shape_of, val
 from ipex_core._compile.linear import arguments
 
 __all__ = ["merge_bags", "merge_linears"]

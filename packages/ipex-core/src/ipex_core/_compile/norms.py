@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from ipex_core._choice import prefer_ipex_norm
-from ipex_core._compile._graph import (
+from ipex_core._compile._graph import Context
+from ipex_core._compile._nodes import (
     DEVICES,
     FLOATS,
-    Context,
     between,
     binary,
     describe,

@@ -15,16 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ipex_core._compile._graph import (
-    FLOATS,
-    Context,
-    binary,
-    describe,
-    hints,
-    same,
-    shape_of,
-    val,
-)
+from ipex_core._compile._graph import Context
+from ipex_core._compile._nodes import FLOATS, binary, describe, hints, same, shape_of, val
 from ipex_core._compile._report import GraphReport
 from ipex_core._compile._timing import against_ours
 from ipex_core._compile.activations import Activation, find_activations

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from ipex_core._compile._graph import Context, static, val
+from ipex_core._compile._graph import Context
+from ipex_core._compile._nodes import static, val
 from ipex_core._compile._timing import measured_linear
 from ipex_core._compile.linear import arguments
 from ipex_core._packed import deinterleave_gate_up

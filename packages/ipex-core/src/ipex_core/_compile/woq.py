@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ipex_core._compile._graph import (
+from ipex_core._compile._graph import Context
+from ipex_core._compile._nodes import (
     CASTS,
     DEVICES,
     FLOATS,
-    Context,
     binary,
     describe,
     is_call,

@@ -253,7 +253,7 @@ def attention_supported(
 def _attention_preferred(query: Any, key: Any, mask: Any) -> bool:
     """Return whether the kernel is faster than the stock op at these shapes."""
     if torch.compiler.is_exporting():
-        from ipex_core._compile._graph import hints
+        from ipex_core._compile._nodes import hints
 
         # Comparing symbolic sizes would limit the program to those on this side.
         return prefer_ipex_attention(hints(query.shape), hints(key.shape), query.dtype)
