@@ -213,6 +213,16 @@ def test_optimized_images(fresh_dynamo: None, kernels: None) -> None:
         assert texts == {"relu", "add + relu", "silu"}, convolutions
 
 
+def test_first_call_of_all(
+    no_code_generation: None, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernel packages are found before Dynamo traces what asks for them."""
+    monkeypatch.setattr("ipex_core.nn._leaf._native_ops", None)
+    model, (x,) = optimize(Block().eval(), weights_prepack=False), MODELS["block"][1](torch.float32)
+    with torch.no_grad():
+        check(model, (x,))
+
+
 def test_cpp_wrapper(fresh_dynamo: None, kernels: None) -> None:
     """The calls between kernels are in C++, too."""
     options = {"cpp_wrapper": True, "cpp_cache_precompile_headers": False, **ALWAYS}

@@ -289,6 +289,15 @@ def test_a_saved_program_in_a_fresh_process(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_programs_that_were_fused_before():
+    """What guards a sum of a convolution holds the very nodes that the pattern looks for."""
+    model, x = Residual().eval(), torch.randn(2, 8, 6, 6)
+    twice = jit.fuse(jit.fuse(frozen(model, x)))
+    with torch.no_grad():
+        torch.testing.assert_close(twice(x), model(x.clone()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_scripted_model():
     model = After(nn.Linear(512, 512), nn.ReLU()).eval()
     x = torch.randn(2, 512)

@@ -114,7 +114,7 @@ class Convolutions:
         conv.replaceInput(place + 2, self.editor.constant(algorithm, conv))
         node.output().replaceAllUsesWith(node.inputsAt(0))
         node.destroy()
-        self.editor.done.remove(_NAMES[conv.kind()])
+        self.editor.upgrade(_NAMES[conv.kind()])
         return f"{_NAMES[conv.kind()]} + {'silu' if name == 'swish' else name}"
 
     def _add(self, node: Node) -> str | None:
@@ -132,7 +132,7 @@ class Convolutions:
             name = _NAMES[conv.kind()]
             if not whole:
                 self.editor.replace(node, self.editor.call("add_in_place", [value, other], node))
-                self.editor.done.remove(name)
+                self.editor.upgrade(name)
                 return f"{name} + add"
             x, w, bias, *lists = list(conv.inputs())[:7]
             arguments = [x, other, w, bias, *lists, relu is not None]
@@ -142,7 +142,7 @@ class Convolutions:
                 relu.destroy()
             self.editor.replace(node, new)
             conv.destroy()
-            self.editor.done.remove(name)
+            self.editor.upgrade(name)
             return f"{name} + add" if relu is None else f"{name} + add + relu"
         return None
 

@@ -40,6 +40,12 @@ class Editor:
             if done:
                 self.done.append(done)
 
+    def upgrade(self, former: str) -> None:
+        """Take back a match that another one now includes."""
+        # Ops that were in the program before, of optimized models and of earlier rewrites, were not counted here.
+        if former in self.done:
+            self.done.remove(former)
+
     def begin(self) -> None:
         """From now on offer only the nodes that are in the graph now."""
         self._own = set(self._names(None))

@@ -133,7 +133,7 @@ class Rewriter(Editor):
         linear.replaceInput(5, self.constant(name, linear))
         node.output().replaceAllUsesWith(linear.output())
         node.destroy()
-        self._upgrade("linear")
+        self.upgrade("linear")
         return f"linear + {name}"
 
     def _linear_binary(self, node: Node, script: str, name: str) -> str | None:
@@ -151,14 +151,9 @@ class Rewriter(Editor):
             self._sums.add(new.debugName())
             linear.destroy()
             former = "linear" if text == "none" else f"linear + {text}"
-            self._upgrade(former)
+            self.upgrade(former)
             return f"{former} + {name}"
         return None
-
-    def _upgrade(self, former: str) -> None:
-        # Programs of optimized models have linear ops that were not counted here.
-        if former in self.done:
-            self.done.remove(former)
 
     def _linear_mul(self, node: Node) -> str | None:
         return self._linear_binary(node, "linear_mul", "mul")
