@@ -157,6 +157,31 @@ def test_checkpoint_of_the_tables_alone_loads():
     assert merged.weights[1].sum() == ROWS[1] * DIM
 
 
+def test_lookups_that_are_written_to_and_second_passes_are_refused():
+    """As by stock embedding bags: a buffer of indices that is used again would move the steps to other rows."""
+    tables = [torch.nn.EmbeddingBag(5, 4, mode="sum") for _ in range(2)]
+    for merged in (
+        MergedEmbeddingBag.from_embeddingbag_list(tables),
+        MergedEmbeddingBagWithSGD.from_embeddingbag_list(tables, lr=0.1),
+        MergedEmbeddingBagWithAdaGrad.from_embeddingbag_list(tables, lr=0.1),
+    ):
+        for written in ("indices", "offsets", None):
+            indices, offsets = [torch.tensor([0, 3, 1])] * 2, [torch.tensor([0, 2])] * 2
+            before = {k: v.clone() for k, v in merged.state_dict().items()}
+            loss = torch.cat(merged(indices, offsets)).sum()
+            if written is None:
+                loss.backward(retain_graph=True)
+                loss.backward()
+                before = {k: v.clone() for k, v in merged.state_dict().items()}
+                with pytest.raises(RuntimeError, match="second time"):
+                    loss.backward()
+            else:
+                {"indices": indices, "offsets": offsets}[written][1].fill_(1)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+            assert all(torch.equal(v, before[k]) for k, v in merged.state_dict().items())
+
+
 def test_frozen_tables_stay():
     merged = MergedEmbeddingBagWithSGD.from_embeddingbag_list(stock_tables())
     merged.weights[1].requires_grad_(False)

@@ -53,12 +53,15 @@ class _DistBags(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, owner: Any, plan: _Plan, *weights: Tensor) -> Tensor:
         ctx.owner, ctx.plan, ctx.weights = owner, plan, weights
+        # Autograd then refuses a second pass without retain_graph.
+        ctx.save_for_backward(*plan.lookups.indices)
         result: Tensor = owner._gather(weights, plan)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        _ = ctx.saved_tensors  # for its checks
         ctx.owner._scatter(grad, ctx.weights, ctx.plan)
         return (None,) * (2 + len(ctx.weights))
 

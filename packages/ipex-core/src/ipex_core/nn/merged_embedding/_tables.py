@@ -100,11 +100,15 @@ class _Bags(torch.autograd.Function):
         # Behind the tables: the factors, which autograd only sees if they are arguments of their own.
         weights = tensors[: len(tensors) - len(lookups.per_sample_weights)]
         ctx.owner, ctx.lookups, ctx.weights = owner, lookups, weights
+        # Autograd then refuses lookups that were written to since, and a second pass without retain_graph. Tables are
+        # not among them: passes in between may take their steps.
+        ctx.save_for_backward(*lookups.indices, *lookups.offsets, *lookups.per_sample_weights)
         return _apart(forward_bags(weights, lookups))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # for its checks
         count, needed = len(ctx.weights), ctx.needs_input_grad[2:]
         # First, since owners that are their own optimizer change the tables.
         factors = [
