@@ -8,6 +8,7 @@ was fused. The graphs are interpreted; the tests at the end generate code.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 import ipex_core
 from ipex_core import optimize
+from ipex_core._compile._options import read_options
 from ipex_core.compile_backend import ipex_backend
 from ipex_core.testing import run_ranks
 
@@ -223,16 +225,46 @@ def test_first_call_of_all(
         check(model, (x,))
 
 
+#: torch.compile takes a mode or options of a backend that it knows by name, not both.
+LEAN = functools.partial(ipex_backend, mode="reduce-overhead", options=ALWAYS)
+
+
 def test_cpp_wrapper(fresh_dynamo: None, kernels: None) -> None:
-    """The calls between kernels are in C++, too."""
-    options = {"cpp_wrapper": True, "cpp_cache_precompile_headers": False, **ALWAYS}
+    """The calls between kernels are in C++, too, where the mode asks for little cost per call."""
     model, (x,) = optimize(Block().eval(), weights_prepack=False), MODELS["block"][1](torch.float32)
-    compiled = torch.compile(model, backend="ipex", fullgraph=True, options=options)
+    compiled = torch.compile(model, backend=LEAN, fullgraph=True)
     with torch.no_grad():
         got, sources = run_and_get_code(compiled, x)
         close(got, model(x), False)
     assert "AOTInductorModel" in sources[0] or "aoti_torch" in sources[0]
-    assert {"linear", "post_op"} <= fused(ipex_core.explain(compiled))
+    found = ipex_core.explain(compiled)
+    assert {"linear", "post_op"} <= fused(found)
+    assert found.graphs[0].notes == ["calls between kernels are in C++"]
+
+
+def test_cpp_wrapper_that_fails(
+    fresh_dynamo: None, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph is compiled again, with the calls in Python, and explain tells why."""
+    from torch._inductor.codecache import CppWrapperCodeCache
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no compiler today")
+
+    monkeypatch.setattr(CppWrapperCodeCache, "load_async", fail)
+    model, (x,) = Block().eval(), MODELS["block"][1](torch.float32)
+    compiled = torch.compile(model, backend=LEAN, fullgraph=True)
+    with torch.no_grad():
+        close(compiled(x), model(x), False)
+    (graph,) = ipex_core.explain(compiled).graphs
+    assert "no compiler today" in graph.notes[0] and "in Python" in graph.notes[0]
+    assert {"linear", "post_op"} <= {f.pattern for f in graph.fusions if f.fired}
+
+
+def test_modes_without_cpp_wrapper() -> None:
+    assert read_options("reduce-overhead", None).lean and read_options("max-autotune", None).lean
+    for mode in (None, "default", "max-autotune-no-cudagraphs"):
+        assert not read_options(mode, None).lean
 
 
 class Perceptron(nn.Module):

@@ -73,7 +73,8 @@ def ipex_backend(
         gm: the captured graph.
         example_inputs: one value per graph input.
         mode: ``None`` or a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``, ``"max-autotune"``,
-            ``"max-autotune-no-cudagraphs"``). CUDA graphs, part of two of them, are left out on the CPU.
+            ``"max-autotune-no-cudagraphs"``). In the place of CUDA graphs, part of two of them, the CPU gets the calls
+            between kernels in C++ (Inductor's option ``"cpp_wrapper"``) in graphs for inference.
         options: Inductor options (``torch._inductor.list_options()``), e.g. ``{"freezing": False}``, and ours:
             ``"ipex.disable"``, names of patterns to leave out or True for all; ``"ipex.always"``, True to let patterns
             fire also where Inductor's own code was measured to be as fast.
@@ -171,8 +172,8 @@ def _compile(
                 report.notes.append(
                     "compiled often: not frozen, so that one graph serves all the rest"
                 )
-            return CompiledGraph(_inductor(gm, example_inputs, patches), report)
-        return _compile_frozen(gm, example_inputs, patches, report, written)
+            return CompiledGraph(_inference(gm, example_inputs, patches, asked, report), report)
+        return _compile_frozen(gm, example_inputs, patches, asked, report, written)
 
 
 def _on_xpu(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -212,6 +213,45 @@ def _inductor(
     return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]
 
 
+def _inference(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    patches: dict[str, Any],
+    asked: Options,
+    report: GraphReport,
+) -> _Compiled:
+    if "cpp_wrapper" in patches or not asked.lean:
+        return _inductor(gm, example_inputs, patches)
+    # compile_fx owns and mutates the graph it gets.
+    spare = _spare(gm)
+    try:
+        compiled = _inductor(gm, example_inputs, {**patches, "cpp_wrapper": True})
+    except Exception as error:  # Inductor writes less into C++ than into Python, and g++ may fail
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        report.fusions.clear()
+        report.notes.append(
+            f"calls between kernels stay in Python, since those in C++ failed: {reason}"
+        )
+        return _inductor(spare, example_inputs, patches)
+    report.notes.append("calls between kernels are in C++")
+    return compiled
+
+
+def _spare(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph of Dynamo with the marks by which AOTAutograd knows it; a deepcopy drops them."""
+    spare = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    spare.meta.update(gm.meta)
+    pairs: list[tuple[Any, Any]] = [
+        (gm, spare),
+        *zip(gm.graph.nodes, spare.graph.nodes, strict=True),
+    ]
+    for given, copied in pairs:
+        for mark in ("_param_name_to_source", "_dynamo_source"):
+            if mark in vars(given):
+                setattr(copied, mark, getattr(given, mark))
+    return spare
+
+
 def _compile_training(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -231,6 +271,7 @@ def _compile_frozen(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     patches: dict[str, Any],
+    asked: Options,
     report: GraphReport,
     written: list[Tensor],
 ) -> CompiledGraph:
@@ -240,7 +281,7 @@ def _compile_frozen(
     report.frozen = True
     # compile_fx owns and mutates the graph it gets; this copy is what runs when the weights have changed.
     unfrozen = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    compiled = _inductor(gm, [example_inputs[i] for i in kept], patches)
+    compiled = _inference(gm, [example_inputs[i] for i in kept], patches, asked, report)
     # What the graph writes to itself (the keys and values of a cache) it also reads anew in each call.
     alive = {id(tensor) for tensor in written}
     weights = [weight for weight in weights if id(weight) not in alive]

@@ -20,11 +20,13 @@ class Options:
         disable: ``"ipex.disable"``: names of patterns to leave out, or True for all of them.
         always: ``"ipex.always"``: let patterns fire also where Inductor's own code was measured to be as fast.
         inductor: Patches of Inductor's configuration.
+        lean: The mode asks for little cost per call: CUDA graphs on a GPU, calls between kernels in C++ on a CPU.
     """
 
     disable: frozenset[str] = frozenset()
     always: bool = False
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lean: bool = False
 
 
 def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -37,11 +39,13 @@ def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options
     from torch._inductor import config
 
     patches: dict[str, Any] = {}
+    lean = False
     if mode is not None:
         modes = inductor.list_mode_options()
         if not isinstance(mode, str) or mode not in modes:
             raise ValueError(f"compile: mode must be one of {sorted(modes)}, got {mode!r}")
         patches.update((k, v) for k, v in modes[mode].items() if not k.startswith("triton."))
+        lean = modes[mode].get("triton.cudagraphs") is True
     if options is not None and not isinstance(options, Mapping):
         raise ValueError(f"compile: options must be a mapping of names to values, got {options!r}")
     known: dict[str, Any] = config.get_config_copy()
@@ -62,7 +66,8 @@ def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options
             names = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
             raise ValueError(f"compile: option {key!r} must be of type {names}, got {value!r}")
         patches[name] = value
-    return Options(**{name: read(own[key]) for key, (name, read) in _own(own)}, inductor=patches)
+    ours = {name: read(own[key]) for key, (name, read) in _own(own)}
+    return Options(**ours, inductor=patches, lean=lean)
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from ipex_core._optimize._trace import Guard
-from ipex_core.nn._leaf import has_hooks, has_kernel
+from ipex_core.nn._leaf import find_kernels, has_hooks
 
 __all__ = ["FusedForward", "InstanceForward", "generate"]
 
@@ -122,7 +122,7 @@ class FusedForward(InstanceForward):
         guards: tuple[Guard, ...],
     ) -> None:
         super().__init__(module)
-        has_kernel("linear")  # finds the kernels now: Dynamo could not follow that in a first call
+        find_kernels()
         self.source = source
         self.names = names
         self.arguments = arguments

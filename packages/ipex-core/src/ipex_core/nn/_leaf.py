@@ -16,7 +16,7 @@ from torch import nn
 from ipex_core.nn._packed import PackedWeight
 from ipex_core.nn._state import ModuleState, pack_weight, set_runtime, state_of, unpack_weight
 
-__all__ = ["OptimizedModule", "has_hooks", "has_kernel"]
+__all__ = ["OptimizedModule", "find_kernels", "has_hooks", "has_kernel"]
 
 
 # A plain global and no functools.cache: Dynamo traces through this module and warns about caches.
@@ -25,13 +25,15 @@ _native_ops: frozenset[str] | None = None
 
 def has_kernel(op: str) -> bool:
     """Return whether a kernel package implements ``torch.ops.ipex.<op>`` for CPU tensors."""
-    if _native_ops is None:
-        _load()
+    find_kernels()
     return _native_ops is not None and op in _native_ops
 
 
-def _load() -> None:
+def find_kernels() -> None:
+    """Look for the kernel package, if nobody has; Dynamo cannot follow that, so do it before something is compiled."""
     global _native_ops
+    if _native_ops is not None:
+        return
     from ipex_core import _plugins
 
     provider = _plugins.provider_for("cpu")
