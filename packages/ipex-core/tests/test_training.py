@@ -66,6 +66,35 @@ def test_split_weights_are_updated_like_float32_ones(name: str) -> None:
         torch.testing.assert_close(got, want.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nan_and_inf_in_gradients_go_where_stock_lets_them(
+    name: str, dtype: torch.dtype | None, split: bool
+) -> None:
+    """A NaN must not become an infinity in a half of a split weight, nor reach the elements beside it."""
+    model = nn.Linear(40, 30).train()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    fast, fused = optimize(
+        model, optimizer=optimizer, dtype=dtype, split_master_weight_for_bf16=split
+    )
+    for step in range(3):
+        for p, q in zip(model.parameters(), fast.parameters(), strict=True):
+            grad = torch.randn(p.shape).bfloat16()
+            if step == 1:
+                grad.view(-1)[::7] = float("nan")
+                grad.view(-1)[3::7] = float("inf")
+                grad.view(-1)[5::7] = -float("inf")
+            q.grad, p.grad = grad.to(q.dtype), grad.float()
+        optimizer.step()
+        fused.step()
+    for want, got in zip(model.parameters(), fast.state_dict().values(), strict=True):
+        torch.testing.assert_close(got, want.detach(), rtol=1e-5, atol=1e-5, equal_nan=True)
+        assert want.isnan().any()
+    for want, got in zip(model.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(got.isnan(), want.isnan())
+
+
 def test_split_takes_the_memory_of_float32() -> None:
     model = nn.Linear(64, 64).train()
     fast, optimizer = optimize(

@@ -50,6 +50,12 @@ def test_a_training_script_ends_cleanly() -> None:
             assert result.returncode == 0 and result.stderr == ""
 
 
+def test_the_package_may_be_imported_before_torch() -> None:
+    code = "import ipex_xpu_kernels as xpu; print(xpu.activate().mode, xpu.state().mode)\n"
+    code += "import torch; print(torch.xpu.memory_allocated(), xpu.fallback_stats())"
+    assert output(code) == "own own\n0 {}"
+
+
 def test_an_open_profiler_at_exit() -> None:
     code = START + (
         "p = torch.profiler.profile(); p.start()\n"
@@ -63,6 +69,18 @@ def test_an_open_profiler_at_exit() -> None:
         "print('aten::mul' in p.key_averages().table())"
     )
     assert output(closed).splitlines()[-1] == "True"
+
+
+def test_a_kernel_whose_assertion_fails_ends_the_process() -> None:
+    """It cannot be caught; what matters is that nobody waits for ever, and that the assertion is named."""
+    result = python(
+        START
+        + "source = '#include \"ipex/xpu.h\"\\nIPEX_KERNEL(1) void k(float* x) { assert(x[0] > 1.f); }'\n"
+        "x = torch.zeros(1, device='xpu'); xpu.load_inline('m', source, ['k']).k(x, size=1)\n"
+        "torch.xpu.synchronize(); print('went on')"
+    )
+    assert result.returncode != 0 and "went on" not in result.stdout
+    assert "x[0] > 1.f" in result.stdout + result.stderr
 
 
 def test_an_exception_in_a_script() -> None:

@@ -91,7 +91,12 @@ def activate() -> State:
     """
     if _state is None:
         try:
-            _set(_find())
+            import torch  # noqa: F401  (which, imported for the first time, comes here itself)
+
+            if (
+                _state is None or _state.mode == "none"
+            ):  # which may have had an error that is to be raised here
+                _set(_find())
         except Exception as error:
             failed(error)
             raise
