@@ -21,7 +21,7 @@ from compile_checks import (
 from torch import nn
 from torch.nn import functional as F
 
-from ipex_core._compile import _timing
+from ipex_core._compile import _timing, linear
 from ipex_core._compile._passes import PATTERNS
 from ipex_core.ops._epilogue import weight_rows
 
@@ -228,6 +228,39 @@ def test_float32_is_measured_where_no_table_holds(faster, monkeypatch):
     low = [t.bfloat16() for t in inputs]
     report, _ = fuse(F.linear, *low, constants=(1, 2), always=False)
     assert fired(report) == {"linear": 1} and len(timed) == 1
+
+
+@pytest.mark.parametrize("kind", ["gelu", "relu", "silu"])
+def test_an_activation_behind_a_layer_is_measured_with_it(kind, monkeypatch):
+    timed = []
+
+    def measured(dtype, n, k, rows, biased, activation):
+        timed.append(activation)
+
+    def fastest(runs, seconds):
+        autograd = torch._C.DispatchKey.AutogradFunctionality  # compiled graphs run below it
+        assert torch._C._dispatch_tls_is_dispatch_key_excluded(autograd)
+        first, second = (run() for run in runs.values())
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-3)
+        return "ipex", "a and b"
+
+    inputs = randn(2, 3, 512), weight(256, 512, torch.float32), randn(256)
+    monkeypatch.setattr(_timing, "fastest", fastest)
+    monkeypatch.setattr(_timing, "_known", {})
+    monkeypatch.setattr(_timing, "_table_holds", lambda: False)
+    assert _timing.measured_linear(torch.float32, 256, 512, 6, True, kind) is None
+    monkeypatch.setattr(linear, "measured_linear", measured)
+    activation = getattr(F, kind)
+    report, _ = fuse(lambda *a: activation(F.linear(*a)), *inputs, constants=(1, 2), always=False)
+    assert fired(report) == {"linear": 1, "post_op": 1} and timed == [kind]
+    timed.clear()  # something else needs what lies between
+
+    def both(*args):
+        y = F.linear(*args)
+        return activation(y), y
+
+    fuse(both, *inputs, constants=(1, 2), always=False)
+    assert timed == ["none"]
 
 
 @pytest.mark.parametrize("faster", ["ipex", "stock"])

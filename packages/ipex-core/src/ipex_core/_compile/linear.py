@@ -72,11 +72,12 @@ torch.library.register_fake("ipex_core::interleave_gate_up", _interleaved_fake, 
 
 def pack_linears(ctx: Context) -> None:
     """Replace matrix products with constant weights by ``ipex::linear``."""
+    activations = {a.source: a for a in find_activations(ctx).values()}
     for node in ctx.nodes(aten.addmm.default, aten.mm.default):
-        _pack(ctx, node)
+        _pack(ctx, node, activations)
 
 
-def _pack(ctx: Context, node: fx.Node) -> None:
+def _pack(ctx: Context, node: fx.Node, activations: dict[fx.Node, Activation]) -> None:
     bias, x, weight = node.args[:3] if node.target is aten.addmm.default else (None, *node.args[:2])
     assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
     if not ctx.is_constant(weight):
@@ -84,14 +85,18 @@ def _pack(ctx: Context, node: fx.Node) -> None:
             return  # a product of activations: no linear layer
         ctx.reject("linear", node, _OP, "the weight is not frozen")
         return
-    reason = _against_packing(ctx, node, bias, x, weight)
+    root, interior, source = unflattened(node, x)
+    followed = activations.get(root)
+    if followed is not None and ctx.outside_user((root, *followed.interior), followed.root):
+        followed = None
+    kind = "none" if followed is None else followed.kind
+    reason = _against_packing(ctx, node, bias, x, weight, kind)
     if reason is not None:
         ctx.reject("linear", node, _OP, reason)
         return
     rows = _rows(ctx, weight, node)
     packed = ctx.call(node, ipex.pack_linear_weight.default, (rows,))
     n = val(rows).shape[0]  # type: ignore[union-attr]
-    root, interior, source = unflattened(node, x)
     new = ctx.replace(
         "linear", root, interior, ipex.linear.default, (source, packed, n, bias), "frozen weight"
     )
@@ -108,7 +113,7 @@ def _parameter_like(weight: fx.Node) -> bool:
 
 
 def _against_packing(
-    ctx: Context, node: fx.Node, bias: Any, x: fx.Node, weight: fx.Node
+    ctx: Context, node: fx.Node, bias: Any, x: fx.Node, weight: fx.Node, activation: str
 ) -> str | None:
     from ipex_core._optimize._prepack import choose_linear
 
@@ -142,7 +147,9 @@ def _against_packing(
     choice = choose_linear(left.dtype, n, k, rows)
     if choice.form != "ipex":
         return choice.reason
-    return None if rows is None else measured_linear(left.dtype, n, k, rows, bias is not None)
+    if rows is None:
+        return None
+    return measured_linear(left.dtype, n, k, rows, bias is not None, activation)
 
 
 def _rows(ctx: Context, weight: fx.Node, before: fx.Node) -> fx.Node:

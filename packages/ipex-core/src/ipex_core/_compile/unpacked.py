@@ -40,7 +40,7 @@ def unpack_linears(ctx: Context) -> None:
             continue
         n = weight_rows(given["out_features"], given["gate"])
         k, rows = int(x.shape[-1]), x.shape[:-1].numel()
-        reason = measured_linear(x.dtype, n, k, rows, bias is not None)
+        reason = measured_linear(x.dtype, n, k, rows, bias is not None, given["activation"])
         if reason is not None:
             ctx.reject("linear", node, "ipex::linear", reason)
             _unpack(ctx, node, given, n)

@@ -14,6 +14,7 @@ from ipex_core._fastest import fastest, numbers
 from ipex_core._optimize._cast import LEAVES
 from ipex_core._optimize._passes import Context, Pass, register, swap_reason
 from ipex_core.nn import _mkldnn
+from ipex_core.nn._call import call
 from ipex_core.nn._leaf import has_kernel
 from ipex_core.nn._packed import pack
 from ipex_core.nn._state import attach, state_of, swap_class
@@ -99,7 +100,7 @@ def measure_linear(dtype: torch.dtype, n: int, k: int, m: int) -> LinearChoice:
         runs["mkldnn"] = lambda: _mkldnn.linear(x, one, bias)
     if has_kernel("linear"):
         two = pack(weight, "ipex")
-        runs["ipex"] = lambda: torch.ops.ipex.linear(x, two, n, bias, None, "none")
+        runs["ipex"] = lambda: call(torch.ops.ipex.linear.default, x, two, n, bias, None, "none")
     best, text = fastest(runs)
     choice = LinearChoice(None if best == "stock" else best, f"measured at {m} rows: {text}")
     _measured[key] = choice
