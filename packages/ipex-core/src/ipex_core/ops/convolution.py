@@ -218,6 +218,8 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
         "3x3-dilation": _case(dtype, (1, 8, 12, 11, 20), 3, 1, 2, 2),
         "3x3-one_pixel": _case(dtype, (3, 16, 1, 1, 32), 3, 1, 1),
         "3x3-deep": _case(dtype, (1, 300, 4, 5, 70), 3, 1, 1),
+        "1x1-deep": _case(dtype, (1, 900, 3, 5, 70)),
+        "3x3-three_channels": _case(dtype, (2, 3, 17, 23, 33), 3, 1, 1),  # parts of several images
         "7x7-three_channels": _case(dtype, (1, 3, 21, 23, 64), 7, 2, 3),
         "1x5": _case(dtype, (1, 12, 6, 9, 32), [1, 5], [1, 2], [0, 2], [1, 2]),
         # Many pixels and whole groups of 32 channels.
@@ -229,7 +231,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     }
     for name, args in cases.items():
         yield Sample(args, id=name)
-    for name in ("1x1", "3x3", "3x3-stride", "3x3-deep", "3x3-lines"):
+    for name in ("1x1", "3x3", "3x3-stride", "3x3-deep", "3x3-lines", "1x1-deep"):
         x, _, out, taps, stride, padding, dilation, bias = cases[name]
         height, width = _out_size(x, taps, stride, padding, dilation)
         residual = randn(x.shape[0], height, width, out, dtype=dtype, seed=5).permute(0, 3, 1, 2)

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // A convolution as a product of matrices: the pixels under the taps of the window, copied into one
-// row for each pixel of the result, times the packed weight.
+// row for each pixel of the result, times the packed weight. Float needs no copy: see direct.h.
 #include "convolution/convolution.h"
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
+#include "convolution/direct.h"
 #include "convolution/lines.h"
 #include "ipex/gemm_block.h"
 
@@ -70,6 +72,8 @@ void run(const ConvolutionArgs& args, int64_t row_begin, int64_t row_end, int64_
   block.y = static_cast<T*>(args.y) + column;
   block.y_stride = args.n;
   if (args.residual) block.addend = static_cast<const T*>(args.residual) + column;
+  if constexpr (std::is_same_v<T, float>)
+    return convolve_direct(args, row_begin, row_end, block, rows);
 #if IPEX_HAVE_AMX
   if constexpr (kIsBFloat16<T>) {
     if (args.by_lines) return convolve_lines(args, row_begin, row_end, block, rows, tiles);

@@ -51,13 +51,49 @@ inline int64_t convolution_lines_bytes(const ConvolutionArgs& args, int64_t rows
   return convolution_lines_offset(args) + pixels * args.channels * 2;
 }
 
+// ---- float (see direct.h)
+
+// Elements along K that a tile multiplies at a time, so that what it reads of the weight stays in a
+// cache while all rows pass.
+inline constexpr int64_t kDirectPiece = 512;
+
+// Whether all that a line of the window sees lies side by side; few channels are worth a copy of
+// the lines with their padding.
+inline bool direct_merged(const ConvolutionArgs& args) {
+  return args.taps_x > 1 && args.dilation_x == 1 && (args.padding_x == 0 || args.channels < 32);
+}
+inline bool direct_copies(const ConvolutionArgs& args) {
+  return direct_merged(args) && args.padding_x > 0;
+}
+inline int64_t direct_segments(const ConvolutionArgs& args) {
+  return args.taps_y * (direct_merged(args) ? 1 : args.taps_x);
+}
+
+// Where the parts of the scratch begin that `rows` rows need: a segment of zeros, sums of 64
+// columns, the table and the copied lines.
+struct DirectScratch {
+  DirectScratch(const ConvolutionArgs& args, int64_t rows) {
+    const auto size = [](int64_t elements, int64_t each) {
+      return (elements * each + 63) / 64 * 64;
+    };
+    const int64_t segments = direct_segments(args);
+    c = size(args.k() / segments, 4);
+    table = c + size(rows * 64, 4);
+    lines = table + size(rows * segments, static_cast<int64_t>(sizeof(void*)));
+    const int64_t steps = rows / args.out_width + 1;  // from the first line of y to the last
+    const int64_t seen = steps * args.stride_y + (args.taps_y - 1) * args.dilation_y + 1;
+    bytes = lines + (direct_copies(args) ? size(seen * args.padded_width() * args.channels, 4) : 0);
+  }
+  int64_t c, table, lines, bytes;
+};
+
 }  // namespace ipex
 
 // Computes the rows [row_begin, row_end) of what the panels [panel_begin, panel_end) give, in lines
 // images * out_height * padded_width() rows.
 // `rows` has room for the copies: the rows, convolution_stride(k) elements each, or
-// convolution_lines_bytes(), unless in_place(); `tiles` is the scratch of gemm_tiles.h, given where
-// there are tiles and many rows.
+// convolution_lines_bytes(), unless in_place(); for float it is a DirectScratch. `tiles` is the
+// scratch of gemm_tiles.h, given where there are tiles and many rows.
 #define IPEX_DECLARE_CONVOLUTION(suffix)                                                          \
   IPEX_KERNEL_API void ipex_k_convolution_##suffix(                                               \
       const ipex::ConvolutionArgs* args, int64_t row_begin, int64_t row_end, int64_t panel_begin, \

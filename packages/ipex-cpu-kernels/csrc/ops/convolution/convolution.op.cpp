@@ -45,11 +45,22 @@ int64_t vector_rows(int64_t rows) {
   return std::max<int64_t>(24, ((rows + blocks - 1) / blocks + 5) / 6 * 6);
 }
 
+// The same for float, where a task reads the weight once for all its rows, and x for every panel:
+// as many rows as see a part of L2.
+int64_t direct_rows(const ConvolutionArgs& args, int64_t rows) {
+  constexpr int64_t kSeen = 384 * 1024, kLeast = 96, kMost = 384;
+  const int64_t pixel = args.stride_y * args.stride_x * args.channels * 4;
+  const int64_t most = std::clamp(kSeen / pixel, kLeast, kMost);
+  const int64_t blocks = std::max<int64_t>(1, (rows + most - 1) / most);
+  return std::max<int64_t>(24, ((rows + blocks - 1) / blocks + 5) / 6 * 6);
+}
+
 // What the copies of a task on tiles may take, a part of L2.
 constexpr int64_t kCopies = 512 * 1024;
 
 // Bytes of the copies of a task.
 int64_t copy_bytes(const ConvolutionArgs& args, int64_t rows, int64_t element_size) {
+  if (element_size == 4) return DirectScratch(args, rows).bytes;
   if (args.in_place()) return 0;
   if (args.by_lines) return convolution_lines_bytes(args, rows);
   return rows * convolution_stride(args.k()) * element_size;
@@ -110,7 +121,11 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
                   (out_channels + kPackedPanel - 1) / kPackedPanel, args.k()};
   shape.tiles = uses_tiles(x.scalar_type());
   const bool tiles = shape.on_tiles();
-  int64_t block = tiles ? kTileRowsMost : vector_rows(shape.rows);
+  const bool direct = x.scalar_type() == ScalarType::Float;
+  if (direct && shape.panels % 2 == 0) shape.unit = 2;  // a tile has two panels
+  int64_t block = tiles    ? kTileRowsMost
+                  : direct ? direct_rows(args, shape.rows)
+                           : vector_rows(shape.rows);
   if (tiles) {
     args.by_lines = convolution_has_lines(args) && convolution_lines_bytes(args, 32) <= kCopies;
     if (args.by_lines) shape.rows = images * args.out_height * args.padded_width();
