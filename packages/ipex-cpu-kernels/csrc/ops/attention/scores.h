@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "attention.h"
 #include "ipex/vec_math.h"
@@ -17,10 +18,18 @@ IPEX_INLINE void load_mask(const AttentionArgs& args, const void* from, int64_t 
   const int64_t step = args.mask_key_stride;
   if (args.mask_kind == MaskKind::kBool) {
     const auto* mask = static_cast<const uint8_t*>(from) + offset;
-    for (int64_t j = 0; j < count; ++j) to[j] = mask[j * step] ? 0.0f : -INFINITY;
+    if (step == 1) {  // a loop that compilers make vectors of
+      for (int64_t j = 0; j < count; ++j) to[j] = mask[j] ? 0.0f : -INFINITY;
+    } else {
+      for (int64_t j = 0; j < count; ++j) to[j] = mask[j * step] ? 0.0f : -INFINITY;
+    }
   } else if (args.mask_kind == MaskKind::kFloat) {
     const auto* mask = static_cast<const float*>(from) + offset;
-    for (int64_t j = 0; j < count; ++j) to[j] = mask[j * step];
+    if (step == 1) {
+      std::memcpy(to, mask, sizeof(float) * static_cast<size_t>(count));
+    } else {
+      for (int64_t j = 0; j < count; ++j) to[j] = mask[j * step];
+    }
   } else if (step == 1) {
     const T* mask = static_cast<const T*>(from) + offset;
     int64_t j = 0;
