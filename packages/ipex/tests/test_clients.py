@@ -155,10 +155,11 @@ def test_torchserve_and_ipex_llm() -> None:
 
 def test_deepspeed() -> None:
     assert ipex._C._has_xpu() in (True, False)
+    from intel_extension_for_pytorch.xpu.deepspeed import has_deepspeed
+
+    assert has_deepspeed() is False
     with pytest.raises(NotImplementedError, match="DeepSpeed"):
-        ipex.xpu.deepspeed.has_deepspeed()
-    with pytest.raises(ImportError):
-        from intel_extension_for_pytorch.xpu.deepspeed import has_deepspeed  # noqa: F401
+        ipex.xpu.deepspeed.softmax_fp16(torch.randn(2, 2))
 
 
 def test_sdnext_and_comfyui() -> None:
