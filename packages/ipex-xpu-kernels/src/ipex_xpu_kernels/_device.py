@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,11 +92,9 @@ def activate() -> State:
     """
     if _state is None:
         try:
-            import torch  # noqa: F401  (which, imported for the first time, comes here itself)
-
-            if (
-                _state is None or _state.mode == "none"
-            ):  # which may have had an error that is to be raised here
+            # The first import of torch comes here itself, and keeps to itself an error that is to be raised here.
+            importlib.import_module("torch")
+            if _state is None or _state.mode == "none":
                 _set(_find())
         except Exception as error:
             failed(error)

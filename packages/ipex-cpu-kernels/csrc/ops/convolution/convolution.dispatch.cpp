@@ -58,6 +58,25 @@ void gather(const ConvolutionArgs& args, int64_t begin, int64_t end, T* to, int6
   }
 }
 
+// The rows [begin, end) of `block`, whose y and addend are those of row 0.
+template <class T>
+void convolve_copies(const ConvolutionArgs& args, int64_t begin, int64_t end, GemmBlock<T> block,
+                     T* copies, char* tiles) {
+  block.rows = end - begin;
+  block.row = begin;
+  block.y += begin * block.y_stride;
+  if (block.addend) block.addend += begin * block.y_stride;
+  if (args.in_place()) {
+    block.x_stride = args.k();
+    block.x = static_cast<const T*>(args.x) + begin * block.x_stride;
+  } else {
+    block.x_stride = convolution_stride(args.k());
+    gather(args, begin, end, copies, block.x_stride);
+    block.x = copies;
+  }
+  gemm_block(block, tiles);
+}
+
 template <class T>
 void run(const ConvolutionArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin,
          int64_t panel_end, char* rows, char* tiles) {
@@ -72,27 +91,16 @@ void run(const ConvolutionArgs& args, int64_t row_begin, int64_t row_end, int64_
   block.y = static_cast<T*>(args.y) + column;
   block.y_stride = args.n;
   if (args.residual) block.addend = static_cast<const T*>(args.residual) + column;
-  if constexpr (std::is_same_v<T, float>)
-    return convolve_direct(args, row_begin, row_end, block, rows);
-#if IPEX_HAVE_AMX
-  if constexpr (kIsBFloat16<T>) {
-    if (args.by_lines) return convolve_lines(args, row_begin, row_end, block, rows, tiles);
-  }
-#endif
-  block.rows = row_end - row_begin;
-  block.row = row_begin;
-  block.y += row_begin * block.y_stride;
-  if (block.addend) block.addend += row_begin * block.y_stride;
-  if (args.in_place()) {
-    block.x_stride = args.k();
-    block.x = static_cast<const T*>(args.x) + row_begin * block.x_stride;
+  if constexpr (std::is_same_v<T, float>) {
+    convolve_direct(args, row_begin, row_end, block, rows);
   } else {
-    auto* copy = reinterpret_cast<T*>(rows);
-    block.x_stride = convolution_stride(args.k());
-    gather(args, row_begin, row_end, copy, block.x_stride);
-    block.x = copy;
+#if IPEX_HAVE_AMX
+    if constexpr (kIsBFloat16<T>) {
+      if (args.by_lines) return convolve_lines(args, row_begin, row_end, block, rows, tiles);
+    }
+#endif
+    convolve_copies(args, row_begin, row_end, block, reinterpret_cast<T*>(rows), tiles);
   }
-  gemm_block(block, tiles);
 }
 
 }  // namespace

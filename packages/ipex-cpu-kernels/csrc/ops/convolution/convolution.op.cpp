@@ -38,21 +38,21 @@ int64_t room(int64_t size, int64_t taps, int64_t padding, int64_t dilation) {
   return size + 2 * padding - dilation * (taps - 1) - 1;
 }
 
-// Rows of a task: blocks of equal size, so that none of few rows is left to stream all panels for.
-int64_t vector_rows(int64_t rows) {
-  constexpr int64_t kMost = 96;
-  const int64_t blocks = std::max<int64_t>(1, (rows + kMost - 1) / kMost);
+// Rows of a task, about `most`: blocks of equal size, so that none of few rows is left to stream
+// all panels for.
+int64_t even_rows(int64_t rows, int64_t most) {
+  const int64_t blocks = std::max<int64_t>(1, (rows + most - 1) / most);
   return std::max<int64_t>(24, ((rows + blocks - 1) / blocks + 5) / 6 * 6);
 }
 
-// The same for float, where a task reads the weight once for all its rows, and x for every panel:
+constexpr int64_t kVectorRows = 96;
+
+// The most for float, where a task reads the weight once for all its rows, and x for every panel:
 // as many rows as see a part of L2.
-int64_t direct_rows(const ConvolutionArgs& args, int64_t rows) {
-  constexpr int64_t kSeen = 384 * 1024, kLeast = 96, kMost = 384;
+int64_t most_direct_rows(const ConvolutionArgs& args) {
+  constexpr int64_t kSeen = 384 * 1024, kMost = 384;
   const int64_t pixel = args.stride_y * args.stride_x * args.channels * 4;
-  const int64_t most = std::clamp(kSeen / pixel, kLeast, kMost);
-  const int64_t blocks = std::max<int64_t>(1, (rows + most - 1) / most);
-  return std::max<int64_t>(24, ((rows + blocks - 1) / blocks + 5) / 6 * 6);
+  return std::clamp(kSeen / pixel, kVectorRows, kMost);
 }
 
 // What the copies of a task on tiles may take, a part of L2.
@@ -123,9 +123,8 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
   const bool tiles = shape.on_tiles();
   const bool direct = x.scalar_type() == ScalarType::Float;
   if (direct && shape.panels % 2 == 0) shape.unit = 2;  // a tile has two panels
-  int64_t block = tiles    ? kTileRowsMost
-                  : direct ? direct_rows(args, shape.rows)
-                           : vector_rows(shape.rows);
+  int64_t block =
+      tiles ? kTileRowsMost : even_rows(shape.rows, direct ? most_direct_rows(args) : kVectorRows);
   if (tiles) {
     args.by_lines = convolution_has_lines(args) && convolution_lines_bytes(args, 32) <= kCopies;
     if (args.by_lines) shape.rows = images * args.out_height * args.padded_width();

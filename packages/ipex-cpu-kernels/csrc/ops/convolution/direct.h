@@ -6,9 +6,8 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 
-#include "convolution/convolution.h"
+#include "convolution/padded.h"
 #include "ipex/gemm_operands.h"
 
 namespace ipex {
@@ -111,15 +110,9 @@ inline void direct_rows(const DirectPiece& piece, int64_t rows, const float* p0,
 // Copies the lines of an image from `begin` on with zeros beside them; those outside are left out.
 inline void copy_padded(const ConvolutionArgs& args, int64_t image, int64_t begin, int64_t end,
                         float* to) {
-  const auto* x =
-      static_cast<const float*>(args.x) + image * args.height * args.width * args.channels;
-  const int64_t size = args.width * args.channels, side = args.padding_x * args.channels;
-  for (int64_t line = begin; line < end; ++line, to += size + 2 * side) {
-    if (line < 0 || line >= args.height) continue;
-    std::fill(to, to + side, 0.0f);
-    std::copy(x + line * size, x + (line + 1) * size, to + side);
-    std::fill(to + side + size, to + 2 * side + size, 0.0f);
-  }
+  const int64_t size = args.padded_width() * args.channels;
+  for (int64_t line = begin; line < end; ++line, to += size)
+    if (line >= 0 && line < args.height) copy_padded_line(args, image, line, to);
 }
 
 // Fills the table for rows [begin, end); `lines`: the copies from line `first` on, or null.

@@ -5,7 +5,9 @@
 // that y lacks are dropped. Instead of every tap, a pixel is copied once.
 #pragma once
 
-#include "convolution/convolution.h"
+#include <cstring>
+
+#include "convolution/padded.h"
 #include "ipex/gemm_tiles.h"
 
 #if IPEX_HAVE_AMX
@@ -49,18 +51,13 @@ inline void find_steps(const ConvolutionArgs& args, int64_t* offsets) {
 // Copies the padded lines [begin, end) of an image.
 inline void copy_lines(const ConvolutionArgs& args, int64_t image, int64_t begin, int64_t end,
                        BFloat16* to) {
-  const auto* x = static_cast<const BFloat16*>(args.x);
-  const int64_t size = args.width * args.channels, side = args.padding_x * args.channels;
-  const auto bytes = [](int64_t n) { return static_cast<size_t>(n) * sizeof(BFloat16); };
-  for (int64_t line = begin; line < end; ++line, to += size + 2 * side) {
+  const int64_t size = args.padded_width() * args.channels;
+  for (int64_t line = begin; line < end; ++line, to += size) {
     const int64_t y = line - args.padding_y;
-    if (y < 0 || y >= args.height) {
-      std::memset(to, 0, bytes(size + 2 * side));
-      continue;
-    }
-    std::memset(to, 0, bytes(side));
-    std::memcpy(to + side, x + (image * args.height + y) * size, bytes(size));
-    std::memset(to + side + size, 0, bytes(side));
+    if (y < 0 || y >= args.height)
+      std::memset(to, 0, static_cast<size_t>(size) * sizeof(BFloat16));
+    else
+      copy_padded_line(args, image, y, to);
   }
 }
 

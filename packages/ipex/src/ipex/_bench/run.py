@@ -80,8 +80,16 @@ def run(
     for name in plan.names:
         for label, shape in shapes.cases(plan.kind, name, plan.size):
             with tempfile.TemporaryDirectory(prefix="ipex-bench-") as folder:
-                fixed = (shape, plan.dtype, plan.threads, folder, plan.rest)
-                task = Task(plan.kind, name, label, *fixed)
+                task = Task(
+                    kind=plan.kind,
+                    name=name,
+                    case=label,
+                    shape=shape,
+                    dtype=plan.dtype,
+                    threads=plan.threads,
+                    folder=folder,
+                    rest=plan.rest,
+                )
                 task.write()
                 usable = _case(plan, task, usable, found, say)
             keep(found)

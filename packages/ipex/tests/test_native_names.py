@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of IPEX's native module, by which scripts ask for levels and features."""
+
+from __future__ import annotations
+
+import torch
+
+import ipex
+from ipex_core import _plugins, config
+
+
+def _provider(monkeypatch, **changes):
+    info = _plugins.ProviderInfo(
+        name="cpu",
+        version="0.1.0",
+        device="cpu",
+        kernel_api=1,
+        isa="avx512",
+        isa_available=config.ISA_LEVELS[:6],
+        isa_built=config.ISA_LEVELS,
+        ops=(),
+        kernels=lambda op: (),
+        **changes,
+    )
+    monkeypatch.setattr(_plugins, "provider_for", lambda device: info if device == "cpu" else None)
+
+
+def test_isa_levels_with_kernels(monkeypatch):
+    _provider(monkeypatch)
+    assert ipex._C._get_current_isa_level() == "AVX512"
+    assert ipex._C._get_highest_cpu_support_isa_level() == "AVX512_BF16"
+    assert ipex._C._get_highest_binary_support_isa_level() == "AVX512_FP16"
+    assert ipex.cpu._get_current_isa_level is ipex._C._get_current_isa_level
+    assert ipex._isa_help._check_isa_avx2() is True
+    assert ipex._C.isa_has_amx_support() is False
+    assert ipex._C._has_cpu() is True
+    assert ipex._C._has_xpu() is False
+    _provider(monkeypatch, current_isa=lambda: "avx2")
+    assert ipex._C._get_current_isa_level() == "AVX2"
+
+
+def test_isa_levels_without_kernels(monkeypatch):
+    monkeypatch.setattr(_plugins, "provider_for", lambda device: None)
+    assert ipex._C._get_current_isa_level() == "DEFAULT"
+    assert ipex._C._get_highest_binary_support_isa_level() == "DEFAULT"
+    assert ipex._C._get_highest_cpu_support_isa_level().lower() in config.ISA_LEVELS
+    assert isinstance(ipex._isa_help._check_isa_avx512(), bool)
+    assert ipex._C._has_cpu() is False
+
+
+def test_levels_of_onednn(monkeypatch):
+    _provider(monkeypatch)
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    level = ipex._C._get_current_onednn_isa_level
+    assert level() == "AVX512_BF16"
+    assert ipex._C._check_not_sync_onednn_isa_level() is True  # ours are told to be lower
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    assert level() == "AVX512"
+    assert ipex._C._check_not_sync_onednn_isa_level() is False
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    assert level() == "DEFAULT"
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "ALL")
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")  # the older name counts less
+    assert level() == "AVX512_BF16"
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    assert level() == "AVX2"
+
+
+def test_native_names_that_scripts_probe():
+    assert ipex._C._is_syngraph_available() is False
+    assert ipex._C.onednn_has_fp8_support() is ipex._C.isa_has_amx_fp16_support()
+    assert ipex._C.mkldnn_set_verbose(ipex.VERBOSE_OFF) == 1
+    assert ipex._C.is_llga_fp32_bf16_enabled() is False
+    ipex._C.set_llga_fp32_bf16_enabled(True)
+    try:
+        assert torch.jit.onednn_fusion_enabled() is ipex._C.is_llga_fp32_bf16_enabled() is True
+    finally:
+        ipex._C.set_llga_fp32_bf16_enabled(False)
+    for probe in (ipex.xpu.deepspeed.has_deepspeed, ipex.xpu.bitsandbytes.has_bitsandbytes):
+        assert probe() is False
+
+
+def test_isa_levels_of_what_is_installed():
+    assert ipex._C._get_current_isa_level().lower() in (*config.ISA_LEVELS, "default")
+    assert isinstance(ipex._C.onednn_has_bf16_support(), bool)
+    assert ipex._C.get_fp32_math_mode() == ipex.FP32MathMode.FP32
