@@ -21,6 +21,9 @@ struct DirectPiece {
   const float* const* from;  // [rows][stride]
   int64_t stride, count, offset, depth;
   bool first, last;
+  // Weights of the next piece that the tile fetches meanwhile, and how many bytes at each step.
+  const char* next = nullptr;
+  int64_t next_step = 0;
 };
 
 // Where a tile of the last piece goes if nothing else follows.
@@ -48,7 +51,7 @@ IPEX_INLINE void fetch_result(const DirectResult& result, int first) {
 }
 
 // `first`: the first vector of the panels' columns.
-template <int kRows, int kVectors>
+template <bool kFetch, int kRows, int kVectors>
 IPEX_INLINE void direct_tile(const DirectPiece& piece, const float* p0, const float* p1, int first,
                              float* c, int64_t ldc, const DirectResult* result) {
   f32v acc[kRows][kVectors];
@@ -57,11 +60,16 @@ IPEX_INLINE void direct_tile(const DirectPiece& piece, const float* p0, const fl
   const float* w[kVectors];
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) w[v] = column(p0, p1, first + v, 1);
+  const char* next = piece.next;
   for (int64_t s = 0; s < piece.count; ++s) {
     const float* x[kRows];
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) x[r] = piece.from[r * piece.stride + s] + piece.offset;
     for (int64_t i = 0; i < piece.depth; ++i) {
+      if constexpr (kFetch) {
+        __builtin_prefetch(next, 0, 2);
+        next += piece.next_step;
+      }
       f32v b[kVectors];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
@@ -93,16 +101,17 @@ IPEX_INLINE void direct_tile(const DirectPiece& piece, const float* p0, const fl
 }
 
 // All columns of one (p1 == nullptr) or two panels.
+template <bool kFetch>
 inline void direct_rows(const DirectPiece& piece, int64_t rows, const float* p0, const float* p1,
                         float* c, int64_t ldc, const DirectResult* result) {
   const int vectors = (p1 ? 2 : 1) * kPanel / static_cast<int>(kLanes);
   with_rows<kDirectRows>(rows, [&]<int kRows>() IPEX_LAMBDA {
     int v = 0;
     for (; v + kDirectVectors <= vectors; v += kDirectVectors)
-      direct_tile<kRows, kDirectVectors>(piece, p0, p1, v, c + v * kLanes, ldc, result);
+      direct_tile<kFetch, kRows, kDirectVectors>(piece, p0, p1, v, c + v * kLanes, ldc, result);
     if constexpr (kDirectVectors > 2) {
       for (; v < vectors; v += 2)
-        direct_tile<kRows, 2>(piece, p0, p1, v, c + v * kLanes, ldc, result);
+        direct_tile<kFetch, kRows, 2>(piece, p0, p1, v, c + v * kLanes, ldc, result);
     }
   });
 }
@@ -120,29 +129,41 @@ inline void find_segments(const ConvolutionArgs& args, int64_t begin, int64_t en
                           const float* zeros, const float* lines, int64_t first, const float** to) {
   const int64_t channels = args.channels, pixels = args.out_height * args.out_width;
   const int64_t line_size = (lines ? args.padded_width() : args.width) * channels;
+  const int64_t segments = direct_segments(args), stride = args.stride_x;
   const bool merged = direct_merged(args);
-  int64_t image = begin / pixels, out_y = begin % pixels / args.out_width;
-  int64_t out_x = begin % args.out_width;
-  for (int64_t row = begin; row < end; ++row) {
-    const float* x = static_cast<const float*>(args.x) + image * args.height * line_size;
-    const int64_t column = out_x * args.stride_x - (lines ? 0 : args.padding_x);
-    int64_t line = out_y * args.stride_y - args.padding_y;
-    for (int64_t y = 0; y < args.taps_y; ++y, line += args.dilation_y) {
-      const bool inside = line >= 0 && line < args.height;
-      const float* at = lines ? lines + (line - first) * line_size : x + line * line_size;
-      if (merged) {
-        *to++ = inside ? at + column * channels : zeros;
-        continue;
+  for (int64_t count; begin < end; begin += count, to += count * segments) {  // a line of y
+    const int64_t out_x = begin % args.out_width;
+    count = std::min(end - begin, args.out_width - out_x);
+    const float* x = static_cast<const float*>(args.x) + begin / pixels * args.height * line_size;
+    if (lines) x = lines - first * line_size;
+    int64_t line = begin % pixels / args.out_width * args.stride_y - args.padding_y;
+    for (int64_t s = 0; s < segments; line += args.dilation_y) {
+      int64_t place = out_x * stride - (lines ? 0 : args.padding_x);
+      for (int64_t i = merged ? args.taps_x - 1 : 0; i < args.taps_x; ++i, ++s) {
+        // The pixels [left, right) of these see x, the others padding.
+        int64_t left = 0, right = line >= 0 && line < args.height ? count : 0;
+        if (!merged) {
+          left = std::min(count, std::max<int64_t>(0, stride - 1 - place) / stride);
+          right = std::min(right, std::max<int64_t>(0, args.width - place + stride - 1) / stride);
+        }
+        const int64_t at = line * line_size + place * channels;
+        for (int64_t n = 0; n < std::min(left, right); ++n) to[n * segments + s] = zeros;
+        for (int64_t n = left; n < right; ++n)
+          to[n * segments + s] = x + at + n * stride * channels;
+        for (int64_t n = std::max<int64_t>(0, right); n < count; ++n) to[n * segments + s] = zeros;
+        place += args.dilation_x;
       }
-      int64_t place = column;
-      for (int64_t i = 0; i < args.taps_x; ++i, place += args.dilation_x)
-        *to++ = inside && place >= 0 && place < args.width ? at + place * channels : zeros;
-    }
-    if (++out_x == args.out_width) {
-      out_x = 0;
-      if (++out_y == args.out_height) out_y = 0, ++image;
     }
   }
+}
+
+// How many bytes of the next piece of its panel each of the tiles of `rows` rows fetches into L2 at
+// every step, so that the first of the next tiles does not wait for memory; every other tile
+// fetches from the second panel. 0 with many rows, where that wait matters less than instructions.
+inline int64_t fetched_bytes(int64_t rows) {
+  const int64_t tiles = (rows + kDirectRows - 1) / kDirectRows, turns = (tiles + 1) / 2;
+  constexpr int64_t kStep = kPanel * 4, kMostTiles = 40;
+  return tiles > kMostTiles ? 0 : std::min<int64_t>(64, (kStep + turns - 1) / turns);
 }
 
 // The rows of `block` (its w, panels, y, addend, column and columns as usual; no x), `from` their
@@ -156,6 +177,7 @@ inline void direct_block(const GemmBlock<float>& block, const float* const* from
   const bool whole = block.k <= kDirectPiece + kDirectPiece / 2;
   const int64_t together = whole ? segments : std::max<int64_t>(1, kDirectPiece / depth);
   const int64_t length = whole || together > 1 ? depth : std::min(depth, kDirectPiece);
+  const int64_t fetched = fetched_bytes(block.rows);
   for (int64_t p = 0; p < block.panels; p += 2) {
     const float* p0 = block.w + p * size;
     const float* p1 = p + 1 < block.panels ? p0 + size : nullptr;
@@ -172,16 +194,24 @@ inline void direct_block(const GemmBlock<float>& block, const float* const* from
                         end - d,
                         k == 0 && (direct || !block.addend),
                         s + count == segments && end == depth};
-      for (int64_t r = 0; r < block.rows; r += kDirectRows) {
+      const int64_t steps = count * (end - d);
+      // What follows in the panels, or the next ones, which lie behind them.
+      const float* next = piece.last ? p0 + 2 * size : p0 + (k + steps) * kPanel;
+      const int64_t left = block.panels - (piece.last ? p + 2 : p);
+      piece.next_step = left > 0 ? fetched : 0;
+      for (int64_t r = 0, tile = 0; r < block.rows; r += kDirectRows, ++tile) {
         const int64_t at = r * block.y_stride + column;
         const DirectResult result{block.y + at, block.addend ? block.addend + at : nullptr,
                                   bias ? bias + block.column + column : nullptr, block.y_stride,
                                   activation == Activation::kRelu};
         piece.from = from + r * segments + s;
-        direct_rows(piece, std::min<int64_t>(kDirectRows, block.rows - r), p0 + k * kPanel,
-                    p1 ? p1 + k * kPanel : nullptr, c + r * ldc, ldc, direct ? &result : nullptr);
+        piece.next = reinterpret_cast<const char*>(left > 1 && tile % 2 ? next + size : next) +
+                     tile / 2 * steps * piece.next_step;
+        const auto rows = piece.next_step ? direct_rows<true> : direct_rows<false>;
+        rows(piece, std::min<int64_t>(kDirectRows, block.rows - r), p0 + k * kPanel,
+             p1 ? p1 + k * kPanel : nullptr, c + r * ldc, ldc, direct ? &result : nullptr);
       }
-      k += count * (end - d);
+      k += steps;
       d = end == depth ? 0 : end;
       if (d == 0) s += count;
     }
