@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
@@ -355,3 +356,23 @@ def compiled_training(rank: int, ranks: int) -> str:
 
 def test_training_under_ddp() -> None:
     assert run_ranks(compiled_training, 2, timeout=120.0) == ["ok"] * 2
+
+
+def test_cpp_wrapper_is_no_reason_to_stay(
+    fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo's wish to begin anew is no failure of the calls in C++."""
+    tried: list[bool] = []
+
+    def inductor(gm: Any, inputs: Any, patches: dict[str, Any]) -> Any:
+        tried.append("cpp_wrapper" in patches)
+        if len(tried) == 1:
+            raise TensorifyScalarRestartAnalysis(restart_reason="a number becomes a constant")
+        return gm.forward
+
+    monkeypatch.setattr("ipex_core.compile_backend._inductor", inductor)
+    compiled = torch.compile(torch.sin, backend=LEAN, dynamic=True)
+    with torch.no_grad():
+        compiled(torch.ones(3))
+    assert tried == [True, True]
+    assert ipex_core.explain(compiled).graphs[0].notes == ["calls between kernels are in C++"]

@@ -315,3 +315,38 @@ def test_scripted_model():
         torch.testing.assert_close(program(x), model(x), rtol=1e-4, atol=1e-4)
     if has_kernel("linear"):
         assert jit.fused(program) == {"linear + relu": 1}
+
+
+class Prenorm(nn.Module):
+    """Sums in front of norms, and a layer behind what TorchScript's autocast computes in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+        self.norm, self.last = nn.RMSNorm(8), nn.LayerNorm(8)
+        self.group, self.wide = nn.GroupNorm(2, 8), nn.Linear(8, 2048)
+
+    def forward(self, x):
+        x = x + self.inner(x).transpose(0, 1).transpose(0, 1)
+        x = x + self.inner(self.norm(x))
+        x = self.last(x + x)
+        return self.wide(self.group(torch.exp(0.1 * x))), self.wide(torch.exp(0.1 * x))
+
+
+@kernels
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # GroupNorm looks at its sizes
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("module", [Prenorm(), nn.Sequential(nn.Linear(8, 8), Prenorm())])
+def test_optimized_under_autocast(module, fuse):
+    """Recorded, frozen and run under autocast, as documented: there TorchScript adds in float32."""
+    torch.manual_seed(0)
+    model = optimize(module.eval(), dtype=torch.bfloat16)
+    calls = torch.randn(4, 8), torch.randn(6, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        program = torch.jit.freeze(torch.jit.trace(model, calls[0], check_trace=False))
+        assert "_autocast_to_full_precision" in str(program.graph)
+        run = jit.fuse(program) if fuse else program
+        for x in calls:
+            wanted = model(x)
+            for _ in range(3):
+                torch.testing.assert_close(run(x), wanted, rtol=5e-2, atol=0.1)

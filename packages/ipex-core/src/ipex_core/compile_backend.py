@@ -222,10 +222,14 @@ def _inference(
 ) -> _Compiled:
     if "cpp_wrapper" in patches or not asked.lean:
         return _inductor(gm, example_inputs, patches)
+    from torch._dynamo.exc import RestartAnalysis
+
     # compile_fx owns and mutates the graph it gets.
     spare = _spare(gm)
     try:
         compiled = _inductor(gm, example_inputs, {**patches, "cpp_wrapper": True})
+    except RestartAnalysis:  # no failure: Dynamo is to begin anew, with some number as a constant
+        raise
     except Exception as error:  # Inductor writes less into C++ than into Python, and g++ may fail
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         report.fusions.clear()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ipex_core.nn._packed import PackedWeight
+from ipex_core.nn._scripts import tracing
 from ipex_core.nn._state import ModuleState, pack_weight, set_runtime, state_of, unpack_weight
 
 __all__ = ["OptimizedModule", "find_kernels", "has_hooks", "has_kernel"]
@@ -60,7 +61,10 @@ class OptimizedModule(nn.Module):
 
     def _cast(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Bring an activation to the dtype of a reduced weight; float32 weights take any activation."""
-        if weight is not None and x.dtype is not weight.dtype and x.is_floating_point():
+        if weight is None or not x.is_floating_point():
+            return x
+        # TorchScript's own autocast may compute in float32 what was of this dtype when it was recorded.
+        if x.dtype is not weight.dtype or (weight.dtype is not torch.float32 and tracing()):
             return x.to(weight.dtype)
         return x
 

@@ -78,6 +78,8 @@ def linear_mul(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
+    if weight is not None and weight.dtype != torch.float32:
+        x, residual = x.to(weight.dtype), residual.to(weight.dtype)
     if x.dtype == residual.dtype and x.size() == residual.size():
         return torch.ops.ipex.add_layer_norm(x, residual, weight, bias, eps)
     y = x + residual
@@ -87,6 +89,8 @@ def add_layer_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
+    if weight is not None and weight.dtype != torch.float32:
+        x, residual = x.to(weight.dtype), residual.to(weight.dtype)
     if x.dtype == residual.dtype and x.size() == residual.size():
         return torch.ops.ipex.add_rms_norm(x, residual, weight, eps)
     y = x + residual

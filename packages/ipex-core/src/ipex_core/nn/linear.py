@@ -131,8 +131,8 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         lowered = self._dtype is torch.float32 and torch.is_autocast_enabled("cpu")
         if not isinstance(weight, PackedWeight) or "bias" not in self._parameters or lowered:
             return self._plain(x, post, residual, mul, residual2)
-        if x.dtype is not self._dtype:
-            assert self._dtype is not None
+        assert self._dtype is not None
+        if x.dtype is not self._dtype or self._dtype is not torch.float32:  # as in `_cast`
             x = x.to(self._dtype)
         # A program has no derivative of our ops, whatever the mode it is recorded in.
         with below_autograd():
