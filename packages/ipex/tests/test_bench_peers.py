@@ -6,18 +6,16 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from bench_runs import run, task_in
 
-from ipex._bench import peers, shapes, torch_work, worker, workloads
+from ipex._bench import peers, torch_work, worker, workloads
 from ipex._bench import run as bench_run
-from ipex._bench.process import EngineError, Worker
 from ipex._bench.result import Absent, Row, Run, interval, limit_percent, regressions, untold
 from ipex._bench.task import Prepared, Task
-from ipex._commands import bench, bench_peers
+from ipex._commands import bench_peers
 
 pytest.importorskip("numpy")
 needs_transformers = pytest.mark.skipif(
@@ -25,23 +23,11 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
-def task_in(folder: Path, kind: str, name: str, dtype: str = "float32") -> Task:
-    label, shape = shapes.cases(kind, name, "tiny")[0]
-    shape = {k: v for k, v in shape.items() if k not in {"weights", "texts"}}
-    task = Task(kind, name, label, shape, dtype, 1, str(folder))
-    task.write()
-    return task
-
-
 def row(**changes: object) -> Row:
     base = Row(
         "a", "ipex_eager", "bfloat16", 1.0, 2.0, 1.9, 2.1, 7, 50.0, "memory", 9, 9, 1.0, 1.0, 1
     )
     return dataclasses.replace(base, **changes)
-
-
-def run(*arguments: object) -> object:
-    return CliRunner().invoke(bench.app, [str(a) for a in arguments])
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -208,9 +194,11 @@ def test_a_step_with_its_cache_as_tensors_decodes_as_the_model_does(reorder, tmp
         return logits.numpy()
 
     prepared = greedy(task, run, "float32")
-    assert torch.allclose(
-        torch.from_numpy(prepared.answer()), torch.from_numpy(task.wanted()), atol=1e-4
-    )
+    got, forced = torch.from_numpy(prepared.answer()), task.forced()
+    assert torch.allclose(got, torch.from_numpy(task.wanted()), atol=1e-4)
+    assert [place for _, place in fed] == [0, 8, 9, 10]
+    assert [step_ids[0][0] for step_ids, _ in fed[1:]] == forced[0].tolist()
+    assert torch.allclose(torch.from_numpy(prepared.whole()), got[:, -1], atol=1e-4)
     fed.clear()
     prepared.calls["all"]()
     ids = torch.from_numpy(task.inputs()["input_ids"])
@@ -240,6 +228,54 @@ def test_engines_that_run_graphs_decode(engine, dtype, tmp_path, monkeypatch):
         call()
 
 
+def wrong_caches():
+    """What can be wrong with the keys and values [batch, heads, tokens, width] of a cache, in one step."""
+
+    def lost(x):
+        x = x.clone()
+        x[:, :, -1] = x[:, :, -2]
+        return x
+
+    return {
+        "empty": lambda k, v: (k * 0, v * 0),
+        "the last token is missing": lambda k, v: (lost(k), lost(v)),
+        "keys at the place beside": lambda k, v: (k.roll(1, 2), v),
+        "values of the other texts": lambda k, v: (k, v.flip(2)),
+    }
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("fault", wrong_caches())
+def test_an_engine_with_a_wrong_cache_is_not_timed(fault, dtype, tmp_path, monkeypatch):
+    from transformers import DynamicCache
+
+    monkeypatch.setattr(worker, "ALIAS", "ipex._bench")
+    task = dataclasses.replace(task_in(tmp_path, "llm", "llama", dtype), rest="float32")
+    workloads.make(task)
+    update, change = DynamicCache.update, wrong_caches()[fault]
+
+    class Fake(peers.Peer):
+        title = "fake"
+        broken = False
+
+        def prepare(self, task):
+            return torch_work.prepare(task, precision=dtype)
+
+    def broken(self, keys, values, layer, *args, **kwargs):
+        found = update(self, keys, values, layer, *args, **kwargs)
+        one_step = Fake.broken and keys.shape[2] == 1
+        return change(*found) if one_step else found
+
+    monkeypatch.setattr(DynamicCache, "update", broken)
+    monkeypatch.setattr(peers, "load", lambda name: Fake())
+    prepared, fact = worker.prepare(task, "fake")
+    assert prepared is not None, fact
+    Fake.broken = True
+    prepared, fact = worker.prepare(task, "fake")
+    assert prepared is None and "wrong answer" in fact["error"]
+
+
 def test_wrong_answers_are_not_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "ALIAS", "ipex._bench")
     task = task_in(tmp_path, "ops", "linear")
@@ -259,17 +295,6 @@ def test_wrong_answers_are_not_timed(tmp_path, monkeypatch):
         Fake.answer = wrong
         prepared, fact = worker.prepare(task, "fake")
         assert prepared is None and fact["error"]
-
-
-def test_a_process_that_dies_or_hangs_is_an_error_with_a_reason(tmp_path):
-    task = task_in(tmp_path, "ops", "linear")
-    with Worker(task, "stock_eager", timeout=30) as process:
-        process._process.kill()
-        with pytest.raises(EngineError, match="ended with"):
-            process.ask(do="make")
-    with Worker(task, "stock_eager", timeout=0.01) as process:
-        with pytest.raises(EngineError, match="no answer within"):
-            process.ask(do="make")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -375,6 +400,9 @@ def test_cases_before_an_end_are_kept(tmp_path, monkeypatch):
         (["models", "--dtype", "int4"], "must be one of float32"),
         (["train", "--dtype", "int8"], "must be one of float32"),
         (["llm", "--size", "huge"], "must be one of tiny"),
+        (["ops", "--markdown", "x.md"], "no effect without --peers"),
+        (["ops", "--peers", "--levels", "all"], "no effect with --peers"),
+        (["ops", "--peers", "--threads", "1,2"], "must be one number"),
         (["models", "--env", "openvino=/no/such/python"], "ENGINE=PYTHON"),
         (["models", "--env", "openvino"], "ENGINE=PYTHON"),
     ],

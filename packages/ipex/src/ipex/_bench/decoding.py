@@ -21,7 +21,9 @@ def greedy(task: Task, step: Callable[[Any, int], Any], precision: str, note: st
         precision: In which it computes.
         note: Goes into the table.
     """
-    ids = task.inputs()["input_ids"]
+    import numpy
+
+    ids, forced = task.inputs()["input_ids"], task.forced()
     length, new = ids.shape[1], task.shape["new"]
 
     def make(count: int) -> Any:
@@ -31,8 +33,13 @@ def greedy(task: Task, step: Callable[[Any, int], Any], precision: str, note: st
         return logits
 
     def answer() -> Any:
-        # The last token of the prompt is a step of its own: a wrong cache is a wrong answer.
-        step(ids[:, :-1], 0)
-        return step(ids[:, -1:], length - 1).copy()
+        found = [step(ids, 0).copy()]
+        for place in range(forced.shape[1]):
+            found.append(step(forced[:, place : place + 1], length + place).copy())
+        return numpy.stack(found, 1)
 
-    return Prepared(precision, answer, {"first": lambda: make(1), "all": lambda: make(new)}, note)
+    def whole() -> Any:
+        return step(numpy.concatenate([ids, forced], 1), 0).copy()
+
+    calls = {"first": lambda: make(1), "all": lambda: make(new)}
+    return Prepared(precision, answer, calls, note, whole)

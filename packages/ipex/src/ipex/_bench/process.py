@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ class EngineError(Exception):
 
 
 class Worker:
-    """A process that runs an engine; use it in a ``with`` statement, which ends it.
+    """A process that runs an engine; use it in a ``with`` statement, which ends it and all that it has started.
 
     Args:
         task: What to run.
@@ -64,6 +65,8 @@ class Worker:
             text=True,
             encoding="utf-8",
             env=env,
+            # A session of its own: compilers that it starts end with it, and Ctrl-C reaches us alone.
+            start_new_session=True,
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -75,30 +78,42 @@ class Worker:
             self._lines.put(line)
         self._lines.put(None)
 
-    def ask(self, **request: Any) -> dict[str, Any]:
+    def ask(self, *, timeout: float | None = None, **request: Any) -> dict[str, Any]:
         """Send a command and return the answer.
+
+        Args:
+            timeout: Seconds to wait for it, if not those of the process.
+            request: The command. One without an answer ends the process.
 
         Raises:
             EngineError: There was none.
         """
         assert self._process.stdin is not None
+        seconds = self.timeout if timeout is None else timeout
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-            line = self._lines.get(timeout=self.timeout)
+            line = self._lines.get(timeout=seconds)
         except (OSError, ValueError):
             line = None
         except queue.Empty:
-            raise EngineError(f"no answer within {self.timeout:.0f} s") from None
+            self.close(at_once=True)
+            raise EngineError(f"no answer within {seconds:g} s") from None
         if line is None:
             raise EngineError(self._last_words())
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _last_words(self) -> str:
-        code = self._process.wait(timeout=10)
-        self._errors.seek(0)
-        lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
+        if self._errors.closed:
+            return "its process was ended"
+        try:
+            code = self._process.wait(timeout=5)
+            lines = [line.strip() for line in self.log().splitlines() if line.strip()]
+        except subprocess.TimeoutExpired:  # it only closed its output
+            return "its process stopped answering"
+        finally:
+            self.close(at_once=True)
         how = f"signal {-code}" if code < 0 else f"exit status {code}"
         return f"its process ended with {how}" + (f": {lines[-1][:200]}" if lines else "")
 
@@ -110,22 +125,26 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(at_once=kind is not None)
 
-    def close(self) -> None:
-        """End the process."""
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
-            try:
-                self._process.stdin.close()
+    def close(self, at_once: bool = False) -> None:
+        """End the process and what it has started; ``at_once``: without a chance to end by itself."""
+        if self._errors.closed:
+            return
+        assert self._process.stdin is not None
+        # What has not been written yet goes to a process that may be gone.
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        if not at_once:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=5)
-            except (OSError, subprocess.TimeoutExpired):
-                self._process.kill()
-                self._process.wait()
-        elif self._process.stdin is not None and not self._process.stdin.closed:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
+        self._process.wait()
         self._reader.join(timeout=5)
         if self._process.stdout is not None:
             self._process.stdout.close()

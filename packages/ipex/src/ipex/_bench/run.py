@@ -40,6 +40,7 @@ class Plan:
         turn: Seconds of an engine's turn in a round, for each call.
         rounds: Rounds to run even if the time is up.
         timeout: Seconds that an engine may take to prepare.
+        turn_timeout: Seconds that a turn may take; the baseline's may take ``timeout``, if that is more.
         pythons: Interpreters of engines that have an environment of their own.
     """
 
@@ -54,6 +55,7 @@ class Plan:
     turn: float
     rounds: int
     timeout: float
+    turn_timeout: float
     pythons: dict[str, str]
 
 
@@ -101,10 +103,7 @@ def _case(
     """Measure a case; return the engines that are installed."""
     say(f"{task.case}: the answer in float32")
     with Worker(task, peers.BASELINE, timeout=plan.timeout) as worker:
-        try:
-            answer = worker.ask(do="make")
-        except EngineError as error:
-            answer = {"error": str(error)}
+        answer = _asked(worker, do="make")
     if "error" in answer:
         found.absent += [Absent(e, task.case, f"failed: {answer['error']}") for e in engines]
         return engines
@@ -125,7 +124,11 @@ def _case(
 
             limits = start(_LIMITS)
             read = footprint(task_bytes(task.dtype, facts))
-            limits.ask(do="limits", bytes=read)
+            answer = _asked(limits, do="limits", bytes=read)
+            if "error" in answer:
+                reason = f"failed: the limits of the machine: {answer['error']}"
+                found.absent += [Absent(e, task.case, reason) for e in engines]
+                return engines
             group = [peers.BASELINE]
             while group:
                 engine = group.pop(0)
@@ -174,6 +177,14 @@ def _disturbed(
                 yield Absent(engine, case, "too disturbed to tell: repeat it on an idle machine")
 
 
+def _asked(worker: Worker, timeout: float | None = None, **request: Any) -> dict[str, Any]:
+    """Return the answer of a process; that there is none is an answer, too."""
+    try:
+        return worker.ask(timeout=timeout, **request)
+    except EngineError as error:
+        return {"error": str(error)}
+
+
 def _prepare(
     start: Callable[[str], Worker],
     engine: str,
@@ -182,9 +193,7 @@ def _prepare(
 ) -> str:
     """Prepare an engine; return why it cannot be timed, or an empty string."""
     try:
-        answer = start(engine).ask(do="prepare")
-    except EngineError as error:
-        return f"failed: {error}"
+        answer = _asked(start(engine), do="prepare")
     except OSError as error:  # the interpreter
         return f"failed: {error}"
     if "missing" in answer:
@@ -209,22 +218,22 @@ def _fits(about: dict[str, dict[str, Any]]) -> bool:
 
 
 def _rounds(plan: Plan, workers: dict[str, Worker], about: dict[str, dict[str, Any]]) -> Times:
-    """Let all engines take turns; one that fails leaves the rounds."""
+    """Let all engines take turns; one that fails or is too slow leaves the rounds, and its process is ended."""
     times: Times = {name: [] for name in workers}
     order = list(workers)
     begin = time.monotonic()
     done = 0
     while done < plan.rounds or time.monotonic() - begin < plan.seconds:
         for name in list(order):
-            try:
-                answer = workers[name].ask(do="time", seconds=plan.turn)
-            except EngineError as error:
-                answer = {"error": str(error)}
+            needed = name in {_LIMITS, peers.BASELINE}
+            limit = max(plan.timeout, plan.turn_timeout) if needed else plan.turn_timeout
+            answer = _asked(workers[name], limit, do="time", seconds=plan.turn)
             if "error" in answer:
-                if name in {_LIMITS, peers.BASELINE}:
+                if needed:
                     raise EngineError(f"{name}: {answer['error']}")
                 order.remove(name)
                 times.pop(name)
+                workers[name].close(at_once=True)  # it must not take time or memory from the others
                 about[name]["failed"] = answer["error"]
                 continue
             times[name].append(answer["times"])

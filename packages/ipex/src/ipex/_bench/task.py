@@ -8,11 +8,33 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LEAST_COSINE", "MOST_LOSS_ERROR", "Prepared", "Task", "UnsupportedError"]
+__all__ = [
+    "LEAST_COSINE",
+    "LEAST_DECODED",
+    "LEAST_WHOLE",
+    "MOST_LOSS_ERROR",
+    "Prepared",
+    "Task",
+    "UnsupportedError",
+]
 
 #: The least cosine to the answer of float32, by the precision in which an engine computes. Random weights suffer more
 #: from few bits than trained ones.
 LEAST_COSINE = {"float32": 0.9999, "bfloat16": 0.99, "float16": 0.99, "int8": 0.96, "int4": 0.9}
+
+#: The same for each token that a language model decodes. In float types it leaves no room for a token that was lost
+#: from the cache or stands at a place beside its own; weights of few bits are worse than that.
+LEAST_DECODED = {
+    "float32": 0.9999,
+    "bfloat16": 0.999,
+    "float16": 0.999,
+    "int8": 0.995,
+    "int4": 0.85,
+}
+
+#: The least cosine of what an engine says after a text that it decoded and after the same text as a prompt. Both have
+#: its weights, so this holds for few bits, too.
+LEAST_WHOLE = 0.999
 
 #: The largest relative difference of training losses from those of float32, by precision.
 MOST_LOSS_ERROR = {"float32": 1e-3, "bfloat16": 0.03}
@@ -66,6 +88,10 @@ class Task:
         """Read the description of a folder."""
         return cls(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
 
+    def forced(self) -> Any:
+        """Return the tokens [batch, new - 1] that follow the prompt of a language model where its answer is checked."""
+        return self._arrays("forced.npz")["ids"]
+
     def inputs(self) -> dict[str, Any]:
         """Return the inputs as numpy arrays, in the order of the arguments."""
         return self._arrays("inputs.npz")
@@ -90,9 +116,12 @@ class Prepared:
         answer: Returns the answer, an array of numbers.
         calls: What is timed, by name; each call does the work once.
         note: What a reader of the table should know.
+        whole: Language models: returns the last of ``answer`` again, [batch, vocabulary], without decoding. None where
+            that would be another graph to compile.
     """
 
     precision: str
     answer: Any
     calls: dict[str, Any]
     note: str = ""
+    whole: Any = None

@@ -82,32 +82,60 @@ def generator(
     context: Any = None,
 ) -> Prepared:
     """Return a language model ready to decode; ``static``: with a cache of fixed size, which compilers need."""
-    ids = torch.from_numpy(task.inputs()["input_ids"])
-    mask = torch.ones_like(ids)
+    ids, forced = torch.from_numpy(task.inputs()["input_ids"]), torch.from_numpy(task.forced())
     around = context if context is not None else contextlib.nullcontext
     more = {"cache_implementation": "static"} if static else {}
 
-    def make(count: int) -> Any:
+    def make(count: int, ids: torch.Tensor = ids, **others: Any) -> Any:
         # no_grad and not inference_mode: frozen graphs refuse inference tensors.
         with torch.no_grad(), around():
             return model.generate(
                 ids,
-                attention_mask=mask,
+                attention_mask=torch.ones_like(ids),
                 max_new_tokens=count,
                 min_new_tokens=count,
                 do_sample=False,
                 num_beams=1,
                 pad_token_id=0,
                 **more,
+                **others,
             )
 
-    def answer() -> Any:
-        with torch.no_grad(), around():
-            logits = model(input_ids=ids, attention_mask=mask).logits
-        return logits[:, -1].float().numpy()
-
     new = task.shape["new"]
-    return Prepared(precision, answer, {"first": lambda: make(1), "all": lambda: make(new)}, note)
+
+    def said(count: int, ids: torch.Tensor) -> Any:
+        teacher = Teacher(ids.shape[1], forced)
+        make(count, ids, logits_processor=[teacher])
+        return torch.stack(teacher.logits, 1).numpy()
+
+    return Prepared(
+        precision,
+        lambda: said(new, ids),
+        {"first": lambda: make(1), "all": lambda: make(new)},
+        note,
+        None if static else lambda: said(1, torch.cat([ids, forced], 1))[:, 0],
+    )
+
+
+class Teacher:
+    """A processor of logits that keeps them and makes ``generate`` go on with given tokens.
+
+    Args:
+        length: Tokens of the prompt.
+        tokens: What follows it, [batch, tokens].
+    """
+
+    def __init__(self, length: int, tokens: torch.Tensor) -> None:
+        self.length = length
+        self.tokens = tokens
+        self.logits: list[torch.Tensor] = []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.logits.append(scores.detach().float().clone())
+        place = ids.shape[1] - self.length
+        if place >= self.tokens.shape[1]:  # nothing follows the last one
+            return scores
+        return torch.full_like(scores, -torch.inf).scatter_(1, self.tokens[:, place, None], 0.0)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -97,17 +98,29 @@ def prepare(task: Any, engine: str) -> tuple[Any, dict[str, Any]]:
         limit = table.MOST_LOSS_ERROR.get(prepared.precision, 0.03)
         fact["exactness"], right = error, error <= limit
         text = f"losses differ from those of float32 by {error:.2%}, more than {limit:.1%}"
-    else:
-        rows, exact = got.reshape(got.shape[0], -1), wanted.reshape(wanted.shape[0], -1)
-        norms = numpy.linalg.norm(rows, axis=1) * numpy.linalg.norm(exact, axis=1)
-        cosine = float(((rows * exact).sum(1) / norms).min())
-        limit = table.LEAST_COSINE[prepared.precision]
-        # The length too: a cosine does not see a wrong scale.
-        length = float(numpy.linalg.norm(rows) / numpy.linalg.norm(exact))
-        fact["exactness"] = cosine
-        right = cosine >= limit and abs(length - 1) <= 2 * (1 - limit) ** 0.5
-        text = f"cosine to float32 {cosine:.5f}, below {limit}, or length {length:.3f} times"
-    return (prepared, fact) if right else (None, {**fact, "error": f"wrong answer: {text}"})
+        return (prepared, fact) if right else (None, {**fact, "error": f"wrong answer: {text}"})
+    decoded = task.kind == "llm"
+    limit = (table.LEAST_DECODED if decoded else table.LEAST_COSINE)[prepared.precision]
+    rows = (-1, got.shape[-1]) if decoded else (got.shape[0], -1)  # of each token, or of each input
+    fact["exactness"], wrong = compare(got.reshape(rows), wanted.reshape(rows), limit)
+    if not wrong and prepared.whole is not None:
+        again = numpy.asarray(prepared.whole(), dtype=numpy.float64)
+        _, wrong = compare(got[:, -1], again, table.LEAST_WHOLE)
+        wrong = wrong and f"decoded and as a prompt, a text has two answers: {wrong}"
+    return (None, {**fact, "error": f"wrong answer: {wrong}"}) if wrong else (prepared, fact)
+
+
+def compare(got: Any, exact: Any, limit: float) -> tuple[float, str]:
+    """Return the least cosine of the rows of two matrices, and what is wrong with it or with their length."""
+    import numpy
+
+    norms = numpy.linalg.norm(got, axis=1) * numpy.linalg.norm(exact, axis=1)
+    cosine = float(((got * exact).sum(1) / norms).min())
+    # The length too: a cosine does not see a wrong scale.
+    length = float(numpy.linalg.norm(got) / numpy.linalg.norm(exact))
+    right = cosine >= limit and abs(length - 1) <= 2 * (1 - limit) ** 0.5
+    text = f"cosine {cosine:.5f}, below {limit}, or length {length:.3f} times"
+    return cosine, "" if right else text
 
 
 def main() -> None:
@@ -117,6 +130,7 @@ def main() -> None:
     package()
     task = importlib.import_module(f"{ALIAS}.task").Task.read(sys.argv[1])
     engine, calls = sys.argv[2], {}
+    _end_with_parent()
     _threads(task.threads)
     for line in sys.stdin:
         request = json.loads(line)
@@ -143,6 +157,15 @@ def main() -> None:
             reason = text[0] if unsupported else f"{type(error).__name__}: {text[0]}"
             answer = {"unsupported" if unsupported else "error": reason[:300]}
         print(json.dumps(answer), file=channel, flush=True)
+
+
+def _end_with_parent() -> None:
+    """Let the system end this process when its parent is gone, also in the middle of a call; Linux only."""
+    if sys.platform == "linux":
+        import ctypes
+
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _threads(count: int) -> None:

@@ -156,6 +156,8 @@ def _llama(shape: dict[str, Any]) -> nn.Module:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
+        # The output of a layer has the size of its input at any width: each token counts, and so does its place.
+        initializer_range=0.64 / shape["hidden_size"] ** 0.5,
         **{key: shape[key] for key in keys},
     )
     torch.set_default_dtype(torch.bfloat16)
@@ -280,6 +282,15 @@ def load(task: Task, module: Callable[[], nn.Module] | None = None) -> nn.Module
     return model
 
 
+def _decoded(task: Task) -> Any:
+    """Return the logits of each new token, [batch, new, vocabulary], of a model that knows no cache."""
+    ids = torch.from_numpy(task.inputs()["input_ids"])
+    text = torch.cat([ids, torch.from_numpy(task.forced())], 1)
+    with torch.no_grad():
+        logits = load(task)(input_ids=text, use_cache=False).logits
+    return logits[:, ids.shape[1] - 1 :].float().numpy()
+
+
 def make(task: Task) -> None:
     """Write weights, inputs and the answer of float32 into the folder of a task, and facts about the work."""
     import numpy
@@ -292,6 +303,9 @@ def make(task: Task) -> None:
     model, inputs = build(task)
     if task.kind == "llm":
         model.save_pretrained(task.path / "model")
+        size = (task.shape["batch"], task.shape["new"] - 1)
+        forced = torch.randint(3, task.shape["vocab_size"], size)
+        numpy.savez(task.path / "forced.npz", ids=forced.numpy())
     else:
         torch.save(model.state_dict(), task.path / "weights.pt")
     arrays: dict[str, Any] = {k: v.numpy() for k, v in inputs.items()}
@@ -302,7 +316,7 @@ def make(task: Task) -> None:
     del model
     exact = Task(**{**{f: getattr(task, f) for f in task.__slots__}, "dtype": "float32"})
     reference = prepare(exact)
-    answer = reference.answer()
+    answer = _decoded(exact) if task.kind == "llm" else reference.answer()
     call = next(iter(reference.calls.values()))
     with FlopCounterMode(display=False) as counter:
         call()

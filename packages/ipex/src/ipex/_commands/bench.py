@@ -52,6 +52,7 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @app.command("ops")
 def bench(
+    ctx: typer.Context,
     ops: Annotated[
         list[str] | None,
         typer.Argument(help="Ops to measure; 'ops' or none for all.", show_default=False),
@@ -96,6 +97,16 @@ def bench(
     markdown: Annotated[
         Path | None, typer.Option(help="With --peers: write the tables as Markdown here.")
     ] = None,
+    add: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="With --peers: as of 'ipex bench models'."),
+    ] = None,
+    turn: Annotated[float, typer.Option(min=0, help="With --peers: time of a turn.")] = 0.04,
+    rounds: Annotated[int, typer.Option(min=2, help="With --peers: least number.")] = 7,
+    timeout: Annotated[float, typer.Option(min=1, help="With --peers: seconds to prepare.")] = 300,
+    turn_timeout: Annotated[
+        float, typer.Option(min=1, help="With --peers: seconds that a turn may take.")
+    ] = 60,
 ) -> None:
     """Measure ops against the stock op of torch, in pairs, at the shapes of their specs.
 
@@ -105,19 +116,26 @@ def bench(
     Exit codes: 0, 1 if --compare finds a ratio more than 15 % lower, 2 for bad arguments.
     """
     names = [name for name in ops or () if name != "ops"]
+    _only_with(ctx, peers)
     if peers:
+        counts = _parse_threads(threads)
+        if len(counts) > 1:
+            raise typer.BadParameter(
+                f"must be one number with --peers, got {threads!r}", param_hint="--threads"
+            )
         bench_peers.bench_kind(
             "ops",
-            Files(json_file, markdown, plot, compare=compare),
+            Files(json_file, markdown, plot, add, compare),
             names=names or None,
             engines=engines,
             dtype=dtype if dtype != _DEFAULT_DTYPES else "auto",
             size=size,
-            threads=(_parse_threads(threads) or [0])[0],
+            threads=counts[0],
             seconds=10 * seconds,
-            turn=seconds / 10,
-            rounds=7,
-            timeout=300,
+            turn=turn,
+            rounds=rounds,
+            timeout=timeout,
+            turn_timeout=turn_timeout,
             env=env,
         )
         return
@@ -176,6 +194,22 @@ def bench(
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
+
+_PEERS_ALONE = (
+    *("engines", "size", "env", "markdown", "add", "turn", "rounds", "timeout", "turn_timeout"),
+)
+_OPS_ALONE = ("case", "levels")
+
+
+def _only_with(ctx: typer.Context, peers: bool) -> None:
+    """Refuse options that would have no effect."""
+    for name in _OPS_ALONE if peers else _PEERS_ALONE:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(
+                f"has no effect with{'' if peers else 'out'} --peers",
+                param_hint="--" + name.replace("_", "-"),
+            )
 
 
 def _parse_dtypes(text: str) -> list[str]:

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import shlex
-from collections.abc import Callable
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +38,15 @@ Threads = Annotated[int, typer.Option(min=0, help="Threads of each engine (0: to
 Seconds = Annotated[float, typer.Option(min=0, help="Time of the rounds of each case.")]
 Turn = Annotated[float, typer.Option(min=0, help="Time of an engine's turn in a round.")]
 Rounds = Annotated[int, typer.Option(min=2, help="Least number of rounds.")]
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds that an engine may take to prepare.")]
+Timeout = Annotated[
+    float, typer.Option(min=1, help="Seconds to prepare; an engine that needs more is left out.")
+]
+TurnTimeout = Annotated[
+    float,
+    typer.Option(
+        min=1, help="Seconds that a turn may take; an engine that needs more is left out."
+    ),
+]
 Env = Annotated[
     list[str] | None,
     typer.Option(help="ENGINE=PYTHON: the interpreter of an engine with its own environment."),
@@ -71,6 +83,7 @@ def _command(kind: str, text: str, rounds: int, timeout: float) -> Callable[...,
         turn: Turn = 0.1,
         rounds: Rounds = rounds,
         timeout: Timeout = timeout,
+        turn_timeout: TurnTimeout = 60,
         env: Env = None,
         json_file: JsonFile = None,
         markdown: Markdown = None,
@@ -90,6 +103,7 @@ def _command(kind: str, text: str, rounds: int, timeout: float) -> Callable[...,
             turn=turn,
             rounds=rounds,
             timeout=timeout,
+            turn_timeout=turn_timeout,
             env=env,
         )
 
@@ -113,7 +127,7 @@ COMMANDS = {
         for bad arguments.
         """,
         rounds=7,
-        timeout=600,
+        timeout=300,
     ),
     "llm": _command(
         "llm",
@@ -123,7 +137,7 @@ COMMANDS = {
         the first, greedy, batch 1. int8 and int4 are weight-only. `ipex llm bench` measures a model of your own.
         """,
         rounds=5,
-        timeout=900,
+        timeout=600,
     ),
     "train": _command(
         "train",
@@ -132,7 +146,7 @@ COMMANDS = {
         As `ipex bench models`. The losses of the first steps must be those of float32.
         """,
         rounds=5,
-        timeout=900,
+        timeout=600,
     ),
 }
 
@@ -198,11 +212,25 @@ def _together(part: Run | None, result: Run) -> Run:
 def _measure(
     plan: Plan, result: Run, console: Console, keep: Callable[[Run], None] = lambda found: None
 ) -> None:
-    if not console.is_terminal:
-        run(plan, result, lambda line: console.print(line, highlight=False), keep)
+    with _ended_in_order():
+        if not console.is_terminal:
+            run(plan, result, lambda line: console.print(line, highlight=False), keep)
+            return
+        with console.status("") as status:
+            run(plan, result, status.update, keep)
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Let SIGTERM leave through the ``with`` statements, as Ctrl-C does: they end processes and remove weights."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
         return
-    with console.status("") as status:
-        run(plan, result, status.update, keep)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _confirmed(before: Run, plan: Plan, result: Run, console: Console) -> list[str]:

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of `ipex bench` on several engines have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from ipex._bench import shapes
+from ipex._bench.task import Task
+from ipex._commands import bench
+
+
+def task_in(folder: Path, kind: str, name: str, dtype: str = "float32") -> Task:
+    label, shape = shapes.cases(kind, name, "tiny")[0]
+    shape = {k: v for k, v in shape.items() if k not in {"weights", "texts"}}
+    task = Task(kind, name, label, shape, dtype, 1, str(folder))
+    task.write()
+    return task
+
+
+def run(*arguments: object) -> object:
+    return CliRunner().invoke(bench.app, [str(a) for a in arguments])
