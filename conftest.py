@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds, fixtures for what is compiled, in all packages, and a report which ISA levels of the CPU kernels a test run
-has exercised, so that a level nobody ran is seen.
+"""Seeds, the fixtures of all packages, and a report which ISA levels of the CPU kernels a test run has exercised, so
+that a level nobody ran is seen.
 
 A test counts for a level if it is parametrised with one (parameter ``level`` or ``isa``) and lies in the tests of
 ``ipex-cpu-kernels``.
@@ -28,6 +28,23 @@ def _seed() -> None:
     """Draw the same numbers in each run and in each order of the tests; torch is not imported where a test did not."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    """Record nothing for a backward pass."""
+    import torch
+
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack all but the tiniest layers, so that small models are treated as real ones are."""
+    from ipex_core._optimize import _prepack
+
+    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", dict.fromkeys(_prepack.MIN_WEIGHTS, 64))
 
 
 @pytest.fixture

@@ -17,21 +17,7 @@ from ipex_core._compile._report import GraphReport, Origin, remember, reports_of
 from ipex_core.compile_backend import compile as ipex_compile
 from ipex_core.compile_backend import ipex_backend
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache_dir(tmp_path_factory):
-    patch = pytest.MonkeyPatch()
-    patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-    yield
-    patch.undo()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("inductor_cache", "fresh_dynamo")
 
 
 def mlp() -> nn.Module:

@@ -19,11 +19,7 @@ from ipex_core._optimize import (
 )
 from ipex_core.nn import OptimizedLinear, PackedWeight
 
-
-@pytest.fixture(autouse=True)
-def small_weights_are_packed(monkeypatch):
-    least = dict.fromkeys(_prepack.MIN_WEIGHTS, 2048)
-    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", least)
+pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 
 
 class Net(nn.Module):

@@ -8,12 +8,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 
-from ipex_core._optimize import _prepack, optimize
+from ipex_core._optimize import optimize
 
-
-@pytest.fixture(autouse=True)
-def small_weights_are_packed(monkeypatch):
-    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", dict.fromkeys(_prepack.MIN_WEIGHTS, 64))
+pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 
 
 class Net(nn.Module):

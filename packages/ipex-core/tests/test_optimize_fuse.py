@@ -17,16 +17,12 @@ from ipex_core._explain import explain
 from ipex_core._optimize import _prepack, optimize, restore
 from ipex_core.nn._leaf import has_kernel
 
+pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
+
 needs = {
     op: pytest.mark.skipif(not has_kernel(op), reason=f"no kernel for {op}")
     for op in ("rms_norm", "silu_mul", "attention", "add_layer_norm")
 }
-
-
-@pytest.fixture(autouse=True)
-def small_weights_are_packed(monkeypatch):
-    least = dict.fromkeys(_prepack.MIN_WEIGHTS, 2048)
-    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", least)
 
 
 def fused(model, path=""):
@@ -385,7 +381,6 @@ def concat(model):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("form", ["mkldnn", "ipex"])
 def test_concat_of_an_untraceable_forward(dtype, form, monkeypatch):
-    from ipex_core._optimize import _prepack
 
     if form == "ipex" and not has_kernel("linear"):
         pytest.skip("no kernel for linear")

@@ -13,16 +13,12 @@ import torch
 
 from ipex_core._explain import explain
 from ipex_core._fast_bert import fast_bert
-from ipex_core._optimize import _prepack, optimize, restore
+from ipex_core._optimize import optimize, restore
 from ipex_core.nn._leaf import has_kernel
 
+pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
+
 transformers = pytest.importorskip("transformers")
-
-
-@pytest.fixture(autouse=True)
-def small_weights_are_packed(monkeypatch):
-    least = dict.fromkeys(_prepack.MIN_WEIGHTS, 2048)
-    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", least)
 
 
 def bert():

@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from ipex_core._optimize import _prepack, optimize, restore
+from ipex_core._optimize import optimize, restore
 
-
-@pytest.fixture(autouse=True)
-def small_weights_are_packed(monkeypatch):
-    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", dict.fromkeys(_prepack.MIN_WEIGHTS, 64))
+pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")

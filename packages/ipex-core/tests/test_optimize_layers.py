@@ -12,13 +12,9 @@ from ipex_core._explain import explain
 from ipex_core._optimize import _prepack, optimize, restore
 from ipex_core.nn import OptimizedConv2d, OptimizedLinear, PackedWeight
 
+pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
+
 TOLERANCE = {None: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-
-
-@pytest.fixture(autouse=True)
-def small_weights_are_packed(monkeypatch):
-    least = dict.fromkeys(_prepack.MIN_WEIGHTS, 2048)
-    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", least)
 
 
 def randomize(model):

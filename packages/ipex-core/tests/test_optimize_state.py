@@ -13,17 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from ipex_core._optimize import _prepack, optimize, restore
+from ipex_core._optimize import optimize, restore
 from ipex_core.nn import PackedWeight
 from ipex_core.nn._saved import SavedTensor
 
+pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
+
 DTYPES = [None, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def small_weights_are_packed(monkeypatch):
-    least = dict.fromkeys(_prepack.MIN_WEIGHTS, 2048)
-    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", least)
 
 
 class Block(nn.Module):

@@ -13,10 +13,7 @@ from torch.nn import functional as F
 
 from ipex_core._optimize import _prepack, optimize
 
-
-@pytest.fixture(autouse=True)
-def small_weights_are_packed(monkeypatch):
-    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", dict.fromkeys(_prepack.MIN_WEIGHTS, 64))
+pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 
 
 X = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(1))

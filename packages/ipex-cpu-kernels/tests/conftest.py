@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levels under test: every level of the build that this machine can run; the others are reported, not hidden."""
+"""Levels under test: every level of the build that this machine can run; the others are reported, not hidden.
+
+``import refusals`` works in each test of this folder.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
 from ipex_core import _plugins
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 _STATUS = next(s for s in _plugins.load_providers() if s.name == "cpu")
 assert _STATUS.info is not None, f"ipex-cpu-kernels is {_STATUS.state}: {_STATUS.cause}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import refusals
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -102,30 +103,9 @@ def bad_calls():
     yield "lars_fused_step", (*lars, nan, 0.0, 0.0, False), "eps must not be negative, got nan"
 
 
-CALLS = list(bad_calls())
-IDS = [f"{op}-{i}" for i, (op, _, _) in enumerate(CALLS)]
-
-
-@pytest.mark.parametrize(("op", "args", "text"), CALLS, ids=IDS)
-def test_native_kernel_raises(op, args, text):
-    with pytest.raises(RuntimeError, match=text) as caught:
-        getattr(ops, op)(*args)
-    assert str(caught.value).startswith(f"{op}: ")
-    assert ".cpp" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("op", "args", "text"), CALLS, ids=IDS)
-def test_python_check_raises_the_same(op, args, text):
-    """The reference path (core alone) and the fake say the same as the kernel."""
-    with pytest.raises(OpArgumentError, match=text) as caught:
-        specs()[op].check(*args)
-        specs()[op].reference(
-            *args
-        )  # the header of a packed weight is data: only the reference sees it
-    assert isinstance(caught.value, ValueError)
-    with pytest.raises(RuntimeError) as native:
-        getattr(ops, op)(*args)
-    assert str(native.value) == str(caught.value)
+@refusals.each(bad_calls())
+def test_bad_input(op, args, text):
+    refusals.assert_refused(op, args, text)
 
 
 @pytest.mark.parametrize("op", list(specs()))

@@ -19,14 +19,10 @@ from ipex_core.testing import (
     samples,
 )
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 OPS = list(specs())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))

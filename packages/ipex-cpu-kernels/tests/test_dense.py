@@ -6,27 +6,22 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import refusals
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
 import ipex_core  # noqa: F401
-from ipex_core._spec import specs
-from ipex_core.errors import OpArgumentError
 from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 ops = torch.ops.ipex
 X = torch.ones(3, 8)
 PACKED = ops.pack_linear_weight(torch.ones(5, 8))
 GATED = ops.pack_linear_weight(torch.ones(64, 8))
 Y = torch.ones(3, 5)
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 BAD = [
@@ -94,17 +89,9 @@ BAD += [
 ]
 
 
-@pytest.mark.parametrize(
-    ("op", "args", "text"), BAD, ids=[f"{b[0]}-{i}" for i, b in enumerate(BAD)]
-)
-def test_wrong_arguments(op, args, text):
-    """The kernel and the check in Python say the same."""
-    with pytest.raises(RuntimeError, match=text) as native:
-        specs()[op].op(*args)
-    with pytest.raises(OpArgumentError, match=text) as python:
-        specs()[op].check(*args)
-        specs()[op].reference(*args)
-    assert str(native.value).splitlines()[0] == str(python.value)
+@refusals.each(BAD)
+def test_bad_input(op, args, text):
+    refusals.assert_refused(op, args, text)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 70])

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import pytest
+import refusals
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ipex_core  # noqa: F401
 from ipex_core._spec import specs
-from ipex_core.errors import OpArgumentError
 
 ops = torch.ops.ipex
 X = torch.randn(2, 3, 8, 9)
@@ -75,20 +75,9 @@ def bad_calls():
     yield where, (BOXES, BOXES[None], 0.1, 0.2), "priors must be broadcastable to locations"
 
 
-CALLS = list(bad_calls())
-IDS = [f"{op}-{i}" for i, (op, _, _) in enumerate(CALLS)]
-
-
-@pytest.mark.parametrize(("op", "args", "text"), CALLS, ids=IDS)
+@refusals.each(bad_calls())
 def test_bad_input(op, args, text):
-    """Kernel and Python check raise the same text."""
-    with pytest.raises(RuntimeError, match=text) as native:
-        getattr(ops, op)(*args)
-    with pytest.raises(OpArgumentError, match=text) as python:
-        specs()[op].check(*args)
-        specs()[op].reference(*args)  # values of tensors are seen by the reference only
-    assert str(native.value) == str(python.value)
-    assert str(native.value).startswith(f"{op}: ")
+    refusals.assert_refused(op, args, text)
 
 
 @settings(max_examples=60, deadline=None)

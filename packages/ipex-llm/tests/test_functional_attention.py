@@ -7,15 +7,10 @@ import torch
 from ipex_core.errors import OpArgumentError
 from ipex_llm import functional as fn
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def close(got, want, dtype=torch.float32):

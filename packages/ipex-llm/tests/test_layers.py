@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,24 +14,17 @@ from transformers.cache_utils import DynamicCache
 
 import ipex_core
 import ipex_quant
-from ipex_core._optimize import _prepack
 from ipex_llm._layers import _only_causal
 from ipex_llm._optimize import optimize
 from ipex_llm._runner import Runner
 
 pytestmark = [
+    pytest.mark.usefixtures("small_weights_are_packed", "no_gradients"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
 Tensor = torch.Tensor
-
-
-@pytest.fixture(autouse=True)
-def packs_small_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", dict.fromkeys(_prepack.MIN_WEIGHTS, 0))
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

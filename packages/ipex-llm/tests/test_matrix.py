@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ from torch import nn
 
 import ipex_core
 import ipex_quant
-from ipex_core._optimize import _prepack
 from ipex_llm import _woq_experts
 from ipex_llm._optimize import optimize
 from ipex_llm._runner import Runner
 from ipex_llm.generation._loop import Loop
 
 pytestmark = [
+    pytest.mark.usefixtures("small_weights_are_packed", "no_gradients"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -202,14 +201,6 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def packs_small_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pack the layers of the tiny models too, as those of real ones are."""
-    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", dict.fromkeys(_prepack.MIN_WEIGHTS, 0))
-    with torch.no_grad():
-        yield
 
 
 def reached(model: nn.Module) -> tuple[int, str]:

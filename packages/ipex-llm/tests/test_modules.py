@@ -15,15 +15,10 @@ from ipex_llm import modules as M
 from ipex_llm._cache import CACHE_DTYPES
 from ipex_llm.modules.utils import IPEXCustomOpType, IPEXRuntimeCustomOps
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def close(got, want, dtype=torch.float32):

@@ -16,6 +16,8 @@ from ipex_runtime import CPUPool, MultiStreamModule, MultiStreamModuleHint, Task
 from ipex_runtime.cpupool import process_cpus
 from ipex_runtime.multi_stream import _MultiStreamBenchmarkModule, get_default_num_streams
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 FIRST = process_cpus()[0]
 MODEL = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).eval()
 Pair = collections.namedtuple("Pair", "first second")
@@ -30,12 +32,6 @@ def pool(threads: int) -> CPUPool:
 
 def streams(model, count: int, **kwargs) -> MultiStreamModule:
     return MultiStreamModule(model, count, pool(count), **kwargs)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -9,6 +9,8 @@ import torch
 from ipex._torch_ipex._alias_op import alias_names
 from ipex_core import _woq
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 OPS = torch.ops.torch_ipex
 PREPACK = torch.ops.ipex_prepack
 
@@ -77,13 +79,6 @@ WANTED = (
         )
     ),
 )
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("name", WANTED)

@@ -8,14 +8,9 @@ import torch
 
 import ipex
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 OPS = torch.ops.torch_ipex
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def test_detection():
