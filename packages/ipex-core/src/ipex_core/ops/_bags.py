@@ -9,7 +9,14 @@ from collections.abc import Sequence
 import torch
 
 from ipex_core._spec import FLOATS, check
-from ipex_core.ops._common import check_device, check_dtype, check_tensor, dtype_name, randn
+from ipex_core.ops._common import (
+    check_device,
+    check_dtype,
+    check_shape,
+    check_tensor,
+    dtype_name,
+    randn,
+)
 
 __all__ = [
     "Bags",
@@ -113,7 +120,7 @@ def check_bags(
         check_device(op, name, value, first, "weights[0]")
         check_dtype(op, name, value, first, "weights[0]")
         shape = list(indices[i].shape)
-        check(list(value.shape) == shape, op, name, f"have shape {shape}", list(value.shape))
+        check_shape(op, name, value, shape)
 
 
 def check_dense(
@@ -125,7 +132,7 @@ def check_dense(
 ) -> None:
     """Check that there is a row of features for each bag, of the size of the rows of the tables."""
     shape = [bag_count(offsets, include_last_offset), weights[0].shape[1]]
-    check(list(dense.shape) == shape, op, "dense", f"have shape {shape}", list(dense.shape))
+    check_shape(op, "dense", dense, shape)
 
 
 def bag_count(offsets: Sequence[Tensor], include_last_offset: bool) -> int:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ __all__ = [
     "check_broadcastable",
     "check_device",
     "check_dtype",
+    "check_dtype_in",
     "check_like",
     "check_not_expanded",
+    "check_one_of",
     "check_score_scale",
+    "check_shape",
     "check_tensor",
     "check_vector",
     "dtype_name",
@@ -40,8 +43,7 @@ def check_tensor(
     op: str, name: str, x: torch.Tensor, dtypes: Sequence[torch.dtype] = FLOATS, min_dim: int = 1
 ) -> None:
     """Check the dtype and the number of dimensions of a leading argument."""
-    names = ", ".join(dtype_name(d) for d in dtypes)
-    check(x.dtype in dtypes, op, name, f"have dtype {names}", dtype_name(x.dtype))
+    check_dtype_in(op, name, x, *dtypes)
     check(x.dim() >= min_dim, op, name, f"have at least {min_dim} dimension(s)", f"{x.dim()}-D")
 
 
@@ -74,6 +76,23 @@ def check_dtype(
         f"have the dtype of {of} = {dtype_name(x.dtype)}" + (" or float32" if or_float32 else ""),
         dtype_name(value.dtype),
     )
+
+
+def check_dtype_in(op: str, name: str, value: torch.Tensor, *dtypes: torch.dtype) -> None:
+    """Check that ``value`` has one of these dtypes."""
+    names = ", ".join(dtype_name(dtype) for dtype in dtypes)
+    check(value.dtype in dtypes, op, name, f"have dtype {names}", dtype_name(value.dtype))
+
+
+def check_shape(op: str, name: str, value: torch.Tensor, shape: Sequence[int]) -> None:
+    """Check that ``value`` has this shape."""
+    shape = list(shape)
+    check(list(value.shape) == shape, op, name, f"have shape {shape}", list(value.shape))
+
+
+def check_one_of(op: str, name: str, value: Any, choices: Collection[str]) -> None:
+    """Check that ``value`` is one of the names that an argument can have."""
+    check(value in choices, op, name, f"be one of {', '.join(choices)}", value)
 
 
 def check_like(op: str, name: str, value: torch.Tensor, x: torch.Tensor, of: str = "x") -> None:

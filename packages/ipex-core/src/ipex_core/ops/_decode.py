@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ipex_core._spec import check
-from ipex_core.ops._common import acc, check_broadcastable, check_device, dtype_name
+from ipex_core.ops._common import acc, check_broadcastable, check_device, check_dtype_in, dtype_name
 
 __all__ = [
     "TOLERANCE",
@@ -103,7 +103,7 @@ def check_head_vector(op: str, name: str, value: Tensor | None, heads: int, quer
     if value is None:
         return
     check_device(op, name, value, query, "query")
-    check(value.dtype == torch.float32, op, name, "have dtype float32", dtype_name(value.dtype))
+    check_dtype_in(op, name, value, torch.float32)
     fits = value.dim() == 1 and value.shape[0] == heads
     check(fits, op, name, f"be 1-D of size heads = {heads}", list(value.shape))
 

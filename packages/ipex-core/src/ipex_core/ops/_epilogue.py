@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ipex_core._packed import PANEL, deinterleave_gate_up
 from ipex_core._spec import check
-from ipex_core.ops._common import acc, check_device, check_dtype
+from ipex_core.ops._common import acc, check_device, check_dtype, check_one_of, check_shape
 
 __all__ = [
     "ACTIVATIONS",
@@ -51,14 +51,8 @@ def weight_rows(out_features: int, gate: str = "none") -> int:
 
 def check_activation(op: str, activation: str, gate: str = "none") -> None:
     """Check the names; the first check of a kernel, because they say how many rows the weight has."""
-    check(
-        activation in ACTIVATIONS,
-        op,
-        "activation",
-        f"be one of {', '.join(ACTIVATIONS)}",
-        activation,
-    )
-    check(gate in GATES, op, "gate", f"be one of {', '.join(GATES)}", gate)
+    check_one_of(op, "activation", activation, ACTIVATIONS)
+    check_one_of(op, "gate", gate, GATES)
     check(
         gate == "none" or activation == "none",
         op,
@@ -104,7 +98,7 @@ def check_operands(
             continue
         check_device(op, name, value, x)
         check_dtype(op, name, value, like, of)
-        check(list(value.shape) == shape, op, name, f"have shape {shape}", list(value.shape))
+        check_shape(op, name, value, shape)
 
 
 def apply_epilogue(

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 import torch
 
 from ipex_core._spec import check
-from ipex_core.ops._common import acc, check_device, check_not_expanded, dtype_name
+from ipex_core.ops._common import (
+    acc,
+    check_device,
+    check_dtype_in,
+    check_not_expanded,
+    check_one_of,
+    check_shape,
+    dtype_name,
+)
 
 __all__ = [
     "QUANTISED",
@@ -49,7 +57,7 @@ _KINDS = {
 def check_index_tensor(op: str, name: str, value: Tensor, dim: int, query: Tensor) -> None:
     """Check that ``value`` is a ``dim``-dimensional tensor of int32 or int64 on the device of ``query``."""
     check_device(op, name, value, query, "query")
-    check(value.dtype in _INDEX, op, name, "have dtype int32, int64", dtype_name(value.dtype))
+    check_dtype_in(op, name, value, *_INDEX)
     check(value.dim() == dim, op, name, f"be {dim}-D", f"{value.dim()}-D")
 
 
@@ -111,7 +119,7 @@ def check_caches(
 
 def check_cache_kind(op: str, kind: str, key_cache: Tensor) -> None:
     """Check what the argument ``kv_cache_dtype`` demands of the caches."""
-    check(kind in _KINDS, op, "kv_cache_dtype", f"be one of {', '.join(_KINDS)}", kind)
+    check_one_of(op, "kv_cache_dtype", kind, _KINDS)
     wanted = _KINDS[kind]
     check(
         wanted is None or key_cache.dtype == wanted,
@@ -127,7 +135,7 @@ def check_row_scales(op: str, name: str, scales: Tensor | None, cache: Tensor) -
     if scales is None:
         return
     check_device(op, name, scales, cache, "key_cache")
-    check(scales.dtype == torch.float32, op, name, "have dtype float32", dtype_name(scales.dtype))
+    check_dtype_in(op, name, scales, torch.float32)
     check(
         cache.dtype == torch.int8,
         op,
@@ -136,7 +144,7 @@ def check_row_scales(op: str, name: str, scales: Tensor | None, cache: Tensor) -
         f"a cache of dtype {dtype_name(cache.dtype)}",
     )
     shape = list(cache.shape[:3])
-    check(list(scales.shape) == shape, op, name, f"have shape {shape}", list(scales.shape))
+    check_shape(op, name, scales, shape)
 
 
 def check_lengths(op: str, lengths: Sequence[int], rows: int) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
-from ipex_core.ops._common import check_device, check_dtype, check_tensor, dtype_name
+from ipex_core.ops._common import check_device, check_dtype, check_shape, check_tensor, dtype_name
 from ipex_core.ops._state_space import check_writable
 
 __all__ = ["adapter_of_rows", "adapter_of_sequences", "check_lora"]
@@ -102,7 +102,7 @@ def _check(
             continue
         _check_integers(op, name, value, weights)
         shape = list(indices.shape)
-        check(list(value.shape) == shape, op, name, f"have shape {shape}", list(value.shape))
+        check_shape(op, name, value, shape)
 
 
 def _check_integers(op: str, name: str, value: Tensor, weights: Tensor) -> None:

@@ -19,7 +19,14 @@ from typing import Any
 import torch
 
 from ipex_core._spec import FLOATS, Sample, check
-from ipex_core.ops._common import check_device, check_not_expanded, check_tensor, dtype_name, randn
+from ipex_core.ops._common import (
+    check_device,
+    check_dtype_in,
+    check_not_expanded,
+    check_tensor,
+    dtype_name,
+    randn,
+)
 
 __all__ = [
     "check_numbers",
@@ -144,13 +151,7 @@ def check_numbers(op: str, eps: float, **shares: float) -> None:
 
 
 def _check_dtype(op: str, name: str, value: Tensor, dtype: torch.dtype) -> None:
-    check(
-        value.dtype == dtype,
-        op,
-        name,
-        f"have dtype {dtype_name(dtype)}",
-        dtype_name(value.dtype),
-    )
+    check_dtype_in(op, name, value, dtype)
 
 
 def _check_shape(op: str, name: str, value: Tensor, param: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ipex_core._spec import check
-from ipex_core.ops._common import check_device, dtype_name
+from ipex_core.ops._common import check_device, check_dtype_in
 
 __all__ = ["check_drop", "drop"]
 
@@ -70,6 +70,6 @@ def check_drop(op: str, p: float, seed: Tensor, stream: int, x: Tensor, of: str 
     """Check the arguments of ops with dropout."""
     check(0.0 <= p < 1.0, op, "p", "be in [0, 1)", f"{p:g}")
     check_device(op, "seed", seed, x, of)
-    check(seed.dtype == torch.int64, op, "seed", "have dtype int64", dtype_name(seed.dtype))
+    check_dtype_in(op, "seed", seed, torch.int64)
     check(seed.numel() == 1, op, "seed", "have one element", seed.numel())
     check(0 <= stream < 1 << 31, op, "stream", "be in [0, 2^31)", stream)

@@ -15,9 +15,9 @@ from ipex_core.ops._common import (
     acc,
     check_device,
     check_dtype,
+    check_dtype_in,
     check_like,
     check_tensor,
-    dtype_name,
 )
 
 __all__ = [
@@ -152,13 +152,7 @@ def check_position_ids(op: str, query: Tensor, sin: Tensor, position_ids: Tensor
         )
         return
     check_device(op, "position_ids", position_ids, query, "query")
-    check(
-        position_ids.dtype in _INDEX,
-        op,
-        "position_ids",
-        "have dtype int32, int64",
-        dtype_name(position_ids.dtype),
-    )
+    check_dtype_in(op, "position_ids", position_ids, *_INDEX)
     check(
         position_ids.numel() in (tokens, positions),
         op,

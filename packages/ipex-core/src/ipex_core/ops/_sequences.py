@@ -14,6 +14,7 @@ from ipex_core.ops._common import (
     check_dtype,
     check_like,
     check_not_expanded,
+    check_shape,
     check_tensor,
 )
 from ipex_core.ops._kv import check_index_tensor
@@ -47,7 +48,7 @@ def check_options(
     if sinks is not None:
         check_device(op, "sinks", sinks, query, "query")
         check_dtype(op, "sinks", sinks, query, "query", or_float32=True)
-        check(list(sinks.shape) == [heads], op, "sinks", f"have shape [{heads}]", list(sinks.shape))
+        check_shape(op, "sinks", sinks, [heads])
     check(math.isfinite(softcap), op, "softcap", "be a finite number", f"{softcap:g}")
 
 

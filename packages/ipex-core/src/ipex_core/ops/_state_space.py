@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ipex_core._spec import check
-from ipex_core.ops._common import check_device, check_dtype, dtype_name
+from ipex_core.ops._common import check_device, check_dtype, check_dtype_in, check_shape
 
 __all__ = [
     "ACTIVATIONS",
@@ -40,9 +40,7 @@ def check_shaped(
         return
     check_device(op, name, value, x, of)
     check_dtype(op, name, value, x, of, or_float32=or_float32)
-    check(
-        list(value.shape) == list(shape), op, name, f"have shape {list(shape)}", list(value.shape)
-    )
+    check_shape(op, name, value, shape)
 
 
 def check_float32(
@@ -50,10 +48,8 @@ def check_float32(
 ) -> None:
     """Check that an argument is float32 and has this shape."""
     check_device(op, name, value, x, of)
-    check(value.dtype == torch.float32, op, name, "have dtype float32", dtype_name(value.dtype))
-    check(
-        list(value.shape) == list(shape), op, name, f"have shape {list(shape)}", list(value.shape)
-    )
+    check_dtype_in(op, name, value, torch.float32)
+    check_shape(op, name, value, shape)
 
 
 def check_writable(op: str, name: str, value: Tensor) -> None:

@@ -11,9 +11,9 @@ import torch
 from ipex_core._spec import _LIBRARY, OpSpec, Sample, check, define, register
 from ipex_core.ops._common import (
     check_device,
+    check_dtype_in,
     check_not_expanded,
     check_tensor,
-    dtype_name,
     randn,
     strided,
 )
@@ -149,9 +149,7 @@ def _check_group(
         check(bool(group), op, "memory", "be given where group is empty", None)
     else:
         check_device(op, "memory", memory, x)
-        check(
-            memory.dtype == torch.uint8, op, "memory", "have dtype uint8", dtype_name(memory.dtype)
-        )
+        check_dtype_in(op, "memory", memory, torch.uint8)
         flat = memory.dim() == 1 and memory.is_contiguous()
         check(flat, op, "memory", "be 1-D and contiguous", list(memory.shape))
     check(rank >= 0, op, "rank", "be >= 0", rank)

@@ -9,7 +9,15 @@ import torch
 
 from ipex_core import _packed
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import acc, check_device, check_dtype, check_tensor, randn, strided
+from ipex_core.ops._common import (
+    acc,
+    check_device,
+    check_dtype,
+    check_shape,
+    check_tensor,
+    randn,
+    strided,
+)
 from ipex_core.ops.grouped_linear import check_packed_rows, unpack_rows
 from ipex_core.ops.linear import stored_dtype
 
@@ -71,7 +79,7 @@ def _check(
         check_device(OP, "add", add, a, "a")
         check_dtype(OP, "add", add, a, "a")
         shape = [batch, m, n]
-        check(list(add.shape) == shape, OP, "add", f"have shape {shape}", list(add.shape))
+        check_shape(OP, "add", add, shape)
 
 
 def _fake(

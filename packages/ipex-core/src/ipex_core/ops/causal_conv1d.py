@@ -11,7 +11,15 @@ from torch.nn import functional as F
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
 from ipex_core.errors import OpArgumentError
-from ipex_core.ops._common import acc, check_device, check_dtype, check_tensor, dtype_name, randn
+from ipex_core.ops._common import (
+    acc,
+    check_device,
+    check_dtype,
+    check_shape,
+    check_tensor,
+    dtype_name,
+    randn,
+)
 from ipex_core.ops._state_space import (
     check_activation,
     check_shaped,
@@ -207,13 +215,7 @@ def _update_check(
             "have dtype int32 or int64",
             dtype_name(cache_seqlens.dtype),
         )
-        check(
-            list(cache_seqlens.shape) == [batch],
-            op,
-            "cache_seqlens",
-            f"have shape [{batch}]",
-            list(cache_seqlens.shape),
-        )
+        check_shape(op, "cache_seqlens", cache_seqlens, [batch])
 
 
 def _update_fake(

@@ -11,7 +11,15 @@ from torch.nn import functional
 from ipex_core import _experts, _woq
 from ipex_core._packed import FORMATS, read_header
 from ipex_core._spec import OpSpec, check, register
-from ipex_core.ops._common import acc, check_device, check_dtype, check_tensor, dtype_name
+from ipex_core.ops._common import (
+    acc,
+    check_device,
+    check_dtype,
+    check_dtype_in,
+    check_one_of,
+    check_shape,
+    check_tensor,
+)
 from ipex_core.ops._experts_samples import ACTIVATIONS, expert_bench, expert_samples
 from ipex_core.ops.pack_moe_weight import (
     check_expert_header,
@@ -184,7 +192,7 @@ def _check(
     check(x.dim() == 2, op, "hidden_states", "be 2-D", list(x.shape))
     check(x.shape[1] > 0, op, "hidden_states", "have at least one feature", list(x.shape))
     check(intermediate_size > 0, op, "intermediate_size", "be positive", intermediate_size)
-    tokens, hidden = x.shape
+    hidden = x.shape[1]
     check_device(op, "w13", w13, x, "hidden_states")
     quantised = has_data(w13) and is_quantised(w13)
     _check_weights("w13", w13, 2 * intermediate_size, hidden, x.dtype, True, quantised)
@@ -198,54 +206,12 @@ def _check(
         f"have as many experts as w13 = {experts}",
         w2.shape[0],
     )
-    check_device(op, "topk_ids", topk_ids, x, "hidden_states")
-    check(
-        topk_ids.dtype in (torch.int32, torch.int64),
-        op,
-        "topk_ids",
-        "have dtype int32, int64",
-        dtype_name(topk_ids.dtype),
-    )
-    check(
-        topk_ids.dim() == 2 and topk_ids.shape[0] == tokens,
-        op,
-        "topk_ids",
-        f"be 2-D with {tokens} rows",
-        list(topk_ids.shape),
-    )
-    check_device(op, "topk_weights", topk_weights, x, "hidden_states")
-    check_dtype(op, "topk_weights", topk_weights, x, "hidden_states", or_float32=True)
-    check(
-        topk_weights.shape == topk_ids.shape,
-        op,
-        "topk_weights",
-        f"have the shape of topk_ids = {list(topk_ids.shape)}",
-        list(topk_weights.shape),
-    )
-    for name, bias, size in (
-        ("w13_bias", w13_bias, 2 * intermediate_size),
-        ("w2_bias", w2_bias, hidden),
-    ):
-        if bias is not None:
-            check_device(op, name, bias, x, "hidden_states")
-            check_dtype(op, name, bias, x, "hidden_states", or_float32=True)
-            shape = [experts, size]
-            check(list(bias.shape) == shape, op, name, f"have shape {shape}", list(bias.shape))
+    _check_routing(x, topk_weights, topk_ids)
+    _check_bias(x, "w13_bias", w13_bias, [experts, 2 * intermediate_size])
+    _check_bias(x, "w2_bias", w2_bias, [experts, hidden])
     _check_shared(x, shared_w13, shared_w2, shared_weights, shared_intermediate_size, quantised)
-    check(
-        activation in ACTIVATIONS,
-        op,
-        "activation",
-        f"be one of {', '.join(ACTIVATIONS)}",
-        activation,
-    )
-    check(
-        lowp_mode in ("none", "fp16", "bf16"),
-        op,
-        "lowp_mode",
-        "be one of none, fp16, bf16",
-        lowp_mode,
-    )
+    check_one_of(op, "activation", activation, ACTIVATIONS)
+    check_one_of(op, "lowp_mode", lowp_mode, ("none", "fp16", "bf16"))
     check(
         quantised or lowp_mode == "none" or not has_data(w13),
         op,
@@ -262,17 +228,54 @@ def _check(
         f"be between 0 and num_experts - {experts} = {total - experts}",
         experts_start_id,
     )
+    _check_ids(topk_ids, total)
+
+
+def _check_routing(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
+    """Check everything but the values of ids."""
+    op = "fused_experts"
+    tokens = x.shape[0]
+    check_device(op, "topk_ids", topk_ids, x, "hidden_states")
+    check_dtype_in(op, "topk_ids", topk_ids, torch.int32, torch.int64)
+    check(
+        topk_ids.dim() == 2 and topk_ids.shape[0] == tokens,
+        op,
+        "topk_ids",
+        f"be 2-D with {tokens} rows",
+        list(topk_ids.shape),
+    )
+    check_device(op, "topk_weights", topk_weights, x, "hidden_states")
+    check_dtype(op, "topk_weights", topk_weights, x, "hidden_states", or_float32=True)
+    check(
+        topk_weights.shape == topk_ids.shape,
+        op,
+        "topk_weights",
+        f"have the shape of topk_ids = {list(topk_ids.shape)}",
+        list(topk_weights.shape),
+    )
+
+
+def _check_ids(topk_ids: Tensor, total: int) -> None:
     # Only the data tell, so tensors without data (fake tensors during a trace) pass.
-    if has_data(topk_ids):
-        ids = topk_ids.long()
-        wrong = ids[(ids < -1) | (ids >= total)]
-        check(
-            wrong.numel() == 0,
-            op,
-            "topk_ids",
-            f"be -1 or in [0, {total})",
-            wrong[0].item() if wrong.numel() else None,
-        )
+    if not has_data(topk_ids):
+        return
+    ids = topk_ids.long()
+    wrong = ids[(ids < -1) | (ids >= total)]
+    check(
+        wrong.numel() == 0,
+        "fused_experts",
+        "topk_ids",
+        f"be -1 or in [0, {total})",
+        wrong[0].item() if wrong.numel() else None,
+    )
+
+
+def _check_bias(x: Tensor, name: str, bias: Tensor | None, shape: list[int]) -> None:
+    op = "fused_experts"
+    if bias is not None:
+        check_device(op, name, bias, x, "hidden_states")
+        check_dtype(op, name, bias, x, "hidden_states", or_float32=True)
+        check_shape(op, name, bias, shape)
 
 
 def _check_weights(

@@ -16,6 +16,8 @@ from ipex_core.ops._common import (
     acc,
     check_device,
     check_dtype,
+    check_dtype_in,
+    check_shape,
     check_tensor,
     dtype_name,
     randn,
@@ -138,13 +140,7 @@ def _check(
     check_activation(OP, activation, gate)
     n = weight_rows(out_features, gate)
     check_device(OP, "offsets", offsets, x)
-    check(
-        offsets.dtype in (torch.int32, torch.int64),
-        OP,
-        "offsets",
-        "have dtype int32, int64",
-        dtype_name(offsets.dtype),
-    )
+    check_dtype_in(OP, "offsets", offsets, torch.int32, torch.int64)
     check(
         offsets.dim() == 1 and offsets.shape[0] > 0,
         OP,
@@ -158,13 +154,7 @@ def _check(
     if bias is not None:
         check_device(OP, "bias", bias, x)
         check_dtype(OP, "bias", bias, x, or_float32=True)
-        check(
-            list(bias.shape) == [groups, n],
-            OP,
-            "bias",
-            f"have shape [{groups}, {n}]",
-            list(bias.shape),
-        )
+        check_shape(OP, "bias", bias, [groups, n])
     check_operands(OP, x, out_features, None, mul, residual, residual2, gate)
 
 

@@ -14,10 +14,11 @@ from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
 from ipex_core.ops._common import (
     check_device,
     check_dtype,
+    check_dtype_in,
     check_like,
     check_score_scale,
+    check_shape,
     check_tensor,
-    dtype_name,
     randn,
 )
 from ipex_core.ops._decode import (
@@ -170,20 +171,8 @@ def _check(
     check_head_groups(OP, heads, kv_heads)
     positions = key_cache.shape[0]
     check_device(OP, "beam_idx", beam_idx, query, "query")
-    check(
-        beam_idx.dtype == torch.int64,
-        OP,
-        "beam_idx",
-        "have dtype int64",
-        dtype_name(beam_idx.dtype),
-    )
-    check(
-        list(beam_idx.shape) == [positions + 2, sequences],
-        OP,
-        "beam_idx",
-        f"have shape [{positions + 2}, {sequences}]",
-        list(beam_idx.shape),
-    )
+    check_dtype_in(OP, "beam_idx", beam_idx, torch.int64)
+    check_shape(OP, "beam_idx", beam_idx, [positions + 2, sequences])
     check(
         0 <= offset <= positions - queries,
         OP,

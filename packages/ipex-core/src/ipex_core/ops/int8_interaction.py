@@ -11,6 +11,7 @@ from ipex_core._spec import FLOATS, BenchCase, OpSpec, Sample, check, register
 from ipex_core.ops._common import (
     check_device,
     check_like,
+    check_shape,
     check_tensor,
     dtype_name,
     randn,
@@ -98,7 +99,7 @@ def _check(
     is_float = scales.dtype == torch.float32
     check(is_float, OP, "scales", "have dtype float32", dtype_name(scales.dtype))
     shape = [len(inputs)]
-    check(list(scales.shape) == shape, OP, "scales", f"have shape {shape}", list(scales.shape))
+    check_shape(OP, "scales", scales, shape)
     result = _result(inputs, dtype)
     known = result in (*FLOATS, *_CODES)
     text = "be float32, bfloat16, float16, int8 or uint8"

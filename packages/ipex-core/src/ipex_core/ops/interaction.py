@@ -8,7 +8,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import acc, check_device, check_like, check_tensor, randn, strided
+from ipex_core.ops._common import (
+    acc,
+    check_device,
+    check_like,
+    check_shape,
+    check_tensor,
+    randn,
+    strided,
+)
 
 Tensor = torch.Tensor
 
@@ -83,7 +91,7 @@ def _check_backward(grad: Tensor, inputs: Sequence[Tensor]) -> None:
     check_device(_BACKWARD, "grad", grad, first, "inputs[0]")
     check_tensor(_BACKWARD, "grad", grad, (first.dtype,))
     shape = [first.shape[0], _width(len(inputs), first.shape[1])]
-    check(list(grad.shape) == shape, _BACKWARD, "grad", f"have shape {shape}", list(grad.shape))
+    check_shape(_BACKWARD, "grad", grad, shape)
 
 
 def _fake(inputs: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core._spec import BenchCase, OpSpec, Sample, register
 from ipex_core.ops._bags import (
     bags_of,
     check_bags,
@@ -20,7 +20,7 @@ from ipex_core.ops._bags import (
     large_tables,
     tables_for,
 )
-from ipex_core.ops._common import acc, check_device, check_tensor, randn, strided
+from ipex_core.ops._common import acc, check_device, check_shape, check_tensor, randn, strided
 
 Tensor = torch.Tensor
 
@@ -98,7 +98,7 @@ def _check(
         check_device(_NAME, name, scale, weights[0], "weights[0]")
         check_tensor(_NAME, name, scale, (torch.float32,))
         wanted = [weights[i].shape[0]]
-        check(list(scale.shape) == wanted, _NAME, name, f"have shape {wanted}", list(scale.shape))
+        check_shape(_NAME, name, scale, wanted)
     check_device(_NAME, "dense", dense, weights[0], "weights[0]")
     check_dense(_NAME, dense, weights, offsets, include_last_offset)
 

@@ -18,7 +18,14 @@ from ipex_core.ops._bags import (
     indices_for,
     large_tables,
 )
-from ipex_core.ops._common import acc, check_device, check_dtype, dtype_name
+from ipex_core.ops._common import (
+    acc,
+    check_device,
+    check_dtype,
+    check_dtype_in,
+    check_shape,
+    dtype_name,
+)
 
 Tensor = torch.Tensor
 
@@ -165,11 +172,9 @@ def _check_memory(op: str, *lists: Sequence[Tensor]) -> None:
 
 def _check_table(op: str, name: str, value: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
     check_device(op, name, value, weight, "weights[0]")
-    check(
-        value.dtype == dtype, op, name, f"have dtype {dtype_name(dtype)}", dtype_name(value.dtype)
-    )
+    check_dtype_in(op, name, value, dtype)
     shape = list(weight.shape)
-    check(list(value.shape) == shape, op, name, f"have shape {shape}", list(value.shape))
+    check_shape(op, name, value, shape)
     check(value.is_contiguous(), op, name, "be contiguous", f"strides {list(value.stride())}")
 
 
@@ -192,7 +197,7 @@ def _check_update(
     for i, grad in enumerate(grads):
         check_device(op, f"grads[{i}]", grad, first, "weights[0]")
         check_dtype(op, f"grads[{i}]", grad, first, "weights[0]")
-        check(list(grad.shape) == shape, op, f"grads[{i}]", f"have shape {shape}", list(grad.shape))
+        check_shape(op, f"grads[{i}]", grad, shape)
     check_table_list(op, "trails", trails, tables)
     for i, (weight, trail) in enumerate(zip(weights, trails, strict=True)):
         _check_table(op, f"weights[{i}]", weight, weight, first.dtype)

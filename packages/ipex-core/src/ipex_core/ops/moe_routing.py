@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import acc, check_device, check_tensor, randn, strided
+from ipex_core.ops._common import acc, check_device, check_one_of, check_tensor, randn, strided
 
 Tensor = torch.Tensor
 
@@ -99,9 +99,7 @@ def _check(
     check_tensor(op, "router_logits", router_logits)
     check(router_logits.dim() == 2, op, "router_logits", "be 2-D", list(router_logits.shape))
     experts = router_logits.shape[1]
-    check(
-        scoring_func in SCORING, op, "scoring_func", f"be one of {', '.join(SCORING)}", scoring_func
-    )
+    check_one_of(op, "scoring_func", scoring_func, SCORING)
     check(
         0 < top_k <= experts,
         op,

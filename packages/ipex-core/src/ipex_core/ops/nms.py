@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import acc, check_device, check_dtype, check_tensor, randn
+from ipex_core.ops._common import acc, check_device, check_dtype, check_shape, check_tensor, randn
 
 Tensor = torch.Tensor
 
@@ -106,7 +106,7 @@ def _check(
     check_device(op, "scores", scores, boxes, "boxes")
     check_dtype(op, "scores", scores, boxes, "boxes", or_float32=True)
     shape = list(boxes.shape[:-1])
-    check(list(scores.shape) == shape, op, "scores", f"have shape {shape}", list(scores.shape))
+    check_shape(op, "scores", scores, shape)
     check(math.isfinite(threshold), op, "threshold", "be finite", f"{threshold:g}")
     check(math.isfinite(offset), op, "offset", "be finite", f"{offset:g}")
 

@@ -10,7 +10,13 @@ import torch
 from ipex_core import _woq
 from ipex_core._spec import OpSpec, Sample, check, register
 from ipex_core._woq import Layout
-from ipex_core.ops._common import check_device, dtype_name
+from ipex_core.ops._common import (
+    check_device,
+    check_dtype_in,
+    check_one_of,
+    check_shape,
+    dtype_name,
+)
 from ipex_core.ops._woq_samples import woq_parts
 
 __all__ = ["check_group_size", "check_names", "pack_samples"]
@@ -34,8 +40,8 @@ def check_group_size(op: str, group_size: int, in_features: int) -> int:
 
 def check_names(op: str, format: str, order: str) -> None:
     """Check the names of a format and an order."""
-    check(format in _woq.FORMATS, op, "format", f"be one of {', '.join(_woq.FORMATS)}", format)
-    check(order in _woq.ORDERS, op, "order", f"be one of {', '.join(_woq.ORDERS)}", order)
+    check_one_of(op, "format", format, _woq.FORMATS)
+    check_one_of(op, "order", order, _woq.ORDERS)
     check(
         order == "dot" or not format.startswith("fp8"),
         op,
@@ -112,13 +118,7 @@ def _pack_check(
     check(in_features > 0, op, "in_features", "be positive", in_features)
     group = check_group_size(op, group_size, in_features)
     dtype = _woq.QWEIGHT_DTYPES[format]
-    check(
-        qweight.dtype == dtype,
-        op,
-        "qweight",
-        f"have dtype {dtype_name(dtype)}",
-        dtype_name(qweight.dtype),
-    )
+    check_dtype_in(op, "qweight", qweight, dtype)
     columns = -(-in_features // 2) if _woq.is_nibble(format) else in_features
     check(
         qweight.dim() == 2 and qweight.shape[0] > 0 and qweight.shape[1] == columns,
@@ -149,31 +149,24 @@ def _pack_check(
         list(scales.shape),
     )
     if zeros is not None:
-        check(format in ("int8", "int4"), op, "zeros", f"be None for format {format}", "a tensor")
-        kinds = "int8" if order == "vnni" else "int8 or float32"
-        check(
-            zeros.dtype == torch.int8 or (order == "dot" and zeros.dtype == torch.float32),
-            op,
-            "zeros",
-            f"have dtype {kinds}",
-            dtype_name(zeros.dtype),
-        )
-        check(
-            list(zeros.shape) == [n, groups],
-            op,
-            "zeros",
-            f"have shape [{n}, {groups}]",
-            list(zeros.shape),
-        )
+        _check_zeros(zeros, format, order, [n, groups])
     if g_idx is not None:
-        check(g_idx.dtype == torch.int32, op, "g_idx", "have dtype int32", dtype_name(g_idx.dtype))
-        check(
-            list(g_idx.shape) == [in_features],
-            op,
-            "g_idx",
-            f"have shape [{in_features}]",
-            list(g_idx.shape),
-        )
+        check_dtype_in(op, "g_idx", g_idx, torch.int32)
+        check_shape(op, "g_idx", g_idx, [in_features])
+
+
+def _check_zeros(zeros: Tensor, format: str, order: str, shape: list[int]) -> None:
+    op = "pack_woq_weight"
+    check(format in ("int8", "int4"), op, "zeros", f"be None for format {format}", "a tensor")
+    kinds = "int8" if order == "vnni" else "int8 or float32"
+    check(
+        zeros.dtype == torch.int8 or (order == "dot" and zeros.dtype == torch.float32),
+        op,
+        "zeros",
+        f"have dtype {kinds}",
+        dtype_name(zeros.dtype),
+    )
+    check_shape(op, "zeros", zeros, shape)
 
 
 def _pack_fake(

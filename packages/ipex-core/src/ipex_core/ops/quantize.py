@@ -10,8 +10,8 @@ import torch
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
 from ipex_core.ops._common import (
     check_device,
+    check_dtype_in,
     check_tensor,
-    dtype_name,
     randn,
     row_bench,
     row_samples,
@@ -181,9 +181,7 @@ def _per_tensor(
 
 def _check_one(op: str, name: str, value: Tensor, dtype: torch.dtype, x: Tensor) -> None:
     check_device(op, name, value, x)
-    check(
-        value.dtype == dtype, op, name, f"have dtype {dtype_name(dtype)}", dtype_name(value.dtype)
-    )
+    check_dtype_in(op, name, value, dtype)
     check(value.numel() == 1, op, name, "have one element", list(value.shape))
 
 

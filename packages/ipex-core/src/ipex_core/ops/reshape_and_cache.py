@@ -13,10 +13,10 @@ from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
 from ipex_core.ops._common import (
     acc,
     check_device,
+    check_dtype_in,
     check_like,
     check_not_expanded,
     check_tensor,
-    dtype_name,
     randn,
 )
 from ipex_core.ops._kv import check_cache_kind, check_caches, check_row_scales, quantize
@@ -174,13 +174,7 @@ def _check(
         list(key_cache.shape),
     )
     check_device(op, "slot_mapping", slot_mapping, key, "key")
-    check(
-        slot_mapping.dtype in (torch.int32, torch.int64),
-        op,
-        "slot_mapping",
-        "have dtype int32, int64",
-        dtype_name(slot_mapping.dtype),
-    )
+    check_dtype_in(op, "slot_mapping", slot_mapping, torch.int32, torch.int64)
     check(
         slot_mapping.dim() == 1 and slot_mapping.shape[0] == key.shape[0],
         op,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
 from ipex_core.errors import OpArgumentError
-from ipex_core.ops._common import acc, check_device, check_dtype, check_tensor, randn
+from ipex_core.ops._common import acc, check_device, check_dtype, check_shape, check_tensor, randn
 from ipex_core.ops.frozen_batch_norm import channels_last
 
 Tensor = torch.Tensor
@@ -246,7 +246,7 @@ def _backward_check(
         check(0 <= value <= most, op, name, f"be from 0 to {most}", value)
     check(channels >= 0, op, "channels", "not be negative", channels)
     shape = [rois.shape[0], channels, pooled_height, pooled_width]
-    check(list(grad.shape) == shape, op, "grad", f"have shape {shape}", list(grad.shape))
+    check_shape(op, "grad", grad, shape)
 
 
 def _fake(

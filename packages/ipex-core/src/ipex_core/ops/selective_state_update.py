@@ -9,7 +9,15 @@ import torch
 from torch.nn import functional as F
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import acc, check_device, check_dtype, check_tensor, fake_like, randn
+from ipex_core.ops._common import (
+    acc,
+    check_device,
+    check_dtype,
+    check_shape,
+    check_tensor,
+    fake_like,
+    randn,
+)
 from ipex_core.ops._state_space import check_shaped, check_writable
 
 Tensor = torch.Tensor
@@ -109,7 +117,7 @@ def _check(
     shape = list(state.shape)
     check(shape[-1] > 0, op, "state", "have a last dimension that is not empty", shape)
     check_writable(op, "state", state)
-    check(list(x.shape) == shape[:-1], op, "x", f"have shape {shape[:-1]}", list(x.shape))
+    check_shape(op, "x", x, shape[:-1])
     check_shaped(op, "dt", dt, shape[:-1], x, "x", or_float32=True)
     check_shaped(op, "A", A, shape[1:], x, "x", or_float32=True)
     heads = shape[1] if len(shape) == 4 else 1

@@ -11,7 +11,7 @@ import torch
 from ipex_core import _woq
 from ipex_core._spec import FLOATS, OpSpec, Sample, check, register
 from ipex_core._woq import Layout, check_woq_packed
-from ipex_core.ops._common import dtype_name
+from ipex_core.ops._common import check_one_of, dtype_name
 from ipex_core.ops.pack_woq_weight import check_group_size, check_names, pack_samples
 
 Tensor = torch.Tensor
@@ -105,7 +105,7 @@ def _unpack_check(
         "be float32, bfloat16, float16, float8_e8m0fnu or uint8",
         dtype_name(scale_dtype),
     )
-    check(zeros in _woq.ZEROS, op, "zeros", f"be one of {', '.join(_woq.ZEROS)}", zeros)
+    check_one_of(op, "zeros", zeros, _woq.ZEROS)
     layout = _layout(
         *(out_features, in_features, format, group_size, scale_dtype),
         *(zeros, block_scales, g_idx, order),

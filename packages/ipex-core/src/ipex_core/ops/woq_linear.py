@@ -12,7 +12,7 @@ from torch.nn import functional
 from ipex_core import _woq
 from ipex_core._spec import OpSpec, Sample, check, register
 from ipex_core._woq import Layout, check_woq_packed
-from ipex_core.ops._common import acc, check_device, check_tensor, randn, strided
+from ipex_core.ops._common import acc, check_device, check_one_of, check_tensor, randn, strided
 from ipex_core.ops._epilogue import apply_epilogue, check_activation, check_operands, weight_rows
 from ipex_core.ops._woq_bench import stock_args, stock_woq_linear, woq_bench
 from ipex_core.ops._woq_samples import woq_weight
@@ -146,14 +146,8 @@ def _check(
     check_device(op, "packed_weight", packed_weight, x)
     check(out_features > 0, op, "out_features", "be positive", out_features)
     check_activation(op, activation, gate)
-    check(lowp_mode in LOWP_MODES, op, "lowp_mode", f"be one of {', '.join(LOWP_MODES)}", lowp_mode)
-    check(
-        act_quant_mode in ACT_QUANT_MODES,
-        op,
-        "act_quant_mode",
-        f"be one of {', '.join(ACT_QUANT_MODES)}",
-        act_quant_mode,
-    )
+    check_one_of(op, "lowp_mode", lowp_mode, LOWP_MODES)
+    check_one_of(op, "act_quant_mode", act_quant_mode, ACT_QUANT_MODES)
     check(
         (act_quant_mode != "none") == (lowp_mode == "int8"),
         op,
