@@ -104,48 +104,28 @@ def autotune(
         {"relative": 0.01} if accuracy_criterion is None else accuracy_criterion
     )
     sizes = _sizes(sampling_sizes)
-    number = isinstance(tuning_time, (int, float)) and not isinstance(tuning_time, bool)
-    usable = number and 0 <= tuning_time < math.inf
-    check(usable, _OP, "tuning_time", "be a finite number of seconds, 0 or more", tuning_time)
+    _check_seconds(tuning_time)
     tuner = tuner_of(engine)
     options = type_options(op_type_dict)
     given = _configuration_of(model)
     model = _float_of(model)
     check(not model.training, _OP, "model", "be in evaluation mode", "training mode")
-    as_arguments = _batch_form(model, calib_dataloader)
+    data = _Batches(model, calib_dataloader, calib_func)
     trials = _trials(model, given, options, sizes, smoothquant_args)
+    auto_alpha_args = (smoothquant_args or {}).get("auto_alpha_args")
     settings = {
         "trials": [trial.key for trial in trials],
         "op_type_dict": repr(sorted((k.__name__, v) for k, v in options.items())),
         "accuracy": "eval_func" if eval_func is not None else "cosine",
         "criterion": [criterion.kind, criterion.loss],
+        "auto_alpha_args": repr(auto_alpha_args),
     }
-    auto_alpha_args = (smoothquant_args or {}).get("auto_alpha_args")
-    settings["auto_alpha_args"] = repr(auto_alpha_args)
     path = None if state_file is None else Path(state_file)
     state = State(path, {} if path is None else fingerprint(model, **settings))
-
-    def calls(samples: float) -> Iterator[Call]:
-        seen = 0
-        for batch in calib_dataloader:
-            if seen >= samples:
-                break
-            args, kwargs = as_arguments(batch)
-            seen += _rows(args, kwargs)
-            yield args, kwargs
-
-    def calibrate(prepared: nn.Module, samples: int) -> None:
-        with torch.no_grad():
-            if calib_func is not None:
-                calib_func(prepared)
-                return
-            for args, kwargs in calls(samples):
-                prepared(*args, **kwargs)
-
     if eval_func is not None:
         evaluate: Callable[[nn.Module], float] = functools.partial(_accuracy, eval_func)
     else:
-        evaluate = functools.partial(_agreement, model, lambda: calls(max(sizes)))
+        evaluate = functools.partial(_agreement, model, lambda: data.calls(max(sizes)))
     if state.baseline is None:
         state.baseline = evaluate(model)
         finite = math.isfinite(state.baseline)
@@ -153,7 +133,7 @@ def autotune(
         state.save()
     start = timer()
     bar = Progress(progress, float(tuning_time))
-    args, kwargs = next(calls(1))
+    args, kwargs = next(data.calls(1))
     search = Search(
         model=model,
         args=args,
@@ -161,7 +141,7 @@ def autotune(
         given=given,
         options=options,
         auto_alpha_args=auto_alpha_args,
-        calibrate=calibrate,
+        calibrate=data.calibrate,
         evaluate=evaluate,
         least=criterion.least(state.baseline),
         state=state,
@@ -188,6 +168,12 @@ def autotune(
     result: Any = search.prepared(best.trial)
     result.__dict__["tuning"] = tuning
     return result
+
+
+def _check_seconds(tuning_time: Any) -> None:
+    number = isinstance(tuning_time, (int, float)) and not isinstance(tuning_time, bool)
+    usable = number and 0 <= tuning_time < math.inf
+    check(usable, _OP, "tuning_time", "be a finite number of seconds, 0 or more", tuning_time)
 
 
 def _sizes(sampling_sizes: Any) -> list[int]:
@@ -247,6 +233,40 @@ def _trials(
     if smoothquant_args is None and dynamic:
         found.append(Trial("dynamic"))
     return found
+
+
+class _Batches:
+    """What the model is calibrated and compared with.
+
+    Args:
+        model: The float model.
+        loader: Its batches, as in `autotune`.
+        calib_func: Calibrates instead of the loader.
+    """
+
+    def __init__(
+        self, model: nn.Module, loader: Any, calib_func: Callable[[nn.Module], Any] | None
+    ) -> None:
+        self.loader, self.calib_func = loader, calib_func
+        self.as_arguments = _batch_form(model, loader)
+
+    def calls(self, samples: float) -> Iterator[Call]:
+        """Yield the arguments of as many calls as have that many samples."""
+        seen = 0
+        for batch in self.loader:
+            if seen >= samples:
+                break
+            args, kwargs = self.as_arguments(batch)
+            seen += _rows(args, kwargs)
+            yield args, kwargs
+
+    def calibrate(self, prepared: nn.Module, samples: int) -> None:
+        with torch.no_grad():
+            if self.calib_func is not None:
+                self.calib_func(prepared)
+                return
+            for args, kwargs in self.calls(samples):
+                prepared(*args, **kwargs)
 
 
 def _batch_form(model: nn.Module, loader: Any) -> Callable[[Any], Call]:

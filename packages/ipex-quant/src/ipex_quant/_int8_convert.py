@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import warnings
 from typing import Any
@@ -42,84 +43,130 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
     assert state is not None
     detach(model)
     dtypes = dtypes_of(model)
-    plan = replan(model, state)
-    scales = scales_of_layers(model, state, plan)
-    log = Quantisation()
-    folded = _fold_into_norms(model, plan, scales)
-    built: dict[str, Any] = {}
-    for path, layer in plan.layers.items():
-        scale, factor = scales[path]
-        made = _build(layer, float_layer(model, layer), scale, factor)
-        if factor is not None:
-            made.smooth, made.norm = factor.clone(), folded.get(path, "")
-        if layer.codes:
-            made.output = state.watches[layer.result].get_scale()
-        if layer.residual_codes:
-            made.residual = _residual_scale(state, layer)
-            made.residual_free = layer.residual_free
-        built[path] = made
-    for group in _groups(state, plan, built):
-        share_input([built[path] for path in group])
-    for path, layer in plan.layers.items():
-        _note(log, state, layer, model.get_submodule(path), built[path], path in folded)
-    names: Names = []
-    for path, layer in plan.layers.items():
-        last = layer.fused[-1] if layer.fused else path
-        names.append((path, last, layer.place))
+    conversion = _Conversion(model, state, replan(model, state), Quantisation(), [])
+    conversion.layers()
+    conversion.pools()
+    conversion.products()
+    conversion.tables()
+    conversion.dynamic_layers()
+    conversion.float_layers()
+    for name in (KEY, "q_config", "save_qconf_summary", "load_qconf_summary"):
+        model.__dict__.pop(name, None)
+    conversion.weight_only_layers()
+    keep_dtypes(model, dtypes)
+    model.__dict__[QUANTISATION] = conversion.log
+    return model, conversion.names
+
+
+@dataclasses.dataclass
+class _Conversion:
+    """One call of `convert_model`: each method replaces one kind of module and writes down what became of it."""
+
+    model: nn.Module
+    state: Prepared
+    plan: Plan
+    log: Quantisation
+    names: Names
+
+    def layers(self) -> None:
+        """Replace the layers with static scales, and what they compute for others."""
+        model, state, plan = self.model, self.state, self.plan
+        scales = scales_of_layers(model, state, plan)
+        folded = _fold_into_norms(model, plan, scales)
+        built: dict[str, Any] = {}
+        for path, layer in plan.layers.items():
+            scale, factor = scales[path]
+            made = _build(layer, float_layer(model, layer), scale, factor)
+            if factor is not None:
+                made.smooth, made.norm = factor.clone(), folded.get(path, "")
+            if layer.codes:
+                made.output = state.watches[layer.result].get_scale()
+            if layer.residual_codes:
+                made.residual = _residual_scale(state, layer)
+                made.residual_free = layer.residual_free
+            built[path] = made
+        for group in _groups(state, plan, built):
+            share_input([built[path] for path in group])
+        for path, layer in plan.layers.items():
+            module = model.get_submodule(path)
+            _note(self.log, state, layer, module, built[path], path in folded)
+        for path, layer in plan.layers.items():
+            self._put(layer, built[path])
+
+    def _put(self, layer: Layer, made: nn.Module) -> None:
+        """Put an INT8 layer into its place, and what passes its results on into the places around it."""
+        model, path = self.model, layer.path
+        self.names.append((path, layer.fused[-1] if layer.fused else path, layer.place))
         for other in layer.fused:
             if other != layer.place:
                 _pass_on(model, other, path)
         if layer.norm:
-            log.add(layer.norm, "BatchNorm", _STEP, True, f"folded into {path}", "none (identity)")
+            text = f"folded into {path}"
+            self.log.add(layer.norm, "BatchNorm", _STEP, True, text, "none (identity)")
         if layer.before:
             _replace(model, path, Start(path, layer.before).eval())
-        _replace(model, layer.place, built[path])
-    for place in plan.pools:
-        pool = model.get_submodule(place.path)
-        watch = state.watches[place.value]
-        made = pool_for(pool, place.channels, watch.get_scale()).eval()
-        text = "uint8 codes in, float out" if isinstance(made, Int8Mean) else "on uint8 codes"
-        log.add(place.path, type(pool).__name__, _STEP, True, text)
-        _replace(model, place.path, made)
-    for path, product in plan.products.items():
-        watches = [state.watches[value] for value in product.sources]
-        output = state.watches[product.result].get_scale() if product.codes else Scale()
-        module = model.get_submodule(path)
-        made = int8_product(module, [it.get_scale() for it in watches], output, path).eval()
-        text = f"8-bit activations, {made.extra_repr()} ({_source_of(watches[0])})"
-        text += "; passes uint8 on" * product.codes
-        log.add(path, type(module).__name__, _STEP, True, text, made.kernel)
-        _replace(model, path, made)
-        names.append((path, path, path))
-    for path in state.tables:
-        bag: Any = model.get_submodule(path)
-        text = "8-bit rows, each with its scale"
-        log.add(path, type(bag).__name__, _STEP, True, text, "embedding_bag_byte")
-        _replace(model, path, Int8EmbeddingBag(bag.weight, bag.include_last_offset).eval())
-    for path in state.dynamic:
-        module = model.get_submodule(path)
-        made = _dynamic(path, module)
-        last, text = path, "uint8 activations, scale of each row at each call"
-        if path in state.activations:
-            last, made.activation = state.activations[path]
-            made.after = (last,)
-            _pass_on(model, last, path)
-            text += f"; computes {last} too"
-        _replace(model, path, made)
-        log.add(path, type(module).__name__, _STEP, True, text)
-        names.append((path, last, path))
-    for path, reason in plan.left.items():
-        log.add(
-            path, type(model.get_submodule(path)).__name__, _STEP, False, f"stays float: {reason}"
-        )
-    for name in (KEY, "q_config", "save_qconf_summary", "load_qconf_summary"):
-        model.__dict__.pop(name, None)
-    for path in () if state.weight_only is None else quantize_linears(model, state.weight_only):
-        woq: Any = model.get_submodule(path)
-        log.add(path, "Linear", _STEP, True, f"weights {woq.dtype.name}", "woq_linear")
-    keep_dtypes(model, dtypes)
-    model.__dict__[QUANTISATION] = log
-    return model, names
+        _replace(model, layer.place, made)
+
+    def pools(self) -> None:
+        """Replace poolings between INT8 layers."""
+        for place in self.plan.pools:
+            pool = self.model.get_submodule(place.path)
+            watch = self.state.watches[place.value]
+            made = pool_for(pool, place.channels, watch.get_scale()).eval()
+            text = "uint8 codes in, float out" if isinstance(made, Int8Mean) else "on uint8 codes"
+            self.log.add(place.path, type(pool).__name__, _STEP, True, text)
+            _replace(self.model, place.path, made)
+
+    def products(self) -> None:
+        """Replace products of two activations."""
+        for path, product in self.plan.products.items():
+            watches = [self.state.watches[value] for value in product.sources]
+            output = self.state.watches[product.result].get_scale() if product.codes else Scale()
+            module = self.model.get_submodule(path)
+            made = int8_product(module, [it.get_scale() for it in watches], output, path).eval()
+            text = f"8-bit activations, {made.extra_repr()} ({_source_of(watches[0])})"
+            text += "; passes uint8 on" * product.codes
+            self.log.add(path, type(module).__name__, _STEP, True, text, made.kernel)
+            _replace(self.model, path, made)
+            self.names.append((path, path, path))
+
+    def tables(self) -> None:
+        """Replace embedding bags."""
+        for path in self.state.tables:
+            bag: Any = self.model.get_submodule(path)
+            text = "8-bit rows, each with its scale"
+            self.log.add(path, type(bag).__name__, _STEP, True, text, "embedding_bag_byte")
+            made = Int8EmbeddingBag(bag.weight, bag.include_last_offset).eval()
+            _replace(self.model, path, made)
+
+    def dynamic_layers(self) -> None:
+        """Replace the layers whose scales are measured at each call."""
+        for path in self.state.dynamic:
+            module = self.model.get_submodule(path)
+            made = _dynamic(path, module)
+            last, text = path, "uint8 activations, scale of each row at each call"
+            if path in self.state.activations:
+                last, made.activation = self.state.activations[path]
+                made.after = (last,)
+                _pass_on(self.model, last, path)
+                text += f"; computes {last} too"
+            _replace(self.model, path, made)
+            self.log.add(path, type(module).__name__, _STEP, True, text)
+            self.names.append((path, last, path))
+
+    def float_layers(self) -> None:
+        """Write down why the others stay as they are."""
+        for path, reason in self.plan.left.items():
+            kind = type(self.model.get_submodule(path)).__name__
+            self.log.add(path, kind, _STEP, False, f"stays float: {reason}")
+
+    def weight_only_layers(self) -> None:
+        """Quantise the weights of layers that a weight-only configuration names."""
+        if self.state.weight_only is None:
+            return
+        for path in quantize_linears(self.model, self.state.weight_only):
+            woq: Any = self.model.get_submodule(path)
+            self.log.add(path, "Linear", _STEP, True, f"weights {woq.dtype.name}", "woq_linear")
 
 
 def _groups(state: Prepared, plan: Plan, built: dict[str, Any]) -> list[list[str]]:

@@ -224,6 +224,24 @@ def _read(
     op: str, model: nn.Module, state: Prepared, data: Any
 ) -> tuple[dict[str, tuple[Scale, Tensor | None]], dict[int, Scale]]:
     """Return the scale of each layer's input, and those of results that are codes and of factors of products."""
+    loaded: dict[str, tuple[Scale, Tensor | None]] = {}
+    results: dict[int, Scale] = {}
+    for name, info in _entries_of(op, model, state, _entries(op, data)).items():
+        product = state.plan.products.get(name)
+        if product is not None:
+            kind = _KINDS[type(model.get_submodule(name))]
+            results.update(_product_scales(op, product, kind, info))
+            continue
+        layer = state.plan.layers[name]
+        scale, factor, result = _layer_scales(op, layer, model.get_submodule(name), name, info)
+        loaded[name] = scale, factor
+        if result is not None:
+            results[layer.result] = result
+    return loaded, results
+
+
+def _entries(op: str, data: Any) -> dict[str, Any]:
+    """Return the entries of a file by the names of their modules."""
     found = {}
     try:
         for group in data.values():
@@ -234,6 +252,13 @@ def _read(
     except (AttributeError, KeyError, TypeError) as error:
         what = "have q_op_infos with fqn for each module"
         raise OpArgumentError(f"{op}: qconf_summary must {what}, got {error!r}") from error
+    return found
+
+
+def _entries_of(
+    op: str, model: nn.Module, state: Prepared, entries: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the entries of what the plan makes INT8; a file of another model raises."""
     wanted = {*state.plan.layers, *state.plan.products}
     modules = {name for name, _ in model.named_modules()}
 
@@ -243,7 +268,7 @@ def _read(
         # A layer that the model lacks; others are activations, pooling and layers that stay float here.
         return name not in modules and bool(info.get("weight_tensor_infos"))
 
-    found = {name: info for name, info in found.items() if counts(name, info)}
+    found = {name: info for name, info in entries.items() if counts(name, info)}
     extra, missing = sorted(found.keys() - wanted), sorted(wanted - found.keys())
     differences = [f"only in the file: {', '.join(extra)}"] if extra else []
     differences += [f"only in the model: {', '.join(missing)}"] if missing and extra else []
@@ -252,42 +277,37 @@ def _read(
     check(some, op, "qconf_summary", "have layers of this model", "none")
     if missing:
         log.warning("%s: no scales in the file, these stay float: %s", op, ", ".join(missing))
-    loaded: dict[str, tuple[Scale, Tensor | None]] = {}
-    results: dict[int, Scale] = {}
-    for name, info in found.items():
-        product = state.plan.products.get(name)
-        if product is not None:
-            kind = _KINDS[type(model.get_submodule(name))]
-            results.update(_product_scales(op, product, kind, info))
-            continue
-        layer = state.plan.layers[name]
-        module: Any = model.get_submodule(name)
-        same = info.get("op_type") == str(type(module))
-        check(same, op, f"op_type of {name}", f"be {type(module)}", info.get("op_type"))
-        try:
-            channels = len(info["weight_tensor_infos"][0]["scale"])
-            source, result = info["input_tensor_infos"][0], info["output_tensor_infos"][0]
-            scale = _scale(source)
-            factor = source.get("smooth_quant_scaling_factor")
-            # (IPEX also gives scales of results in float, which an activation follows.)
-            if layer.codes and result.get("scale") and "int8" in str(result.get("inf_dtype")):
-                results[layer.result] = _scale(result)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise OpArgumentError(
-                f"{op}: the entry of {name} must have scales, got {error!r}"
-            ) from error
-        rows, columns = output_rows(module).shape[:2]
-        what = f"the number of weight scales of {name}"
-        check(channels in (1, rows), op, what, f"be 1 or {rows}", channels)
-        what = f"smooth_quant_scaling_factor of {name}"
-        check(
-            (factor is not None) == layer.smooth, op, what, _given(layer.smooth), factor is not None
-        )
-        check(
-            factor is None or len(factor) == columns, op, what, f"have {columns} numbers", "other"
-        )
-        loaded[name] = (scale, None if factor is None else torch.tensor(factor))
-    return loaded, results
+    return found
+
+
+def _layer_scales(
+    op: str, layer: Layer, module: Any, name: str, info: Any
+) -> tuple[Scale, Tensor | None, Scale | None]:
+    """Return the scale of the input, those of its channels under SmoothQuant, and that of a result in codes."""
+    same = info.get("op_type") == str(type(module))
+    check(same, op, f"op_type of {name}", f"be {type(module)}", info.get("op_type"))
+    coded = None
+    try:
+        channels = len(info["weight_tensor_infos"][0]["scale"])
+        source, result = info["input_tensor_infos"][0], info["output_tensor_infos"][0]
+        scale = _scale(source)
+        factor = source.get("smooth_quant_scaling_factor")
+        # (IPEX also gives scales of results in float, which an activation follows.)
+        if layer.codes and result.get("scale") and "int8" in str(result.get("inf_dtype")):
+            coded = _scale(result)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise OpArgumentError(
+            f"{op}: the entry of {name} must have scales, got {error!r}"
+        ) from error
+    rows, columns = output_rows(module).shape[:2]
+    what = f"the number of weight scales of {name}"
+    check(channels in (1, rows), op, what, f"be 1 or {rows}", channels)
+    what = f"smooth_quant_scaling_factor of {name}"
+    expected = "be given" if layer.smooth else "not be there"
+    check((factor is not None) == layer.smooth, op, what, expected, factor is not None)
+    fits = factor is None or len(factor) == columns
+    check(fits, op, what, f"have {columns} numbers", "other")
+    return scale, None if factor is None else torch.tensor(factor), coded
 
 
 def _product_scales(op: str, product: Product, kind: str, info: Any) -> dict[int, Scale]:
@@ -322,10 +342,6 @@ def _is_float(info: Any) -> bool:
     return not {"torch.float32", "torch.bfloat16"}.isdisjoint(
         str(given.get(key)) for key in ("inf_dtype", "force_dtype")
     )
-
-
-def _given(smooth: bool) -> str:
-    return "be given" if smooth else "not be there"
 
 
 def _scale(info: Any) -> Scale:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
 import warnings
@@ -43,6 +44,8 @@ _DYNAMIC = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 #: Static configurations leave these as they are: reported.
 _FLOAT = (nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.MultiheadAttention)
 
+_EXPECTED_LAYERS = "have layers that the configuration quantises"
+
 
 def prepare(
     model: nn.Module,
@@ -81,58 +84,23 @@ def prepare(
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
     check(state_of(model) is None, op, "model", "not be prepared already", "a prepared model")
     mapping = _mapping(op, configure)
-    kinds = {
-        name: (module, qconfig)
-        for name, module in model.named_modules()
-        if (qconfig := qconfig_of(mapping, name, module)) is not None
-    }
-    dynamic = [
-        n for n, (m, q) in kinds.items() if n and type(m) in _DYNAMIC and _is_dynamic(q) is True
-    ]
-    statics = {
-        n: q for n, (m, q) in kinds.items() if type(m) in _STATIC and _is_dynamic(q) is False
-    }
-    weight_only = any(isinstance(q, QConfigWoq) for _, q in kinds.values())
     given = example_inputs is not None or example_kwarg_inputs is not None
-    # A model may have nothing but products of activations.
-    product = qconfig_of(mapping, "", MatMul())
-    may_multiply = product is not None and _is_dynamic(product) is False
-    may_multiply = may_multiply and given and not model.training
-    usable = bool(dynamic or statics or weight_only or may_multiply)
-    nothing = "have layers that the configuration quantises"
-    check(usable, op, "model", nothing, "none")
-    static = bool(statics) or (may_multiply and not dynamic and not weight_only)
-    args, kwargs = _examples(op, example_inputs, example_kwarg_inputs, static)
-    if static:
+    asked = _what_is_asked(model, mapping, given)
+    check(asked.anything, op, "model", _EXPECTED_LAYERS, "none")
+    args, kwargs = _examples(op, example_inputs, example_kwarg_inputs, asked.static)
+    if asked.static:
         check(not model.training, op, "model", "be in evaluation mode", "training mode")
-    flow: Flow | None = None
-    changed, keep = call_encoder_layers(model), False
-    try:
-        if static or (dynamic and (args or kwargs) and not model.training):
-            flow = _first_run(op, model, args, kwargs)
-        keep = inplace
-        if not inplace:
-            model = copy.deepcopy(model)
-    finally:
-        if not keep:
-            for module, name, value in changed:
-                setattr(module, name, value)
-    state = Prepared(statics, None, Plan({}, {}, {}, {}), dynamic=dynamic)
-    state.named, state.weight_only = named_in(mapping), mapping if weight_only else None
-    if flow is not None and dynamic:
-        state.activations = fusable_activations(model, flow, dynamic)
-    if flow is not None and static:
+    runs = asked.static or (asked.dynamic and (args or kwargs) and not model.training)
+    model, flow = _run_once(op, model, args, kwargs, bool(runs), inplace)
+    state = Prepared(asked.layers, None, Plan({}, {}, {}, {}), dynamic=asked.dynamic)
+    state.named, state.weight_only = named_in(mapping), mapping if asked.weight_only else None
+    if flow is not None and asked.dynamic:
+        state.activations = fusable_activations(model, flow, asked.dynamic)
+    if flow is not None and asked.static:
         _int8_rewrite.remove_dropout(model)
         model = _expose(model, flow, args, kwargs, state.named)
-        state.flow = record(model, args, kwargs)
-        wanted = functools.partial(_static_qconfig, mapping)
-        state.bn_folding = bn_folding
-        plan = state.plan = make_plan(model, state.flow, wanted, bn_folding, state.named)
-        check(bool(statics or plan.products or plan.left), op, "model", nothing, "none")
-        state.qconfigs = {path: layer.qconfig for path, layer in plan.layers.items()}
-        state.qconfigs |= {path: product.qconfig for path, product in plan.products.items()}
-        attach(model, state)
-        _choose_others(model, state, statics)
+        state.flow, state.bn_folding = record(model, args, kwargs), bn_folding
+        _plan_static(op, model, state, mapping)
     for name, reason in state.plan.left.items():
         log.info("prepare: %s stays float: %s", name or "(model)", reason)
     _set_hidden(model, KEY, state)
@@ -182,6 +150,68 @@ def convert(
     model, names = _int8_convert.convert_model(model)
     _int8_check.compare(model, before, names, args, kwargs, min_cosine)
     return model
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What a configuration asks for in a model.
+
+    Attributes:
+        dynamic: Paths of the layers whose scales are measured at each call.
+        layers: Configurations of the layers with static scales, by path.
+        weight_only: Whether the weights of some layers become codes.
+        products: Whether products of activations may become INT8; a model may have nothing else.
+    """
+
+    dynamic: list[str]
+    layers: dict[str, Any]
+    weight_only: bool
+    products: bool
+
+    @property
+    def anything(self) -> bool:
+        return bool(self.dynamic or self.layers or self.weight_only or self.products)
+
+    @property
+    def static(self) -> bool:
+        return bool(self.layers) or (self.products and not self.dynamic and not self.weight_only)
+
+
+def _what_is_asked(model: nn.Module, mapping: QConfigMapping, has_examples: bool) -> _Asked:
+    kinds = {
+        name: (module, qconfig)
+        for name, module in model.named_modules()
+        if (qconfig := qconfig_of(mapping, name, module)) is not None
+    }
+    product = qconfig_of(mapping, "", MatMul())
+    return _Asked(
+        dynamic=[
+            n for n, (m, q) in kinds.items() if n and type(m) in _DYNAMIC and _is_dynamic(q) is True
+        ],
+        layers={
+            n: q for n, (m, q) in kinds.items() if type(m) in _STATIC and _is_dynamic(q) is False
+        },
+        weight_only=any(isinstance(q, QConfigWoq) for _, q in kinds.values()),
+        products=(
+            product is not None
+            and _is_dynamic(product) is False
+            and has_examples
+            and not model.training
+        ),
+    )
+
+
+def _plan_static(op: str, model: nn.Module, state: Prepared, mapping: QConfigMapping) -> None:
+    """Plan what becomes INT8 with static scales, and put observers where these are measured."""
+    assert state.flow is not None
+    wanted = functools.partial(_static_qconfig, mapping)
+    plan = state.plan = make_plan(model, state.flow, wanted, state.bn_folding, state.named)
+    layers = state.qconfigs
+    check(bool(layers or plan.products or plan.left), op, "model", _EXPECTED_LAYERS, "none")
+    state.qconfigs = {path: layer.qconfig for path, layer in plan.layers.items()}
+    state.qconfigs |= {path: product.qconfig for path, product in plan.products.items()}
+    attach(model, state)
+    _choose_others(model, state, layers)
 
 
 def _choose_others(model: nn.Module, state: Prepared, statics: dict[str, Any]) -> None:
@@ -274,7 +304,27 @@ def _examples(
     return args, dict(named or {})
 
 
-def _first_run(op: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
+def _run_once(
+    op: str,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    runs: bool,
+    inplace: bool,
+) -> tuple[nn.Module, Flow | None]:
+    """Return the model, or a copy of it, and what it did with the example inputs if it runs."""
+    changed, keep = call_encoder_layers(model), False
+    try:
+        flow = _record(op, model, args, kwargs) if runs else None
+        keep = inplace
+        return model if inplace else copy.deepcopy(model), flow
+    finally:
+        if not keep:
+            for module, name, value in changed:
+                setattr(module, name, value)
+
+
+def _record(op: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
     try:
         return record(model, args, kwargs)
     except Exception as error:
