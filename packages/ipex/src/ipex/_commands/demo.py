@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import functools
 import json
 import math
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +24,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from ipex_core._console import make_console, writable
 
 if TYPE_CHECKING:
-    from ipex._commands._demo_model import Batch, Encoder, Runner, Sentence
+    from ipex._commands._demo_model import Batch, Candidate, Encoder, Runner, Sentence
+    from ipex._commands._demo_report import Hits, Outcome
 
 __all__ = ["app", "demo"]
 
@@ -65,16 +69,9 @@ def demo(
 
     from ipex._commands import _demo_model as dm
     from ipex._commands import _demo_report as report
-    from ipex_core.benchmark import machine, paired
+    from ipex_core.benchmark import machine
 
-    try:
-        encoder = dm.Encoder(quick)
-    except ModuleNotFoundError as error:
-        hint = "" if "pip install" in str(error) else ": pip install 'ipex[demo]'"
-        Console(stderr=True, soft_wrap=True).print(
-            f"[bold red]error:[/] {escape(f'{error}{hint}')}"
-        )
-        raise typer.Exit(2) from None
+    encoder = _load_encoder(quick)
     if threads:
         torch.set_num_threads(threads)
     facts = machine()
@@ -88,60 +85,19 @@ def demo(
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        steps = (2 if memory else 1) * len(candidates) + 2 + len(sizes)
-        task = progress.add_task("", total=steps)
-
-        def step(text: str) -> None:
-            progress.update(task, description=text)
-            if not console.is_terminal:
-                console.print(f"{text} ...", highlight=False)
-
+        steps = _Steps(console, progress, (2 if memory else 1) * len(candidates) + 2 + len(sizes))
         if memory:
-            step("memory, one process per candidate")
             # Before everything else: it also fills the compiler's cache for the candidates below.
-            requests = [
-                {
-                    "candidate": c.name,
-                    "sizes": sizes,
-                    "threads": torch.get_num_threads(),
-                    "quick": quick,
-                }
-                for c in candidates
-            ]
-            with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-                for c, answer in zip(candidates, pool.map(_ask_child, requests), strict=True):
-                    outcomes[c.name].peak_mb = answer.get("peak_mb", math.nan)
-                    outcomes[c.name].base_mb = answer.get("base_mb", math.nan)
-                    progress.advance(task)
-
-        runners: dict[str, Runner] = {}
-        for c in candidates:
-            step(f"preparing {c.name}")
-            begin = time.perf_counter()
-            try:
-                runners[c.name] = dm.prepare(c, encoder, list(inputs.values()))
-            except Exception as error:
-                outcomes[c.name].error = f"{type(error).__name__}: {error}".splitlines()[0]
-            outcomes[c.name].prepare_s = time.perf_counter() - begin
-            progress.advance(task)
-
-        step("searching")
+            _measure_memory(steps, outcomes, sizes, quick)
+        runners = _prepare(steps, candidates, encoder, list(inputs.values()), outcomes)
         finder = runners.get("ipex.optimize bf16") or next(iter(runners.values()))
-        hits = _search(encoder, finder, sentences)
-        progress.advance(task)
-
-        step("comparing embeddings")
-        _compare(encoder, runners, outcomes, texts, sentences, max(sizes))
-        progress.advance(task)
-
+        with steps.one("searching"):
+            hits = _search(encoder, finder, sentences)
+        with steps.one("comparing embeddings"):
+            _compare(encoder, runners, outcomes, texts, sentences, max(sizes))
         for n in sizes:
-            step(f"measuring batch {n}")
-            functions = {name: _call(run, inputs[n]) for name, run in runners.items()}
-            with torch.inference_mode():
-                times = paired(functions, seconds=seconds, min_rounds=3, warmup=1)
-            for name, values in times.items():
-                outcomes[name].seconds[n] = values
-            progress.advance(task)
+            with steps.one(f"measuring batch {n}"):
+                _measure_time(runners, n, inputs[n], seconds, outcomes)
 
     result: dict[str, Any] = {
         "machine": {**facts, "transformers": _version("transformers")},
@@ -168,8 +124,7 @@ def demo(
     console.print(
         f"wrote {', '.join(str(p) for p in report.files(out))} after {result['duration_s']:.0f} s"
     )
-
-    wrong = [q for q, topic, found in hits if not quick and found[0][1].topic != topic]
+    wrong = [] if quick else _wrong_answers(hits)
     low = [r for r in rows if r.stock and not r.error and not r.cosine_min >= LEAST_COSINE]
     for query in wrong:
         console.print(f"[red]the first answer is off the topic:[/] {query}")
@@ -177,6 +132,41 @@ def demo(
         console.print(f"[red]{row.name}: cosine {row.cosine_min:.5f} is below {LEAST_COSINE}[/]")
     if wrong or low or any(r.error for r in rows):
         raise typer.Exit(1)
+
+
+class _Steps:
+    """Tells what is being done: a bar on a terminal, lines elsewhere."""
+
+    def __init__(self, console: Console, progress: Progress, total: int) -> None:
+        self.console, self.progress = console, progress
+        self.task = progress.add_task("", total=total)
+
+    def begin(self, text: str) -> None:
+        self.progress.update(self.task, description=text)
+        if not self.console.is_terminal:
+            self.console.print(f"{text} ...", highlight=False)
+
+    def end(self) -> None:
+        self.progress.advance(self.task)
+
+    @contextlib.contextmanager
+    def one(self, text: str) -> Iterator[None]:
+        self.begin(text)
+        yield
+        self.end()
+
+
+def _load_encoder(quick: bool) -> Encoder:
+    from ipex._commands import _demo_model as dm
+
+    try:
+        return dm.Encoder(quick)
+    except ModuleNotFoundError as error:
+        hint = "" if "pip install" in str(error) else ": pip install 'ipex[demo]'"
+        Console(stderr=True, soft_wrap=True).print(
+            f"[bold red]error:[/] {escape(f'{error}{hint}')}"
+        )
+        raise typer.Exit(2) from None
 
 
 def _parse_sizes(text: str) -> list[int]:
@@ -195,10 +185,6 @@ def _repeat(texts: list[str], n: int) -> list[str]:
     return (texts * math.ceil(n / len(texts)))[:n]
 
 
-def _call(run: Runner, batch: Batch) -> Any:
-    return lambda: run(batch)
-
-
 def _version(package: str) -> str:
     import importlib.metadata
 
@@ -208,9 +194,49 @@ def _version(package: str) -> str:
 # -- the job itself ---------------------------------------------------------------------------------------------------
 
 
-def _search(
-    encoder: Encoder, run: Runner, sentences: list[Sentence]
-) -> list[tuple[str, str, list[tuple[float, Sentence]]]]:
+def _prepare(
+    steps: _Steps,
+    candidates: list[Candidate],
+    encoder: Encoder,
+    batches: list[Batch],
+    outcomes: dict[str, Outcome],
+) -> dict[str, Runner]:
+    """Return the candidates that can run, by name; the outcome of another has its error."""
+    from ipex._commands import _demo_model as dm
+
+    runners: dict[str, Runner] = {}
+    for candidate in candidates:
+        outcome = outcomes[candidate.name]
+        with steps.one(f"preparing {candidate.name}"):
+            begin = time.perf_counter()
+            try:
+                runners[candidate.name] = dm.prepare(candidate, encoder, batches)
+            except Exception as error:
+                outcome.error = f"{type(error).__name__}: {error}".splitlines()[0]
+            outcome.prepare_s = time.perf_counter() - begin
+    return runners
+
+
+def _measure_time(
+    runners: dict[str, Runner],
+    size: int,
+    batch: Batch,
+    seconds: float,
+    outcomes: dict[str, Outcome],
+) -> None:
+    """Time all candidates in turn on one batch."""
+    import torch
+
+    from ipex_core.benchmark import paired
+
+    functions = {name: functools.partial(run, batch) for name, run in runners.items()}
+    with torch.inference_mode():
+        times = paired(functions, seconds=seconds, min_rounds=3, warmup=1)
+    for name, values in times.items():
+        outcomes[name].seconds[size] = values
+
+
+def _search(encoder: Encoder, run: Runner, sentences: list[Sentence]) -> Hits:
     """Embed the text and return the three best sentences for each query with their scores."""
     import torch
 
@@ -230,10 +256,15 @@ def _search(
     return found
 
 
+def _wrong_answers(hits: Hits) -> list[str]:
+    """Return the queries whose best sentence is about another topic."""
+    return [query for query, topic, found in hits if found[0][1].topic != topic]
+
+
 def _compare(
     encoder: Encoder,
     runners: dict[str, Runner],
-    outcomes: dict[str, Any],
+    outcomes: dict[str, Outcome],
     texts: list[str],
     sentences: list[Sentence],
     size: int,
@@ -267,6 +298,23 @@ def _compare(
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _measure_memory(
+    steps: _Steps, outcomes: dict[str, Outcome], sizes: list[int], quick: bool
+) -> None:
+    """Run each candidate in a process of its own, two at a time."""
+    import torch
+
+    common = {"sizes": sizes, "threads": torch.get_num_threads(), "quick": quick}
+    requests = [{"candidate": name, **common} for name in outcomes]
+    steps.begin("memory, one process per candidate")
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+        answers = pool.map(_ask_child, requests)
+        for outcome, answer in zip(outcomes.values(), answers, strict=True):
+            outcome.peak_mb = answer.get("peak_mb", math.nan)
+            outcome.base_mb = answer.get("base_mb", math.nan)
+            steps.end()
 
 
 def _ask_child(request: dict[str, Any]) -> dict[str, float]:
