@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import torch
 
-__all__ = ["CharTokenizer", "FakeRunner"]
+from ipex_llm.engine import Engine, SamplingParams
+
+__all__ = ["GREEDY", "CharTokenizer", "FakeRunner", "drain", "engine", "prompts"]
+
+GREEDY = SamplingParams(max_new_tokens=12)
 
 
 class FakeRunner:
@@ -88,3 +93,24 @@ class CharTokenizer:
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(32 + i) for i in ids if i or not skip_special_tokens)
+
+
+def prompts(count, least=1, most=40, seed=0):
+    """Return lists of random tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(1, 64) for _ in range(draw.randint(least, most))] for _ in range(count)]
+
+
+def engine(runner=None, **options):
+    """Return an engine with a small cache."""
+    options = {"block_size": 4, "num_blocks": 64, "eos_token_ids": ()} | options
+    return Engine(runner or FakeRunner(), **options)
+
+
+def drain(e):
+    """Run an engine until it has no work, and return the outputs of each request."""
+    found = {}
+    while e.has_work:
+        for output in e.step():
+            found.setdefault(output.request_id, []).append(output)
+    return found

@@ -5,22 +5,13 @@ import inspect
 
 import pytest
 import torch
+from accuracy import DTYPES, close
 from torch.nn import functional as F
 
 from ipex_core.errors import OpArgumentError
 from ipex_llm import functional as fn
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
-
-DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-def close(got, want, dtype=torch.float32):
-    assert got.dtype == dtype
-    torch.testing.assert_close(
-        got.float(), want.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
-    )
 
 
 def test_names_are_complete():

@@ -30,12 +30,12 @@ pytest.importorskip("transformers")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> str:
     """Return a folder with models."""
-    import test_checkpoints as checkpoints
+    from quantised_llama import AWQ, GPTQ, P, checkpoint, write
 
     path = tmp_path_factory.mktemp("models")
-    for name, config in (("gptq", checkpoints.GPTQ), ("awq", checkpoints.AWQ)):
-        state, _ = checkpoints.checkpoint(getattr(checkpoints.P, name))
-        checkpoints.write(path / name, state, config)
+    for name, config in (("gptq", GPTQ), ("awq", AWQ)):
+        state, _ = checkpoint(getattr(P, name))
+        write(path / name, state, config)
     work.llama(4, 2).save_pretrained(path / "whole")
     return str(path)
 

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines as sysfs, procfs and cgroup files describe them, written below a temporary folder."""
+"""Machines as sysfs, procfs and cgroup files describe them, written below a temporary folder.
+
+``import launched`` works in each test of this folder.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from ipex_runtime.topology import Topology, format_cpu_list, read
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session", autouse=True)
