@@ -28,6 +28,9 @@ _STOCK_FUSED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.op
 #: Those whose fused form also takes parameters that FSDP spreads over processes.
 _STOCK_FUSED_SPREAD = (torch.optim.Adam, torch.optim.AdamW)
 
+#: Group, parameter in 16 bits, gradient, and the rest of the parameter's bits.
+_Low = tuple[dict[str, Any], nn.Parameter, torch.Tensor, Any]
+
 
 class OptimizerMixin(Optimizer):
     """Put in front of an optimizer's class by `adopt`."""
@@ -85,44 +88,64 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     kind = type(self)._ipex_original
     if fused is not None and not len(masters) and stock_step(self, kind):
         return loss
-    low, others = [], False
-    for group in self.param_groups:
-        for p in group["params"]:
-            grad = p.grad
-            if grad is None:
-                continue
-            master = masters.find(p)
-            if master is None:
-                others = True
-                continue
-            if grad.is_sparse:
-                raise RuntimeError(
-                    f"{type(self).__name__}: gradients of parameters in {p.dtype} must be dense, got a sparse one"
-                )
-            low.append((group, p, grad, master))
+    low, has_others = _in_16_bits(self)
     differentiable = any(group.get("differentiable") for group in self.param_groups)
     if fused is None or differentiable:
         with masters.as_float32(self, [p for _, p, _, _ in low]), _stock_fused(self):
             original(self)
         return loss
-    if others:
-        for _, p, _, _ in low:
-            p.grad = None
-        try:
+    if has_others:
+        with _without_gradients(low):
             if not stock_step(self, kind):
                 with _stock_fused(self):
                     original(self)
-        finally:
-            for _, p, grad, _ in low:
-                p.grad = grad
+    _fused_step(self, fused, low)
+    return loss
+
+
+def _in_16_bits(optimizer: Any) -> tuple[list[_Low], bool]:
+    """Return the parameters with a gradient that have masters, and whether others have one."""
+    low: list[_Low] = []
+    has_others = False
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            grad = p.grad
+            if grad is None:
+                continue
+            master = optimizer._ipex_masters.find(p)
+            if master is None:
+                has_others = True
+                continue
+            if grad.is_sparse:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}: gradients of parameters in {p.dtype} must be dense, got a sparse one"
+                )
+            low.append((group, p, grad, master))
+    return low, has_others
+
+
+@contextlib.contextmanager
+def _without_gradients(low: list[_Low]) -> Iterator[None]:
+    """Hide parameters from a step, which passes over those without a gradient."""
+    for _, p, _, _ in low:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for _, p, grad, _ in low:
+            p.grad = grad
+
+
+def _fused_step(optimizer: Any, fused: Any, low: list[_Low]) -> None:
+    """Step parameters in 16 bits together with the rest of their bits, as the ops do it."""
     calls = Calls()
     copies = []
     for group, p, grad, master in low:
         param, param2 = master.parts(p)
         if grad.dtype == p.dtype:
-            calls.add(fused(group, self.state[p], param, grad, param2))
+            calls.add(fused(group, optimizer.state[p], param, grad, param2))
         else:  # float16, whose gradients are float32
-            calls.add(fused(group, self.state[p], param, grad, None))
+            calls.add(fused(group, optimizer.state[p], param, grad, None))
             copies.append((p, param))
     with below_autograd():
         calls.run()
@@ -131,7 +154,6 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     increment_version([p for _, p, _, _ in low])
     for _, p, _, master in low:
         master.done(p)
-    return loss
 
 
 def _follow(optimizer: Any, model: Any, names: dict[nn.Parameter, str]) -> None:

@@ -111,6 +111,52 @@ class Stop:
         return stop
 
 
+class _Ended:
+    """Which sequences have ended; they go on with padding until all have.
+
+    Args:
+        stop: When they end.
+        batch: How many there are.
+        pad: The padding.
+    """
+
+    def __init__(self, stop: Stop, batch: int, pad: int) -> None:
+        self.stop, self.pad = stop, pad
+        self.tokens = set(stop.ends)
+        self.rows = [False] * batch
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """Return the next tokens, padding where a sequence has ended, and see which of them end one."""
+        if not self.tokens and not self.stop.called:
+            return tokens
+        found = tokens.tolist()
+        if any(self.rows):
+            found = [
+                self.pad if done else token for token, done in zip(found, self.rows, strict=True)
+            ]
+            tokens = torch.tensor(found)
+        self.rows = [
+            done or token in self.tokens for token, done in zip(found, self.rows, strict=True)
+        ]
+        return tokens
+
+    def ask(self, sequences: Tensor, scores: list[Tensor] | None, parallel: Any) -> None:
+        """Ask the criteria that are called."""
+        if not self.stop.called:
+            return
+        kept = None if scores is None else tuple(scores)
+        for criterion in self.stop.called:
+            hit = criterion(sequences, kept)
+            hits = [hit] * len(self.rows) if isinstance(hit, bool) else hit.tolist()
+            self.rows = [a or bool(b) for a, b in zip(self.rows, hits, strict=True)]
+        if parallel is not None:  # a criterion may look at the clock
+            self.rows = [bool(value) for value in parallel.from_first(list(map(int, self.rows)))]
+
+    def done(self, length: int) -> bool:
+        """Return whether there is nothing more to do at this length."""
+        return all(self.rows) or (self.stop.length is not None and length >= self.stop.length)
+
+
 class Loop:
     """One call of ``generate``.
 
@@ -150,67 +196,60 @@ class Loop:
         Returns:
             Token ids ``[B, N + new]``, or with ``return_dict_in_generate`` what transformers returns.
         """
-        config, ids, choice = self.config, self.ids, self.choice
+        config, ids = self.config, self.ids
         stop = Stop.of(criteria)
         batch, length = ids.shape
-        pad = self._pad()
+        ended = _Ended(stop, batch, self._pad())
         room = stop.length or length + 64
         out = torch.empty(batch, max(room, length + 1), dtype=torch.int64)
         out[:, :length] = ids
         detailed = bool(config.return_dict_in_generate)
         scores: list[Tensor] | None = [] if detailed and config.output_scores else None
         raw: list[Tensor] | None = [] if detailed and config.output_logits else None
-        wide = bool(choice.processors) or scores is not None or raw is not None
         times: list[float] = []
-        ended = [False] * batch
-        ends = set(stop.ends)
         started = time.perf_counter()
         logits = self.session.prefill(
             ids, self.mask, self.positions, getattr(config, "prefill_chunk_size", None)
         )
         while True:
-            if wide:
-                logits = logits.float()
-                if raw is not None:
-                    raw.append(logits.clone())
-                for processor in choice.processors:
-                    logits = processor(out[:, :length], logits)
-                if scores is not None:
-                    scores.append(self._limited(logits))
-            tokens = choice.tokens(logits)
+            tokens = self.choice.tokens(self._processed(out[:, :length], logits, scores, raw))
             now = time.perf_counter()
             times.append(now - started)
             started = now
-            if ends or stop.called:
-                found = tokens.tolist()
-                if any(ended):
-                    found = [
-                        pad if done else token for token, done in zip(found, ended, strict=True)
-                    ]
-                    tokens = torch.tensor(found)
-                ended = [done or token in ends for token, done in zip(found, ended, strict=True)]
+            tokens = ended.take(tokens)
             if length == out.shape[1]:
                 out = torch.cat([out, torch.empty_like(out)], dim=1)
             out[:, length] = tokens
             length += 1
             if streamer is not None:
                 streamer.put(tokens)
-            if stop.called:
-                kept = tuple(scores) if scores is not None else None
-                for one in stop.called:
-                    hit = one(out[:, :length], kept)
-                    hits = [hit] * batch if isinstance(hit, bool) else hit.tolist()
-                    ended = [a or bool(b) for a, b in zip(ended, hits, strict=True)]
-                parallel = self.session.runner.plan.parallel
-                if parallel is not None:  # a criterion may look at the clock
-                    ended = [bool(value) for value in parallel.from_first(list(map(int, ended)))]
-            if all(ended) or (stop.length is not None and length >= stop.length):
+            ended.ask(out[:, :length], scores, self.session.runner.plan.parallel)
+            if ended.done(length):
                 break
             logits = self.session.step(tokens)
         if streamer is not None:
             streamer.end()
         sequences = out[:, :length].contiguous() if length < out.shape[1] else out
         return self._result(sequences, scores, raw, times)
+
+    def _processed(
+        self,
+        sequences: Tensor,
+        logits: Tensor,
+        scores: list[Tensor] | None,
+        raw: list[Tensor] | None,
+    ) -> Tensor:
+        """Return what tokens are chosen from, and keep what the caller wants to see of it."""
+        if not self.choice.processors and scores is None and raw is None:
+            return logits
+        logits = logits.float()
+        if raw is not None:
+            raw.append(logits.clone())
+        for processor in self.choice.processors:
+            logits = processor(sequences, logits)
+        if scores is not None:
+            scores.append(self._limited(logits))
+        return logits
 
     def _pad(self) -> int:
         pad = getattr(self.config, "_pad_token_tensor", None)
