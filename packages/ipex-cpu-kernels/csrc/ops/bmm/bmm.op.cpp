@@ -167,40 +167,12 @@ bool multiply_one(const Tensor& a0, const Tensor& b, const Tensor* add, double a
   return true;
 }
 
-Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, double alpha,
-           int64_t out_features) {
-  check_tensor(kOp, "a", a0, 3);
-  IPEX_CHECK(a0.dim() == 3, kOp, ": a must be 3-D, got ", shape_text(a0));
-  const ScalarType dtype = a0.scalar_type();
-  const int64_t batch = a0.size(0), m = a0.size(1), k = a0.size(2);
-  const bool packed = b0.scalar_type() == ScalarType::Byte;
-  if (packed) {
-    IPEX_CHECK(out_features > 0, kOp, ": out_features must be positive where b is packed, got ",
-               out_features);
-    check_packed_rows(kOp, "b", b0, batch, out_features, k, dtype);
-  } else {
-    check_batched("b", b0, a0, k, -1);
-    IPEX_CHECK(out_features == 0 || out_features == b0.size(2), kOp,
-               ": out_features must be b.shape[2] = ", b0.size(2), " or 0, got ", out_features);
-  }
-  const int64_t n = packed ? out_features : b0.size(2);
-  if (add0) check_batched("add", *add0, a0, m, n);
-
-  const int64_t sizes[3] = {batch, m, n};
-  Tensor y = new_contiguous(sizes, 3, dtype);
-  if (y.numel() == 0) return y;
-  // A single column may count as either; only as a column its numbers lie side by side.
-  const bool columns = !packed && b0.stride(1) == 1 && (b0.stride(2) != 1 || n == 1);
-  const Tensor b = packed || columns ? b0 : with_rows(b0);
-  const Tensor add = add0 ? with_rows(*add0) : Tensor();
-  const Tensor* const addend = add0 ? &add : nullptr;
-  const bool one = !packed && batch == 1 && (m >= kOneRows || (m > kFewRows && by_columns(a0)));
-  if (one && multiply_one(a0, b, addend, alpha, y)) return y;
-  const Tensor a = with_rows(a0);
-  if (!packed && m <= kFewRows) {
-    multiply_few_rows(a, b, columns, addend, alpha, y);
-    return y;
-  }
+// Products of many rows: each task packs some panels of b, unless they are packed, and multiplies
+// them with some rows of a.
+void multiply_blocks(const Tensor& a, const Tensor& b, bool packed, const Tensor* add, double alpha,
+                     Tensor& y) {
+  const int64_t batch = a.size(0), m = a.size(1), k = a.size(2), n = y.size(2);
+  const ScalarType dtype = a.scalar_type();
   const uint32_t format = format_of(dtype);
   const int64_t inner = packed_inner(format);
   const bool tiles = uses_tiles(dtype) && m >= kManyRows;
@@ -210,7 +182,21 @@ Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, doubl
   kernels.visit(dtype, [&]<class T>(auto* kernel) {
     constexpr auto kSize = static_cast<int64_t>(sizeof(T));
     const int64_t panel_bytes = (k + inner - 1) / inner * inner * kPackedPanel * kSize;
-    const int64_t packed_size = packed ? b.size(1) : 0;
+    const auto at = [](const Tensor& x, int64_t i) {
+      return static_cast<const T*>(x.const_data_ptr()) + i * x.stride(0);
+    };
+    // The panels of product i from `first` on; null without memory.
+    const auto panels_of = [&](int64_t i, int64_t first, int64_t count) -> const char* {
+      const int64_t item = packed ? 1 : kSize;
+      const char* const from =
+          static_cast<const char*>(b.const_data_ptr()) + i * b.stride(0) * item;
+      if (packed) return from + static_cast<int64_t>(sizeof(PackedHeader)) + first * panel_bytes;
+      char* const to = Scratch<kPanelScratch>::get(plan.panels * panel_bytes);
+      if (!to) return nullptr;
+      const MatrixView view{from, k, n, b.stride(1) * kSize, b.stride(2) * kSize};
+      for (int64_t p = 0; p < count; ++p) pack_panel(view, format, first + p, to + p * panel_bytes);
+      return to;
+    };
     const auto task = [&](int64_t t) {
       const int64_t i = t / (plan.down * plan.across);
       const int64_t row = t / plan.across % plan.down * plan.rows;
@@ -218,33 +204,21 @@ Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, doubl
       const int64_t panels = std::min(plan.panels, all_panels - panel);
       const int64_t column = panel * kPackedPanel;
       LinearArgs args{};
-      if (packed) {
-        args.weight = static_cast<const char*>(b.const_data_ptr()) + i * packed_size +
-                      static_cast<int64_t>(sizeof(PackedHeader)) + panel * panel_bytes;
-      } else {
-        char* to = Scratch<kPanelScratch>::get(plan.panels * panel_bytes);
-        if (!to) {
-          no_memory = true;
-          return;
-        }
-        const MatrixView view{
-            static_cast<const char*>(b.const_data_ptr()) + i * b.stride(0) * kSize, k, n,
-            b.stride(1) * kSize, b.stride(2) * kSize};
-        for (int64_t p = 0; p < panels; ++p)
-          pack_panel(view, format, panel + p, to + p * panel_bytes);
-        args.weight = to;
+      args.weight = panels_of(i, panel, panels);
+      if (!args.weight) {
+        no_memory = true;
+        return;
       }
-      args.x = static_cast<const T*>(a.const_data_ptr()) + i * a.stride(0);
+      args.x = at(a, i);
       args.x_stride = a.stride(1);
       args.y = static_cast<T*>(y.mutable_data_ptr()) + i * m * n + column;
       args.y_stride = n;
       args.n = n - column;
       args.k = k;
       args.epilogue.alpha = static_cast<float>(alpha);
-      if (add0) {
-        args.epilogue.add =
-            static_cast<const T*>(add.const_data_ptr()) + i * add.stride(0) + column;
-        args.epilogue.add_stride = add.stride(1);
+      if (add) {
+        args.epilogue.add = at(*add, i) + column;
+        args.epilogue.add_stride = add->stride(1);
       }
       // Rows in blocks that stay in L2 beside the panels.
       const int64_t end = std::min(m, row + plan.rows), step = tiles ? kTileRowsMost : 192;
@@ -256,6 +230,48 @@ Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, doubl
               uses_tiles(dtype) && m >= kComputeBound, task);
   });
   IPEX_CHECK(!no_memory, "bmm: not enough memory to pack a part of b");
+}
+
+// Returns the columns of the result.
+int64_t check_arguments(const Tensor& a, const Tensor& b, const OptionalTensor& add, bool packed,
+                        int64_t out_features) {
+  check_tensor(kOp, "a", a, 3);
+  IPEX_CHECK(a.dim() == 3, kOp, ": a must be 3-D, got ", shape_text(a));
+  const int64_t batch = a.size(0), m = a.size(1), k = a.size(2);
+  if (packed) {
+    IPEX_CHECK(out_features > 0, kOp, ": out_features must be positive where b is packed, got ",
+               out_features);
+    check_packed_rows(kOp, "b", b, batch, out_features, k, a.scalar_type());
+  } else {
+    check_batched("b", b, a, k, -1);
+    IPEX_CHECK(out_features == 0 || out_features == b.size(2), kOp,
+               ": out_features must be b.shape[2] = ", b.size(2), " or 0, got ", out_features);
+  }
+  const int64_t n = packed ? out_features : b.size(2);
+  if (add) check_batched("add", *add, a, m, n);
+  return n;
+}
+
+Tensor bmm(const Tensor& a0, const Tensor& b0, const OptionalTensor& add0, double alpha,
+           int64_t out_features) {
+  const bool packed = b0.scalar_type() == ScalarType::Byte;
+  const int64_t n = check_arguments(a0, b0, add0, packed, out_features);
+  const int64_t batch = a0.size(0), m = a0.size(1);
+  const int64_t sizes[3] = {batch, m, n};
+  Tensor y = new_contiguous(sizes, 3, a0.scalar_type());
+  if (y.numel() == 0) return y;
+  // A single column may count as either; only as a column its numbers lie side by side.
+  const bool columns = !packed && b0.stride(1) == 1 && (b0.stride(2) != 1 || n == 1);
+  const Tensor b = packed || columns ? b0 : with_rows(b0);
+  const Tensor add = add0 ? with_rows(*add0) : Tensor();
+  const Tensor* const addend = add0 ? &add : nullptr;
+  const bool one = !packed && batch == 1 && (m >= kOneRows || (m > kFewRows && by_columns(a0)));
+  if (one && multiply_one(a0, b, addend, alpha, y)) return y;
+  const Tensor a = with_rows(a0);
+  if (!packed && m <= kFewRows)
+    multiply_few_rows(a, b, columns, addend, alpha, y);
+  else
+    multiply_blocks(a, b, packed, addend, alpha, y);
   return y;
 }
 

@@ -92,74 +92,83 @@ struct Named {
   const Tensor& value;
 };
 
-Tensor rnnt_update(const Tensor& k, const Tensor& out_lens, const Tensor& label_col,
-                   const Tensor& symbols_added, const Tensor& time_idxs, const Tensor& blankness,
-                   const Tensor& blankvec, const Tensor& not_blank, const Tensor& label_to_put,
-                   const Tensor& label_tensor, const Tensor& label_for_next_loop,
-                   const Tensor& hidden_0, const Tensor& hidden_1, const Tensor& hidden_prime_0,
-                   const Tensor& hidden_prime_1, const Tensor& x, const Tensor& f,
-                   int64_t max_symbols, int64_t blank_id, int64_t sos) {
+// What one step of the greedy search reads and writes, under the names of the op's arguments.
+struct Search {
+  const Tensor &k, &out_lens, &label_col, &symbols_added, &time_idxs, &blankness, &blankvec,
+      &not_blank, &label_to_put, &label_tensor, &label_for_next_loop, &hidden_0, &hidden_1,
+      &hidden_prime_0, &hidden_prime_1, &x, &f;
+};
+
+void check_tensors(const Search& s) {
   const char* op = kUpdate;
-  check_tensor(op, "x", x);
-  IPEX_CHECK(x.dim() == 3, op, ": x must be 3-D [B, T, E], got ", x.dim(), "-D");
-  const int64_t batch = x.size(0), frames = x.size(1);
-  const Named counters[] = {{"out_lens", out_lens},           {"label_col", label_col},
-                            {"symbols_added", symbols_added}, {"time_idxs", time_idxs},
-                            {"blankness", blankness},         {"blankvec", blankvec},
-                            {"not_blank", not_blank}};
+  check_tensor(op, "x", s.x);
+  IPEX_CHECK(s.x.dim() == 3, op, ": x must be 3-D [B, T, E], got ", s.x.dim(), "-D");
+  const int64_t batch = s.x.size(0);
+  const Named counters[] = {{"out_lens", s.out_lens},           {"label_col", s.label_col},
+                            {"symbols_added", s.symbols_added}, {"time_idxs", s.time_idxs},
+                            {"blankness", s.blankness},         {"blankvec", s.blankvec},
+                            {"not_blank", s.not_blank}};
   for (const Named& one : counters) {
     check_integers(op, one.name, one.value, ScalarType::Int, "x");
     check_shape(op, one.name, one.value, {batch});
   }
   const Named labels[] = {
-      {"k", k}, {"label_to_put", label_to_put}, {"label_for_next_loop", label_for_next_loop}};
+      {"k", s.k}, {"label_to_put", s.label_to_put}, {"label_for_next_loop", s.label_for_next_loop}};
   for (const Named& one : labels) {
     check_integers(op, one.name, one.value, ScalarType::Long, "x");
     check_shape(op, one.name, one.value, {batch});
   }
-  IPEX_CHECK(label_tensor.dim() == 2, op, ": label_tensor must be 2-D, got ", label_tensor.dim(),
-             "-D");
-  const int64_t width = label_tensor.size(1);
-  check_integers(op, "label_tensor", label_tensor, ScalarType::Long, "x");
-  check_shape(op, "label_tensor", label_tensor, {batch, width});
-  check_values("f", f, {batch, 1, x.size(2)}, x, "x");
-  check_state("hidden_0", "hidden_prime_0", hidden_0, hidden_prime_0, batch);
-  check_state("hidden_1", "hidden_prime_1", hidden_1, hidden_prime_1, batch);
+  IPEX_CHECK(s.label_tensor.dim() == 2, op, ": label_tensor must be 2-D, got ",
+             s.label_tensor.dim(), "-D");
+  check_integers(op, "label_tensor", s.label_tensor, ScalarType::Long, "x");
+  check_shape(op, "label_tensor", s.label_tensor, {batch, s.label_tensor.size(1)});
+  check_values("f", s.f, {batch, 1, s.x.size(2)}, s.x, "x");
+  check_state("hidden_0", "hidden_prime_0", s.hidden_0, s.hidden_prime_0, batch);
+  check_state("hidden_1", "hidden_prime_1", s.hidden_1, s.hidden_prime_1, batch);
+  // All but the first of each are written.
   for (size_t i = 1; i < std::size(counters); ++i)
     check_writable(op, counters[i].name, counters[i].value);
   for (size_t i = 1; i < std::size(labels); ++i)
     check_writable(op, labels[i].name, labels[i].value);
-  check_writable(op, "label_tensor", label_tensor);
-  check_writable(op, "f", f);
-  check_writable(op, "hidden_0", hidden_0);
-  check_writable(op, "hidden_1", hidden_1);
-  IPEX_CHECK(max_symbols > 0, op, ": max_symbols must be positive, got ", max_symbols);
+  check_writable(op, "label_tensor", s.label_tensor);
+  check_writable(op, "f", s.f);
+  check_writable(op, "hidden_0", s.hidden_0);
+  check_writable(op, "hidden_1", s.hidden_1);
+}
 
+void check_numbers(const Search& s, int64_t blank_id) {
   constexpr int32_t kLast = INT32_MAX - 1;  // it counts on
-  const View<const int32_t> lengths(out_lens);
-  const View<const int64_t> best(k);
-  const View<int32_t> column(label_col), symbols(symbols_added), time(time_idxs);
-  const View<int32_t> moved(blankness), ended(blankvec), stored(not_blank);
-  const View<int64_t> put(label_to_put), label(label_tensor), next(label_for_next_loop);
+  const int64_t batch = s.x.size(0), frames = s.x.size(1), width = s.label_tensor.size(1);
+  const View<const int32_t> lengths(s.out_lens), column(s.label_col), symbols(s.symbols_added),
+      time(s.time_idxs);
+  const View<const int64_t> best(s.k);
   for (int64_t b = 0; b < batch; ++b)
-    IPEX_CHECK(lengths[b] >= 1 && lengths[b] <= frames, op, ": out_lens must be from 1 to ", frames,
-               ", got ", lengths[b]);
+    IPEX_CHECK(lengths[b] >= 1 && lengths[b] <= frames, kUpdate, ": out_lens must be from 1 to ",
+               frames, ", got ", lengths[b]);
   for (int64_t b = 0; b < batch; ++b)
-    IPEX_CHECK(column[b] >= 0 && column[b] < width, op, ": label_col must be from 0 to ", width - 1,
-               ", got ", column[b]);
+    IPEX_CHECK(column[b] >= 0 && column[b] < width, kUpdate, ": label_col must be from 0 to ",
+               width - 1, ", got ", column[b]);
   for (int64_t b = 0; b < batch; ++b)
-    IPEX_CHECK(time[b] >= 0 && time[b] <= kLast, op, ": time_idxs must be from 0 to ", kLast,
+    IPEX_CHECK(time[b] >= 0 && time[b] <= kLast, kUpdate, ": time_idxs must be from 0 to ", kLast,
                ", got ", time[b]);
   for (int64_t b = 0; b < batch; ++b)
-    IPEX_CHECK(symbols[b] >= 0 && symbols[b] <= kLast, op, ": symbols_added must be from 0 to ",
-               kLast, ", got ", symbols[b]);
+    IPEX_CHECK(symbols[b] >= 0 && symbols[b] <= kLast, kUpdate,
+               ": symbols_added must be from 0 to ", kLast, ", got ", symbols[b]);
   for (int64_t b = 0; b < batch; ++b)
-    IPEX_CHECK(best[b] == blank_id || time[b] >= lengths[b] || column[b] < width - 1, op,
+    IPEX_CHECK(best[b] == blank_id || time[b] >= lengths[b] || column[b] < width - 1, kUpdate,
                ": label_tensor must have room for a label behind column ", width - 1, ", got ",
                width, " columns");
+}
 
+// Takes the best labels; returns whether all sequences have ended.
+bool take_labels(const Search& s, int64_t max_symbols, int64_t blank_id, int64_t sos) {
+  const View<const int32_t> lengths(s.out_lens);
+  const View<const int64_t> best(s.k);
+  const View<int32_t> column(s.label_col), symbols(s.symbols_added), time(s.time_idxs);
+  const View<int32_t> moved(s.blankness), ended(s.blankvec), stored(s.not_blank);
+  const View<int64_t> put(s.label_to_put), label(s.label_tensor);
   bool all_ended = true;
-  for (int64_t b = 0; b < batch; ++b) {
+  for (int64_t b = 0; b < s.x.size(0); ++b) {
     const bool blank = best[b] == blank_id;
     const bool over = time[b] + blank >= lengths[b];
     const bool store = !blank && !over;
@@ -174,24 +183,66 @@ Tensor rnnt_update(const Tensor& k, const Tensor& out_lens, const Tensor& label_
     stored[b] = store;
     all_ended = all_ended && over;
   }
+  return all_ended;
+}
+
+void copy_state(const Tensor& from, const Tensor& to, int64_t b) {
+  for (int64_t layer = 0; layer < to.size(0); ++layer)
+    copy_row(from, layer * from.stride(0) + b * from.stride(1), to,
+             layer * to.stride(0) + b * to.stride(1));
+}
+
+// Puts labels, states and frames where the next step reads them.
+void go_on(const Search& s) {
+  const View<const int32_t> column(s.label_col), time(s.time_idxs), moved(s.blankness),
+      stored(s.not_blank);
+  const View<const int64_t> label(s.label_tensor);
+  const View<int64_t> next(s.label_for_next_loop);
+  for (int64_t b = 0; b < s.x.size(0); ++b) {
+    next[b] = label.at(b, column[b]);
+    if (stored[b]) {
+      copy_state(s.hidden_prime_0, s.hidden_0, b);
+      copy_state(s.hidden_prime_1, s.hidden_1, b);
+    }
+    if (moved[b]) {
+      const int64_t frame = std::min<int64_t>(time[b], s.x.size(1) - 1);
+      copy_row(s.x, b * s.x.stride(0) + frame * s.x.stride(1), s.f, b * s.f.stride(0));
+    }
+  }
+}
+
+Tensor rnnt_update(const Tensor& k, const Tensor& out_lens, const Tensor& label_col,
+                   const Tensor& symbols_added, const Tensor& time_idxs, const Tensor& blankness,
+                   const Tensor& blankvec, const Tensor& not_blank, const Tensor& label_to_put,
+                   const Tensor& label_tensor, const Tensor& label_for_next_loop,
+                   const Tensor& hidden_0, const Tensor& hidden_1, const Tensor& hidden_prime_0,
+                   const Tensor& hidden_prime_1, const Tensor& x, const Tensor& f,
+                   int64_t max_symbols, int64_t blank_id, int64_t sos) {
+  const Search search{k,
+                      out_lens,
+                      label_col,
+                      symbols_added,
+                      time_idxs,
+                      blankness,
+                      blankvec,
+                      not_blank,
+                      label_to_put,
+                      label_tensor,
+                      label_for_next_loop,
+                      hidden_0,
+                      hidden_1,
+                      hidden_prime_0,
+                      hidden_prime_1,
+                      x,
+                      f};
+  check_tensors(search);
+  IPEX_CHECK(max_symbols > 0, kUpdate, ": max_symbols must be positive, got ", max_symbols);
+  check_numbers(search, blank_id);
+  const bool all_ended = take_labels(search, max_symbols, blank_id, sos);
+  if (!all_ended) go_on(search);
   const int64_t one[1] = {1};
   Tensor result = new_contiguous(one, 1, ScalarType::Bool);
   *static_cast<bool*>(result.mutable_data_ptr()) = all_ended;
-  if (all_ended) return result;
-  for (int64_t b = 0; b < batch; ++b) {
-    next[b] = label.at(b, column[b]);
-    if (stored[b]) {
-      for (int64_t layer = 0; layer < hidden_0.size(0); ++layer)
-        copy_row(hidden_prime_0, layer * hidden_prime_0.stride(0) + b * hidden_prime_0.stride(1),
-                 hidden_0, layer * hidden_0.stride(0) + b * hidden_0.stride(1));
-      for (int64_t layer = 0; layer < hidden_1.size(0); ++layer)
-        copy_row(hidden_prime_1, layer * hidden_prime_1.stride(0) + b * hidden_prime_1.stride(1),
-                 hidden_1, layer * hidden_1.stride(0) + b * hidden_1.stride(1));
-    }
-    if (moved[b])
-      copy_row(x, b * x.stride(0) + std::min<int64_t>(time[b], frames - 1) * x.stride(1), f,
-               b * f.stride(0));
-  }
   return result;
 }
 

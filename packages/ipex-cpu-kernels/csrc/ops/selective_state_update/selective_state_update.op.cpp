@@ -36,94 +36,71 @@ StepVector vector_of(const Tensor& x, bool has_batch, bool has_heads) {
   return v;
 }
 
-Tensor selective_state_update(const Tensor& state0, const Tensor& x, const Tensor& dt,
-                              const Tensor& a0, const Tensor& b, const Tensor& c,
-                              const OptionalTensor& d, const OptionalTensor& z,
-                              const OptionalTensor& bias, bool softplus) {
+// The sizes of a state [B, D, N] or [B, H, D, N].
+struct Sizes {
+  bool has_heads;
+  int64_t batch, heads, channels, numbers;
+
+  explicit Sizes(const Tensor& state)
+      : has_heads(state.dim() == 4),
+        batch(state.size(0)),
+        heads(has_heads ? state.size(1) : 1),
+        channels(state.size(state.dim() - 2)),
+        numbers(state.size(state.dim() - 1)) {}
+};
+
+Sizes check_arguments(const Tensor& state, const Tensor& x, const Tensor& dt, const Tensor& a,
+                      const Tensor& b, const Tensor& c, const OptionalTensor& d,
+                      const OptionalTensor& z, const OptionalTensor& bias) {
   check_tensor(kOp, "x", x);
-  const int64_t dim = state0.dim();
-  IPEX_CHECK(dim == 3 || dim == 4, kOp, ": state must be 3-D [B, D, N] or 4-D [B, H, D, N], got ",
-             dim, "-D");
-  check_kind(kOp, "state", state0, x, "x", true);
-  const int64_t batch = state0.size(0), heads = dim == 4 ? state0.size(1) : 1,
-                channels = state0.size(dim - 2), size = state0.size(dim - 1);
-  IPEX_CHECK(size > 0, kOp, ": state must have a last dimension that is not empty, got ",
-             shape_text(state0));
-  check_writable(kOp, "state", state0);
-  const bool has_heads = dim == 4;
+  IPEX_CHECK(state.dim() == 3 || state.dim() == 4, kOp,
+             ": state must be 3-D [B, D, N] or 4-D [B, H, D, N], got ", state.dim(), "-D");
+  check_kind(kOp, "state", state, x, "x", true);
+  const Sizes n(state);
+  IPEX_CHECK(n.numbers > 0, kOp, ": state must have a last dimension that is not empty, got ",
+             shape_text(state));
+  check_writable(kOp, "state", state);
   const auto check_like_rows = [&](const char* name, const Tensor& value) {
-    if (has_heads)
-      check_shape(kOp, name, value, {batch, heads, channels});
+    if (n.has_heads)
+      check_shape(kOp, name, value, {n.batch, n.heads, n.channels});
     else
-      check_shape(kOp, name, value, {batch, channels});
+      check_shape(kOp, name, value, {n.batch, n.channels});
   };
   const auto check_parameter = [&](const char* name, const OptionalTensor& value) {
     if (!value) return;
     check_kind(kOp, name, *value, x, "x", true);
-    if (has_heads)
-      check_shape(kOp, name, *value, {heads, channels});
+    if (n.has_heads)
+      check_shape(kOp, name, *value, {n.heads, n.channels});
     else
-      check_shape(kOp, name, *value, {channels});
+      check_shape(kOp, name, *value, {n.channels});
   };
   check_like_rows("x", x);
   check_kind(kOp, "dt", dt, x, "x", true);
   check_like_rows("dt", dt);
-  check_kind(kOp, "A", a0, x, "x", true);
-  if (has_heads)
-    check_shape(kOp, "A", a0, {heads, channels, size});
+  check_kind(kOp, "A", a, x, "x", true);
+  if (n.has_heads)
+    check_shape(kOp, "A", a, {n.heads, n.channels, n.numbers});
   else
-    check_shape(kOp, "A", a0, {channels, size});
-  check_matrix("B", b, x, batch, heads, size);
-  check_matrix("C", c, x, batch, heads, size);
+    check_shape(kOp, "A", a, {n.channels, n.numbers});
+  check_matrix("B", b, x, n.batch, n.heads, n.numbers);
+  check_matrix("C", c, x, n.batch, n.heads, n.numbers);
   check_parameter("D", d);
   if (z) {
     check_kind(kOp, "z", *z, x, "x", true);
     check_like_rows("z", *z);
   }
   check_parameter("dt_bias", bias);
+  return n;
+}
 
-  Tensor y = new_contiguous_like(x);
-  if (batch * heads * channels == 0) return y;
-
-  Tensor state = state0;
-  const bool in_place = size == 1 || state0.stride(dim - 1) == 1;
-  if (!in_place) state = torch::stable::contiguous(state0);
-  Tensor a = a0.scalar_type() == ScalarType::Float ? a0 : torch::stable::to(a0, ScalarType::Float);
-  const int64_t last = a.dim() - 1;
-  if (size > 1 && a.stride(last) != 1 && a.stride(last) != 0) a = torch::stable::contiguous(a);
-
-  StateUpdateArgs args{};
-  args.state = state.mutable_data_ptr();
-  args.state_batch = state.stride(0);
-  args.state_head = has_heads ? state.stride(1) : 0;
-  args.state_channel = state.stride(dim - 2);
-  args.state_is_f32 = state.scalar_type() == ScalarType::Float;
-  args.a = static_cast<const float*>(a.const_data_ptr());
-  args.a_head = has_heads ? a.stride(0) : 0;
-  args.a_channel = a.stride(last - 1);
-  args.a_number = size == 1 ? 1 : a.stride(last);
-  args.x = vector_of(x, true, has_heads);
-  args.dt = vector_of(dt, true, has_heads);
-  args.b = vector_of(b, true, b.dim() == 3);
-  args.c = vector_of(c, true, c.dim() == 3);
-  if (d) args.d = vector_of(*d, false, has_heads);
-  if (z) args.z = vector_of(*z, true, has_heads);
-  if (bias) args.bias = vector_of(*bias, false, has_heads);
-  args.y = y.mutable_data_ptr();
-  args.batch = batch;
-  args.heads = heads;
-  args.channels = channels;
-  args.size = size;
-  args.b_groups = b.dim() == 3 ? b.size(1) : 1;
-  args.c_groups = c.dim() == 3 ? c.size(1) : 1;
-  args.softplus = softplus;
-
-  const int64_t blocks = (channels + kUpdateChannels - 1) / kUpdateChannels;
-  const int64_t grain = std::max<int64_t>(1, 16384 / (std::min(channels, kUpdateChannels) * size));
-  const int64_t bytes = state_update_scratch_bytes(size);
+void run(const StateUpdateArgs& args, ScalarType dtype) {
+  const int64_t blocks = (args.channels + kUpdateChannels - 1) / kUpdateChannels;
+  const int64_t block = std::min(args.channels, kUpdateChannels) * args.size;
+  const int64_t bytes = state_update_scratch_bytes(args.size);
   std::atomic<bool> no_memory{false};
-  kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
-    parallel_for(batch * heads * blocks, grain, [&](int64_t begin, int64_t end) {
+  kernels.visit(dtype, [&]<class T>(auto* kernel) {
+    const int64_t tasks = args.batch * args.heads * blocks;
+    parallel_for(tasks, std::max<int64_t>(1, 16384 / block), [&](int64_t begin, int64_t end) {
       char* room = Scratch<0>::get(bytes);
       if (room)
         kernel(&args, begin, end, room);
@@ -132,6 +109,49 @@ Tensor selective_state_update(const Tensor& state0, const Tensor& x, const Tenso
     });
   });
   IPEX_CHECK(!no_memory, kOp, ": not enough memory for the rows of B and C");
+}
+
+Tensor selective_state_update(const Tensor& state0, const Tensor& x, const Tensor& dt,
+                              const Tensor& a0, const Tensor& b, const Tensor& c,
+                              const OptionalTensor& d, const OptionalTensor& z,
+                              const OptionalTensor& bias, bool softplus) {
+  const Sizes n = check_arguments(state0, x, dt, a0, b, c, d, z, bias);
+  Tensor y = new_contiguous_like(x);
+  if (n.batch * n.heads * n.channels == 0) return y;
+
+  Tensor state = state0;
+  const bool in_place = n.numbers == 1 || state0.stride(state0.dim() - 1) == 1;
+  if (!in_place) state = torch::stable::contiguous(state0);
+  Tensor a = a0.scalar_type() == ScalarType::Float ? a0 : torch::stable::to(a0, ScalarType::Float);
+  const int64_t last = a.dim() - 1;
+  if (n.numbers > 1 && a.stride(last) != 1 && a.stride(last) != 0) a = torch::stable::contiguous(a);
+
+  StateUpdateArgs args{};
+  args.state = state.mutable_data_ptr();
+  args.state_batch = state.stride(0);
+  args.state_head = n.has_heads ? state.stride(1) : 0;
+  args.state_channel = state.stride(state.dim() - 2);
+  args.state_is_f32 = state.scalar_type() == ScalarType::Float;
+  args.a = static_cast<const float*>(a.const_data_ptr());
+  args.a_head = n.has_heads ? a.stride(0) : 0;
+  args.a_channel = a.stride(last - 1);
+  args.a_number = n.numbers == 1 ? 1 : a.stride(last);
+  args.x = vector_of(x, true, n.has_heads);
+  args.dt = vector_of(dt, true, n.has_heads);
+  args.b = vector_of(b, true, b.dim() == 3);
+  args.c = vector_of(c, true, c.dim() == 3);
+  if (d) args.d = vector_of(*d, false, n.has_heads);
+  if (z) args.z = vector_of(*z, true, n.has_heads);
+  if (bias) args.bias = vector_of(*bias, false, n.has_heads);
+  args.y = y.mutable_data_ptr();
+  args.batch = n.batch;
+  args.heads = n.heads;
+  args.channels = n.channels;
+  args.size = n.numbers;
+  args.b_groups = b.dim() == 3 ? b.size(1) : 1;
+  args.c_groups = c.dim() == 3 ? c.size(1) : 1;
+  args.softplus = softplus;
+  run(args, x.scalar_type());
   if (!in_place) {
     Tensor target = state0;
     torch::stable::copy_(target, state);
