@@ -51,8 +51,15 @@ Quantized new_results(const char* op, const Tensor& x, const OptionalTensor& sca
   return {std::move(q), std::move(scales)};
 }
 
+void check_rows(const char* op, const Tensor& x, const Tensor* residual) {
+  check_tensor(op, "x", x);
+  if (residual == nullptr) return;
+  check_like(op, "residual", *residual, x);
+  check_not_expanded(op, "residual", *residual);
+}
+
 template <class Kernels>
-void run(const Kernels& kernels, const Tensor& x, NormQuant& work) {
+void run_rows(const Kernels& kernels, const char* op, const Tensor& x, NormQuant& work) {
   const Rows in = as_rows(x);
   work.x = in.data;
   work.x_stride = in.stride;
@@ -69,18 +76,28 @@ void run(const Kernels& kernels, const Tensor& x, NormQuant& work) {
         kernel(&work, row, begin, end);
     });
   });
-  IPEX_CHECK(!no_memory, "out of memory for a row of ", in.columns, " elements");
+  IPEX_CHECK(!no_memory, op, ": not enough memory for a row of ", in.columns, " elements");
+}
+
+// The residual may be null; otherwise x is added to it before.
+template <class Kernels>
+void run(const Kernels& kernels, const char* op, const Tensor& x, const Tensor* residual,
+         NormQuant& work) {
+  if (residual == nullptr) {
+    run_rows(kernels, op, x, work);
+    return;
+  }
+  InPlace sum(*residual, as_contiguous(*residual));
+  work.residual = sum.tensor().mutable_data_ptr();
+  run_rows(kernels, op, x, work);
+  sum.finish();
 }
 
 template <class Kernels>
 Quantized rms(const Kernels& kernels, const char* op, const Tensor& x, const Tensor* residual,
               const OptionalTensor& weight, double eps, double weight_offset,
               const OptionalTensor& scale) {
-  check_tensor(op, "x", x);
-  if (residual != nullptr) {
-    check_like(op, "residual", *residual, x);
-    check_not_expanded(op, "residual", *residual);
-  }
+  check_rows(op, x, residual);
   check_vector(op, "weight", weight, x);
   check_scale(op, scale);
   NormQuant work;
@@ -90,14 +107,7 @@ Quantized rms(const Kernels& kernels, const char* op, const Tensor& x, const Ten
   work.params_are_f32 = w.is_f32;
   work.eps = static_cast<float>(eps);
   work.weight_offset = static_cast<float>(weight_offset);
-  if (residual == nullptr) {
-    run(kernels, x, work);
-    return results;
-  }
-  InPlace sum(*residual, as_contiguous(*residual));
-  work.residual = sum.tensor().mutable_data_ptr();
-  run(kernels, x, work);
-  sum.finish();
+  run(kernels, op, x, residual, work);
   return results;
 }
 
@@ -105,11 +115,7 @@ template <class Kernels>
 Quantized layer(const Kernels& kernels, const char* op, const Tensor& x, const Tensor* residual,
                 const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                 const OptionalTensor& scale) {
-  check_tensor(op, "x", x);
-  if (residual != nullptr) {
-    check_like(op, "residual", *residual, x);
-    check_not_expanded(op, "residual", *residual);
-  }
+  check_rows(op, x, residual);
   check_vector(op, "weight", weight, x);
   check_vector(op, "bias", bias, x);
   check_scale(op, scale);
@@ -120,14 +126,7 @@ Quantized layer(const Kernels& kernels, const char* op, const Tensor& x, const T
   work.bias = affine.bias.data;
   work.params_are_f32 = affine.is_f32;
   work.eps = static_cast<float>(eps);
-  if (residual == nullptr) {
-    run(kernels, x, work);
-    return results;
-  }
-  InPlace sum(*residual, as_contiguous(*residual));
-  work.residual = sum.tensor().mutable_data_ptr();
-  run(kernels, x, work);
-  sum.finish();
+  run(kernels, op, x, residual, work);
   return results;
 }
 

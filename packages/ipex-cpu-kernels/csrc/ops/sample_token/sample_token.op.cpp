@@ -303,7 +303,7 @@ Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperatur
                     .draw(u[r]);
     });
   });
-  IPEX_CHECK(!no_memory, "out of memory for ", columns, " logits");
+  IPEX_CHECK(!no_memory, kOp, ": not enough memory for ", columns, " logits");
   return tokens;
 }
 
