@@ -62,89 +62,90 @@ def _not_here(name: str) -> Any:
     return missing
 
 
-def install(native: Any) -> None:
-    """Give ``torch._C`` the functions that ``torch.xpu`` calls, and ``torch.xpu`` the types it took at its import.
+class _Calls:
+    """Functions that ``torch.xpu`` calls in ``torch._C``, where one of the native module is not enough."""
 
-    Args:
-        native: The module ``ipex_xpu_kernels._C`` after `register_device`.
-    """
-    c = torch._C
+    def __init__(self, native: Any) -> None:
+        self.native = native
 
-    def initialize() -> None:
-        torch.xpu.default_generators = tuple(
-            native.generator(i) for i in range(native.device_count())
-        )
+    def initialize(self) -> None:
+        count = self.native.device_count()
+        torch.xpu.default_generators = tuple(self.native.generator(i) for i in range(count))
 
-    def exchange(device: int) -> int:
-        before: int = native.current_device()
+    def exchange(self, device: int) -> int:
+        before: int = self.native.current_device()
         if device >= 0:
-            native.set_device(device)
+            self.native.set_device(device)
         return before
 
-    def stats(device: int) -> Any:
-        return c._accelerator_getDeviceStats(device)
-
-    def snapshot(_pool: object = None) -> dict[str, Any]:
+    def snapshot(self, _pool: object = None) -> dict[str, Any]:
         return {
-            "segments": native.memory_snapshot(),
-            "device_traces": native.memory_history(),
+            "segments": self.native.memory_snapshot(),
+            "device_traces": self.native.memory_history(),
             "external_annotations": [],
         }
 
-    def record_history(enabled: object, *options: Any, **keywords: Any) -> None:
+    def record_history(self, enabled: object, *options: Any, **keywords: Any) -> None:
         # (enabled, context, stacks, max_entries, ...); without stacks, which the allocator does not gather.
         if enabled not in (None, "state", "all"):
             raise ValueError(
                 f"_record_memory_history: enabled must be None, 'state' or 'all', got {enabled!r}"
             )
         limit = keywords.get("max_entries", options[2] if len(options) > 2 else 1 << 20)
-        native.record_memory_history(min(int(limit), 1 << 24) if enabled == "all" else 0)
+        self.native.record_memory_history(min(int(limit), 1 << 24) if enabled == "all" else 0)
 
-    def current_stream(device: int) -> tuple[int, int, int]:
-        stream = c._accelerator_getStream(device)
+    def current_stream(self, device: int) -> tuple[int, int, int]:
+        stream = torch._C._accelerator_getStream(device)
         return stream.stream_id, stream.device_index, stream.device_type
 
-    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
-        c._accelerator_setStream(
+    def current_queue(self, device: int) -> int:
+        stream = torch._C._accelerator_getStream(device)
+        queue: int = self.native.queue_pointer(device, stream.stream_id)
+        return queue
+
+    def set_stream(self, stream_id: int, device_index: int, device_type: int) -> None:
+        torch._C._accelerator_setStream(
             torch.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
         )
 
-    def stream_of(queue: int, device: int) -> tuple[int, int, int]:
-        number = native.stream_of_queue(queue, device)
+    def stream_of(self, queue: int, device: int) -> tuple[int, int, int]:
+        number = self.native.stream_of_queue(queue, device)
         if number is None:
             _not_here("a stream of a foreign queue")()
-        return number, device, c._accelerator_getStream(device).device_type
+        return number, device, torch._C._accelerator_getStream(device).device_type
 
-    def can_access(device: int, peer: int) -> bool:
+    def can_access(self, device: int, peer: int) -> bool:
         for index in (device, peer):
-            native.properties(index)  # raises where there is none
+            self.native.properties(index)  # raises where there is none
         return device == peer
 
-    names: dict[str, Any] = {
+
+def _names_of_c(native: Any) -> dict[str, Any]:
+    """Return what ``torch._C`` has in a torch that is built for the device, by name."""
+    c, calls = torch._C, _Calls(native)
+    return {
         "_has_xpu": True,
-        "_xpu_init": initialize,
+        "_xpu_init": calls.initialize,
         "_xpu_isInBadFork": native.forked,
         "_xpu_getDeviceCount": native.device_count,
         "_xpu_getDevice": native.current_device,
         "_xpu_setDevice": native.set_device,
-        "_xpu_exchangeDevice": exchange,
-        "_xpu_maybeExchangeDevice": exchange,
+        "_xpu_exchangeDevice": calls.exchange,
+        "_xpu_maybeExchangeDevice": calls.exchange,
         "_xpu_synchronize": native.synchronize,
-        "_xpu_getCurrentStream": current_stream,
-        "_xpu_getCurrentRawStream": lambda device: native.queue_pointer(
-            device, c._accelerator_getStream(device).stream_id
-        ),
-        "_xpu_setStream": set_stream,
-        "_xpu_getStreamFromExternal": stream_of,
+        "_xpu_getCurrentStream": calls.current_stream,
+        "_xpu_getCurrentRawStream": calls.current_queue,
+        "_xpu_setStream": calls.set_stream,
+        "_xpu_getStreamFromExternal": calls.stream_of,
         "_xpu_getArchFlags": lambda: None,
-        "_xpu_canDeviceAccessPeer": can_access,
+        "_xpu_canDeviceAccessPeer": calls.can_access,
         "_xpu_emptyCache": c._accelerator_emptyCache,
         "_xpu_getMemoryInfo": native.memory_info,
-        "_xpu_memoryStats": stats,
+        "_xpu_memoryStats": c._accelerator_getDeviceStats,
         "_xpu_resetPeakMemoryStats": c._accelerator_resetPeakStats,
         "_xpu_resetAccumulatedMemoryStats": c._accelerator_resetAccumulatedStats,
-        "_xpu_memorySnapshot": snapshot,
-        "_xpu_recordMemoryHistory": record_history,
+        "_xpu_memorySnapshot": calls.snapshot,
+        "_xpu_recordMemoryHistory": calls.record_history,
         "_xpu_setMemoryFraction": native.set_memory_fraction,
         "_xpu_getMemoryFraction": native.memory_fraction,
         "_xpu_changeCurrentAllocator": _not_here("change_current_allocator"),
@@ -152,13 +153,21 @@ def install(native: Any) -> None:
         "_XpuStreamBase": _streams.StreamBase,
         "_XpuEventBase": _streams.EventBase,
     }
+
+
+def install(native: Any) -> None:
+    """Give ``torch._C`` the functions that ``torch.xpu`` calls, and ``torch.xpu`` the types it took at its import.
+
+    Args:
+        native: The module ``ipex_xpu_kernels._C`` after `register_device`.
+    """
+    names = _names_of_c(native)
     for name, value in names.items():
-        setattr(c, name, value)
+        setattr(torch._C, name, value)
     _streams.bind(native)
     xpu: Any = torch.xpu
     xpu._is_in_bad_fork = native.forked
-    xpu._exchange_device = exchange
-    xpu._maybe_exchange_device = exchange
+    xpu._exchange_device = xpu._maybe_exchange_device = names["_xpu_exchangeDevice"]
     xpu._XpuDeviceProperties = DeviceProperties
     xpu._get_device_properties = lambda device: properties(native, device)
     # There are no graphs of this device, so that nothing is being recorded.
