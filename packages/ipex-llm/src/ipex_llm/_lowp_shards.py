@@ -34,7 +34,6 @@ _FUSED = frozenset(
 )
 _COLUMN = _ATTENTION_IN | _MLP_IN | {"qkv_proj", "gate_up_proj"}
 _ROW = _ATTENTION_OUT | _MLP_OUT
-_PER_WORD = 8
 #: Far more than any model has.
 _MOST_HEADS = 1 << 20
 

@@ -117,13 +117,11 @@ def optimize(
     if isinstance(model, torch.jit.ScriptModule):
         return model
     check_model(model, None)
-    for name, flag in (
-        ("inplace", inplace),
-        ("deployment_mode", deployment_mode),
-        ("cache_weight_for_large_batch", cache_weight_for_large_batch),
-    ):
-        if not isinstance(flag, bool):
-            raise TypeError(f"optimize: {name} must be True or False, got {flag!r}")
+    _check_flags(
+        inplace=inplace,
+        deployment_mode=deployment_mode,
+        cache_weight_for_large_batch=cache_weight_for_large_batch,
+    )
     _check_arguments(optimizer, dtype, device, qconfig_summary_file)
     if torch.device(device).type == "xpu":
         _check_xpu(tp_group, kv_cache_dtype)
@@ -220,6 +218,12 @@ def optimize_transformers(*args: Any, **kwargs: Any) -> Any:
         "optimize_transformers is deprecated: use ipex.llm.optimize", FutureWarning, stacklevel=2
     )
     return optimize(*args, **kwargs)
+
+
+def _check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"optimize: {name} must be True or False, got {flag!r}")
 
 
 def _check_arguments(optimizer: Any, dtype: Any, device: Any, summary: Any) -> None:

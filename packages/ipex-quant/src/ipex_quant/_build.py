@@ -88,13 +88,13 @@ def quantized(
         codes, found, points = quantize_per_block(
             source, dtype, qconfig.group_size, scales, zeros, symmetric
         )
-        points = None if points is None else _zeros(op, points)
+        points = None if points is None else _zeros(points)
     finite = found.dtype.itemsize == 1 or bool(found.isfinite().all())
     check(finite, op, "mod.weight", "be finite", "NaN or infinity")
     return QuantizedWeight(form, source.shape[1], codes, found, points, qconfig.group_size)
 
 
-def _zeros(op: str, zeros: Tensor) -> Tensor:
+def _zeros(zeros: Tensor) -> Tensor:
     """Return zero points in the smallest dtype that holds them."""
     small = zeros.to(torch.int8)
     return small if bool((small == zeros).all()) else zeros.float()
@@ -116,6 +116,6 @@ def plain_codes(
     form = weight_format(kind)
     scales = scales.unsqueeze(1) if scales.dim() == 1 else scales
     if zeros is not None:
-        zeros = _zeros(op, zeros.unsqueeze(1) if zeros.dim() == 1 else zeros)
+        zeros = _zeros(zeros.unsqueeze(1) if zeros.dim() == 1 else zeros)
     g_idx = None if g_idx is None else g_idx.to(torch.int32)
     return QuantizedWeight(form, in_features, qweight, scales, zeros, group_size, g_idx, bias, op)

@@ -139,6 +139,14 @@ def conv_arguments(module: nn.Conv2d | nn.Conv3d) -> tuple[list[int], list[int],
     return padding, list(module.stride), list(module.dilation), module.groups
 
 
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    """Return the dtype that a layer computes in."""
+    state = state_of(module)
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return state.dtype if state is not None and state.dtype is not None else weight.dtype
+
+
 @register
 class Prepack(Pass):
     """Pack the weights of linear layers and convolutions."""
@@ -176,15 +184,9 @@ class Prepack(Pass):
             if reason is not None:
                 context.log.add(path, module, self.name, False, reason, "stock")
 
-    def _dtype(self, context: Context, module: nn.Module) -> torch.dtype:
-        state = state_of(module)
-        weight = module._parameters["weight"]
-        assert weight is not None
-        return state.dtype if state is not None and state.dtype is not None else weight.dtype
-
     def _linear(self, context: Context, path: str, module: nn.Module) -> str | None:
         assert isinstance(module, nn.Linear)
-        dtype = self._dtype(context, module)
+        dtype = _dtype_of(module)
         shape = context.shapes.get(module)
         rows = None if shape is None else shape[:-1].numel()
         n, k = module.out_features, module.in_features
@@ -206,7 +208,7 @@ class Prepack(Pass):
 
     def _conv(self, context: Context, path: str, module: nn.Module) -> str | None:
         assert isinstance(module, (nn.Conv2d, nn.Conv3d))
-        dtype = self._dtype(context, module)
+        dtype = _dtype_of(module)
         if not _mkldnn.supports(dtype):
             return f"oneDNN has no {str(dtype).removeprefix('torch.')} kernel on this CPU"
         if isinstance(module.padding, str) or module.padding_mode != "zeros":

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from ipex_core._console import figure_class, make_console, warn_if_busy, writable
@@ -124,7 +123,7 @@ def bench(
             rows.append(
                 _measure(ours, reference, config, dtype, size, length, new, rounds, weights + cache)
             )
-    console.print(_table(rows, model.name, console))
+    console.print(_table(rows, model.name))
     warn_if_busy(console, others)
     if json_file is not None:
         from ipex_core.benchmark import machine
@@ -260,7 +259,7 @@ def _measure(
     )
 
 
-def _table(rows: list[Row], name: str, console: Console) -> Table:
+def _table(rows: list[Row], name: str) -> Table:
     first = rows[0]
     table = Table(title=f"{name}, {first.dtype}, {first.threads} thread(s)", box=SIMPLE_HEAD)
     compared = first.stock_decode_ms is not None

@@ -129,7 +129,7 @@ def match_each(trace: Trace) -> Iterator[MatchedLayer]:
         elif found.last_norm is not None:
             plan = trace.error(module, "ends in a norm")
         else:
-            plan = _chain(trace, config, [found])[0][0]
+            plan = _chain(config, [found])[0][0]
         yield MatchedLayer(
             trace.names[module], module, plan, trace.counts.get(module, 0), config.raw
         )
@@ -145,9 +145,7 @@ def _alike(a: AttentionPlan, b: AttentionPlan) -> bool:
     )
 
 
-def _chain(
-    trace: Trace, config: Config, layers: list[Layer]
-) -> tuple[tuple[LayerPlan, ...], NormPlan | None]:
+def _chain(config: Config, layers: list[Layer]) -> tuple[tuple[LayerPlan, ...], NormPlan | None]:
     """Return the layers with norms at their ends moved to the next one, and the norm at the very end."""
     carried: NormPlan | None = None
     plans = []
@@ -353,7 +351,7 @@ def match_decoder(trace: Trace) -> DecoderPlan:
     for before, after in zip(modules, list(modules)[1:], strict=False):
         if not same(trace.outputs[before], trace.inputs[after]):
             raise trace.error(after, "does not read what the layer before gave")
-    layers, carried = _chain(trace, config, found)
+    layers, carried = _chain(config, found)
     entry = _entry(trace, config, decoder, modules, table)
     norm, projection, x = _last(trace, decoder, modules, table, carried)
     head, factor, cap = _head(trace, config, x)

@@ -213,7 +213,7 @@ def start(
         raise Reason("a prompt has no token")
     if mask is not None:
         check_gaps(runner, mask)
-    _check_length(model, runner, config)
+    _check_length(runner, config)
     positions = model_kwargs.get("position_ids")
     if beams is not None:
         input_ids = _each(input_ids, beams)
@@ -254,7 +254,7 @@ def _each(rows: torch.Tensor, beams: int) -> torch.Tensor:
     return grouped[:, 0].contiguous()
 
 
-def _check_length(model: Any, runner: Runner, config: Any) -> None:
+def _check_length(runner: Runner, config: Any) -> None:
     plan = runner.plan
     longest = config.max_length or 0
     if plan.position_embedding is not None and longest > plan.max_positions + 1:

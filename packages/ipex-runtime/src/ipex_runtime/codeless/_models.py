@@ -69,7 +69,7 @@ class Models:
             with self._lock:
                 record = self._find(module) or self._first(module, args, kwargs)
         if record.optimized and module.training:
-            self._give_up(module, record)
+            self._give_up(record)
         if not record.optimized:
             return self._original(module, *args, **kwargs)
         with contextlib.ExitStack() as stack:
@@ -144,7 +144,7 @@ class Models:
                 self._say(str(ipex.explain(module)))
         return record
 
-    def _give_up(self, module: nn.Module, record: _Record) -> None:
+    def _give_up(self, record: _Record) -> None:
         """Undo the optimisation of a model that the script trains after all."""
         with self._lock:
             if not record.optimized:

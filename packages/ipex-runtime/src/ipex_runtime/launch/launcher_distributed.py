@@ -123,7 +123,7 @@ class DistributedTrainingLauncher(Launcher):
         if mpi:
             self._run_mpi(args)
         else:
-            self._run_ranks(args, hosts, compute, ccl)
+            self._run_ranks(args, compute, ccl)
 
     # -- arguments -----------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,6 @@ class DistributedTrainingLauncher(Launcher):
     def _run_ranks(
         self,
         args: argparse.Namespace,
-        hosts: Sequence[str],
         compute: Sequence[list[int]],
         ccl: bool,
     ) -> None:
