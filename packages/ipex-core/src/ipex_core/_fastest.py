@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice between kernels by timing them."""
+"""Timing of kernels that compute the same, by which `optimize` chooses one for a layer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pooling on uint8 codes."""
+"""Pooling on uint8 codes, so that what passes between two INT8 convolutions stays in 8 bits."""
 
 from __future__ import annotations
 

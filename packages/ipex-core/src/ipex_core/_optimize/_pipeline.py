@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`optimize` and `restore`."""
+"""`optimize` and `restore`: the passes in their order, and the way back."""
 
 from __future__ import annotations
 

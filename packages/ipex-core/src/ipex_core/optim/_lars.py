@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LARS."""
+"""LARS: SGD with a learning rate for each layer, for training with large batches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share."""
+"""What the commands ``ipex llm ...`` share: options, loading a model, and errors for people."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server."""
+"""The HTTP server behind ``ipex llm serve``: requests in the form of OpenAI's completions, answered by one engine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that owns the engine."""
+"""The thread that owns the engine: it takes requests from the HTTP server's event loop and gives it their tokens."""
 
 from __future__ import annotations
 

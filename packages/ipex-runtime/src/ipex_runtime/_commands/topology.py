@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ipex topology``."""
+"""``ipex topology``: the cores of the machine, as text or as JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of the launcher."""
+"""The error that ``ipexrun`` turns into one line and exit code 2."""
 
 from __future__ import annotations
 
