@@ -7,6 +7,7 @@ the data.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -257,6 +258,17 @@ class ShardWriter:
         text += b" " * (-len(text) % 8)
         self._head = struct.pack("<Q", len(text)) + text
         self._file: BinaryIO | None = None
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[set[str]]:
+        """Open the file for a block, which gets what `open` returns; without an error in the block it is complete."""
+        done = self.open()
+        complete = False
+        try:
+            yield done
+            complete = True
+        finally:
+            self.close(complete)
 
     def open(self) -> set[str]:
         """Open the file and return the tensors that it has already."""

@@ -232,16 +232,11 @@ def _write(
             file = f"model-{i:05}-of-{len(shards):05}.safetensors"
         table.update(dict.fromkeys(kinds, file))
         writer = ShardWriter(work / file, kinds)
-        writer.open()
-        complete = False
-        try:
+        with writer.writing():
             for name in names:
                 for key, value in entries("save", name, places[name]).items():
                     if key in kinds:
                         writer.write(value)
-            complete = True
-        finally:
-            writer.close(complete)
     if len(shards) > 1:
         size = sum(math.prod(s) * d.itemsize for _, kinds in shards for d, s in kinds.values())
         index = {"metadata": {"total_size": size}, "weight_map": table}

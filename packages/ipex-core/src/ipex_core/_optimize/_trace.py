@@ -261,16 +261,21 @@ def guards_of(module: nn.Module, entered: list[str], fused: list[str]) -> tuple[
         owner = module.get_submodule(child)
         names = _names(type(owner)) - _OWN
         for name in sorted(names & owner.__dict__.keys()):
-            value = owner.__dict__[name]
-            if _plain(value):
-                guards.append((child, name, "", value))
-            elif hasattr(value, "__dict__") and not isinstance(
-                value, (nn.Module, type, types.ModuleType, types.FunctionType)
-            ):
-                for key in sorted(names & vars(value).keys()):
-                    if _plain(vars(value)[key]):
-                        guards.append((child, name, key, vars(value)[key]))
+            found = _constants(owner.__dict__[name], names)
+            guards += ((child, name, key, constant) for key, constant in found)
     return tuple(guards)
+
+
+def _constants(value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield a plain value under an empty key, or those of a configuration's plain attributes that may be read."""
+    if _plain(value):
+        yield "", value
+    elif hasattr(value, "__dict__") and not isinstance(
+        value, (nn.Module, type, types.ModuleType, types.FunctionType)
+    ):
+        for key in sorted(names & vars(value).keys()):
+            if _plain(vars(value)[key]):
+                yield key, vars(value)[key]
 
 
 #: Attributes every module has.

@@ -244,27 +244,21 @@ def _write_shard(
     writer = ShardWriter(
         path, {name: kind for item in shard for name, kind in item.outputs.items()}
     )
-    complete = False
-    written = writer.open()
-    try:
-        with contextlib.ExitStack() as stack:
-            files: dict[Path, BinaryIO] = {}
-            for item in shard:
-                if item.entry.path not in files:
-                    files[item.entry.path] = stack.enter_context(item.entry.path.open("rb"))
-                missing = [name for name in item.outputs if name not in written]
-                if missing:
-                    tell(0, item.name)
-                    file = files[item.entry.path]
-                    if item.quantized:
-                        _quantize(writer, file, item, scheme, missing, tell)
-                    else:
-                        _copy(writer, file, item.entry)
-                done += item.entry.size
-                tell(0, item.name, not missing)
-        complete = True
-    finally:
-        writer.close(complete)
+    with writer.writing() as written, contextlib.ExitStack() as stack:
+        files: dict[Path, BinaryIO] = {}
+        for item in shard:
+            if item.entry.path not in files:
+                files[item.entry.path] = stack.enter_context(item.entry.path.open("rb"))
+            missing = [name for name in item.outputs if name not in written]
+            if missing:
+                tell(0, item.name)
+                file = files[item.entry.path]
+                if item.quantized:
+                    _quantize(writer, file, item, scheme, missing, tell)
+                else:
+                    _copy(writer, file, item.entry)
+            done += item.entry.size
+            tell(0, item.name, not missing)
     return done
 
 
