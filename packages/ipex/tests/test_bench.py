@@ -89,6 +89,11 @@ def test_compare_finds_a_regression(tiny, tmp_path):
     result = run("--dtype", "fp32", "--case", "4x64", "--compare", file)
     assert result.exit_code == 1
     assert "regression" in result.output
+    data["results"][0]["threads"] = 1000
+    file.write_text(json.dumps(data))
+    result = run("--dtype", "fp32", "--case", "4x64", "--compare", file)
+    assert result.exit_code == 0
+    assert "nothing compared" in result.output and "below" not in result.output
 
 
 @pytest.mark.parametrize(

@@ -367,7 +367,11 @@ def test_a_part_without_a_number_is_listed_and_not_compared(tmp_path, monkeypatc
         ("ipex_eager", "decode")
     ]
     before = tmp_path / "before.json"
-    rows = [row(case=found.absent[0].case, threads=found.rows[0].threads)]
+    threads = found.rows[0].threads
+    rows = [
+        row(case=found.absent[0].case, threads=threads),
+        row(case=found.rows[1].case, threads=threads, ratio=0.5, low=0.4, high=0.6),
+    ]
     before.write_text(Run("llm", "float32", {}, rows=rows).to_json())
 
     def measured(plan, result, say, keep):
@@ -390,6 +394,15 @@ def test_cases_before_an_end_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_peers, "run", measured)
     assert run("ops", "linear", "--peers", "--json", file).exit_code != 0
     assert [r.case for r in Run.read(file).rows] == [row().case]
+
+
+def test_a_file_with_nothing_in_common_is_no_comparison(tmp_path, monkeypatch):
+    before = tmp_path / "before.json"
+    before.write_text(Run("llm", "float32", {}, rows=[row(threads=64)]).to_json())
+    monkeypatch.setattr(bench_peers, "run", lambda plan, found, *_: found.rows.append(row()))
+    done = run("llm", "--compare", before)
+    text = " ".join(done.output.split())
+    assert done.exit_code == 0 and "nothing compared" in text and "slower" not in text
 
 
 @pytest.mark.parametrize(

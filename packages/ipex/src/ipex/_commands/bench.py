@@ -190,6 +190,11 @@ def bench(
             )
         if regressed:
             raise typer.Exit(1)
+        if not {r.key for r in earlier} & {r.key for r in results}:
+            console.print(
+                f"[yellow]nothing compared:[/] {compare} has no such shape, dtype, level and threads"
+            )
+            return
         console.print(f"no ratio is more than {TOLERANCE:.0%} below {compare}")
 
 

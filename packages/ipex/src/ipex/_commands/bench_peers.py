@@ -186,7 +186,14 @@ def bench_kind(kind: str, files: Files, **options: Any) -> None:
         missing = untold(before.rows, result)
         for line in missing:
             console.print(f"[yellow]not compared:[/] {line}", highlight=False, soft_wrap=True)
-        if not worse:
+        common = {row.key for row in before.rows} & {row.key for row in result.rows}
+        if not worse and not any(engine.startswith("ipex_") for _, engine, _ in common):
+            console.print(
+                f"[yellow]nothing compared:[/] {files.compare} has no number of ipex for these cases"
+                " and threads",
+                soft_wrap=True,
+            )
+        elif not worse:
             rest = "nothing else" if missing else "nothing"
             console.print(
                 f"{rest} of ipex is slower than in {files.compare} beyond the noise", soft_wrap=True
