@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ipex_core import nn as inn
 from ipex_core._optimize._passes import Context, Pass, register, swap_reason
 from ipex_core._optimize._records import Log
+from ipex_core.nn._scripting import refuse_hook
 from ipex_core.nn._state import attach, swap_class
 
 __all__ = ["Cast"]
@@ -39,13 +40,14 @@ LEAVES: dict[type[nn.Module], type[nn.Module]] = {
     nn.GRU: inn.OptimizedGRU,
     nn.RNN: inn.OptimizedRNN,
     nn.MultiheadAttention: inn.OptimizedMultiheadAttention,
+    nn.PReLU: inn.OptimizedPReLU,
 }
 _KEPT = (nn.modules.batchnorm._NormBase,)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 #: Layers that compute with their own weights and have no optimized class.
-_HOOKED = (nn.RNNCellBase, nn.Bilinear, nn.PReLU)
+_HOOKED = (nn.RNNCellBase, nn.Bilinear)
 
 
 def cast_input(
@@ -67,6 +69,7 @@ def cast_input(
 
 def _hook(module: nn.Module) -> None:
     module.register_forward_pre_hook(cast_input, with_kwargs=True)
+    module.__dict__["__prepare_scriptable__"] = refuse_hook
 
 
 def _computes_weight(module: nn.Module) -> bool:
@@ -95,6 +98,14 @@ class Cast(Pass):
         assert dtype is not None
         name = str(dtype).removeprefix("torch.")
         kept: set[int] = set()
+        casts: set[int] = set()  # modules that need no hook
+        # A hook keeps subclasses of the encoder layer, which stay what they are, from the op that knows no casts.
+        encoders = {
+            id(module.self_attn)
+            for _, module in context.modules()
+            if isinstance(module, nn.TransformerEncoderLayer)
+            and type(module) is not nn.TransformerEncoderLayer
+        }
         for path, module in context.modules(scripts=True):
             if isinstance(module, torch.jit.ScriptModule) and any(
                 p.is_floating_point() for p in module.parameters()
@@ -123,6 +134,10 @@ class Cast(Pass):
             text = f"parameters cast to {name}"
             if new is not None and swap_reason(module) is None:
                 swap_class(module, new)
+                if isinstance(module, nn.MultiheadAttention) and id(module) not in encoders:
+                    casts.add(id(module.out_proj))  # its weight is taken, it is not called
+            elif type(module) in LEAVES.values() or id(module) in casts:
+                pass  # an earlier pass has exchanged the class, or nobody calls it
             elif isinstance(module, (*LEAVES, *_HOOKED)):
                 _hook(module)
                 text += ", input cast by a hook"
@@ -155,5 +170,6 @@ class Cast(Pass):
         for module in model.modules():
             for key, hook in list(module._forward_pre_hooks.items()):
                 if hook is cast_input:
+                    module.__dict__.pop("__prepare_scriptable__", None)
                     del module._forward_pre_hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from ipex_core._optimize._trace import Guard
 from ipex_core.nn._leaf import find_kernels, has_hooks
+from ipex_core.nn._scripting import MethodOfClass
 
 __all__ = ["FusedForward", "InstanceForward", "generate"]
 
@@ -103,7 +104,7 @@ class InstanceForward:
         return type(module).forward
 
 
-class FusedForward(InstanceForward):
+class FusedForward(MethodOfClass, InstanceForward):
     """Runs generated code in place of a module's forward; installed as ``module.__dict__["forward"]``.
 
     With ``arguments=None`` the code takes whatever the original forward takes. Otherwise it takes the named arguments

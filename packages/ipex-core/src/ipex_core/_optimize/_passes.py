@@ -116,6 +116,7 @@ ORDER = (
     "channels_last",
     "prepack",
     "kernels",
+    "encoder",
     "realize",
     "fuse",
     "attention",

@@ -10,7 +10,7 @@ from ipex_core._memory import return_free_memory
 from ipex_core._optimize._passes import Context, Pass, register, swap_reason
 from ipex_core._optimize._records import Log
 from ipex_core.nn._leaf import has_kernel
-from ipex_core.nn._state import attach, realize, swap_class
+from ipex_core.nn._state import attach, realize, state_of, swap_class
 from ipex_core.nn.layers import identity_dropout
 
 __all__ = ["Dropout", "GraphMode", "Kernels", "Realize", "Recurrent"]
@@ -119,6 +119,33 @@ class Kernels(Pass):
         if type(module) in _KERNELS:
             return swap_reason(module)
         return None
+
+
+@register
+class Encoder(Pass):
+    """Encoders of `torch.nn.Transformer`, whose stock op would unpack each weight in each call."""
+
+    name = "encoder"
+
+    def applies(self, context: Context) -> bool:
+        """Return True: cast weights concern the op, too."""
+        return True
+
+    def apply(self, context: Context) -> None:
+        """Exchange the classes of layers with changed weights, and of what runs them."""
+        for path, module in context.modules():
+            if type(module) is not nn.TransformerEncoderLayer or swap_reason(module) is not None:
+                continue
+            states = [state_of(child) for child in module.modules()]
+            if any(s is not None and (s.packing or s.dtype) for s in states):
+                swap_class(module, inn.OptimizedTransformerEncoderLayer)
+                text = "part by part: the stock op knows no packed or reduced weights"
+                context.log.add(path, module, self.name, True, text)
+        for _, module in context.modules():
+            if type(module) is nn.TransformerEncoder and swap_reason(module) is None:
+                layers = list(module.layers)
+                if layers and all(type(x) is inn.OptimizedTransformerEncoderLayer for x in layers):
+                    swap_class(module, inn.OptimizedTransformerEncoder)
 
 
 #: Bytes of replaced weights after which freed memory is returned to the system.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,8 @@ class Rewriter(Editor):
         super().__init__(graph)
         #: Names of sums and products that linear layers were fused with, whose memory is their own.
         self._sums: set[str] = set()
+        #: Weights that others than linear layers read.
+        self._read: set[Hashable] = set()
 
     def run(self) -> None:
         """Apply all patterns and remove what they leave behind."""
@@ -79,6 +82,7 @@ class Rewriter(Editor):
         if has_kernel("add_layer_norm"):
             self.each("aten::layer_norm", self._add_layer_norm)
         if has_kernel("linear"):
+            self._read = self._read_elsewhere()
             self.each("aten::linear", self._linear)
             for kind in ("aten::relu", "aten::gelu", "aten::silu"):
                 self.each(kind, self._linear_activation)
@@ -108,12 +112,25 @@ class Rewriter(Editor):
         if not packs(n, k, matrix.dtype) or (bias is not None and bias.dtype != matrix.dtype):
             return None
         key = key_of(matrix)
+        if key in self._read:  # a packed copy would be a second one
+            return None
         if key not in self.packed:
             self.packed[key] = pack(matrix, "ipex")
         none = self.constant(None, node)
         arguments = [x, self.packed[key], n, b, none, "none", none, none, "none"]
         self.replace(node, self.op(LINEAR, arguments, node).output())
         return "linear"
+
+    def _read_elsewhere(self) -> set[Hashable]:
+        """Return the matrices that are more than the weight of linear layers."""
+        found = set()
+        for node in self.graph.findAllNodes("prim::Constant", True):
+            matrix = weight(node.output(), 2)
+            if matrix is not None and any(
+                use.user.kind() != "aten::linear" for use in node.output().uses()
+            ):
+                found.add(key_of(matrix))
+        return found
 
     def _plain_linear(self, value: Value, user: Node) -> Node | None:
         node = value.node()

@@ -21,6 +21,7 @@ from ipex_core.nn.conv import (
     OptimizedConvTranspose2d,
     OptimizedConvTranspose3d,
 )
+from ipex_core.nn.encoder import OptimizedTransformerEncoder, OptimizedTransformerEncoderLayer
 from ipex_core.nn.frozen_batch_norm import FrozenBatchNorm2d
 from ipex_core.nn.layers import (
     FoldedBatchNorm1d,
@@ -29,15 +30,14 @@ from ipex_core.nn.layers import (
     OptimizedEmbeddingBag,
     OptimizedGELU,
     OptimizedGroupNorm,
-    OptimizedGRU,
     OptimizedLayerNorm,
-    OptimizedLSTM,
     OptimizedMultiheadAttention,
+    OptimizedPReLU,
     OptimizedRMSNorm,
-    OptimizedRNN,
     OptimizedSoftmax,
 )
 from ipex_core.nn.linear import OptimizedLinear
+from ipex_core.nn.recurrent import OptimizedGRU, OptimizedLSTM, OptimizedRNN
 
 __all__ = [
     "FoldedBatchNorm1d",
@@ -60,9 +60,12 @@ __all__ = [
     "OptimizedLinear",
     "OptimizedModule",
     "OptimizedMultiheadAttention",
+    "OptimizedPReLU",
     "OptimizedRMSNorm",
     "OptimizedRNN",
     "OptimizedSoftmax",
+    "OptimizedTransformerEncoder",
+    "OptimizedTransformerEncoderLayer",
     "PackedWeight",
     "modules",
 ]

@@ -8,12 +8,14 @@ An optimized layer is a subclass of the layer it replaces, and the *same object*
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._jit_internal import is_scripting
 
 from ipex_core.nn._packed import PackedWeight
+from ipex_core.nn._scripting import FORGOTTEN, prepare
 from ipex_core.nn._scripts import tracing
 from ipex_core.nn._state import ModuleState, pack_weight, set_runtime, state_of, unpack_weight
 
@@ -55,6 +57,9 @@ def has_hooks(module: nn.Module) -> bool:
 class OptimizedModule(nn.Module):
     """Mixin of all optimized layers: copying, pickling, moving."""
 
+    if TYPE_CHECKING:  # annotations would be read by `torch.jit.script`
+        _script_packed: torch.Tensor
+        _script_weight: torch.Tensor
     _packed: torch.Tensor | None = None
     _dtype: torch.dtype | None = None
     _kernel: bool = False
@@ -64,9 +69,23 @@ class OptimizedModule(nn.Module):
         if weight is None or not x.is_floating_point():
             return x
         # TorchScript's own autocast may compute in float32 what was of this dtype when it was recorded.
-        if x.dtype is not weight.dtype or (weight.dtype is not torch.float32 and tracing()):
+        if is_scripting():
             return x.to(weight.dtype)
-        return x
+        else:
+            if x.dtype is not weight.dtype or (weight.dtype is not torch.float32 and tracing()):
+                return x.to(weight.dtype)
+            return x
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let ``torch.jit.script`` take what decides about the forward as constants."""
+        super().__init_subclass__(**kwargs)
+        stock: Any = getattr(cls, "__constants__", ())
+        cls.__constants__ = list(dict.fromkeys((*stock, "_dtype", "_kernel")))  # type: ignore[attr-defined]
+
+    def __prepare_scriptable__(self) -> OptimizedModule:
+        """Get ready for ``torch.jit.script``, which calls this and compiles what it returns."""
+        prepare(self)
+        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -77,7 +96,8 @@ class OptimizedModule(nn.Module):
         """Return the state with a plain weight: packed forms belong to one machine."""
         content: dict[str, Any] = dict(super().__getstate__())  # type: ignore[no-untyped-call]
         weight = self._parameters.get("weight")
-        content.pop("_lowered", None)
+        for name in ("_lowered", *FORGOTTEN):
+            content.pop(name, None)
         if isinstance(weight, PackedWeight):
             if weight.former is None:  # others, which may be tied, turn into parameters themselves
                 parameters = dict(content["_parameters"])

@@ -133,6 +133,118 @@ def conv_add(
     return y
 
 
+def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    fits = x.dtype == torch.float32 or x.dtype == torch.bfloat16 or x.dtype == torch.float16
+    if weight is not None:
+        fits = fits and (weight.dtype == x.dtype or weight.dtype == torch.float32)
+    if fits:
+        e = 1.1920928955078125e-07 if x.dtype == torch.float32 else 0.0078125
+        if x.dtype == torch.float16:
+            e = 0.0009765625
+        if eps is not None:
+            e = eps
+        return torch.ops.ipex.rms_norm(x, weight, e, 0.0)
+    return torch.rms_norm(x, shape, weight, eps)
+
+
+def unfolded(
+    x: Tensor,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    # A batch norm whose scale and shift the linear layer before it has applied to the last dimension.
+    assert mean is not None
+    assert variance is not None
+    if x.dim() == 2:
+        return x
+    scale = torch.rsqrt(variance.double() + eps)
+    if weight is not None:
+        scale = scale * weight.double()
+    shift = -mean.double() * scale
+    if bias is not None:
+        shift = shift + bias.double()
+    plain = ((x.float() - shift.float()) / scale.float()).to(x.dtype)
+    return torch.batch_norm(plain, weight, bias, mean, variance, False, 0.0, eps, True)
+
+
+def lstm(
+    x: Tensor,
+    hx: tuple[Tensor, Tensor] | None,
+    weights: list[Tensor],
+    bias: bool,
+    layers: int,
+    dropout: float,
+    training: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    # In the dtype of the weights, of one sequence or of a batch.
+    x = x.to(weights[0].dtype)
+    single = x.dim() == 2
+    if single:
+        x = x.unsqueeze(0 if batch_first else 1)
+    if hx is None:
+        batch = x.size(0) if batch_first else x.size(1)
+        count = layers * 2 if bidirectional else layers
+        width = weights[1].size(1)  # of what is passed on, which a projection makes smaller
+        h = torch.zeros([count, batch, width], dtype=x.dtype, device=x.device)
+        cell = weights[1].size(0) // 4
+        c = torch.zeros([count, batch, cell], dtype=x.dtype, device=x.device)
+    else:
+        h, c = hx[0].to(x.dtype), hx[1].to(x.dtype)
+        if single:
+            h, c = h.unsqueeze(1), c.unsqueeze(1)
+    y, h, c = torch.lstm(
+        x, [h, c], weights, bias, layers, dropout, training, bidirectional, batch_first
+    )
+    if single:
+        y = y.squeeze(0 if batch_first else 1)
+        h, c = h.squeeze(1), c.squeeze(1)
+    return y, (h, c)
+
+
+def recurrent(
+    mode: str,
+    x: Tensor,
+    hx: Tensor | None,
+    weights: list[Tensor],
+    bias: bool,
+    layers: int,
+    dropout: float,
+    training: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor]:
+    x = x.to(weights[0].dtype)
+    single = x.dim() == 2
+    if single:
+        x = x.unsqueeze(0 if batch_first else 1)
+    if hx is None:
+        batch = x.size(0) if batch_first else x.size(1)
+        count = layers * 2 if bidirectional else layers
+        h = torch.zeros([count, batch, weights[1].size(1)], dtype=x.dtype, device=x.device)
+    else:
+        h = hx.to(x.dtype)
+        if single:
+            h = h.unsqueeze(1)
+    if mode == "GRU":
+        y, h = torch.gru(x, h, weights, bias, layers, dropout, training, bidirectional, batch_first)
+    elif mode == "RNN_TANH":
+        y, h = torch.rnn_tanh(
+            x, h, weights, bias, layers, dropout, training, bidirectional, batch_first
+        )
+    else:
+        y, h = torch.rnn_relu(
+            x, h, weights, bias, layers, dropout, training, bidirectional, batch_first
+        )
+    if single:
+        y, h = y.squeeze(0 if batch_first else 1), h.squeeze(1)
+    return y, h
+
+
 def add_in_place(y: Tensor, other: Tensor) -> Tensor:
     # The sum, in the memory of y where it fits there.
     fits = y.dtype == other.dtype and other.dim() <= y.dim()

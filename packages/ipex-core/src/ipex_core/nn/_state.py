@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ipex_core.nn._packed import PackedWeight, pack
 from ipex_core.nn._saved import SavedTensor
+from ipex_core.nn._scripting import FORGOTTEN
 
 __all__ = [
     "ModuleState",
@@ -116,7 +117,10 @@ def detach(module: nn.Module) -> None:
 
 
 #: Attributes of an optimized module that are not part of the original.
-_RUNTIME_KEYS = (KEY, "_packed", "_dtype", "_lowered", "_kernel", "_folded_into", "_ipex_group")
+_RUNTIME_KEYS = (
+    *(KEY, "_packed", "_dtype", "_lowered", "_kernel", "_folded_into", "_ipex_group"),
+    *FORGOTTEN,
+)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._jit_internal import is_scripting
 
 from ipex_core.nn import _mkldnn
 from ipex_core.nn._call import stock_only
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._packed import PackedWeight, captured
+from ipex_core.nn._scripting import stock_forward
 from ipex_core.nn._state import state_of
 
 __all__ = [
@@ -35,6 +37,22 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve."""
+        if is_scripting():
+            return self._scripted(input)
+        else:
+            return self._run(input)
+
+    def _scripted(self, x: Tensor) -> Tensor:
+        if hasattr(self, "_script_weight"):
+            weight: Tensor = self._script_weight
+        else:
+            weight = self.weight
+        bias = self.bias
+        if bias is not None:
+            bias = bias.to(weight.dtype)
+        return self._conv_forward(x.to(weight.dtype), weight, bias)
+
+    def _run(self, input: Tensor) -> Tensor:
         packed = self._packed
         if packed is None or captured() or stock_only(input):
             return self._stock(input)
@@ -117,32 +135,34 @@ class OptimizedConv3d(_OptimizedConv, nn.Conv3d):
     """`torch.nn.Conv3d` on a packed weight."""
 
 
-class _OptimizedConvTranspose(OptimizedModule):
-    weight: Tensor
-
-    def _fit(self, x: Tensor) -> Tensor:
-        return self._cast(x, self.weight)
-
-
-class OptimizedConvTranspose1d(_OptimizedConvTranspose, nn.ConvTranspose1d):
+class OptimizedConvTranspose1d(OptimizedModule, nn.ConvTranspose1d):
     """`torch.nn.ConvTranspose1d` that casts its input to the dtype of its weight."""
 
+    _stock = stock_forward(nn.ConvTranspose1d)
+
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Convolve."""
-        return super().forward(self._fit(input), output_size)
+        y: Tensor = self._stock(self._cast(input, self.weight), output_size)
+        return y
 
 
-class OptimizedConvTranspose2d(_OptimizedConvTranspose, nn.ConvTranspose2d):
+class OptimizedConvTranspose2d(OptimizedModule, nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d` that casts its input to the dtype of its weight."""
 
+    _stock = stock_forward(nn.ConvTranspose2d)
+
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Convolve."""
-        return super().forward(self._fit(input), output_size)
+        y: Tensor = self._stock(self._cast(input, self.weight), output_size)
+        return y
 
 
-class OptimizedConvTranspose3d(_OptimizedConvTranspose, nn.ConvTranspose3d):
+class OptimizedConvTranspose3d(OptimizedModule, nn.ConvTranspose3d):
     """`torch.nn.ConvTranspose3d` that casts its input to the dtype of its weight."""
 
+    _stock = stock_forward(nn.ConvTranspose3d)
+
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Convolve."""
-        return super().forward(self._fit(input), output_size)
+        y: Tensor = self._stock(self._cast(input, self.weight), output_size)
+        return y

@@ -7,14 +7,18 @@ layers with weights convert an input of another floating dtype to the dtype of a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch._jit_internal import is_scripting
 from torch.nn import functional
 
 from ipex_core.nn._call import call, stock_only
 from ipex_core.nn._leaf import OptimizedModule
+from ipex_core.nn._scripting import stock_forward
+from ipex_core.nn._scripts import rms_norm as script_rms_norm
+from ipex_core.nn._scripts import unfolded as script_unfolded
 from ipex_core.nn.functional import KERNEL_DTYPES, layer_norm, rms_norm
 
 __all__ = [
@@ -23,13 +27,11 @@ __all__ = [
     "FoldedBatchNorm3d",
     "OptimizedEmbeddingBag",
     "OptimizedGELU",
-    "OptimizedGRU",
     "OptimizedGroupNorm",
-    "OptimizedLSTM",
     "OptimizedLayerNorm",
     "OptimizedMultiheadAttention",
+    "OptimizedPReLU",
     "OptimizedRMSNorm",
-    "OptimizedRNN",
     "OptimizedSoftmax",
     "identity_dropout",
 ]
@@ -40,8 +42,18 @@ Tensor = torch.Tensor
 class OptimizedLayerNorm(OptimizedModule, nn.LayerNorm):
     """`torch.nn.LayerNorm`."""
 
+    _stock = stock_forward(nn.LayerNorm)
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise over the last dimensions."""
+        if is_scripting():
+            x = self._cast(input, self.weight) if self._dtype is not None else input
+            y: Tensor = self._stock(x)
+            return y
+        else:
+            return self._run(input)
+
+    def _run(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         x = self._cast(input, weight) if self._dtype is not None else input
         if self._kernel and not stock_only(x):
@@ -54,6 +66,16 @@ class OptimizedRMSNorm(OptimizedModule, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise over the last dimensions."""
+        if is_scripting():
+            x = self._cast(x, self.weight) if self._dtype is not None else x
+            if self._kernel:
+                return script_rms_norm(x, self.normalized_shape, self.weight, self.eps)  # type: ignore[arg-type]
+            else:
+                return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        else:
+            return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
         weight = self.weight
         x = self._cast(x, weight) if self._dtype is not None else x
         eps = self.eps
@@ -65,9 +87,12 @@ class OptimizedRMSNorm(OptimizedModule, nn.RMSNorm):
 class OptimizedGroupNorm(OptimizedModule, nn.GroupNorm):
     """`torch.nn.GroupNorm`."""
 
+    _stock = stock_forward(nn.GroupNorm)
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise over groups of channels."""
-        return super().forward(self._cast(input, self.weight))
+        y: Tensor = self._stock(self._cast(input, self.weight))
+        return y
 
 
 def _takes(x: Tensor) -> bool:
@@ -77,19 +102,48 @@ def _takes(x: Tensor) -> bool:
 class OptimizedGELU(OptimizedModule, nn.GELU):
     """`torch.nn.GELU`."""
 
+    _stock = stock_forward(nn.GELU)
+
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
+        if is_scripting():
+            y: Tensor = self._stock(input)
+            return y
+        else:
+            return self._run(input)
+
+    def _run(self, input: Tensor) -> Tensor:
         if _takes(input):
             y: Tensor = call(torch.ops.ipex.gelu.default, input, self.approximate)
             return y
         return super().forward(input)
 
 
+class OptimizedPReLU(OptimizedModule, nn.PReLU):
+    """`torch.nn.PReLU`."""
+
+    _stock = stock_forward(nn.PReLU)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the activation."""
+        y: Tensor = self._stock(self._cast(input, self.weight))
+        return y
+
+
 class OptimizedSoftmax(OptimizedModule, nn.Softmax):
     """`torch.nn.Softmax`."""
 
+    _stock = stock_forward(nn.Softmax)
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise over ``dim``."""
+        if is_scripting():
+            y: Tensor = self._stock(input)
+            return y
+        else:
+            return self._run(input)
+
+    def _run(self, input: Tensor) -> Tensor:
         last = self.dim is not None and self.dim in (-1, input.dim() - 1)
         if last and _takes(input):
             y: Tensor = call(torch.ops.ipex.softmax.default, input)
@@ -100,6 +154,8 @@ class OptimizedSoftmax(OptimizedModule, nn.Softmax):
 class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
     """`torch.nn.EmbeddingBag`; the mean by our op, sums by the stock one, which is as fast as the memory."""
 
+    _stock = stock_forward(nn.EmbeddingBag)
+
     def forward(
         self,
         input: Tensor,
@@ -107,6 +163,17 @@ class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Return the sum or the mean of the rows of each bag."""
+        if is_scripting():
+            if per_sample_weights is not None:
+                per_sample_weights = self._cast(per_sample_weights, self.weight)
+            y: Tensor = self._stock(input, offsets, per_sample_weights)
+            return y
+        else:
+            return self._run(input, offsets, per_sample_weights)
+
+    def _run(
+        self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+    ) -> Tensor:
         weight = self.weight
         if per_sample_weights is not None:
             per_sample_weights = self._cast(per_sample_weights, weight)
@@ -144,53 +211,67 @@ class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
         )
 
 
-class _Recurrent(OptimizedModule):
-    def _fit(self, x: Any) -> Any:
-        weight = next(iter(self._parameters.values()))
-        if isinstance(x, torch.Tensor):
-            return self._cast(x, weight)
-        if isinstance(x, nn.utils.rnn.PackedSequence):
-            return x._replace(data=self._cast(x.data, weight))
-        if isinstance(x, tuple):
-            return tuple(self._fit(part) for part in x)
-        return x
-
-    def forward(self, input: Any, hx: Any = None) -> Any:
-        """Run the stock recurrence in the dtype of the weights."""
-        return super().forward(self._fit(input), self._fit(hx))
-
-
-class OptimizedLSTM(_Recurrent, nn.LSTM):
-    """`torch.nn.LSTM`; without gradients the stock op takes oneDNN's fused path."""
-
-
-class OptimizedGRU(_Recurrent, nn.GRU):
-    """`torch.nn.GRU`."""
-
-
-class OptimizedRNN(_Recurrent, nn.RNN):
-    """`torch.nn.RNN`."""
-
-
 class OptimizedMultiheadAttention(OptimizedModule, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` that takes activations of any floating dtype."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    _stock = stock_forward(nn.MultiheadAttention)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend in the dtype of the weights."""
+        weight = self.out_proj.weight
+        if is_scripting():
+            result: tuple[Tensor, Tensor | None] = self._stock(
+                self._cast(query, weight),
+                self._cast(key, weight),
+                self._cast(value, weight),
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+            )
+            return result
+        else:
+            rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            attended: tuple[Tensor, Tensor | None] = self._run(query, key, value, *rest)
+            return attended
+
+    def _run(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
         weight = self.out_proj.weight
         same = key is query and value is query
         query = self._cast(query, weight)
         if same:  # the stock code recognizes self-attention by identity
-            return super().forward(query, query, query, *args, **kwargs)
-        return super().forward(
-            query, self._cast(key, weight), self._cast(value, weight), *args, **kwargs
-        )
+            return super().forward(query, query, query, *args)
+        return super().forward(query, self._cast(key, weight), self._cast(value, weight), *args)
 
 
 class _FoldedBatchNorm(OptimizedModule):
     """A batch norm whose arithmetic has moved into the layer before it."""
 
-    _folded_into: nn.Module
+    if TYPE_CHECKING:  # an annotation would be read by `torch.jit.script`
+        _folded_into: nn.Module
+        running_mean: Any
+        running_var: Any
+        weight: Any
+        bias: Any
+        eps: float
+    _linear = False
+    __constants__: ClassVar[list[str]] = ["_linear"]
+
+    def __prepare_scriptable__(self) -> OptimizedModule:
+        """Get ready for ``torch.jit.script``."""
+        self.__dict__["_linear"] = isinstance(self._folded_into, nn.Linear)
+        return super().__prepare_scriptable__()
 
     def refold(self) -> None:
         """Give the layer before this one the present scale and shift."""
@@ -209,6 +290,17 @@ class _FoldedBatchNorm(OptimizedModule):
                 "this batch norm was folded into the layer before it for inference:"
                 " call ipex.restore(model) before training"
             )
+        if is_scripting():
+            if self._linear:
+                return script_unfolded(
+                    input, self.running_mean, self.running_var, self.weight, self.bias, self.eps
+                )
+            else:
+                return input
+        else:
+            return self._run(input)
+
+    def _run(self, input: Tensor) -> Tensor:
         if isinstance(self._folded_into, nn.Linear) and input.dim() > 2:
             # Channels are dimension 1 here, but the fold scaled the last one: take it back and normalise.
             scale, shift = scale_and_shift(self)
@@ -252,33 +344,49 @@ class FoldedBatchNorm3d(_FoldedBatchNorm, nn.BatchNorm3d):
 class _IdentityDropout(OptimizedModule):
     """A dropout that costs nothing in inference; in training it still drops."""
 
+    if TYPE_CHECKING:
+        _stock: Any
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the input."""
-        return super().forward(input) if self.training else input
+        y: Tensor = self._stock(input) if self.training else input
+        return y
 
 
 class OptimizedDropout(_IdentityDropout, nn.Dropout):
     """`torch.nn.Dropout`."""
 
+    _stock = stock_forward(nn.Dropout)
+
 
 class OptimizedDropout1d(_IdentityDropout, nn.Dropout1d):
     """`torch.nn.Dropout1d`."""
+
+    _stock = stock_forward(nn.Dropout1d)
 
 
 class OptimizedDropout2d(_IdentityDropout, nn.Dropout2d):
     """`torch.nn.Dropout2d`."""
 
+    _stock = stock_forward(nn.Dropout2d)
+
 
 class OptimizedDropout3d(_IdentityDropout, nn.Dropout3d):
     """`torch.nn.Dropout3d`."""
+
+    _stock = stock_forward(nn.Dropout3d)
 
 
 class OptimizedAlphaDropout(_IdentityDropout, nn.AlphaDropout):
     """`torch.nn.AlphaDropout`."""
 
+    _stock = stock_forward(nn.AlphaDropout)
+
 
 class OptimizedFeatureAlphaDropout(_IdentityDropout, nn.FeatureAlphaDropout):
     """`torch.nn.FeatureAlphaDropout`."""
+
+    _stock = stock_forward(nn.FeatureAlphaDropout)
 
 
 _DROPOUTS: dict[type[nn.Module], type[nn.Module]] = {

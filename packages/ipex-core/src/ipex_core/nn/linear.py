@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch._jit_internal import is_scripting
 from torch.nn import functional
 
 from ipex_core.nn import _mkldnn
@@ -31,11 +32,30 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
     layer uses a packed copy in the autocast dtype.
     """
 
+    __jit_unused_properties__: ClassVar[list[str]] = ["packed_weight"]
     _lowered: tuple[torch.dtype, Tensor, Tensor | None] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``input @ weight.T + bias``."""
-        return self.fused(input)
+        if is_scripting():
+            return self._scripted(input)
+        else:
+            return self.fused(input)
+
+    def _scripted(self, x: Tensor) -> Tensor:
+        if hasattr(self, "_script_packed"):
+            x = x.to(self._dtype)
+            y: Tensor = torch.ops.ipex.linear(x, self._script_packed, self.out_features, self.bias)
+            return y
+        else:
+            if hasattr(self, "_script_weight"):
+                weight: Tensor = self._script_weight
+            else:
+                weight = self.weight
+            bias: Tensor | None = self.bias
+            if bias is not None:
+                bias = bias.to(weight.dtype)
+            return functional.linear(x.to(weight.dtype), weight, bias)
 
     @property
     def packed_weight(self) -> Tensor | None:

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent layers that take activations of any floating dtype."""
+
+# The stock forward answers in what it was given, and its list of weights may have gaps in training.
+# mypy: disable-error-code="no-any-return,arg-type"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._jit_internal import is_scripting
+
+from ipex_core.nn._leaf import OptimizedModule
+from ipex_core.nn._scripts import lstm as script_lstm
+from ipex_core.nn._scripts import recurrent as script_recurrent
+
+__all__ = ["OptimizedGRU", "OptimizedLSTM", "OptimizedRNN"]
+
+Tensor = torch.Tensor
+
+
+class _Recurrent(OptimizedModule):
+    def _fit(self, x: Any) -> Any:
+        weight = next(iter(self._parameters.values()))
+        if isinstance(x, torch.Tensor):
+            return self._cast(x, weight)
+        if isinstance(x, nn.utils.rnn.PackedSequence):
+            return x._replace(data=self._cast(x.data, weight))
+        if isinstance(x, tuple):
+            return tuple(self._fit(part) for part in x)
+        return x
+
+    def _run(self, input: Any, hx: Any) -> Any:
+        """Run the stock recurrence in the dtype of the weights."""
+        return super().forward(self._fit(input), self._fit(hx))
+
+
+class OptimizedLSTM(_Recurrent, nn.LSTM):
+    """`torch.nn.LSTM`; without gradients the stock op takes oneDNN's fused path."""
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Run the stock recurrence in the dtype of the weights."""
+        if is_scripting():
+            return script_lstm(
+                input,
+                hx,
+                self._flat_weights,
+                self.bias,
+                self.num_layers,
+                self.dropout,
+                self.training,
+                self.bidirectional,
+                self.batch_first,
+            )
+        else:
+            return self._run(input, hx)
+
+
+class OptimizedGRU(_Recurrent, nn.GRU):
+    """`torch.nn.GRU`."""
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor, hx: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the stock recurrence in the dtype of the weights."""
+        if is_scripting():
+            return script_recurrent(
+                "GRU",
+                input,
+                hx,
+                self._flat_weights,
+                self.bias,
+                self.num_layers,
+                self.dropout,
+                self.training,
+                self.bidirectional,
+                self.batch_first,
+            )
+        else:
+            return self._run(input, hx)
+
+
+class OptimizedRNN(_Recurrent, nn.RNN):
+    """`torch.nn.RNN`."""
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor, hx: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the stock recurrence in the dtype of the weights."""
+        if is_scripting():
+            return script_recurrent(
+                self.mode,
+                input,
+                hx,
+                self._flat_weights,
+                self.bias,
+                self.num_layers,
+                self.dropout,
+                self.training,
+                self.bidirectional,
+                self.batch_first,
+            )
+        else:
+            return self._run(input, hx)
