@@ -11,7 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipex_core import jit
-from ipex_quant import convert, default_static_qconfig_mapping, prepare
+from ipex_quant import (
+    convert,
+    default_dynamic_qconfig_mapping,
+    default_static_qconfig_mapping,
+    prepare,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -132,3 +137,14 @@ def test_a_saved_program_needs_one_import(tmp_path):
     )
     arguments = [str(tmp_path / "program.pt"), str(tmp_path / "tensors.pt")]
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "mapping", [default_static_qconfig_mapping, default_dynamic_qconfig_mapping]
+)
+def test_scripting_is_refused(mapping):
+    x, model = torch.randn(2, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    prepared = prepare(model, mapping, example_inputs=x, inplace=False)
+    prepared(x)
+    with pytest.raises(TypeError, match=r"INT8 layers .* use torch\.jit\.trace"):
+        torch.jit.script(convert(prepared))

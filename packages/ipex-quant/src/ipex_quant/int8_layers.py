@@ -58,6 +58,13 @@ class _Int8Layer(nn.Module):
     place: str = ""
     after: tuple[str, ...] = ()
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` calls first."""
+        raise TypeError(
+            "torch.jit.script: INT8 layers of ipex.quantization cannot be compiled from their source:"
+            " use torch.jit.trace, whose program serves other shapes, too"
+        )
+
     def get_extra_state(self) -> Tensor:
         """Return the scales and zero points of input, output and residual."""
         scales = (self.input, self.output, self.residual)
