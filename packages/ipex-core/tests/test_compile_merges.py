@@ -170,19 +170,19 @@ def test_tables_that_stay_apart():
 
 def test_small_and_large_ones_are_told_apart():
     """What is not faster stays: small norms, merges for many rows and bags."""
-    (one, two), w = weights(32, 16), torch.rand(32)
+    (one, two), w = weights(32, 16), torch.rand(256)
 
     def function(x, a, b):
         return F.linear(x, a), F.linear(x, b)
 
     def norm(x, w):
-        return F.rms_norm(x, (32,), w)
+        return F.rms_norm(x, (256,), w)
 
     def tables(a, b, ids, ends):
         return bags(a, ids, ends), bags(b, ids, ends)
 
     for rows, kept in ((16, False), (1600, True)):
-        x, ids = randn(rows, 32), torch.arange(rows) % 16
+        x, ids = randn(rows, 256), torch.arange(rows) % 16
         report, _ = fuse(
             tables, *(randn(16, 8) for _ in range(2)), ids, torch.arange(rows), always=False
         )

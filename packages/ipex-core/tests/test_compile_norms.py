@@ -18,6 +18,8 @@ from compile_checks import (
 )
 from torch.nn import functional as F
 
+from ipex_core._choice import prefer_ipex_norm
+
 
 def gemma_norm(x, weight):
     wide = x.float()
@@ -177,6 +179,16 @@ def test_partial_rotary(dtype):
 
     report, gm = fuse(other_rest, q, k, *tables)
     assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)) == 2
+
+
+@pytest.mark.parametrize("columns", [96, 192])
+def test_short_rows_stay(columns):
+    x, weight = randn(600, columns), randn(columns)
+    for function in (llama_norm, lambda x, w: F.layer_norm(x, (columns,), w)):
+        report, _ = fuse(function, x, weight, always=False)
+        assert bool(fired(report)) is (columns > 128)
+        assert fired(report) or "as fast" in reasons(report)
+    assert prefer_ipex_norm(None, columns, torch.float32) is (columns > 128)  # rows that vary
 
 
 def test_rotary_near_misses():

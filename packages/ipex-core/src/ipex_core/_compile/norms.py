@@ -9,6 +9,7 @@ times a weight, ``1 + weight`` or nothing; and ``(x - mean) * rsqrt(var + eps)``
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import Any
 
@@ -74,11 +75,7 @@ def _replace(ctx: Context, match: _Norm, name: str) -> None:
         reason = f"no kernel for {describe(match.source)} on {source.device.type}"
     elif not ctx.kernels(name):
         reason = f"no kernel package implements {name}"
-    elif (
-        not ctx.always
-        and static(source.shape)  # a length that varies may become a large one
-        and not prefer_ipex_norm(source.shape, source.dtype)
-    ):
+    elif not ctx.always and not _preferred(source):
         reason = f"Inductor's own code is as fast at {describe(match.source)}"
     if reason is not None:
         ctx.reject(name, match.root, op, reason)
@@ -90,6 +87,14 @@ def _replace(ctx: Context, match: _Norm, name: str) -> None:
         target = ipex.layer_norm.default
         args = (match.source, match.weight, match.bias, match.eps)
     ctx.replace(name, match.root, match.interior, target, args, _text(match))
+
+
+def _preferred(source: torch.Tensor) -> bool:
+    *rows, columns = source.shape
+    if not static((columns,)):
+        return True
+    # A number of rows that varies may become a large one.
+    return prefer_ipex_norm(math.prod(rows) if static(rows) else None, columns, source.dtype)
 
 
 def _text(match: _Norm) -> str:
