@@ -139,6 +139,13 @@ def test_a_saved_program_needs_one_import(tmp_path):
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=120)
 
 
+def test_scripted_parts_stay_as_they_are():
+    inner = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+    model = nn.Sequential(nn.Linear(8, 16), torch.jit.script(inner), nn.Linear(16, 8))
+    graph = check(quantised(model, (8,)), (8,))
+    assert graph.count("ipex::int8_linear(") == 2
+
+
 @pytest.mark.parametrize(
     "mapping", [default_static_qconfig_mapping, default_dynamic_qconfig_mapping]
 )

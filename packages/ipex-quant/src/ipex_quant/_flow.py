@@ -283,7 +283,9 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    yield from model.named_modules()
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):  # they take no hooks
+            yield path, module
 
 
 def _tensors(results: Any) -> Iterator[torch.Tensor]:
