@@ -2,6 +2,8 @@
 """What the tests of TorchScript share."""
 
 import io
+import subprocess
+import sys
 
 import torch
 from torch import nn
@@ -9,7 +11,16 @@ from torch.nn import functional as F
 
 from ipex_core import jit
 
-__all__ = ["CONV_POST", "IN_PLACE", "After", "Concat", "check", "frozen", "saved"]
+__all__ = [
+    "CONV_POST",
+    "IN_PLACE",
+    "After",
+    "Concat",
+    "check",
+    "check_elsewhere",
+    "frozen",
+    "saved",
+]
 
 
 def frozen(model, *inputs):
@@ -21,6 +32,19 @@ def saved(program):
     buffer = io.BytesIO()
     torch.jit.save(program, buffer)
     return buffer.getvalue()
+
+
+def check_elsewhere(program, x, y, folder, **tolerances):
+    """Save a program and let a fresh process compare what it makes of x with y."""
+    torch.jit.save(program, folder / "program.pt")
+    torch.save((x, y, tolerances), folder / "tensors.pt")
+    code = (
+        "import sys, warnings; warnings.simplefilter('ignore'); import torch, ipex_core\n"
+        "x, y, tolerances = torch.load(sys.argv[2])\n"
+        "torch.testing.assert_close(torch.jit.load(sys.argv[1])(x), y, **tolerances)\n"
+    )
+    arguments = [str(folder / "program.pt"), str(folder / "tensors.pt")]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=120)
 
 
 def check(model, *calls, tolerance=1e-4):

@@ -2,12 +2,10 @@
 """TorchScript: traces of optimized models, and the fusion of frozen programs."""
 
 import io
-import subprocess
-import sys
 
 import pytest
 import torch
-from jit_checks import CONV_POST, IN_PLACE, After, Concat, check, frozen, saved
+from jit_checks import CONV_POST, IN_PLACE, After, Concat, check, check_elsewhere, frozen, saved
 from torch import nn
 from torch.nn import functional as F
 
@@ -277,15 +275,7 @@ def test_save_of_a_trace_that_is_not_frozen(dtype, tmp_path):
 def test_a_saved_program_in_a_fresh_process(tmp_path):
     x = torch.randn(1, 4, 512)
     program = frozen(optimize(Encoder().eval()), x)
-    torch.jit.save(program, tmp_path / "program.pt")
-    torch.save((x, program(x)), tmp_path / "tensors.pt")
-    code = (
-        "import sys, warnings; warnings.simplefilter('ignore'); import torch, ipex_core\n"
-        "x, y = torch.load(sys.argv[2])\n"
-        "torch.testing.assert_close(torch.jit.load(sys.argv[1])(x), y)\n"
-    )
-    arguments = [str(tmp_path / "program.pt"), str(tmp_path / "tensors.pt")]
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=120)
+    check_elsewhere(program, x, program(x), tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,12 +3,10 @@
 
 import copy
 import io
-import subprocess
-import sys
 
 import pytest
 import torch
-from jit_checks import saved
+from jit_checks import check_elsewhere, saved
 from torch import nn
 from torch.nn import functional as F
 
@@ -222,15 +220,7 @@ def test_a_program_in_a_fresh_process(tmp_path):
     fast = optimize(Block().eval())
     with torch.no_grad():
         program = torch.jit.freeze(torch.jit.script(fast))
-        torch.jit.save(program, tmp_path / "program.pt")
-        torch.save((X, fast(X)), tmp_path / "tensors.pt")
-    code = (
-        "import sys, warnings; warnings.simplefilter('ignore'); import torch, ipex_core\n"
-        "x, y = torch.load(sys.argv[2])\n"
-        "torch.testing.assert_close(torch.jit.load(sys.argv[1])(x), y, rtol=1e-4, atol=1e-4)\n"
-    )
-    arguments = [str(tmp_path / "program.pt"), str(tmp_path / "tensors.pt")]
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=120)
+        check_elsewhere(program, X, fast(X), tmp_path, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_that_change_later():

@@ -8,7 +8,7 @@ An optimized layer is a subclass of the layer it replaces, and the *same object*
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -58,6 +58,7 @@ class OptimizedModule(nn.Module):
     """Mixin of all optimized layers: copying, pickling, moving."""
 
     if TYPE_CHECKING:  # annotations would be read by `torch.jit.script`
+        __constants__: ClassVar[list[str]]
         _script_packed: torch.Tensor
         _script_weight: torch.Tensor
     _packed: torch.Tensor | None = None
@@ -80,7 +81,7 @@ class OptimizedModule(nn.Module):
         """Let ``torch.jit.script`` take what decides about the forward as constants."""
         super().__init_subclass__(**kwargs)
         stock: Any = getattr(cls, "__constants__", ())
-        cls.__constants__ = list(dict.fromkeys((*stock, "_dtype", "_kernel")))  # type: ignore[attr-defined]
+        cls.__constants__ = list(dict.fromkeys((*stock, "_dtype", "_kernel")))
 
     def __prepare_scriptable__(self) -> OptimizedModule:
         """Get ready for ``torch.jit.script``, which calls this and compiles what it returns."""

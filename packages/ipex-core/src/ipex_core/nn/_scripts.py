@@ -147,6 +147,20 @@ def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | No
     return torch.rms_norm(x, shape, weight, eps)
 
 
+def scale_and_shift(
+    mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    # Of a batch norm in inference. In double: a folded weight is then as near to the unfolded arithmetic as float32
+    # allows.
+    scale = torch.rsqrt(variance.double() + eps)
+    if weight is not None:
+        scale = scale * weight.double()
+    shift = -mean.double() * scale
+    if bias is not None:
+        shift = shift + bias.double()
+    return scale.float(), shift.float()
+
+
 def unfolded(
     x: Tensor,
     mean: Tensor | None,
@@ -160,14 +174,18 @@ def unfolded(
     assert variance is not None
     if x.dim() == 2:
         return x
-    scale = torch.rsqrt(variance.double() + eps)
-    if weight is not None:
-        scale = scale * weight.double()
-    shift = -mean.double() * scale
-    if bias is not None:
-        shift = shift + bias.double()
-    plain = ((x.float() - shift.float()) / scale.float()).to(x.dtype)
+    scale, shift = scale_and_shift(mean, variance, weight, bias, eps)
+    plain = ((x.float() - shift) / scale).to(x.dtype)
     return torch.batch_norm(plain, weight, bias, mean, variance, False, 0.0, eps, True)
+
+
+def zero_state(
+    x: Tensor, layers: int, bidirectional: bool, batch_first: bool, width: int
+) -> Tensor:
+    # What a recurrence over a batch begins with.
+    batch = x.size(0) if batch_first else x.size(1)
+    count = layers * 2 if bidirectional else layers
+    return torch.zeros([count, batch, width], dtype=x.dtype, device=x.device)
 
 
 def lstm(
@@ -187,12 +205,9 @@ def lstm(
     if single:
         x = x.unsqueeze(0 if batch_first else 1)
     if hx is None:
-        batch = x.size(0) if batch_first else x.size(1)
-        count = layers * 2 if bidirectional else layers
         width = weights[1].size(1)  # of what is passed on, which a projection makes smaller
-        h = torch.zeros([count, batch, width], dtype=x.dtype, device=x.device)
-        cell = weights[1].size(0) // 4
-        c = torch.zeros([count, batch, cell], dtype=x.dtype, device=x.device)
+        h = zero_state(x, layers, bidirectional, batch_first, width)
+        c = zero_state(x, layers, bidirectional, batch_first, weights[1].size(0) // 4)
     else:
         h, c = hx[0].to(x.dtype), hx[1].to(x.dtype)
         if single:
@@ -223,9 +238,7 @@ def recurrent(
     if single:
         x = x.unsqueeze(0 if batch_first else 1)
     if hx is None:
-        batch = x.size(0) if batch_first else x.size(1)
-        count = layers * 2 if bidirectional else layers
-        h = torch.zeros([count, batch, weights[1].size(1)], dtype=x.dtype, device=x.device)
+        h = zero_state(x, layers, bidirectional, batch_first, weights[1].size(1))
     else:
         h = hx.to(x.dtype)
         if single:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -135,34 +135,30 @@ class OptimizedConv3d(_OptimizedConv, nn.Conv3d):
     """`torch.nn.Conv3d` on a packed weight."""
 
 
-class OptimizedConvTranspose1d(OptimizedModule, nn.ConvTranspose1d):
+class _OptimizedConvTranspose(OptimizedModule):
+    if TYPE_CHECKING:  # annotations would be read by `torch.jit.script`
+        weight: Tensor
+        _stock: Any
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Convolve."""
+        y: Tensor = self._stock(self._cast(input, self.weight), output_size)
+        return y
+
+
+class OptimizedConvTranspose1d(_OptimizedConvTranspose, nn.ConvTranspose1d):
     """`torch.nn.ConvTranspose1d` that casts its input to the dtype of its weight."""
 
     _stock = stock_forward(nn.ConvTranspose1d)
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Convolve."""
-        y: Tensor = self._stock(self._cast(input, self.weight), output_size)
-        return y
 
-
-class OptimizedConvTranspose2d(OptimizedModule, nn.ConvTranspose2d):
+class OptimizedConvTranspose2d(_OptimizedConvTranspose, nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d` that casts its input to the dtype of its weight."""
 
     _stock = stock_forward(nn.ConvTranspose2d)
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Convolve."""
-        y: Tensor = self._stock(self._cast(input, self.weight), output_size)
-        return y
 
-
-class OptimizedConvTranspose3d(OptimizedModule, nn.ConvTranspose3d):
+class OptimizedConvTranspose3d(_OptimizedConvTranspose, nn.ConvTranspose3d):
     """`torch.nn.ConvTranspose3d` that casts its input to the dtype of its weight."""
 
     _stock = stock_forward(nn.ConvTranspose3d)
-
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Convolve."""
-        y: Tensor = self._stock(self._cast(input, self.weight), output_size)
-        return y

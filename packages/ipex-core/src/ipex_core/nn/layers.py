@@ -18,6 +18,7 @@ from ipex_core.nn._call import call, stock_only
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._scripting import stock_forward
 from ipex_core.nn._scripts import rms_norm as script_rms_norm
+from ipex_core.nn._scripts import scale_and_shift as script_scale_and_shift
 from ipex_core.nn._scripts import unfolded as script_unfolded
 from ipex_core.nn.functional import KERNEL_DTYPES, layer_norm, rms_norm
 
@@ -84,25 +85,40 @@ class OptimizedRMSNorm(OptimizedModule, nn.RMSNorm):
         return functional.rms_norm(x, self.normalized_shape, weight, eps)
 
 
-class OptimizedGroupNorm(OptimizedModule, nn.GroupNorm):
+class _Stock(OptimizedModule):
+    """Layers that are the stock ones in the dtype of their weight."""
+
+    if TYPE_CHECKING:
+        weight: Any
+        _stock: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Run the stock layer."""
+        y: Tensor = self._stock(self._cast(input, self.weight))
+        return y
+
+
+class OptimizedGroupNorm(_Stock, nn.GroupNorm):
     """`torch.nn.GroupNorm`."""
 
     _stock = stock_forward(nn.GroupNorm)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise over groups of channels."""
-        y: Tensor = self._stock(self._cast(input, self.weight))
-        return y
+
+class OptimizedPReLU(_Stock, nn.PReLU):
+    """`torch.nn.PReLU`."""
+
+    _stock = stock_forward(nn.PReLU)
 
 
 def _takes(x: Tensor) -> bool:
     return x.dtype in KERNEL_DTYPES and x.device.type == "cpu" and not stock_only(x)
 
 
-class OptimizedGELU(OptimizedModule, nn.GELU):
-    """`torch.nn.GELU`."""
+class _Activation(OptimizedModule):
+    """Activations that a program of ``torch.jit.script`` has as the stock ones."""
 
-    _stock = stock_forward(nn.GELU)
+    if TYPE_CHECKING:
+        _stock: Any
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
@@ -113,42 +129,34 @@ class OptimizedGELU(OptimizedModule, nn.GELU):
             return self._run(input)
 
     def _run(self, input: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class OptimizedGELU(_Activation, nn.GELU):
+    """`torch.nn.GELU`."""
+
+    _stock = stock_forward(nn.GELU)
+
+    def _run(self, input: Tensor) -> Tensor:
         if _takes(input):
             y: Tensor = call(torch.ops.ipex.gelu.default, input, self.approximate)
             return y
-        return super().forward(input)
-
-
-class OptimizedPReLU(OptimizedModule, nn.PReLU):
-    """`torch.nn.PReLU`."""
-
-    _stock = stock_forward(nn.PReLU)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Apply the activation."""
-        y: Tensor = self._stock(self._cast(input, self.weight))
+        y = self._stock(input)
         return y
 
 
-class OptimizedSoftmax(OptimizedModule, nn.Softmax):
+class OptimizedSoftmax(_Activation, nn.Softmax):
     """`torch.nn.Softmax`."""
 
     _stock = stock_forward(nn.Softmax)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise over ``dim``."""
-        if is_scripting():
-            y: Tensor = self._stock(input)
-            return y
-        else:
-            return self._run(input)
 
     def _run(self, input: Tensor) -> Tensor:
         last = self.dim is not None and self.dim in (-1, input.dim() - 1)
         if last and _takes(input):
             y: Tensor = call(torch.ops.ipex.softmax.default, input)
             return y
-        return super().forward(input)
+        y = self._stock(input)
+        return y
 
 
 class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
@@ -319,14 +327,7 @@ def scale_and_shift(module: nn.Module) -> tuple[Tensor, Tensor]:
     mean, variance = module.running_mean, module.running_var
     assert mean is not None and variance is not None
     with torch.no_grad():
-        # In double: the folded weight is then as near to the unfolded arithmetic as float32 allows.
-        scale = torch.rsqrt(variance.double() + module.eps)
-        if module.weight is not None:
-            scale = scale * module.weight.double()
-        shift = -mean.double() * scale
-        if module.bias is not None:
-            shift = shift + module.bias.double()
-        return scale.float(), shift.float()
+        return script_scale_and_shift(mean, variance, module.weight, module.bias, module.eps)
 
 
 class FoldedBatchNorm1d(_FoldedBatchNorm, nn.BatchNorm1d):

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -60,36 +60,19 @@ class OptimizedLSTM(_Recurrent, nn.LSTM):
             return self._run(input, hx)
 
 
-class OptimizedGRU(_Recurrent, nn.GRU):
-    """`torch.nn.GRU`."""
+class _OneState(_Recurrent):
+    """Layers that pass on one tensor."""
 
-    def forward(  # type: ignore[override]
-        self, input: Tensor, hx: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Run the stock recurrence in the dtype of the weights."""
-        if is_scripting():
-            return script_recurrent(
-                "GRU",
-                input,
-                hx,
-                self._flat_weights,
-                self.bias,
-                self.num_layers,
-                self.dropout,
-                self.training,
-                self.bidirectional,
-                self.batch_first,
-            )
-        else:
-            return self._run(input, hx)
+    if TYPE_CHECKING:  # annotations would be read by `torch.jit.script`
+        mode: Any
+        bias: Any
+        num_layers: Any
+        dropout: Any
+        bidirectional: Any
+        batch_first: Any
+        _flat_weights: Any
 
-
-class OptimizedRNN(_Recurrent, nn.RNN):
-    """`torch.nn.RNN`."""
-
-    def forward(  # type: ignore[override]
-        self, input: Tensor, hx: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run the stock recurrence in the dtype of the weights."""
         if is_scripting():
             return script_recurrent(
@@ -106,3 +89,11 @@ class OptimizedRNN(_Recurrent, nn.RNN):
             )
         else:
             return self._run(input, hx)
+
+
+class OptimizedGRU(_OneState, nn.GRU):  # type: ignore[misc]
+    """`torch.nn.GRU`."""
+
+
+class OptimizedRNN(_OneState, nn.RNN):  # type: ignore[misc]
+    """`torch.nn.RNN`."""
