@@ -27,6 +27,7 @@ MEMORY = """empty_cache memory_stats memory_stats_as_nested_dict reset_accumulat
  memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_snapshot memory_summary mem_get_info
  get_rng_state get_rng_state_all set_rng_state set_rng_state_all manual_seed manual_seed_all seed seed_all initial_seed
  fork_rng Generator default_generators"""
+AUTOCAST = """autocast get_autocast_xpu_dtype is_autocast_xpu_enabled set_autocast_xpu_dtype set_autocast_xpu_enabled"""
 CONFIGURATION = """optimize FP32MathMode get_fp32_math_mode set_fp32_math_mode fp32_math_mode XPUComputeEng
  get_compute_eng set_compute_eng compute_eng OnednnVerbLevel set_onednn_verbose onednn_verbose OnemklVerbLevel
  set_onemkl_verbose onemkl_verbose using_onednn_layout enable_onednn_layout disable_onednn_layout onednn_layout
@@ -39,7 +40,7 @@ CONFIGURATION = """optimize FP32MathMode get_fp32_math_mode set_fp32_math_mode f
 
 
 def test_all_names_are_there() -> None:
-    for name in f"{DEVICE} {MEMORY} {CONFIGURATION}".split():
+    for name in f"{DEVICE} {MEMORY} {AUTOCAST} {CONFIGURATION}".split():
         assert getattr(xpu, name, None) is not None, name
         assert getattr(torch.xpu, name, None) is not None, name
     with pytest.raises(AttributeError, match=r"torch.xpu.* has no attribute 'nonsense'"):

@@ -6,6 +6,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import sys
+import types
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -247,6 +250,17 @@ def test_xpu_without_its_package() -> None:
         NotImplementedError, match=r"pip install 'ipex\[xpu\]', or use .ipex doctor"
     ):
         ipex.xpu.has_onemkl()
+
+
+def test_names_that_the_xpu_package_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.ModuleType("ipex_xpu_kernels")
+    package.__spec__ = ModuleSpec("ipex_xpu_kernels", None)
+    monkeypatch.setitem(sys.modules, "ipex_xpu_kernels", package)
+    _migration.teach(package, "xpu")
+    with pytest.raises(AttributeError, match="no attribute 'has_onemkl'"):
+        _ = package.has_onemkl
+    package.__dict__["has_onemkl"] = len
+    assert package.has_onemkl is _migration.lookup("xpu", "has_onemkl") is len
 
 
 def test_on_device() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 _SETTINGS = "ipex_xpu_kernels._settings"
 _RUNTIME = "ipex_xpu_kernels._runtime_api"
+_AMP = "ipex_xpu_kernels.amp"
 _INLINE = "ipex_xpu_kernels._inline"
 
 #: Public name -> module that has it.
@@ -69,6 +70,16 @@ NAMES: dict[str, str] = {
             "ComplexDoubleStorage",
         ],
         _RUNTIME,
+    ),
+    **dict.fromkeys(
+        [
+            "autocast",
+            "get_autocast_xpu_dtype",
+            "is_autocast_xpu_enabled",
+            "set_autocast_xpu_dtype",
+            "set_autocast_xpu_enabled",
+        ],
+        _AMP,
     ),
     **dict.fromkeys(("load_inline", "SyclOp", "SyclLibrary", "SyclCompileError"), _INLINE),
     "SyclKernel": "ipex_xpu_kernels._kernel",

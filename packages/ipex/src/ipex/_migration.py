@@ -167,7 +167,8 @@ def lookup(module: str, name: str) -> Any:
         refuse(dotted)
         row = find(dotted)
         if row is not None and row.state == "xpu":
-            return resolve(f"{_XPU}.{name}")
+            # Without the class's `__getattr__`: the module may be a `_TaughtModule`, which asks here for what it lacks.
+            return types.ModuleType.__getattribute__(importlib.import_module(_XPU), name)
         if row is not None and row.here != f"ipex.{dotted}":
             return resolve(row.here)
     raise AttributeError(f"module 'ipex.{module}' has no attribute {name!r}")
