@@ -100,6 +100,7 @@ def test_unknown_variables_give_one_warning_with_close_matches():
         "IPEX_FOO_BAR_BAZ": "1",
         "IPEX_COMPUTE_ENG": "0",
         "IPEX_VERSION": "2",
+        "IPEX_INSTALL_PREFIX": "/opt/ipex",
     }
     with pytest.warns(RuntimeWarning) as seen:
         config.reload(env)
@@ -108,7 +109,7 @@ def test_unknown_variables_give_one_warning_with_close_matches():
     assert "IPEX_STRIKT (did you mean IPEX_STRICT?)" in text
     assert "IPEX_FOO_BAR_BAZ" in text
     assert "IPEX_COMPUTE_ENG (a variable of Intel Extension for PyTorch" in text
-    assert "IPEX_VERSION" not in text
+    assert "IPEX_VERSION" not in text and "IPEX_INSTALL_PREFIX" not in text
 
 
 def test_tolerant_mode_keeps_the_error_until_the_value_is_read():

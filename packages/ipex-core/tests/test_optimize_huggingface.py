@@ -205,3 +205,25 @@ def test_a_saved_model_is_loaded_unrounded(how, tmp_path):
     later = transformers.BertModel.from_pretrained(tmp_path / "later")
     assert later.embeddings.word_embeddings.weight.abs().max() == 0
     assert "save_pretrained" not in restore(fast).__dict__
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype", None])
+def test_other_configurations_name_the_dtype_or_not(field, tmp_path):
+    class Config:  # transformers before 4.56 calls it torch_dtype, diffusers has no such field
+        def save_pretrained(self, path):
+            (path / "config.json").write_text(json.dumps(vars(self)))
+
+    class Model(torch.nn.Linear):
+        dtype = torch.bfloat16
+        config = Config()
+
+        def save_pretrained(self, path, **_):
+            self.config.save_pretrained(path)
+            return "saved"
+
+    model = Model(32, 32).eval()
+    if field is not None:
+        setattr(model.config, field, "bfloat16")
+    assert optimize(model, dtype=torch.bfloat16, inplace=True).save_pretrained(tmp_path) == "saved"
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved == ({} if field is None else {field: "float32"})

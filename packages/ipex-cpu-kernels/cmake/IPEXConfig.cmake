@@ -60,7 +60,9 @@ if(NOT TARGET IPEX::ipex)
   add_library(IPEX::cpu_kernels SHARED IMPORTED)
   set_target_properties(IPEX::cpu_kernels PROPERTIES
     IMPORTED_LOCATION "${_ipex_lib}/libipex_cpu.so"
-    INTERFACE_INCLUDE_DIRECTORIES "${IPEX_INCLUDE_DIRS}")
+    INTERFACE_INCLUDE_DIRECTORIES "${IPEX_INCLUDE_DIRS}"
+    # It needs libtorch_cpu.so, which only the program's run path finds.
+    INTERFACE_LINK_LIBRARIES "${TORCH_LIBRARIES}")
   add_library(IPEX::registration SHARED IMPORTED)
   set_target_properties(IPEX::registration PROPERTIES
     IMPORTED_LOCATION "${_ipex_lib}/libipex_cpp.so"

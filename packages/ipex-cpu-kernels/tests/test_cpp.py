@@ -248,6 +248,7 @@ def test_cmake_package(tmp_path: Path) -> None:
     for target, components in (
         ("IPEX::ipex", "COMPONENTS;cpu"),
         ("intel-ext-pt-cpu", "OPTIONAL_COMPONENTS;xpu"),
+        ("IPEX::cpu_kernels", ""),
     ):
         done = configure(components, target)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -178,15 +178,26 @@ def run_bench(
     Raises:
         UnknownOpError: for a name that is no op.
     """
+    for spec, case, dtype in chosen(names, dtypes=dtypes, cases=cases):
+        if on_case is not None:
+            on_case(spec, case, dtype)
+        yield measure(spec, case, dtype, seconds=seconds)
+
+
+def chosen(
+    names: Iterable[str], *, dtypes: Sequence[torch.dtype], cases: str = "", smallest: bool = False
+) -> Iterator[tuple[OpSpec, BenchCase, torch.dtype]]:
+    """Yield what `run_bench` measures with the same arguments; of each op only the ``smallest`` shape if asked to."""
     for spec in select(names):
         for dtype in dtypes:
             if dtype not in spec.dtypes or spec.bench is None:
                 continue
-            for case in spec.bench():
-                if cases in case.id:
-                    if on_case is not None:
-                        on_case(spec, case, dtype)
-                    yield measure(spec, case, dtype, seconds=seconds)
+            found = [case for case in spec.bench() if cases in case.id]
+            if smallest and found:
+                size = [(case.bytes(dtype), case.flops) for case in found]
+                found = [found[size.index(min(size))]]
+            for case in found:
+                yield spec, case, dtype
 
 
 def select(names: Iterable[str]) -> list[OpSpec]:

@@ -97,8 +97,8 @@ _RETIRED = frozenset(
     IPEX_GPU_EXTRA_BUILD_OPTION
     """.split()  # noqa: SIM905  (a list of strings is three times as long)
 )
-#: Set by container images and by our own build and tests; never read by the packages.
-_IGNORED = re.compile(r"IPEX_(VERSION$|BUILD_|TEST_|BENCH_|DEMO_)")
+#: Set by container images, for CMake, and by our own build and tests; never read by the packages.
+_IGNORED = re.compile(r"IPEX_(VERSION$|INSTALL_PREFIX$|BUILD_|TEST_|BENCH_|DEMO_)")
 
 _lock = threading.RLock()
 _current: dict[str, Setting] = {}

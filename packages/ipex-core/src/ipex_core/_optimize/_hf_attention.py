@@ -9,6 +9,7 @@ transformers is patched, and nothing is registered before a model is optimized o
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ipex_core._optimize._passes import Context, Pass, register
 from ipex_core._optimize._records import Log
 from ipex_core.nn._call import call
-from ipex_core.nn._leaf import has_kernel
+from ipex_core.nn._leaf import find_kernels, has_kernel
 from ipex_core.nn.functional import attention_supported
 
 __all__ = ["HuggingFaceAttention", "attention_forward", "register_interface"]
@@ -26,6 +27,8 @@ NAME = "ipex"
 #: Arguments of the interface that change what is computed and that our op does not have.
 _FOREIGN = ("position_bias", "cache", "sliding_window_mask")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Class of a configuration -> whether its models have attention of their own.
+_own: dict[type, bool] = {}
 
 
 def attention_forward(
@@ -157,16 +160,41 @@ def _covered(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     )
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _own_attention(config: type) -> bool:
+    """Return whether the models of a configuration do not look their attention function up; warn once if so."""
+    if config not in _own:
+        from transformers import MODEL_MAPPING
+
+        model = MODEL_MAPPING.get(config, None)
+        check = getattr(model, "_can_set_attn_implementation", None)
+        _own[config] = check is not None and not check()
+        if _own[config]:
+            name = getattr(model, "__name__", str(model))
+            text = f"attn_implementation='ipex': {name} has attention of its own, which runs"
+            warnings.warn(text, stacklevel=2)
+    return _own[config]
+
+
 def register_interface() -> None:
-    """Register the function, and the mask of ``"sdpa"`` for it, under the name ``"ipex"`` with transformers."""
+    """Register the function and its mask under the name ``"ipex"`` with transformers."""
     from transformers import AttentionInterface
 
+    find_kernels()  # which Dynamo cannot follow: the first call may be one that is compiled
     AttentionInterface.register(NAME, attention_forward)
     try:
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+        from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
     except ImportError:  # before 4.53 models make their masks themselves
         return
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        # Models with attention of their own can be made under the name, too, and add the mask to their scores.
+        config = kwargs.get("config")
+        own = config is not None and _own_attention(type(config))
+        made: Tensor | None = (eager_mask if own else sdpa_mask)(*args, **kwargs)
+        return made
+
+    AttentionMaskInterface.register(NAME, mask)
 
 
 def _configs(model: nn.Module) -> list[Any]:

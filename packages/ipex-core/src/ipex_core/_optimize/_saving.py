@@ -50,8 +50,12 @@ class SavePretrained:
         values = model.state_dict().values()
         saved = next((v.dtype for v in values if v.is_floating_point()), None)
         name = str(saved).removeprefix("torch.")
-        if saved is not None and saved != model.dtype and model.config.dtype not in (saved, name):
-            model.config.dtype = name
+        # "torch_dtype" before transformers 4.56; configurations of other libraries have neither.
+        field = next((f for f in ("dtype", "torch_dtype") if hasattr(model.config, f)), None)
+        if field is None or saved is None or saved == model.dtype:
+            return
+        if getattr(model.config, field) not in (saved, name):
+            setattr(model.config, field, name)
             model.config.save_pretrained(save_directory)
 
 

@@ -20,7 +20,15 @@ from torch.utils._pytree import tree_map_only
 from ipex_core._packed import deinterleave_gate_up
 from ipex_core._woq import dequantize, read_layout
 
-__all__ = ["PackedWeight", "captured", "exporting_kernels", "hollow", "pack", "unpack"]
+__all__ = [
+    "PackedWeight",
+    "captured",
+    "exporting",
+    "exporting_kernels",
+    "hollow",
+    "pack",
+    "unpack",
+]
 
 Tensor = torch.Tensor
 
@@ -43,7 +51,16 @@ def captured(kernel: bool = False) -> bool:
     """
     if torch._C._get_tracing_state() is not None:
         return True
-    return torch.compiler.is_exporting() and not (kernel and _exporting_kernels)
+    return exporting() and not (kernel and _exporting_kernels)
+
+
+def exporting() -> bool:
+    """Return whether ``torch.export`` records.
+
+    Before torch 2.13 Dynamo takes ``torch.compiler.is_exporting()`` for true in all it records, and layers would be
+    compiled on their plain weights; the flag behind it holds there, too.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from ipex_core.nn._lora import (
     sgmv_expand_slice,
     sgmv_shrink,
 )
+from ipex_core.nn._packed import exporting
 from ipex_core.nn._scripts import function, tracing
 from ipex_core.nn._state_space import (
     causal_conv1d_fn,
@@ -252,7 +253,7 @@ def attention_supported(
 
 def _attention_preferred(query: Any, key: Any, mask: Any) -> bool:
     """Return whether the kernel is faster than the stock op at these shapes."""
-    if torch.compiler.is_exporting():
+    if exporting():
         from ipex_core._compile._nodes import hints
 
         # Comparing symbolic sizes would limit the program to those on this side.

@@ -316,7 +316,7 @@ register(
         name=OP,
         schema=(
             "(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q,"
-            " Tensor cu_seqlens_kv, int max_seqlen_q, int max_seqlen_kv, float softmax_scale, bool is_causal,"
+            " Tensor cu_seqlens_kv, SymInt max_seqlen_q, SymInt max_seqlen_kv, float softmax_scale, bool is_causal,"
             " Tensor block_table, Tensor? alibi_slopes=None, int window_left=-1, int window_right=-1,"
             ' str kv_cache_dtype="auto", float k_scale=1.0, float v_scale=1.0, float softcap=-1.0,'
             " Tensor? sinks=None, Tensor? key_scales=None, Tensor? value_scales=None) -> ()"

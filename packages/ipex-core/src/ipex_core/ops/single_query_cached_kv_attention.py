@@ -300,7 +300,7 @@ register(
         name=OP,
         schema=(
             "(Tensor(a!) output, Tensor query, Tensor key_cache, Tensor value_cache, Tensor? head_mapping,"
-            " float scale, Tensor block_tables, Tensor context_lens, int block_size, int max_context_len,"
+            " float scale, Tensor block_tables, Tensor context_lens, int block_size, SymInt max_context_len,"
             " Tensor? alibi_slopes, int window_size=-1, float k_scale=1.0, float v_scale=1.0,"
             " float softcap=-1.0, Tensor? sinks=None, Tensor? key_scales=None, Tensor? value_scales=None) -> ()"
         ),

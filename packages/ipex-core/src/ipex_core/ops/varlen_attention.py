@@ -233,7 +233,7 @@ register(
         name=OP,
         schema=(
             "(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor seqlen_q, Tensor seqlen_k,"
-            " Tensor? alibi_slopes, int max_seqlen_q, int max_seqlen_k, float pdropout, float softmax_scale,"
+            " Tensor? alibi_slopes, SymInt max_seqlen_q, SymInt max_seqlen_k, float pdropout, float softmax_scale,"
             " bool zero_tensors, bool is_causal, bool return_softmax, int window_size_left=-1,"
             " int window_size_right=-1, float softcap=-1.0, Tensor? sinks=None) -> ()"
         ),

@@ -26,8 +26,9 @@ def _reshape_and_cache(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
+    slots = slot_mapping[: key.shape[0]]  # what is behind the last token is not read
     _OPS.reshape_and_cache(
-        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+        key, value, key_cache, value_cache, slots, kv_cache_dtype, k_scale, v_scale
     )
     return key_cache, value_cache
 
