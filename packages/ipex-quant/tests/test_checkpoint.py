@@ -356,6 +356,7 @@ def test_from_weight_errors(change: dict[str, Any], message: str) -> None:
         ({**GPTQ, "group_size": 32}, "m.a.scales: scales must have 2 groups of 32"),
         ({**GPTQ, "bits": 8}, r"m\.a\.qzeros: qzeros must have shape|m\.a\.scales"),
         ({**GPTQ, "bits": 5}, "bits of m.a must be one of 2, 3, 4, 8, got 5"),
+        ({**GPTQ, "bits": 4.0}, r"bits of m.a must be one of 2, 3, 4, 8, got 4\.0"),
         ({**GPTQ, "group_size": 0}, "group_size of m.a must be -1 or positive"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format must be gptq or gptq_v2"),
         (
@@ -366,6 +367,13 @@ def test_from_weight_errors(change: dict[str, Any], message: str) -> None:
         ({"quant_method": "awq", "version": "gemv"}, "version must be gemm"),
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "weight_block_size must"),
         ({"quant_method": "compressed-tensors"}, "config_groups must have a group"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"weights": {"num_bits": 4, "group_size": "16"}}},
+            },
+            "group_size of m.a must be -1 or positive, got 16",
+        ),
     ],
 )
 def test_bad_configurations(config: dict[str, Any], message: str) -> None:

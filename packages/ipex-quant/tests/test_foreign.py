@@ -94,6 +94,12 @@ def test_gguf_of_three_dimensions_is_dequantised(tmp_path: Path) -> None:
     assert torch.equal(state["experts.weight"], wanted)
 
 
+def test_gguf_rows_without_weights(tmp_path: Path) -> None:
+    G.write(tmp_path / "a.gguf", {"a.weight": ("Q8_0", (2, 0), b"")})
+    with pytest.raises(OpArgumentError, match="in_features must be positive, got 0"):
+        list(read_checkpoint(*read_gguf(tmp_path / "a.gguf")))
+
+
 def test_gguf_in_parts(tmp_path: Path) -> None:
     for i in (1, 2):
         data = G.random_rows("Q8_0", 4, 32, i)

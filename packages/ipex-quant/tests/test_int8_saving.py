@@ -286,6 +286,9 @@ def test_damaged_folders(tmp_path: Path) -> None:
     fails("kind of 0 must be one of DynamicInt8Linear, .*, got Int3Conv", modules={"0": row})
     row = {k: v for k, v in about["int8"]["modules"]["0"].items() if k != "stride"}
     fails("load: 0 must have what a Int8Conv needs, got KeyError: 'stride'", modules={"0": row})
+    row = {**about["int8"]["modules"]["0"], "activation": "softmax"}
+    fails("activation must be one of none, relu, relu6, silu, got softmax", modules={"0": row})
+    fails("must be as ipex.quantization.save wrote it", fused={"0": ["step"]})
     fails("model must have the modules of the saved one, got none named 77", identity=["77"])
     with pytest.raises(TypeError, match=r"load: model must be a torch.nn.Module or None, got str"):
         load(folder, "model")  # type: ignore[arg-type]

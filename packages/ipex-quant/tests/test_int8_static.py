@@ -329,6 +329,10 @@ def test_wrong_summary(net: nn.Module, tmp_path: Path) -> None:
         OpArgumentError, match=r"entry of stem.0 must have scales, .*zero point 256"
     ):
         prepared.load_qconf_summary(file)
+    entry["input_tensor_infos"][0]["zero_point"] = [float("inf")]
+    file.write_text(json.dumps(data))
+    with pytest.raises(OpArgumentError, match=r"entry of stem.0 must have scales, .*OverflowError"):
+        prepared.load_qconf_summary(file)
     file.write_text("{}")
     with pytest.raises(OpArgumentError, match=r"must have layers of this model, got none"):
         prepared.load_qconf_summary(file)

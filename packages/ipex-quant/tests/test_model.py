@@ -95,6 +95,14 @@ def test_skip(skip: list[str], left: set[str]) -> None:
     assert not left & set(names)
 
 
+def test_skip_by_the_end_of_the_name_of_a_module_around() -> None:
+    m = nn.Sequential(model(), model())
+    names = quantize_linears(m, INT4, modules_to_skip=["b"])
+    assert names and all(".a." in name for name in names)
+    with pytest.raises(TypeError, match="modules_to_skip must be a list of texts, got 'b'"):
+        quantize_linears(m, INT4, modules_to_skip="b")
+
+
 def test_skip_that_matches_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ipex"):
         quantize_linears(model(), INT4, modules_to_skip=["routr"])

@@ -233,6 +233,13 @@ def test_damaged_and_other_folders(tmp_path: Path) -> None:
         file.write_bytes(data[:cut])
         with pytest.raises(CheckpointError, match="must be a complete safetensors file, got"):
             load(folder, Net())
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    first = next(name for name, row in header.items() if "dtype" in row)
+    text = json.dumps({**header, "more": header[first]}).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(CheckpointError, match=f"got the same bytes for {first} and more"):
+        load(folder, Net())
     file.unlink()
     with pytest.raises(
         CheckpointError, match="must have all shards of its index, got no model-00002"

@@ -24,7 +24,7 @@ from ipex_quant._build import as_qconfig
 from ipex_quant._calibrate import Block, Inputs, blocks, linears_of, samples_of, stacks
 from ipex_quant._gptq import check_arguments, matrix_of, replace_layer
 from ipex_quant._gptq_solve import Solved, change, nearest
-from ipex_quant._model import _is_conv1d, _is_linear, matches
+from ipex_quant._model import _is_conv1d, _is_linear, matches, patterns_of
 
 __all__ = ["awq"]
 
@@ -93,7 +93,7 @@ def awq(
     check(n_grid > 0, op, "n_grid", "be positive", n_grid)
     config = None if qconfig is None else as_qconfig(op, qconfig)
     samples = samples_of(op, dataloader, nsamples, pad_max_length, use_max_length)
-    skip = tuple(modules_to_skip)
+    skip = patterns_of(op, modules_to_skip)
 
     def rounded(weight: Tensor, name: str = "") -> tuple[Tensor, Tensor, Tensor, Tensor]:
         k = weight.shape[0]

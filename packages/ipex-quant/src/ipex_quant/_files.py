@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import json
 import math
 import operator
@@ -169,6 +170,11 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise wrong(f"{total} bytes, {entry.start + entry.size - total} fewer than {name} ends")
         if entry.size != math.prod(entry.shape) * entry.dtype.itemsize or entry.size < 0:
             raise wrong(f"{entry.size} bytes for {name}, {entry.dtype} {list(entry.shape)}")
+    # A small file must not stand for more tensors than it has bytes for.
+    filled = sorted((entry.start, name) for name, entry in found.items() if entry.size)
+    for (start, one), (other_start, other) in itertools.pairwise(filled):
+        if other_start < start + found[one].size:
+            raise wrong(f"the same bytes for {one} and {other}")
     return found
 
 

@@ -21,7 +21,7 @@ from ipex_quant._calibrate import Inputs, blocks, linears_of, samples_of, stacks
 from ipex_quant._gptq_files import GptqWriter
 from ipex_quant._gptq_solve import Solved, solve
 from ipex_quant._layouts import unsigned_weight
-from ipex_quant._model import _is_conv1d, matches, replace_module
+from ipex_quant._model import _is_conv1d, matches, patterns_of, replace_module
 from ipex_quant.checkpoint import linear_from
 from ipex_quant.qconfig import QConfigWoq
 
@@ -110,7 +110,7 @@ def gptq(
     check(compression_dim == 1, op, "compression_dim", "be 1", compression_dim)
     config = None if qconfig is None else as_qconfig(op, qconfig)
     samples = samples_of(op, dataloader, nsamples, pad_max_length, use_max_length)
-    skip = tuple(modules_to_skip)
+    skip = patterns_of(op, modules_to_skip)
     settings = {
         "quant_method": "gptq",
         "bits": wbits,

@@ -25,6 +25,8 @@ __all__ = ["load_summary", "save_summary"]
 
 Tensor = torch.Tensor
 log = logging.getLogger("ipex")
+#: What entries that were changed by hand lead to.
+_UNLIKE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 #: Kinds of entries of products of activations.
 _KINDS: dict[type[nn.Module], str] = {MatMul: "torch.matmul", Interaction: "interaction"}
 
@@ -249,7 +251,7 @@ def _entries(op: str, data: Any) -> dict[str, Any]:
                 # Files of IPEX also have functions, which follow from their operands here.
                 if info["fqn"] or info.get("op_type_is_module", True):
                     found[str(info["fqn"])] = _of_op(info, index)
-    except (AttributeError, KeyError, TypeError) as error:
+    except _UNLIKE as error:
         what = "have q_op_infos with fqn for each module"
         raise OpArgumentError(f"{op}: qconf_summary must {what}, got {error!r}") from error
     return found
@@ -292,10 +294,11 @@ def _layer_scales(
         source, result = info["input_tensor_infos"][0], info["output_tensor_infos"][0]
         scale = _scale(source)
         factor = source.get("smooth_quant_scaling_factor")
+        factor = None if factor is None else torch.tensor(factor)
         # (IPEX also gives scales of results in float, which an activation follows.)
         if layer.codes and result.get("scale") and "int8" in str(result.get("inf_dtype")):
             coded = _scale(result)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except _UNLIKE as error:
         raise OpArgumentError(
             f"{op}: the entry of {name} must have scales, got {error!r}"
         ) from error
@@ -305,9 +308,9 @@ def _layer_scales(
     what = f"smooth_quant_scaling_factor of {name}"
     expected = "be given" if layer.smooth else "not be there"
     check((factor is not None) == layer.smooth, op, what, expected, factor is not None)
-    fits = factor is None or len(factor) == columns
+    fits = factor is None or list(factor.shape) == [columns]
     check(fits, op, what, f"have {columns} numbers", "other")
-    return scale, None if factor is None else torch.tensor(factor), coded
+    return scale, factor, coded
 
 
 def _product_scales(op: str, product: Product, kind: str, info: Any) -> dict[int, Scale]:
@@ -316,7 +319,7 @@ def _product_scales(op: str, product: Product, kind: str, info: Any) -> dict[int
     try:
         infos = info["input_tensor_infos"]
         return {value: _scale(it) for value, it in zip(product.sources, infos, strict=True)}
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except _UNLIKE as error:
         raise OpArgumentError(
             f"{op}: the entry of {name} must have a scale of each input, got {error!r}"
         ) from error

@@ -61,7 +61,7 @@ def quantize_linears(
         qconfig: A `QConfigWoq`, or a ``QConfigMapping`` with one for each layer that is to be quantised: by its name
             or the beginning of it, a pattern of names, its class, or as global.
         modules_to_skip: Layers to leave as they are: their names, the ends of names (``"lm_head"``), names of modules
-            that contain them (``"model.vision"``), or patterns (``"*.router"``).
+            that contain them or their ends (``"model.vision"``, ``"self_attn"``), or patterns (``"*.router"``).
         progress: Whether to show a progress bar if it takes long, or a function that is called with the number of
             layers done, the number of all, and the name of the last one.
         scale_dtype: What scales are rounded to before codes are computed: float32, bfloat16 or float16.
@@ -70,6 +70,7 @@ def quantize_linears(
         The names of the layers that were replaced.
 
     Raises:
+        TypeError: ``modules_to_skip`` is a single text.
         OpArgumentError: The configuration does not fit a layer (nothing has changed then), or a weight is not finite.
 
     Example:
@@ -83,7 +84,7 @@ def quantize_linears(
     single = woq_qconfigs(op, qconfig)[0]
     qconfig = qconfig if isinstance(qconfig, QConfigMapping) else single
     check(not _is_linear(model), op, "model", "contain linear layers, not be one", "a linear layer")
-    skip = tuple(modules_to_skip)
+    skip = patterns_of(op, modules_to_skip)
     names: dict[nn.Module, list[str]] = {}
     qconfigs: dict[str, QConfigWoq] = {}
     unused = set(skip)
@@ -139,15 +140,20 @@ def woq_qconfig_of(qconfig: Any, name: str, module: nn.Module) -> QConfigWoq | N
     return qconfig if isinstance(qconfig, QConfigWoq) else None
 
 
+def patterns_of(op: str, modules: Iterable[str], name: str = "modules_to_skip") -> tuple[str, ...]:
+    """Return names and patterns of layers to skip as a tuple.
+
+    Raises:
+        TypeError: A single text: its letters would be the patterns.
+    """
+    if isinstance(modules, str):
+        raise TypeError(f"{op}: {name} must be a list of texts, got {modules!r}")
+    return tuple(modules)
+
+
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a module is meant by one of the patterns: a name, an end or a beginning of it, or ``*``, ``?``."""
-    return any(
-        name == p
-        or name.endswith(f".{p}")
-        or name.startswith(f"{p}.")
-        or fnmatch.fnmatchcase(name, p)
-        for p in patterns
-    )
+    """Return whether a module is meant by one of the patterns: whole parts of its name, or ``*`` and ``?``."""
+    return any(f".{p}." in f".{name}." or fnmatch.fnmatchcase(name, p) for p in patterns)
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -106,11 +106,8 @@ def _scheme(op: str, method: str, config: Mapping[str, Any], name: str) -> Layer
         return LayerScheme(method, block=_block(op, config.get("weight_block_size")))
     values = {**config, **_override(config, name)}
     bits = values.get("bits", values.get("w_bit", 4))
-    check(bits in (2, 3, 4, 8), op, f"bits of {name}", "be one of 2, 3, 4, 8", bits)
     group = values.get("group_size", values.get("q_group_size"))
-    integer = isinstance(group, int) and not isinstance(group, bool)
-    fits = group is None or (integer and (group > 0 or group == -1))
-    check(fits, op, f"group_size of {name}", "be -1 or positive", group)
+    _check_numbers(op, name, bits, group)
     if method == "awq":
         version = str(values.get("version", "gemm")).lower()
         check(version == "gemm", op, "version", "be gemm for AWQ checkpoints", version)
@@ -127,6 +124,14 @@ def _scheme(op: str, method: str, config: Mapping[str, Any], name: str) -> Layer
     check(stated in ("gptq", "gptq_v2"), op, "checkpoint_format", "be gptq or gptq_v2", stated)
     symmetric = bool(values.get("sym", False))
     return LayerScheme(method, bits, group, symmetric, layout, not second)
+
+
+def _check_numbers(op: str, name: str, bits: Any, group: Any) -> None:
+    """Check the bits of a code and how many weights share a scale, which come from a file: no 4.0, no text."""
+    known = type(bits) is int and bits in (2, 3, 4, 8)
+    check(known, op, f"bits of {name}", "be one of 2, 3, 4, 8", bits)
+    fits = group is None or (type(group) is int and (group > 0 or group == -1))
+    check(fits, op, f"group_size of {name}", "be -1 or positive", group)
 
 
 def _override(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -166,10 +171,10 @@ def _compressed(op: str, config: Mapping[str, Any], name: str) -> LayerScheme:
     form = group.get("format") or config.get("format") or "pack-quantized"
     check(form in _FORMATS, op, "format", f"be one of {', '.join(_FORMATS)}", form)
     bits = weights.get("num_bits", 8)
-    check(bits in (2, 3, 4, 8), op, f"num_bits of {name}", "be one of 2, 3, 4, 8", bits)
     kind = weights.get("type", "int")
     check(kind in ("int", "float"), op, f"type of {name}", "be int or float", kind)
     size = weights.get("group_size")
+    _check_numbers(op, name, bits, size)
     strategy = weights.get("strategy") or ("channel" if size is None else "group")
     usual = ("tensor", "channel", "group", "block")
     check(strategy in usual, op, f"strategy of {name}", f"be one of {', '.join(usual)}", strategy)

@@ -59,6 +59,7 @@ class QuantizedWeight:
         wanted = QWEIGHT_DTYPES[self.format]
         check(self.codes.dtype == wanted, op, "codes", f"have dtype {wanted}", self.codes.dtype)
         k = self.in_features
+        check(k > 0, op, "in_features", "be positive", k)
         columns = -(-k // 2) if self.nibbles else k
         shape = list(self.codes.shape)
         check(shape[1] == columns, op, "codes", f"have shape [N, {columns}]", shape)

@@ -12,6 +12,7 @@ from torch import nn
 
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_core.errors import OpArgumentError
+from ipex_core.ops._epilogue import ACTIVATIONS
 from ipex_quant import _int8_group
 from ipex_quant._int8_conv import int8_conv, int8_conv_sum_
 from ipex_quant._int8_group import InputGroup
@@ -49,6 +50,8 @@ class _Int8Layer(nn.Module):
     activations.
     """
 
+    #: What an activation can be; those of convolutions.
+    activations: tuple[str, ...] = ("none", "relu", "relu6", "silu")
     activation: str = "none"
     name: str = ""
     input: Scale = Scale()
@@ -105,6 +108,9 @@ class _Int8Layer(nn.Module):
     def _restore(self, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take over what `saved` returned, except what the constructor takes."""
         self.name, self.activation = str(about["layer"]), str(about["activation"])
+        if self.activation not in self.activations:
+            known = ", ".join(self.activations)
+            raise ValueError(f"activation must be one of {known}, got {self.activation}")
         found = {k: Scale(float(about[k][0]), int(about[k][1])) for k in _SCALES if k in about}
         self.output = found.get("output", Scale())
         self.residual = found.get("residual", Scale())
@@ -166,6 +172,8 @@ class Int8Linear(_Int8Layer):
         norm: Path of the norm that has multiplied by them, or an empty string.
         group: The layers that read the same input, or None.
     """
+
+    activations = ACTIVATIONS
 
     weight: Tensor
     smooth: Tensor | None

@@ -266,7 +266,7 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
             qweight: int32 ``[K / 8, N]`` (GPTQ) or ``[K, N / 8]`` (AWQ).
             scales: ``[G, N]``.
             zero_points: int32 ``[G, N / 8]`` (GPTQ: less one), or None where all are 8.
-            in_features: K.
+            in_features: K; for GPTQ also the rows of ``qweight``, which vLLM passes.
             out_features: N.
             qconfig: A `QConfigWoq`, or a mapping with one as global; None means ``lowp_mode=BF16``.
             bias: ``[N]``, or None.
@@ -285,6 +285,8 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
         _member(op, "dtype", QuantDtype, dtype)
         qconfig = as_qconfig(op, qconfig)
         if method is QuantMethod.GPTQ_GEMM:
+            if in_features == qweight.shape[0]:
+                in_features *= 8
             weight = gptq_weight(
                 qweight,
                 scales,

@@ -15,7 +15,7 @@ from torch import nn
 
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
-from ipex_quant._files import mapped, read_config, weight_files
+from ipex_quant._files import CheckpointError, mapped, read_config, weight_files
 from ipex_quant._int8_saved import rebuild, restore_records
 from ipex_quant._model import replace_module
 from ipex_quant._replace import assign, finish_meta, load_rest, replace_linears_from_checkpoint
@@ -35,7 +35,10 @@ Tensor = torch.Tensor
 #: Called as ``progress(done, total, name)`` after each layer.
 Progress = Callable[[int, int, str], None]
 #: What descriptions that were changed by hand lead to.
-_UNLIKE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ZeroDivisionError)
+_UNLIKE = (
+    *(AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError),
+    ZeroDivisionError,
+)
 
 
 def load(
@@ -76,7 +79,7 @@ def load(
     check(version == VERSION, op, f"version of {place}", f"be {VERSION}", version)
     try:
         return _load(op, place, config, model, progress)
-    except OpArgumentError:
+    except (OpArgumentError, CheckpointError):
         raise
     except _UNLIKE as error:
         # Numbers and names of config.json lead everywhere: what has been changed shows only there.

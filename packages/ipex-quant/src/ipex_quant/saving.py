@@ -263,6 +263,8 @@ def model_config(model: nn.Module) -> dict[str, Any]:
         return {}
     kind = getattr(type(model), "_ipex_original", type(model))
     found = {**config.to_dict(), "architectures": [kind.__name__]}
+    # Old releases of transformers write that they have chosen the attention; who reads that stays with eager.
+    found.pop("_attn_implementation_autoset", None)
     return found
 
 
