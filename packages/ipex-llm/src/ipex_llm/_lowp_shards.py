@@ -127,7 +127,8 @@ class Splitter:
         for name, number in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
             positive = isinstance(number, int) and 0 < number <= _MOST_HEADS
             check(positive, _OP, "model_config", f"have {name}, a positive number", number)
-        check(bits in (2, 3, 4, 8), _OP, "bits", "be one of 2, 3, 4, 8", bits)
+        known = type(bits) is int and bits in (2, 3, 4, 8)
+        check(known, _OP, "bits", "be one of 2, 3, 4, 8", bits)
         grouped = isinstance(group_size, int) and (group_size == -1 or group_size > 0)
         check(grouped, _OP, "group_size", "be -1 or positive", group_size)
         check(heads % kv_heads == 0, _OP, "num_key_value_heads", f"divide {heads}", kv_heads)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 __all__ = ["IpexConfig", "IpexQuantizer", "register"]
 
 NAME = "ipex"
+log = logging.getLogger("ipex")
 
 
 class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -22,14 +24,15 @@ class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Args:
         weight_dtype: ``"int8"``, ``"int4"``, ``"nf4"``, ``"fp4"``, ``"mxfp4"`` or ``"fp8"``.
-        group_size: Weights that share a scale; -1: a row of the weight.
+        group_size: Weights that share a scale; -1: a row of the weight; None: 32 for ``"mxfp4"``, else 128.
         lowp_mode: ``"NONE"``, ``"FP16"``, ``"BF16"`` or ``"INT8"``: what products are computed in.
         modules_to_not_convert: Linear layers that stay as they are: names, ends of names, names of modules around
-            them, or patterns; None: the output layer.
+            them or their ends, or patterns; None: the output layer.
         **saved: The content of a folder's ``quantization_config``.
 
     Raises:
-        ValueError: An argument is none of these.
+        TypeError: An argument is not known, or ``modules_to_not_convert`` is a single text.
+        ValueError: A value is none of these.
 
     Example:
         >>> from ipex_llm.integrations import IpexConfig, register_transformers
@@ -41,12 +44,13 @@ class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(
         self,
         weight_dtype: str = "int4",
-        group_size: int = 128,
+        group_size: int | None = None,
         lowp_mode: str = "BF16",
         modules_to_not_convert: list[str] | None = None,
         **saved: Any,
     ) -> None:
         from ipex_quant import WoqLowpMode, WoqWeightDtype
+        from ipex_quant._model import patterns_of
 
         self.quant_method: Any = NAME
         for name, value, kind in (
@@ -56,12 +60,33 @@ class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
             if str(value).upper() not in kind.__members__:
                 allowed = ", ".join(kind.__members__)
                 raise ValueError(f"IpexConfig: {name} must be one of {allowed}, got {value!r}")
+        if modules_to_not_convert is not None:
+            patterns_of("IpexConfig", modules_to_not_convert, "modules_to_not_convert")
         saved.pop("quant_method", None)
+        if saved and "layers" not in saved:
+            raise TypeError(f"IpexConfig: arguments must be known, got {', '.join(sorted(saved))}")
         self.saved = saved
         self.weight_dtype = weight_dtype
+        if group_size is None:
+            group_size = 32 if str(weight_dtype).upper() == "MXFP4" else 128
         self.group_size = group_size
         self.lowp_mode = lowp_mode
         self.modules_to_not_convert = modules_to_not_convert
+        self.qconfig()  # raises before anything is loaded
+
+    def qconfig(self) -> Any:
+        """Return how linear layers are quantised, as `ipex_quant.quantize_linears` takes it.
+
+        Raises:
+            ValueError: The values do not fit together.
+        """
+        from ipex_quant import WoqLowpMode, WoqWeightDtype, woq_qconfig
+
+        return woq_qconfig(
+            weight_dtype=WoqWeightDtype[self.weight_dtype.upper()],
+            group_size=self.group_size,
+            lowp_mode=WoqLowpMode[self.lowp_mode.upper()],
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return what goes into a ``config.json``."""
@@ -78,6 +103,13 @@ class _Place(nn.Module):
         super().__init__()
         self.in_features = getattr(layer, "in_features", None)
         self.out_features = getattr(layer, "out_features", None)
+        # Blocks that initialise the layers inside them look for these; a tensor that is no parameter is none to load.
+        for name in ("weight", "bias"):
+            value = getattr(layer, name, None)
+            if value is not None:
+                value = torch.empty(0, dtype=value.dtype)
+                value.__dict__["_is_hf_initialized"] = True
+            self.__dict__[name] = value
 
 
 class IpexQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -93,8 +125,8 @@ class IpexQuantizer(HfQuantizer):  # type: ignore[misc]
         """
         devices = kwargs.get("device_map")
         used = set(devices.values()) if isinstance(devices, dict) else {devices}
-        other = {d for d in used if d not in {None, "auto"} and torch.device(d).type != "cpu"}
-        if other:
+        # Also numbers of accelerators and "disk", which are no devices of torch.
+        if not all(d in {None, "auto"} or str(d).partition(":")[0] == "cpu" for d in used):
             raise ValueError(f"from_pretrained: device_map must be the CPU for ipex, got {devices}")
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -108,7 +140,14 @@ class IpexQuantizer(HfQuantizer):  # type: ignore[misc]
         tied = bool(getattr(model.config, "tie_word_embeddings", False))
         head = model.get_output_embeddings() if tied else None
         for name in (*about.get("layers", {}), *about.get("shared", {})):
-            layer = model.get_submodule(name)
+            try:
+                layer = model.get_submodule(name)
+            except AttributeError:
+                saved = ", ".join(model.config.architectures or ["the class that was saved"])
+                raise ValueError(
+                    f"from_pretrained: the model must be {saved} for {self._folder}, got {type(model).__name__}, which"
+                    f" has no {name}"
+                ) from None
             if layer is not head:
                 replace_module(model, name, _Place(layer))
         # Our own loader reads the codes; transformers need not name them.
@@ -132,23 +171,19 @@ class IpexQuantizer(HfQuantizer):  # type: ignore[misc]
             from ipex_quant import load
 
             return load(self._folder, model)
-        from ipex_quant import WoqLowpMode, WoqWeightDtype, quantize_linears, woq_qconfig
+        from ipex_quant import quantize_linears
 
         settings: Any = self.quantization_config
-        qconfig = woq_qconfig(
-            weight_dtype=WoqWeightDtype[settings.weight_dtype.upper()],
-            group_size=settings.group_size,
-            lowp_mode=WoqLowpMode[settings.lowp_mode.upper()],
-        )
         skip = settings.modules_to_not_convert
         if skip is None:
             head = model.get_output_embeddings()
             skip = [name for name, module in model.named_modules() if module is head]
-        quantize_linears(model, qconfig, skip, progress=False)
+        quantize_linears(model, settings.qconfig(), skip, progress=False)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Return False: ``ipex.quantization.save`` writes such models."""
+        """Return False, and tell in the log who writes such models."""
+        log.warning("save_pretrained: ipex.quantization.save(model, folder) writes this model")
         return False
 
     @property

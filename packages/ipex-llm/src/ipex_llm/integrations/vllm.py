@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plug-in of vLLM: our ops in its registry of custom ops, for its CPU backend.
+"""The plug-in of vLLM: our ops in its registries of custom ops and of implementations, for its CPU backend.
 
 vLLM calls `register` in each of its processes. It does something only if ``VLLM_PLUGINS`` names ``ipex``: that this
 package is installed is no wish to have other numerics in vLLM.
@@ -27,6 +27,10 @@ OPS = {
     "GeluAndMul": "vllm.model_executor.layers.activation",
     "QuickGELU": "vllm.model_executor.layers.activation",
 }
+
+
+#: Name of our implementations among those of ``vllm.ir.ops``.
+PROVIDER = "ipex"
 
 
 def wanted() -> bool:
@@ -70,9 +74,67 @@ def register() -> tuple[str, ...]:
         elif stock is None or present is not None:
             _log.info("vLLM plug-in: %s stays as it is", name)
         else:
-            base.register_oot(_replacement(name, stock), name=name)
+            replacement = _replacement(name, stock)
+            base.register_oot(replacement, name=name)
+            # Not the name of the class, which it has now: `custom_ops` of vLLM's configuration names ops otherwise.
+            replacement.name = getattr(stock, "name", name)
             done.append(name)
+    _implement()
     return tuple(done)
+
+
+def _implement() -> None:
+    """Offer norms as implementations of ``vllm.ir.ops``, which ``--ir-op-priority`` chooses from."""
+    try:
+        ops = importlib.import_module("vllm.ir").ops
+    except (ImportError, AttributeError):  # of a version without
+        return
+    for name, implementation, supports in (
+        ("rms_norm", _ir_rms_norm, _takes_rms_norm),
+        ("fused_add_rms_norm", _ir_fused_add_rms_norm, _takes_fused_add_rms_norm),
+    ):
+        op = getattr(ops, name, None)
+        if op is None or PROVIDER in op.impls:
+            continue
+        try:
+            op.register_impl(PROVIDER, supports_args=supports)(implementation)
+        except ValueError as error:  # of another signature in this version
+            _log.info("vLLM plug-in: vllm.ir.ops.%s stays as it is: %s", name, error)
+
+
+def _ir_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    result: Tensor = torch.ops.ipex.rms_norm(x, weight, epsilon)
+    return result
+
+
+def _takes_rms_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    same = weight is None or weight.dtype == x.dtype
+    return variance_size is None and same and x.device.type == "cpu"
+
+
+def _ir_fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normed, total = torch.ops.ipex.add_rms_norm(x, x_residual, weight, epsilon)
+    return normed, total
+
+
+def _takes_fused_add_rms_norm(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> bool:
+    return x_residual.dtype == x.dtype and _takes_rms_norm(x, weight, epsilon, variance_size)
 
 
 def _replacement(name: str, stock: Any) -> Any:

@@ -110,6 +110,7 @@ class PagedAttention:
             key_cache: See the class; written.
             value_cache: Like ``key_cache``; written.
             slot_mapping: ``[tokens]`` int32 or int64: ``block * block_size + row``; negative: the token is skipped.
+                What is behind the last token is not read.
             kv_cache_dtype: ``"auto"`` (what the caches are), or a demand: ``"fp8"`` or ``"fp8_e5m2"``,
                 ``"fp8_e4m3"``, ``"int8"``.
             k_scale: Value of 1 in a quantised key cache.
@@ -121,7 +122,8 @@ class PagedAttention:
         """
         call(
             _OPS.reshape_and_cache.default,
-            *(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale),
+            *(key, value, key_cache, value_cache, _slots_of(key, slot_mapping)),
+            *(kv_cache_dtype, k_scale, v_scale),
         )
 
     @classmethod
@@ -139,7 +141,8 @@ class PagedAttention:
         """Do as `reshape_and_cache`, for caches of the same layout."""
         call(
             _OPS.reshape_and_cache_flash.default,
-            *(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale),
+            *(key, value, key_cache, value_cache, _slots_of(key, slot_mapping)),
+            *(kv_cache_dtype, k_scale, v_scale),
         )
 
     @classmethod
@@ -328,6 +331,12 @@ class PagedAttention:
         """
         source, target = _block_pairs("swap_blocks", block_mapping, src, dst)
         dst[target.to(dst.device)] = src[source].to(dst.device)
+
+
+def _slots_of(key: Tensor, slot_mapping: Tensor) -> Tensor:
+    """Return the slots of the tokens: callers keep one buffer of slots for all steps, as IPEX allows."""
+    tokens = key.shape[0]
+    return slot_mapping[:tokens] if slot_mapping.shape[0] > tokens else slot_mapping
 
 
 def _on_cpu(

@@ -78,6 +78,7 @@ class GatedMLPMOE(nn.Module):
     ) -> None:
         super().__init__()
         packed = None
+        self._eight_bits = False
         given: dict[str, Tensor | None] = dict.fromkeys(("W13", "W2", "W3"))
         if is_mxfp4 or is_int4:
             check(W3 is None, _OP, "W3", "be None for 4-bit weights: its rows are in W13", "others")
@@ -85,6 +86,7 @@ class GatedMLPMOE(nn.Module):
             sizes = W2.shape[0], W2.shape[1], packed.intermediate_size
         else:
             if w1_scale_inv is not None or w2_scale_inv is not None or W2.dtype in FP8:
+                self._eight_bits = True
                 W13 = from_eight_bits("W13", W13, w1_scale_inv)
                 W2 = from_eight_bits("W2", W2, w2_scale_inv)
                 W3 = None if W3 is None else from_eight_bits("W3", W3, w1_scale_inv)
@@ -199,7 +201,7 @@ class GatedMLPMOE(nn.Module):
         """Route each token to ``top_k`` experts and return the weighted sum of their results.
 
         Args:
-            hidden_states: ``[..., H]`` in the dtype of the weights; with weights of 4 bits in any float dtype.
+            hidden_states: ``[..., H]`` in the dtype of the weights; with weights of 4 or 8 bits in any float dtype.
             use_grouped_topk: Choose groups of experts first.
             top_k: Experts per token.
             router_logits: ``[tokens, number of all experts]``.
@@ -233,6 +235,13 @@ class GatedMLPMOE(nn.Module):
         check(features == self.hidden_size, _OP, "hidden_states", text, features)
         if self.w2_packed is None:
             dtype = self.W2.dtype if self._packed is None else self._dtype
+            if self._eight_bits and hidden_states.dtype in _FLOATS and hidden_states.dtype != dtype:
+                result = self.forward(
+                    *(hidden_states.to(dtype), use_grouped_topk, top_k, router_logits, renormalize),
+                    *(topk_group, num_expert_group, custom_routing_function, scoring_func),
+                    *(e_score_correction_bias, activation),
+                )
+                return result.to(hidden_states.dtype)
             text = f"have dtype {dtype} of the weights"
             check(hidden_states.dtype == dtype, _OP, "hidden_states", text, hidden_states.dtype)
         if self._must_be_plain(hidden_states):

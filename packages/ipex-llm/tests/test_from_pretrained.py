@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised models in ``from_pretrained`` of transformers."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from small_llama import llama, padded
+from torch import nn
+
+import ipex_quant
+from ipex_llm.integrations import IpexConfig, register_transformers
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register_transformers()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("weights", ["INT4", "INT8"])
+def test_from_pretrained_loads_what_save_wrote(weights, tied, tmp_path, caplog):
+    model = llama(tie_word_embeddings=tied)
+    kind = ipex_quant.WoqWeightDtype[weights]
+    skip = ["lm_head"] if tied else []
+    ipex_quant.quantize_linears(
+        model, ipex_quant.woq_qconfig(weight_dtype=kind, group_size=32), skip
+    )
+    with torch.no_grad():
+        wanted = model(**padded()).logits
+    ipex_quant.save(model, tmp_path / "model")
+    with caplog.at_level(logging.WARNING):
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert not [
+        r for r in caplog.records if "newly initialized" in r.message or "not used" in r.message
+    ]
+    assert isinstance(again.model.layers[0].mlp.up_proj, ipex_quant.WeightOnlyQuantizedLinear)
+    assert not any(t.is_meta for t in [*again.parameters(), *again.buffers()])
+    with torch.no_grad():
+        got = again(**padded()).logits
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    # And once more: what was loaded can be saved and loaded.
+    ipex_quant.save(again, tmp_path / "again")
+    third = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        torch.testing.assert_close(third(**padded()).logits, wanted, rtol=0, atol=0)
+
+
+def test_from_pretrained_quantises_while_loading(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path / "float")
+    config = IpexConfig("int8", group_size=-1)
+    fast = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "float", quantization_config=config
+    )
+    assert isinstance(fast.model.layers[1].self_attn.o_proj, ipex_quant.WeightOnlyQuantizedLinear)
+    assert type(fast.lm_head) is nn.Linear
+    with torch.no_grad():
+        got, wanted = fast(**padded()).logits, model(**padded()).logits
+    assert nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), 0) > 0.99
+
+
+def test_wrong_configurations_raise_before_a_model_is_loaded():
+    for error, text, arguments in (
+        (ValueError, "weight_dtype must be one of", {"weight_dtype": "int3"}),
+        (ValueError, "group_size must be -1 or a power of two, got 0", {"group_size": 0}),
+        (ValueError, "lowp_mode must be", {"weight_dtype": "fp8", "lowp_mode": "INT8"}),
+        (TypeError, "must be known, got group_sizes", {"group_sizes": 64}),
+        (TypeError, "must be a list of texts, got 'o_proj'", {"modules_to_not_convert": "o_proj"}),
+    ):
+        with pytest.raises(error, match=text):
+            IpexConfig(**arguments)
+    assert IpexConfig("mxfp4").group_size == 32 and IpexConfig().group_size == 128
+
+
+def test_only_the_cpu_as_device():
+    from ipex_llm.integrations._quantizer import IpexQuantizer
+
+    quantizer = IpexQuantizer(IpexConfig("int8"))
+    for device in ("auto", "cpu", {"": "cpu"}, {"": torch.device("cpu")}, None):
+        quantizer.validate_environment(device_map=device)
+    for device in ("cuda", {"": 0}, {"model": "cpu", "lm_head": "disk"}, {"": "meta"}):
+        with pytest.raises(ValueError, match="device_map must be the CPU"):
+            quantizer.validate_environment(device_map=device)
+
+
+def test_layers_by_the_name_of_a_module_around_them(tmp_path):
+    llama().save_pretrained(tmp_path)
+    config = IpexConfig("int8", group_size=-1, modules_to_not_convert=["self_attn"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    left = {n.rpartition(".")[0] for n, m in model.named_modules() if type(m) is nn.Linear}
+    assert left == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
+
+
+def test_models_whose_blocks_initialise_their_layers(tmp_path):
+    shape = {
+        "vocab_size": 96,
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+    }
+    torch.manual_seed(0)
+    config = transformers.T5Config(**shape, decoder_start_token_id=0)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    qconfig = ipex_quant.woq_qconfig(weight_dtype=ipex_quant.WoqWeightDtype.INT8)
+    ipex_quant.quantize_linears(model, qconfig, ["lm_head"])
+    ids = padded()["input_ids"]
+    ipex_quant.save(model, tmp_path)
+    again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        got, wanted = (m(ids, decoder_input_ids=ids[:, :4]).logits for m in (again, model))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_what_transformers_cannot_do_with_a_saved_model(tmp_path, caplog):
+    model = llama()
+    ipex_quant.quantize_linears(model, ipex_quant.woq_qconfig(), ["lm_head"])
+    ipex_quant.save(model, tmp_path)
+    with pytest.raises(ValueError, match=r"must be LlamaForCausalLM for .*, got LlamaModel"):
+        transformers.AutoModel.from_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="not serializable"):
+        again.save_pretrained(tmp_path / "other")
+    assert "ipex.quantization.save(model, folder) writes this model" in caplog.text
