@@ -120,6 +120,8 @@ def test_the_documented_example(tmp_path):
         ("hyperparams: {launcher: {hp: [malloc], malloc: [hoard]}}", r"malloc\[0\] must be one of tc, je, pt"),
         ("hyperparams:\n  launcher:\n    hp: [disable_iomp]\n    disable_iomp: [1]\n", r"must be true or false, got 1"),
         ("hyperparams: {launcher: {hp: [ninstances], ninstances: [1], ninstances: [2]}}\n", r"stands twice"),
+        ("? [&a [x, x], *a, *a]\n: 1\n", r"line 1: a key must be a text, got a sequence$"),
+        ("7: 1\n", r"line 1: a key must be a text, got 7$"),
         ("tuning:\n  strategy: [grid\n", r"line \d: not valid YAML"),
         ("tuning: \x00\n", r"not valid YAML"),
     ],

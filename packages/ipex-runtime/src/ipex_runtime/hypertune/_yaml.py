@@ -112,11 +112,14 @@ def _place(loader: Any, node: Any, file: str, key: str, count: list[int]) -> Pla
     if isinstance(node, yaml.MappingNode):
         found: dict[Any, Place] = {}
         for name_node, value_node in node.value:
-            name = loader.construct_object(name_node, deep=True)
-            inner = f"{key}.{name}" if key else str(name)
             at = name_node.start_mark.line + 1
+            plain = isinstance(name_node, yaml.ScalarNode)
+            name = loader.construct_object(name_node) if plain else None
             if not isinstance(name, str):
-                raise ConfigurationError(f"{file}, line {at}: a key must be a text, got {name!r}")
+                # Lists are not shown: aliases make short ones whose text is endless.
+                got = repr(name) if plain else f"a {name_node.id}"
+                raise ConfigurationError(f"{file}, line {at}: a key must be a text, got {got}")
+            inner = f"{key}.{name}" if key else name
             if name in found:
                 raise ConfigurationError(f"{file}, line {at}: the key {inner!r} stands twice")
             found[name] = _place(loader, value_node, file, inner, count)
