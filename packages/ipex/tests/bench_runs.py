@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from typer.testing import CliRunner
 
 from ipex._bench import shapes
+from ipex._bench.result import Row
 from ipex._bench.task import Task
 from ipex._commands import bench
 
@@ -22,3 +24,10 @@ def task_in(folder: Path, kind: str, name: str, dtype: str = "float32") -> Task:
 
 def run(*arguments: object) -> object:
     return CliRunner().invoke(bench.app, [str(a) for a in arguments])
+
+
+def row(**changes: object) -> Row:
+    base = Row(
+        "a", "ipex_eager", "bfloat16", 1.0, 2.0, 1.9, 2.1, 7, 50.0, "memory", 9, 9, 1.0, 1.0, 1
+    )
+    return dataclasses.replace(base, **changes)

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from ipex._commands import bench
-from ipex_core import _spec
+from ipex_core import _plugins, _spec, benchmark
 from ipex_core.benchmark import Ratio, paired, quantile, ratio, run_bench
 from ipex_core.errors import UnknownOpError
 
@@ -70,11 +71,27 @@ def test_table_json_and_plot(tiny, tmp_path):
     assert "silu_mul" in result.output and "4x64" in result.output
     data = json.loads((tmp_path / "a.json").read_text())
     assert data["machine"]["torch"] == torch.__version__
+    assert data["command"].startswith("ipex bench ops")
     small, large = data["results"]
     assert small["limit"] == "call" and small["limit_percent"] is None
     assert large["limit"] in {"memory", "compute"} and large["limit_percent"] > 0
     assert small["rounds"] >= 7 and small["ratio_low"] <= small["ratio"] <= small["ratio_high"]
     assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_tiny_is_the_smallest_shape_and_auto_what_the_processor_multiplies(
+    tiny, tmp_path, monkeypatch
+):
+    def measured(*arguments):
+        file = tmp_path / "a.json"
+        assert run(*arguments, "--json", file).exit_code == 0
+        return [(r["case"], r["dtype"]) for r in json.loads(file.read_text())["results"]]
+
+    monkeypatch.setattr("ipex_core.amp.native_reason", lambda dtype: "no instructions")
+    assert measured("--size", "tiny") == [("4x64", "float32")]
+    monkeypatch.setattr("ipex_core.amp.native_reason", lambda dtype: "")
+    assert measured("--size", "tiny") == [("4x64", "bfloat16"), ("4x64", "float32")]
+    assert measured("--dtype", "fp32") == [("4x64", "float32"), ("512x512", "float32")]
 
 
 def test_compare_finds_a_regression(tiny, tmp_path):
@@ -100,11 +117,13 @@ def test_compare_finds_a_regression(tiny, tmp_path):
     ("arguments", "message"),
     [
         (["--dtype", "int8"], "must be one of float32"),
+        (["--size", "huge"], "must be one of tiny, small, full"),
+        (["--engines", "openvino"], "has no effect without --peers"),
         (["--threads", "0"], "positive"),
         (["--threads", "x"], "positive"),
         (["--levels", "mmx"], "mmx"),
         (["--case", "no such case"], "nothing to measure"),
-        (["nosuch"], "unknown op"),
+        (["nosuch"], "neither a kind of benchmark (ops, models, llm, train) nor an op"),
     ],
 )
 def test_bad_arguments_exit_with_2(tiny, arguments, message):
@@ -127,6 +146,41 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(option, tmp_path)
     assert done.exit_code == 2
     assert "cannot write" in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("levels", [(), ("--levels", "default")])
+def test_a_shape_that_fails_leaves_the_others(levels, tiny, tmp_path, monkeypatch):
+    if levels:
+        provider = _plugins.provider_for("cpu")
+        if provider is None or "default" not in provider.isa_built:
+            pytest.skip("no kernels of this level")
+
+    def measured(spec, case, dtype, **more):
+        if case.id == "4x64":
+            raise MemoryError("no room\nfor it")
+        return benchmark.measure_op(spec, case, dtype, **more)
+
+    monkeypatch.setattr(benchmark, "measure_op", benchmark.measure, raising=False)
+    monkeypatch.setattr(benchmark, "measure", measured)
+
+    def here(arguments, env, check):  # the process of a level, in this one
+        bench.child(*arguments[3:])
+
+    monkeypatch.setattr(bench.subprocess, "run", here)
+    file = tmp_path / "a.json"
+    done = run("--dtype", "fp32", "--json", file, *levels)
+    assert done.exit_code == 1, done.output
+    assert "failed: silu_mul 4x64 torch.float32: MemoryError: no room" in done.output
+    assert [r["case"] for r in json.loads(file.read_text())["results"]] == ["512x512"]
+    done = run("--dtype", "fp32", "--case", "4x64", *levels)
+    assert done.exit_code == 1 and "nothing to measure" not in done.output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_is_told(tiny):
+    done = run("--dtype", "fp32", "--case", "4x64", "--json", "/dev/full")
+    assert done.exit_code == 1
+    assert "cannot write /dev/full: No space left" in done.output and "stock us" in done.output
 
 
 def test_a_chart_of_an_unknown_kind_is_refused_before_the_work(tmp_path):

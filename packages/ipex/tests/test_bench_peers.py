@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.machinery
 import importlib.util
+import io
+import json
+import statistics
 import sys
 
 import pytest
 import torch
-from bench_runs import run, task_in
+from bench_runs import row, run, task_in
+from rich.console import Console
 
-from ipex._bench import peers, torch_work, worker, workloads
+from ipex._bench import peers, report, torch_work, worker, workloads
 from ipex._bench import run as bench_run
-from ipex._bench.result import Absent, Row, Run, interval, limit_percent, regressions, untold
+from ipex._bench.result import Run, interval
 from ipex._bench.task import Prepared, Task
 from ipex._commands import bench_peers
 
@@ -21,92 +26,6 @@ pytest.importorskip("numpy")
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
-
-
-def row(**changes: object) -> Row:
-    base = Row(
-        "a", "ipex_eager", "bfloat16", 1.0, 2.0, 1.9, 2.1, 7, 50.0, "memory", 9, 9, 1.0, 1.0, 1
-    )
-    return dataclasses.replace(base, **changes)
-
-
-# -- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def test_interval_holds_the_median_and_narrows_with_more_rounds():
-    stock = [10.0, 11.0, 9.0, 30.0, 10.0]
-    mine = [5.0, 5.0, 5.0, 5.0, 5.0]
-    middle, low, high = interval(stock, mine)
-    assert (middle, interval(stock, mine)) == (2.0, (middle, low, high))
-    assert low < middle < high
-    _, low_more, high_more = interval(stock * 20, mine * 20)
-    assert high_more - low_more < high - low
-
-
-def test_limit_is_the_slower_of_memory_and_arithmetic():
-    limits = {"read": 1.0, "bytes": 100.0, "bfloat16": 1.0, "int8": 0.5}
-    facts = {"weights": 50, "activations": 0}
-    assert limit_percent(limits, 2.0, "bfloat16", 0, facts) == (50.0, "memory")
-    share, bound = limit_percent(limits, 4.0, "bfloat16", 4 * 1024**3, facts)
-    assert (share, bound) == (50.0, "compute")
-    # int4 weights are multiplied as int8.
-    assert limit_percent(limits, 1.0, "int4", 4 * 1024**3, facts)[0] == pytest.approx(100.0)
-
-
-def test_regressions_need_intervals_apart_and_more_than_the_tolerance():
-    def now(*rows: Row, absent: tuple[Absent, ...] = ()) -> Run:
-        return Run("models", "bfloat16", {}, rows=list(rows), absent=list(absent))
-
-    old = [row()]
-    assert regressions(old, now(row(ratio=1.5, low=1.4, high=1.6)))
-    assert not regressions(old, now(row(ratio=1.5, low=1.0, high=2.0)))  # noise
-    assert not regressions(old, now(row(ratio=1.95, low=1.94, high=1.89)))  # small
-    assert not regressions(old, now(row(ratio=3.0, low=2.9, high=3.1)))
-    other = [row(engine="openvino")]
-    assert not regressions(other, now(row(engine="openvino", ratio=0.1, low=0.1, high=0.1)))
-    assert regressions(old, now(absent=(Absent("ipex_eager", "a", "failed: x"),)))
-    assert not regressions(old, now())  # not asked for this time
-    assert untold(old, now(absent=(Absent("ipex_eager", "a", "too disturbed"),)))
-    assert not untold(old, now(absent=(Absent("ipex_eager", "a", "failed: x"),)))
-    assert not untold(old, now()) and not untold(old, now(*old))
-
-
-def test_a_run_survives_its_file(tmp_path):
-    first = Run(
-        "llm", "int4", {"cpu": "x"}, {"torchao": "1"}, [row()], [Absent("zentorch", "", "no")], "c"
-    )
-    file = tmp_path / "run.json"
-    file.write_text(first.to_json())
-    assert Run.read(file) == first
-    file.write_text("{}")
-    with pytest.raises(ValueError, match="not a result file"):
-        Run.read(file)
-
-
-def test_a_part_replaces_what_it_measures_and_keeps_the_rest():
-    machine = {"cpu": "x", "torch": "2"}
-    first = Run(
-        *("llm", "int4", machine, {"torchao": "1"}),
-        rows=[row(case="a decode"), row(case="b decode", engine="openvino")],
-        absent=[Absent("torchao", "", "not installed"), Absent("zentorch", "", "no")],
-        command="one",
-    )
-    new = row(case="a decode", engine="torchao")
-    part = Run(
-        *("llm", "int4", machine, {"torchao": "2"}),
-        rows=[row(case="b decode"), new],
-        absent=[Absent("ipex_eager", "a", "failed: x")],
-        command="two",
-    )
-    both = first.with_part(part)
-    assert [(r.case, r.engine) for r in both.rows] == [
-        *(("b decode", "ipex_eager"), ("b decode", "openvino"), ("a decode", "torchao"))
-    ]
-    assert both.absent == [Absent("zentorch", "", "no"), *part.absent]
-    assert (both.versions, both.command) == ({"torchao": "2"}, "one\ntwo")
-    for other in (Run("llm", "int8", machine), Run("llm", "int4", {**machine, "cpu": "y"})):
-        with pytest.raises(ValueError, match="must have the same"):
-            first.with_part(other)
 
 
 # -- engines ----------------------------------------------------------------------------------------------------------
@@ -276,6 +195,14 @@ def test_an_engine_with_a_wrong_cache_is_not_timed(fault, dtype, tmp_path, monke
     assert prepared is None and "wrong answer" in fact["error"]
 
 
+def test_the_products_of_attention_are_counted(tmp_path):
+    task = task_in(tmp_path, "ops", "attention")
+    workloads.make(task)
+    facts = json.loads((task.path / "facts.json").read_text())
+    rows, width = task.shape["rows"], task.shape["width"]
+    assert facts["flops"] == 2 * 2 * rows * rows * width
+
+
 def test_wrong_answers_are_not_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "ALIAS", "ipex._bench")
     task = task_in(tmp_path, "ops", "linear")
@@ -314,14 +241,32 @@ def test_a_table_of_engines(tmp_path):
     found = Run.read(files["json"])
     assert {r.engine for r in found.rows} == {"stock_eager", "ipex_eager"}
     mine = next(r for r in found.rows if r.engine == "ipex_eager")
-    assert mine.low <= mine.ratio <= mine.high and mine.rounds >= 7
-    assert mine.limit_percent > 0 and mine.exactness > 0.9999
+    assert len(mine.times) == len(mine.stock) == mine.rounds >= 7
+    assert interval(mine.stock, mine.times) == pytest.approx(
+        (mine.ratio, mine.low, mine.high), rel=1e-2, abs=1e-3
+    )
+    assert mine.ms == pytest.approx(statistics.median(mine.times), abs=1e-3)
+    assert mine.limit == "call" and mine.exactness > 0.9999
     assert found.machine["torch"] == torch.__version__ and found.machine["threads"] == 1
     reasons = {one.engine: one.reason for one in found.absent}
     assert reasons["llama_cpp"] == "no adapter for ops"
     text = files["markdown"].read_text()
     assert "| Case | stock eager | ipex eager |" in text and "- llama.cpp: no adapter" in text
     assert files["plot"].stat().st_size > 1000
+
+
+@pytest.mark.parametrize("width", [160, 100, 70, 40])
+def test_a_table_fits_the_terminal_and_shows_cases_and_engines_whole(width):
+    engines = ("stock_eager", "stock_compile", "ipex_eager", "ipex_compile", "openvino")
+    case = "layer-norm 16x64"
+    rows = [row(case=case, engine=e, ratio=277.58, low=251.15, high=336.56) for e in engines]
+    console = Console(width=width, file=io.StringIO())
+    report.show(Run("ops", "float32", {}, rows=rows), console)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    found = "\n".join(lines)
+    assert case in found and "277.58x" in found and "…" not in found
+    assert ("251.15-336.56" in found) == (width >= 64)
 
 
 def test_a_regression_is_measured_again_before_it_counts(tmp_path, monkeypatch):

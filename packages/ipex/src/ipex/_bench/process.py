@@ -20,6 +20,10 @@ from .task import Task
 __all__ = ["EngineError", "Worker"]
 
 
+#: Characters of the longest answer.
+_LONGEST = 1 << 16
+
+
 class EngineError(Exception):
     """The process ended, did not answer in time, or answered with an error; the text is for the table."""
 
@@ -64,19 +68,24 @@ class Worker:
             stderr=self._errors,
             text=True,
             encoding="utf-8",
+            errors="replace",
             env=env,
             # A session of its own: compilers that it starts end with it, and Ctrl-C reaches us alone.
             start_new_session=True,
         )
-        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._asked = 0
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put(None)
+        # In pieces: what is not our worker may print without end and without lines.
+        while line := self._process.stdout.readline(_LONGEST):
+            answer = _answer(line)
+            if answer is not None:
+                self._answers.put(answer)
+        self._answers.put(None)
 
     def ask(self, *, timeout: float | None = None, **request: Any) -> dict[str, Any]:
         """Send a command and return the answer.
@@ -90,18 +99,18 @@ class Worker:
         """
         assert self._process.stdin is not None
         seconds = self.timeout if timeout is None else timeout
+        self._asked += 1
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.write(json.dumps({**request, "id": self._asked}) + "\n")
             self._process.stdin.flush()
-            line = self._lines.get(timeout=seconds)
+            answer = self._answers.get(timeout=seconds)
         except (OSError, ValueError):
-            line = None
+            answer = None
         except queue.Empty:
             self.close(at_once=True)
             raise EngineError(f"no answer within {seconds:g} s") from None
-        if line is None:
+        if answer is None:
             raise EngineError(self._last_words())
-        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _last_words(self) -> str:
@@ -149,3 +158,12 @@ class Worker:
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._errors.close()
+
+
+def _answer(line: str) -> dict[str, Any] | None:
+    """Return the answer that a line is; None for what the interpreter or a script around it prints beside answers."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "id" in found else None

@@ -14,7 +14,7 @@ from rich.table import Table
 from . import peers
 from .result import Row, Run
 
-__all__ = ["markdown", "matrix", "show", "title", "write_plot"]
+__all__ = ["markdown", "matrix", "ratio_axis", "show", "title", "write_plot"]
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -37,8 +37,10 @@ def show(run: Run, console: Console) -> None:
     """Print the table: a column for each engine, or, where the terminal is too narrow, a line."""
     cases, engines, cells = matrix(run)
     if cases:
-        wide = console.width >= 24 + 15 * len(engines)
-        console.print(_by_case(run, cases, engines, cells) if wide else _by_engine(run))
+        table = _by_case(run, cases, engines, cells)
+        unlimited = console.options.update_width(10_000)
+        wide = console.measure(table, options=unlimited).maximum <= console.width
+        console.print(table if wide else _by_engine(run, console.width))
     for line in absences(run):
         console.print(f"[dim]{escape(line)}[/]", highlight=False)
 
@@ -47,7 +49,7 @@ def _by_case(
     run: Run, cases: list[str], engines: list[str], cells: dict[tuple[str, str], Row]
 ) -> Table:
     table = Table(title=title(run), box=SIMPLE_HEAD, caption=_CAPTION)
-    table.add_column("case", overflow="fold")
+    table.add_column("case", no_wrap=True)
     for engine in engines:
         table.add_column(peers.load(engine).title, justify="right", no_wrap=True)
     for case in cases:
@@ -59,7 +61,7 @@ def _by_case(
 
 def _cell(row: Row) -> str:
     first = f"{milliseconds(row.ms)} ms {_SHORT.get(row.precision, row.precision)}"
-    last = f"{row.limit_percent:.0f}% {row.limit[:3]}, {row.peak_mb:.0f} MB"
+    last = f"{row.share}, {row.peak_mb:.0f} MB"
     if row.engine == peers.BASELINE:
         return f"{first}\n1\n\n{last}"
     colour = "green" if row.low > 1 else "yellow" if row.high < 1 else "default"
@@ -72,27 +74,34 @@ _CAPTION = (
 )
 
 
-def _by_engine(run: Run) -> Table:
+def _by_engine(run: Run, width: int) -> Table:
     table = Table(title=title(run), box=SIMPLE_HEAD, caption=_CAPTION)
     table.add_column("case, engine", overflow="fold")
-    for name in ("ms", "ratio", "95 %", "limit", "MB"):
+    # Where there is no room for all columns, those that matter least are left out.
+    shown = [name for name, least in _COLUMNS.items() if width >= least]
+    for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     last = ""
     for row in run.rows:
         if row.case != last:
             table.add_section()
-            table.add_row(f"[bold]{escape(row.case)}[/]", *[""] * 5)
+            table.add_row(f"[bold]{escape(row.case)}[/]", *[""] * len(shown))
         last = row.case
+        cells = {
+            "ms": milliseconds(row.ms),
+            "ratio": f"{row.ratio:.2f}x",
+            "95 %": f"{row.low:.2f}-{row.high:.2f}",
+            "limit": row.share,
+            "MB": f"{row.peak_mb:.0f}",
+        }
         precision = _SHORT.get(row.precision, row.precision)
-        table.add_row(
-            f" {peers.load(row.engine).title} {precision}",
-            milliseconds(row.ms),
-            f"{row.ratio:.2f}x",
-            f"{row.low:.2f}-{row.high:.2f}",
-            f"{row.limit_percent:.0f}% {row.limit[:3]}",
-            f"{row.peak_mb:.0f}",
-        )
+        engine = peers.load(row.engine).title
+        table.add_row(f" {engine} {precision}", *(cells[name] for name in shown))
     return table
+
+
+#: The columns of the narrow table, and the width of the terminal from which on they are shown.
+_COLUMNS = {"ms": 0, "ratio": 0, "95 %": 64, "limit": 76, "MB": 84}
 
 
 def absences(run: Run) -> list[str]:
@@ -144,7 +153,7 @@ def markdown(run: Run) -> str:
                     milliseconds(row.ms),
                     f"{row.ratio:.2f}",
                     f"{row.low:.2f}-{row.high:.2f}",
-                    f"{row.limit_percent:.0f} % ({row.limit})",
+                    "-" if row.limit == "call" else f"{row.limit_percent:.0f} % ({row.limit})",
                     f"{row.peak_mb:.0f}",
                     f"{row.exactness:.5f}",
                     f"{row.prepare_s:.1f}",
@@ -203,8 +212,9 @@ def write_plot(path: Path, run: Run, figure_class: Any) -> None:
         drawn = [(place, row) for place, row in rows if row is not None]
         axes.barh(
             [place + (number - len(shown) / 2 + 0.5) * high for place, _ in drawn],
-            [row.ratio for _, row in drawn],
+            [row.ratio - 1 for _, row in drawn],
             high,
+            left=1.0,  # as much slower is as far from here as as much faster
             xerr=[
                 [max(row.ratio - row.low, 0) for _, row in drawn],
                 [max(row.high - row.ratio, 0) for _, row in drawn],
@@ -215,12 +225,25 @@ def write_plot(path: Path, run: Run, figure_class: Any) -> None:
         )
     axes.set_yticks(range(len(cases)), cases, fontsize=8)
     axes.invert_yaxis()
-    axes.axvline(1.0, color="black", linewidth=0.8)
+    ratio_axis(axes, [end for row in cells.values() for end in (row.low, row.high)])
     axes.set_xlabel("times as fast as stock eager (median of paired rounds; line: 95 % interval)")
     axes.set_title(title(run), fontsize=10)
     axes.legend(fontsize=7, loc="best")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
+
+
+def ratio_axis(axes: Any, ends: list[float]) -> None:
+    """Draw 1 and make the axis of ratios logarithmic, so that a large one leaves the others readable.
+
+    Args:
+        axes: Of matplotlib; its bars begin at 1.
+        ends: What has to fit.
+    """
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(min(0.5, *ends) / 1.1, max(2.0, *ends) * 1.1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 _COLOURS = {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -22,6 +23,9 @@ __all__ = ["Plan", "run"]
 
 Times = dict[str, list[dict[str, float]]]
 _LIMITS = "limits"
+
+#: Engines that are prepared side by side: much of it is a compiler or an export on one core.
+_AT_ONCE = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,67 +106,115 @@ def _case(
 ) -> list[str]:
     """Measure a case; return the engines that are installed."""
     say(f"{task.case}: the answer in float32")
-    with Worker(task, peers.BASELINE, timeout=plan.timeout) as worker:
-        answer = _asked(worker, do="make")
-    if "error" in answer:
-        found.absent += [Absent(e, task.case, f"failed: {answer['error']}") for e in engines]
-        return engines
-    facts = json.loads((task.path / "facts.json").read_text(encoding="utf-8"))
-    waiting = [e for e in engines if e != peers.BASELINE]
-    missing: list[str] = []
-    while True:
-        # All at once where memory allows: then each round has every engine. Else in groups, each with the baseline.
-        with contextlib.ExitStack() as stack:
-            workers: dict[str, Worker] = {}
-            about: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        limits = stack.enter_context(Worker(task, _LIMITS, timeout=plan.timeout))
+        answer = _asked(limits, do="make")
+        if "error" in answer:
+            found.absent += [Absent(e, task.case, f"failed: {answer['error']}") for e in engines]
+            return engines
+        facts = json.loads((task.path / "facts.json").read_text(encoding="utf-8"))
+        read = footprint(task_bytes(task.dtype, facts))
+        answer = _asked(limits, do="limits", bytes=read)
+        if "error" in answer:
+            reason = f"failed: the limits of the machine: {answer['error']}"
+            found.absent += [Absent(e, task.case, reason) for e in engines]
+            return engines
+        waiting = [e for e in engines if e != peers.BASELINE]
+        missing: list[str] = []
+        while True:
+            # All at once where memory allows: then each round has every engine. Else in groups, each with the baseline.
+            with contextlib.ExitStack() as group:
+                workers, about = _ready(plan, task, waiting, missing, found, say, group)
+                if peers.BASELINE not in about:
+                    return engines
+                say(f"{task.case}: timing {', '.join(about)}")
+                try:
+                    times = _rounds(plan, {_LIMITS: limits, **workers}, about)
+                except EngineError as error:
+                    found.absent += [Absent(e, task.case, f"failed: {error}") for e in about]
+                    return engines
+                _note(task, facts, times, about, read, found)
+            if not waiting:
+                return [e for e in engines if e not in missing]
 
-            def start(engine: str, stack: Any = stack, workers: Any = workers) -> Worker:
-                python = plan.pythons.get(engine, "")
-                worker = stack.enter_context(Worker(task, engine, python, plan.timeout))
-                workers[engine] = worker
-                return worker
 
-            limits = start(_LIMITS)
-            read = footprint(task_bytes(task.dtype, facts))
-            answer = _asked(limits, do="limits", bytes=read)
-            if "error" in answer:
-                reason = f"failed: the limits of the machine: {answer['error']}"
-                found.absent += [Absent(e, task.case, reason) for e in engines]
-                return engines
-            group = [peers.BASELINE]
-            while group:
-                engine = group.pop(0)
-                say(f"{task.case}: preparing {engine}")
-                reason = _prepare(start, engine, about, missing)
-                if reason:
-                    failed = workers.pop(engine, None)  # not there if it could not be started
-                    if failed is not None:
-                        failed.close()
-                    found.absent.append(
-                        Absent(engine, "" if engine in missing else task.case, reason)
-                    )
-                    if engine == peers.BASELINE:
-                        return engines
-                if waiting and (len(about) < 2 or _fits(about)):
-                    group.append(waiting.pop(0))
-            say(f"{task.case}: timing {', '.join(about)}")
-            try:
-                times = _rounds(plan, workers, about)
-            except EngineError as error:
-                found.absent += [Absent(e, task.case, f"failed: {error}") for e in about]
-                return engines
-            for engine, fact in about.items():
-                found.versions.setdefault(engine, fact["version"])
-            known = {row.key for row in found.rows}
-            new = _rows(task, facts, times, about, read)
-            found.rows += [row for row in new if row.key not in known]
-            found.absent += [
-                one for one in _disturbed(task, facts, about, found) if one not in found.absent
-            ]
-            for engine in [e for e in about if "failed" in about[e]]:
-                found.absent.append(Absent(engine, task.case, f"failed: {about[engine]['failed']}"))
-        if not waiting:
-            return [e for e in engines if e not in missing]
+def _ready(
+    plan: Plan,
+    task: Task,
+    waiting: list[str],
+    missing: list[str],
+    found: Run,
+    say: Callable[[str], None],
+    stack: contextlib.ExitStack,
+) -> tuple[dict[str, Worker], dict[str, dict[str, Any]]]:
+    """Prepare the baseline and as many of the waiting engines as fit the memory; return their processes and facts.
+
+    Without the baseline in what it returns, there is nothing to compare with.
+    """
+    workers: dict[str, Worker] = {}
+    about: dict[str, dict[str, Any]] = {}
+    running: dict[concurrent.futures.Future[dict[str, Any]], str] = {}
+    # Left last: its threads end when the processes have ended.
+    pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(_AT_ONCE))
+
+    def fails(engine: str, answer: dict[str, Any]) -> None:
+        failed = workers.pop(engine, None)  # not there if it could not be started
+        if failed is not None:
+            failed.close()
+        if "missing" in answer:
+            missing.append(engine)
+        reason = answer.get("missing") or answer.get("unsupported")
+        case = "" if engine in missing else task.case
+        found.absent.append(Absent(engine, case, reason or f"failed: {answer['error']}"))
+
+    def begin(engine: str) -> None:
+        say(f"{task.case}: preparing {', '.join([*running.values(), engine])}")
+        try:
+            # In this thread, which lives as long as the run: a process ends with the thread that has started it.
+            worker = Worker(task, engine, plan.pythons.get(engine, ""), plan.timeout)
+        except OSError as error:  # the interpreter
+            fails(engine, {"error": str(error)})
+            return
+        workers[engine] = stack.enter_context(worker)
+        running[pool.submit(_asked, worker, do="prepare")] = engine
+
+    begin(peers.BASELINE)
+    while running:
+        for future in concurrent.futures.wait(running, return_when="FIRST_COMPLETED").done:
+            engine, answer = running.pop(future), future.result()
+            if not {"missing", "unsupported", "error"}.isdisjoint(answer):
+                fails(engine, answer)
+            else:
+                about[engine] = answer
+        if peers.BASELINE not in about:
+            break
+        while waiting and len(running) < _AT_ONCE:
+            if len(about) + len(running) > 1 and not _fits(about, len(running) + 1):
+                break
+            begin(waiting.pop(0))
+    # In the order of the columns, whoever was ready first.
+    order = [name for name in peers.NAMES if name in about]
+    return {name: workers[name] for name in order}, {name: about[name] for name in order}
+
+
+def _note(
+    task: Task,
+    facts: dict[str, float],
+    times: Times,
+    about: dict[str, dict[str, Any]],
+    read: int,
+    found: Run,
+) -> None:
+    """Add what the rounds of a case gave to the results."""
+    for engine, fact in about.items():
+        found.versions.setdefault(engine, fact["version"])
+    known = {row.key for row in found.rows}
+    found.rows += [row for row in _rows(task, facts, times, about, read) if row.key not in known]
+    found.absent += [
+        one for one in _disturbed(task, facts, about, found) if one not in found.absent
+    ]
+    for engine in [e for e in about if "failed" in about[e]]:
+        found.absent.append(Absent(engine, task.case, f"failed: {about[engine]['failed']}"))
 
 
 def _disturbed(
@@ -185,36 +237,14 @@ def _asked(worker: Worker, timeout: float | None = None, **request: Any) -> dict
         return {"error": str(error)}
 
 
-def _prepare(
-    start: Callable[[str], Worker],
-    engine: str,
-    about: dict[str, dict[str, Any]],
-    missing: list[str],
-) -> str:
-    """Prepare an engine; return why it cannot be timed, or an empty string."""
-    try:
-        answer = _asked(start(engine), do="prepare")
-    except OSError as error:  # the interpreter
-        return f"failed: {error}"
-    if "missing" in answer:
-        missing.append(engine)
-        return str(answer["missing"])
-    if "unsupported" in answer:
-        return str(answer["unsupported"])
-    if "error" in answer:
-        return f"failed: {answer['error']}"
-    about[engine] = answer
-    return ""
-
-
-def _fits(about: dict[str, dict[str, Any]]) -> bool:
-    """Return whether another engine of the size of the largest so far fits the free memory."""
+def _fits(about: dict[str, dict[str, Any]], more: int) -> bool:
+    """Return whether so many further engines of the size of the largest so far fit the free memory."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return True
     free = next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("MemAvailable"))
-    return free > 1.5 * max((fact.get("peak_mb", 0) for fact in about.values()), default=0)
+    return free > 1.5 * more * max((fact.get("peak_mb", 0) for fact in about.values()), default=0)
 
 
 def _rounds(plan: Plan, workers: dict[str, Worker], about: dict[str, dict[str, Any]]) -> Times:
@@ -291,6 +321,8 @@ def _rows(
                 prepare_s=round(fact["prepare_s"], 2),
                 threads=task.threads,
                 note=fact["note"],
+                times=tuple(round(seconds * 1e3, 4) for seconds in mine),
+                stock=tuple(round(seconds * 1e3, 4) for seconds in stock),
             )
 
 

@@ -156,7 +156,7 @@ def main() -> None:
             text = str(error).strip().splitlines() or [""]
             reason = text[0] if unsupported else f"{type(error).__name__}: {text[0]}"
             answer = {"unsupported" if unsupported else "error": reason[:300]}
-        print(json.dumps(answer), file=channel, flush=True)
+        print(json.dumps({**answer, "id": request["id"]}), file=channel, flush=True)
 
 
 def _end_with_parent() -> None:

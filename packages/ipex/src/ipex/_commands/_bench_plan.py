@@ -22,7 +22,7 @@ from ipex._bench.shapes import SIZES
 from ipex._bench.shapes import names as workloads
 from ipex_core._console import figure_class, writable
 
-__all__ = ["Files", "arguments_of", "make_plan"]
+__all__ = ["Files", "arguments_of", "cannot", "choice", "make_plan", "native", "written"]
 
 _DTYPES = {
     "fp32": "float32",
@@ -64,9 +64,9 @@ def make_plan(
     Raises:
         typer.BadParameter: An option has a value that there is not, or a package is missing.
     """
-    _choice("--size", numbers["size"], SIZES)
+    choice("--size", numbers["size"], SIZES)
     for name in names or ():
-        _choice("NAMES", name, workloads(kind))
+        choice("NAMES", name, workloads(kind))
     chosen, pythons = _engines(engines), _pythons(env or ())
     _needs(kind)
     import torch
@@ -76,14 +76,15 @@ def make_plan(
         names=tuple(names or workloads(kind)),
         engines=chosen,
         dtype=_precision(kind, dtype),
-        rest=_native(),
+        rest=native(),
         threads=threads or torch.get_num_threads(),
         pythons=pythons,
         **numbers,
     )
 
 
-def _choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
+def choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a value that an option does not have."""
     if value not in allowed:
         raise typer.BadParameter(
             f"must be one of {', '.join(allowed)}, got {value!r}", param_hint=option
@@ -93,7 +94,7 @@ def _choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
 def _engines(text: str) -> tuple[str, ...]:
     wanted = [part.strip().replace("-", "_") for part in text.split(",") if part.strip()]
     for name in wanted:
-        _choice("--engines", name, ("all", *peers.NAMES))
+        choice("--engines", name, ("all", *peers.NAMES))
     if not wanted or "all" in wanted:
         return peers.NAMES
     return tuple(name for name in peers.NAMES if name in wanted or name == peers.BASELINE)
@@ -104,7 +105,7 @@ def _pythons(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         engine, _, python = pair.partition("=")
         engine = engine.strip().replace("-", "_")
-        _choice("--env", engine, peers.NAMES)
+        choice("--env", engine, peers.NAMES)
         path = shutil.which(os.path.expanduser(python)) if python else None
         if path is None:
             raise typer.BadParameter(
@@ -126,13 +127,13 @@ def _needs(kind: str) -> None:
 
 def _precision(kind: str, text: str) -> str:
     if text == "auto":
-        return _native()
-    _choice("--dtype", text, (*_DTYPES, "auto"))
-    _choice("--dtype", _DTYPES[text], _ALLOWED[kind])
+        return native()
+    choice("--dtype", text, (*_DTYPES, "auto"))
+    choice("--dtype", _DTYPES[text], _ALLOWED[kind])
     return _DTYPES[text]
 
 
-def _native() -> str:
+def native() -> str:
     """Return bfloat16 where the processor multiplies in it, else float32."""
     import torch
 
@@ -194,35 +195,84 @@ class Files:
             )
         return found
 
-    def write_json(self, result: Run) -> None:
-        """Write the results, if they are wanted."""
+    def keep(self, result: Run, console: Console) -> None:
+        """Write the results so far, if they are wanted; that they cannot be written does not end the work."""
         if self.json is not None:
-            self.json.write_text(result.to_json(), encoding="utf-8")
+            written(self.json, result.to_json(), console, say=False)
 
-    def write(self, result: Run, console: Console) -> None:
-        """Write what is wanted, and say so."""
-        self.write_json(result)
+    def write(self, result: Run, console: Console) -> bool:
+        """Write what is wanted, and say so; return whether all of it could be written."""
+        done = []
+        if self.json is not None:
+            done.append(written(self.json, result.to_json(), console))
         if self.markdown is not None:
-            self.markdown.write_text(report.markdown(result), encoding="utf-8")
-        drawn = self.plot if result.rows else None
-        if drawn is not None:
-            report.write_plot(drawn, result, figure_class())
-        for path in (self.json, self.markdown, drawn):
-            if path is not None:
-                console.print(f"wrote {path}")
+            done.append(written(self.markdown, report.markdown(result), console))
+        if self.plot is not None and result.rows:
+            try:
+                report.write_plot(self.plot, result, figure_class())
+                console.print(f"wrote {self.plot}")
+            except OSError as error:
+                done.append(cannot(self.plot, error, console))
+        return all(done)
+
+
+def written(path: Path, text: str, console: Console, say: bool = True) -> bool:
+    """Write a file at once or not at all: what was there before is not lost to a full disk. Says so and returns it."""
+    try:
+        whole = path.resolve()
+        if whole.exists() and not whole.is_file():  # a pipe, say
+            whole.write_text(text, encoding="utf-8")
+        else:
+            _replace(whole, text)
+    except OSError as error:
+        return cannot(path, error, console)
+    if say:
+        console.print(f"wrote {path}")
+    return True
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except PermissionError:  # of the folder; the file itself was checked
+        path.write_text(text, encoding="utf-8")
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def cannot(path: Path, error: OSError, console: Console) -> bool:
+    """Say that a file cannot be written; return False."""
+    console.print(f"[red]cannot write {path}:[/] {error.strerror or error}", soft_wrap=True)
+    return False
 
 
 def arguments_of(kind: str) -> list[str]:
     """Return the arguments of this process that decide the numbers, without files and paths of this machine."""
     arguments = sys.argv[1:]
-    start = arguments.index(kind) + 1 if kind in arguments else len(arguments)
-    found, skip = [], False
-    for one in arguments[start:]:
-        name = one.partition("=")[0]
-        if skip:
-            skip = False
-        elif name in {"--json", "--markdown", "--plot", "--add", "--compare", "--env"}:
-            skip = "=" not in one
-        else:
+    start = arguments.index("bench") + 1 if "bench" in arguments else len(arguments)
+    rest = arguments[start:]
+    if rest and rest[0] == kind:
+        rest = rest[1:]  # `ops` may be left out
+    found, skip = [], ""
+    for one in rest:
+        name, equals, value = one.partition("=")
+        if skip == "--env":
+            found.append(_without_path(one))
+        elif skip:
+            pass
+        elif name == "--env" and equals:
+            found.append(f"--env={_without_path(value)}")
+        elif name not in _FILES:
             found.append(one)
+        skip = name if not skip and not equals and name in {*_FILES, "--env"} else ""
     return found
+
+
+#: Options whose files do not decide the numbers.
+_FILES = ("--json", "--markdown", "--plot", "--add", "--compare")
+
+
+def _without_path(pair: str) -> str:
+    return f"{pair.partition('=')[0]}=PYTHON"

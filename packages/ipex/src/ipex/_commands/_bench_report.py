@@ -12,12 +12,13 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from ipex._bench.report import ratio_axis
 from ipex_core._console import PLAIN_WIDTH, figure_class
 
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result
 
-__all__ = ["read_results", "results_table", "write_json", "write_plot"]
+__all__ = ["read_results", "results_json", "results_table", "write_plot"]
 
 _LONG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -77,13 +78,12 @@ def results_table(results: list[Result], width: int = PLAIN_WIDTH) -> Table:
     return table
 
 
-def write_json(path: Path, results: list[Result]) -> None:
-    """Write the results and what machine they are from."""
+def results_json(results: list[Result], command: str) -> str:
+    """Return the results, what was called, and what machine they are from."""
     from ipex_core.benchmark import machine
 
     rows = [dataclasses.asdict(result) for result in results]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "results": rows}, indent=2) + "\n")
+    return json.dumps({"machine": machine(), "command": command, "results": rows}, indent=2) + "\n"
 
 
 def read_results(path: Path) -> list[Result]:
@@ -104,14 +104,15 @@ def write_plot(path: Path, results: list[Result]) -> None:
     high = [max(r.ratio_high - r.ratio, 0) for r in results]
     axes.barh(
         list(places),
-        [r.ratio for r in results],
+        [r.ratio - 1 for r in results],
+        left=1.0,
         xerr=[low, high],
         color=["#c0392b" if r.slower else "#2a7f9e" for r in results],
         error_kw={"elinewidth": 0.8},
     )
     axes.set_yticks(list(places), [f"{r.op} {r.case} {r.dtype}" for r in results], fontsize=7)
     axes.invert_yaxis()
-    axes.axvline(1.0, color="black", linewidth=0.8)
+    ratio_axis(axes, [end for r in results for end in (r.ratio_low, r.ratio_high)])
     axes.set_xlabel("times as fast as stock torch (median; line: p10-p90)")
     axes.set_title(
         f"ipex bench, {results[0].threads} thread(s), level {results[0].level}", fontsize=10

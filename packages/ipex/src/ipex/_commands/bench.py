@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,10 @@ import typer.core
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ipex._bench.shapes import SIZES
 from ipex._commands import bench_peers
-from ipex._commands._bench_plan import Files
-from ipex._commands._bench_report import read_results, results_table, write_json, write_plot
+from ipex._commands._bench_plan import Files, arguments_of, cannot, choice, native, written
+from ipex._commands._bench_report import read_results, results_json, results_table, write_plot
 from ipex_core._console import figure_class, make_console, warn_if_busy, writable
 
 if TYPE_CHECKING:
@@ -45,7 +47,6 @@ app = typer.Typer(cls=_Kinds, add_completion=False, help=__doc__)
 #: A ratio that is lower than the one of the earlier run by more than this share counts as a regression.
 TOLERANCE = 0.15
 
-_DEFAULT_DTYPES = "bfloat16,float32"
 _DTYPES = ("float32", "bfloat16", "float16")
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -58,8 +59,12 @@ def bench(
         typer.Argument(help="Ops to measure; 'ops' or none for all.", show_default=False),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Element types, separated by commas: float32, bfloat16, float16.")
-    ] = _DEFAULT_DTYPES,
+        str,
+        typer.Option(
+            help="Element types, separated by commas: float32, bfloat16, float16. auto: float32, and bfloat16 where the"
+            " processor multiplies in it."
+        ),
+    ] = "auto",
     case: Annotated[str, typer.Option(help="Only shapes whose name contains this.")] = "",
     threads: Annotated[
         str, typer.Option(help="Numbers of threads, separated by commas (default: torch's).")
@@ -70,7 +75,14 @@ def bench(
             help="ISA levels to force, separated by commas, or 'all' (default: the best)."
         ),
     ] = "",
-    seconds: Annotated[float, typer.Option(min=0.001, help="Time per measurement.")] = 0.4,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Time per measurement; default 0.4, 4 with --peers, 0.05 with --size tiny.",
+            show_default=False,
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.")
     ] = None,
@@ -90,7 +102,12 @@ def bench(
         ),
     ] = False,
     engines: Annotated[str, typer.Option(help="With --peers: as of 'ipex bench models'.")] = "all",
-    size: Annotated[str, typer.Option(help="With --peers: tiny, small or full.")] = "small",
+    size: Annotated[
+        str,
+        typer.Option(
+            help="tiny, small or full; without --peers, tiny is the smallest shape of each op, others are all."
+        ),
+    ] = "small",
     env: Annotated[
         list[str] | None, typer.Option(help="With --peers: as of 'ipex bench models'.")
     ] = None,
@@ -113,7 +130,8 @@ def bench(
     The ratio is the median over rounds in which both ran once; above 1 ipex is faster. "limit" is the share of what the
     machine did in the same rounds: copying or reading that many bytes, or multiplying matrices in that dtype.
 
-    Exit codes: 0, 1 if --compare finds a ratio more than 15 % lower, 2 for bad arguments.
+    Exit codes: 0; 1 if an op fails, --compare finds a ratio more than 15 % lower or a file cannot be written; 2 for bad
+    arguments.
     """
     names = [name for name in ops or () if name != "ops"]
     _only_with(ctx, peers)
@@ -128,10 +146,10 @@ def bench(
             Files(json_file, markdown, plot, add, compare),
             names=names or None,
             engines=engines,
-            dtype=dtype if dtype != _DEFAULT_DTYPES else "auto",
+            dtype=dtype,
             size=size,
             threads=counts[0],
-            seconds=10 * seconds,
+            seconds=4 if seconds is None else seconds,
             turn=turn,
             rounds=rounds,
             timeout=timeout,
@@ -140,10 +158,14 @@ def bench(
         )
         return
     console = make_console()
+    choice("--size", size, SIZES)
+    if seconds is None:
+        seconds = 0.05 if size == "tiny" else 0.4
     request: dict[str, Any] = {
         "ops": names,
         "dtypes": _parse_dtypes(dtype),
         "case": case,
+        "smallest": size == "tiny",
         "seconds": seconds,
     }
     _check_ops(names)
@@ -160,9 +182,14 @@ def bench(
 
     others = busy()
     results: list[Result] = []
+    failed: list[str] = []
     for level in level_names:
         for count in thread_counts:
-            results += _run({**request, "threads": count}, level, console)
+            results += _run({**request, "threads": count}, level, console, failed)
+    for line in failed:
+        console.print(f"[red]failed:[/] {line}", highlight=False, soft_wrap=True)
+    if not results and failed:
+        raise typer.Exit(1)
     if not results:
         raise typer.BadParameter("nothing to measure: no shape of these ops fits the options")
     console.print(results_table(results, console.width))
@@ -177,12 +204,16 @@ def bench(
         # Measure what looks worse a second time, longer: a busy moment must not fail a build.
         results = [_confirm(r, request, console) if r.key in regressed else r for r in results]
         regressed = find_regressions(earlier, results)
+    complete = True
     if json_file is not None:
-        write_json(json_file, results)
-        console.print(f"wrote {json_file}")
+        command = shlex.join(["ipex", "bench", "ops", *arguments_of("ops")])
+        complete = written(json_file, results_json(results, command), console)
     if plot is not None:
-        write_plot(plot, results)
-        console.print(f"wrote {plot}")
+        try:
+            write_plot(plot, results)
+            console.print(f"wrote {plot}")
+        except OSError as error:
+            complete = cannot(plot, error, console)
     if compare is not None:
         for key, (before, now) in regressed.items():
             console.print(
@@ -194,14 +225,16 @@ def bench(
             console.print(
                 f"[yellow]nothing compared:[/] {compare} has no such shape, dtype, level and threads"
             )
-            return
-        console.print(f"no ratio is more than {TOLERANCE:.0%} below {compare}")
+        else:
+            console.print(f"no ratio is more than {TOLERANCE:.0%} below {compare}")
+    if failed or not complete:
+        raise typer.Exit(1)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
 
 _PEERS_ALONE = (
-    *("engines", "size", "env", "markdown", "add", "turn", "rounds", "timeout", "turn_timeout"),
+    *("engines", "env", "markdown", "add", "turn", "rounds", "timeout", "turn_timeout"),
 )
 _OPS_ALONE = ("case", "levels")
 
@@ -218,11 +251,14 @@ def _only_with(ctx: typer.Context, peers: bool) -> None:
 
 
 def _parse_dtypes(text: str) -> list[str]:
+    if text == "auto":
+        return list(dict.fromkeys([native(), "float32"]))
     names = [_SHORT.get(part.strip(), part.strip()) for part in text.split(",") if part.strip()]
     for name in names:
         if name not in _DTYPES:
             raise typer.BadParameter(
-                f"must be one of {', '.join(_DTYPES)}, got {name!r}", param_hint="--dtype"
+                f"must be one of {', '.join((*_DTYPES, 'auto'))}, got {name!r}",
+                param_hint="--dtype",
             )
     return names
 
@@ -265,15 +301,19 @@ def _check_ops(names: list[str]) -> None:
     try:
         select(names)
     except UnknownOpError as error:
-        raise typer.BadParameter(str(error), param_hint="OPS") from None
+        kinds = ", ".join(["ops", *bench_peers.COMMANDS])
+        raise typer.BadParameter(
+            f"neither a kind of benchmark ({kinds}) nor an op: {error}", param_hint="OPS"
+        ) from None
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def _run(request: dict[str, Any], level: str, console: Console) -> list[Result]:
+def _run(request: dict[str, Any], level: str, console: Console, failed: list[str]) -> list[Result]:
+    """Measure and return the results; what fails is added to the last argument and does not end the others."""
     if not level:
-        return _measure(request, console)
+        return _measure(request, console, failed)
     # The level is chosen once, when the kernels are loaded: another one needs another process.
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "results.json"
@@ -284,29 +324,33 @@ def _run(request: dict[str, Any], level: str, console: Console) -> list[Result]:
             env={**os.environ, "IPEX_CPU_ISA": level},
             check=True,
         )
+        failed += json.loads(answer.read_text(encoding="utf-8"))["failed"]
         return read_results(answer)
 
 
 def child(request: str, answer: str) -> None:
     """Measure in this process and write the results to a file; what `_run` starts for a forced level."""
-    write_json(Path(answer), _measure(json.loads(request), make_console()))
+    failed: list[str] = []
+    results = _measure(json.loads(request), make_console(), failed)
+    data = {**json.loads(results_json(results, "")), "failed": failed}
+    Path(answer).write_text(json.dumps(data), encoding="utf-8")
 
 
-def _measure(request: dict[str, Any], console: Console) -> list[Result]:
+def _measure(request: dict[str, Any], console: Console, failed: list[str]) -> list[Result]:
     import torch
 
-    from ipex_core.benchmark import run_bench, select
+    from ipex_core.benchmark import chosen, measure
 
     before = torch.get_num_threads()
     if request["threads"]:
         torch.set_num_threads(request["threads"])
-    dtypes = [getattr(torch, name) for name in request["dtypes"]]
-    total = sum(
-        request["case"] in case.id
-        for spec in select(request["ops"])
-        for dtype in dtypes
-        if dtype in spec.dtypes and spec.bench is not None
-        for case in spec.bench()
+    todo = list(
+        chosen(
+            request["ops"],
+            dtypes=[getattr(torch, name) for name in request["dtypes"]],
+            cases=request["case"],
+            smallest=request["smallest"],
+        )
     )
     columns = (
         TextColumn("{task.description}"),
@@ -316,22 +360,18 @@ def _measure(request: dict[str, Any], console: Console) -> list[Result]:
     )
     try:
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=total)
+            task = progress.add_task("", total=len(todo))
             results = []
-
-            def step(spec: Any, case: Any, dtype: torch.dtype) -> None:
+            for spec, case, dtype in todo:
+                what = f"{spec.name} {case.id} {dtype}"
                 progress.update(task, description=f"{spec.name} {case.id}")
                 if not console.is_terminal:
-                    console.print(f"{spec.name} {case.id} {dtype} ...", highlight=False)
-
-            for result in run_bench(
-                request["ops"],
-                dtypes=dtypes,
-                cases=request["case"],
-                seconds=request["seconds"],
-                on_case=step,
-            ):
-                results.append(result)
+                    console.print(f"{what} ...", highlight=False)
+                try:
+                    results.append(measure(spec, case, dtype, seconds=request["seconds"]))
+                except Exception as error:  # a shape that does not fit the memory, say
+                    text = (str(error).strip().splitlines() or [""])[0]
+                    failed.append(f"{what}: {type(error).__name__}: {text[:300]}")
                 progress.advance(task)
     finally:
         torch.set_num_threads(before)
@@ -344,13 +384,14 @@ def _confirm(result: Result, request: dict[str, Any], console: Console) -> Resul
         "ops": [result.op],
         "dtypes": [result.dtype],
         "case": result.case,
+        "smallest": False,
         "threads": result.threads,
         "seconds": 3 * request["seconds"],
     }
     from ipex_core.benchmark import active_level
 
     level = "" if result.level == active_level() else result.level
-    found = [r for r in _run(again, level, console) if r.key == result.key]
+    found = [r for r in _run(again, level, console, []) if r.key == result.key]
     return max([result, *found], key=lambda r: r.ratio)
 
 

@@ -136,7 +136,7 @@ COMMANDS = {
         As `ipex bench models`. The weights are random and the same everywhere; "decode" is the time of a token after
         the first, greedy, batch 1. int8 and int4 are weight-only. `ipex llm bench` measures a model of your own.
         """,
-        rounds=5,
+        rounds=6,
         timeout=600,
     ),
     "train": _command(
@@ -145,7 +145,7 @@ COMMANDS = {
 
         As `ipex bench models`. The losses of the first steps must be those of float32.
         """,
-        rounds=5,
+        rounds=6,
         timeout=600,
     ),
 }
@@ -171,15 +171,17 @@ def bench_kind(kind: str, files: Files, **options: Any) -> None:
                 f"[yellow]{files.compare} has another {line}:[/] ratios differ anyway",
                 soft_wrap=True,
             )
+    if plan.threads > (cpus := result.machine["cpus"]):
+        console.print(f"[yellow]{plan.threads} threads on {cpus} CPUs:[/] they wait for each other")
     _together(part, result)  # whether they fit is known before the work
     # Hours of work end at the first case that the machine does not survive: what is done is kept.
-    _measure(plan, result, console, lambda found: files.write_json(_together(part, found)))
+    _measure(plan, result, console, lambda found: files.keep(_together(part, found), console))
     worse = _confirmed(before, plan, result, console) if before is not None else []
     failed = result.failed()
     result = _together(part, result)
     report.show(result, console)
     warn_if_busy(console, result.machine["busy"])
-    files.write(result, console)
+    written = files.write(result, console)
     for line in worse:
         console.print(f"[red]regression:[/] {line}", highlight=False)
     if before is not None:
@@ -198,7 +200,7 @@ def bench_kind(kind: str, files: Files, **options: Any) -> None:
             console.print(
                 f"{rest} of ipex is slower than in {files.compare} beyond the noise", soft_wrap=True
             )
-    if worse or failed:
+    if worse or failed or not written:
         raise typer.Exit(1)
 
 

@@ -22,6 +22,8 @@ class Engine(Peer):
 
     def prepare(self, task: Task) -> Prepared:
         """Quantise the linear layers and compile."""
+        if task.dtype == "float32":
+            raise UnsupportedError("torchao quantises: compare it with --dtype bfloat16 or int8")
         import torch
         import torch._inductor.config as inductor
         from torchao import quantization as ao
@@ -29,8 +31,6 @@ class Engine(Peer):
         # The only one of its int4 forms that runs on a CPU.
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
-        if task.dtype == "float32":
-            raise UnsupportedError("torchao quantises: compare it with --dtype bfloat16 or int8")
         inductor.freezing = True
         int4 = task.kind == "llm" and task.dtype == "int4"
 
