@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ipex import cli
+from ipex._commands._doctor_report import private
 from ipex_core import _machine, _plugins, config
 from ipex_core.doctor import Report
 
@@ -96,6 +97,22 @@ def test_doctor_writes_one_file_for_a_bug_report(tmp_path, monkeypatch):
     (tmp_path / "a").touch()
     done = runner.invoke(cli.app, ["doctor", "--report", str(tmp_path / "a" / "b")])
     assert done.exit_code == 2 and "cannot write" in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("/tmp/torchinductor_alice:/data/alice/x", "/tmp/torchinductor_(user):/data/(user)/x"),
+        ("/home/alice/a:/home/bob/b /Users/carol", "~/a:/home/(user)/b /Users/(user)"),
+        ("/home/alice2/a /data/malice/x alice", "/home/(user)/a /data/malice/x alice"),
+        ("hf_AbCdEfGhIj1234 sk-abcdefgh12 ghp_0123456789", "(hidden) (hidden) (hidden)"),
+        ("Authorization: Bearer abc.def", "Authorization: (hidden)"),
+        ("avx512_bf16 task-oriented-text risk-free-basic", None),
+    ],
+)
+def test_reports_name_no_user_and_no_token(text, wanted):
+    environ = {"HOME": "/home/alice", "USER": "alice"}
+    assert private(text, environ) == (text if wanted is None else wanted)
 
 
 def test_doctor_exits_with_1_when_something_is_broken(_providers):

@@ -74,6 +74,9 @@ def test_vllm_experts() -> None:
         e_score_correction_bias=None,
     )
     torch.testing.assert_close(result.float(), expected, rtol=0.1, atol=0.1)
+    half = fp8(x.half(), False, 2, logits, True, None, None, custom_routing_function=None)
+    assert half.dtype == torch.float16
+    torch.testing.assert_close(half.float(), expected, rtol=0.1, atol=0.1)
     with pytest.raises(ValueError, match="scales of W13 must have 4 numbers"):
         ipex.llm.modules.GatedMLPMOE(*eight, w1_scale_inv=torch.ones(3))
 

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +172,29 @@ def test_sdnext_and_comfyui() -> None:
     assert not hasattr(ipex._C, "_getCurrentRawStream")  # probed
     model = ipex.optimize(mlp().eval(), dtype=torch.float32, inplace=True, weights_prepack=False)
     assert model(torch.randn(1, 16)).shape == (1, 4)
+
+
+def test_metadata_wheel(tmp_path: Path) -> None:
+    testing = pytest.importorskip("typer.testing")
+    from ipex.cli import app
+
+    folders = tmp_path / "one", tmp_path / "two"
+    results = [
+        testing.CliRunner().invoke(app, ["migrate", "--metadata", str(path)]) for path in folders
+    ]
+    first, second = (Path(result.stdout.strip()) for result in results)
+    assert first.parent == folders[0] and first.read_bytes() == second.read_bytes()
+    # What accelerate and transformers compare.
+    (found,) = importlib.metadata.distributions(
+        name="intel_extension_for_pytorch", path=[str(first)]
+    )
+    installed = importlib.metadata.version("torch")
+    assert found.version.split(".")[:2] == installed.split(".")[:2]
+    assert found.requires is not None and found.requires[0].startswith("ipex==")
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target"]
+    target = tmp_path / "site"
+    # By its metadata: setuptools listens to whoever looks for the module.
+    if any(importlib.metadata.distributions(name="pip")):
+        subprocess.run([*pip, str(target), str(first)], check=True, capture_output=True)
+        assert [path.suffix for path in target.iterdir()] == [".dist-info"]
+    assert testing.CliRunner().invoke(app, ["migrate"]).exit_code == 2

@@ -37,24 +37,24 @@ def test_gptq_clients(client: str) -> None:
     elif client == "vllm":
         config = ipex.quantization.get_weight_only_quant_qconfig_mapping(
             weight_dtype=ipex.quantization.WoqWeightDtype.INT4,
-            lowp_mode=ipex.quantization.WoqLowpMode.BF16,
+            lowp_mode=ipex.quantization.WoqLowpMode.INT8,
             act_quant_mode=ipex.quantization.WoqActQuantMode.PER_BATCH_IC_BLOCK,
             group_size=32,
-            weight_qscheme=ipex.quantization.WoqWeightQScheme.ASYMMETRIC,
         )
         layer = ipex.llm.quantization.woq_linear.IPEXWeightOnlyQuantizedLinear.from_weight(
             qweight,
             scales,
             qzeros,
-            64,
+            qweight.size(0),  # not 64
             16,
             qconfig=config,
             g_idx=g_idx,
             bias=bias,
             group_size=32,
-            quant_method=method,
+            quant_method=0,
             weight_qscheme="asym",
         )
+        assert (layer.in_features, layer.out_features) == (64, 16)
     elif client == "tgi":
         layer = make(
             *(qweight, scales, qzeros, 64, 16),

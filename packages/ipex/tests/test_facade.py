@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import ipex
 from ipex_core import _plugins, config
@@ -251,12 +252,24 @@ def test_installed_component_is_the_module_itself(_entry_points, tmp_path, monke
 # --- the old import name ----------------------------------------------------------------------------------------------
 
 
-def test_old_name_is_the_same_module():
+def test_old_name_has_everything_but_the_version():
     import intel_extension_for_pytorch as old
 
-    assert old is ipex
-    assert sys.modules["intel_extension_for_pytorch"] is ipex
-    assert ipex.__name__ == "ipex"
+    for name in ("optimize", "llm", "xpu", "_C", "frontend", "version"):
+        assert getattr(old, name) is getattr(ipex, name)
+    assert dir(old) == dir(ipex) and set(old.__all__) == set(ipex.__all__)
+    with pytest.raises(AttributeError, match="did you mean optimize"):
+        old.optimise  # noqa: B018
+    # Least versions that vLLM, neural-compressor and ITREX ask for, as text or parsed.
+    assert old.__version__ >= "2.4.0" and old.__version__ >= "2.1.0+cpu"
+    release = tuple(int(part) for part in old.__version__.removesuffix("+cpu").split("."))
+    assert release >= (2, 6, 0) and old.__version__ != ipex.__version__
+
+    def call(x):
+        return old.nn.functional.interaction(x, x)
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert compiled(torch.ones(2, 8)).shape == (2, 9)
 
 
 @pytest.mark.parametrize("name", ["nn", "cpu", "config", "_C", "_isa_help", "errors", "cli"])
@@ -274,8 +287,8 @@ def test_old_dotted_names_in_a_fresh_process():
         from intel_extension_for_pytorch import optimize, FP32MathMode
         import importlib.util
         import ipex as new
-        assert ipex is new and new.cpu is cpu and nn_name == "ipex_core.nn"
-        assert new.optimize is optimize
+        assert new.cpu is ipex.cpu is cpu and nn_name == "ipex_core.nn"
+        assert new.optimize is ipex.optimize is optimize
         assert importlib.util.find_spec("intel_extension_for_pytorch") is not None
         assert importlib.util.find_spec("intel_extension_for_pytorch.bogus") is None
         assert importlib.util.find_spec("ipex.bogus") is None

@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The old import name: ``import intel_extension_for_pytorch as ipex`` gives the module `ipex` itself.
+"""The old import name: every attribute of `ipex` but ``__version__``, which is that of IPEX.
 
-Dotted names below it (``intel_extension_for_pytorch.nn``) are found by `ipex._alias` and are the same modules, too.
+Dotted names below it (``intel_extension_for_pytorch.nn``) are found by `ipex._alias` and are the same modules.
 """
 
 from __future__ import annotations
 
-import sys
+from typing import Any
 
 import ipex
+from ipex import __all__ as __all__
 
-sys.modules[__name__] = ipex
+#: The release of IPEX whose names and arguments are here: programs ask for a least version before they call.
+__version__ = "2.8.0+cpu"
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(ipex, name)
+
+
+def __dir__() -> list[str]:
+    return dir(ipex)

@@ -299,12 +299,29 @@ def _text(value: Any) -> str:
 @app.command()
 def migrate(
     names: Annotated[
-        list[str], typer.Argument(help="Names, or parts of names, of Intel Extension for PyTorch.")
-    ],
+        list[str] | None,
+        typer.Argument(help="Names, or parts of names, of Intel Extension for PyTorch."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    metadata: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a wheel without code into this folder. Once installed, accelerate, transformers, optimum-intel"
+            " and auto-round find the distribution intel_extension_for_pytorch in the release of torch."
+        ),
+    ] = None,
 ) -> None:
     """Show what has become of a name of Intel Extension for PyTorch. Exit code 1: no such name is known."""
     from ipex import _migration
+
+    if metadata is not None:
+        from ipex._commands._metadata import write_metadata_wheel
+
+        print(write_metadata_wheel(metadata))
+    if not names:
+        if metadata is None:
+            _fail("migrate: NAMES must be given, or --metadata", code=2)
+        return
 
     found = [row for name in names for row in _migration.search(name)]
     if as_json:

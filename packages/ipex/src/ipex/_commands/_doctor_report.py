@@ -30,6 +30,11 @@ _NAMES = {
 }
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
 _LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+#: What keys and tokens of well-known services look like.
+_TOKEN = re.compile(
+    r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|pypi-)[\w-]{8,}|(?i:\bbearer +\S+)"
+)
+_HOME = re.compile(r"(?<=/)(home|Users)/[^/\s:;,\"']+")
 _SECRET_QUERY = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|pass|auth|sig)[\w-]*=)[^&\s;,]+")
 
 #: Distributions that matter; all whose name begins like this.
@@ -65,10 +70,18 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def private(text: str, environ: Mapping[str, str]) -> str:
-    """Return a text without logins in addresses, secrets in queries, and the path of the home folder."""
+    """Return a text without logins, tokens, home folders, and the name of the user in paths."""
     text = _SECRET_QUERY.sub(r"\1(hidden)", _LOGIN.sub("(hidden)@", text))
+    text = _TOKEN.sub("(hidden)", text)
     home = environ.get("HOME") or environ.get("USERPROFILE") or ""
-    return text.replace(home, "~") if len(home) > 1 else text
+    if len(home) > 1:
+        text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
+    text = _HOME.sub(r"\1/(user)", text)
+    user = environ.get("USER") or environ.get("LOGNAME") or environ.get("USERNAME") or ""
+    if len(user) > 2 and user != "root":
+        # As a whole part of a path, or at its end: torchinductor_NAME.
+        text = re.sub(rf"(/|/[\w.-]*[_-]){re.escape(user)}(?=[/\s:;,\"']|$)", r"\1(user)", text)
+    return text
 
 
 def report_text(report: Report | None, problem: str = "") -> str:
