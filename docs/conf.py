@@ -57,7 +57,9 @@ import ipex_core
 import torch
 from ipex import *
 from ipex_core._spec import *
+from ipex_core.amp import *
 from ipex_core.benchmark import *
+from ipex_core.jit import fuse, fused
 from ipex_core.testing import *
 from ipex_llm.engine import *
 from ipex_llm.functional import *

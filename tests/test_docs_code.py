@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code on the pages of the documentation that is not run when they are built.
+"""The code on the pages of the documentation: each page is followed in an empty folder, as a reader would.
 
-Blocks of Python run here if a small model and input are all they need; of the others every name of ipex must exist.
-Commands must have the options that they are shown with.
+Python, files and commands run in their order; what a page needs it has to say. Commands that take minutes or another
+index must have the options that they are shown with.
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
 import contextlib
 import importlib.util
-import re
+import os
 import shlex
-from collections.abc import Iterator
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from docs_code import NAMED, SHELLS, blocks, commands, files
 
 ipex = pytest.importorskip("ipex")
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,113 +30,113 @@ PAGES = [
     *sorted(ROOT.glob("docs/tools/*.md")),
     *sorted(ROOT.glob("packages/*/README.md")),
 ]
-#: Words of blocks that need more than this process: others, a device, minutes, or a download.
-NOT_HERE = (
-    "init_process_group",
-    "xpu",
-    "torch.compile",
-    "aoti_load",
-    "from_pretrained",
-    "load_low_precision_checkpoint",
-    "CPUPool([",
-    'print("@',
-)
-
-
-def code(page: Path, *languages: str) -> Iterator[str]:
-    text = page.read_text(encoding="utf-8")
-    for language, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        if language in languages:
-            yield block
-
-
-def names_used(tree: ast.AST) -> set[str]:
-    """Return the names that code reads and does not set."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    stored = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            stored.update((a.asname or a.name).partition(".")[0] for a in node.names)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            stored.add(node.name)
-        elif isinstance(node, ast.arg):
-            stored.add(node.arg)
-    used = {node.id for node in nodes if isinstance(node.ctx, ast.Load)}
-    return used - stored - set(vars(builtins))
-
-
-def dotted(node: ast.AST) -> str | None:
-    """Return ``a.b.c`` for such an expression."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        left = dotted(node.value)
-        return None if left is None else f"{left}.{node.attr}"
-    return None
-
-
-def have(name: str) -> bool:
-    """Return whether the package behind a name of the facade is installed."""
-    packages = {"llm": "ipex_llm", "quantization": "ipex_quant", "runtime": "ipex_runtime"}
-    package = packages.get(name.split(".")[1]) if "." in name else None
-    return importlib.util.find_spec(package or "ipex") is not None
-
-
-def check_names(tree: ast.AST) -> None:
-    from ipex import _migration
-
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("ipex", "intel")):
-            first = (node.module or "").partition(".")[0]
-            if importlib.util.find_spec(first) is None or not have(node.module or ""):
-                continue
-            for alias in node.names:
-                assert _migration.resolve(f"{node.module}.{alias.name}") is not None
-        name = dotted(node) if isinstance(node, ast.Attribute) else None
-        if name is not None and name.startswith("ipex.") and have(name):
-            if ".xpu." in name and importlib.util.find_spec("ipex_xpu_kernels") is None:
-                continue
-            assert _migration.resolve(name) is not None, name
 
 
 def page_names(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(code(p, "python"))], ids=page_names)
-def test_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+#: Pages that need what is not installed with the other packages: who runs them.
+NOT_HERE = {
+    "docs/xpu.md": "packages/ipex-xpu-kernels/tests",
+    "packages/ipex-xpu-kernels/README.md": "packages/ipex-xpu-kernels/tests",
+    "docs/recipes.md": "test_recipes.py",
+}
+#: A script of the reader's own, which a page names and does not show.
+SCRIPT = """print("@hypertune {'name': 'latency'}")\nprint(1.0)\n"""
+TUNE = "hyperparams: {launcher: {hp: [ncores_per_instance], ncores_per_instance: [1]}}\n"
+#: The commands of the packages, and what they are.
+PROGRAMS = {
+    "ipex": "-m ipex",
+    "ipexrun": "-m ipex_runtime.launch",
+    "torchrun": "-m torch.distributed.run",
+    "python": "",
+}
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(blocks(p)) and page_names(p) not in NOT_HERE], ids=page_names
+)
+def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page does what it says in an empty folder: its files, Python and commands, with no name that it has not."""
+    for package in ("transformers", "ipex_llm", "ipex_quant", "ipex_runtime", "yaml"):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, module in PROGRAMS.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    own = {"script.py": SCRIPT, "train.py": SCRIPT, "tune.yaml": TUNE}
+    for name, text in (own | files(page)).items():
+        (tmp_path / name).write_text(text)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(128, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128)
+    threads, names = torch.get_num_threads(), {"__name__": "__main__"}
+    try:
+        for block in blocks(page):
+            if NAMED.match(block.text):
+                continue
+            if block.language == "python":
+                code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+                with contextlib.redirect_stdout(None):
+                    exec(code, names)
+            elif block.language in SHELLS:
+                run_commands(commands(block).splitlines())
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(True)
+
+
+def run_commands(lines: list[str]) -> None:
+    """Run commands of a page: those of language models here, which saves a process each, then the others."""
+    from ipex.cli import app
+
+    for line in lines:
+        if line.startswith("ipex llm "):
+            words = shlex.split(line, comments=True)[1:]
+            result = pytest.importorskip("typer.testing").CliRunner().invoke(app, words)
+            assert result.exit_code == 0, f"{line}\n{result.output}"
+    rest = "\n".join(line for line in lines if not line.startswith("ipex llm "))
+    if not rest.strip() or (
+        "cmake" in rest and not (shutil.which("cmake") and shutil.which("g++"))
+    ):
+        return
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", rest],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    names: dict[str, Any] = {
-        "ipex": ipex,
-        "torch": torch,
-        "model": model.eval(),
-        "x": torch.randn(4, 128),
-        "y": torch.randn(4, 128),
-        "batch": torch.randn(4, 128),
-        "residual": torch.randn(4, 128),
-        "weight": torch.randn(64, 128),
-        "norm_weight": torch.ones(128),
+    assert done.returncode == 0, rest + done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_every_block_is_of_a_known_kind() -> None:
+    """What is not run is text, a table of contents, or a file of a format that is read here."""
+    readers = {
+        "toml": pytest.importorskip("tomllib").loads,  # Python 3.11
+        "yaml": pytest.importorskip("yaml").safe_load,
     }
-    threads = torch.get_num_threads()
-    for block in code(page, "python"):
-        tree = ast.parse(block)
-        check_names(tree)
-        missing = names_used(tree) - set(names)
-        modules = {
-            (node.module or "").partition(".")[0]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom)
-        }
-        absent = [m for m in modules if m and importlib.util.find_spec(m) is None]
-        if missing or absent or any(word in block for word in NOT_HERE):
-            continue
-        with contextlib.redirect_stdout(None), torch.no_grad():
-            exec(compile(tree, page.name, "exec"), names)
-    torch.set_num_threads(threads)
+    known = {
+        "python",
+        "text",
+        "cpp",
+        "cmake",
+        "{toctree}",
+        "{testcleanup}",
+        "{include}",
+        "{eval-rst}",
+    }
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language in readers:
+                assert readers[block.language](block.text), f"{page}:{block.line}"
+            else:
+                assert block.language in known or block.language in SHELLS, f"{page}:{block.line}"
+            if block.language in ("cpp", "cmake"):
+                assert NAMED.match(block.text), f"{page}:{block.line}: is not part of a file"
 
 
 #: Commands of packages that may not be installed.
@@ -174,12 +176,14 @@ def options_of(words: list[str]) -> set[str] | None:
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if any(code(p, "bash", "console", "sh"))], ids=page_names
+    "page", [p for p in PAGES if any(b.language in SHELLS for b in blocks(p))], ids=page_names
 )
-def test_commands(page: Path) -> None:
+def test_options(page: Path) -> None:
     pytest.importorskip("typer")
-    for block in code(page, "bash", "console", "sh"):
-        for line in block.replace("\\\n", " ").splitlines():
+    for block in blocks(page):
+        if block.language not in SHELLS:
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
             line = line.removeprefix("$ ")
             if not line.startswith(("ipex ", "ipexrun ")):
                 continue

@@ -6,16 +6,27 @@ from __future__ import annotations
 import inspect
 from types import ModuleType
 
+import torch
+
 import ipex
 import ipex_core._explain
 import ipex_core._spec
+import ipex_core.amp
 import ipex_core.benchmark
 import ipex_core.config
+import ipex_core.distributed
 import ipex_core.errors
+import ipex_core.jit
+import ipex_core.nn.functional
+import ipex_core.nn.modules.merged_embeddingbag
+import ipex_core.optim.tpp
+import ipex_core.program
 import ipex_core.testing
 import ipex_core.woq
 import ipex_llm.engine
 import ipex_llm.functional
+import ipex_llm.generation
+import ipex_llm.integrations
 import ipex_llm.modules
 import ipex_llm.modules.utils
 import ipex_llm.quantization
@@ -30,7 +41,9 @@ import ipex_quant.prepare_convert
 import ipex_quant.qconfig
 import ipex_quant.quantize
 import ipex_quant.static_qconfig
+import ipex_runtime.codeless
 import ipex_runtime.cpupool
+import ipex_runtime.launch
 import ipex_runtime.memory
 import ipex_runtime.multi_stream
 import ipex_runtime.runtime_utils
@@ -48,6 +61,7 @@ def pages() -> dict[str, str]:
         "authors.md": author_page(),
         "engine.md": engine_page(),
         "llm.md": llm_page(),
+        "nn.md": layers_page(),
         "quantization.md": quantization_page(),
         "runtime.md": runtime_page(),
     }
@@ -105,6 +119,7 @@ def author_page() -> str:
         ("Tests: `ipex_core.testing`", ipex_core.testing),
         ("Measurements: `ipex_core.benchmark`", ipex_core.benchmark),
         ("Quantised weights: `ipex_core.woq`", ipex_core.woq),
+        ("Programs: `ipex_core.program`", ipex_core.program),
     ):
         lines += section(title, members(module))
     return "\n".join(lines)
@@ -112,18 +127,47 @@ def author_page() -> str:
 
 def llm_page() -> str:
     """Return the reference of the functions and modules for language models."""
-    lines = ["# Functions and modules for language models", ""]
+    lines = ["# Language models: reference", ""]
     lines += [
-        "`ipex.llm.functional` and `ipex.llm.modules`, generated from the docstrings;"
-        " [the user page](../llm_functions.md) shows them at work.",
+        "`ipex.llm`, generated from the docstrings; [Language models](../llm.md) and"
+        " [functions and modules](../llm_functions.md) show it at work.",
         "",
     ]
+    lines += section(
+        "Models: `ipex.llm`", members(ipex_llm, ipex_llm.engine, ipex_llm.integrations)
+    )
     for title, module in (
+        ("With transformers: `ipex.llm.integrations`", ipex_llm.integrations),
+        ("Loops of generation: `ipex.llm.generation`", ipex_llm.generation),
         ("Functions: `ipex.llm.functional`", ipex_llm.functional),
         ("Modules: `ipex.llm.modules`", ipex_llm.modules),
         ("Look-up: `ipex.llm.modules.utils`", ipex_llm.modules.utils),
     ):
         lines += section(title, members(module))
+    return "\n".join(lines)
+
+
+def layers_page() -> str:
+    """Return the reference of layers, functions, optimizers and what surrounds them."""
+    lines = ["# Layers, functions, optimizers: reference", ""]
+    lines += [
+        "Generated from the docstrings; [Recommendation models](../recommendation.md), [Detection](../detection.md),"
+        " [Training](../training.md), [Mixed precision](../amp.md), [Which graph path](../graph_paths.md) and"
+        " [Several processes](../distributed.md) show them at work.",
+        "",
+    ]
+    tables = ipex_core.nn.modules.merged_embeddingbag
+    for title, body in (
+        ("Layers: `ipex.nn.modules`", members(ipex_core.nn.modules, tables, ipex_quant)),
+        ("Embedding tables: `ipex.nn.modules.merged_embeddingbag`", members(tables)),
+        ("Functions: `ipex.nn.functional`", members(ipex_core.nn.functional)),
+        ("Optimizers: `ipex.optim`", members(ipex_core.optim, torch.optim)),
+        ("Optimizers of IPEX's scripts: `ipex.optim.tpp`", members(ipex_core.optim.tpp)),
+        ("Mixed precision: `ipex.amp`", members(ipex_core.amp)),
+        ("TorchScript: `ipex.jit`", members(ipex_core.jit, ipex)),
+        ("Several processes: `ipex.distributed`", members(ipex_core.distributed)),
+    ):
+        lines += section(title, body)
     return "\n".join(lines)
 
 
@@ -150,8 +194,11 @@ def quantization_page() -> str:
     ]
     int8 = [
         *members(ipex_quant.prepare_convert),
+        *entry("ipex_quant", "autotune", ipex_quant.autotune),
         *members(ipex_quant.static_qconfig),
         *members(ipex_quant.int8_layers),
+        *entry("ipex_quant", "MatMul", ipex_quant.MatMul),
+        *entry("ipex_quant", "Int8MatMul", ipex_quant.Int8MatMul),
     ]
     models = [
         *entry("ipex_quant", "quantize_linears", ipex_quant.quantize_linears),
@@ -185,27 +232,32 @@ def runtime_page() -> str:
     """Return the reference of the runtime."""
     lines = ["# Runtime: reference", ""]
     lines += [
-        "`ipex.runtime`, generated from the docstrings; [Cores, pools and streams](../runtime.md) shows it at work.",
+        "`ipex.runtime`, generated from the docstrings; [Cores, pools and streams](../runtime.md),"
+        " [Launcher](../launcher.md) and [Codeless optimisation](../codeless.md) show it at work.",
         "",
     ]
-    for title, module in (
-        ("Pools and pins", ipex_runtime.cpupool),
-        ("Tasks", ipex_runtime.task),
-        ("Streams", ipex_runtime.multi_stream),
-        ("Topology: `ipex.runtime.topology`", ipex_runtime.topology),
-        ("Memory", ipex_runtime.memory),
-        ("Helpers", ipex_runtime.runtime_utils),
+    for title, body in (
+        ("Pools and pins", members(ipex_runtime.cpupool)),
+        ("Tasks", members(ipex_runtime.task)),
+        ("Streams", members(ipex_runtime.multi_stream)),
+        ("Topology: `ipex.runtime.topology`", members(ipex_runtime.topology)),
+        ("Memory", members(ipex_runtime.memory)),
+        ("Helpers", members(ipex_runtime.runtime_utils)),
+        ("Launcher: `ipex_runtime.launch`", members(ipex_runtime.launch, ipex_runtime.cpupool)),
+        ("Codeless optimisation: `ipex_runtime.codeless`", members(ipex_runtime.codeless)),
     ):
-        lines += section(title, members(module))
+        lines += section(title, body)
     return "\n".join(lines)
 
 
-def members(module: ModuleType, elsewhere: ModuleType | None = None) -> list[str]:
+def members(module: ModuleType, *elsewhere: ModuleType) -> list[str]:
     """Return the directives of a module's public functions and classes, without those that another page part has."""
     body: list[str] = []
     for name in module.__all__:
         value = getattr(module, name)
-        if callable(value) and not hasattr(elsewhere, name):
+        if isinstance(value, ModuleType) or any(hasattr(other, name) for other in elsewhere):
+            continue
+        if callable(value):
             body += entry(module.__name__, name, value)
     return body
 

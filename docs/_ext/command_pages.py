@@ -28,7 +28,9 @@ def pages() -> dict[str, str]:
 
 
 def all_commands() -> str:
-    """Return the page of the other commands of ``ipex`` and of ``ipexrun``."""
+    """Return the page of the other commands of ``ipex``, and of ``ipexrun``."""
+    from ipex_runtime.codeless import __main__ as codeless
+    from ipex_runtime.hypertune import __main__ as hypertune
     from ipex_runtime.launch import launch
 
     lines = [
@@ -44,6 +46,16 @@ def all_commands() -> str:
     parser = launch.init_parser(argparse.ArgumentParser(prog="ipexrun", add_help=False))
     lines += parser_section(
         "ipexrun [cpu|xpu]", "Run a program on the right cores; the same as `ipex run`.", parser
+    )
+    lines += parser_section(
+        "ipex auto",
+        "Run a script whose models are optimised; the options of `ipexrun` may be given, too.",
+        codeless.make_parser(),
+    )
+    lines += parser_section(
+        "ipex hypertune",
+        "Search the options of the launcher with which a script is fastest.",
+        hypertune.make_parser(),
     )
     return "\n".join(lines)
 

@@ -9,6 +9,23 @@ from ipex_core.config import VARIABLES, Variable
 
 __all__ = ["pages"]
 
+#: Variables that are read where they are used, and not by `ipex_core.config`.
+OTHERS = """\
+## Other variables
+
+These are read where they are used.
+
+| Variable | Read by | Meaning |
+|---|---|---|
+| `DISABLE_IPEX_SAMPLE` | `generate` of models of `ipex.llm.optimize` | set: sampling runs in the loop of transformers |
+| `VLLM_PLUGINS` | [vLLM](../../integrations.md#vllm) | `ipex` in it: the plug-in registers its ops |
+| `IPEX_INSTALL_PREFIX` | CMake, `find_package(IPEX)` | [another installation](../../export.md#c-programs) |
+| `ONEDNN_MAX_CPU_ISA`, `DNNL_MAX_CPU_ISA` | `ipex._C` | oneDNN's upper limit, for clients that ask for it |
+| `ONEAPI_DEVICE_SELECTOR`, `OCL_ICD_FILENAMES` | the SYCL run-time | [devices](../../xpu.md#which-device) |
+
+A variable with a name like `IPEX_...` that none of these tables has is warned about when `ipex_core` is imported.
+""".splitlines()
+
 
 def pages() -> dict[str, str]:
     """Return the pages by file name."""
@@ -48,6 +65,7 @@ def index_page() -> str:
             "|---|---|---|---|",
             *rows,
             "",
+            *OTHERS,
             "```{toctree}",
             ":hidden:",
             "",

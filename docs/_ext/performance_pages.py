@@ -1,35 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of measured performance, from the files in ``docs/data/``.
+"""The tables and charts of measured performance, from the files in ``docs/data/``.
 
 Each file is what a measuring command wrote (``ipex bench --json``, ``ipex demo``), unchanged except for keys that say
 what it is: ``title``, ``command``, ``note``. A file with ``tables`` holds finished tables::
 
     {"tables": [{"title": "...", "command": "...", "note": "...", "machine": "...",
                  "columns": ["Model", "Ratio"], "rows": [["resnet", 1.4]]}]}
+
+Files of the folder itself stay: the text of the page is about them. What ``nox -s bench -- --publish`` wrote is in
+``nightly/`` and has a part of the page to itself, which names its machine and time; nothing else refers to it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ipex._bench import peers
+from performance_charts import Bar, chart
 
 __all__ = ["pages", "tables"]
 
 NOTHING = "No measurements are recorded in this tree yet. The commands above produce them.\n"
+NO_NIGHT = "This tree has none: `nox -s bench -- --publish` records one.\n"
+
+#: The kinds of `nox -s bench`, in the order of the page.
+NIGHTLY = ("models", "llm", "train", "peers", "ops")
+#: The kinds of work of the summary of all engines, and how its first column is called.
+SUMMARIES = {
+    "models": "Model",
+    "llm": "Language model",
+    "train": "Training step",
+    "ops": "Operation",
+}
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """Return the part that ``performance.md`` includes."""
-    parts = [
+    """Return the parts that ``performance.md`` includes."""
+    night = [folder / "nightly" / f"{kind}.json" for kind in NIGHTLY]
+    return {
+        "parts/engines.md": summary(sorted(folder.glob("*.json"))),
+        "parts/performance.md": _rendered(sorted(folder.glob("*.json"))) or NOTHING,
+        "parts/nightly.md": _rendered([path for path in night if path.exists()]) or NO_NIGHT,
+    }
+
+
+def summary(files: Iterable[Path]) -> str:
+    """Return a table for each kind of work: the ratios of all engines, a row for each case and machine."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for path in files:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if "absent" in data:
+            found.setdefault(data["kind"], []).append(data)
+    lines: list[str] = []
+    for kind, name in SUMMARIES.items():
+        rows = [(data, row) for data in found.get(kind, ()) for row in data["rows"]]
+        if not rows:
+            continue
+        used = {row["engine"] for _, row in rows} - {peers.BASELINE}
+        engines = [engine for engine in peers.NAMES if engine in used]
+        columns = [name, "Machine", "Precision", f"{title(peers.BASELINE)}, ms"]
+        columns += map(title, engines)
+        lines += ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+        for case in sorted({row["case"] for _, row in rows}):
+            for data in found[kind]:
+                cells = {row["engine"]: row for row in data["rows"] if row["case"] == case}
+                if cells:
+                    lines.append("| " + " | ".join(summary_row(data, case, cells, engines)) + " |")
+        lines.append("")
+    return "\n".join(lines) or NOTHING
+
+
+def summary_row(
+    data: Mapping[str, Any],
+    case: str,
+    cells: Mapping[str, Mapping[str, Any]],
+    engines: Iterable[str],
+) -> list[str]:
+    """Return the cells of a case: the greatest ratio is bold, and those whose interval reaches its own."""
+    others = [row for engine, row in cells.items() if engine != peers.BASELINE]
+    best = max(others, key=lambda row: row["ratio"], default=None)
+    facts = data["machine"]
+    cpu = re.sub(r"\(R\)| Processor.*|,.*", "", facts["cpu"])
+    found = [case, f"{cpu}, `{facts['level']}`, {facts['threads']} threads", data["dtype"]]
+    found.append(f"{cells[peers.BASELINE]['ms']:.3g}" if peers.BASELINE in cells else "-")
+    for engine in engines:
+        row = cells.get(engine)
+        if row is None or best is None:
+            found.append("-")
+            continue
+        ratio = f"{row['ratio']:.2f}"
+        ratio = f"**{ratio}**" if row["high"] >= best["low"] else ratio
+        found.append(f"{ratio} ({row['low']:.2f}-{row['high']:.2f})")
+    return found
+
+
+def _rendered(files: Iterable[Path]) -> str:
+    return "\n".join(
         render(table)
-        for path in sorted(folder.glob("*.json"))
+        for path in files
         for table in tables(json.loads(path.read_text(encoding="utf-8")), path.stem)
-    ]
-    return {"parts/performance.md": "\n".join(parts) or NOTHING}
+    )
 
 
 def tables(data: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -71,7 +146,21 @@ def bench_table(data: Mapping[str, Any], name: str) -> dict[str, Any]:
             *("Ratio", "10-90 %", "Of the limit"),
         ],
         "rows": rows,
+        "chart": ops_chart(data["results"]),
     }
+
+
+def ops_chart(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return a chart with a bar for each op: the median over its shapes, and the least and greatest of them."""
+    ratios: dict[str, list[float]] = {}
+    for r in results:
+        ratios.setdefault(r["op"], []).append(r["ratio"])
+    bars = [
+        Bar(op, statistics.median(found), min(found), max(found), ours=True)
+        for op, found in ratios.items()
+    ]
+    text = "Times as fast as stock PyTorch: the median over the shapes of an op; line: least and greatest."
+    return chart([("", bars)], text)
 
 
 def engine_tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -80,11 +169,13 @@ def engine_tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     cells = {(row["case"], row["engine"]): row for row in rows}
     versions = ", ".join(f"{title(name)} {text}" for name, text in data["versions"].items())
+    cases = list(dict.fromkeys(row["case"] for row in rows))
     missing = dict.fromkeys(f"{title(one['engine'])}: {one['reason']}" for one in data["absent"])
+    narrow = "" if data.get("schema", 1) > 1 else ", a bootstrap, too narrow for few rounds"
     note = (
-        "Milliseconds; in bold, times as fast as stock eager in the same rounds with the 95 % confidence interval; the"
-        " share of what memory or arithmetic of the machine gave in the same rounds; peak memory of the process."
-        f" Versions: {versions}."
+        "Milliseconds; in bold, times as fast as stock eager in the same rounds with the 95 % confidence interval"
+        f"{narrow}; the share of what memory or arithmetic of the machine gave in the same rounds; peak memory of the"
+        f" process. Versions: {versions}."
     )
     if missing:
         note += f" Without a number: {'; '.join(missing)}."
@@ -97,10 +188,26 @@ def engine_tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
             "columns": ["Case", *map(title, engines)],
             "rows": [
                 [case, *(engine_cell(cells.get((case, engine))) for engine in engines)]
-                for case in dict.fromkeys(row["case"] for row in rows)
+                for case in cases
             ],
+            "chart": engine_chart(rows, cases),
         }
     ]
+
+
+def engine_chart(rows: Sequence[Mapping[str, Any]], cases: Sequence[str]) -> str:
+    """Return a chart with a group of bars for each case."""
+    groups = []
+    for case in cases:
+        found = [r for r in rows if r["case"] == case and r["engine"] != peers.BASELINE]
+        bars = [
+            Bar(
+                title(r["engine"]), r["ratio"], r["low"], r["high"], r["engine"].startswith("ipex_")
+            )
+            for r in found
+        ]
+        groups.append((case, bars))
+    return chart(groups, "Times as fast as stock eager in the same rounds; line: 95 % interval.")
 
 
 def title(engine: str) -> str:
@@ -114,9 +221,10 @@ def engine_cell(row: Mapping[str, Any] | None) -> str:
         return "-"
     time = f"{row['ms']:.4g}" if row["ms"] < 10 else f"{row['ms']:.1f}"
     ratio = f" **{row['ratio']:.2f}** ({row['low']:.2f}-{row['high']:.2f})"
+    share = "" if row["limit"] == "call" else f" {row['limit_percent']:.0f} % {row['limit']},"
     return (
-        f"{time} {row['precision']}{'' if row['engine'] == 'stock_eager' else ratio},"
-        f" {row['limit_percent']:.0f} % {row['limit']}, {row['peak_mb']:.0f} MB"
+        f"{time} {row['precision']}{'' if row['engine'] == peers.BASELINE else ratio},"
+        f"{share} {row['peak_mb']:.0f} MB"
     )
 
 
@@ -126,6 +234,12 @@ def machine(facts: Mapping[str, Any]) -> str:
     if facts.get("cpus"):
         parts.insert(1, f"{facts['cpus']} CPUs")
     parts += [f"{key} {facts[key]}" for key in ("torch", "python") if facts.get(key)]
+    if facts.get("threads"):
+        parts.append(f"{facts['threads']} threads")
+    if facts.get("time"):
+        parts.append(f"measured {facts['time'][:10]}")
+    if (facts.get("busy") or 0) > 0.1:
+        parts.append(f"other programs took {facts['busy']:.0%} of the CPUs when it began")
     return ", ".join(parts)
 
 
@@ -137,6 +251,8 @@ def render(table: Mapping[str, Any]) -> str:
         lines += [f"{table['machine']}.", ""]
     if table.get("command"):
         lines += ["```bash", table["command"], "```", ""]
+    if table.get("chart"):
+        lines += [table["chart"], ""]
     lines += [
         "| " + " | ".join(columns) + " |",
         "|---" * len(columns) + "|",

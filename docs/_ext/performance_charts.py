@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Charts of ratios as SVG inside the page: they take its colours, light or dark, and fit a phone."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Sequence
+
+__all__ = ["Bar", "chart"]
+
+#: Units of the picture; a phone shows them at about two thirds of a pixel.
+WIDTH, LEFT, RIGHT, LINE = 480, 130, 56, 18
+#: About as wide as a letter of a label is on average; the labels get at least LEFT, at most half of the picture.
+LETTER = 6.2
+
+OURS, OTHERS = "#3d97b8", "#929292"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bar:
+    """A ratio with the ends of its interval; ``ours`` decides the colour."""
+
+    label: str
+    ratio: float
+    low: float
+    high: float
+    ours: bool
+
+
+def chart(groups: Sequence[tuple[str, Sequence[Bar]]], text: str) -> str:
+    """Return bars to both sides of 1 on a logarithmic axis, as HTML without blank lines.
+
+    Args:
+        groups: The head of each group, which may be empty, and its bars.
+        text: What the chart shows, for the line below and for readers that see no pictures.
+    """
+    bars = [bar for _, group in groups for bar in group]
+    if not bars:
+        return ""
+    # One wide interval must not make all others a dot.
+    least = min(0.5, max(min(bar.ratio for bar in bars) / 1.5, 1 / 64))
+    most = max(2.0, min(max(bar.ratio for bar in bars) * 1.5, 64))
+
+    left = max(LEFT, min(LETTER * max(len(bar.label) for bar in bars) + 12, WIDTH / 2))
+
+    def x(value: float) -> float:
+        inside = min(max(value, least), most)
+        share = math.log(inside / least) / math.log(most / least)
+        return round(left + share * (WIDTH - left - RIGHT), 1)
+
+    parts, y = [], 4
+    for head, group in groups:
+        if head:
+            parts.append(_text(4, y + 13, head, "font-weight='bold'"))
+            y += LINE
+        for bar in group:
+            begin, end = sorted((x(1), x(bar.ratio)))
+            middle = y + LINE / 2
+            parts += [
+                _text(left - 6, y + 13, bar.label, "text-anchor='end'"),
+                f"<rect x='{begin}' y='{y + 3}' width='{max(end - begin, 1):.1f}' height='{LINE - 6}'"
+                f" fill='{OURS if bar.ours else OTHERS}'/>",
+                f"<line x1='{x(bar.low)}' x2='{x(bar.high)}' y1='{middle}' y2='{middle}'"
+                " stroke='currentColor'/>",
+                _text(WIDTH - 4, y + 13, f"{bar.ratio:.2f}", "text-anchor='end'"),
+            ]
+            y += LINE
+        y += 6
+    ticks = [2.0**n for n in range(-6, 7) if least <= 2.0**n <= most]
+    for tick in ticks:
+        dashes = "" if tick == 1 else " stroke-dasharray='2 3' opacity='0.5'"
+        parts.append(
+            f"<line x1='{x(tick)}' x2='{x(tick)}' y1='0' y2='{y}' stroke='currentColor'{dashes}/>"
+        )
+        parts.append(_text(x(tick), y + 13, f"{tick:g}", "text-anchor='middle'"))
+    y += LINE
+    return "\n".join(
+        [
+            "<figure style='margin:1em 0'>",
+            f"<svg role='img' aria-label='{html.escape(text)}' viewBox='0 0 {WIDTH} {y}'"
+            " style='width:100%;max-width:640px;height:auto' font-size='12' fill='currentColor'>",
+            *parts,
+            "</svg>",
+            f"<figcaption>{html.escape(text)}</figcaption>",
+            "</figure>",
+        ]
+    )
+
+
+def _text(x: float, y: float, text: str, more: str) -> str:
+    return f"<text x='{x}' y='{y}' {more}>{html.escape(text)}</text>"

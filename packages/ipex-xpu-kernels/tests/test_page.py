@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The code of the page about the device, followed as a reader would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs_code import blocks
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "xpu.md"
+pytestmark = pytest.mark.usefixtures("needs_device")
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not in this tree")
+def test_page(tmp_path: Path) -> None:
+    pytest.importorskip("ipex")
+    code = [block.text for block in blocks(PAGE) if block.language == "python"]
+    assert len(code) >= 4
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([*code, "print(ipex.xpu.fallback_stats())"])],
+        env={**os.environ, "IPEX_XPU_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "aten::i0" in done.stdout
