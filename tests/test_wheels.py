@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import finish_wheels
+import rebuild_wheels
 from check_versions import load_project
 from try_wheels import ours_of
 
@@ -176,9 +176,7 @@ def test_a_pure_sdist_builds_the_same_wheel_alone(package: str, tmp_path: Path) 
     """Outside the checkout, with hatchling only: complete, and the same bytes."""
     pytest.importorskip("hatchling")
     (sdist,) = Path(FOLDER).glob(f"{package.replace('-', '_')}-[0-9]*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (source,) = tmp_path.iterdir()
+    source = rebuild_wheels.unpack(sdist, tmp_path / "unpacked")
     out = tmp_path / "out"
     out.mkdir()
     command = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"

@@ -168,6 +168,7 @@ def read_quantised(data: bytes, folder: Path) -> None:
 
 def read_folder(data: bytes, folder: Path) -> None:
     """Read ``{file name: JSON, or {"$tensors": {name: row}}}`` as a checkpoint of a language model."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from ipex_core.errors import OpArgumentError
@@ -183,8 +184,8 @@ def read_folder(data: bytes, folder: Path) -> None:
                 save_file({k: t for k, t in rows.items() if t is not None}, folder / name)
             else:
                 (folder / name).write_text(json.dumps(content))
-    except (ValueError, AttributeError, RecursionError):
-        return
+    except (ValueError, AttributeError, RecursionError, SafetensorError):
+        return  # among others, names that no file can have
     for ranks in (1, 2):
         with contextlib.suppress(OpArgumentError):
             touch(load_low_precision_checkpoint(folder, 0, ranks)[0].values())
