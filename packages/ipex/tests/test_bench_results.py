@@ -28,6 +28,8 @@ def test_interval_holds_the_median_and_narrows_with_more_rounds():
     assert interval(stock, mine) == (2.0, 1.8, 6.0)
     _, low_more, high_more = interval(stock * 20, mine * 20)
     assert 1.8 < low_more <= 2.0 <= high_more < 6.0
+    # More rounds than a float has powers of two.
+    assert interval(stock * 500, mine * 500) == (2.0, 2.0, 2.0)
 
 
 @pytest.mark.parametrize("rounds", [6, 7, 9, 20])

@@ -10,7 +10,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .peers import NAMES
 
@@ -100,14 +100,15 @@ def interval(baseline: Sequence[float], candidate: Sequence[float]) -> tuple[flo
         (2.0, 2.0, 3.0)
     """
     ratios = sorted(b / c for b, c in zip(baseline, candidate, strict=True))
-    count, outside, cut = len(ratios), 0.0, 0
+    count, cut = len(ratios), 0
+    # Of the 2^count ways in which the rounds lie around the median, those with `cut` of them or fewer below it.
+    ways = below = 1
     while True:
-        # Both ends: that the median is beyond the (cut + 1)-th ratio.
-        outside += 2 * math.comb(count, cut) * 0.5**count
-        if outside > 0.05 or 2 * (cut + 1) >= count:
+        ways = ways * (count - cut) // (cut + 1)
+        below += ways
+        if 2 * below * 20 > 2**count:  # both ends; 5 % in integers, which hold any number of rounds
             break
         cut += 1
-    cut = max(cut - 1, 0)
     return statistics.median(ratios), ratios[cut], ratios[-1 - cut]
 
 
@@ -257,43 +258,42 @@ class Run:
             for name in ("machine", "versions"):
                 if not isinstance(data[name], dict):
                     raise ValueError(f"{name} is no object")
-            for row in data["rows"]:
-                _check(row)
-            for one in data["absent"]:
-                _known(one["engine"])
             return cls(
                 kind=data["kind"],
                 dtype=data["dtype"],
                 machine=data["machine"],
                 versions=data["versions"],
-                rows=[
-                    Row(**{**row, **{key: tuple(row.get(key, ())) for key in ("times", "stock")}})
-                    for row in data["rows"]
-                ],
-                absent=[Absent(**row) for row in data["absent"]],
+                rows=[_checked(Row(**_with_tuples(row))) for row in data["rows"]],
+                absent=[_checked(Absent(**row)) for row in data["absent"]],
                 command=data.get("command", ""),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a result file of this command: {error}") from None
 
 
-def _known(engine: object) -> None:
-    if engine not in NAMES:
-        raise ValueError(f"unknown engine {engine!r}")
+_Entry = TypeVar("_Entry", Row, Absent)
+#: The fields with a number for each round.
+_EACH_ROUND = ("times", "stock")
 
 
-def _check(row: Mapping[str, Any]) -> None:
-    """Refuse a row that would be no use later."""
-    _known(row["engine"])
-    for field in dataclasses.fields(Row):
-        value = row.get(field.name, 0)
-        numbers = value if field.name in {"times", "stock"} else [value]
-        if field.type in {"int", "float", "tuple[float, ...]"} and not (
-            numbers == 0 or all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers)
-        ):
+def _with_tuples(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**row, **{name: tuple(row[name]) for name in _EACH_ROUND if name in row}}
+
+
+def _checked(entry: _Entry) -> _Entry:
+    """Return an entry of a file, refused if it would be no use later."""
+    if entry.engine not in NAMES:
+        raise ValueError(f"unknown engine {entry.engine!r}")
+    for field in dataclasses.fields(entry):
+        value = getattr(entry, field.name)
+        if field.type == "str":
+            if not isinstance(value, str):
+                raise ValueError(f"{field.name} is no text: {value!r}")
+            continue
+        numbers = value if field.name in _EACH_ROUND else (value,)
+        if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
             raise ValueError(f"{field.name} is no number: {value!r}")
-    if not isinstance(row["case"], str):
-        raise ValueError(f"case is no text: {row['case']!r}")
+    return entry
 
 
 def regressions(before: Iterable[Row], now: Run) -> list[str]:
