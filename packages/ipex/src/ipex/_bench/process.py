@@ -19,7 +19,6 @@ from .task import Task
 
 __all__ = ["EngineError", "Worker"]
 
-
 #: Characters of the longest answer.
 _LONGEST = 1 << 16
 
@@ -82,9 +81,11 @@ class Worker:
         assert self._process.stdout is not None
         # In pieces: what is not our worker may print without end and without lines.
         while line := self._process.stdout.readline(_LONGEST):
-            answer = _answer(line)
-            if answer is not None:
-                self._answers.put(answer)
+            with contextlib.suppress(ValueError, RecursionError):
+                answer = json.loads(line)
+                # The interpreter, or a script around it, may print beside the answers.
+                if isinstance(answer, dict) and answer.get("id") == self._asked:
+                    self._answers.put(answer)
         self._answers.put(None)
 
     def ask(self, *, timeout: float | None = None, **request: Any) -> dict[str, Any]:
@@ -158,12 +159,3 @@ class Worker:
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._errors.close()
-
-
-def _answer(line: str) -> dict[str, Any] | None:
-    """Return the answer that a line is; None for what the interpreter or a script around it prints beside answers."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and "id" in found else None
