@@ -280,7 +280,8 @@ def test_a_regression_is_measured_again_before_it_counts(tmp_path, monkeypatch):
         found.rows.append(answers.pop(0))
 
     monkeypatch.setattr(bench_peers, "run", measured)
-    arguments = ("ops", "linear", "--peers", "--seconds", "0.1", "--compare", before)
+    arguments = ("ops", "linear", "--peers", "--dtype", "fp32", "--seconds", "0.1")
+    arguments += ("--compare", before)
     for now, code in (([slow, slow], 1), ([slow, fast], 0), ([fast], 0)):
         asked: list[object] = []
         answers[:] = now
@@ -305,7 +306,7 @@ def test_a_part_without_a_number_is_listed_and_not_compared(tmp_path, monkeypatc
     limits = {"read": 1.0, "float32": 1.0}
     times = {"limits": [limits] * 3, "stock_eager": [slow] * 3, "ipex_eager": [slow, first, first]}
     found = Run("llm", "float32", {})
-    found.rows += bench_run._rows(task, facts, times, about, 1)
+    found.rows += bench_run._rows(task, facts, times, about)
     assert [r.case.split()[-1] for r in found.rows] == ["prefill", "prefill", "decode"]
     found.absent += bench_run._disturbed(task, facts, about, found)
     assert [(one.engine, one.case.split()[-1]) for one in found.absent] == [

@@ -14,15 +14,16 @@ from rich.table import Table
 from . import peers
 from .result import Row, Run
 
-__all__ = ["markdown", "matrix", "ratio_axis", "show", "title", "write_plot"]
+__all__ = ["SHORT", "markdown", "matrix", "ratio_axis", "show", "title", "write_plot"]
 
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+#: How tables call element types.
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def title(run: Run) -> str:
     """Return the head of the table."""
     threads = run.rows[0].threads if run.rows else run.machine.get("threads", "?")
-    return f"ipex bench {run.kind}, {_SHORT.get(run.dtype, run.dtype)}, {threads} thread(s)"
+    return f"ipex bench {run.kind}, {SHORT.get(run.dtype, run.dtype)}, {threads} thread(s)"
 
 
 def matrix(run: Run) -> tuple[list[str], list[str], dict[tuple[str, str], Row]]:
@@ -60,7 +61,7 @@ def _by_case(
 
 
 def _cell(row: Row) -> str:
-    first = f"{milliseconds(row.ms)} ms {_SHORT.get(row.precision, row.precision)}"
+    first = f"{milliseconds(row.ms)} ms {SHORT.get(row.precision, row.precision)}"
     last = f"{row.share}, {row.peak_mb:.0f} MB"
     if row.engine == peers.BASELINE:
         return f"{first}\n1\n\n{last}"
@@ -94,7 +95,7 @@ def _by_engine(run: Run, width: int) -> Table:
             "limit": row.share,
             "MB": f"{row.peak_mb:.0f}",
         }
-        precision = _SHORT.get(row.precision, row.precision)
+        precision = SHORT.get(row.precision, row.precision)
         engine = peers.load(row.engine).title
         table.add_row(f" {engine} {precision}", *(cells[name] for name in shown))
     return table
@@ -176,7 +177,7 @@ _DETAILS = (
 
 
 def _short(row: Row) -> str:
-    text = f"{milliseconds(row.ms)} {_SHORT.get(row.precision, row.precision)}"
+    text = f"{milliseconds(row.ms)} {SHORT.get(row.precision, row.precision)}"
     return text if row.engine == peers.BASELINE else f"{text} **{row.ratio:.2f}**"
 
 

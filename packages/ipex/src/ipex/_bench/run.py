@@ -22,6 +22,7 @@ from .task import Task
 __all__ = ["Plan", "run"]
 
 Times = dict[str, list[dict[str, float]]]
+About = dict[str, dict[str, Any]]
 _LIMITS = "limits"
 
 #: Engines that are prepared side by side: much of it is a compiler or an export on one core.
@@ -77,14 +78,12 @@ def run(
         say: Called with a line about each step.
         keep: Called with the results so far after each case.
     """
-    usable = []
     for engine in plan.engines:
         if plan.kind not in peers.load(engine).kinds:
             found.absent.append(Absent(engine, "", f"no adapter for {plan.kind}"))
-        else:
-            usable.append(engine)
     for name in plan.names:
         for label, shape in shapes.cases(plan.kind, name, plan.size):
+            never = {one.engine for one in found.absent if not one.case}
             with tempfile.TemporaryDirectory(prefix="ipex-bench-") as folder:
                 task = Task(
                     kind=plan.kind,
@@ -97,129 +96,135 @@ def run(
                     rest=plan.rest,
                 )
                 task.write()
-                usable = _case(plan, task, usable, found, say)
+                _case(plan, task, [e for e in plan.engines if e not in never], found, say)
             keep(found)
 
 
 def _case(
     plan: Plan, task: Task, engines: list[str], found: Run, say: Callable[[str], None]
-) -> list[str]:
-    """Measure a case; return the engines that are installed."""
+) -> None:
+    """Measure a case."""
     say(f"{task.case}: the answer in float32")
-    with contextlib.ExitStack() as stack:
-        limits = stack.enter_context(Worker(task, _LIMITS, timeout=plan.timeout))
+    with Worker(task, _LIMITS, timeout=plan.timeout) as limits:
         answer = _asked(limits, do="make")
+        reason = "failed: "
+        if "error" not in answer:
+            facts = json.loads((task.path / "facts.json").read_text(encoding="utf-8"))
+            answer = _asked(limits, do="limits", bytes=_read(task, facts))
+            reason = "failed: the limits of the machine: "
         if "error" in answer:
-            found.absent += [Absent(e, task.case, f"failed: {answer['error']}") for e in engines]
-            return engines
-        facts = json.loads((task.path / "facts.json").read_text(encoding="utf-8"))
-        read = footprint(task_bytes(task.dtype, facts))
-        answer = _asked(limits, do="limits", bytes=read)
-        if "error" in answer:
-            reason = f"failed: the limits of the machine: {answer['error']}"
-            found.absent += [Absent(e, task.case, reason) for e in engines]
-            return engines
+            found.absent += [Absent(e, task.case, f"{reason}{answer['error']}") for e in engines]
+            return
+        # All at once where memory allows: then each round has every engine. Else in groups, each with the baseline.
         waiting = [e for e in engines if e != peers.BASELINE]
-        missing: list[str] = []
-        while True:
-            # All at once where memory allows: then each round has every engine. Else in groups, each with the baseline.
-            with contextlib.ExitStack() as group:
-                workers, about = _ready(plan, task, waiting, missing, found, say, group)
-                if peers.BASELINE not in about:
-                    return engines
-                say(f"{task.case}: timing {', '.join(about)}")
-                try:
-                    times = _rounds(plan, {_LIMITS: limits, **workers}, about)
-                except EngineError as error:
-                    found.absent += [Absent(e, task.case, f"failed: {error}") for e in about]
-                    return engines
-                _note(task, facts, times, about, read, found)
-            if not waiting:
-                return [e for e in engines if e not in missing]
+        more = True
+        while more:
+            with _Group(plan, task, found, say) as group:
+                more = group.prepare(waiting) and group.measure(limits, facts) and bool(waiting)
 
 
-def _ready(
-    plan: Plan,
-    task: Task,
-    waiting: list[str],
-    missing: list[str],
-    found: Run,
-    say: Callable[[str], None],
-    stack: contextlib.ExitStack,
-) -> tuple[dict[str, Worker], dict[str, dict[str, Any]]]:
-    """Prepare the baseline and as many of the waiting engines as fit the memory; return their processes and facts.
+class _Group(contextlib.ExitStack):
+    """The engines that take turns in the same rounds of a case; their processes end with it.
 
-    Without the baseline in what it returns, there is nothing to compare with.
+    Attributes:
+        workers: The processes, by engine.
+        about: What each engine that is ready has said about itself.
     """
-    workers: dict[str, Worker] = {}
-    about: dict[str, dict[str, Any]] = {}
-    running: dict[concurrent.futures.Future[dict[str, Any]], str] = {}
-    # Left last: its threads end when the processes have ended.
-    pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(_AT_ONCE))
 
-    def fails(engine: str, answer: dict[str, Any]) -> None:
-        failed = workers.pop(engine, None)  # not there if it could not be started
-        if failed is not None:
-            failed.close()
-        if "missing" in answer:
-            missing.append(engine)
-        reason = answer.get("missing") or answer.get("unsupported")
-        case = "" if engine in missing else task.case
-        found.absent.append(Absent(engine, case, reason or f"failed: {answer['error']}"))
+    def __init__(self, plan: Plan, task: Task, found: Run, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self.plan, self.task, self.found, self.say = plan, task, found, say
+        self.workers: dict[str, Worker] = {}
+        self.about: About = {}
+        self._running: dict[concurrent.futures.Future[dict[str, Any]], str] = {}
+        # Left last: its threads end when the processes have ended.
+        self._pool = self.enter_context(concurrent.futures.ThreadPoolExecutor(_AT_ONCE))
 
-    def begin(engine: str) -> None:
-        say(f"{task.case}: preparing {', '.join([*running.values(), engine])}")
+    def prepare(self, waiting: list[str]) -> bool:
+        """Prepare the baseline and as many of the waiting engines as fit the memory; return whether the first is ready.
+
+        Args:
+            waiting: Engines; those that were begun are taken from the list.
+        """
+        self._begin(peers.BASELINE)
+        while self._running:
+            done = concurrent.futures.wait(self._running, return_when="FIRST_COMPLETED").done
+            for future in done:
+                self._end(self._running.pop(future), future.result())
+            if peers.BASELINE not in self.about:
+                return False
+            while waiting and len(self._running) < _AT_ONCE and self._another_fits():
+                self._begin(waiting.pop(0))
+        return peers.BASELINE in self.about
+
+    def _begin(self, engine: str) -> None:
+        self.say(f"{self.task.case}: preparing {', '.join([*self._running.values(), engine])}")
         try:
             # In this thread, which lives as long as the run: a process ends with the thread that has started it.
-            worker = Worker(task, engine, plan.pythons.get(engine, ""), plan.timeout)
+            worker = Worker(self.task, engine, self.plan.pythons.get(engine, ""), self.plan.timeout)
         except OSError as error:  # the interpreter
-            fails(engine, {"error": str(error)})
+            self._end(engine, {"error": str(error)})
             return
-        workers[engine] = stack.enter_context(worker)
-        running[pool.submit(_asked, worker, do="prepare")] = engine
+        self.workers[engine] = self.enter_context(worker)
+        self._running[self._pool.submit(_asked, worker, do="prepare")] = engine
 
-    begin(peers.BASELINE)
-    while running:
-        for future in concurrent.futures.wait(running, return_when="FIRST_COMPLETED").done:
-            engine, answer = running.pop(future), future.result()
-            if not {"missing", "unsupported", "error"}.isdisjoint(answer):
-                fails(engine, answer)
-            else:
-                about[engine] = answer
-        if peers.BASELINE not in about:
-            break
-        while waiting and len(running) < _AT_ONCE:
-            if len(about) + len(running) > 1 and not _fits(about, len(running) + 1):
-                break
-            begin(waiting.pop(0))
-    # In the order of the columns, whoever was ready first.
-    order = [name for name in peers.NAMES if name in about]
-    return {name: workers[name] for name in order}, {name: about[name] for name in order}
+    def _end(self, engine: str, answer: dict[str, Any]) -> None:
+        """Take over the answer of an engine; one that is not ready is told among the absent, and its process ends."""
+        if "missing" in answer:  # whatever the case
+            absent = Absent(engine, "", answer["missing"])
+        elif "unsupported" in answer:
+            absent = Absent(engine, self.task.case, answer["unsupported"])
+        elif "error" in answer:
+            absent = Absent(engine, self.task.case, f"failed: {answer['error']}")
+        else:
+            self.about[engine] = answer
+            return
+        self.found.absent.append(absent)
+        if engine in self.workers:  # not if it could not be started
+            self.workers.pop(engine).close()
+
+    def _another_fits(self) -> bool:
+        """Return whether the free memory holds those on their way and another of the size of the largest so far."""
+        if len(self.about) + len(self._running) < 2:
+            return True  # without an engine beside the baseline nothing is compared
+        try:
+            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return True
+        free = next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("MemAvailable"))
+        largest = max(fact.get("peak_mb", 0) for fact in self.about.values())
+        return bool(free > 1.5 * (len(self._running) + 1) * largest)
+
+    def measure(self, limits: Worker, facts: dict[str, float]) -> bool:
+        """Let all engines take turns and add what that gave to the results; return whether they got to the end."""
+        task, found = self.task, self.found
+        # In the order of the columns, whoever was ready first.
+        about = {name: self.about[name] for name in peers.NAMES if name in self.about}
+        self.say(f"{task.case}: timing {', '.join(about)}")
+        workers = {_LIMITS: limits, **{name: self.workers[name] for name in about}}
+        try:
+            times = _rounds(self.plan, workers, about)
+        except EngineError as error:
+            found.absent += [Absent(e, task.case, f"failed: {error}") for e in about]
+            return False
+        for engine, fact in about.items():
+            found.versions.setdefault(engine, fact["version"])
+        known = {row.key for row in found.rows}
+        found.rows += [row for row in _rows(task, facts, times, about) if row.key not in known]
+        disturbed = _disturbed(task, facts, about, found)
+        found.absent += [one for one in disturbed if one not in found.absent]
+        for engine, fact in about.items():
+            if "failed" in fact:
+                found.absent.append(Absent(engine, task.case, f"failed: {fact['failed']}"))
+        return True
 
 
-def _note(
-    task: Task,
-    facts: dict[str, float],
-    times: Times,
-    about: dict[str, dict[str, Any]],
-    read: int,
-    found: Run,
-) -> None:
-    """Add what the rounds of a case gave to the results."""
-    for engine, fact in about.items():
-        found.versions.setdefault(engine, fact["version"])
-    known = {row.key for row in found.rows}
-    found.rows += [row for row in _rows(task, facts, times, about, read) if row.key not in known]
-    found.absent += [
-        one for one in _disturbed(task, facts, about, found) if one not in found.absent
-    ]
-    for engine in [e for e in about if "failed" in about[e]]:
-        found.absent.append(Absent(engine, task.case, f"failed: {about[engine]['failed']}"))
+def _read(task: Task, facts: dict[str, float]) -> int:
+    """Return how many bytes the limit of memory is measured with."""
+    return footprint(task_bytes(task.dtype, facts))
 
 
-def _disturbed(
-    task: Task, facts: dict[str, float], about: dict[str, dict[str, Any]], found: Run
-) -> Iterator[Absent]:
+def _disturbed(task: Task, facts: dict[str, float], about: About, found: Run) -> Iterator[Absent]:
     """Yield the parts of a case that have no number although nothing failed."""
     have = {(row.engine, row.case) for row in found.rows}
     for part, _ in _parts(task, facts):
@@ -237,17 +242,7 @@ def _asked(worker: Worker, timeout: float | None = None, **request: Any) -> dict
         return {"error": str(error)}
 
 
-def _fits(about: dict[str, dict[str, Any]], more: int) -> bool:
-    """Return whether so many further engines of the size of the largest so far fit the free memory."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return True
-    free = next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("MemAvailable"))
-    return free > 1.5 * more * max((fact.get("peak_mb", 0) for fact in about.values()), default=0)
-
-
-def _rounds(plan: Plan, workers: dict[str, Worker], about: dict[str, dict[str, Any]]) -> Times:
+def _rounds(plan: Plan, workers: dict[str, Worker], about: About) -> Times:
     """Let all engines take turns; one that fails or is too slow leaves the rounds, and its process is ended."""
     times: Times = {name: [] for name in workers}
     order = list(workers)
@@ -280,13 +275,12 @@ def _rows(
     task: Task,
     facts: dict[str, float],
     times: Times,
-    about: dict[str, dict[str, Any]],
-    read: int,
+    about: About,
 ) -> Iterator[Row]:
     limits = {
         call: statistics.median(one[call] for one in times[_LIMITS]) for call in times[_LIMITS][0]
     }
-    limits["bytes"] = read
+    limits["bytes"] = _read(task, facts)
     for part, flops in _parts(task, facts):
         for engine, fact in about.items():
             if engine not in times:

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ipex._bench.shapes import SIZES
 from ipex._bench.shapes import names as workloads
 from ipex_core._console import figure_class, writable
 
-__all__ = ["Files", "arguments_of", "cannot", "choice", "make_plan", "native", "written"]
+__all__ = ["Files", "arguments_of", "choice", "make_plan", "native", "put", "written"]
 
 _DTYPES = {
     "fp32": "float32",
@@ -197,41 +197,41 @@ class Files:
 
     def keep(self, result: Run, console: Console) -> None:
         """Write the results so far, if they are wanted; that they cannot be written does not end the work."""
-        if self.json is not None:
-            written(self.json, result.to_json(), console, say=False)
+        written(self.json, lambda path: put(path, result.to_json()), console, say=False)
 
     def write(self, result: Run, console: Console) -> bool:
         """Write what is wanted, and say so; return whether all of it could be written."""
-        done = []
-        if self.json is not None:
-            done.append(written(self.json, result.to_json(), console))
-        if self.markdown is not None:
-            done.append(written(self.markdown, report.markdown(result), console))
-        if self.plot is not None and result.rows:
-            try:
-                report.write_plot(self.plot, result, figure_class())
-                console.print(f"wrote {self.plot}")
-            except OSError as error:
-                done.append(cannot(self.plot, error, console))
+        plot = self.plot if result.rows else None
+        done = (
+            written(self.json, lambda path: put(path, result.to_json()), console),
+            written(self.markdown, lambda path: put(path, report.markdown(result)), console),
+            written(plot, lambda path: report.write_plot(path, result, figure_class()), console),
+        )
         return all(done)
 
 
-def written(path: Path, text: str, console: Console, say: bool = True) -> bool:
-    """Write a file at once or not at all: what was there before is not lost to a full disk. Says so and returns it."""
+def written(
+    path: Path | None, write: Callable[[Path], object], console: Console, say: bool = True
+) -> bool:
+    """Write a file, if it is wanted, and say so; return False, and say why, if it cannot be written."""
+    if path is None:
+        return True
     try:
-        whole = path.resolve()
-        if whole.exists() and not whole.is_file():  # a pipe, say
-            whole.write_text(text, encoding="utf-8")
-        else:
-            _replace(whole, text)
+        write(path)
     except OSError as error:
-        return cannot(path, error, console)
+        console.print(f"[red]cannot write {path}:[/] {error.strerror or error}", soft_wrap=True)
+        return False
     if say:
         console.print(f"wrote {path}")
     return True
 
 
-def _replace(path: Path, text: str) -> None:
+def put(path: Path, text: str) -> None:
+    """Write a file at once or not at all: what was there before is not lost to a full disk."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():  # a pipe, say
+        path.write_text(text, encoding="utf-8")
+        return
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(text, encoding="utf-8")
@@ -242,37 +242,25 @@ def _replace(path: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def cannot(path: Path, error: OSError, console: Console) -> bool:
-    """Say that a file cannot be written; return False."""
-    console.print(f"[red]cannot write {path}:[/] {error.strerror or error}", soft_wrap=True)
-    return False
+#: Options whose files do not decide the numbers.
+_FILES = ("--json", "--markdown", "--plot", "--add", "--compare")
 
 
 def arguments_of(kind: str) -> list[str]:
     """Return the arguments of this process that decide the numbers, without files and paths of this machine."""
     arguments = sys.argv[1:]
     start = arguments.index("bench") + 1 if "bench" in arguments else len(arguments)
-    rest = arguments[start:]
-    if rest and rest[0] == kind:
-        rest = rest[1:]  # `ops` may be left out
-    found, skip = [], ""
+    if arguments[start : start + 1] == [kind]:  # `ops` may be left out
+        start += 1
+    found: list[str] = []
+    rest = iter(arguments[start:])
     for one in rest:
         name, equals, value = one.partition("=")
-        if skip == "--env":
-            found.append(_without_path(one))
-        elif skip:
-            pass
-        elif name == "--env" and equals:
-            found.append(f"--env={_without_path(value)}")
+        if name == "--env":
+            engine = (value if equals else next(rest, "")).partition("=")[0]
+            found += [f"--env={engine}=PYTHON"] if equals else ["--env", f"{engine}=PYTHON"]
         elif name not in _FILES:
             found.append(one)
-        skip = name if not skip and not equals and name in {*_FILES, "--env"} else ""
+        elif not equals:
+            next(rest, "")
     return found
-
-
-#: Options whose files do not decide the numbers.
-_FILES = ("--json", "--markdown", "--plot", "--add", "--compare")
-
-
-def _without_path(pair: str) -> str:
-    return f"{pair.partition('=')[0]}=PYTHON"

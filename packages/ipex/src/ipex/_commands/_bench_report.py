@@ -12,15 +12,13 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ipex._bench.report import ratio_axis
+from ipex._bench.report import SHORT, ratio_axis
 from ipex_core._console import PLAIN_WIDTH, figure_class
 
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result
 
 __all__ = ["read_results", "results_json", "results_table", "write_plot"]
-
-_LONG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def results_table(results: list[Result], width: int = PLAIN_WIDTH) -> Table:
@@ -57,7 +55,7 @@ def results_table(results: list[Result], width: int = PLAIN_WIDTH) -> Table:
         table.add_row(
             r.op,
             r.case,
-            _LONG.get(r.dtype, r.dtype),
+            SHORT.get(r.dtype, r.dtype),
             *([str(r.threads)] if several_threads else []),
             *([r.level] if several_levels else []),
             f"{r.stock_us:,.1f}",

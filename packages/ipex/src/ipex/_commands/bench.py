@@ -21,11 +21,12 @@ import typer.core
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ipex._bench.report import SHORT
 from ipex._bench.shapes import SIZES
 from ipex._commands import bench_peers
-from ipex._commands._bench_plan import Files, arguments_of, cannot, choice, native, written
+from ipex._commands._bench_plan import Files, arguments_of, choice, native, put, written
 from ipex._commands._bench_report import read_results, results_json, results_table, write_plot
-from ipex_core._console import figure_class, make_console, warn_if_busy, writable
+from ipex_core._console import make_console, warn_if_busy
 
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result
@@ -47,8 +48,7 @@ app = typer.Typer(cls=_Kinds, add_completion=False, help=__doc__)
 #: A ratio that is lower than the one of the earlier run by more than this share counts as a regression.
 TOLERANCE = 0.15
 
-_DTYPES = ("float32", "bfloat16", "float16")
-_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_LONG = {short: long for long, short in SHORT.items()}
 
 
 @app.command("ops")
@@ -135,6 +135,7 @@ def bench(
     """
     names = [name for name in ops or () if name != "ops"]
     _only_with(ctx, peers)
+    files = Files(json_file, markdown, plot, add, compare)
     if peers:
         counts = _parse_threads(threads)
         if len(counts) > 1:
@@ -143,7 +144,7 @@ def bench(
             )
         bench_peers.bench_kind(
             "ops",
-            Files(json_file, markdown, plot, add, compare),
+            files,
             names=names or None,
             engines=engines,
             dtype=dtype,
@@ -157,7 +158,6 @@ def bench(
             env=env,
         )
         return
-    console = make_console()
     choice("--size", size, SIZES)
     if seconds is None:
         seconds = 0.05 if size == "tiny" else 0.4
@@ -169,23 +169,26 @@ def bench(
         "seconds": seconds,
     }
     _check_ops(names)
-    thread_counts = _parse_threads(threads)
-    level_names = _parse_levels(levels)
-    earlier = read_results(compare) if compare is not None else []
-    if json_file is not None:
-        writable(json_file, "--json")
-    if plot is not None:
-        writable(plot, "--plot")
-        figure_class(plot)
+    _bench_ops(request, _parse_threads(threads), _parse_levels(levels), files)
 
+
+def _bench_ops(
+    request: dict[str, Any], thread_counts: list[int], levels: list[str], files: Files
+) -> None:
+    """Measure, show, write and compare."""
     from ipex_core.benchmark import busy
 
+    console = make_console()
+    earlier = read_results(files.compare) if files.compare is not None else []
+    files.check()
     others = busy()
-    results: list[Result] = []
     failed: list[str] = []
-    for level in level_names:
-        for count in thread_counts:
-            results += _run({**request, "threads": count}, level, console, failed)
+    results = [
+        result
+        for level in levels
+        for count in thread_counts
+        for result in _run({**request, "threads": count}, level, console, failed)
+    ]
     for line in failed:
         console.print(f"[red]failed:[/] {line}", highlight=False, soft_wrap=True)
     if not results and failed:
@@ -204,38 +207,27 @@ def bench(
         # Measure what looks worse a second time, longer: a busy moment must not fail a build.
         results = [_confirm(r, request, console) if r.key in regressed else r for r in results]
         regressed = find_regressions(earlier, results)
-    complete = True
-    if json_file is not None:
-        command = shlex.join(["ipex", "bench", "ops", *arguments_of("ops")])
-        complete = written(json_file, results_json(results, command), console)
-    if plot is not None:
-        try:
-            write_plot(plot, results)
-            console.print(f"wrote {plot}")
-        except OSError as error:
-            complete = cannot(plot, error, console)
-    if compare is not None:
-        for key, (before, now) in regressed.items():
-            console.print(
-                f"[red]regression:[/] {' '.join(map(str, key))}: {before:.2f}x -> {now:.2f}x"
-            )
-        if regressed:
-            raise typer.Exit(1)
-        if not {r.key for r in earlier} & {r.key for r in results}:
-            console.print(
-                f"[yellow]nothing compared:[/] {compare} has no such shape, dtype, level and threads"
-            )
+    command = shlex.join(["ipex", "bench", "ops", *arguments_of("ops")])
+    complete = (
+        written(files.json, lambda path: put(path, results_json(results, command)), console),
+        written(files.plot, lambda path: write_plot(path, results), console),
+    )
+    for key, (before, now) in regressed.items():
+        console.print(f"[red]regression:[/] {' '.join(map(str, key))}: {before:.2f}x -> {now:.2f}x")
+    if files.compare is not None and not regressed:
+        if {r.key for r in earlier} & {r.key for r in results}:
+            console.print(f"no ratio is more than {TOLERANCE:.0%} below {files.compare}")
         else:
-            console.print(f"no ratio is more than {TOLERANCE:.0%} below {compare}")
-    if failed or not complete:
+            console.print(
+                f"[yellow]nothing compared:[/] {files.compare} has no such shape, dtype, level and threads"
+            )
+    if regressed or failed or not all(complete):
         raise typer.Exit(1)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
 
-_PEERS_ALONE = (
-    *("engines", "env", "markdown", "add", "turn", "rounds", "timeout", "turn_timeout"),
-)
+_PEERS_ALONE = ("engines", "env", "markdown", "add", "turn", "rounds", "timeout", "turn_timeout")
 _OPS_ALONE = ("case", "levels")
 
 
@@ -253,13 +245,9 @@ def _only_with(ctx: typer.Context, peers: bool) -> None:
 def _parse_dtypes(text: str) -> list[str]:
     if text == "auto":
         return list(dict.fromkeys([native(), "float32"]))
-    names = [_SHORT.get(part.strip(), part.strip()) for part in text.split(",") if part.strip()]
+    names = [_LONG.get(part.strip(), part.strip()) for part in text.split(",") if part.strip()]
     for name in names:
-        if name not in _DTYPES:
-            raise typer.BadParameter(
-                f"must be one of {', '.join((*_DTYPES, 'auto'))}, got {name!r}",
-                param_hint="--dtype",
-            )
+        choice("--dtype", name, (*SHORT, "auto"))
     return names
 
 

@@ -182,26 +182,28 @@ def bench_kind(kind: str, files: Files, **options: Any) -> None:
     report.show(result, console)
     warn_if_busy(console, result.machine["busy"])
     written = files.write(result, console)
-    for line in worse:
-        console.print(f"[red]regression:[/] {line}", highlight=False)
     if before is not None:
-        missing = untold(before.rows, result)
-        for line in missing:
-            console.print(f"[yellow]not compared:[/] {line}", highlight=False, soft_wrap=True)
-        common = {row.key for row in before.rows} & {row.key for row in result.rows}
-        if not worse and not any(engine.startswith("ipex_") for _, engine, _ in common):
-            console.print(
-                f"[yellow]nothing compared:[/] {files.compare} has no number of ipex for these cases"
-                " and threads",
-                soft_wrap=True,
-            )
-        elif not worse:
-            rest = "nothing else" if missing else "nothing"
-            console.print(
-                f"{rest} of ipex is slower than in {files.compare} beyond the noise", soft_wrap=True
-            )
+        _tell_changes(before, result, worse, files, console)
     if worse or failed or not written:
         raise typer.Exit(1)
+
+
+def _tell_changes(before: Run, now: Run, worse: list[str], files: Files, console: Console) -> None:
+    """Print what became slower, what could not be compared, or that there is neither."""
+    for line in worse:
+        console.print(f"[red]regression:[/] {line}", highlight=False)
+    missing = untold(before.rows, now)
+    for line in missing:
+        console.print(f"[yellow]not compared:[/] {line}", highlight=False, soft_wrap=True)
+    if worse:
+        return
+    common = {row.key for row in before.rows} & {row.key for row in now.rows}
+    if any(engine.startswith("ipex_") for _, engine, _ in common):
+        rest = "nothing else" if missing else "nothing"
+        text = f"{rest} of ipex is slower than in {files.compare} beyond the noise"
+    else:
+        text = f"[yellow]nothing compared:[/] {files.compare} has no number of ipex for these cases and threads"
+    console.print(text, soft_wrap=True)
 
 
 def _other_conditions(before: Run, now: Run) -> list[str]:
