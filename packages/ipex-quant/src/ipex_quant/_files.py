@@ -25,6 +25,7 @@ import torch
 from ipex_core.errors import IpexError
 
 __all__ = [
+    "DAMAGE",
     "CheckpointError",
     "Entry",
     "ShardWriter",
@@ -57,6 +58,12 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+#: What descriptions that were changed by hand lead to, wherever a number or a name of them is used.
+DAMAGE = (
+    *(AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError),
+    ZeroDivisionError,
+)
 
 #: A header is never larger; what is, is no header.
 _LARGEST_HEADER = 100 << 20

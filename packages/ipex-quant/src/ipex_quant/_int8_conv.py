@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ipex_core._portable import FUNCTIONAL, PORTABLE
 
-__all__ = ["int8_conv", "int8_conv_sum_"]
+__all__ = ["ACTIVATIONS", "int8_conv", "int8_conv_sum_"]
 
 Tensor = torch.Tensor
 
@@ -34,7 +34,8 @@ for _name, _kind in (("int8_conv", "Tensor?"), ("int8_conv_sum_", "Tensor(a!)"))
 
 #: id of a weight -> the weight, what it was packed for, the packed weight and zeros for its channels.
 _packed: dict[int, tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor, Tensor]] = {}
-_NAMES = {"none": "none", "relu": "relu", "silu": "swish", "relu6": "hardtanh"}
+#: What the ops can do after the product, and how oneDNN calls it.
+ACTIVATIONS = {"none": "none", "relu": "relu", "relu6": "hardtanh", "silu": "swish"}
 
 
 def _prepacked(
@@ -129,7 +130,7 @@ def _run(
             _clamp(y, activation, 1.0, 0)
         y = quantize(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
     elif residual is None:
-        name = _NAMES[activation if len(stride) == 2 else "none"]
+        name = ACTIVATIONS[activation if len(stride) == 2 else "none"]
         rest = (output_scale, output_zero, dtype, name, limits, "")
         y = torch.ops.onednn.qconv_pointwise(*head, *tail, *rest)
         if len(stride) == 3:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from ipex_core.nn._leaf import has_hooks
+from ipex_core.ops._epilogue import ACTIVATIONS
+from ipex_quant import _int8_conv
 from ipex_quant._flow import Event, Flow, activation_of
 from ipex_quant._int8_pools import role_of_pool
 from ipex_quant._int8_products import Interaction, MatMul, Product, why_float
@@ -21,13 +23,14 @@ __all__ = ["Layer", "Plan", "fusable_activations", "make_plan", "root"]
 
 #: Activations that an integer product can be followed by, in the same kernel.
 _FUSED: dict[type[nn.Module], frozenset[str]] = {
-    nn.Linear: frozenset({"relu", "gelu", "gelu_tanh", "silu"}),
-    nn.Conv1d: frozenset({"relu", "relu6", "silu"}),
-    nn.Conv2d: frozenset({"relu", "relu6", "silu"}),
-    nn.Conv3d: frozenset({"relu", "relu6", "silu"}),
-    nn.ConvTranspose1d: frozenset({"relu", "relu6", "silu"}),
-    nn.ConvTranspose2d: frozenset({"relu", "relu6", "silu"}),
-    nn.ConvTranspose3d: frozenset({"relu", "relu6", "silu"}),
+    nn.Linear: frozenset(ACTIVATIONS) - {"none"},
+    **dict.fromkeys(
+        (
+            *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+            *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        ),
+        frozenset(_int8_conv.ACTIVATIONS) - {"none"},
+    ),
 }
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
+from ipex_quant._files import DAMAGE
 from ipex_quant._int8_plan import Layer, float_layer
 from ipex_quant._int8_products import Interaction, MatMul, Product
 from ipex_quant._int8_state import Prepared, renew, scales_of_layers, state_of
@@ -25,8 +26,6 @@ __all__ = ["load_summary", "save_summary"]
 
 Tensor = torch.Tensor
 log = logging.getLogger("ipex")
-#: What entries that were changed by hand lead to.
-_UNLIKE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 #: Kinds of entries of products of activations.
 _KINDS: dict[type[nn.Module], str] = {MatMul: "torch.matmul", Interaction: "interaction"}
 
@@ -251,7 +250,7 @@ def _entries(op: str, data: Any) -> dict[str, Any]:
                 # Files of IPEX also have functions, which follow from their operands here.
                 if info["fqn"] or info.get("op_type_is_module", True):
                     found[str(info["fqn"])] = _of_op(info, index)
-    except _UNLIKE as error:
+    except DAMAGE as error:
         what = "have q_op_infos with fqn for each module"
         raise OpArgumentError(f"{op}: qconf_summary must {what}, got {error!r}") from error
     return found
@@ -298,7 +297,7 @@ def _layer_scales(
         # (IPEX also gives scales of results in float, which an activation follows.)
         if layer.codes and result.get("scale") and "int8" in str(result.get("inf_dtype")):
             coded = _scale(result)
-    except _UNLIKE as error:
+    except DAMAGE as error:
         raise OpArgumentError(
             f"{op}: the entry of {name} must have scales, got {error!r}"
         ) from error
@@ -319,7 +318,7 @@ def _product_scales(op: str, product: Product, kind: str, info: Any) -> dict[int
     try:
         infos = info["input_tensor_infos"]
         return {value: _scale(it) for value, it in zip(product.sources, infos, strict=True)}
-    except _UNLIKE as error:
+    except DAMAGE as error:
         raise OpArgumentError(
             f"{op}: the entry of {name} must have a scale of each input, got {error!r}"
         ) from error

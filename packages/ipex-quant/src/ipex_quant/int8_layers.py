@@ -13,7 +13,7 @@ from torch import nn
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_core.errors import OpArgumentError
 from ipex_core.ops._epilogue import ACTIVATIONS
-from ipex_quant import _int8_group
+from ipex_quant import _int8_conv, _int8_group
 from ipex_quant._int8_conv import int8_conv, int8_conv_sum_
 from ipex_quant._int8_group import InputGroup
 from ipex_quant._int8_wires import Codes, Early, Scale, Scaled, plain, take
@@ -50,8 +50,8 @@ class _Int8Layer(nn.Module):
     activations.
     """
 
-    #: What an activation can be; those of convolutions.
-    activations: tuple[str, ...] = ("none", "relu", "relu6", "silu")
+    #: What `activation` can be.
+    activations: tuple[str, ...] = tuple(_int8_conv.ACTIVATIONS)
     activation: str = "none"
     name: str = ""
     input: Scale = Scale()

@@ -15,7 +15,7 @@ from torch import nn
 
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
-from ipex_quant._files import CheckpointError, mapped, read_config, weight_files
+from ipex_quant._files import DAMAGE, CheckpointError, mapped, read_config, weight_files
 from ipex_quant._int8_saved import rebuild, restore_records
 from ipex_quant._model import replace_module
 from ipex_quant._replace import assign, finish_meta, load_rest, replace_linears_from_checkpoint
@@ -34,11 +34,6 @@ __all__ = ["load", "no_init"]
 Tensor = torch.Tensor
 #: Called as ``progress(done, total, name)`` after each layer.
 Progress = Callable[[int, int, str], None]
-#: What descriptions that were changed by hand lead to.
-_UNLIKE = (
-    *(AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError),
-    ZeroDivisionError,
-)
 
 
 def load(
@@ -81,7 +76,7 @@ def load(
         return _load(op, place, config, model, progress)
     except (OpArgumentError, CheckpointError):
         raise
-    except _UNLIKE as error:
+    except DAMAGE as error:
         # Numbers and names of config.json lead everywhere: what has been changed shows only there.
         what = "be as ipex.quantization.save wrote it and fit the model"
         got = f"{type(error).__name__}: {error}"
