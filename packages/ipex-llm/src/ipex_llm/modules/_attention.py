@@ -335,8 +335,7 @@ class PagedAttention:
 
 def _slots_of(key: Tensor, slot_mapping: Tensor) -> Tensor:
     """Return the slots of the tokens: callers keep one buffer of slots for all steps, as IPEX allows."""
-    tokens = key.shape[0]
-    return slot_mapping[:tokens] if slot_mapping.shape[0] > tokens else slot_mapping
+    return slot_mapping[: key.shape[0]]
 
 
 def _on_cpu(

@@ -78,15 +78,16 @@ class GatedMLPMOE(nn.Module):
     ) -> None:
         super().__init__()
         packed = None
-        self._eight_bits = False
+        self._eight_bits = not (is_mxfp4 or is_int4) and (
+            w1_scale_inv is not None or w2_scale_inv is not None or W2.dtype in FP8
+        )
         given: dict[str, Tensor | None] = dict.fromkeys(("W13", "W2", "W3"))
         if is_mxfp4 or is_int4:
             check(W3 is None, _OP, "W3", "be None for 4-bit weights: its rows are in W13", "others")
             packed = from_four_bits(W13, W2, (w1_scale_inv, w2_scale_inv), is_mxfp4)
             sizes = W2.shape[0], W2.shape[1], packed.intermediate_size
         else:
-            if w1_scale_inv is not None or w2_scale_inv is not None or W2.dtype in FP8:
-                self._eight_bits = True
+            if self._eight_bits:
                 W13 = from_eight_bits("W13", W13, w1_scale_inv)
                 W2 = from_eight_bits("W2", W2, w2_scale_inv)
                 W3 = None if W3 is None else from_eight_bits("W3", W3, w1_scale_inv)
@@ -233,20 +234,16 @@ class GatedMLPMOE(nn.Module):
         features = hidden_states.shape[-1]
         text = f"have {self.hidden_size} features"
         check(features == self.hidden_size, _OP, "hidden_states", text, features)
+        states = hidden_states
         if self.w2_packed is None:
             dtype = self.W2.dtype if self._packed is None else self._dtype
-            if self._eight_bits and hidden_states.dtype in _FLOATS and hidden_states.dtype != dtype:
-                result = self.forward(
-                    *(hidden_states.to(dtype), use_grouped_topk, top_k, router_logits, renormalize),
-                    *(topk_group, num_expert_group, custom_routing_function, scoring_func),
-                    *(e_score_correction_bias, activation),
-                )
-                return result.to(hidden_states.dtype)
+            if self._eight_bits and states.dtype in _FLOATS:
+                states = states.to(dtype)
             text = f"have dtype {dtype} of the weights"
-            check(hidden_states.dtype == dtype, _OP, "hidden_states", text, hidden_states.dtype)
-        if self._must_be_plain(hidden_states):
+            check(states.dtype == dtype, _OP, "hidden_states", text, states.dtype)
+        if self._must_be_plain(states):
             self._unpack()
-            x = hidden_states.reshape(-1, self.hidden_size)
+            x = states.reshape(-1, self.hidden_size)
             if custom_routing_function is None:
                 custom_routing_function = _routing(
                     *(use_grouped_topk, num_expert_group, topk_group, scoring_func),
@@ -255,14 +252,15 @@ class GatedMLPMOE(nn.Module):
             weights, ids = custom_routing_function(
                 hidden_states=x, gating_output=router_logits, topk=top_k, renormalize=renormalize
             )
-            return self._plain(x, weights, ids, activation).view(hidden_states.shape)
+            result = self._plain(x, weights, ids, activation).view(hidden_states.shape)
+            return result.to(hidden_states.dtype)
         self._pack()
         w13, w2 = self.w13_packed, self.w2_packed
         if w2 is None:
             w13, w2 = self._packed.w13, self._packed.w2
         experts = PackedExperts(w13, w2, self.intermediate_size, self.w13_bias, self.w2_bias)
-        return gated_mlp_moe(
-            *(hidden_states, experts, router_logits, top_k, renormalize),
+        result = gated_mlp_moe(
+            *(states, experts, router_logits, top_k, renormalize),
             use_grouped_topk=use_grouped_topk,
             num_expert_group=num_expert_group,
             topk_group=topk_group,
@@ -272,6 +270,7 @@ class GatedMLPMOE(nn.Module):
             activation=activation,
             experts_start_id=self.experts_start_id,
         )
+        return result.to(hidden_states.dtype)
 
     def _must_be_plain(self, x: Tensor) -> bool:
         if self.w2_packed is not None:
