@@ -194,8 +194,7 @@ def chosen(
                 continue
             found = [case for case in spec.bench() if cases in case.id]
             if smallest and found:
-                size = [(case.bytes(dtype), case.flops) for case in found]
-                found = [found[size.index(min(size))]]
+                found = [min(found, key=lambda case: (case.bytes(dtype), case.flops))]
             for case in found:
                 yield spec, case, dtype
 

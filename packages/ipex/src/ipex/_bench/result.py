@@ -36,6 +36,7 @@ SIDE = 1024
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.53}
 
 #: Work that moves fewer bytes and has fewer operations is all overhead of calls: a share of a limit would say nothing.
+#: As in `ipex_core.benchmark`, which is not imported: the processes of the engines have only what their engine has.
 LEAST_BYTES = 1 << 20
 LEAST_FLOPS = 10_000_000
 

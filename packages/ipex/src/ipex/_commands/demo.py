@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ipex_core._console import make_console, writable
+from ipex_core._console import make_console, warn_if_busy, writable
 
 if TYPE_CHECKING:
     from ipex._commands._demo_model import Batch, Candidate, Encoder, Runner, Sentence
@@ -33,9 +33,6 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 #: The least cosine between an embedding and the one of stock float32.
 LEAST_COSINE = 0.999
-
-#: Share of the CPUs that others may take before the user is warned.
-BUSY = 0.1
 
 
 @app.command()
@@ -112,11 +109,7 @@ def demo(
     rows = report.rows(outcomes.values(), sizes)
     console.print(report.search_text(hits))
     console.print(report.results_table(rows, sizes, result))
-    if (facts["busy"] or 0) > BUSY:
-        console.print(
-            f"[yellow]Other processes took {facts['busy']:.0%} of the CPUs when this started:[/] latencies and ratios"
-            " are not to be relied on. Repeat it on an idle machine, or with --threads 1."
-        )
+    warn_if_busy(console, facts["busy"])
     for row in rows:
         if row.error:
             console.print(f"[red]{row.name} failed:[/] {escape(row.error)}")
