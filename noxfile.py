@@ -569,24 +569,25 @@ def bench(session: nox.Session) -> None:
     options = options[len(kinds) :]
     failed = []
     for kind in kinds or BENCH_KINDS:
-        command = ["ops", "--peers", *options] if kind == "peers" else [kind, *options]
-        files = {end: REPORTS / f"bench-{kind}.{end}" for end in ("json", "png", "md")}
-        more = ["--json", files["json"], "--plot", files["png"]]
+        files = {"json": f"bench-{kind}.json", "plot": f"bench-{kind}.png"}
         if kind == "ops":
             command = ["ops", *of_ops(options)]
         else:
-            more += ["--markdown", files["md"]]
-        for file in files.values():
-            file.unlink(missing_ok=True)
+            command = [*(["ops", "--peers"] if kind == "peers" else [kind]), *options]
+            files["markdown"] = f"bench-{kind}.md"
+        for option, name in files.items():
+            (REPORTS / name).unlink(missing_ok=True)
+            command += [f"--{option}", str(REPORTS / name)]
         try:
             # 1: an engine of ours failed; the table of that kind says which.
-            session.run("ipex", "bench", *command, *map(str, more), success_codes=[0, 1])
+            session.run("ipex", "bench", *command, success_codes=[0, 1])
         except nox.command.CommandFailed:
             failed.append(kind)  # the other tables are still wanted
             continue
-        if "--publish" in session.posargs and files["json"].exists():
+        result = REPORTS / files["json"]
+        if "--publish" in session.posargs and result.exists():
             NIGHTLY.mkdir(parents=True, exist_ok=True)
-            shutil.copy(files["json"], NIGHTLY / f"{kind}.json")
+            shutil.copy(result, NIGHTLY / f"{kind}.json")
     if failed:
         session.error(f"ipex bench failed for {', '.join(failed)}")
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import importlib
-import inspect
+import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -31,32 +32,30 @@ ELSEWHERE = {
 }
 
 
-def resolve(path: str) -> object:
-    parts = path.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            value: object = importlib.import_module(".".join(parts[:end]))
-        except ImportError:
-            continue
-        for part in parts[end:]:
-            value = getattr(value, part)
-        return value
-    raise ImportError(path)
+@pytest.fixture(autouse=True)
+def extensions_of_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
 
 
-def test_each_public_name_is_in_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def sources() -> Iterator[str]:
+    """Yield the text of each file of the packages in which messages and names of variables are."""
+    for pattern in ("src/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h"):
+        for path in ROOT.glob(f"packages/*/{pattern}"):
+            yield path.read_text(encoding="utf-8")
+
+
+def test_each_public_name_is_in_the_reference() -> None:
     for name in MODULES:
         pytest.importorskip(name)
-    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
     text = "\n".join(importlib.import_module("api_pages").pages().values())
     directives = re.findall(r"^\.\. auto(?:function|class|exception):: (\S+)$", text, re.MULTILINE)
-    documented = {id(resolve(path)) for path in directives}
+    documented = {id(pkgutil.resolve_name(path)) for path in directives}
     missing = []
     for module in map(importlib.import_module, MODULES):
         for name in module.__all__:
             value = getattr(module, name)
-            plain = isinstance(value, ModuleType) or not (inspect.isclass(value) or callable(value))
-            if not plain and id(value) not in documented:
+            described = callable(value) and not isinstance(value, ModuleType)
+            if described and id(value) not in documented:
                 missing.append(f"{module.__name__}.{name}")
     assert set(missing) - ELSEWHERE == set()
 
@@ -64,24 +63,21 @@ def test_each_public_name_is_in_the_reference(monkeypatch: pytest.MonkeyPatch) -
 READ = re.compile(r'(?:environ(?:\.get\(|\[)|getenv\()\s*"((?:DISABLE_)?(?:IPEX|ONEDNN|DNNL)_\w+)"')
 
 
-def test_each_variable_that_is_read_is_in_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+def test_each_variable_that_is_read_is_in_the_reference() -> None:
     page = importlib.import_module("config_pages").index_page()
     found = {"IPEX_INSTALL_PREFIX"}
-    for pattern in ("src/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h"):
-        for path in ROOT.glob(f"packages/*/{pattern}"):
-            found.update(READ.findall(path.read_text(encoding="utf-8")))
+    for text in sources():
+        found.update(READ.findall(text))
     assert {"DISABLE_IPEX_SAMPLE", "IPEX_CPU_ISA", "IPEX_XPU_CACHE"} <= found
     assert [name for name in sorted(found) if f"`{name}`" not in page] == []
 
 
-def test_each_command_is_in_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_command_is_in_the_reference() -> None:
     typer = pytest.importorskip("typer.main")
     for name in ("ipex_llm", "ipex_runtime"):
         pytest.importorskip(name)
     from ipex.cli import app
 
-    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
     pages = importlib.import_module("command_pages").pages()
     titles = re.findall(r"^## (?:ipex )?([\w-]+)", pages["options.md"], re.MULTILINE)
     group = typer.get_command(app)
@@ -111,11 +107,8 @@ def messages(page: str, heading: str) -> list[str]:
     ],
 )
 def test_messages_of_the_help_pages_are_in_the_code(page: str, heading: str) -> None:
-    source = ""
-    for pattern in ("src/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h"):
-        for path in ROOT.glob(f"packages/*/{pattern}"):
-            source += path.read_text(encoding="utf-8")
-    source = re.sub(r'"\s*f?"', "", source)  # literals that stand one after the other are one
+    # Literals that stand one after the other are one.
+    source = re.sub(r'"\s*f?"', "", "".join(sources()))
     found = messages(page, heading)
     assert len(found) >= 3
     for message in found:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from pathlib import Path
 
 #: An opening fence with its language (a directive of Sphinx in braces), the text, and the closing fence.
 FENCED = re.compile(r"^```(\w+|\{\w+\})\n(.*?)^```", re.DOTALL | re.MULTILINE)
-
 
 #: Languages of commands.
 SHELLS = ("bash", "console", "sh")
@@ -43,30 +43,24 @@ def blocks(page: Path) -> Iterator[Block]:
 #: The first line of a block that is a file: its name in a comment.
 NAMED = re.compile(r"(?:#|//) ([\w.]+\.\w+)\n")
 
-#: Commands that are not run with the page: what they begin with, and where they are tested.
+#: Why commands are not run with the page -> what they begin with.
 ELSEWHERE = {
-    "pip install": "nox -s slim installs each package and each extra",
-    "pip install nox && nox": "the sessions themselves; test_readme.py checks that they exist",
-    "nox ": "as above",
-    "SKBUILD_CMAKE_DEFINE=": "as above",
-    "PIP_EXTRA_INDEX_URL=": "as above",
-    "export PIP_FIND_LINKS=": "as above",
-    "python3.11 -m venv": "needs another index",
-    "ipex28/": "needs another index",
-    "ipex bench": "takes minutes: tests of the command; its options are checked here",
-    "ipex demo": "as above",
-    "ipex llm bench": "as above",
-    "ipex llm serve": "does not end: tests of the server",
-    "curl ": "as above",
-    "VLLM_PLUGINS=": "needs vLLM: test_integrations.py",
-    "cd examples/training": "test_examples.py runs all of them at small sizes",
-    "python dlrm.py": "as above",
-    "python bert.py": "as above",
-    "python detection.py": "as above",
-    "torchrun --nproc-per-node 2 distributed.py": "as above",
-    "ipex auto": "test_codeless.py",
-    "python -m ipex_runtime.codeless": "as above",
-    "python -m intel_extension_for_pytorch.": "test_tutorials.py",
+    "nox -s slim installs each package and each extra": ("pip install",),
+    "the sessions themselves; test_readme.py checks that they exist": (
+        *("nox ", "SKBUILD_CMAKE_DEFINE=", "PIP_EXTRA_INDEX_URL=", "export PIP_FIND_LINKS="),
+    ),
+    "needs another index": ("python3.11 -m venv", "ipex28/"),
+    "takes minutes: tests of the command; its options are checked by test_docs_code.py": (
+        *("ipex bench", "ipex demo", "ipex llm bench"),
+    ),
+    "does not end: tests of the server": ("ipex llm serve", "curl "),
+    "needs vLLM: test_vllm_plugin.py": ("VLLM_PLUGINS=",),
+    "test_examples.py runs all of them at small sizes": (
+        *("cd examples/training", "python dlrm.py", "python bert.py", "python detection.py"),
+        "torchrun --nproc-per-node 2 distributed.py",
+    ),
+    "test_codeless.py": ("ipex auto", "python -m ipex_runtime.codeless"),
+    "test_tutorials.py": ("python -m intel_extension_for_pytorch.",),
 }
 
 
@@ -82,6 +76,6 @@ def files(page: Path) -> dict[str, str]:
 
 def commands(block: Block) -> str:
     """Return the script of a block of commands without those that are run elsewhere."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    lines = [line.removeprefix("$ ") for line in lines]
-    return "\n".join(line for line in lines if not line.startswith(tuple(ELSEWHERE)))
+    lines = [line.removeprefix("$ ") for line in block.text.replace("\\\n", " ").splitlines()]
+    elsewhere = tuple(itertools.chain.from_iterable(ELSEWHERE.values()))
+    return "\n".join(line for line in lines if not line.startswith(elsewhere))

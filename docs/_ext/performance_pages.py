@@ -41,19 +41,29 @@ SUMMARIES = {
 
 def pages(folder: Path) -> dict[str, str]:
     """Return the parts that ``performance.md`` includes."""
+    recorded = _read(sorted(folder.glob("*.json")))
     night = [folder / "nightly" / f"{kind}.json" for kind in NIGHTLY]
     return {
-        "parts/engines.md": summary(sorted(folder.glob("*.json"))),
-        "parts/performance.md": _rendered(sorted(folder.glob("*.json"))) or NOTHING,
-        "parts/nightly.md": _rendered([path for path in night if path.exists()]) or NO_NIGHT,
+        "parts/engines.md": summary(recorded.values()),
+        "parts/performance.md": _rendered(recorded) or NOTHING,
+        "parts/nightly.md": _rendered(_read(path for path in night if path.exists())) or NO_NIGHT,
     }
 
 
-def summary(files: Iterable[Path]) -> str:
+def _read(files: Iterable[Path]) -> dict[str, Mapping[str, Any]]:
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in files}
+
+
+def _rendered(recorded: Mapping[str, Mapping[str, Any]]) -> str:
+    return "\n".join(
+        render(table) for name, data in recorded.items() for table in tables(data, name)
+    )
+
+
+def summary(recorded: Iterable[Mapping[str, Any]]) -> str:
     """Return a table for each kind of work: the ratios of all engines, a row for each case and machine."""
     found: dict[str, list[Mapping[str, Any]]] = {}
-    for path in files:
-        data = json.loads(path.read_text(encoding="utf-8"))
+    for data in recorded:
         if "absent" in data:
             found.setdefault(data["kind"], []).append(data)
     lines: list[str] = []
@@ -99,20 +109,12 @@ def summary_row(
     return found
 
 
-def _rendered(files: Iterable[Path]) -> str:
-    return "\n".join(
-        render(table)
-        for path in files
-        for table in tables(json.loads(path.read_text(encoding="utf-8")), path.stem)
-    )
-
-
 def tables(data: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Return the tables of one file, as dictionaries with title, machine, command, note, columns and rows."""
     if "tables" in data:
         return list(data["tables"])
     if "absent" in data:
-        return engine_tables(data)
+        return [engine_table(data)]
     results = data.get("results") or []
     if not results or "op" not in results[0]:
         raise ValueError(f"docs/data/{name}.json: neither tables nor the results of ipex bench")
@@ -163,7 +165,7 @@ def ops_chart(results: Sequence[Mapping[str, Any]]) -> str:
     return chart([("", bars)], text)
 
 
-def engine_tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+def engine_table(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table of a result file of ``ipex bench models``, ``llm``, ``train`` or ``ops --peers``."""
     rows = data["rows"]
     engines = list(dict.fromkeys(row["engine"] for row in rows))
@@ -179,35 +181,32 @@ def engine_tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     )
     if missing:
         note += f" Without a number: {'; '.join(missing)}."
-    return [
-        {
-            "title": data.get("title", f"`ipex bench {data['kind']}`, {data['dtype']}"),
-            "machine": machine(data["machine"]),
-            "command": data.get("command", ""),
-            "note": f"{note} {data.get('note', '')}".strip(),
-            "columns": ["Case", *map(title, engines)],
-            "rows": [
-                [case, *(engine_cell(cells.get((case, engine))) for engine in engines)]
-                for case in cases
-            ],
-            "chart": engine_chart(rows, cases),
-        }
-    ]
+    return {
+        "title": data.get("title", f"`ipex bench {data['kind']}`, {data['dtype']}"),
+        "machine": machine(data["machine"]),
+        "command": data.get("command", ""),
+        "note": f"{note} {data.get('note', '')}".strip(),
+        "columns": ["Case", *map(title, engines)],
+        "rows": [
+            [case, *(engine_cell(cells.get((case, engine))) for engine in engines)]
+            for case in cases
+        ],
+        "chart": engine_chart(rows, cases),
+    }
 
 
 def engine_chart(rows: Sequence[Mapping[str, Any]], cases: Sequence[str]) -> str:
     """Return a chart with a group of bars for each case."""
-    groups = []
-    for case in cases:
-        found = [r for r in rows if r["case"] == case and r["engine"] != peers.BASELINE]
-        bars = [
-            Bar(
-                title(r["engine"]), r["ratio"], r["low"], r["high"], r["engine"].startswith("ipex_")
-            )
-            for r in found
-        ]
-        groups.append((case, bars))
-    return chart(groups, "Times as fast as stock eager in the same rounds; line: 95 % interval.")
+    groups: dict[str, list[Bar]] = {case: [] for case in cases}
+    for r in rows:
+        if r["engine"] != peers.BASELINE:
+            ours = r["engine"].startswith("ipex_")
+            bar = Bar(title(r["engine"]), r["ratio"], r["low"], r["high"], ours)
+            groups[r["case"]].append(bar)
+    return chart(
+        list(groups.items()),
+        "Times as fast as stock eager in the same rounds; line: 95 % interval.",
+    )
 
 
 def title(engine: str) -> str:
