@@ -171,18 +171,26 @@ def optimize(
             ipex_core.restore(model)
             layers = layer_plans(model) if wants_layers else []
             _optimize_rest(model, dtype, layers)
-    refused = attach_layers(model, layers)
-    if refused:
-        ipex_core.restore(model)
-        layers = [layer.without(refused.get(layer.name)) for layer in layers]
-        _optimize_rest(model, dtype, layers)
-        attach_layers(model, layers)
+    layers = _attach_layers(model, layers, dtype)
     if is_sharded(model) and reason is not None:
         share_random(model)
     text = _report(model, reason, layers, notes, cache_text(kv, scales))
     if reason is not None:
         logger.info("optimize: %s: %s", type(model).__name__, text)
     return model
+
+
+def _attach_layers(
+    model: nn.Module, layers: Sequence[Found], dtype: torch.dtype | None
+) -> Sequence[Found]:
+    """Let layers run as their plans and return them; where a plan fails, its layer is optimised as the others are."""
+    refused = attach_layers(model, layers)
+    if refused:
+        ipex_core.restore(model)
+        layers = [layer.without(refused.get(layer.name)) for layer in layers]
+        _optimize_rest(model, dtype, layers)
+        attach_layers(model, layers)
+    return layers
 
 
 def _report(

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core._memory import return_free_memory
-from ipex_core._optimize._progress import progress as show_progress
 from ipex_core._spec import check
 from ipex_quant._build import as_qconfig
-from ipex_quant._calibrate import Block, Inputs, blocks, linears_of, samples_of, stacks
+from ipex_quant._calibrate import Block, Inputs, blocks, linears_of, samples_of
 from ipex_quant._gptq import check_arguments, matrix_of, replace_layer
 from ipex_quant._gptq_solve import Solved, change, nearest
 from ipex_quant._model import _is_conv1d, _is_linear, matches, patterns_of
@@ -100,10 +98,7 @@ def awq(
         group = k if group_size == -1 else min(group_size, k)
         return nearest(weight, wbits, group, sym, scale_dtype, name)
 
-    count = sum(map(len, stacks(model)))
-    steps = iter(show_progress(range(count)) if progress else range(count))
-    for block in blocks(model, samples):
-        next(steps, None)
+    for block in blocks(model, samples, progress):
         layers = linears_of(block)
         quantised = {n: m for n, m in layers.items() if not matches(n, skip)}
         if quantised:
@@ -115,7 +110,6 @@ def awq(
             parts = (codes.t().contiguous(), scales.t().to(scale_dtype).contiguous(), zeros.t())
             solved = Solved(parts[0], parts[1], parts[2].to(torch.uint8).contiguous(), index, 0, 0)
             replace_layer(model, name, layer, solved, wbits, group_size, config)
-        return_free_memory()
     return model
 
 

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core._memory import return_free_memory
+from ipex_core._optimize._progress import progress as show_progress
 from ipex_core._spec import check
 from ipex_quant._model import _is_linear
 
-__all__ = ["Block", "Inputs", "Sample", "blocks", "linears_of", "samples_of", "stacks"]
+__all__ = ["Block", "Inputs", "Sample", "blocks", "linears_of", "samples_of"]
 
 Tensor = torch.Tensor
 
@@ -245,8 +247,16 @@ def _calibrating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def blocks(model: nn.Module, samples: list[Sample]) -> Iterator[Block]:
-    """Yield the blocks of a model in the order in which they run; whoever takes one may change its layers."""
+def blocks(model: nn.Module, samples: list[Sample], progress: bool = False) -> Iterator[Block]:
+    """Yield the blocks of a model in the order in which they run; whoever takes one may change its layers.
+
+    Args:
+        model: The model.
+        samples: What it is run on.
+        progress: Whether to show a progress bar if it takes long.
+    """
+    count = sum(map(len, stacks(model)))
+    steps = iter(show_progress(range(count)) if progress else range(count))
     with _calibrating(model):
         for entries in stacks(model):
             stack = [Block(name, module) for name, module in entries]
@@ -254,7 +264,9 @@ def blocks(model: nn.Module, samples: list[Sample]) -> Iterator[Block]:
             inputs: dict[int, Any] = {}
             for place, block in enumerate(stack):
                 block.samples, block._inputs = samples, inputs
+                next(steps, None)
                 yield block
+                return_free_memory()
                 following = stack[place + 1 : place + 2]
                 wanted = {i for b in following for i, call in b._calls if call.given is None}
                 results: dict[int, Any] = {}

@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ipex_core._memory import return_free_memory
-from ipex_core._optimize._progress import progress as show_progress
 from ipex_core._spec import check
 from ipex_quant._build import as_qconfig
-from ipex_quant._calibrate import Inputs, blocks, linears_of, samples_of, stacks
+from ipex_quant._calibrate import Block, Inputs, blocks, linears_of, samples_of
 from ipex_quant._gptq_files import GptqWriter
 from ipex_quant._gptq_solve import Solved, solve
 from ipex_quant._layouts import unsigned_weight
@@ -100,13 +99,8 @@ def gptq(
     op = "gptq"
     check_arguments(op, model, group_size, wbits, scale_dtype)
     check(0 < percdamp < 1, op, "percdamp", "be between 0 and 1", percdamp)
-    check(
-        compression_dtype == torch.int32,
-        op,
-        "compression_dtype",
-        "be torch.int32",
-        compression_dtype,
-    )
+    words = compression_dtype == torch.int32
+    check(words, op, "compression_dtype", "be torch.int32", compression_dtype)
     check(compression_dim == 1, op, "compression_dim", "be 1", compression_dim)
     config = None if qconfig is None else as_qconfig(op, qconfig)
     samples = samples_of(op, dataloader, nsamples, pad_max_length, use_max_length)
@@ -120,41 +114,43 @@ def gptq(
         "damp_percent": percdamp,
         "checkpoint_format": "gptq",
     }
-    with contextlib.ExitStack() as stack:
-        writer = None
-        if save_dir is not None:
-            writer = stack.enter_context(
-                GptqWriter(Path(save_dir), model, settings, skip, scale_dtype)
-            )
-        count = sum(map(len, stacks(model)))
-        steps = iter(show_progress(range(count)) if progress else range(count))
-        for block in blocks(model, samples):
-            next(steps, None)
+    solve_layer = functools.partial(
+        solve,
+        bits=wbits,
+        group_size=group_size,
+        symmetric=sym,
+        percdamp=percdamp,
+        act_order=act_order,
+        scale_dtype=scale_dtype,
+    )
+    with (
+        contextlib.nullcontext()
+        if save_dir is None
+        else GptqWriter(Path(save_dir), model, settings, skip, scale_dtype)
+    ) as writer:
+        for block in blocks(model, samples, progress):
             layers = {n: m for n, m in linears_of(block).items() if not matches(n, skip)}
-            inputs = Inputs(layers)
-            if layers:
-                inputs.collect(block)
-            for name, layer in layers.items():
-                matrix = matrix_of(layer)
-                solved = solve(
-                    matrix,
-                    inputs.moment(name, matrix.shape[1]),
-                    bits=wbits,
-                    group_size=group_size,
-                    symmetric=sym,
-                    percdamp=percdamp,
-                    act_order=act_order,
-                    scale_dtype=scale_dtype,
-                    name=name,
-                )
-                _tell(name, solved, inputs.seen(name))
+            for name, layer, solved in _solved(block, layers, solve_layer):
                 if writer is not None:
                     writer.layer(name, solved)
                 replace_layer(model, name, layer, solved, wbits, group_size, config)
-            return_free_memory()
         if writer is not None:
             writer.finish()
     return model
+
+
+def _solved(
+    block: Block, layers: dict[str, nn.Module], solve_layer: Callable[..., Solved]
+) -> Iterator[tuple[str, nn.Module, Solved]]:
+    """Yield what the layers of a block become, from what all of them see before the first is replaced."""
+    inputs = Inputs(layers)
+    if layers:
+        inputs.collect(block)
+    for name, layer in layers.items():
+        matrix = matrix_of(layer)
+        solved = solve_layer(matrix, inputs.moment(name, matrix.shape[1]), name=name)
+        _tell(name, solved, inputs.seen(name))
+        yield name, layer, solved
 
 
 def check_arguments(

@@ -109,52 +109,64 @@ def _run(
     codes = x if x.dtype == torch.uint8 else quantize(x, x_scale, x_zero)
     if single:
         codes = codes.unsqueeze(0)
+        residual = None if residual is None else residual.unsqueeze(0)
     if codes.dim() == 4:
         codes = codes.contiguous(memory_format=torch.channels_last)
     geometry = (x_scale, x_zero, stride, padding, dilation, groups)
     packed, zeros = _prepacked(weight, weight_scale, geometry, codes.shape)
-    limits = [0.0, 6.0] if activation == "relu6" and len(stride) == 2 else []
     head = (codes, x_scale, x_zero, packed, weight_scale, zeros)
     tail = (bias, stride, padding, dilation, groups)
-    if len(stride) == 3 and (residual is not None or activation == "silu"):
+    output = (output_scale, output_zero, dtype)
+    if len(stride) == 2:
+        if residual is None:
+            limits = [0.0, 6.0] if activation == "relu6" else []
+            rest: tuple[Any, ...] = (*output, ACTIVATIONS[activation], limits, "")
+            y: Tensor = torch.ops.onednn.qconv_pointwise(*head, *tail, *rest)
+        else:
+            added = (residual, residual_scale, residual_zero)
+            y = _plus_residual(head, tail, output, added, activation, free)
+    elif residual is None and activation != "silu":
+        y = torch.ops.onednn.qconv_pointwise(*head, *tail, *output, "none", [], "")
+        _clamp(y, activation, output_scale, output_zero)
+    else:
         # oneDNN's op has none of this after three dimensions.
-        rest: tuple[Any, ...] = (1.0, 0, torch.float32, "none", [], "")
-        y: Tensor = torch.ops.onednn.qconv_pointwise(*head, *tail, *rest)
+        y = torch.ops.onednn.qconv_pointwise(*head, *tail, 1.0, 0, torch.float32, "none", [], "")
         if residual is not None:
             if residual.dtype == torch.uint8:
                 residual = _dequantize(residual, residual_scale, residual_zero, torch.float32)
-            y += residual.unsqueeze(0) if single else residual
+            y += residual
         if activation == "silu":
             functional.silu(y, inplace=True)
         else:
             _clamp(y, activation, 1.0, 0)
         y = quantize(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
-    elif residual is None:
-        name = ACTIVATIONS[activation if len(stride) == 2 else "none"]
-        rest = (output_scale, output_zero, dtype, name, limits, "")
-        y = torch.ops.onednn.qconv_pointwise(*head, *tail, *rest)
-        if len(stride) == 3:
-            _clamp(y, activation, output_scale, output_zero)
-    else:
-        if dtype != torch.uint8 and residual.dtype == torch.uint8:
-            residual = _dequantize(residual, residual_scale, residual_zero, dtype)
-        to_float = dtype == torch.uint8 and residual.dtype != torch.uint8
-        result = torch.float32 if to_float else dtype
-        scale, zero = (1.0, 0) if to_float else (output_scale, output_zero)
-        step, shift = (residual_scale, residual_zero) if result == torch.uint8 else (1.0, 0)
-        # oneDNN adds to what it is given: a copy, if others may read the residual.
-        total = residual.to(result)
-        if total is residual and not free:
-            total = total.clone()
-        total = (total.unsqueeze(0) if single else total).contiguous(
-            memory_format=torch.channels_last
-        )
-        rest = (scale, zero, result, step, shift, "sum", None, activation, [], "")
-        y = torch.ops.onednn.qconv2d_pointwise.binary(*head, total, *tail, *rest)
-        if to_float:
-            y = quantize(y, output_scale, output_zero)
     y = y.squeeze(0) if single else y
     return y.squeeze(-2) if one_d else y
+
+
+def _plus_residual(
+    head: tuple[Any, ...],
+    tail: tuple[Any, ...],
+    output: tuple[float, int, torch.dtype],
+    added: tuple[Tensor, float, int],
+    activation: str,
+    free: bool,
+) -> Tensor:
+    """Return the activation of a convolution in two dimensions and a residual, which may be overwritten if ``free``."""
+    (scale, zero, dtype), (residual, step, shift) = output, added
+    if dtype != torch.uint8 and residual.dtype == torch.uint8:
+        residual = _dequantize(residual, step, shift, dtype)
+    to_float = dtype == torch.uint8 and residual.dtype != torch.uint8
+    result = (1.0, 0, torch.float32) if to_float else output
+    # oneDNN adds to what it is given: a copy, if others may read the residual.
+    total = residual.to(result[2])
+    if total is residual and not free:
+        total = total.clone()
+    total = total.contiguous(memory_format=torch.channels_last)
+    scales = (step, shift) if result[2] == torch.uint8 else (1.0, 0)
+    rest = (*result, *scales, "sum", None, activation, [], "")
+    y: Tensor = torch.ops.onednn.qconv2d_pointwise.binary(*head, total, *tail, *rest)
+    return quantize(y, scale, zero) if to_float else y
 
 
 def _clamp(y: Tensor, activation: str, scale: float, zero: int) -> None:
