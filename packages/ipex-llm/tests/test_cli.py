@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -247,6 +248,14 @@ def test_bench(folder, tmp_path, monkeypatch):
     assert (tmp_path / "a.png").stat().st_size > 1000
     done = run(*common, "--no-stock", "--dtype", "bf16")
     assert done.exit_code == 0 and "stock" not in done.output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_bench_on_a_full_disk(folder):
+    common = ["bench", "--model", folder, "--dtype", "fp32", "--new", 3, "--rounds", 1]
+    done = run(*common, "--prompt", "4", "--no-stock", "--json", "/dev/full")
+    assert done.exit_code == 1 and "% of limit" in done.output
+    assert "cannot write /dev/full: No space left" in done.output
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of all packages share: where they print to, and checks of the files they will write.
+"""What the commands of all packages share: where they print to, and the files they write.
 
 The packages that have commands depend on rich and typer; this one does not, so they are imported late.
 """
@@ -7,13 +7,14 @@ The packages that have commands depend on rich and typer; this one does not, so 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["PLAIN_WIDTH", "figure_class", "make_console", "warn_if_busy", "writable"]
+__all__ = ["PLAIN_WIDTH", "figure_class", "make_console", "warn_if_busy", "writable", "written"]
 
 #: Columns of a log or a file; rich assumes 80, in which no table of numbers fits.
 PLAIN_WIDTH = 140
@@ -57,6 +58,22 @@ def writable(path: Path, option: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise typer.BadParameter(f"cannot write {path}: {reason}", param_hint=option) from None
+
+
+def written(
+    path: Path | None, write: Callable[[Path], object], console: Console, say: bool = True
+) -> bool:
+    """Write a file, if it is wanted, and say so; return False, and say why, if it cannot be written."""
+    if path is None:
+        return True
+    try:
+        write(path)
+    except OSError as error:
+        console.print(f"[red]cannot write {path}:[/] {error.strerror or error}", soft_wrap=True)
+        return False
+    if say:
+        console.print(f"wrote {path}")
+    return True
 
 
 def figure_class(path: Path | None = None) -> Any:

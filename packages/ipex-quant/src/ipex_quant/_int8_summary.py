@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core._files import write_whole
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
 from ipex_quant._files import DAMAGE
@@ -45,13 +46,7 @@ def save_summary(model: nn.Module, qconf_summary: Any) -> None:
     state = _state(op, model)
     seen = bool(state.loaded) or any(watch.ready for watch in state.watches.values())
     check(seen or not state.watches, op, "model", "be calibrated", "no data")
-    text = json.dumps(_summary(model, state), indent=4)
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(path, json.dumps(_summary(model, state), indent=4))
 
 
 def load_summary(model: nn.Module, qconf_summary: Any) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core._files import write_whole
 from ipex_core.errors import OpArgumentError
 from ipex_quant._tune_config import Trial
 
@@ -99,12 +99,7 @@ class State:
             "noise": self.noise,
             "results": results,
         }
-        part = self.path.with_name(f"{self.path.name}.part")
-        try:
-            part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            os.replace(part, self.path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(self.path, json.dumps(data, indent=1) + "\n")
 
 
 def _number(value: Any) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core._files import write_whole
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
 from ipex_quant._calibrate import samples_of
@@ -73,14 +74,8 @@ class KVCacheScales:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the numbers to a JSON file, completely or not at all."""
-        path = Path(path)
-        part = path.with_name(f"{path.name}.part")
-        try:
-            text = json.dumps({"keys": self.keys, "values": self.values}, indent=1)
-            part.write_text(f"{text}\n", encoding="utf-8")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        text = json.dumps({"keys": self.keys, "values": self.values}, indent=1)
+        write_whole(Path(path), f"{text}\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> KVCacheScales:

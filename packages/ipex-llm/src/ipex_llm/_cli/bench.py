@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ipex_core._console import figure_class, make_console, warn_if_busy, writable
+from ipex_core._console import figure_class, make_console, warn_if_busy, writable, written
+from ipex_core._files import write_whole
 from ipex_llm._cli._common import (
     DTYPES,
     Dtype,
@@ -85,7 +87,7 @@ def bench(
 
     Stock runs in the float dtype: bf16 for quantised weights. In each round both run once, in alternating order, and
     the memory is read; ratios are taken within the rounds. "% of limit" is the time that reading weights and cache once
-    takes at that rate, as part of a decode step.
+    takes at that rate, as part of a decode step. Exit codes: 0; 1 if a file cannot be written; 2 for bad arguments.
     """
     batches, lengths = _numbers(batch, "--batch"), _numbers(prompt, "--prompt")
     console = make_console()
@@ -125,19 +127,19 @@ def bench(
             )
     console.print(_table(rows, model.name))
     warn_if_busy(console, others)
-    if json_file is not None:
-        from ipex_core.benchmark import machine
+    complete = (
+        written(json_file, lambda path: write_whole(path, _json(rows, model.name)), console),
+        written(plot, lambda path: _draw(path, rows, model.name), console),
+    )
+    if not all(complete):
+        raise typer.Exit(1)
 
-        found = {
-            "machine": machine(),
-            "model": model.name,
-            "results": [dataclasses.asdict(row) for row in rows],
-        }
-        json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        console.print(f"wrote {json_file}")
-    if plot is not None:
-        _draw(plot, rows, model.name)
-        console.print(f"wrote {plot}")
+
+def _json(rows: list[Row], name: str) -> str:
+    from ipex_core.benchmark import machine
+
+    results = [dataclasses.asdict(row) for row in rows]
+    return json.dumps({"machine": machine(), "model": name, "results": results}, indent=2) + "\n"
 
 
 def _numbers(text: str, option: str) -> list[int]:
@@ -205,19 +207,7 @@ def _measure(
     ids = torch.randint(0, vocab, (batch, length), generator=generator)
 
     def run(model: Any, count: int) -> Callable[[], object]:
-        def call() -> object:
-            with torch.inference_mode():
-                return model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=count,
-                    min_new_tokens=count,
-                    do_sample=False,
-                    num_beams=1,
-                    pad_token_id=0,
-                )
-
-        return call
+        return functools.partial(_generate, model, ids, count)
 
     memory = _huge_pages(_READ)
     functions: dict[str, Callable[[], object]] = {"first": run(ours, 1), "all": run(ours, new)}
@@ -257,6 +247,22 @@ def _measure(
         prefill_ratio=round(ratio(times["stock first"], times["first"]).median, 3),
         decode_ratio=round(ratio(stock_decode, decode).median, 3),
     )
+
+
+def _generate(model: Any, ids: Any, count: int) -> object:
+    """Generate exactly so many tokens."""
+    import torch
+
+    with torch.inference_mode():
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=0,
+        )
 
 
 def _table(rows: list[Row], name: str) -> Table:

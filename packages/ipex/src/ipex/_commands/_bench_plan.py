@@ -8,7 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from ipex._bench.result import Run
 from ipex._bench.run import Plan
 from ipex._bench.shapes import SIZES
 from ipex._bench.shapes import names as workloads
-from ipex_core._console import figure_class, writable
+from ipex_core._console import figure_class, writable, written
+from ipex_core._files import write_whole
 
-__all__ = ["Files", "arguments_of", "choice", "make_plan", "native", "put", "written"]
+__all__ = ["Files", "arguments_of", "choice", "make_plan", "native"]
 
 _DTYPES = {
     "fp32": "float32",
@@ -197,49 +198,19 @@ class Files:
 
     def keep(self, result: Run, console: Console) -> None:
         """Write the results so far, if they are wanted; that they cannot be written does not end the work."""
-        written(self.json, lambda path: put(path, result.to_json()), console, say=False)
+        written(self.json, lambda path: write_whole(path, result.to_json()), console, say=False)
 
     def write(self, result: Run, console: Console) -> bool:
         """Write what is wanted, and say so; return whether all of it could be written."""
         plot = self.plot if result.rows else None
         done = (
-            written(self.json, lambda path: put(path, result.to_json()), console),
-            written(self.markdown, lambda path: put(path, report.markdown(result)), console),
+            written(self.json, lambda path: write_whole(path, result.to_json()), console),
+            written(
+                self.markdown, lambda path: write_whole(path, report.markdown(result)), console
+            ),
             written(plot, lambda path: report.write_plot(path, result, figure_class()), console),
         )
         return all(done)
-
-
-def written(
-    path: Path | None, write: Callable[[Path], object], console: Console, say: bool = True
-) -> bool:
-    """Write a file, if it is wanted, and say so; return False, and say why, if it cannot be written."""
-    if path is None:
-        return True
-    try:
-        write(path)
-    except OSError as error:
-        console.print(f"[red]cannot write {path}:[/] {error.strerror or error}", soft_wrap=True)
-        return False
-    if say:
-        console.print(f"wrote {path}")
-    return True
-
-
-def put(path: Path, text: str) -> None:
-    """Write a file at once or not at all: what was there before is not lost to a full disk."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():  # a pipe, say
-        path.write_text(text, encoding="utf-8")
-        return
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except PermissionError:  # of the folder; the file itself was checked
-        path.write_text(text, encoding="utf-8")
-    finally:
-        part.unlink(missing_ok=True)
 
 
 #: Options whose files do not decide the numbers.

@@ -24,9 +24,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ipex._bench.report import SHORT
 from ipex._bench.shapes import SIZES
 from ipex._commands import bench_peers
-from ipex._commands._bench_plan import Files, arguments_of, choice, native, put, written
+from ipex._commands._bench_plan import Files, arguments_of, choice, native
 from ipex._commands._bench_report import read_results, results_json, results_table, write_plot
-from ipex_core._console import make_console, warn_if_busy
+from ipex_core._console import make_console, warn_if_busy, written
+from ipex_core._files import write_whole
 
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result
@@ -209,7 +210,9 @@ def _bench_ops(
         regressed = find_regressions(earlier, results)
     command = shlex.join(["ipex", "bench", "ops", *arguments_of("ops")])
     complete = (
-        written(files.json, lambda path: put(path, results_json(results, command)), console),
+        written(
+            files.json, lambda path: write_whole(path, results_json(results, command)), console
+        ),
         written(files.plot, lambda path: write_plot(path, results), console),
     )
     for key, (before, now) in regressed.items():
