@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of ipex-quant share: ``import packers`` and ``import ggufs`` work in each of them."""
+"""What the tests of ipex-quant share: the modules beside them can be imported in each."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import full_after
 from torch import nn
 from torch.ao.quantization import QConfigMapping
 
@@ -228,18 +228,6 @@ def test_every_level(tmp_path: Path) -> None:
         out, err = child.communicate()
         assert child.returncode == 0, f"{level}: {err}"
         assert out.split()[-2:] == ["level", level] or (not level and out.split() == ["level"])
-
-
-def full_after(count: int) -> Any:
-    write, calls = ShardWriter.write, []
-
-    def method(self: ShardWriter, data: Any) -> None:
-        calls.append(1)
-        if len(calls) == count:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(self, data)
-
-    return method
 
 
 @torch.no_grad()

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from full_disk import full_after
 from torch import nn
 
 from ipex_core.errors import OpArgumentError
@@ -156,19 +155,6 @@ def test_models_of_transformers_need_no_model(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["pipeline"]}))
     with pytest.raises(OpArgumentError, match="has no pipeline that is a model"):
         load(folder)
-
-
-def full_after(count: int) -> Any:
-    """Return a method that writes less than that many tensors."""
-    write, calls = ShardWriter.write, []
-
-    def method(self: ShardWriter, data: Any) -> None:
-        calls.append(1)
-        if len(calls) == count:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(self, data)
-
-    return method
 
 
 @torch.no_grad()

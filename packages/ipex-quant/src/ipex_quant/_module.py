@@ -12,7 +12,7 @@ from torch import nn
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
 from ipex_core.nn._call import call
-from ipex_core.nn._fusable import finish
+from ipex_core.nn._fusable import finish, fits
 from ipex_core.nn._packed import PackedWeight
 from ipex_quant import _saved
 from ipex_quant._build import dtype_of
@@ -117,7 +117,7 @@ class WoqLinearModule(nn.Module):
         if bias is not None and bias.dtype is not x.dtype and bias.dtype is not torch.float32:
             bias = bias.to(x.dtype)
         operands = (residual, mul, residual2)
-        if not all(self._fits(value, x) for value in operands):
+        if not all(fits(value, x, self.out_features) for value in operands):
             return finish(self._run(x, packed, bias, "none", None, None, None), post, *operands)
         return self._run(x, packed, bias, post, *operands)
 
@@ -147,18 +147,6 @@ class WoqLinearModule(nn.Module):
             act,
         )
         return y
-
-    def _fits(self, value: Tensor | None, x: Tensor) -> bool:
-        """Return whether the op can take this operand."""
-        if value is None:
-            return True
-        shape = value.shape
-        return (
-            value.dtype is x.dtype
-            and len(shape) == x.dim()
-            and shape[-1] == self.out_features
-            and shape[:-1] == x.shape[:-1]
-        )
 
     # -- the weight -----------------------------------------------------------------------------------------
 

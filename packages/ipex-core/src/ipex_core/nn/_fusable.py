@@ -10,7 +10,7 @@ from torch import nn
 
 from ipex_core.ops.linear import activate
 
-__all__ = ["FusableLinear", "finish", "is_fusable"]
+__all__ = ["FusableLinear", "finish", "fits", "is_fusable"]
 
 Tensor = torch.Tensor
 
@@ -65,6 +65,19 @@ def is_fusable(module: nn.Module) -> bool:
     kind = type(module)
     return hasattr(kind, "fused") and (
         hasattr(kind, "packed_weight") or hasattr(module, "packed_weight")
+    )
+
+
+def fits(operand: Tensor | None, x: Tensor, out_features: int) -> bool:
+    """Return whether the ops can take what the result of a linear layer is multiplied by or added to."""
+    if operand is None:
+        return True
+    shape = operand.shape
+    return (
+        operand.dtype is x.dtype
+        and len(shape) == x.dim()
+        and shape[-1] == out_features
+        and shape[:-1] == x.shape[:-1]
     )
 
 

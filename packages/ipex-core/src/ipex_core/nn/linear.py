@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ipex_core.nn import _mkldnn
 from ipex_core.nn._call import below_autograd, call, stock_only
-from ipex_core.nn._fusable import finish
+from ipex_core.nn._fusable import finish, fits
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._packed import PackedWeight, captured, pack
 from ipex_core.nn._scripts import function, tracing
@@ -115,7 +115,8 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         residual2: Tensor | None = None,
     ) -> Tensor:
         y: Tensor
-        if not (self._fits(residual, x) and self._fits(mul, x) and self._fits(residual2, x)):
+        n = self.out_features
+        if not (fits(residual, x, n) and fits(mul, x, n) and fits(residual2, x, n)):
             return finish(self._run(x, packed, bias, post), "none", residual, mul, residual2)
         compiling = torch.compiler.is_compiling()
         if not compiling and x.shape[-1:] != (self.in_features,):
@@ -160,18 +161,6 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
                 x, packed, self.out_features, bias, post, mul, residual, residual2
             )
         return y
-
-    def _fits(self, operand: Tensor | None, x: Tensor) -> bool:
-        """Return whether the op can take what is multiplied or added."""
-        if operand is None:
-            return True
-        shape = operand.shape
-        return (
-            operand.dtype is x.dtype
-            and len(shape) == x.dim()
-            and shape[-1] == self.out_features
-            and shape[:-1] == x.shape[:-1]
-        )
 
     def _plain(
         self,
