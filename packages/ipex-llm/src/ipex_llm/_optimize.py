@@ -180,9 +180,7 @@ def optimize(
     return model
 
 
-def _attach_layers(
-    model: nn.Module, layers: Sequence[Found], dtype: torch.dtype | None
-) -> Sequence[Found]:
+def _attach_layers(model: nn.Module, layers: list[Found], dtype: torch.dtype | None) -> list[Found]:
     """Let layers run as their plans and return them; where a plan fails, its layer is optimised as the others are."""
     refused = attach_layers(model, layers)
     if refused:

@@ -120,17 +120,11 @@ def autotune(
         "criterion": [criterion.kind, criterion.loss],
         "auto_alpha_args": repr(auto_alpha_args),
     }
-    path = None if state_file is None else Path(state_file)
-    state = State(path, {} if path is None else fingerprint(model, **settings))
     if eval_func is not None:
         evaluate: Callable[[nn.Module], float] = functools.partial(_accuracy, eval_func)
     else:
         evaluate = functools.partial(_agreement, model, lambda: data.calls(max(sizes)))
-    if state.baseline is None:
-        state.baseline = evaluate(model)
-        finite = math.isfinite(state.baseline)
-        check(finite, _OP, "eval_func", "give a finite number for the float model", state.baseline)
-        state.save()
+    state, baseline = _begun(state_file, model, settings, evaluate)
     start = timer()
     bar = Progress(progress, float(tuning_time))
     args, kwargs = next(data.calls(1))
@@ -143,7 +137,7 @@ def autotune(
         auto_alpha_args=auto_alpha_args,
         calibrate=data.calibrate,
         evaluate=evaluate,
-        least=criterion.least(state.baseline),
+        least=criterion.least(baseline),
         state=state,
         expired=lambda: tuning_time > 0 and timer() - start >= tuning_time,
         thorough=tuning_time > 0,
@@ -154,9 +148,7 @@ def autotune(
         best = search.run(trials)
     finally:
         bar.stop()
-    tuning = Tuning(
-        state.baseline, search.least, best, tuple(search.results), complete=search.complete
-    )
+    tuning = Tuning(baseline, search.least, best, tuple(search.results), complete=search.complete)
     if not best.met:
         warnings.warn(
             f"{_OP}: no configuration has an accuracy of {search.least:.7g} or more; the most accurate one,"
@@ -168,6 +160,23 @@ def autotune(
     result: Any = search.prepared(best.trial)
     result.__dict__["tuning"] = tuning
     return result
+
+
+def _begun(
+    state_file: str | os.PathLike[str] | None,
+    model: nn.Module,
+    settings: Mapping[str, Any],
+    evaluate: Callable[[nn.Module], float],
+) -> tuple[State, float]:
+    """Return what an earlier search with these settings found, and the accuracy of the float model."""
+    path = None if state_file is None else Path(state_file)
+    state = State(path, {} if path is None else fingerprint(model, **settings))
+    if state.baseline is None:
+        state.baseline = evaluate(model)
+        finite = math.isfinite(state.baseline)
+        check(finite, _OP, "eval_func", "give a finite number for the float model", state.baseline)
+        state.save()
+    return state, state.baseline
 
 
 def _check_seconds(tuning_time: Any) -> None:

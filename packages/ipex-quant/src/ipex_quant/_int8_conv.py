@@ -164,7 +164,7 @@ def _plus_residual(
         total = total.clone()
     total = total.contiguous(memory_format=torch.channels_last)
     scales = (step, shift) if result[2] == torch.uint8 else (1.0, 0)
-    rest = (*result, *scales, "sum", None, activation, [], "")
+    rest: tuple[Any, ...] = (*result, *scales, "sum", None, activation, [], "")
     y: Tensor = torch.ops.onednn.qconv2d_pointwise.binary(*head, total, *tail, *rest)
     return quantize(y, scale, zero) if to_float else y
 

@@ -119,46 +119,25 @@ def spelled(second: fx.Node) -> Match | None:
     if left is None or right is None or right.swapped or right.factor != 1.0:
         return None
     division, inside, tested, sink = left
-    pair = binary(division, aten.div.Tensor)
-    if pair is None:
+    softmax = _softmax(division)
+    if softmax is None:
         return None
-    exp, total = pair
-    if not is_call(exp, aten.exp.default) or not is_call(total, aten.sum.dim_IntList):
-        return None
-    if total.args[0] is not exp or list(total.args[1]) not in ([-1], [3]) or not total.args[2]:
-        return None
-    difference = binary(exp.args[0], aten.sub.Tensor)
-    if difference is None or not is_call(difference[1], aten.amax.default):
-        return None
-    scores, most = difference
+    scores, nodes = softmax
     if tested is not None and tested is not scores:
         return None
-    if most.args[0] is not scores or list(most.args[1]) not in ([-1], [3]) or not most.args[2]:
-        return None
-    inside += [second, division, exp, total, exp.args[0], most]
+    inside += [second, *nodes]
     keys = shape_of(second.args[0])
     assert keys is not None
     found = find_scores(scores, (*shape[:3], keys[-1]), sink, inside)
     if found is None or found.product is None:
         return None
-    product = found.product
-    first, other = product.args[-2:]
+    first, other = found.product.args[-2:]
     q, k = _unfold(first, found.whole), _unfold(other, found.whole)
     if q is None or k is None or q.swapped:
         return None
-    inside.append(product)
+    inside.append(found.product)
     operands = [*right.passed, *q.passed, *k.passed]
-    found.scale *= q.factor * k.factor
-    query = _without_factor(q.node, found, operands)
-    key, transpose = k.node, not k.swapped
-    if transpose:
-        key = _without_factor(key, found, operands)
-        if _swaps(key):
-            operands.append(key)
-            assert isinstance(key.args[0], fx.Node)
-            key, transpose = key.args[0], False
-    if not transpose:
-        key = _without_factor(key, found, operands)
+    query, key, transpose = _query_and_key(q, k, found, operands)
     value = val(right.node)
     low = [uncast(x) for x in (query, key)]
     if value is not None and all(_same_dtype(x, right.node) for x in low):
@@ -170,6 +149,48 @@ def spelled(second: fx.Node) -> Match | None:
     if match.safe:
         _narrow(match)
     return match
+
+
+def _softmax(division: Any) -> tuple[fx.Node, list[fx.Node]] | None:
+    """Return what a division is the softmax of, over the last of four dimensions, and the nodes it is spelled with."""
+    pair = binary(division, aten.div.Tensor)
+    if pair is None or not is_call(pair[0], aten.exp.default):
+        return None
+    exp, total = pair
+    difference = binary(exp.args[0], aten.sub.Tensor)
+    if difference is None:
+        return None
+    scores, most = difference
+    if not _reduces(total, aten.sum.dim_IntList, exp) or not _reduces(
+        most, aten.amax.default, scores
+    ):
+        return None
+    return scores, [division, exp, total, exp.args[0], most]
+
+
+def _reduces(node: fx.Node, op: Any, operand: fx.Node) -> bool:
+    """Return whether a node reduces an operand over the last of four dimensions, which stays as one of size 1."""
+    if not is_call(node, op) or node.args[0] is not operand:
+        return False
+    return list(node.args[1]) in ([-1], [3]) and bool(node.args[2])
+
+
+def _query_and_key(
+    q: _Operand, k: _Operand, found: Scores, operands: list[fx.Node]
+) -> tuple[fx.Node, fx.Node, bool]:
+    """Return query and key without factors, which go into the scale, and whether the key is to be transposed."""
+    found.scale *= q.factor * k.factor
+    query = _without_factor(q.node, found, operands)
+    key, transpose = k.node, not k.swapped
+    if transpose:
+        key = _without_factor(key, found, operands)
+        if _swaps(key):
+            operands.append(key)
+            assert isinstance(key.args[0], fx.Node)
+            key, transpose = key.args[0], False
+    if not transpose:
+        key = _without_factor(key, found, operands)
+    return query, key, transpose
 
 
 def _without_factor(operand: fx.Node, scores: Scores, passed: list[fx.Node]) -> fx.Node:

@@ -182,16 +182,46 @@ def start(
     Raises:
         Reason: Why it cannot do what is asked for.
     """
-    decoder = (
-        model.__dict__["_ipex_runner"].plan.decoder if "_ipex_runner" in model.__dict__ else None
-    )
-    if decoder is None:
-        decoder = model.get_decoder()
-    runner = usable_runner(decoder)
+    attached = model.__dict__.get("_ipex_runner")
+    runner = usable_runner(model.get_decoder() if attached is None else attached.plan.decoder)
     if runner.plan.head is None:
         raise Reason("the model has no head")
     if synced_gpus:
         raise Reason("synced_gpus")
+    _check_options(config, model_kwargs, beams)
+    mask = model_kwargs.get("attention_mask")
+    _check_prompt(runner, input_ids, mask)
+    _check_length(runner, config)
+    positions = model_kwargs.get("position_ids")
+    if beams is not None:
+        input_ids = _each(input_ids, beams)
+        mask = None if mask is None else _each(mask, beams)
+        if positions is not None and positions.shape[0] != 1:
+            positions = _each(positions, beams)
+    batch, count = input_ids.shape
+    room = (config.max_length or count + 64) + 1
+    if beams is None:
+        room = min(room, count + 4096)
+    else:  # of each beam what is new, and a block that it shares no more
+        room = count + beams * (min(room - count, 4096) + 2 * BLOCK)
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise Reason("there is a past")
+    known = state_of_cache(past)
+    if known is not None and len(known.sequences) != batch:
+        raise Reason("the cache is of another batch")
+    cache, reason = adopt(past, runner, batch, room, getattr(model, "_ipex_kv", None))
+    if reason is not None:
+        raise Reason(reason)
+    kind = Loop if beams is None else BeamLoop
+    loop = kind(model, runner, cache, input_ids, mask, positions, config)
+    # The loop needs a cache; without use_cache (the configs of MPT) it is only not handed out.
+    loop.returns_cache = bool(model_kwargs.get("use_cache", True))
+    return loop
+
+
+def _check_options(config: Any, model_kwargs: dict[str, Any], beams: int | None) -> None:
+    """Raise `Reason` for what our loops do not have."""
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise Reason(name)
@@ -204,42 +234,18 @@ def start(
     for name, value in model_kwargs.items():
         if name not in _KNOWN and value is not None and value is not False:
             raise Reason(f"argument {name}")
+
+
+def _check_prompt(runner: Any, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Raise `Reason` for prompts and masks that our loops do not take."""
     if input_ids.dim() != 2 or input_ids.shape[1] == 0 or input_ids.dtype != torch.int64:
         raise Reason("the prompt is empty")
-    mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
         raise Reason("the attention mask is not that of the prompt")
     if mask is not None and not bool(mask.any(1).all()):
         raise Reason("a prompt has no token")
     if mask is not None:
         check_gaps(runner, mask)
-    _check_length(runner, config)
-    positions = model_kwargs.get("position_ids")
-    if beams is not None:
-        input_ids = _each(input_ids, beams)
-        mask = None if mask is None else _each(mask, beams)
-        if positions is not None and positions.shape[0] != 1:
-            positions = _each(positions, beams)
-    batch, count = input_ids.shape
-    room = (config.max_length or count + 64) + 1
-    if beams is not None:  # of each beam what is new, and a block that it shares no more
-        room = count + beams * (min(room - count, 4096) + 2 * BLOCK)
-    past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
-        raise Reason("there is a past")
-    known = state_of_cache(past)
-    if known is not None and len(known.sequences) != batch:
-        raise Reason("the cache is of another batch")
-    kv = getattr(model, "_ipex_kv", None)
-    room = room if beams is not None else min(room, count + 4096)
-    cache, reason = adopt(past, runner, batch, room, kv)
-    if reason is not None:
-        raise Reason(reason)
-    kind = Loop if beams is None else BeamLoop
-    loop = kind(model, runner, cache, input_ids, mask, positions, config)
-    # The loop needs a cache; without use_cache (the configs of MPT) it is only not handed out.
-    loop.returns_cache = bool(model_kwargs.get("use_cache", True))
-    return loop
 
 
 def _each(rows: torch.Tensor, beams: int) -> torch.Tensor:

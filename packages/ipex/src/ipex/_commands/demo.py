@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +25,7 @@ from ipex_core._console import make_console, warn_if_busy, writable
 
 if TYPE_CHECKING:
     from ipex._commands._demo_model import Batch, Candidate, Encoder, Runner, Sentence
-    from ipex._commands._demo_report import Hits, Outcome
+    from ipex._commands._demo_report import Hits, Outcome, Row
 
 __all__ = ["app", "demo"]
 
@@ -110,21 +110,26 @@ def demo(
     console.print(report.search_text(hits))
     console.print(report.results_table(rows, sizes, result))
     warn_if_busy(console, facts["busy"])
-    for row in rows:
-        if row.error:
-            console.print(f"[red]{row.name} failed:[/] {escape(row.error)}")
     report.write(out, rows, outcomes.values(), sizes, hits, result)
     console.print(
         f"wrote {', '.join(str(p) for p in report.files(out))} after {result['duration_s']:.0f} s"
     )
-    wrong = [] if quick else _wrong_answers(hits)
-    low = [r for r in rows if r.stock and not r.error and not r.cosine_min >= LEAST_COSINE]
-    for query in wrong:
-        console.print(f"[red]the first answer is off the topic:[/] {query}")
-    for row in low:
-        console.print(f"[red]{row.name}: cosine {row.cosine_min:.5f} is below {LEAST_COSINE}[/]")
-    if wrong or low or any(r.error for r in rows):
+    faults = list(_faults(rows, [] if quick else hits))
+    for line in faults:
+        console.print(line)
+    if faults:
         raise typer.Exit(1)
+
+
+def _faults(rows: Iterable[Row], hits: Hits) -> Iterator[str]:
+    """Yield what failed or is wrong, as lines for the console."""
+    for row in rows:
+        if row.error:
+            yield f"[red]{row.name} failed:[/] {escape(row.error)}"
+        elif row.stock and not row.cosine_min >= LEAST_COSINE:
+            yield f"[red]{row.name}: cosine {row.cosine_min:.5f} is below {LEAST_COSINE}[/]"
+    for query in _wrong_answers(hits):
+        yield f"[red]the first answer is off the topic:[/] {query}"
 
 
 class _Steps:
