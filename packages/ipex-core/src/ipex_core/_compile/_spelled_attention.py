@@ -168,7 +168,7 @@ def _softmax(division: Any) -> tuple[fx.Node, list[fx.Node]] | None:
     return scores, [division, exp, total, exp.args[0], most]
 
 
-def _reduces(node: fx.Node, op: Any, operand: fx.Node) -> bool:
+def _reduces(node: Any, op: Any, operand: Any) -> bool:
     """Return whether a node reduces an operand over the last of four dimensions, which stays as one of size 1."""
     if not is_call(node, op) or node.args[0] is not operand:
         return False
