@@ -104,27 +104,27 @@ def _attention(
         mine = None if mask is None else mask[s]
         if is_causal:
             out[s] = attend(
-                q,
-                past_key,
-                past_value,
-                scale=scale,
-                mask=mine,
-                alibi_slopes=alibi_slopes,
+                q, past_key, past_value, scale=scale, mask=mine, alibi_slopes=alibi_slopes
             )
-        else:  # each query as the last one, its alibi shifted to its own position
-            for t in range(queries):
-                bias = torch.zeros(query.shape[2], 1, length, dtype=wide, device=query.device)
-                if mine is not None:
-                    one = mine[:, t : t + 1]
-                    hide = torch.zeros_like(bias).masked_fill(~one, -float("inf"))
-                    bias = hide if one.dtype == torch.bool else one.to(wide)
-                if alibi_slopes is not None:
-                    ahead = steps - (offset + t)
-                    bias = bias + alibi_slopes.to(wide)[:, None, None] * ahead
-                out[s, :, t : t + 1] = attend(
-                    q[:, t : t + 1], past_key, past_value, scale=scale, mask=bias
-                )
+            continue
+        for t in range(
+            queries
+        ):  # each query as the last one, its alibi shifted to its own position
+            one = slice(t, t + 1)
+            bias = torch.zeros(query.shape[2], 1, length, dtype=wide, device=query.device)
+            if mine is not None:
+                bias = _additive(mine[:, one], bias)
+            if alibi_slopes is not None:
+                bias = bias + alibi_slopes.to(wide)[:, None, None] * (steps - (offset + t))
+            out[s, :, one] = attend(q[:, one], past_key, past_value, scale=scale, mask=bias)
     return out
+
+
+def _additive(mask: Tensor, zeros: Tensor) -> Tensor:
+    """Return a mask as numbers to add, in the dtype of ``zeros``, which has the shape of the result."""
+    if mask.dtype != torch.bool:
+        return mask.to(zeros.dtype)
+    return zeros.masked_fill(~mask, -float("inf"))
 
 
 def _check(
@@ -271,6 +271,8 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((*base, 0.2, additive, slopes), id="additive_mask_and_alibi")
     several = _arguments(dtype, 2, 2, 4, 2, 32, 10, 30, 3)
     yield Sample((*several, 0.0, None, slopes, False), id="not_causal")
+    bias = randn(4, 1, 3, 33, dtype=dtype, seed=10)
+    yield Sample((*several, 0.0, bias, slopes, False), id="not_causal_additive_mask")
     views = [torch.cat([t, t], -1)[..., ::2].transpose(0, 1).contiguous() for t in several[:3]]
     yield Sample((*(t.transpose(0, 1) for t in views), *several[3:]), id="noncontiguous")
     for kind in (torch.float8_e5m2, torch.float8_e4m3fn):
