@@ -18,7 +18,6 @@ from torch import nn
 
 from ipex_llm._hf_cache import CacheState, adopt, state_of_cache
 from ipex_llm._runner import Runner
-from ipex_llm._subclass import rebuild
 
 __all__ = [
     "DecoderMixin",
@@ -89,14 +88,34 @@ def _output_class() -> Any:
     return IpexDecoderOutput
 
 
+def _option(decoder: nn.Module, kwargs: dict[str, Any], name: str, default: bool) -> bool:
+    """Return an argument, or what the configuration says where it is not given."""
+    given = kwargs.get(name)
+    if given is None:
+        given = getattr(getattr(decoder, "config", None), name, default)
+    return bool(given)
+
+
+def _cache_of(
+    decoder: nn.Module, runner: Runner, kwargs: dict[str, Any], batch: int, count: int
+) -> tuple[Any, CacheState]:
+    """Return the cache to hand out, None if none is wanted, and its state."""
+    cache = kwargs.get("past_key_values")
+    if cache is None and not _option(decoder, kwargs, "use_cache", True):
+        return None, CacheState(runner, batch, count)
+    cache, reason = adopt(cache, runner, batch, count + 64, getattr(decoder, "_ipex_kv", None))
+    if reason is not None:
+        raise Reason(reason)
+    state = state_of_cache(cache)
+    assert state is not None
+    return cache, state
+
+
 class DecoderMixin(nn.Module):
     """Forward through programs; put in front of a decoder's class by `subclass`."""
 
     _ipex_runner: Runner
     _ipex_original: type[nn.Module]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         content = dict(self.__dict__)
@@ -129,20 +148,7 @@ class DecoderMixin(nn.Module):
         first = ids if embeds is None else embeds
         assert first is not None
         batch, count = first.shape[:2]
-        cache = kwargs.get("past_key_values")
-        use_cache = kwargs.get("use_cache")
-        if use_cache is None:
-            use_cache = getattr(getattr(self, "config", None), "use_cache", True)
-        state: CacheState
-        if cache is None and not use_cache:
-            state = CacheState(runner, batch, count)
-        else:
-            cache, reason = adopt(cache, runner, batch, count + 64, getattr(self, "_ipex_kv", None))
-            if reason is not None:
-                raise Reason(reason)
-            found = state_of_cache(cache)
-            assert found is not None
-            state = found
+        cache, state = _cache_of(self, runner, kwargs, batch, count)
         if 0 < runner.plan.attention_chunk < state.length + count:
             raise Reason(f"it is longer than a chunk of attention, {runner.plan.attention_chunk}")
         new = self._new_tokens(state, kwargs.get("attention_mask"), batch, count)
@@ -185,10 +191,7 @@ class DecoderMixin(nn.Module):
         return _output_class()(last_hidden_state=out, past_key_values=cache, hidden_states=every)
 
     def _wants_states(self, kwargs: dict[str, Any]) -> bool:
-        wanted = kwargs.get("output_hidden_states")
-        if wanted is None:
-            wanted = getattr(getattr(self, "config", None), "output_hidden_states", False)
-        return bool(wanted)
+        return _option(self, kwargs, "output_hidden_states", False)
 
     def _check(self, runner: Runner, kwargs: dict[str, Any]) -> None:
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")

@@ -18,7 +18,6 @@ from torch import nn
 from ipex_llm._cache import Step
 from ipex_llm._forward import Reason, check_inference, tell
 from ipex_llm._runner import Runner
-from ipex_llm._subclass import rebuild
 
 __all__ = ["Facts", "LayerMixin", "hooks_of"]
 
@@ -223,9 +222,6 @@ class LayerMixin(nn.Module):
 
     _ipex_runner: Runner
     _ipex_original: type[nn.Module]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         content = dict(self.__dict__)

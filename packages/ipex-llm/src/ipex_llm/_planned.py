@@ -15,7 +15,6 @@ from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._packed import _KEEP, PackedWeight, hollow
 from ipex_core.woq import deinterleave_gate_up
 from ipex_llm._plan import LinearPlan
-from ipex_llm._subclass import rebuild
 
 __all__ = ["Part", "PlannedWeight", "TiedEmbedding"]
 
@@ -139,7 +138,3 @@ class Part:
 
 class TiedEmbedding(OptimizedModule):
     """Put in front of the class of an embedding that has the packed weight of the head."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        kind: Any = type(self)
-        return rebuild, (kind._ipex_original, kind._ipex_mixin), self.__getstate__()

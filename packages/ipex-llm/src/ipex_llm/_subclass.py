@@ -14,7 +14,10 @@ _classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def subclass(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
-    """Return ``kind`` with ``mixin`` in front. It has the same name, since transformers looks at names."""
+    """Return ``kind`` with ``mixin`` in front, whose modules can be copied and pickled.
+
+    It has the same name, since transformers looks at names.
+    """
     known = _classes.get((kind, mixin))
     if known is not None:
         return known
@@ -24,6 +27,7 @@ def subclass(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
         "__doc__": kind.__doc__,
         "_ipex_original": kind,
         "_ipex_mixin": mixin,
+        "__reduce_ex__": _reduce,
     }
     if "forward" in mixin.__dict__:
         forward = mixin.__dict__["forward"]
@@ -35,6 +39,11 @@ def subclass(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
         content["forward"] = wrapped
     made = _classes[kind, mixin] = type(kind.__name__, (mixin, kind), content)
     return made
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    # A class of `subclass` is not found by its name, which is that of the module's own class.
+    return rebuild, (self._ipex_original, self._ipex_mixin), self.__getstate__()
 
 
 def rebuild(kind: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:

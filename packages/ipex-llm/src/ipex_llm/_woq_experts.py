@@ -20,7 +20,7 @@ from ipex_core._spec import check
 from ipex_core.nn._packed import PackedWeight, hollow
 from ipex_core.woq import interleave_gate_up
 from ipex_llm._plan import ExpertsPlan
-from ipex_llm._subclass import rebuild, subclass
+from ipex_llm._subclass import subclass
 from ipex_llm._woq import _Part
 from ipex_quant import QConfigWoq, QuantizedWeight, _saved
 from ipex_quant._build import quantized
@@ -250,9 +250,6 @@ class _Experts(nn.Module):
         shape = list(stack.shape)
         check(list(weight.shape) == shape, name, "weight", f"have shape {shape}", weight.shape)
         return stack.pack(_quantised(name, weight, stack, self.__dict__[KEY].qconfig))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild, (self._ipex_original, _Experts), self.__getstate__()
 
 
 def _loaded(found: dict[str, Tensor], prefix: str, stack: _Stack) -> Tensor:

@@ -65,18 +65,12 @@ def match_latent(
     rotary = trace.output(down).shape[-1] - rank
     head_dim = sum(int(config.get(n, default=0)) for n in ("qk_nope_head_dim", "qk_rope_head_dim"))
     queries = trace.output(first[0] if query is None else query).shape[-1]
-    heads, odd = divmod(queries, max(head_dim, 1))
     expected = trace.input(output)
+    heads, odd = divmod(queries, max(head_dim, 1))
     value_dim, rest = divmod(expected.shape[-1], max(heads, 1))
     plain = head_dim - rotary
-    if (
-        odd
-        or rest
-        or heads < 1
-        or plain < 1
-        or rotary < 2
-        or trace.output(up).shape[-1] != (heads * (plain + value_dim))
-    ):
+    whole = not (odd or rest) and heads > 0 and plain > 0 and rotary > 1
+    if not whole or trace.output(up).shape[-1] != heads * (plain + value_dim):
         raise trace.error(attention, f"{queries} features do not make heads of {head_dim}")
     latent = LatentPlan(
         up,

@@ -18,7 +18,6 @@ from ipex_llm._forward import Reason, check_gaps, tell, usable_runner
 from ipex_llm._hf_cache import BLOCK, adopt, state_of_cache
 from ipex_llm._parallel import PARALLEL
 from ipex_llm._runner import Runner
-from ipex_llm._subclass import rebuild
 from ipex_llm.generation._beam import BeamLoop
 from ipex_llm.generation._loop import Loop, choose
 
@@ -56,9 +55,6 @@ class GenerationMixin(nn.Module):
 
     _ipex_original: type[nn.Module]
     config: Any
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         content = dict(self.__dict__)
@@ -142,9 +138,6 @@ class SameRandomMixin(nn.Module):
     """
 
     _ipex_original: type[nn.Module]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild, (self._ipex_original, type(self)._ipex_mixin), self.__getstate__()  # type: ignore[attr-defined]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the one of transformers."""
