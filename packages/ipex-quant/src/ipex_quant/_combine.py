@@ -10,7 +10,7 @@ import torch
 from ipex_core import woq
 from ipex_core._spec import check
 from ipex_quant._module import WoqLinearModule
-from ipex_quant._weight import QuantizedWeight, float_scales
+from ipex_quant._weight import QuantizedWeight, float_scales, movable
 
 __all__ = ["combine_linears"]
 
@@ -100,20 +100,16 @@ def _same_g_idx(parts: Sequence[QuantizedWeight]) -> bool:
     return all(p.g_idx is not None and torch.equal(p.g_idx, first) for p in parts)
 
 
-def _raw(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x  # torch cannot move all 8-bit floats
-
-
 def _cat(values: Sequence[Tensor]) -> Tensor:
-    return torch.cat([_raw(v) for v in values]).view(values[0].dtype)
+    return torch.cat([movable(v) for v in values]).view(values[0].dtype)
 
 
 def _take(values: Tensor, order: Tensor) -> Tensor:
-    return _raw(values)[order].view(values.dtype)
+    return movable(values)[order].view(values.dtype)
 
 
 def _interleave(values: Tensor, rows: int) -> Tensor:
-    raw = _raw(values)
+    raw = movable(values)
     return woq.interleave_gate_up(raw[:rows], raw[rows:]).view(values.dtype)
 
 

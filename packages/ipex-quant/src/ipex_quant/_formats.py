@@ -7,7 +7,7 @@ import torch
 
 from ipex_core._spec import check
 from ipex_quant._layouts import unpack_words, unsigned_weight
-from ipex_quant._weight import QuantizedWeight
+from ipex_quant._weight import QuantizedWeight, movable
 
 __all__ = ["codebook_weight", "fp8_weight", "int8_weight", "packed_weight"]
 
@@ -95,8 +95,7 @@ def fp8_weight(
 
 
 def _repeat_rows(scales: Tensor, times: int, n: int) -> Tensor:
-    raw = scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
-    return raw.repeat_interleave(times, dim=0)[:n].view(scales.dtype)
+    return movable(scales).repeat_interleave(times, dim=0)[:n].view(scales.dtype)
 
 
 def packed_weight(

@@ -12,7 +12,7 @@ from ipex_core import woq
 from ipex_core._spec import check
 from ipex_core._woq_quantize import CODEBOOKS, FORMATS, QWEIGHT_DTYPES, unpack_nibbles
 
-__all__ = ["QuantizedWeight", "float_scales", "packable_group", "unpack"]
+__all__ = ["QuantizedWeight", "float_scales", "movable", "packable_group", "unpack"]
 
 Tensor = torch.Tensor
 
@@ -169,40 +169,15 @@ class QuantizedWeight:
         op = self.name or "pack"
         reason = self.not_packable()
         check(reason is None, op, "weight", "fit the packed format", reason)
-        scales, zeros, size = self.scales, self.zeros, self.group_size
-        if scales.shape[0] != self.out_features:
-            pass  # a scale for each block of 128 x 128
-        elif size != -1 and self._group < self.in_features:
-            part = packable_group(self._group, self.in_features)
-            assert part is not None
-            if part != self._group:  # larger groups are several that have one scale
-                times, count = self._group // part, -(-self.in_features // part)
-                scales = _repeat(scales, times, count)
-                zeros = None if zeros is None else _repeat(zeros, times, count)
-            size = part
-        else:
-            size = -1
+        scales, zeros, size = self._packable_groups()
         g_idx = self.g_idx
         if g_idx is not None and size not in (self._group, -1):
             g_idx = _split_groups(g_idx, size)
         if order == "vnni":
-            check(
-                not self.format.startswith("fp8"),
-                op,
-                "lowp_mode",
-                "be NONE, FP16 or BF16 for fp8 weights",
-                "INT8",
-            )
-            if zeros is not None and zeros.dtype != torch.int8:
-                whole = zeros.round().clamp(-128, 127).to(torch.int8)
-                check(
-                    bool(torch.equal(whole.to(zeros.dtype), zeros)),
-                    op,
-                    "zeros",
-                    "be integers from -128 to 127 for lowp_mode INT8",
-                    "others",
-                )
-                zeros = whole
+            floats = self.format.startswith("fp8")
+            wanted = "be NONE, FP16 or BF16 for fp8 weights"
+            check(not floats, op, "lowp_mode", wanted, "INT8")
+            zeros = _as_int8(op, zeros)
         packed: Tensor = torch.ops.ipex.pack_woq_weight(
             self.codes,
             _bytes(scales),
@@ -215,17 +190,43 @@ class QuantizedWeight:
         )
         return packed
 
+    def _packable_groups(self) -> tuple[Tensor, Tensor | None, int]:
+        """Return scales, zeros and the size of groups that the packed format has."""
+        scales, zeros = self.scales, self.zeros
+        if scales.shape[0] != self.out_features:  # a scale for each block of 128 x 128
+            return scales, zeros, self.group_size
+        if self.group_size == -1 or self._group >= self.in_features:
+            return scales, zeros, -1
+        part = packable_group(self._group, self.in_features)
+        assert part is not None
+        if part != self._group:  # larger groups are several that have one scale
+            times, count = self._group // part, -(-self.in_features // part)
+            scales = _repeat(scales, times, count)
+            zeros = None if zeros is None else _repeat(zeros, times, count)
+        return scales, zeros, part
+
+
+def _as_int8(op: str, zeros: Tensor | None) -> Tensor | None:
+    if zeros is None or zeros.dtype == torch.int8:
+        return zeros
+    whole = zeros.round().clamp(-128, 127).to(torch.int8)
+    integers = bool(torch.equal(whole.to(zeros.dtype), zeros))
+    check(integers, op, "zeros", "be integers from -128 to 127 for lowp_mode INT8", "others")
+    return whole
+
+
+def movable(values: Tensor) -> Tensor:
+    """Return numbers as torch can index and copy them, which it cannot do with all 8-bit floats: as their bytes."""
+    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
+
 
 def _columns(values: Tensor, index: Tensor) -> Tensor:
-    raw = values.view(torch.uint8) if values.dtype.itemsize == 1 else values
-    return raw[:, index].view(values.dtype)
+    return movable(values)[:, index].view(values.dtype)
 
 
 def _repeat(values: Tensor, times: int, count: int) -> Tensor:
-    if values.dtype.itemsize == 1:  # torch cannot move every 8-bit float
-        raw = values.view(torch.uint8).repeat_interleave(times, dim=1)[:, :count]
-        return raw.contiguous().view(values.dtype)
-    return values.repeat_interleave(times, dim=1)[:, :count].contiguous()
+    wide = movable(values).repeat_interleave(times, dim=1)[:, :count]
+    return wide.contiguous().view(values.dtype)
 
 
 def _split_groups(g_idx: Tensor, part: int) -> Tensor:

@@ -38,7 +38,7 @@ import torch
 from ipex_core import _woq_quantize as core
 from ipex_core import woq
 from ipex_core._spec import check
-from ipex_quant._weight import float_scales
+from ipex_quant._weight import float_scales, movable
 from ipex_quant.qconfig import WoqWeightDtype, _weight_dtype, weight_format
 
 __all__ = [
@@ -200,14 +200,10 @@ def quantize_in_parts(
             results = [None if p is None else p.new_empty((n, *p.shape[1:])) for p in part]
         for whole, piece in zip(results, part, strict=True):
             if whole is not None and piece is not None:
-                _raw(whole)[start : start + rows] = _raw(piece)
+                movable(whole)[start : start + rows] = movable(piece)
     codes, scales, zeros = results
     assert codes is not None and scales is not None
     return codes, scales, zeros
-
-
-def _raw(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x  # torch cannot move all 8-bit floats
 
 
 def _checked(op: str, name: str, t: Tensor, dtype: Any) -> WoqWeightDtype:
