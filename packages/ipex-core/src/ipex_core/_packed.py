@@ -19,6 +19,7 @@ from ipex_core._spec import check
 __all__ = [
     "HEADER_BYTES",
     "PANEL",
+    "check_bytes",
     "check_header",
     "check_packed",
     "deinterleave_gate_up",
@@ -152,18 +153,17 @@ def check_packed(
     dtype: torch.dtype,
 ) -> None:
     """Check that a tensor has the dtype and size of a packed ``[out_features, in_features]`` weight."""
-    size = packed_bytes(out_features, in_features, dtype)
-    check(
-        packed.dtype == torch.uint8
-        and packed.dim() == 1
-        and packed.shape[0] == size
-        and packed.is_contiguous(),
-        op,
-        name,
-        f"be a {str(dtype).removeprefix('torch.')} weight of shape [{out_features}, {in_features}]"
-        f" packed by pack_linear_weight ({size} bytes)",
-        f"{str(packed.dtype).removeprefix('torch.')} {list(packed.shape)}",
-    )
+    kind = str(dtype).removeprefix("torch.")
+    what = f"a {kind} weight of shape [{out_features}, {in_features}] packed by pack_linear_weight"
+    check_bytes(op, name, packed, packed_bytes(out_features, in_features, dtype), what)
+
+
+def check_bytes(op: str, name: str, packed: torch.Tensor, size: int, what: str) -> None:
+    """Check that a tensor has the dtype and size of something packed."""
+    bytes_in_a_row = packed.dtype == torch.uint8 and packed.dim() == 1 and packed.is_contiguous()
+    fits = bytes_in_a_row and packed.shape[0] == size
+    got = f"{str(packed.dtype).removeprefix('torch.')} {list(packed.shape)}"
+    check(fits, op, name, f"be {what} ({size} bytes)", got)
 
 
 def check_header(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ipex_core import _packed
-from ipex_core._packed import HEADER_BYTES, PANEL
+from ipex_core._packed import HEADER_BYTES, PANEL, check_bytes
 from ipex_core._spec import check
 
 __all__ = ["MAX_DEPTH", "check_header", "check_packed", "pack", "packed_bytes", "unpack"]
@@ -56,18 +56,8 @@ def check_packed(
     op: str, name: str, packed: torch.Tensor, out_features: int, in_features: int
 ) -> None:
     """Check that a tensor has the dtype and size of a packed ``[out_features, in_features]`` weight."""
-    size = packed_bytes(out_features, in_features)
-    check(
-        packed.dtype == torch.uint8
-        and packed.dim() == 1
-        and packed.shape[0] == size
-        and packed.is_contiguous(),
-        op,
-        name,
-        f"be a weight of shape [{out_features}, {in_features}] packed by pack_int8_weight"
-        f" ({size} bytes)",
-        f"{str(packed.dtype).removeprefix('torch.')} {list(packed.shape)}",
-    )
+    what = f"a weight of shape [{out_features}, {in_features}] packed by pack_int8_weight"
+    check_bytes(op, name, packed, packed_bytes(out_features, in_features), what)
 
 
 def check_header(

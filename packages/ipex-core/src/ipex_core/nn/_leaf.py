@@ -19,7 +19,14 @@ from ipex_core.nn._scripting import FORGOTTEN, prepare
 from ipex_core.nn._scripts import tracing
 from ipex_core.nn._state import ModuleState, pack_weight, set_runtime, state_of, unpack_weight
 
-__all__ = ["OptimizedModule", "find_kernels", "has_hooks", "has_kernel"]
+__all__ = [
+    "OptimizedModule",
+    "find_kernels",
+    "has_hooks",
+    "has_kernel",
+    "needs_grad",
+    "usable_parameters",
+]
 
 
 # A plain global and no functools.cache: Dynamo traces through this module and warns about caches.
@@ -128,3 +135,23 @@ class OptimizedModule(nn.Module):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
             pack_weight(self, state)
+
+
+def needs_grad(layer: nn.Module, x: torch.Tensor) -> bool:
+    """Return whether a derivative by the input, the weight or the bias of a layer is asked for."""
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    return (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    )
+
+
+def usable_parameters(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return weight and bias of a layer as stock ops take them: plain, and of one dtype."""
+    weight, bias = layer.weight, layer.bias
+    if isinstance(weight, PackedWeight):
+        weight = weight.usable()
+    if bias is not None and bias.dtype is not weight.dtype:
+        bias = bias.to(weight.dtype)
+    return weight, bias

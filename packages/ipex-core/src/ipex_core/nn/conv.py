@@ -11,7 +11,7 @@ from torch._jit_internal import is_scripting
 
 from ipex_core.nn import _mkldnn
 from ipex_core.nn._call import stock_only
-from ipex_core.nn._leaf import OptimizedModule
+from ipex_core.nn._leaf import OptimizedModule, needs_grad, usable_parameters
 from ipex_core.nn._packed import PackedWeight, captured
 from ipex_core.nn._scripting import stock_forward
 from ipex_core.nn._state import state_of
@@ -81,7 +81,7 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
             isinstance(weight, PackedWeight)
             and input.dim() == len(self.kernel_size) + 2
             and input.numel() > 0
-            and not (torch.is_grad_enabled() and self._needs_grad(input))
+            and not (torch.is_grad_enabled() and needs_grad(self, input))
             and not (self._dtype is torch.float32 and torch.is_autocast_enabled("cpu"))
         )
         if not usable:
@@ -98,21 +98,8 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
             return x.contiguous(memory_format=_LAST[x.dim()])
         return x
 
-    def _needs_grad(self, x: Tensor) -> bool:
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
-        return (
-            x.requires_grad
-            or (weight is not None and weight.requires_grad)
-            or (bias is not None and bias.requires_grad)
-        )
-
     def _stock(self, x: Tensor) -> Tensor:
-        weight: Any = self.weight
-        bias: Tensor | None = self.bias
-        if isinstance(weight, PackedWeight):
-            weight = weight.usable()
-        if bias is not None and bias.dtype is not weight.dtype:
-            bias = bias.to(weight.dtype)
+        weight, bias = usable_parameters(self)
         y: Tensor = self._conv_forward(self._cast(x, weight), weight, bias)
         return y
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from ipex_core.nn import _mkldnn
 from ipex_core.nn._call import below_autograd, call, stock_only
 from ipex_core.nn._fusable import finish, fits
-from ipex_core.nn._leaf import OptimizedModule
+from ipex_core.nn._leaf import OptimizedModule, needs_grad, usable_parameters
 from ipex_core.nn._packed import PackedWeight, captured, pack
 from ipex_core.nn._scripts import function, tracing
 from ipex_core.nn._state import state_of
@@ -99,7 +99,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
                 return lowered
         if x.dtype is not dtype:
             x = x.to(dtype)
-        if torch.is_grad_enabled() and self._needs_grad(x):
+        if torch.is_grad_enabled() and needs_grad(self, x):
             y: Tensor = _PackedLinear.apply(x, self._parameters["weight"], bias, self)
             return finish(y, post, residual, mul, residual2)
         return self._run(x, packed, bias, post, residual, mul, residual2)
@@ -170,22 +170,9 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         mul: Tensor | None,
         residual2: Tensor | None,
     ) -> Tensor:
-        weight: Any = self.weight
-        bias: Tensor | None = self.bias
-        if isinstance(weight, PackedWeight):
-            weight = weight.usable()
-        if bias is not None and bias.dtype is not weight.dtype:
-            bias = bias.to(weight.dtype)
+        weight, bias = usable_parameters(self)
         y = functional.linear(self._cast(x, weight), weight, bias)
         return finish(y, post, residual, mul, residual2)
-
-    def _needs_grad(self, x: Tensor) -> bool:
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
-        return (
-            x.requires_grad
-            or (weight is not None and weight.requires_grad)
-            or (bias is not None and bias.requires_grad)
-        )
 
     def _autocast(
         self,
@@ -198,7 +185,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         dtype = torch.get_autocast_dtype("cpu")
         if dtype is torch.float32 or not _mkldnn.supports(dtype):
             return None
-        if torch.is_grad_enabled() and self._needs_grad(x):
+        if torch.is_grad_enabled() and needs_grad(self, x):
             return self._plain(x, post, residual, mul, residual2)
         lowered = self._lowered
         if lowered is None or lowered[0] is not dtype:

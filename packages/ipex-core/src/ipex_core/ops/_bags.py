@@ -74,20 +74,10 @@ def check_bags(
         name = f"weights[{i}]"
         check_device(op, name, weight, first, "weights[0]")
         check_dtype(op, name, weight, first, "weights[0]")
-        check(
-            weight.dim() == 2 and weight.shape[1] == dim,
-            op,
-            name,
-            f"have shape [rows, {dim}]",
-            list(weight.shape),
-        )
-    check(
-        pooling_mode in ("sum", "mean"),
-        op,
-        "pooling_mode",
-        "be 'sum' or 'mean'",
-        repr(pooling_mode),
-    )
+        fits = weight.dim() == 2 and weight.shape[1] == dim
+        check(fits, op, name, f"have shape [rows, {dim}]", list(weight.shape))
+    known, mode = pooling_mode in ("sum", "mean"), repr(pooling_mode)
+    check(known, op, "pooling_mode", "be 'sum' or 'mean'", mode)
     tables = len(weights)
     check_table_list(op, "indices", indices, tables)
     check_table_list(op, "offsets", offsets, tables)
@@ -98,23 +88,12 @@ def check_bags(
         _check_index(op, name, value, first, indices[0].dtype)
         least = 1 if include_last_offset else 0
         check(value.shape[0] >= least, op, name, f"have at least {least} element(s)", 0)
-        check(
-            value.shape == offsets[0].shape,
-            op,
-            name,
-            f"have the shape of offsets[0] = {list(offsets[0].shape)}",
-            list(value.shape),
-        )
+        wanted = f"have the shape of offsets[0] = {list(offsets[0].shape)}"
+        check(value.shape == offsets[0].shape, op, name, wanted, list(value.shape))
     if not per_sample_weights:
         return
     check_table_list(op, "per_sample_weights", per_sample_weights, tables)
-    check(
-        pooling_mode == "sum",
-        op,
-        "pooling_mode",
-        "be 'sum' with per_sample_weights",
-        repr(pooling_mode),
-    )
+    check(pooling_mode == "sum", op, "pooling_mode", "be 'sum' with per_sample_weights", mode)
     for i, value in enumerate(per_sample_weights):
         name = f"per_sample_weights[{i}]"
         check_device(op, name, value, first, "weights[0]")

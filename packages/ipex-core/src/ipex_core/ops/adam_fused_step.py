@@ -189,9 +189,7 @@ def _bench() -> Iterator[BenchCase]:
         yield BenchCase(
             f"{n}",
             lambda dtype, n=n: make(dtype, n),
-            lambda dtype, n=n: (
-                n * {4: 28}.get(dtype.itemsize, 26 if dtype == torch.bfloat16 else 28)
-            ),
+            lambda dtype, n=n: n * (26 if dtype == torch.bfloat16 else 28),
         )
 
 

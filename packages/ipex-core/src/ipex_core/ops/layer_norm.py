@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -110,30 +111,19 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1
 
 
 def _add_check(
+    op: str,
     x: Tensor,
     residual: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float = 1e-5,
 ) -> None:
-    check_tensor("add_layer_norm", "x", x)
-    check_like("add_layer_norm", "residual", residual, x)
-    check_vector("add_layer_norm", "weight", weight, x)
-    check_vector("add_layer_norm", "bias", bias, x)
-
-
-def _in_place_check(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float = 1e-5,
-) -> None:
-    check_tensor("add_layer_norm_", "x", x)
-    check_like("add_layer_norm_", "residual", residual, x)
-    check_vector("add_layer_norm_", "weight", weight, x)
-    check_vector("add_layer_norm_", "bias", bias, x)
-    check_not_expanded("add_layer_norm_", "residual", residual)
+    check_tensor(op, "x", x)
+    check_like(op, "residual", residual, x)
+    check_vector(op, "weight", weight, x)
+    check_vector(op, "bias", bias, x)
+    if op == "add_layer_norm_":  # which writes it
+        check_not_expanded(op, "residual", residual)
 
 
 def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -241,7 +231,7 @@ register(
             " -> (Tensor, Tensor)"
         ),
         reference=_add_layer_norm,
-        check=_add_check,
+        check=functools.partial(_add_check, "add_layer_norm"),
         fake=_add_fake,
         autocast="widest_type",
         samples=_add_samples,
@@ -259,7 +249,7 @@ register(
             " -> Tensor"
         ),
         reference=_add_layer_norm_in_place,
-        check=_in_place_check,
+        check=functools.partial(_add_check, "add_layer_norm_"),
         fake=_fake,
         samples=_add_samples,
         stock=_in_place_stock,

@@ -138,9 +138,7 @@ def _bench() -> Iterator[BenchCase]:
         yield BenchCase(
             f"{n}",
             lambda dtype, n=n: make(dtype, n),
-            lambda dtype, n=n: (
-                n * {4: 20}.get(dtype.itemsize, 18 if dtype == torch.bfloat16 else 20)
-            ),
+            lambda dtype, n=n: n * (18 if dtype == torch.bfloat16 else 20),
         )
 
 
