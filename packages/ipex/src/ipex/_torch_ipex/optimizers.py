@@ -36,13 +36,8 @@ def _packed_add(top: Tensor, bottom: Tensor, grad: Tensor, alpha: float) -> Tens
 
 
 @alias_op("sync_master_weight_to_bf16(Tensor master_weight, Tensor(a!) bf16_weight) -> ()")
-def _sync_bf16(master: Tensor, low: Tensor) -> None:
-    with torch.no_grad():
-        low.copy_(master)
-
-
 @alias_op("sync_master_weight_to_fp16(Tensor master_weight, Tensor(a!) fp16_weight) -> ()")
-def _sync_fp16(master: Tensor, low: Tensor) -> None:
+def _sync(master: Tensor, low: Tensor) -> None:
     with torch.no_grad():
         low.copy_(master)
 
