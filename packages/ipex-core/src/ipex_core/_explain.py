@@ -14,6 +14,7 @@ from torch import nn
 from ipex_core._compile._report import GraphReport, reports_of
 from ipex_core._optimize._passes import ORDER
 from ipex_core._optimize._records import Quantisation, Record, log_of, quantisation_of
+from ipex_core._spec import dtype_name
 from ipex_core.nn._state import state_of
 
 __all__ = ["Explanation", "explain"]
@@ -164,7 +165,7 @@ def explain(model: nn.Module | Callable[..., Any]) -> Explanation:
         True,
         rows=_ordered(model, [*more.records, *log.records]),
         notes=(*more.notes, *log.notes),
-        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        dtype=None if dtype is None else dtype_name(dtype),
         level=log.options.level,
         extra_bytes=_extra_bytes(model),
         **common,

@@ -22,6 +22,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 
 from ipex_core._export_checks import checked_inputs
 from ipex_core._portable import FUNCTIONAL, PORTABLE
+from ipex_core._spec import dtype_name
 from ipex_core.errors import ExportError, OpArgumentError
 from ipex_core.nn._packed import PackedWeight, exporting_kernels
 
@@ -140,7 +141,7 @@ def _checked_inputs(model: nn.Module, given: Any) -> tuple[tuple[Any, ...], dict
 def _summary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     def one(value: Any) -> str:
         if isinstance(value, Tensor):
-            return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+            return f"{dtype_name(value.dtype)} {list(value.shape)}"
         return type(value).__name__
 
     texts = [*map(one, args), *(f"{name}={one(value)}" for name, value in kwargs.items())]

@@ -14,6 +14,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ipex_core._spec import dtype_name
+
 __all__ = ["checked_inputs"]
 
 #: What the generated code calls. Its text becomes the message of a Python error, too.
@@ -134,7 +136,7 @@ def _wrapper(base: Any, model: str, names: Sequence[str], ranges: Mapping[Any, A
         def codegen_inputs(self) -> None:
             inputs = _tensors(model, names)
             for name, text, value in inputs:
-                dtype = str(value.get_dtype()).removeprefix("torch.")
+                dtype = dtype_name(value.get_dtype())
                 kind = f"aoti_torch_dtype_{dtype}(), {len(value.get_size())}"
                 self.prefix.writeline(f"ipex_check_kind({name}, {text}, {kind});")
             super().codegen_inputs()  # names the sizes that vary

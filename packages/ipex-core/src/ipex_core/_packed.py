@@ -14,7 +14,7 @@ import struct
 
 import torch
 
-from ipex_core._spec import check
+from ipex_core._spec import check, dtype_name
 
 __all__ = [
     "HEADER_BYTES",
@@ -153,7 +153,7 @@ def check_packed(
     dtype: torch.dtype,
 ) -> None:
     """Check that a tensor has the dtype and size of a packed ``[out_features, in_features]`` weight."""
-    kind = str(dtype).removeprefix("torch.")
+    kind = dtype_name(dtype)
     what = f"a {kind} weight of shape [{out_features}, {in_features}] packed by pack_linear_weight"
     check_bytes(op, name, packed, packed_bytes(out_features, in_features, dtype), what)
 
@@ -162,7 +162,7 @@ def check_bytes(op: str, name: str, packed: torch.Tensor, size: int, what: str) 
     """Check that a tensor has the dtype and size of something packed."""
     bytes_in_a_row = packed.dtype == torch.uint8 and packed.dim() == 1 and packed.is_contiguous()
     fits = bytes_in_a_row and packed.shape[0] == size
-    got = f"{str(packed.dtype).removeprefix('torch.')} {list(packed.shape)}"
+    got = f"{dtype_name(packed.dtype)} {list(packed.shape)}"
     check(fits, op, name, f"be {what} ({size} bytes)", got)
 
 
@@ -185,7 +185,7 @@ def check_header(
         found == (FORMATS[dtype], out_features, in_features),
         op,
         name,
-        f"be a {str(dtype).removeprefix('torch.')} weight of shape [{out_features}, {in_features}]"
+        f"be a {dtype_name(dtype)} weight of shape [{out_features}, {in_features}]"
         " packed by pack_linear_weight",
         "a tensor with another header",
     )

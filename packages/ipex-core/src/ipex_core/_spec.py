@@ -178,6 +178,11 @@ def define(schema: str) -> None:
         )
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as messages write it: ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def check(condition: bool, op: str, argument: str, expected: str, got: object) -> None:
     """Raise `OpArgumentError` with the project's one message form if ``condition`` is false.
 

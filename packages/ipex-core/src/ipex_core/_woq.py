@@ -19,7 +19,7 @@ import dataclasses
 import torch
 
 from ipex_core._packed import HEADER_BYTES
-from ipex_core._spec import check
+from ipex_core._spec import check, dtype_name
 from ipex_core._woq_layout import (
     BLOCK,
     ORDERS,
@@ -286,7 +286,7 @@ def check_woq_packed(
         op,
         name,
         expected,
-        f"{str(packed.dtype).removeprefix('torch.')} {list(packed.shape)}",
+        f"{dtype_name(packed.dtype)} {list(packed.shape)}",
     )
     if type(packed) is not torch.Tensor or packed.is_meta:
         return None

@@ -9,6 +9,7 @@ import struct
 import torch
 
 from ipex_core._packed import HEADER_BYTES, PANEL
+from ipex_core._spec import dtype_name
 from ipex_core._woq_quantize import FORMATS, QWEIGHT_DTYPES
 
 __all__ = [
@@ -155,7 +156,7 @@ def layout_of(
         in_features,
         group,
         stored_scale_dtype(scales),
-        "none" if zeros is None else str(zeros.dtype).removeprefix("torch."),
+        "none" if zeros is None else dtype_name(zeros.dtype),
         order,
         g_idx is not None,
         scales.shape[0] != qweight.shape[0],

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ipex_core._spec import BenchCase, OpSpec, specs
+from ipex_core._spec import BenchCase, OpSpec, dtype_name, specs
 
 __all__ = ["Ratio", "Result", "busy", "machine", "paired", "quantile", "ratio", "run_bench"]
 
@@ -246,7 +246,7 @@ def measure(spec: OpSpec, case: BenchCase, dtype: torch.dtype, *, seconds: float
     return Result(
         op=spec.name,
         case=case.id,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         threads=torch.get_num_threads(),
         level=active_level(),
         stock_us=round(statistics.median(times["stock"]) * 1e6, 2),

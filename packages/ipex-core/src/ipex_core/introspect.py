@@ -8,7 +8,7 @@ from typing import Any
 
 from ipex_core import _plugins
 from ipex_core import ops as _ops  # noqa: F401  (registers all ops)
-from ipex_core._spec import specs
+from ipex_core._spec import dtype_name, specs
 from ipex_core.errors import IpexError, UnknownOpError
 
 __all__ = ["op_info", "show_config"]
@@ -48,7 +48,7 @@ def op_info(name: str) -> dict[str, Any]:
         "op": name,
         "schema": spec.name + spec.schema,
         "summary": spec.summary,
-        "dtypes": [str(d).removeprefix("torch.") for d in spec.dtypes],
+        "dtypes": [dtype_name(d) for d in spec.dtypes],
         "autocast": spec.autocast,
         "backward": "function" if callable(spec.backward) else spec.backward,
         "provider": provider.name if provider is not None and implements else "reference",

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._mode_utils import no_dispatch
 
+from ipex_core._spec import dtype_name
+
 __all__ = [
     "CASTS",
     "DEVICES",
@@ -232,7 +234,7 @@ def describe(node: Any) -> str:
     if value is None:
         return str(node)
     sizes = ", ".join(map(str, value.shape))
-    return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
+    return f"{dtype_name(value.dtype)}[{sizes}]"
 
 
 def module_of(node: fx.Node) -> str:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ipex_core import nn as inn
 from ipex_core._optimize._passes import Context, Pass, register, swap_reason
 from ipex_core._optimize._records import Log
+from ipex_core._spec import dtype_name
 from ipex_core.nn._scripting import refuse_hook
 from ipex_core.nn._state import attach, swap_class
 
@@ -96,7 +97,7 @@ class Cast(Pass):
         """Plan the cast of each module."""
         dtype = context.options.reduced
         assert dtype is not None
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         kept: set[int] = set()
         casts: set[int] = set()  # modules that need no hook
         # A hook keeps subclasses of the encoder layer, which stay what they are, from the op that knows no casts.

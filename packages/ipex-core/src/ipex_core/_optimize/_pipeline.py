@@ -15,6 +15,7 @@ from ipex_core._optimize._layout import auto_channels_last
 from ipex_core._optimize._passes import Context, passes
 from ipex_core._optimize._records import KEY, Log, log_of
 from ipex_core._optimize._saving import name_saved_dtype, undo_saved_dtype
+from ipex_core._spec import dtype_name
 from ipex_core.amp import warn_if_emulated
 from ipex_core.errors import OpArgumentError
 from ipex_core.nn import _mkldnn
@@ -230,7 +231,7 @@ def _notes(context: Context) -> None:
     dtype = context.options.reduced
     if dtype is None:
         return
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     reason = warn_if_emulated(dtype, f"optimize(dtype=torch.{name})")
     if reason is None and not _mkldnn.supports(dtype):
         reason = f"this CPU has no {name} support in oneDNN: {name} may be slower than float32"

@@ -13,6 +13,7 @@ from ipex_core import nn as inn
 from ipex_core._fastest import fastest, numbers
 from ipex_core._optimize._cast import LEAVES
 from ipex_core._optimize._passes import Context, Pass, register, swap_reason
+from ipex_core._spec import dtype_name
 from ipex_core.nn import _mkldnn
 from ipex_core.nn._call import call
 from ipex_core.nn._leaf import has_kernel
@@ -76,9 +77,7 @@ def choose_linear(dtype: torch.dtype, n: int, k: int, m: int | None) -> LinearCh
     if _mkldnn.supports(dtype):
         rows = "any number of rows" if m is None else f"{m} rows"
         return LinearChoice("mkldnn", f"{rows}: oneDNN on a prepacked weight")
-    return LinearChoice(
-        None, f"oneDNN has no {str(dtype).removeprefix('torch.')} kernel on this CPU"
-    )
+    return LinearChoice(None, f"oneDNN has no {dtype_name(dtype)} kernel on this CPU")
 
 
 _measured: dict[tuple[torch.dtype, int, int, int], LinearChoice] = {}
@@ -210,7 +209,7 @@ class Prepack(Pass):
         assert isinstance(module, (nn.Conv2d, nn.Conv3d))
         dtype = _dtype_of(module)
         if not _mkldnn.supports(dtype):
-            return f"oneDNN has no {str(dtype).removeprefix('torch.')} kernel on this CPU"
+            return f"oneDNN has no {dtype_name(dtype)} kernel on this CPU"
         if isinstance(module.padding, str) or module.padding_mode != "zeros":
             return "padding is not a plain number of zeros"
         if module.weight.numel() == 0:

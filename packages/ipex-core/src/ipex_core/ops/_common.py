@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ipex_core._spec import FLOATS, BenchCase, check
+from ipex_core._spec import FLOATS, BenchCase, check, dtype_name
 
 __all__ = [
     "ROW_SHAPES",
@@ -45,11 +45,6 @@ def check_tensor(
     """Check the dtype and the number of dimensions of a leading argument."""
     check_dtype_in(op, name, x, *dtypes)
     check(x.dim() >= min_dim, op, name, f"have at least {min_dim} dimension(s)", f"{x.dim()}-D")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as messages write it: ``"bfloat16"``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def check_device(op: str, name: str, value: torch.Tensor, x: torch.Tensor, of: str = "x") -> None:

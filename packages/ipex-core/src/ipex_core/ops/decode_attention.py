@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core._spec import BenchCase, OpSpec, Sample, check, dtype_name, register
 from ipex_core.ops._common import check_score_scale, check_tensor, randn
 from ipex_core.ops._decode import (
     TOLERANCE,
@@ -201,7 +201,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     plain = (lengths, None, 0.0, None, -1, -1.0, None)
     for kind in (torch.float8_e5m2, torch.float8_e4m3fn):
         k8, v8 = (quantize(t, kind, 0.5) for t in (k, v))
-        name = str(kind).removeprefix("torch.")
+        name = dtype_name(kind)
         yield Sample((q, k8, v8, *plain, 0.5, 0.25), id=name)
     ki, vi = (quantize(t, torch.int8, 0.03) for t in (k, v))
     yield Sample((q, ki, vi, *plain, 0.03, 0.04), id="int8")

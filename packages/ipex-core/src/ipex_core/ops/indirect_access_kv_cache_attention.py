@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core._spec import BenchCase, OpSpec, Sample, check, dtype_name, register
 from ipex_core.ops._common import (
     check_device,
     check_dtype,
@@ -277,7 +277,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((*(t.transpose(0, 1) for t in views), *several[3:]), id="noncontiguous")
     for kind in (torch.float8_e5m2, torch.float8_e4m3fn):
         paged = _arguments(dtype, 1, 4, 4, 2, 64, 20, 90, 1, kind)
-        name = str(kind).removeprefix("torch.")
+        name = dtype_name(kind)
         yield Sample((*paged, 0.0, None, None, True, 0.1, 0.1), id=name)
     yield Sample(
         (

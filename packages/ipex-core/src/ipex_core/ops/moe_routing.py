@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core._spec import BenchCase, OpSpec, Sample, check, dtype_name, register
 from ipex_core.ops._common import acc, check_device, check_one_of, check_tensor, randn, strided
 
 Tensor = torch.Tensor
@@ -134,7 +134,7 @@ def _check(
             op,
             "e_score_correction_bias",
             f"be float32 of shape [{experts}]",
-            f"{str(bias.dtype).removeprefix('torch.')} {list(bias.shape)}",
+            f"{dtype_name(bias.dtype)} {list(bias.shape)}",
         )
 
 

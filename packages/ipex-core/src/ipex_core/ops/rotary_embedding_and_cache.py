@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core._spec import BenchCase, OpSpec, Sample, check, dtype_name, register
 from ipex_core.ops._common import check_like, check_not_expanded, randn
 from ipex_core.ops._kv import QUANTISED, check_caches, check_index_tensor, quantize
 from ipex_core.ops._rotary import (
@@ -197,7 +197,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
             args = (q, k, v, *_cache(6, 2, 8, 22, dtype=cache))
             args = (*args, *tables(20, 22, torch.float32), slots.int(), 22, half)
             ids = torch.tensor([19, 0, 3, 3, 1, 18, 7])
-            name = str(cache).removeprefix("torch.")
+            name = dtype_name(cache)
             yield Sample((*args, ids, 0.04, 0.05), id=f"{name}-{half}")
     fused = randn(2, 3, 8, 64, dtype=dtype, seed=4)
     q, k, v = fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:]

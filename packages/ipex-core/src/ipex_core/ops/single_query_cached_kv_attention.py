@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core._spec import BenchCase, OpSpec, Sample, check, dtype_name, register
 from ipex_core.ops._common import (
     check_like,
     check_not_expanded,
@@ -250,7 +250,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((*views, key, value, *longer), id="noncontiguous")
     for kind in (torch.float8_e5m2, torch.float8_e4m3fn):
         fp8 = [quantize(t, kind, 0.5) for t in (key, value)]
-        name = str(kind).removeprefix("torch.")
+        name = dtype_name(kind)
         yield Sample((out, query, *fp8, *longer, -1, 0.5, 0.25), id=name)
     int8 = [quantize(t, torch.int8, 0.03) for t in (key, value)]
     yield Sample((out, query, *int8, *longer, -1, 0.03, 0.04), id="int8")
