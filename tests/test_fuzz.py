@@ -17,7 +17,7 @@ def test_changed_inputs_end_in_documented_errors() -> None:
 
 
 def test_a_finding_is_found(tmp_path: Path) -> None:
-    """With a target that raises, and one that ends the process, at known inputs."""
+    """With a target that raises, one that ends the process, and one that never returns, at known inputs."""
     code = f"""
 import collections, os, sys, types
 from pathlib import Path
@@ -38,13 +38,25 @@ def ends(data, folder):
 def fails(data, folder):
     raise IndexError("a mistake")
 
+def hangs(data, folder):
+    if data == b"x":
+        sum(range(10**15))  # as native code does, it asks for no signals
+
+def other(rng, data):
+    return b"other"
+
 def same(rng, data):
     return data
 
 def one():
     return [b"x"]
 
-targets.TARGETS = {{"a": targets.Target(fails, same, one), "b": targets.Target(ends, same, one)}}
+targets.TARGETS = {{
+    "a": targets.Target(fails, same, one),
+    "b": targets.Target(ends, same, one),
+    "c": targets.Target(hangs, other, one),
+}}
+fuzz.SECONDS = 4
 fuzz.__file__ = __file__  # what it starts is this file
 fuzz.REPORTS = Path({str(tmp_path)!r}) / "found"
 sys.exit(fuzz.main())
@@ -59,7 +71,8 @@ sys.exit(fuzz.main())
         timeout=600,
     )
     assert done.returncode == 1, done.stderr
-    # One seed, one changed input.
+    # One seed, one changed input; the changed one of the last target is none.
     assert done.stdout.count("\nIndexError: a mistake") == 2
     assert done.stdout.count("the process ended with 3") == 2
-    assert len(list((tmp_path / "found").iterdir())) == 4
+    assert done.stdout.count("the process ended with 1: Timeout") == 1
+    assert len(list((tmp_path / "found").iterdir())) == 5

@@ -15,6 +15,7 @@ was about is mended, and its input goes into the corpus.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.util
 import json
 import random
@@ -74,6 +75,8 @@ def work(names: list[str], seed: int, start: int, count: int) -> None:
             data = input_at(name, seeds, seed, number)
             with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
                 signal.alarm(SECONDS)
+                # Python handles the alarm when native code returns; what never returns ends the process instead.
+                faulthandler.dump_traceback_later(1.5 * SECONDS, exit=True)
                 try:
                     TARGETS[name].run(data, Path(folder))
                 except BaseException as error:
@@ -81,6 +84,7 @@ def work(names: list[str], seed: int, start: int, count: int) -> None:
                     print(json.dumps({"failed": text}), file=answer, flush=True)
                 finally:
                     signal.alarm(0)
+                    faulthandler.cancel_dump_traceback_later()
     print(json.dumps({"done": True}), file=answer, flush=True)
 
 
