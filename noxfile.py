@@ -514,7 +514,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False, requires=["docs"])
 def screenshots(session: nox.Session) -> None:
-    """Look at six pages of the documentation in headless Chromium; pictures in reports/screenshots."""
+    """Open the documentation in headless Chromium; pictures of six pages in reports/screenshots."""
     prepare(session)
     session.install("playwright")
     if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):

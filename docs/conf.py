@@ -20,6 +20,7 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
     "generated_pages",
+    "line_breaks",
 ]
 exclude_patterns = ["_build", "generated/parts"]
 

@@ -116,3 +116,20 @@ def test_messages_of_the_help_pages_are_in_the_code(page: str, heading: str) -> 
             piece = part.strip(" ;'?()")
             of_torch = re.match("torch\\.|Unknown |load_state", message)
             assert len(piece) < 4 or of_torch or piece in source, (message, piece)
+
+
+def test_long_names_break_at_their_joints() -> None:
+    from line_breaks import breakable
+
+    def shown(text: str) -> str:
+        page = breakable(f'<code><span class="pre">{text}</span></code> {text}')
+        assert page.replace("<wbr>", "") == f'<code><span class="pre">{text}</span></code> {text}'
+        assert page.endswith(f"</code> {text}")  # only inline code
+        return page.split('"pre">')[1].split("</span>")[0].replace("<wbr>", "|")
+
+    assert shown("ipex.quantization.prepare") == "ipex.|quantization.|prepare"
+    assert shown("_set_compiler_backend") == "_set_|compiler_|backend"
+    assert shown("dtype=torch.bfloat16)") == "dtype=|torch.|bfloat16)"
+    assert shown("__version__") == "__version__"
+    assert shown("version=2.8.0+cpu") == "version=|2.8.0+cpu"
+    assert shown("op_info") == "op_info"  # short ones stay whole

@@ -3,9 +3,9 @@
 
     python tools/screenshots.py docs/_build/html reports/screenshots
 
-Six pages, each as on a desktop and on a phone, in light and in dark. The exit status is 1 if a page writes an error to
-the console, asks for a file that is not there or for anything outside the folder, has a broken image, or is wider
-than the screen.
+Six pages, each as on a desktop and on a phone, in light and in dark. The exit status is 1 if any page, also of those
+without a picture, writes an error to the console, asks for a file that is not there or for anything outside the
+folder, has a broken image, or is wider than the screen.
 
 It needs the package playwright and Chromium, found as CHROMIUM, on the path, or where playwright installs it.
 """
@@ -54,8 +54,8 @@ def chromium() -> str | None:
     return str(found) if found else None
 
 
-def visit(context: Any, html: Path, page: str, picture: Path) -> Iterator[str]:
-    """Open a page, save a picture of it, and yield what is wrong with it."""
+def visit(context: Any, html: Path, page: str, picture: Path | None) -> Iterator[str]:
+    """Open a page, save a picture of it if there is a path for it, and yield what is wrong with it."""
     problems: list[str] = []
     tab = context.new_page()
     tab.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
@@ -75,8 +75,9 @@ def visit(context: Any, html: Path, page: str, picture: Path) -> Iterator[str]:
     wider = tab.evaluate(TOO_WIDE)
     if wider > 0:
         problems.append(f"{wider} pixels wider than the screen")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    tab.screenshot(path=str(picture))
+    if picture is not None:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        tab.screenshot(path=str(picture))
     tab.close()
     yield from problems
 
@@ -90,6 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder for the pictures")
     options = parser.parse_args(arguments)
     html = options.html.resolve()
+    every = [page.relative_to(html).with_suffix("").as_posix() for page in html.rglob("*.html")]
     failed = 0
     with sync_playwright() as playwright:
         # Containers often run as root, where the sandbox of the browser cannot.
@@ -97,15 +99,18 @@ def main(arguments: list[str] | None = None) -> int:
         for screen, settings in SCREENS.items():
             for scheme in SCHEMES:
                 context = browser.new_context(color_scheme=scheme, **settings)
-                for page in PAGES:
+                # Colours move nothing: the pages without a picture are opened in one scheme.
+                others = sorted({*every} - {*PAGES}) if scheme == SCHEMES[0] else []
+                for page in (*PAGES, *others):
                     name = f"{page.replace('/', '-')}-{screen}-{scheme}.png"
-                    for problem in visit(context, html, page, options.out / name):
+                    picture = options.out / name if page in PAGES else None
+                    for problem in visit(context, html, page, picture):
                         failed = 1
                         print(f"{page}, {screen}, {scheme}: {problem}", file=sys.stderr)
                 context.close()
         browser.close()
     count = len(PAGES) * len(SCREENS) * len(SCHEMES)
-    print(f"{count} pictures in {options.out}")
+    print(f"{len(every)} pages, {count} pictures in {options.out}")
     return failed
 
 
