@@ -471,26 +471,32 @@ def audit(session: nox.Session) -> None:
     prepare(session)
     install_wheels(session, PACKAGES, "pip-audit", extras="[all,serve,demo]")
     # Our own packages are files, no releases; torch's local versions are in no database.
-    found = session.run("pip", "freeze", "--exclude-editable", silent=True) or ""
-    lines = [re.sub(r"\+\w+$", "", line) for line in found.splitlines() if "==" in line]
-    listed = Path(session.create_tmp()).resolve() / "installed.txt"
+    frozen = session.run("pip", "freeze", "--exclude-editable", silent=True) or ""
+    lines = [re.sub(r"\+\w+$", "", line) for line in frozen.splitlines() if "==" in line]
+    folder = Path(session.create_tmp()).resolve()
+    listed, report = folder / "installed.txt", folder / "audit.json"
     listed.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    command = [
-        "pip-audit",
-        "--strict",
-        "--no-deps",
-        "--disable-pip",
-        "-r",
-        str(listed),
-        *session.posargs,
+    report.unlink(missing_ok=True)
+    options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "-r", str(listed)]
+    options += ["--format", "json", "--output", str(report), *session.posargs]
+    # 1: it found something, which the report has, or it could not ask, and there is no report.
+    session.run("pip-audit", *options, success_codes=[0, 1])
+    rows = json.loads(report.read_text("utf-8"))["dependencies"] if report.exists() else []
+    unknown = [row["name"] for row in rows if "skip_reason" in row]
+    found = [
+        f"{row['name']} {row['version']}: {one['id']}, mended in {', '.join(one['fix_versions']) or 'no release'}"
+        for row in rows
+        for one in row.get("vulns", ())
     ]
-    try:
-        session.run(*command, "--progress-spinner", "off")
-    except nox.command.CommandFailed:
+    if len(unknown) == len(rows):
         session.error(
-            'pip-audit found something, or could not ask about a package ("not found on PyPI" above: the database'
-            " needs https access to pypi.org; `-- -s osv` asks api.osv.dev instead)"
+            "NOTHING was audited, the database cannot be reached: it needs https access to pypi.org;"
+            " `-- -s osv` asks api.osv.dev instead"
         )
+    if found or unknown:
+        missing = [f"not audited, since the database does not have them: {', '.join(unknown)}"]
+        session.error("\n".join([*found, *(missing if unknown else [])]))
+    session.log(f"no known vulnerability in {len(rows)} packages")
 
 
 @nox.session(default=False, requires=["wheels"])
