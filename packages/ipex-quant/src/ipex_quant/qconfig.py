@@ -22,6 +22,10 @@ from torch.ao.quantization import PlaceholderObserver, QConfigMapping
 from ipex_core._spec import check
 
 __all__ = [
+    "WOQ_ACT_QUANT_MODE_TO_STR",
+    "WOQ_DTYPE_TO_STR",
+    "WOQ_LOWP_MODE_TO_STR",
+    "WOQ_QSCHEME_TO_STR",
     "QConfigWoq",
     "WoqActQuantMode",
     "WoqLowpMode",
@@ -76,6 +80,13 @@ class WoqWeightQScheme(IntEnum):
     UNDEFINED = 0  #: What is usual for the weight dtype.
     ASYMMETRIC = 1
     SYMMETRIC = 2
+
+
+#: Members of the enums -> their names as the command line and files spell them.
+WOQ_LOWP_MODE_TO_STR = {mode: mode.name.lower() for mode in WoqLowpMode}
+WOQ_ACT_QUANT_MODE_TO_STR = {mode: mode.name.lower() for mode in WoqActQuantMode}
+WOQ_DTYPE_TO_STR = {dtype: dtype.name.lower() for dtype in WoqWeightDtype}
+WOQ_QSCHEME_TO_STR = {scheme: scheme.name.lower() for scheme in WoqWeightQScheme}
 
 
 # One object each, so that two equal configurations compare as equal.

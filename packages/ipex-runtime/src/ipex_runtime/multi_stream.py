@@ -20,8 +20,14 @@ from ipex_runtime.cpupool import CPUPool
 __all__ = [
     "MultiStreamModule",
     "MultiStreamModuleHint",
+    "default_multi_stream_module_concat_hint",
+    "default_multi_stream_module_split_hint",
     "get_default_num_streams",
 ]
+
+#: Split, or join, the first argument along its first dimension: what IPEX's `MultiStreamModule` did without a hint.
+default_multi_stream_module_split_hint = MultiStreamModuleHint(0)
+default_multi_stream_module_concat_hint = MultiStreamModuleHint(0)
 
 
 def get_default_num_streams(cpu_pool: CPUPool) -> int:
@@ -195,7 +201,7 @@ class MultiStreamModule(_Streams):
                 )
         self.concat_output = concat_output
         self.input_split_hint = input_split_hint
-        self.output_concat_hint = output_concat_hint or MultiStreamModuleHint(0)
+        self.output_concat_hint = output_concat_hint or default_multi_stream_module_concat_hint
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on all streams.

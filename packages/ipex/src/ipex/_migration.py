@@ -174,6 +174,13 @@ def lookup(module: str, name: str) -> Any:
     raise AttributeError(f"module 'ipex.{module}' has no attribute {name!r}")
 
 
+def _keep(module: types.ModuleType, name: str, value: Any) -> Any:
+    """Enter a value into a module and return it; values that may be assigned anew where they live are not entered."""
+    if callable(value) or isinstance(value, types.ModuleType):
+        module.__dict__[name] = value
+    return value
+
+
 class _TaughtModule(types.ModuleType):
     """A module with code of its own, which answers for the rest of the names that IPEX had in it, too."""
 
@@ -187,9 +194,7 @@ class _TaughtModule(types.ModuleType):
         if not name.startswith("__") and (
             f"{dotted}.{name}" in _modules() or find(f"{dotted}.{name}")
         ):
-            value = lookup(dotted, name)
-            self.__dict__[name] = value
-            return value
+            return _keep(self, name, lookup(dotted, name))
         own = self.__dict__.get("__getattr__")
         try:
             if own is not None:
@@ -241,9 +246,7 @@ class _TableModule(types.ModuleType):
 
             if full not in _modules() and hasattr(torch.xpu, name):
                 return getattr(torch.xpu, name)
-        value = lookup(dotted, name)
-        self.__dict__[name] = value
-        return value
+        return _keep(self, name, lookup(dotted, name))
 
     def __dir__(self) -> list[str]:
         return sorted({*self.__dict__, *self.__all__})
