@@ -311,12 +311,23 @@ def test_restore_of_a_model_that_is_not_optimized():
         restore(3)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_explain_names_layers_that_no_pass_is_for(dtype):
+    model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.GroupNorm(2, 8), nn.Flatten(1), nn.GRU(48, 5))
+    model.append(nn.MultiheadAttention(5, 1)).append(nn.Conv2d(3, 4, 3)).append(nn.Linear(5, 4))
+    found = explain(optimize(model.eval(), dtype=dtype))
+    left = "1 Conv1d, 1 GRU, 1 GroupNorm, 1 MultiheadAttention"
+    assert f"stock PyTorch computes what no pass is for: {left}" in found.notes
+    assert not any("no pass" in note for note in explain(optimize(make())).notes)
+
+
 def test_explain():
     model = make()
     before = explain(model)
     assert not before.optimized and "1 Linear" in str(before)
     assert "eval()" in str(explain(copy.deepcopy(model).train()))
     assert "nothing to offer" in str(explain(nn.Identity()))
+    assert "1 Softmax" in str(explain(nn.Softmax(-1)))
     after = explain(optimize(model, dtype=torch.bfloat16))
     text = str(after)
     assert "folded into conv" in text and (

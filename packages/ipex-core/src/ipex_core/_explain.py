@@ -13,7 +13,13 @@ from torch import nn
 
 from ipex_core._compile._report import GraphReport, reports_of
 from ipex_core._optimize._passes import ORDER
-from ipex_core._optimize._records import Quantisation, Record, log_of, quantisation_of
+from ipex_core._optimize._records import (
+    Quantisation,
+    Record,
+    class_name,
+    log_of,
+    quantisation_of,
+)
 from ipex_core._spec import dtype_name
 from ipex_core.nn._state import state_of
 
@@ -29,6 +35,20 @@ _CANDIDATES = (
     nn.LSTM,
     nn.modules.dropout._DropoutNd,
     nn.GELU,
+    nn.Softmax,
+    nn.EmbeddingBag,
+)
+
+#: Layers of some weight for which passes may have nothing; what fuses with a neighbour is not among them.
+_OFTEN_LEFT = (
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+    nn.PReLU,
+    nn.Bilinear,
 )
 
 
@@ -161,10 +181,11 @@ def explain(model: nn.Module | Callable[..., Any]) -> Explanation:
         rows, notes = tuple(more.records), (*more.notes, *advice)
         return Explanation(False, rows=rows, notes=notes, dtype=None, level=None, **common)
     dtype = log.options.dtype
+    rows = _ordered(model, [*more.records, *log.records])
     return Explanation(
         True,
-        rows=_ordered(model, [*more.records, *log.records]),
-        notes=(*more.notes, *log.notes),
+        rows=rows,
+        notes=(*more.notes, *log.notes, *_left_alone(model, rows, graphs)),
         dtype=None if dtype is None else dtype_name(dtype),
         level=log.options.level,
         extra_bytes=_extra_bytes(model),
@@ -189,6 +210,24 @@ def _extra_bytes(model: nn.Module) -> int:
         for saved in state.saved.values() if state is not None else ():
             seen[id(saved)] = saved.nbytes
     return sum(seen.values())
+
+
+def _left_alone(
+    model: nn.Module, rows: tuple[Record, ...], graphs: tuple[GraphReport, ...]
+) -> tuple[str, ...]:
+    """Return a note on layers that no pass is for: without a row they would look forgotten."""
+    if graphs or any(row.step in ("graph_mode", "llm") for row in rows):
+        return ()  # a program runs them
+    told = {row.module for row in rows if row.step != "cast"}
+    kinds = Counter(
+        class_name(module)
+        for path, module in model.named_modules()
+        if isinstance(module, _OFTEN_LEFT) and path not in told
+    )
+    if not kinds:
+        return ()
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    return (f"stock PyTorch computes what no pass is for: {listed}",)
 
 
 def _advice(model: nn.Module) -> tuple[str, ...]:
