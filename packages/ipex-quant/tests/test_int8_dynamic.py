@@ -110,6 +110,41 @@ def test_dynamic_recurrent(kind: Any) -> None:
     assert torch.equal(copy.deepcopy(quantised)(x), quantised(x))
 
 
+NO_FORM: list[tuple[dict[str, Any], torch.dtype, str]] = [
+    ({"bias": False}, torch.float32, "without bias"),
+    ({}, torch.bfloat16, "takes float32, the layer is bfloat16"),
+    ({}, torch.float16, "takes float32, the layer is float16"),
+]
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:LSTM with projections")  # torch's, of the float layer
+@pytest.mark.parametrize(
+    ("kind", "options", "dtype", "reason"),
+    [
+        (kind, *case)
+        for kind in (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+        for case in NO_FORM
+    ]
+    + [(nn.LSTM, {"proj_size": 4}, torch.float32, "with proj_size")],
+)
+def test_dynamic_recurrent_without_int8_form(
+    kind: Any, options: dict[str, Any], dtype: torch.dtype, reason: str
+) -> None:
+    model = nn.Sequential(kind(8, 16, **options)).to(dtype).eval()
+    shape = (3, 8) if kind.__name__.endswith("Cell") else (5, 3, 8)
+    x = torch.randn(shape, dtype=dtype)
+    quantised = convert(prepare(model, default_dynamic_qconfig_mapping))
+    (row,) = explain(quantised).for_module("0")
+    assert not row.done and reason in row.text
+    torch.testing.assert_close(quantised(x), model(x))
+
+
+def test_dynamic_needs_layers_with_a_dynamic_form() -> None:
+    with pytest.raises(OpArgumentError, match="got only convolutions, which have static"):
+        prepare(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), default_dynamic_qconfig_mapping)
+
+
 class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["KINDS", "from_saved", "is_recurrent", "saved", "why_not"]
+from ipex_core._spec import dtype_name
+
+__all__ = ["KINDS", "from_saved", "is_recurrent", "saved", "why_no_form", "why_not"]
 
 Tensor = torch.Tensor
 
@@ -37,16 +39,25 @@ def is_recurrent(module: nn.Module) -> bool:
     return kind.__name__ in KINDS and kind.__module__.startswith("torch.ao.nn.quantized.dynamic")
 
 
-def why_not(layer: nn.LSTM) -> str:
-    """Return why an LSTM layer stays float, or an empty string."""
-    if layer.proj_size:
+def why_no_form(layer: Any) -> str:
+    """Return why torch cannot compute a recurrent layer or cell with int8 weights, or an empty string."""
+    if getattr(layer, "proj_size", 0):
         return "no INT8 form with proj_size"
     if not layer.bias:
         return "no INT8 form without bias"
-    if 4 * layer.hidden_size * (layer.hidden_size + layer.input_size) < _LEAST:
-        return f"with hidden_size {layer.hidden_size} an LSTM is faster in float"
+    dtype = next(layer.parameters()).dtype
+    if dtype != torch.float32:
+        return f"its INT8 form takes float32, the layer is {dtype_name(dtype)}"
     known = "fbgemm" in torch.backends.quantized.supported_engines
-    return "" if known else "this build of torch has no quantised LSTM"
+    return "" if known else f"this build of torch has no quantised {type(layer).__name__}"
+
+
+def why_not(layer: nn.LSTM) -> str:
+    """Return why an LSTM layer of a static configuration stays float, or an empty string."""
+    reason = why_no_form(layer)
+    if not reason and 4 * layer.hidden_size * (layer.hidden_size + layer.input_size) < _LEAST:
+        return f"with hidden_size {layer.hidden_size} an LSTM is faster in float"
+    return reason
 
 
 def saved(module: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

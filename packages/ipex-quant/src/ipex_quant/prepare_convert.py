@@ -24,6 +24,7 @@ from ipex_quant._flow import Flow, record
 from ipex_quant._int8_embedding import why_not as why_not_bag
 from ipex_quant._int8_plan import Plan, fusable_activations, make_plan
 from ipex_quant._int8_products import NOT_NAMED, PRODUCTS, MatMul, named_in
+from ipex_quant._int8_recurrent import why_no_form
 from ipex_quant._int8_recurrent import why_not as why_not_lstm
 from ipex_quant._int8_state import KEY, Prepared, attach, state_of
 from ipex_quant._int8_summary import load_summary, save_summary
@@ -86,12 +87,18 @@ def prepare(
     mapping = _mapping(op, configure)
     given = example_inputs is not None or example_kwarg_inputs is not None
     asked = _what_is_asked(model, mapping, given)
-    check(asked.anything, op, "model", _EXPECTED_LAYERS, "none")
+    check(asked.anything, op, "model", _EXPECTED_LAYERS, _what_there_is(model, mapping))
     args, kwargs = _examples(op, example_inputs, example_kwarg_inputs, asked.static)
     if asked.static:
         check(not model.training, op, "model", "be in evaluation mode", "training mode")
     runs = asked.static or (asked.dynamic and (args or kwargs) and not model.training)
     model, flow = _run_once(op, model, args, kwargs, bool(runs), inplace)
+    impossible = {}
+    for name in tuple(asked.dynamic):
+        module = model.get_submodule(name)
+        if not isinstance(module, nn.Linear) and (reason := why_no_form(module)):
+            impossible[name] = reason
+            asked.dynamic.remove(name)
     state = Prepared(asked.layers, None, Plan({}, {}, {}, {}), dynamic=asked.dynamic)
     state.named, state.weight_only = named_in(mapping), mapping if asked.weight_only else None
     if flow is not None and asked.dynamic:
@@ -101,6 +108,7 @@ def prepare(
         model = _expose(model, flow, args, kwargs, state.named)
         state.flow, state.bn_folding = record(model, args, kwargs), bn_folding
         _plan_static(op, model, state, mapping)
+    state.plan.left.update(impossible)
     for name, reason in state.plan.left.items():
         log.info("prepare: %s stays float: %s", name or "(model)", reason)
     _set_hidden(model, KEY, state)
@@ -199,6 +207,15 @@ def _what_is_asked(model: nn.Module, mapping: QConfigMapping, has_examples: bool
             and not model.training
         ),
     )
+
+
+def _what_there_is(model: nn.Module, mapping: QConfigMapping) -> str:
+    """Return what an error says of a model without a layer that the configuration quantises."""
+    named = any(
+        type(module) in _CONVS and qconfig_of(mapping, name, module) is not None
+        for name, module in model.named_modules()
+    )
+    return "only convolutions, which have static INT8 forms only" if named else "none"
 
 
 def _plan_static(op: str, model: nn.Module, state: Prepared, mapping: QConfigMapping) -> None:
