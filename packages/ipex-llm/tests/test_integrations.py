@@ -165,6 +165,102 @@ def test_models_with_attention_of_their_own_get_the_mask_of_eager(name):
         assert torch.equal(got[seen], wanted[seen])
 
 
+def models_with_tables():
+    """Yield a name, a model class, a configuration and inputs of models that choose attention from their own table."""
+    t = transformers
+    decoder = {"vocab_size": 96}
+    yield (
+        "Falcon",
+        t.FalconForCausalLM,
+        t.FalconConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True, **decoder
+        ),
+    )
+    yield (
+        "GPTJ",
+        t.GPTJForCausalLM,
+        t.GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=64, **decoder),
+    )
+    yield (
+        "GPTNeo",
+        t.GPTNeoForCausalLM,
+        t.GPTNeoConfig(
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4,
+            window_size=4,
+            max_position_embeddings=64,
+            attention_types=[[["global", "local"], 1]],
+            **decoder,
+        ),
+    )
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+    vision |= {"patch_size": 8, "intermediate_size": 32}
+    yield (
+        "Git",
+        t.GitForCausalLM,
+        t.GitConfig(
+            vision_config=vision,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            **decoder,
+        ),
+    )
+
+
+@pytest.mark.skipif(not hasattr(transformers, "AttentionMaskInterface"), reason="of 4.53 and newer")
+@pytest.mark.parametrize(
+    ("name", "kind", "config"),
+    list(models_with_tables()),
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_models_that_choose_attention_from_a_table_keep_their_own(name, kind, config, tmp_path):
+    torch.manual_seed(0)
+    eager = kind._from_config(config, attn_implementation="eager").eval()
+    eager.save_pretrained(tmp_path)
+    with pytest.warns(
+        UserWarning, match=f"{name}\\w*Attention has attention of its own, which runs"
+    ):
+        again = kind.from_pretrained(tmp_path, attn_implementation="ipex")
+    inputs = padded()
+    seen = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        wanted, got = eager(**inputs).logits, again(**inputs).logits
+        torch.testing.assert_close(
+            got[:, -seen.shape[1] :][seen], wanted[:, -seen.shape[1] :][seen]
+        )
+        tokens = again.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert torch.equal(tokens, eager.generate(**inputs, max_new_tokens=4, do_sample=False))
+
+
+@pytest.mark.parametrize("first", ["register", "model"])
+def test_tables_of_modules_imported_before_and_after(first):
+    code = """
+import sys, inspect
+from ipex_llm import register_transformers
+if FIRST: register_transformers()
+import transformers.models.gptj.modeling_gptj as gptj
+stock = dict(gptj.GPTJ_ATTENTION_CLASSES)
+if not FIRST: register_transformers(); register_transformers()
+table = gptj.GPTJ_ATTENTION_CLASSES
+assert set(table) == {*stock, "ipex"} and table["eager"] is gptj.GPTJAttention
+assert "class GPTJAttention" in inspect.getsource(gptj) and gptj.__spec__.origin == gptj.__file__
+assert sum(type(f).__module__.endswith("_hf_tables") for f in sys.meta_path) == 1
+import transformers.models.sam.modeling_sam as sam
+tables = sam.SAM_VISION_ATTENTION_CLASSES
+config = sam.SamVisionConfig(hidden_size=32, num_attention_heads=2, attn_implementation="ipex")
+import warnings; warnings.simplefilter("error")
+try: tables["ipex"](config, 2)
+except UserWarning as text: assert "SamVisionSdpaAttention has attention of its own" in str(text), text
+else: raise AssertionError
+assert type(tables["ipex"](config, 2)) is tables["sdpa"]
+"""
+    code = f"FIRST = {first == 'register'}\n{code}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+
+
 def test_the_first_call_may_be_a_compiled_one():
     code = """
 import torch, transformers

@@ -3,7 +3,7 @@
 
 transformers looks its attention function up by a name in the configuration of the model. A function under the name
 ``"ipex"`` is registered the first time a model needs it; the pass writes that name into the configuration. Nothing of
-transformers is patched, and nothing is registered before a model is optimized or a user asks for the name.
+transformers is replaced, and nothing is registered before a model is optimized or a user asks for the name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ipex_core._optimize import _hf_tables
 from ipex_core._optimize._passes import Context, Pass, register
 from ipex_core._optimize._records import Log
 from ipex_core.nn._call import call
@@ -176,12 +177,21 @@ def _own_attention(config: type) -> bool:
     return _own[config]
 
 
+def _has_own(config: type) -> None:
+    """Remember that models of a configuration were made with attention of their own."""
+    _own[config] = True
+
+
 def register_interface() -> None:
-    """Register the function and its mask under the name ``"ipex"`` with transformers."""
+    """Register the function and its mask under the name ``"ipex"`` with transformers.
+
+    Models that choose their attention from a table of classes can be made under the name, too; they keep their own.
+    """
     from transformers import AttentionInterface
 
     find_kernels()  # which Dynamo cannot follow: the first call may be one that is compiled
     AttentionInterface.register(NAME, attention_forward)
+    _hf_tables.watch(NAME, _has_own)
     try:
         from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
     except ImportError:  # before 4.53 models make their masks themselves

@@ -21,8 +21,10 @@ def register_transformers() -> None:
     """Register ``"ipex"`` with transformers: an attention function, its mask, and a quantizer.
 
     Uses its public registries (`AttentionInterface`, `AttentionMaskInterface`, ``register_quantization_config``,
-    ``register_quantizer``) and changes nothing else of it. Calling it again does nothing. It imports the modelling part
-    of transformers, which every model needs anyway.
+    ``register_quantizer``). Models that choose their attention from a table of classes in their own module (Falcon,
+    GPT-J, SAM) get the name as one more entry of that table, for the class they have; nothing of transformers is
+    replaced.
+    Calling it again does nothing. It imports the modelling part of transformers, which every model needs anyway.
 
     Raises:
         ImportError: transformers is missing.
