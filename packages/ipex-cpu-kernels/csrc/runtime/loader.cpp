@@ -84,10 +84,15 @@ std::string active_level() {
   return kLevels[active_index()].name;
 }
 
-bool active_has_amx() {
+namespace {
+bool active_has(Feature feature) {
   std::lock_guard lock(mutex);
-  return (kLevels[active_index()].features & kAmx) != 0;
+  return (kLevels[active_index()].features & feature) != 0;
 }
+}  // namespace
+
+bool active_has_amx() { return active_has(kAmx); }
+bool active_has_avx512_bf16() { return active_has(kAvx512Bf16); }
 
 std::string why_unavailable(const std::string& level) {
   const int i = find(level);

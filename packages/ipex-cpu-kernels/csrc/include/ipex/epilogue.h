@@ -76,6 +76,9 @@ class Finisher {
     }
   }
 
+  // That of the block's columns; zeros if there is none.
+  const float* bias() const { return bias_; }
+
  private:
   // Bias of `count` columns as float, zero where there is none.
   void load_bias(int64_t column, int64_t count, float* to) const {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A convolution as a product of matrices: the pixels under the taps of the window, copied into one
-// row for each pixel of the result, times the packed weight. Float needs no copy: see direct.h.
+// row for each pixel of the result, times the packed weight; or without copies, see direct.h.
 #include "convolution/convolution.h"
 
 #include <algorithm>
@@ -97,6 +97,10 @@ void run(const ConvolutionArgs& args, int64_t row_begin, int64_t row_end, int64_
 #if IPEX_HAVE_AMX
     if constexpr (kIsBFloat16<T>) {
       if (args.by_lines) return convolve_lines(args, row_begin, row_end, block, rows, tiles);
+    }
+#elif IPEX_HAVE_AVX512_BF16
+    if constexpr (kIsBFloat16<T>) {
+      if (args.direct) return convolve_direct(args, row_begin, row_end, block, rows);
     }
 #endif
     convolve_copies(args, row_begin, row_end, block, reinterpret_cast<T*>(rows), tiles);

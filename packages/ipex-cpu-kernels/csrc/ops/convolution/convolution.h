@@ -17,6 +17,8 @@ struct ConvolutionArgs {
   Epilogue epilogue;  // bias and activation only
   // The rows of the product are the pixels of padded lines (see lines.h), some of which y lacks.
   bool by_lines = false;
+  // Nothing is copied (see direct.h). Float always; bfloat16 with VDPBF16PS and without tiles.
+  bool direct = false;
 
   int64_t k() const { return taps_y * taps_x * channels; }
   // The rows of the product are pixels of x as they lie there.
@@ -51,11 +53,11 @@ inline int64_t convolution_lines_bytes(const ConvolutionArgs& args, int64_t rows
   return convolution_lines_offset(args) + pixels * args.channels * 2;
 }
 
-// ---- float (see direct.h)
+// ---- without copies (see direct.h)
 
-// Elements along K that a tile multiplies at a time, so that what it reads of the weight stays in a
-// cache while all rows pass.
-inline constexpr int64_t kDirectPiece = 512;
+// Bytes along K of a column that a tile multiplies at a time, so that what it reads of the weight
+// stays in a cache while all rows pass.
+inline constexpr int64_t kDirectPiece = 2048;
 
 // Whether all that a line of the window sees lies side by side; few channels are worth a copy of
 // the lines with their padding.
@@ -72,17 +74,19 @@ inline int64_t direct_segments(const ConvolutionArgs& args) {
 // Where the parts of the scratch begin that `rows` rows need: a segment of zeros, sums of 64
 // columns, the table and the copied lines.
 struct DirectScratch {
-  DirectScratch(const ConvolutionArgs& args, int64_t rows) {
+  DirectScratch(const ConvolutionArgs& args, int64_t rows, int64_t element_size) {
     const auto size = [](int64_t elements, int64_t each) {
       return (elements * each + 63) / 64 * 64;
     };
     const int64_t segments = direct_segments(args);
-    c = size(args.k() / segments, 4);
+    c = size(args.k() / segments, element_size);
     table = c + size(rows * 64, 4);
     lines = table + size(rows * segments, static_cast<int64_t>(sizeof(void*)));
     const int64_t steps = rows / args.out_width + 1;  // from the first line of y to the last
     const int64_t seen = steps * args.stride_y + (args.taps_y - 1) * args.dilation_y + 1;
-    bytes = lines + (direct_copies(args) ? size(seen * args.padded_width() * args.channels, 4) : 0);
+    bytes =
+        lines +
+        (direct_copies(args) ? size(seen * args.padded_width() * args.channels, element_size) : 0);
   }
   int64_t c, table, lines, bytes;
 };
@@ -92,7 +96,7 @@ struct DirectScratch {
 // Computes the rows [row_begin, row_end) of what the panels [panel_begin, panel_end) give, in lines
 // images * out_height * padded_width() rows.
 // `rows` has room for the copies: the rows, convolution_stride(k) elements each, or
-// convolution_lines_bytes(), unless in_place(); for float it is a DirectScratch. `tiles` is the
+// convolution_lines_bytes(), unless in_place(); a DirectScratch if direct. `tiles` is the
 // scratch of gemm_tiles.h, given where there are tiles and many rows.
 #define IPEX_DECLARE_CONVOLUTION(suffix)                                                          \
   IPEX_KERNEL_API void ipex_k_convolution_##suffix(                                               \

@@ -47,11 +47,19 @@ int64_t even_rows(int64_t rows, int64_t most) {
 
 constexpr int64_t kVectorRows = 96;
 
-// The most for float, where a task reads the weight once for all its rows, and x for every panel:
+// Without tiles, x can be read where it lies: in float, and in pairs of bfloat16, which must not
+// cross from one segment to the next.
+bool is_direct(const ConvolutionArgs& args, ScalarType dtype) {
+  if (dtype == ScalarType::Float) return true;
+  return dtype == ScalarType::BFloat16 && cpu::active_has_avx512_bf16() && !cpu::active_has_amx() &&
+         args.k() / direct_segments(args) % 2 == 0;
+}
+
+// The most if direct, where a task reads the weight once for all its rows, and x for every panel:
 // as many rows as see a part of L2.
-int64_t most_direct_rows(const ConvolutionArgs& args) {
+int64_t most_direct_rows(const ConvolutionArgs& args, int64_t element_size) {
   constexpr int64_t kSeen = 384 * 1024, kMost = 384;
-  const int64_t pixel = args.stride_y * args.stride_x * args.channels * 4;
+  const int64_t pixel = args.stride_y * args.stride_x * args.channels * element_size;
   return std::clamp(kSeen / pixel, kVectorRows, kMost);
 }
 
@@ -60,7 +68,7 @@ constexpr int64_t kCopies = 512 * 1024;
 
 // Bytes of the copies of a task.
 int64_t copy_bytes(const ConvolutionArgs& args, int64_t rows, int64_t element_size) {
-  if (element_size == 4) return DirectScratch(args, rows).bytes;
+  if (args.direct) return DirectScratch(args, rows, element_size).bytes;
   if (args.in_place()) return 0;
   if (args.by_lines) return convolution_lines_bytes(args, rows);
   return rows * convolution_stride(args.k()) * element_size;
@@ -121,10 +129,12 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
                   (out_channels + kPackedPanel - 1) / kPackedPanel, args.k()};
   shape.tiles = uses_tiles(x.scalar_type());
   const bool tiles = shape.on_tiles();
-  const bool direct = x.scalar_type() == ScalarType::Float;
-  if (direct && shape.panels % 2 == 0) shape.unit = 2;  // a tile has two panels
-  int64_t block =
-      tiles ? kTileRowsMost : even_rows(shape.rows, direct ? most_direct_rows(args) : kVectorRows);
+  args.direct = is_direct(args, x.scalar_type());
+  if (args.direct && shape.panels % 2 == 0) shape.unit = 2;  // a tile has two panels
+  int64_t block = tiles
+                      ? kTileRowsMost
+                      : even_rows(shape.rows, args.direct ? most_direct_rows(args, x.element_size())
+                                                          : kVectorRows);
   if (tiles) {
     args.by_lines = convolution_has_lines(args) && convolution_lines_bytes(args, 32) <= kCopies;
     if (args.by_lines) shape.rows = images * args.out_height * args.padded_width();

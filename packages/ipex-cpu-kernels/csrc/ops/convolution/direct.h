@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A convolution of float that reads x where it lies. K falls into segments, which a window finds
-// side by side in x: the channels under one tap, or all that a line of the window sees. For each
-// pixel of y a table has where its segments begin (padding: in zeros), so that nothing is copied
-// and a tile is a matrix product for any stride, dilation and padding.
+// A convolution that reads x where it lies, of float and, with VDPBF16PS, of bfloat16. K falls into
+// segments, which a window finds side by side in x: the channels under one tap, or all that a line
+// of the window sees. For each pixel of y a table has where its segments begin (padding: in zeros),
+// so that nothing is copied and a tile is a matrix product for any stride, dilation and padding.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,33 @@ namespace {
 inline constexpr int kDirectVectors = kLanes == 16 ? 4 : 2;
 inline constexpr int kDirectRows = kLanes == 4 ? 4 : 6;
 
+// What a step along K multiplies: an element of a row of x times a vector of the weight, or a pair
+// of bfloat16 times a vector of pairs.
+template <class T>
+struct DirectStep {
+  static constexpr int64_t kElements = 1;
+  IPEX_INLINE static f32v broadcast(const float* x) { return set1(*x); }
+  IPEX_INLINE static f32v weight(const float* w) { return load(w); }
+  IPEX_INLINE static f32v multiply(f32v a, f32v b, f32v sum) { return fma(a, b, sum); }
+};
+#if IPEX_HAVE_AVX512_BF16
+template <>
+struct DirectStep<BFloat16> {
+  static constexpr int64_t kElements = 2;
+  IPEX_INLINE static __m512bh broadcast(const BFloat16* x) { return broadcast_pair(x); }
+  IPEX_INLINE static __m512bh weight(const BFloat16* w) {
+    return reinterpret_cast<__m512bh>(_mm512_loadu_si512(w));
+  }
+  IPEX_INLINE static f32v multiply(__m512bh a, __m512bh b, f32v sum) {
+    return _mm512_dpbf16_ps(sum, a, b);
+  }
+};
+#endif
+
 // What a tile multiplies: of `count` segments `depth` elements each.
+template <class T>
 struct DirectPiece {
-  const float* const* from;  // [rows][stride]
+  const T* const* from;  // [rows][stride]
   int64_t stride, count, offset, depth;
   bool first, last;
   // Weights of the next piece that the tile fetches meanwhile, and how many bytes at each step.
@@ -27,9 +51,10 @@ struct DirectPiece {
 };
 
 // Where a tile of the last piece goes if nothing else follows.
+template <class T>
 struct DirectResult {
-  float* y;
-  const float* residual;  // like y, or null
+  T* y;
+  const T* residual;  // like y, or null
   const float* bias;
   int64_t stride;
   bool relu;
@@ -37,12 +62,12 @@ struct DirectResult {
 
 // Fetches what a tile is going to write and to add: parts of many lines of an image, which no
 // prefetcher of the processor foresees.
-template <int kRows, int kVectors>
-IPEX_INLINE void fetch_result(const DirectResult& result, int first) {
+template <int kRows, int kVectors, class T>
+IPEX_INLINE void fetch_result(const DirectResult<T>& result, int first) {
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v += 64 / static_cast<int>(sizeof(f32v))) {
+    for (int v = 0; v < kVectors; v += 64 / static_cast<int>(kLanes * sizeof(T))) {
       const int64_t place = r * result.stride + (first + v) * kLanes;
       __builtin_prefetch(result.y + place, 1);
       if (result.residual) __builtin_prefetch(result.residual + place);
@@ -51,36 +76,37 @@ IPEX_INLINE void fetch_result(const DirectResult& result, int first) {
 }
 
 // `first`: the first vector of the panels' columns.
-template <bool kFetch, int kRows, int kVectors>
-IPEX_INLINE void direct_tile(const DirectPiece& piece, const float* p0, const float* p1, int first,
-                             float* c, int64_t ldc, const DirectResult* result) {
+template <bool kFetch, int kRows, int kVectors, class T>
+IPEX_INLINE void direct_tile(const DirectPiece<T>& piece, const T* p0, const T* p1, int first,
+                             float* c, int64_t ldc, const DirectResult<T>* result) {
+  using Step = DirectStep<T>;
   f32v acc[kRows][kVectors];
   load_tile(acc, c, ldc, !piece.first);
   if (piece.last && result) fetch_result<kRows, kVectors>(*result, first);
-  const float* w[kVectors];
+  const T* w[kVectors];
 #pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) w[v] = column(p0, p1, first + v, 1);
+  for (int v = 0; v < kVectors; ++v) w[v] = column(p0, p1, first + v, Step::kElements);
   const char* next = piece.next;
   for (int64_t s = 0; s < piece.count; ++s) {
-    const float* x[kRows];
+    const T* x[kRows];
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) x[r] = piece.from[r * piece.stride + s] + piece.offset;
-    for (int64_t i = 0; i < piece.depth; ++i) {
+    for (int64_t i = 0; i < piece.depth; i += Step::kElements) {
       if constexpr (kFetch) {
         __builtin_prefetch(next, 0, 2);
         next += piece.next_step;
       }
-      f32v b[kVectors];
+      decltype(Step::weight(nullptr)) b[kVectors];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        b[v] = load(w[v]);
-        w[v] += kPanel;
+        b[v] = Step::weight(w[v]);
+        w[v] += kPanel * Step::kElements;
       }
 #pragma GCC unroll 6
       for (int r = 0; r < kRows; ++r) {
-        const f32v a = set1(x[r][i]);
+        const auto a = Step::broadcast(x[r] + i);
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(a, b[v], acc[r][v]);
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = Step::multiply(a, b[v], acc[r][v]);
       }
     }
   }
@@ -88,7 +114,7 @@ IPEX_INLINE void direct_tile(const DirectPiece& piece, const float* p0, const fl
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = (first + v) * kLanes;
-    const f32v bias = result->bias ? load(result->bias + at) : zero();
+    const f32v bias = load(result->bias + at);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       const int64_t place = r * result->stride + at;
@@ -101,9 +127,9 @@ IPEX_INLINE void direct_tile(const DirectPiece& piece, const float* p0, const fl
 }
 
 // All columns of one (p1 == nullptr) or two panels.
-template <bool kFetch>
-inline void direct_rows(const DirectPiece& piece, int64_t rows, const float* p0, const float* p1,
-                        float* c, int64_t ldc, const DirectResult* result) {
+template <bool kFetch, class T>
+void direct_rows(const DirectPiece<T>& piece, int64_t rows, const T* p0, const T* p1, float* c,
+                 int64_t ldc, const DirectResult<T>* result) {
   const int vectors = (p1 ? 2 : 1) * kPanel / static_cast<int>(kLanes);
   with_rows<kDirectRows>(rows, [&]<int kRows>() IPEX_LAMBDA {
     int v = 0;
@@ -117,16 +143,17 @@ inline void direct_rows(const DirectPiece& piece, int64_t rows, const float* p0,
 }
 
 // Copies the lines of an image from `begin` on with zeros beside them; those outside are left out.
-inline void copy_padded(const ConvolutionArgs& args, int64_t image, int64_t begin, int64_t end,
-                        float* to) {
+template <class T>
+void copy_padded(const ConvolutionArgs& args, int64_t image, int64_t begin, int64_t end, T* to) {
   const int64_t size = args.padded_width() * args.channels;
   for (int64_t line = begin; line < end; ++line, to += size)
     if (line >= 0 && line < args.height) copy_padded_line(args, image, line, to);
 }
 
 // Fills the table for rows [begin, end); `lines`: the copies from line `first` on, or null.
-inline void find_segments(const ConvolutionArgs& args, int64_t begin, int64_t end,
-                          const float* zeros, const float* lines, int64_t first, const float** to) {
+template <class T>
+void find_segments(const ConvolutionArgs& args, int64_t begin, int64_t end, const T* zeros,
+                   const T* lines, int64_t first, const T** to) {
   const int64_t channels = args.channels, pixels = args.out_height * args.out_width;
   const int64_t line_size = (lines ? args.padded_width() : args.width) * channels;
   const int64_t segments = direct_segments(args), stride = args.stride_x;
@@ -134,7 +161,7 @@ inline void find_segments(const ConvolutionArgs& args, int64_t begin, int64_t en
   for (int64_t count; begin < end; begin += count, to += count * segments) {  // a line of y
     const int64_t out_x = begin % args.out_width;
     count = std::min(end - begin, args.out_width - out_x);
-    const float* x = static_cast<const float*>(args.x) + begin / pixels * args.height * line_size;
+    const T* x = static_cast<const T*>(args.x) + begin / pixels * args.height * line_size;
     if (lines) x = lines - first * line_size;
     int64_t line = begin % pixels / args.out_width * args.stride_y - args.padding_y;
     for (int64_t s = 0; s < segments; line += args.dilation_y) {
@@ -160,79 +187,83 @@ inline void find_segments(const ConvolutionArgs& args, int64_t begin, int64_t en
 // How many bytes of the next piece of its panel each of the tiles of `rows` rows fetches into L2 at
 // every step, so that the first of the next tiles does not wait for memory; every other tile
 // fetches from the second panel. 0 with many rows, where that wait matters less than instructions.
-inline int64_t fetched_bytes(int64_t rows) {
+template <class T>
+int64_t fetched_bytes(int64_t rows) {
   const int64_t tiles = (rows + kDirectRows - 1) / kDirectRows, turns = (tiles + 1) / 2;
-  constexpr int64_t kStep = kPanel * 4, kMostTiles = 40;
+  constexpr int64_t kStep = kPanel * DirectStep<T>::kElements * sizeof(T), kMostTiles = 40;
   return tiles > kMostTiles ? 0 : std::min<int64_t>(64, (kStep + turns - 1) / turns);
 }
 
 // The rows of `block` (its w, panels, y, addend, column and columns as usual; no x), `from` their
 // table; `c` has room for 64 columns of them.
-inline void direct_block(const GemmBlock<float>& block, const float* const* from, int64_t segments,
-                         int64_t depth, float* c) {
+template <class T>
+void direct_block(const GemmBlock<T>& block, const T* const* from, int64_t segments, int64_t depth,
+                  float* c) {
   constexpr int64_t ldc = 2 * kPanel;
-  const int64_t size = panel_size<float>(block.k);
+  const int64_t size = panel_size<T>(block.k);
   const Activation activation = block.epilogue->activation;
   const bool simple = activation == Activation::kNone || activation == Activation::kRelu;
-  const bool whole = block.k <= kDirectPiece + kDirectPiece / 2;
-  const int64_t together = whole ? segments : std::max<int64_t>(1, kDirectPiece / depth);
-  const int64_t length = whole || together > 1 ? depth : std::min(depth, kDirectPiece);
-  const int64_t fetched = fetched_bytes(block.rows);
+  constexpr int64_t kPiece = kDirectPiece / static_cast<int64_t>(sizeof(T));
+  const bool whole = block.k <= kPiece + kPiece / 2;
+  const int64_t together = whole ? segments : std::max<int64_t>(1, kPiece / depth);
+  const int64_t length = whole || together > 1 ? depth : std::min(depth, kPiece);
+  const int64_t fetched = fetched_bytes<T>(block.rows);
   for (int64_t p = 0; p < block.panels; p += 2) {
-    const float* p0 = block.w + p * size;
-    const float* p1 = p + 1 < block.panels ? p0 + size : nullptr;
+    const T* p0 = block.w + p * size;
+    const T* p1 = p + 1 < block.panels ? p0 + size : nullptr;
     const int64_t width = (p1 ? 2 : 1) * kPanel, column = p * kPanel;
     const bool direct = simple && column + width <= block.columns;
     if (!direct && block.addend) block.load_addend(p, width, 0, block.rows, c, ldc);
-    const auto* bias = static_cast<const float*>(block.epilogue->bias);
+    const Finisher<T> finisher = block.finisher(p, width);
     for (int64_t s = 0, d = 0, k = 0; s < segments;) {
       const int64_t count = std::min(together, segments - s), end = std::min(depth, d + length);
-      DirectPiece piece{nullptr,
-                        segments,
-                        count,
-                        d,
-                        end - d,
-                        k == 0 && (direct || !block.addend),
-                        s + count == segments && end == depth};
-      const int64_t steps = count * (end - d);
+      DirectPiece<T> piece{nullptr,
+                           segments,
+                           count,
+                           d,
+                           end - d,
+                           k == 0 && (direct || !block.addend),
+                           s + count == segments && end == depth};
+      const int64_t steps = count * (end - d) / DirectStep<T>::kElements;
       // What follows in the panels, or the next ones, which lie behind them.
-      const float* next = piece.last ? p0 + 2 * size : p0 + (k + steps) * kPanel;
+      const T* next = piece.last ? p0 + 2 * size : p0 + (k + count * (end - d)) * kPanel;
       const int64_t left = block.panels - (piece.last ? p + 2 : p);
       piece.next_step = left > 0 ? fetched : 0;
       for (int64_t r = 0, tile = 0; r < block.rows; r += kDirectRows, ++tile) {
         const int64_t at = r * block.y_stride + column;
-        const DirectResult result{block.y + at, block.addend ? block.addend + at : nullptr,
-                                  bias ? bias + block.column + column : nullptr, block.y_stride,
-                                  activation == Activation::kRelu};
+        const DirectResult<T> result{block.y + at, block.addend ? block.addend + at : nullptr,
+                                     finisher.bias(), block.y_stride,
+                                     activation == Activation::kRelu};
         piece.from = from + r * segments + s;
         piece.next = reinterpret_cast<const char*>(left > 1 && tile % 2 ? next + size : next) +
                      tile / 2 * steps * piece.next_step;
-        const auto rows = piece.next_step ? direct_rows<true> : direct_rows<false>;
+        const auto rows = piece.next_step ? direct_rows<true, T> : direct_rows<false, T>;
         rows(piece, std::min<int64_t>(kDirectRows, block.rows - r), p0 + k * kPanel,
              p1 ? p1 + k * kPanel : nullptr, c + r * ldc, ldc, direct ? &result : nullptr);
       }
-      k += steps;
+      k += count * (end - d);
       d = end == depth ? 0 : end;
       if (d == 0) s += count;
     }
-    if (!direct) block.finish(block.finisher(p, width), p, c, ldc, 0, block.rows);
+    if (!direct) block.finish(finisher, p, c, ldc, 0, block.rows);
   }
 }
 
 // Rows [begin, end) of `block`, whose y and addend are those of row 0.
-inline void convolve_direct(const ConvolutionArgs& args, int64_t begin, int64_t end,
-                            GemmBlock<float> block, char* scratch) {
-  const DirectScratch places(args, end - begin);
-  auto* const zeros = reinterpret_cast<float*>(scratch);
+template <class T>
+void convolve_direct(const ConvolutionArgs& args, int64_t begin, int64_t end, GemmBlock<T> block,
+                     char* scratch) {
+  const DirectScratch places(args, end - begin, sizeof(T));
+  auto* const zeros = reinterpret_cast<T*>(scratch);
   auto* const c = reinterpret_cast<float*>(scratch + places.c);
-  auto* const table = reinterpret_cast<const float**>(scratch + places.table);
-  auto* const lines = reinterpret_cast<float*>(scratch + places.lines);
+  auto* const table = reinterpret_cast<const T**>(scratch + places.table);
+  auto* const lines = reinterpret_cast<T*>(scratch + places.lines);
   const int64_t segments = direct_segments(args), depth = args.k() / segments;
   const int64_t pixels = args.out_height * args.out_width;
-  std::fill(zeros, zeros + depth, 0.0f);
+  std::memset(zeros, 0, static_cast<size_t>(depth) * sizeof(T));
   const bool copies = direct_copies(args);
-  float* const y = block.y;
-  const float* const addend = block.addend;
+  T* const y = block.y;
+  const T* const addend = block.addend;
   while (begin < end) {
     int64_t rows = end - begin, first = 0;
     if (copies) {  // the lines of one image
@@ -243,7 +274,7 @@ inline void convolve_direct(const ConvolutionArgs& args, int64_t begin, int64_t 
                            (args.taps_y - 1) * args.dilation_y;
       copy_padded(args, image, first, last + 1, lines);
     }
-    find_segments(args, begin, begin + rows, zeros, copies ? lines : nullptr, first, table);
+    find_segments<T>(args, begin, begin + rows, zeros, copies ? lines : nullptr, first, table);
     block.row = begin;
     block.rows = rows;
     block.y = y + begin * block.y_stride;
