@@ -214,7 +214,8 @@ def test_decoding_with_a_static_cache(caplog):
     model = transformers.LlamaForCausalLM(settings).eval()
 
     def decode(step):
-        cache = transformers.StaticCache(config=settings, max_cache_len=12)
+        # transformers 4 asks for the size of the batch, 5 takes it for nothing.
+        cache = transformers.StaticCache(config=settings, max_batch_size=1, max_cache_len=12)
         prompt = torch.arange(4)[None] + 3
         logits = [model(prompt, past_key_values=cache, cache_position=torch.arange(4)).logits]
         for position in range(4, 9):
