@@ -383,7 +383,8 @@ def minimums(session: nox.Session) -> None:
     torch_only = Path(session.create_tmp()).resolve() / "constraints.txt"
     torch_only.write_text("\n".join(torch) + "\n", encoding="utf-8")
     session.env["PIP_CONSTRAINT"] = torch_only.as_uri()
-    install_wheels(session, PACKAGES, *TEST_TOOLS, *lowest, extras="[cpu]")
+    # accelerate: transformers 4.51 does not load models without it.
+    install_wheels(session, PACKAGES, *TEST_TOOLS, "accelerate", *lowest, extras="[cpu]")
     # Old releases may use what is deprecated by now; that is theirs.
     session.run("pytest", "-W", "ignore::DeprecationWarning", *session.posargs)
 
