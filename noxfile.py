@@ -386,7 +386,8 @@ def minimums(session: nox.Session) -> None:
     # accelerate: transformers 4.51 does not load models without it.
     install_wheels(session, PACKAGES, *TEST_TOOLS, "accelerate", *lowest, extras="[cpu]")
     # Old releases may use what is deprecated by now; that is theirs.
-    session.run("pytest", "-W", "ignore::DeprecationWarning", *session.posargs)
+    deprecated = ("-W", "ignore::DeprecationWarning")
+    session.run("pytest", *WORKERS, *deprecated, *session.posargs, env=WORKER_ENV)
 
 
 def lower_bounds() -> list[str]:
