@@ -301,6 +301,8 @@ def test_encoder_of_torch(kind: str, padded: bool, tmp_path: Path) -> None:
     assert near(found(x, **options)[valid], expected[valid], 0.998)
     ipex_quant.save(found, tmp_path / "model")
     loaded = ipex_quant.load(tmp_path / "model", copy.deepcopy(model))
+    # torch takes another kernel for attention with a mask where weights want gradients; those of a file do not.
+    found.requires_grad_(False)
     assert torch.equal(loaded(x, **options), found(x, **options))
     assert torch.equal(model(x, **options), expected)  # as it was
     assert model.use_nested_tensor and model.layers[0].activation_relu_or_gelu == 1
