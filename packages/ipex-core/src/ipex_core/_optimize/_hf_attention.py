@@ -169,17 +169,18 @@ def _own_attention(config: type) -> bool:
 
         model = MODEL_MAPPING.get(config, None)
         check = getattr(model, "_can_set_attn_implementation", None)
-        _own[config] = check is not None and not check()
-        if _own[config]:
-            name = getattr(model, "__name__", str(model))
-            text = f"attn_implementation='ipex': {name} has attention of its own, which runs"
-            warnings.warn(text, stacklevel=2)
+        _own[config] = False
+        if check is not None and not check():
+            _has_own(config, getattr(model, "__name__", str(model)))
     return _own[config]
 
 
-def _has_own(config: type) -> None:
-    """Remember that models of a configuration were made with attention of their own."""
-    _own[config] = True
+def _has_own(config: type, name: str) -> None:
+    """Remember that models of a configuration have attention of their own, and warn once."""
+    if not _own.get(config):
+        _own[config] = True
+        text = f"attn_implementation={NAME!r}: {name} has attention of its own, which runs"
+        warnings.warn(text, stacklevel=3)
 
 
 def register_interface() -> None:

@@ -3,9 +3,9 @@
 
 A few modelling modules (Falcon, GPT-J, SAM ...) index a dictionary such as `FALCON_ATTENTION_CLASSES` by the name of
 the attention and know only the names in it: transformers accepts a registered name, and making the model fails with a
-`KeyError`. Such a table gets one entry more, which makes the class of ``"sdpa"``, or else of ``"eager"``, and says so.
-transformers has no registry for these tables. They are found by what is in a module, not by a list of models: in
-modules that are imported already at once, in others when they are imported. No entry of a table is replaced.
+`KeyError`. Such a table gets one entry more, which makes the class of ``"sdpa"``, or else of ``"eager"``, and tells
+whoever offered it. transformers has no registry for these tables. They are found by what is in a module, not by a list
+of models: in modules that are imported already at once, in others when they are imported. No entry is replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
-import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -22,38 +21,34 @@ __all__ = ["offer", "watch"]
 
 _PACKAGE = "transformers.models."
 
+Made = Callable[[type, str], None]
 
-def offer(module: types.ModuleType, name: str, made: Callable[[type], None]) -> None:
+
+def offer(module: types.ModuleType, name: str, made: Made) -> None:
     """Add an entry to the tables of attention classes in a module.
 
     Args:
         module: A modelling module.
         name: The new key.
-        made: Called with the class of the configuration when a model is made by the entry.
+        made: Called with the class of the configuration and the name of the stock class when a model is made so.
     """
     for key, table in list(vars(module).items()):
         if not key.endswith("ATTENTION_CLASSES") or not isinstance(table, dict):
             continue
         stock = table.get("sdpa", table.get("eager"))
         if isinstance(stock, type):
-            table.setdefault(name, _entry(stock, name, made))
+            table.setdefault(name, _entry(stock, made))
 
 
-def _entry(stock: type, name: str, made: Callable[[type], None]) -> Callable[..., Any]:
-    told: set[type] = set()
-
+def _entry(stock: type, made: Made) -> Callable[..., Any]:
     def make(config: Any, *args: Any, **kwargs: Any) -> Any:
-        made(type(config))
-        if type(config) not in told:
-            told.add(type(config))
-            text = f"attn_implementation={name!r}: {stock.__name__} has attention of its own, which runs"
-            warnings.warn(text, stacklevel=2)
+        made(type(config), stock.__name__)
         return stock(config, *args, **kwargs)
 
     return make
 
 
-def watch(name: str, made: Callable[[type], None]) -> None:
+def watch(name: str, made: Made) -> None:
     """Call `offer` for the modelling modules that are imported, and for each one that will be; once for a name."""
     if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
         return
@@ -80,7 +75,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 class _Finder:
     """Finds modelling modules as Python does, for `_Loader` to run; other names are not looked at."""
 
-    def __init__(self, name: str, made: Callable[[type], None]) -> None:
+    def __init__(self, name: str, made: Made) -> None:
         self.name = name
         self.made = made
 
