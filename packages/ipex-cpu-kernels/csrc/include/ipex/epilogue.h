@@ -3,16 +3,16 @@
 //
 //   Finisher<T> finisher(epilogue, column, count);        // once per group of columns
 //   finisher.rows(c, ldc, rows, row, y, y_stride);        // for each block of rows
+//
+// All products of a level share one instance for each type: ops/linear/finisher.dispatch.cpp.
 #pragma once
 
 #include <cstdint>
 
 #include "ipex/epilogue_args.h"
-#include "ipex/vec.h"
-#include "ipex/vec_math.h"
+#include "ipex/kernel.h"
 
 namespace ipex {
-namespace {
 
 // Columns of C that a Finisher takes at most, and those of each half if it is gated.
 inline constexpr int64_t kFinishColumns = 64;
@@ -23,118 +23,30 @@ template <class T>
 class Finisher {
  public:
   Finisher() = default;
-  Finisher(const Epilogue& epilogue, int64_t column, int64_t count)
-      : epilogue_(&epilogue), column_(column), count_(count) {
-    if (epilogue.gated) {
-      load_bias(2 * column, count, bias_);
-      load_bias(2 * column + kGateColumns, count, bias_ + kGateColumns);
-    } else {
-      load_bias(column, count, bias_);
-    }
-  }
+  Finisher(const Epilogue& epilogue, int64_t column, int64_t count);
 
   // `c` is the block: [rows][64], rows ldc floats apart, whose columns behind `count` may hold
   // anything; a gated one has its gates in columns 0..31 and the other halves in 32..63. `y` is
   // where the block's first element goes, `row` the row of y it belongs to.
-  void rows(const float* c, int64_t ldc, int64_t rows, int64_t row, T* y, int64_t y_stride) const {
-    constexpr bool kFast = kReducedPrecision<T>;
-    const f32v alpha = set1(epilogue_->alpha);
-    const auto sum = [&](const float* at, int64_t i)
-                         IPEX_LAMBDA { return fma(alpha, load(at + i), load(bias_ + i)); };
-    const auto each = [&](const auto& activate) IPEX_LAMBDA {
-      if (epilogue_->gated) {
-        run(c, ldc, rows, row, y, y_stride, [&](const float* at, int64_t i) IPEX_LAMBDA {
-          return activate(sum(at, i)) * sum(at, kGateColumns + i);
-        });
-      } else {
-        run(c, ldc, rows, row, y, y_stride,
-            [&](const float* at, int64_t i) IPEX_LAMBDA { return activate(sum(at, i)); });
-      }
-    };
-    switch (epilogue_->activation) {
-      case Activation::kNone:
-        return each([](f32v v) IPEX_LAMBDA { return v; });
-      case Activation::kRelu:
-        // The value last: max keeps the NaN of its second operand.
-        return each([](f32v v) IPEX_LAMBDA { return max(zero(), v); });
-      case Activation::kGelu:
-        return each([](f32v v) IPEX_LAMBDA { return gelu<kFast>(v); });
-      case Activation::kGeluTanh:
-        return each([](f32v v) IPEX_LAMBDA { return gelu_tanh<kFast>(v); });
-      case Activation::kSilu:
-        return each([](f32v v) IPEX_LAMBDA { return silu<kFast>(v); });
-      case Activation::kSwigluOai: {
-        const f32v slope = set1(epilogue_->swiglu_alpha), limit = set1(epilogue_->swiglu_limit);
-        return run(c, ldc, rows, row, y, y_stride, [&](const float* at, int64_t i) IPEX_LAMBDA {
-          // The value last: min and max keep the NaN of their second operand.
-          const f32v g = min(limit, sum(at, i));
-          const f32v u = min(limit, sum(at, kGateColumns + i));
-          const f32v s = kFast ? sigmoid_fast(g * slope) : sigmoid(g * slope);
-          return (max(-limit, u) + set1(1.0f)) * (g * s);
-        });
-      }
-    }
-  }
+  void rows(const float* c, int64_t ldc, int64_t rows, int64_t row, T* y, int64_t y_stride) const;
 
   // That of the block's columns; zeros if there is none.
   const float* bias() const { return bias_; }
 
  private:
-  // Bias of `count` columns as float, zero where there is none.
-  void load_bias(int64_t column, int64_t count, float* to) const {
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const int64_t at = column + i, n = count - i;
-      f32v v = zero();
-      if (epilogue_->bias && epilogue_->bias_is_f32) {
-        const auto* bias = static_cast<const float*>(epilogue_->bias) + at;
-        v = n >= kLanes ? load(bias) : load_n(bias, n);
-      } else if (epilogue_->bias) {
-        const auto* bias = static_cast<const T*>(epilogue_->bias) + at;
-        v = n >= kLanes ? load(bias) : load_n(bias, n);
-      }
-      store(to + i, v);
-    }
-  }
-
-  const T* operand(const void* base, int64_t stride, int64_t row) const {
-    return base ? static_cast<const T*>(base) + row * stride + column_ : nullptr;
-  }
-
-  // `value(c, i)` are the columns i .. i + kLanes of one row before mul, add and add2.
+  void load_bias(int64_t column, int64_t count, float* to) const;
+  const T* operand(const void* base, int64_t stride, int64_t row) const;
   template <class F>
-  IPEX_INLINE void run(const float* c, int64_t ldc, int64_t rows, int64_t row, T* y,
-                       int64_t y_stride, const F& value) const {
-    const bool alone = !epilogue_->mul && !epilogue_->add && !epilogue_->add2;
-    for (int64_t r = 0; r < rows; ++r, c += ldc, y += y_stride) {
-      if (alone) {
-        int64_t i = 0;
-        for (; i + kLanes <= count_; i += kLanes) store(y + i, value(c, i));
-        if (i < count_) store_n(y + i, value(c, i), count_ - i);
-        continue;
-      }
-      const T* mul = operand(epilogue_->mul, epilogue_->mul_stride, row + r);
-      const T* add = operand(epilogue_->add, epilogue_->add_stride, row + r);
-      const T* add2 = operand(epilogue_->add2, epilogue_->add2_stride, row + r);
-      for (int64_t i = 0; i < count_; i += kLanes) {
-        const int64_t n = count_ - i;
-        const auto read = [&](const T* p)
-                              IPEX_LAMBDA { return n >= kLanes ? load(p + i) : load_n(p + i, n); };
-        f32v v = value(c, i);
-        if (mul) v = v * read(mul);
-        if (add) v = v + read(add);
-        if (add2) v = v + read(add2);
-        if (n >= kLanes)
-          store(y + i, v);
-        else
-          store_n(y + i, v, n);
-      }
-    }
-  }
+  void run(const float* c, int64_t ldc, int64_t rows, int64_t row, T* y, int64_t y_stride,
+           const F& value) const;
 
   const Epilogue* epilogue_ = nullptr;
   int64_t column_ = 0, count_ = 0;
   alignas(64) float bias_[kFinishColumns];
 };
 
-}  // namespace
+extern template class Finisher<float>;
+extern template class Finisher<BFloat16>;
+extern template class Finisher<Half>;
+
 }  // namespace ipex

@@ -23,6 +23,8 @@
 // memory.
 #define IPEX_INLINE inline __attribute__((always_inline))
 #define IPEX_LAMBDA __attribute__((always_inline))
+// Large, and called from templates with more parameters than it depends on.
+#define IPEX_NOINLINE __attribute__((noinline))
 
 #if IPEX_HAVE_AVX512
 #include "ipex/vec/avx512.h"

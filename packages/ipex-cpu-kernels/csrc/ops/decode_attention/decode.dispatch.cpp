@@ -31,16 +31,88 @@ class Room {
   char* at_;
 };
 
+// Where the rows of a block are; the pointers behind `count` repeat the last one, up to kKeyStep.
+template <class E>
+IPEX_NOINLINE void locate(const KvView& kv, const KvPart& part, int64_t sequence, int64_t head,
+                          int64_t first, int64_t count, const E** rows) {
+  const int64_t step = part.strides.row;
+  for_segments(kv, sequence, first, first + count,
+               [&](int64_t position, const KvSegment& segment) IPEX_LAMBDA {
+                 const E* row = kv_row<E>(part, segment.block, head, segment.row);
+                 const E** to = rows + (position - first);
+                 for (int64_t i = 0; i < segment.count; ++i) to[i] = row + i * step;
+               });
+  for (int64_t j = count; j % kKeyStep; ++j) rows[j] = rows[count - 1];
+}
+
+// Scales of the rows of a block, 0 behind `count`.
+IPEX_NOINLINE void load_scales(const KvView& kv, const KvPart& part, int64_t sequence, int64_t head,
+                               int64_t first, int64_t count, float* scales) {
+  for (int64_t j = 0; j < kDecodeBlock; j += kLanes) store(scales + j, set1(part.scale));
+  if (part.scales)
+    for_segments(kv, sequence, first, first + count,
+                 [&](int64_t position, const KvSegment& segment) IPEX_LAMBDA {
+                   for (int64_t i = 0; i < segment.count; ++i)
+                     scales[position - first + i] =
+                         kv_scale(part, segment.block, head, segment.row + i);
+                 });
+  for (int64_t j = count; j < kDecodeBlock; ++j) scales[j] = 0.0f;
+}
+
+// What each row knows of the keys before a block. Parts that do not depend on the type of the cache
+// are functions of their own: the products for one cache type are large enough.
+template <class T, class Weight>
+class OnlineSoftmax {
+ protected:
+  explicit OnlineSoftmax(const DecodeArgs& args) : args_(args), padded_(decode_padded(args.size)) {}
+
+  // The softmax of one row over one more block.
+  IPEX_NOINLINE void update(const Row& row, int64_t at, int64_t first, int64_t count,
+                            const float* key_scales, const float* value_scales, float* s,
+                            Weight* weights) {
+    constexpr bool kFast = kReducedPrecision<T>;
+    const int64_t position = args_.lengths[row.sequence] - args_.queries + row.query;
+    int64_t high = position + 1 - first, low = 0;
+    if (args_.sees_all || high > count) high = count;
+    if (high < 0) high = 0;
+    if (args_.window > 0) low = position + 1 - args_.window - first;
+    if (low < 0) low = 0;
+    if (low > high) low = high;
+    const float block = finish_scores<T>(args_, row, first, low, high, key_scales, s);
+    const float before = largest_[at];
+    // Written so that a NaN takes the first branch: it shall reach the result.
+    const float now = block <= before ? before : block;
+    if (now == -INFINITY) {  // nothing visible yet
+      for (int64_t j = 0; j < kDecodeBlock; j += kLanes) store(weights + j, zero());
+      return;
+    }
+    const float sum = weigh<kFast>(s, now, value_scales, weights);
+    if (now != before && before != -INFINITY) {
+      const float factor = std::exp(before - now);
+      total_[at] *= factor;
+      scale_floats(acc_ + at * padded_, factor, padded_);
+    }
+    largest_[at] = now;
+    total_[at] += sum;
+  }
+
+  const DecodeArgs& args_;
+  const int64_t padded_;
+  float* acc_ = nullptr;
+  float *largest_ = nullptr, *total_ = nullptr;
+};
+
 template <class T, class E>
-class Attend {
+class Attend : OnlineSoftmax<T, typename ProductsFor<T, E>::Type::Weight> {
   using P = typename ProductsFor<T, E>::Type;
   using Query = typename P::Query;
   using Weight = typename P::Weight;
+  using Base = OnlineSoftmax<T, Weight>;
+  using Base::acc_, Base::args_, Base::largest_, Base::padded_, Base::total_;
 
  public:
   Attend(const DecodeArgs& args, char* scratch)
-      : args_(args),
-        padded_(decode_padded(args.size)),
+      : Base(args),
         head_rows_(decode_head_rows(args)),
         whole_(args.size % (2 * kLanes) == 0),
         width_(decode_round_up(args.size, 2 * kLanes)) {
@@ -148,19 +220,6 @@ class Attend {
     }
   }
 
-  // Where the rows of a block are; the pointers behind `count` repeat the last one, up to kKeyStep.
-  IPEX_INLINE void locate(const KvPart& part, int64_t sequence, int64_t head, int64_t first,
-                          int64_t count, const E** rows) {
-    const int64_t step = part.strides.row;
-    for_segments(args_.kv, sequence, first, first + count,
-                 [&](int64_t position, const KvSegment& segment) IPEX_LAMBDA {
-                   const E* row = kv_row<E>(part, segment.block, head, segment.row);
-                   const E** to = rows + (position - first);
-                   for (int64_t i = 0; i < segment.count; ++i) to[i] = row + i * step;
-                 });
-    for (int64_t j = count; j % kKeyStep; ++j) rows[j] = rows[count - 1];
-  }
-
   // Rows whose size does not fill vectors are copied.
   void pad(int64_t count, E* copy, const E** rows) {
     for (int64_t j = 0; j < count; ++j) {
@@ -170,20 +229,6 @@ class Attend {
       rows[j] = to;
     }
     for (int64_t j = count; j % kKeyStep; ++j) rows[j] = rows[count - 1];
-  }
-
-  // Scales of the rows of a block, 0 behind `count`.
-  IPEX_INLINE void load_scales(const KvPart& part, int64_t sequence, int64_t head, int64_t first,
-                               int64_t count, float* scales) {
-    for (int64_t j = 0; j < kDecodeBlock; j += kLanes) store(scales + j, set1(part.scale));
-    if (part.scales)
-      for_segments(args_.kv, sequence, first, first + count,
-                   [&](int64_t position, const KvSegment& segment) IPEX_LAMBDA {
-                     for (int64_t i = 0; i < segment.count; ++i)
-                       scales[position - first + i] =
-                           kv_scale(part, segment.block, head, segment.row + i);
-                   });
-    for (int64_t j = count; j < kDecodeBlock; ++j) scales[j] = 0.0f;
   }
 
   // The keys that come after a block: of the next head, of the next block of the first head, or of
@@ -200,7 +245,7 @@ class Attend {
       end = following_->last;
     }
     const int64_t coming = then >= end ? 0 : end - then < count ? end - then : count;
-    if (coming) locate(args_.kv.key, sequence, head, then, coming, ahead);
+    if (coming) locate(args_.kv, args_.kv.key, sequence, head, then, coming, ahead);
     for (int64_t j = coming; j < decode_round_up(count, kKeyStep); ++j) ahead[j] = keys[0];
   }
 
@@ -211,10 +256,10 @@ class Attend {
     const E* values[kDecodeBlock];
     alignas(64) float key_scales[kDecodeBlock], value_scales[kDecodeBlock];
     const int64_t kv_head = item.head + h;
-    locate(args_.kv.key, sequence, kv_head, first, count, keys);
-    locate(args_.kv.value, sequence, kv_head, first, count, values);
-    load_scales(args_.kv.key, sequence, kv_head, first, count, key_scales);
-    load_scales(args_.kv.value, sequence, kv_head, first, count, value_scales);
+    locate(args_.kv, args_.kv.key, sequence, kv_head, first, count, keys);
+    locate(args_.kv, args_.kv.value, sequence, kv_head, first, count, values);
+    load_scales(args_.kv, args_.kv.key, sequence, kv_head, first, count, key_scales);
+    load_scales(args_.kv, args_.kv.value, sequence, kv_head, first, count, value_scales);
     const E* ahead[kDecodeBlock];
     locate_next(item, h, sequence, first, count, keys, ahead);
     if (!whole_) {
@@ -240,41 +285,11 @@ class Attend {
       score_rows<P>(q, rows, keys, count, width_, begin == 0 ? values : nullptr, s);
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t r = list_[begin + i];
-        update(rows_[base + r], base + r, first, count, key_scales, value_scales, s[i],
-               weights_ + i * kDecodeBlock);
+        Base::update(rows_[base + r], base + r, first, count, key_scales, value_scales, s[i],
+                     weights_ + i * kDecodeBlock);
       }
       add_rows<P>(acc, rows, w, values, count, width_, begin == 0 ? ahead : nullptr);
     }
-  }
-
-  // The softmax of one row over one more block.
-  IPEX_INLINE void update(const Row& row, int64_t at, int64_t first, int64_t count,
-                          const float* key_scales, const float* value_scales, float* s,
-                          Weight* weights) {
-    constexpr bool kFast = kReducedPrecision<T>;
-    const int64_t position = args_.lengths[row.sequence] - args_.queries + row.query;
-    int64_t high = position + 1 - first, low = 0;
-    if (args_.sees_all || high > count) high = count;
-    if (high < 0) high = 0;
-    if (args_.window > 0) low = position + 1 - args_.window - first;
-    if (low < 0) low = 0;
-    if (low > high) low = high;
-    const float block = finish_scores<T>(args_, row, first, low, high, key_scales, s);
-    const float before = largest_[at];
-    // Written so that a NaN takes the first branch: it shall reach the result.
-    const float now = block <= before ? before : block;
-    if (now == -INFINITY) {  // nothing visible yet
-      for (int64_t j = 0; j < kDecodeBlock; j += kLanes) store(weights + j, zero());
-      return;
-    }
-    const float sum = weigh<kFast>(s, now, value_scales, weights);
-    if (now != before && before != -INFINITY) {
-      const float factor = std::exp(before - now);
-      total_[at] *= factor;
-      scale_floats(acc_ + at * padded_, factor, padded_);
-    }
-    largest_[at] = now;
-    total_[at] += sum;
   }
 
   void finish(const DecodeItem& item, int64_t index) {
@@ -293,14 +308,12 @@ class Attend {
     }
   }
 
-  const DecodeArgs& args_;
   const DecodeItem* following_ = nullptr;  // the item after this one
-  const int64_t padded_, head_rows_;
+  const int64_t head_rows_;
   const bool whole_;     // rows of the cache fill vectors
   const int64_t width_;  // elements of a row that are multiplied
-  float* acc_;
   Query* query_;
-  float *largest_, *total_, *scores_;
+  float* scores_;
   Weight* weights_;
   int32_t* list_;
   T* row_copy_;

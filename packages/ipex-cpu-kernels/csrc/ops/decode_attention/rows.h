@@ -69,13 +69,15 @@ IPEX_INLINE void fetch_rows(const E* const* rows, int64_t d) {
       __builtin_prefetch(rows[i] + d + at, 0, 2);
 }
 
-// Products in float, rows converted on the way.
-template <class T, class E>
+// Products in float, rows of the cache converted on the way. The type of the query does not matter
+// to the products, so that all query types share one instance for a cache type.
+template <class E>
 struct FloatProducts {
   using Query = float;
   using Weight = float;
 
   // A row of T, padded, as `score` wants it.
+  template <class T>
   static IPEX_INLINE void prepare(const T* from, int64_t padded, Query* to) {
     for (int64_t d = 0; d < padded; d += 2 * kLanes) {
       f32v2 pair = {load(from + d), load(from + d + kLanes)};
@@ -147,6 +149,7 @@ struct FloatProducts {
       }
   }
 
+  template <class T>
   static IPEX_INLINE void store_row(const float* acc, float factor, int64_t padded, T* to) {
     const f32v f = set1(factor);
     for (int64_t d = 0; d < padded; d += 2 * kLanes) {
@@ -259,7 +262,7 @@ struct PairProducts {
 
 template <class T, class E>
 struct ProductsFor {
-  using Type = FloatProducts<T, E>;
+  using Type = FloatProducts<E>;
 };
 #if IPEX_HAVE_AVX512_BF16
 template <>
@@ -280,11 +283,12 @@ IPEX_INLINE void with_tile(int64_t rows, bool fetch, const F& f) {
 }
 
 // scores[r][0 .. keys) for the rows of `q`; `keys` is rounded up to kKeyStep. Rows of `next`, as
-// many, will be used after this; there may be none.
+// many, will be used after this; there may be none. A function of its own, as `add_rows` is: it is
+// large, and what calls it exists for each type of queries and of the cache.
 template <class P, class E>
-IPEX_INLINE void score_rows(const typename P::Query* const* q, int64_t rows, const E* const* k,
-                            int64_t keys, int64_t padded, const E* const* next,
-                            float* const* scores) {
+IPEX_NOINLINE void score_rows(const typename P::Query* const* q, int64_t rows, const E* const* k,
+                              int64_t keys, int64_t padded, const E* const* next,
+                              float* const* scores) {
   for (int64_t r = 0; r < rows; r += kTileQueries)
     with_tile(rows - r, r == 0 && next, [&]<int kRows, bool kFetch>() IPEX_LAMBDA {
       for (int64_t j = 0; j < keys; j += kKeyStep) {
@@ -297,8 +301,8 @@ IPEX_INLINE void score_rows(const typename P::Query* const* q, int64_t rows, con
 
 // acc[r] += w[r][j] * v[j] for all keys, which are rounded up to an even number.
 template <class P, class E>
-IPEX_INLINE void add_rows(float* const* acc, int64_t rows, const typename P::Weight* const* w,
-                          const E* const* v, int64_t keys, int64_t padded, const E* const* next) {
+IPEX_NOINLINE void add_rows(float* const* acc, int64_t rows, const typename P::Weight* const* w,
+                            const E* const* v, int64_t keys, int64_t padded, const E* const* next) {
   constexpr int64_t kStep = 2 * kLanes;
   constexpr int64_t kKeys = 32;
   for (int64_t j = 0; j < keys; j += kKeys) {
