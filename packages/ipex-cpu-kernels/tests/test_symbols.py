@@ -64,16 +64,6 @@ def test_all_levels_have_the_same_kernels():
 
 
 @needs_binutils
-@pytest.mark.slow
-@pytest.mark.parametrize("path", [LIBRARY, module("default")], ids=["glue", "default"])
-def test_baseline_has_no_vector_extensions(path):
-    """x86-64 baseline: no VEX or EVEX instruction, so no register beyond xmm and no v... mnemonic."""
-    code = output("objdump", "-d", "--no-show-raw-insn", str(path))
-    found = re.findall(r"^\s+[0-9a-f]+:\s+(v[a-z0-9]+|.*%[yz]mm\d+)", code, re.MULTILINE)
-    assert not [f for f in found if not f.startswith(("verr", "verw"))][:5]
-
-
-@needs_binutils
 def test_glue_exports_its_c_functions_only():
     names = [
         line.split()[-1] for line in output("nm", "-D", "--defined-only", str(LIBRARY)).splitlines()
