@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -34,7 +35,9 @@ DIST = ROOT / "dist"
 REPORTS = ROOT / "reports"
 CONSTRAINTS = ROOT / "constraints.txt"
 FINISH = ROOT / "tools" / "finish_wheels.py"
-ISA_TABLE = ROOT / "packages" / "ipex-cpu-kernels" / "cmake" / "IsaLevels.cmake"
+CHECK_ISA = ROOT / "tools" / "check_isa.py"
+KERNELS = "ipex-cpu-kernels"
+ISA_TABLE = ROOT / "packages" / KERNELS / "cmake" / "IsaLevels.cmake"
 
 # In the order of the import arrows: a package may need the ones before it to be built or installed.
 PACKAGES = {
@@ -62,6 +65,14 @@ INTEGRATIONS = ("accelerate", "lightning", "peft", "sentence-transformers")
 SMALL_TOOLS = ("accelerate", "gguf", "optuna", "peft")
 # Of the server, which tests of packages alone do without.
 SERVE_TOOLS = ("fastapi", "uvicorn", "httpx")
+
+# Where ccache is installed. The sources are unpacked in another temporary folder at each build, and their precompiled
+# headers are made anew.
+CCACHE = {
+    "CMAKE_CXX_COMPILER_LAUNCHER": "ccache",
+    "CCACHE_BASEDIR": tempfile.gettempdir(),
+    "CCACHE_SLOPPINESS": "pch_defines,time_macros,include_file_mtime,include_file_ctime",
+}
 
 # Not the sources of a wheel, or products of a build.
 NOT_SOURCE = {"tests", "benchmarks", "build", "dist", "__pycache__"}
@@ -108,10 +119,10 @@ def sources(package: str) -> Iterator[Path]:
 
 
 def source_hash(package: str) -> str:
-    """Return a digest of all that determines a package's wheel."""
+    """Return a digest of all that determines a package's wheel, but for the ISA levels."""
     defined = os.environ.get("SKBUILD_CMAKE_DEFINE", "")
     digest = hashlib.sha256(f"{sys.version_info[:2]} {CONSTRAINTS.read_text()}{defined}".encode())
-    for path in (FINISH, *sources(package)):
+    for path in (FINISH, CHECK_ISA, *sources(package)):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -143,9 +154,23 @@ def install_wheels(
 
 @nox.session(default=False, reuse_venv=True)
 def wheels(session: nox.Session) -> None:
-    """Build all wheels and sdists into dist/ (only what changed)."""
+    """Build all wheels and sdists into dist/ (only what changed), with all ISA levels: what a release has."""
     prepare(session)
     build(session, PACKAGES, *BUILD_TOOLS)
+
+
+@nox.session(default=False, reuse_venv=True)
+def wheels_native(session: nox.Session) -> None:
+    """Build all wheels into dist/ (only what changed), the kernels for this CPU only, which takes two minutes."""
+    prepare(session)
+    build(session, PACKAGES, *BUILD_TOOLS, levels="native")
+
+
+@nox.session(default=False, reuse_venv=True)
+def wheels_tests(session: nox.Session) -> None:
+    """Build the wheels of `wheels_native` and the level avx2, so that tests run each vector width of the kernels."""
+    prepare(session)
+    build(session, PACKAGES, *BUILD_TOOLS, levels="native,avx2")
 
 
 @nox.session(default=False, reuse_venv=True)
@@ -155,11 +180,20 @@ def wheels_xpu(session: nox.Session) -> None:
     build(session, (XPU,), *BUILD_TOOLS, *XPU_BUILD_TOOLS)
 
 
-def build(session: nox.Session, packages: Iterable[str], *tools: str) -> None:
-    """Build those of the packages that have changed since they were built."""
+def build(session: nox.Session, packages: Iterable[str], *tools: str, levels: str = "") -> None:
+    """Build those of the packages that have changed since they were built.
+
+    `levels` are those of the kernels as cmake/SelectLevels.cmake takes them; "" means all. A wheel that has more of
+    them than asked for is taken as it is. One that has not all carries the build tag ``0native``: it is no release.
+    """
     entries = built()
     hashes = {name: source_hash(name) for name in packages}
-    stale = [name for name in hashes if entries.get(name, {}).get("hash") != hashes[name]]
+    stale = [
+        name
+        for name, wanted in hashes.items()
+        if entries.get(name, {}).get("hash") != wanted
+        or not has_levels(entries[name].get("levels", ""), levels)
+    ]
     if not stale:
         session.log(
             f"dist/ is up to date: {', '.join(entry['wheel'] for entry in entries.values())}"
@@ -168,13 +202,12 @@ def build(session: nox.Session, packages: Iterable[str], *tools: str) -> None:
     DIST.mkdir(exist_ok=True)
     # No build isolation: an isolated environment would install torch once more for every single build.
     session.install(*tools, *FINISH_TOOLS)
-    if os.environ.get("CI"):
-        session.env["SKBUILD_CMAKE_DEFINE"] = "IPEX_WERROR=ON"
     for name in stale:
         session.log(f"building {name}")
         stem = name.replace("-", "_")
         for old in (*DIST.glob(f"{stem}-[0-9]*.whl"), *DIST.glob(f"{stem}-[0-9]*.tar.gz")):
             old.unlink()
+        some = levels if name == KERNELS else ""
         # The wheel is built from the unpacked sdist, which proves the sdist complete.
         session.run(
             "python",
@@ -184,14 +217,39 @@ def build(session: nox.Session, packages: Iterable[str], *tools: str) -> None:
             "--outdir",
             str(DIST),
             str(ROOT / "packages" / name),
+            env=build_settings(some),
         )
         session.run("python", str(FINISH), str(next(DIST.glob(f"{stem}-[0-9]*.whl"))))
+        if name == KERNELS:
+            session.run("python", str(CHECK_ISA), str(next(DIST.glob(f"{stem}-[0-9]*.whl"))))
         entries[name] = {
             "hash": hashes[name],
+            "levels": some,
             "wheel": next(DIST.glob(f"{stem}-[0-9]*.whl")).name,
             "sdist": next(DIST.glob(f"{stem}-[0-9]*.tar.gz")).name,
         }
         (DIST / ".built.json").write_text(json.dumps(entries, indent=2) + "\n")
+
+
+def has_levels(built: str, wanted: str) -> bool:
+    """Return whether a build with some ISA levels has all that are asked for; "" is all of them."""
+    return not built or (bool(wanted) and set(wanted.split(",")) <= set(built.split(",")))
+
+
+def build_settings(levels: str = "") -> dict[str, str]:
+    """Return the environment variables with which native packages are built."""
+    settings = {}
+    defined = [os.environ.get("SKBUILD_CMAKE_DEFINE", "")]
+    if os.environ.get("CI"):
+        defined.append("IPEX_WERROR=ON")
+    if levels:
+        defined.append(f"IPEX_ISA_LEVELS={levels}")
+        settings["SKBUILD_WHEEL_BUILD_TAG"] = "0native"
+    if any(defined):
+        settings["SKBUILD_CMAKE_DEFINE"] = ";".join(filter(None, defined))
+    if shutil.which("ccache"):
+        settings |= CCACHE
+    return settings
 
 
 @nox.session(default=False, requires=["wheels"])
@@ -201,9 +259,7 @@ def reproducible(session: nox.Session) -> None:
     packages = session.posargs or list(PACKAGES)
     more = XPU_BUILD_TOOLS if XPU in packages else ()
     session.install(*BUILD_TOOLS, *FINISH_TOOLS, *more)
-    if os.environ.get("CI"):
-        session.env["SKBUILD_CMAKE_DEFINE"] = "IPEX_WERROR=ON"
-    session.run("python", "tools/rebuild_wheels.py", str(DIST), *packages)
+    session.run("python", "tools/rebuild_wheels.py", str(DIST), *packages, env=build_settings())
 
 
 @nox.session(default=False, requires=["wheels", "wheels_xpu"])
@@ -217,7 +273,7 @@ def slim(session: nox.Session) -> None:
 # -- the two front doors --------------------------------------------------------------------------------------
 
 
-@nox.session(default=False, requires=["wheels"])
+@nox.session(default=False, requires=["wheels_native"])
 def demo(session: nox.Session) -> None:
     """Build, install, and speed up a real model on real text: `ipex demo`."""
     prepare(session)
@@ -226,7 +282,7 @@ def demo(session: nox.Session) -> None:
     session.run("ipex", "demo", *session.posargs)
 
 
-@nox.session(requires=["wheels", "wheels_xpu"])
+@nox.session(requires=["wheels_tests", "wheels_xpu"])
 def tests(session: nox.Session) -> None:
     """Run all tests, of each package and across packages, from built wheels."""
     prepare(session)
@@ -238,7 +294,7 @@ def tests(session: nox.Session) -> None:
     test_xpu(session)
 
 
-@nox.session(name=f"tests-{XPU}", default=False, requires=["wheels", "wheels_xpu"])
+@nox.session(name=f"tests-{XPU}", default=False, requires=["wheels_tests", "wheels_xpu"])
 def tests_xpu(session: nox.Session) -> None:
     """Test ipex-xpu-kernels on the SYCL CPU device, with only ipex-core."""
     prepare(session)
@@ -260,7 +316,7 @@ def test_xpu(session: nox.Session) -> None:
     )
 
 
-@nox.session(default=False, requires=["wheels"])
+@nox.session(default=False, requires=["wheels_native"])
 def tests_integrations(session: nox.Session) -> None:
     """Run the examples with other libraries, with those libraries; `-- vllm` installs further ones."""
     prepare(session)
@@ -284,7 +340,9 @@ def tests_of(package: str) -> Callable[[nox.Session], None]:
 
 
 for _package in PACKAGES:
-    nox.session(tests_of(_package), name=f"tests-{_package}", default=False, requires=["wheels"])
+    nox.session(
+        tests_of(_package), name=f"tests-{_package}", default=False, requires=["wheels_tests"]
+    )
 
 
 @nox.session(default=False, requires=["wheels"])
@@ -372,7 +430,7 @@ def compiler_library(session: nox.Session, name: str) -> str:
     return str(path.resolve()) if path.is_absolute() else ""
 
 
-@nox.session(default=False, requires=["wheels"])
+@nox.session(default=False, requires=["wheels_native"])
 def minimums(session: nox.Session) -> None:
     """Run the tests with the oldest supported dependencies (torch excepted, see CONTRIBUTING.md)."""
     prepare(session)
@@ -467,7 +525,7 @@ def typecheck(session: nox.Session) -> None:
     session.run("pyright", "--project", "tests/typing", "--pythonpath", str(python))
 
 
-@nox.session(default=False, requires=["wheels"])
+@nox.session(default=False, requires=["wheels_native"])
 def audit(session: nox.Session) -> None:
     """Look for known vulnerabilities in all that our packages bring with them (asks the database of PyPI)."""
     prepare(session)
@@ -501,7 +559,7 @@ def audit(session: nox.Session) -> None:
     session.log(f"no known vulnerability in {len(rows)} packages")
 
 
-@nox.session(default=False, requires=["wheels"])
+@nox.session(default=False, requires=["wheels_native"])
 def fuzz(session: nox.Session) -> None:
     """Feed changed inputs to ops, checkpoint readers, YAML and commands; `-- gguf --count 100000 --seed 1`."""
     prepare(session)
@@ -509,7 +567,7 @@ def fuzz(session: nox.Session) -> None:
     session.run("python", "tests/fuzz/fuzz.py", *session.posargs)
 
 
-@nox.session(requires=["wheels"])
+@nox.session(requires=["wheels_native"])
 def docs(session: nox.Session) -> None:
     """Build the documentation with warnings as errors and run its examples."""
     prepare(session)
@@ -558,7 +616,7 @@ def version_of(package: str) -> str:
     return text.split('"')[-2]
 
 
-@nox.session(default=False, requires=["wheels"])
+@nox.session(default=False, requires=["wheels_native"])
 def bench(session: nox.Session) -> None:
     """Measure ops, models, language models and training against every engine: `ipex bench`.
 
