@@ -37,6 +37,7 @@ class Outcome:
     base_mb: float = math.nan
     prepare_s: float = math.nan
     error: str = ""
+    left_out: bool = False
 
 
 @dataclasses.dataclass
@@ -52,6 +53,7 @@ class Row:
     peak_mb: float
     prepare_s: float
     error: str
+    left_out: bool
 
 
 def rows(outcomes: Iterable[Outcome], sizes: Sequence[int]) -> list[Row]:
@@ -76,6 +78,7 @@ def rows(outcomes: Iterable[Outcome], sizes: Sequence[int]) -> list[Row]:
                 peak_mb=o.peak_mb,
                 prepare_s=o.prepare_s,
                 error=o.error,
+                left_out=o.left_out,
             )
         )
     return found
@@ -112,7 +115,9 @@ def results_table(found: Sequence[Row], sizes: Sequence[int], result: dict[str, 
         table.add_column(f"batch\n{n}, ms", justify="right", no_wrap=True)
         table.add_column("x stock\np10-p90", justify="right", no_wrap=True)
     table.add_column("least\ncosine", justify="right", no_wrap=True)
-    table.add_column("peak\nMB", justify="right", no_wrap=True)
+    memory = not all(math.isnan(row.peak_mb) for row in found)
+    if memory:
+        table.add_column("peak\nMB", justify="right", no_wrap=True)
     for index, row in enumerate(found):
         cells: list[str] = []
         for n in sizes:
@@ -122,14 +127,15 @@ def results_table(found: Sequence[Row], sizes: Sequence[int], result: dict[str, 
             ]
         cosine = "-" if math.isnan(row.cosine_min) else _floor(row.cosine_min)
         name = f"[red]{row.name}: failed[/]" if row.error else row.name
-        table.add_row(name, *cells, cosine, _number(row.peak_mb, 0))
+        table.add_row(name, *cells, cosine, *([_number(row.peak_mb, 0)] if memory else []))
         if index + 1 < len(found) and bool(found[index + 1].stock) != bool(row.stock):
             table.add_section()
     pairs = ", ".join(f"{r.name} / {r.stock}" for r in found if r.stock)
     table.caption = (
         "x stock: how many times as fast, paired by round, median and 10-90 %; yellow: slower.\n"
         f"Pairs: {pairs}.\n"
-        "Cosine: to the embeddings of stock eager fp32. Peak: of a process with this candidate alone."
+        "Cosine: to the embeddings of stock eager fp32."
+        + (" Peak: of a process with this candidate alone." if memory else "")
     )
     return table
 

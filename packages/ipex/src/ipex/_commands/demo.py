@@ -42,18 +42,29 @@ def demo(
     threads: Annotated[int, typer.Option(min=0, help="Threads (0: torch's default).")] = 0,
     seconds: Annotated[
         float, typer.Option(min=0, help="Time for the measurement of each batch.")
-    ] = 20,
+    ] = 12,
+    limit: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds after which less is measured; 0: measure all, however long it takes.",
+        ),
+    ] = 90,
     compile: Annotated[bool, typer.Option(help="Also measure the compiled candidates.")] = True,
     memory: Annotated[
-        bool, typer.Option(help="Also measure memory, in a process per candidate.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            help="Also measure memory, in a process per candidate (default: if half of the limit is left)."
+        ),
+    ] = None,
     quick: Annotated[
         bool, typer.Option(help="A tiny random model and short timings: a self-test.")
     ] = False,
 ) -> None:
     """Embed a text with MiniLM, answer three queries, and compare ipex with stock PyTorch.
 
-    Every candidate runs once per round in one process, in alternating order; ratios are taken within each round.
+    Every candidate runs once per round in one process, in alternating order; ratios are taken within each round. On a
+    busy machine the limit leaves time for fewer rounds and fewer compiled candidates; what is left out is told.
 
     Exit codes: 0; 1 if a candidate fails, the search goes wrong, or an embedding of ipex has a cosine below 0.999 to
     the one of stock float32; 2 for bad arguments or missing packages. Being slower than stock is shown, not an error.
@@ -79,22 +90,23 @@ def demo(
     sentences = dm.read_corpus()
     texts = dm.passages([s.text for s in sentences], encoder.tokens)
     inputs = {n: encoder.encode(_repeat(texts, n), fixed=True) for n in sizes}
+    left = _TimeLeft(limit, started)
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        steps = _Steps(console, progress, (2 if memory else 1) * len(candidates) + 2 + len(sizes))
-        if memory:
-            # Before everything else: it also fills the compiler's cache for the candidates below.
-            _measure_memory(steps, outcomes, sizes, quick)
-        runners = _prepare(steps, candidates, encoder, list(inputs.values()), outcomes)
+        steps = _Steps(console, progress, len(candidates) + 2 + len(sizes))
+        runners = _prepare(steps, candidates, encoder, list(inputs.values()), outcomes, left)
         finder = runners.get("ipex.optimize bf16") or next(iter(runners.values()))
         with steps.one("searching"):
             hits = _search(encoder, finder, sentences)
         with steps.one("comparing embeddings"):
             _compare(encoder, runners, outcomes, texts, sentences, max(sizes))
-        for n in sizes:
+        for place, n in enumerate(sizes):
             with steps.one(f"measuring batch {n}"):
-                _measure_time(runners, n, inputs[n], seconds, outcomes)
+                share = min(seconds, left.seconds() / (len(sizes) - place))
+                _measure_time(runners, n, inputs[n], share, outcomes)
+        if memory or (memory is None and left.share() > 0.5):
+            _measure_memory(steps, outcomes, sizes, quick)
 
     result: dict[str, Any] = {
         "machine": {**facts, "transformers": _version("transformers")},
@@ -114,6 +126,8 @@ def demo(
     console.print(
         f"wrote {', '.join(str(p) for p in report.files(out))} after {result['duration_s']:.0f} s"
     )
+    for name in (row.name for row in rows if row.left_out):
+        console.print(f"left out after {limit:.0f} s: {name}; `ipex demo --limit 0` measures it")
     faults = list(_faults(rows, [] if quick else hits))
     for line in faults:
         console.print(line)
@@ -126,10 +140,25 @@ def _faults(rows: Iterable[Row], hits: Hits) -> Iterator[str]:
     for row in rows:
         if row.error:
             yield f"[red]{row.name} failed:[/] {escape(row.error)}"
-        elif row.stock and not row.cosine_min >= LEAST_COSINE:
+        elif row.stock and not row.left_out and not row.cosine_min >= LEAST_COSINE:
             yield f"[red]{row.name}: cosine {row.cosine_min:.5f} is below {LEAST_COSINE}[/]"
     for query in _wrong_answers(hits):
         yield f"[red]the first answer is off the topic:[/] {query}"
+
+
+class _TimeLeft:
+    """What is left of the time for the command."""
+
+    def __init__(self, limit: float, started: float) -> None:
+        self._limit = limit or math.inf
+        self._started = started
+
+    def seconds(self) -> float:
+        return max(0.0, self._limit - (time.perf_counter() - self._started))
+
+    def share(self) -> float:
+        """Return it as a share of the limit; 1 without a limit."""
+        return 1.0 if math.isinf(self._limit) else self.seconds() / self._limit
 
 
 class _Steps:
@@ -198,13 +227,21 @@ def _prepare(
     encoder: Encoder,
     batches: list[Batch],
     outcomes: dict[str, Outcome],
+    left: _TimeLeft,
 ) -> dict[str, Runner]:
-    """Return the candidates that can run, by name; the outcome of another has its error."""
+    """Return the candidates that can run, by name; the outcome of another has its error, or says that it is left out.
+
+    Those that are compiled come last. None is begun with less than half of the time left: timing needs the rest.
+    """
     from ipex._commands import _demo_model as dm
 
     runners: dict[str, Runner] = {}
-    for candidate in candidates:
+    for candidate in sorted(candidates, key=lambda c: c.compiled):
         outcome = outcomes[candidate.name]
+        if candidate.compiled and left.share() < 0.5:
+            outcome.left_out = True
+            steps.end()
+            continue
         with steps.one(f"preparing {candidate.name}"):
             begin = time.perf_counter()
             try:
@@ -222,14 +259,14 @@ def _measure_time(
     seconds: float,
     outcomes: dict[str, Outcome],
 ) -> None:
-    """Time all candidates in turn on one batch."""
+    """Time all candidates in turn on one batch, in two rounds at least."""
     import torch
 
     from ipex_core.benchmark import paired
 
     functions = {name: functools.partial(run, batch) for name, run in runners.items()}
     with torch.inference_mode():
-        times = paired(functions, seconds=seconds, min_rounds=3, warmup=1)
+        times = paired(functions, seconds=seconds, min_rounds=2, warmup=1)
     for name, values in times.items():
         outcomes[name].seconds[size] = values
 
@@ -305,14 +342,14 @@ def _measure_memory(
     import torch
 
     common = {"sizes": sizes, "threads": torch.get_num_threads(), "quick": quick}
-    requests = [{"candidate": name, **common} for name in outcomes]
+    measured = [outcome for outcome in outcomes.values() if not outcome.left_out]
+    requests = [{"candidate": outcome.name, **common} for outcome in measured]
     steps.begin("memory, one process per candidate")
     with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
         answers = pool.map(_ask_child, requests)
-        for outcome, answer in zip(outcomes.values(), answers, strict=True):
+        for outcome, answer in zip(measured, answers, strict=True):
             outcome.peak_mb = answer.get("peak_mb", math.nan)
             outcome.base_mb = answer.get("base_mb", math.nan)
-            steps.end()
 
 
 def _ask_child(request: dict[str, Any]) -> dict[str, float]:
