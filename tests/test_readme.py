@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import readme_figures
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
@@ -91,9 +93,25 @@ def test_every_package_carries_the_licence() -> None:
         assert copy.exists() and copy.read_bytes() == licence, f"{copy} is not a copy of LICENSE"
 
 
-def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_example_prints_what_stands_below(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ipex")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    ((example, output),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
     exec(compile(example, "README.md", "exec"), {})
-    assert "Linear" in capsys.readouterr().out
+    assert capsys.readouterr().out == output
+
+
+def test_chart_and_table_are_what_the_data_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert readme_figures.main(["--check"]) == 0
+    case = readme_figures.CASES[0]
+    monkeypatch.setattr(readme_figures, "CASES", ((f"other {case[0]}", *case[1:]),))
+    assert readme_figures.main(["--check"]) == 1
+
+
+def test_the_table_shows_what_is_lost() -> None:
+    """A row in which another engine is ahead stays in the table."""
+    ahead = [
+        max(found, key=lambda title: found[title]["ratio"])
+        for _, found in (readme_figures.measured(*case[2:]) for case in readme_figures.CASES)
+    ]
+    assert {"ipex", "OpenVINO"} <= set(ahead)

@@ -162,7 +162,8 @@ def main(arguments: list[str]) -> int:
         print("objdump is missing: install binutils", file=sys.stderr)
         return 2
     features = levels()
-    checked, wrong = 0, []
+    checked = 0
+    wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, argument in enumerate(arguments):
             place = Path(argument)
