@@ -25,6 +25,9 @@ import nox
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+import machine
+
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.error_on_external_run = True
@@ -85,7 +88,9 @@ WORKER_ENV = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 
 
 def prepare(session: nox.Session) -> None:
-    """Set the environment variables that all sessions share."""
+    """Set the environment variables that all sessions share; what the machine lacks ends the session."""
+    if lacking := machine.problems(ROOT):
+        session.error("; ".join(lacking))
     # As a URL, since pip splits the variable at blanks and a checkout may lie in a folder whose name has some.
     session.env["PIP_CONSTRAINT"] = CONSTRAINTS.as_uri()
     session.env["PIP_BUILD_CONSTRAINT"] = CONSTRAINTS.as_uri()
@@ -149,7 +154,13 @@ def install_wheels(
 ) -> None:
     """Install built wheels by path; the extras are those of the facade."""
     requirements = [wheel(name, extras if name == "ipex" else "") for name in packages]
-    session.install(*requirements, *more)
+    try:
+        session.install(*requirements, *more)
+    except nox.command.CommandFailed:
+        session.error(
+            "pip could not install what the session needs. Without a network, `nox -R -s NAME` reuses the environment"
+            " of an earlier run; PIP_INDEX_URL and PIP_FIND_LINKS name other sources"
+        )
 
 
 @nox.session(default=False, reuse_venv=True)
@@ -199,6 +210,10 @@ def build(session: nox.Session, packages: Iterable[str], *tools: str, levels: st
             f"dist/ is up to date: {', '.join(entry['wheel'] for entry in entries.values())}"
         )
         return
+    if {KERNELS, XPU, "ipex-runtime"}.intersection(stale) and (
+        lacking := machine.compiler_problem()
+    ):
+        session.error(lacking)
     DIST.mkdir(exist_ok=True)
     # No build isolation: an isolated environment would install torch once more for every single build.
     session.install(*tools, *FINISH_TOOLS)
