@@ -363,18 +363,32 @@ for _package in PACKAGES:
 @nox.session(default=False, requires=["wheels"])
 @nox.parametrize("level", isa_levels())
 def tests_isa(session: nox.Session, level: str) -> None:
-    """Run the kernel tests at one ISA level; `-- sde` emulates a CPU that has it with Intel SDE."""
+    """Run the kernel tests at one ISA level; `-- sde` or `-- qemu` emulates a CPU that has it, for conformance only."""
     prepare(session)
-    posargs = [arg for arg in session.posargs if arg != "sde"]
+    posargs = [arg for arg in session.posargs if arg not in {"sde", "qemu"}]
     emulator = ["sde64", "-future", "--"] if "sde" in session.posargs else []
+    if "qemu" in session.posargs:
+        if level not in QEMU_CPUS:
+            session.error(f"QEMU emulates {', '.join(QEMU_CPUS)}, got {level}; use -- sde")
+        emulator = ["qemu-x86_64", "-cpu", QEMU_CPUS[level]]
     install_wheels(session, ("ipex-core", "ipex-cpu-kernels"), *TEST_TOOLS)
     if not emulator:
         possible = session.run("python", "-c", PRINT_LEVELS, silent=True) or ""
         if level not in possible.split():
             session.skip(f"this CPU cannot run {level}, only {possible.strip()}")
     session.env["IPEX_TEST_ISA"] = level
-    command = [*emulator, "python", "-m", "pytest", "packages/ipex-cpu-kernels/tests", *posargs]
-    session.run(*command, external=bool(emulator))
+    tests = "packages/ipex-cpu-kernels/tests"
+    if emulator:
+        # Each start of a process takes half a minute: no compiler, and no program of its own.
+        tests += "/test_conformance.py"
+        posargs = ["-k", "not compiles and not opcheck", *posargs]
+    # By its path: QEMU does not search for the program.
+    python = str(Path(session.bin, "python"))
+    session.run(*emulator, python, "-m", "pytest", tests, *posargs, external=bool(emulator))
+
+
+#: The CPU that QEMU shows to a level: one that has no instruction of a higher level. Its emulation knows no AVX-512.
+QEMU_CPUS = {"default": "Nehalem", "avx2": "Haswell"}
 
 
 PRINT_LEVELS = """
@@ -488,7 +502,7 @@ def lint(session: nox.Session) -> None:
     """Check style, formatting, licence headers and versions (nothing is rewritten; `-- fix` does)."""
     prepare(session)
     fix = "fix" in session.posargs
-    session.install("ruff", "clang-format", "packaging", "tomli")
+    session.install("ruff", "clang-format", "packaging", "tomli", "check-jsonschema", "zizmor")
     native = sorted(
         str(path.relative_to(ROOT))
         for suffix in ("h", "cpp")
@@ -500,6 +514,8 @@ def lint(session: nox.Session) -> None:
         ["python", "tools/check_spdx.py"],
         ["python", "tools/check_versions.py"],
         ["python", "tools/generate_stubs.py", "--check"],
+        ["zizmor", "--offline", "--quiet", "--persona", "pedantic", "."],
+        *checks_of_github_files(),
     ]
     if native:
         commands.append(["clang-format", *(["-i"] if fix else ["--dry-run", "--Werror"]), *native])
@@ -507,6 +523,26 @@ def lint(session: nox.Session) -> None:
     failed = [command for command in commands if not succeeds(session, command)]
     if failed:
         session.error(f"failed: {', '.join(' '.join(command[:2]) for command in failed)}")
+
+
+#: Schema that check-jsonschema carries -> the files that it describes.
+GITHUB_FILES = {
+    "vendor.github-workflows": "workflows/*.yml",
+    "custom.github-workflows-require-timeout": "workflows/*.yml",
+    "vendor.github-actions": "actions/*/action.yml",
+    "vendor.dependabot": "dependabot.yml",
+    "vendor.github-issue-forms": "ISSUE_TEMPLATE/*.yml",
+    "vendor.github-issue-config": "ISSUE_TEMPLATE/config.yml",
+}
+
+
+def checks_of_github_files() -> Iterator[list[str]]:
+    """Yield the commands that check workflows and forms against their schemas; no network is needed."""
+    for schema, pattern in GITHUB_FILES.items():
+        files = {str(path.relative_to(ROOT)) for path in (ROOT / ".github").glob(pattern)}
+        if schema.endswith("forms"):
+            files.discard(".github/ISSUE_TEMPLATE/config.yml")
+        yield ["check-jsonschema", "--builtin-schema", schema, *sorted(files)]
 
 
 def succeeds(session: nox.Session, command: list[str]) -> bool:
@@ -682,6 +718,29 @@ def of_ops(options: Iterable[str]) -> list[str]:
         if name in {"--size", "--threads", "--dtype"}:
             found += [option] if equals else [option, next(rest, "")]
     return found
+
+
+# -- images and releases ----------------------------------------------------------------------------------------
+
+
+@nox.session(default=False, requires=["wheels"])
+def images(session: nox.Session) -> None:
+    """Execute the steps of docker/*.Dockerfile without Docker; `-- serve`: of this one, `-- --chroot`: in a Debian."""
+    session.install("packaging", "torch", "transformers", "-c", str(CONSTRAINTS))
+    session.run("python", "tools/try_images.py", *session.posargs)
+
+
+@nox.session(default=False, requires=["wheels", "wheels_xpu"])
+def release(session: nox.Session) -> None:
+    """Test the wheels and collect what a tag releases in dist/release/: `-- ipex-core-0.2.0`, or with `--rehearsal`."""
+    prepare(session)
+    if not session.posargs:
+        session.error("release needs a tag: nox -s release -- NAME-VERSION")
+    install_wheels(session, PACKAGES, *TEST_TOOLS, extras="[cpu]")
+    session.env["IPEX_TEST_WHEELS"] = str(DIST)
+    symbols = "packages/ipex-cpu-kernels/tests/test_symbols.py"
+    session.run("pytest", "tests/test_wheels.py", symbols)
+    session.run("python", "tools/release.py", *session.posargs)
 
 
 if __name__ == "__main__":
