@@ -20,11 +20,20 @@ def _check_torch() -> None:
     # Before anything else of torch is used: a name an old torch lacks would fail with a message that helps nobody.
     import re
 
-    import torch
+    wanted = ".".join(map(str, _OLDEST_TORCH))
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # torch is there, but something of its own is not
+            raise
+        raise ModuleNotFoundError(
+            f"ipex-core {__version__} needs torch >= {wanted}, which is not installed:"
+            f" pip install 'torch>={wanted}'",
+            name="torch",
+        ) from None
 
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if found is None or (int(found[1]), int(found[2])) < _OLDEST_TORCH:
-        wanted = ".".join(map(str, _OLDEST_TORCH))
         raise errors.TorchVersionError(
             f"ipex-core {__version__} needs torch >= {wanted}, but torch {torch.__version__} is installed:"
             f" pip install 'torch>={wanted}'"

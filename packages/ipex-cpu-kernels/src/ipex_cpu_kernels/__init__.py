@@ -11,7 +11,15 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ipex_core import config
+try:
+    from ipex_core import config
+except ModuleNotFoundError as error:
+    if error.name != "ipex_core":
+        raise
+    raise ModuleNotFoundError(
+        "ipex-cpu-kernels needs ipex-core, which is not installed: pip install ipex-core",
+        name="ipex_core",
+    ) from None
 from ipex_core._plugins import KernelInfo, ProviderInfo
 from ipex_core.errors import IsaError, KernelApiError
 from ipex_cpu_kernels._version import __version__

@@ -7,9 +7,26 @@ Names are imported from the module they live in when they are first used.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ipex_quant._version import __version__
+
+
+def _check_siblings() -> None:
+    # Names are imported late: without this, a missing package would be told by whatever name is used first.
+    wanted = {"ipex_core": "ipex-core"}
+    missing = [n for n in wanted if n not in sys.modules and importlib.util.find_spec(n) is None]
+    if missing:
+        names = " ".join(wanted[name] for name in missing)
+        raise ModuleNotFoundError(
+            f"ipex-quant {__version__} needs packages that are not installed: pip install {names}",
+            name=missing[0],
+        )
+
+
+_check_siblings()
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_quant import fp8 as fp8

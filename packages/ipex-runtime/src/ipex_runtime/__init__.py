@@ -75,12 +75,21 @@ __all__ = ["__version__", *(n for n in _LAZY if n[0] != "_"), *_MODULES]  # noqa
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"ipex_runtime.{name}")
-    if name in _LAZY:
-        value = getattr(importlib.import_module(_LAZY[name]), name)
-        globals()[name] = value
-        return value
+    try:
+        if name in _MODULES:
+            return importlib.import_module(f"ipex_runtime.{name}")
+        if name in _LAZY:
+            value = getattr(importlib.import_module(_LAZY[name]), name)
+            globals()[name] = value
+            return value
+    except ModuleNotFoundError as error:
+        # The topology and the launcher do without.
+        if error.name not in {"psutil", "torch"}:
+            raise
+        raise ModuleNotFoundError(
+            f"ipex_runtime.{name} needs {error.name}, which is not installed: pip install {error.name}",
+            name=error.name,
+        ) from None
     raise AttributeError(f"module 'ipex_runtime' has no attribute {name!r}")
 
 

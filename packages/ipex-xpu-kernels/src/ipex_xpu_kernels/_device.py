@@ -6,7 +6,9 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,7 @@ def activate() -> State:
     """
     if _state is None:
         try:
+            _check_siblings()
             # The first import of torch comes here itself, and keeps to itself an error that is to be raised here.
             importlib.import_module("torch")
             if _state is None or _state.mode == "none":
@@ -101,6 +104,18 @@ def activate() -> State:
             raise
     assert _state is not None
     return _state
+
+
+def _check_siblings() -> None:
+    # Not when the package is imported: torch does that itself, and would not import.
+    wanted = {"torch": "torch", "ipex_core": "ipex-core"}
+    missing = [n for n in wanted if n not in sys.modules and importlib.util.find_spec(n) is None]
+    if missing:
+        names = " ".join(wanted[name] for name in missing)
+        raise ModuleNotFoundError(
+            f"ipex-xpu-kernels needs packages that are not installed: pip install {names}",
+            name=missing[0],
+        )
 
 
 def _set(found: State) -> None:

@@ -216,8 +216,16 @@ def _is_command() -> bool:
 _alias.install()
 if not _is_command():
     # The command decides by itself: it shows its help without torch, and runs the diagnosis when core cannot start.
+    try:
+        import ipex_core  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "ipex_core":
+            raise
+        raise ModuleNotFoundError(
+            f"ipex {_version.__version__} needs ipex-core, which is not installed: pip install ipex-core",
+            name="ipex_core",
+        ) from None
     import ipex._torch_ipex  # noqa: F401
-    import ipex_core  # noqa: F401
 
     # Programs in files call ops by name, which nothing but an import defines.
     with contextlib.suppress(ImportError):  # not installed, or broken: ipex.quantization says so

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import inspect
@@ -12,12 +13,20 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import typer
-import typer.core
-import typer.main
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+try:
+    import typer
+    import typer.core
+    import typer.main
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as error:
+    if error.name not in {"rich", "typer"}:
+        raise
+    raise ModuleNotFoundError(
+        f"the command ipex needs {error.name}, which is not installed: pip install rich typer",
+        name=error.name,
+    ) from None
 
 if TYPE_CHECKING:
     from ipex_core.doctor import Report
@@ -158,9 +167,10 @@ def doctor(
     """Examine machine, process and installation. Exit code 1: something is broken."""
     _tolerate_bad_environment()
     if report_file is not None:
-        from ipex_core._console import writable
+        with contextlib.suppress(ImportError):  # no core: below, after the report is written
+            from ipex_core._console import writable
 
-        writable(report_file, "--report")
+            writable(report_file, "--report")
     try:
         from ipex_core.doctor import doctor as examine
 

@@ -113,12 +113,20 @@ def report_text(report: Report | None, problem: str = "") -> str:
         _section("CPU", _cpu()),
     ]
     if facts is not None:
+        parts.append(_section("torch", _torch()))
         parts.append(_section("As JSON", json.dumps(facts, indent=1)))
     return private("\n\n".join(parts) + "\n", os.environ)
 
 
 def _section(title: str, text: str) -> str:
     return f"## {title}\n\n```text\n{text or '(none)'}\n```"
+
+
+def _torch() -> str:
+    """Return how torch was built, and the threads and libraries that it uses."""
+    import torch
+
+    return f"{torch.__config__.show().strip()}\n\n{torch.__config__.parallel_info().strip()}"
 
 
 def _cpu() -> str:
