@@ -272,6 +272,7 @@ class VenvRoot(Root):
     """A virtual environment in a folder; see the text of this module."""
 
     python = sys.executable
+    venv_options: tuple[str, ...] = ()
 
     def prepare(self, instructions: Iterable[Instruction]) -> None:
         """Collect the paths of the image that lead into the folder."""
@@ -303,7 +304,9 @@ class VenvRoot(Root):
         if not for_others:
             self.why_no_user = f"other users cannot run {python}" if os.geteuid() == 0 else ""
         # A copy of what is in the real image: nothing else is on the path of modules.
-        subprocess.run([python, "-m", "venv", str(self.inside("/usr/local"))], check=True)
+        subprocess.run(
+            [python, "-m", "venv", *self.venv_options, str(self.inside("/usr/local"))], check=True
+        )
         version = subprocess.run([python, "--version"], capture_output=True, text=True, check=True)
         return f"a virtual environment of {version.stdout.strip()}"
 

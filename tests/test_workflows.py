@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What schemas and zizmor do not know of our workflows: that they run sessions which exist, on what we support."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+NOX = "$/.github/actions/nox"
+#: Jobs that run no session: they publish what a job before them has made.
+PUBLISH = {"docs.deploy", "release.attest", "release.publish", "release.announce"}
+#: Sessions that workflows name already and that the change for several releases of torch adds to noxfile.py.
+COMING = {"torch", "nightly"}
+
+
+def jobs() -> dict[str, dict[str, Any]]:
+    """Return all jobs, by workflow and name."""
+    yaml = pytest.importorskip("yaml")
+    return {
+        f"{path.stem}.{name}": job
+        for path in WORKFLOWS
+        for name, job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].items()
+    }
+
+
+def sessions() -> set[str]:
+    """Return the names of the sessions in noxfile.py."""
+    text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    return set(re.findall(r"@nox\.session\b(?:(?!\ndef ).)*?\ndef (\w+)\(", text, re.DOTALL))
+
+
+def test_each_job_runs_one_session_that_exists() -> None:
+    known = sessions()
+    assert {"lint", "tests", "tests_isa", "images", "release", "site"} <= known
+    for name, job in jobs().items():
+        ran = [step for step in job["steps"] if step.get("uses") == NOX]
+        assert len(ran) == (0 if name in PUBLISH else 1), name
+        for step in ran:
+            assert step["with"]["session"].partition("(")[0] in known | COMING, name
+
+
+def test_rights_are_those_of_the_job() -> None:
+    for name, job in jobs().items():
+        rights = job["permissions"]
+        writes = {right for right, value in rights.items() if value != "read"}
+        assert not writes or name in PUBLISH, name
+        for step in job["steps"]:
+            if str(step.get("uses")).startswith("actions/checkout@"):
+                assert step["with"]["persist-credentials"] is False, name
+                assert not writes, f"{name}: what may write must not run code of a checkout"
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_named_by_commit_and_version(path: Path) -> None:
+    for line in re.findall(r"uses: (.*)", path.read_text(encoding="utf-8")):
+        assert line == NOX or re.fullmatch(
+            r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+(\.\d+)?", line
+        )
+
+
+def test_every_level_and_every_python() -> None:
+    table = (ROOT / "packages/ipex-cpu-kernels/cmake/IsaLevels.cmake").read_text(encoding="utf-8")
+    levels = re.findall(r'^\s*"([a-z0-9_]+)\|', table, flags=re.MULTILINE)
+    found = jobs()
+    emulated = {
+        kind: found[f"levels.{kind}"]["strategy"]["matrix"]["level"] for kind in ("qemu", "sde")
+    }
+    assert sorted(emulated["qemu"] + emulated["sde"]) == sorted(levels)
+    text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    cpus = re.search(r"^QEMU_CPUS = \{(.*)\}", text, re.MULTILINE)
+    assert cpus and re.findall(r'"(\w+)":', cpus[1]) == emulated["qemu"]
+    for name in ("ci.tests", "ci.torch"):
+        versions = found[name]["strategy"]["matrix"]["python"]
+        assert versions[0] == "3.10" and versions[-1] == "3.14" and len(versions) == 5
+
+
+def test_forms_ask_for_the_report() -> None:
+    yaml = pytest.importorskip("yaml")
+    forms = [p for p in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if p.name != "config.yml"]
+    assert len(forms) == 3
+    for path in forms:
+        parts = yaml.safe_load(path.read_text(encoding="utf-8"))["body"]
+        (report,) = (part for part in parts if part.get("id") == "report")
+        assert "ipex doctor --report report.md" in report["attributes"]["description"]
