@@ -169,6 +169,8 @@ def check_server(root: Root, image: Image) -> None:
     env = {**image.env, "OMP_NUM_THREADS": "2"}
     make = root.start(["ipex", "llm", "make-model", image.env["MODEL"]], env, network=False)
     run_dockerfile.finish(make, "ipex llm make-model", quiet=True)
+    for path in root.inside(image.env["MODEL"]).iterdir():
+        path.chmod(0o644)  # root made it; the user of the image reads it
     running = Running(root, image, {"PORT": str(port)})
     try:
         started = time.monotonic()
