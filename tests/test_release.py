@@ -58,6 +58,16 @@ def test_files_and_notes(tree: Path) -> None:
     assert (out / "notes.md").read_text() == "- Two.\n"
 
 
+def test_wheels_for_one_torch_are_not_for_an_index(tree: Path) -> None:
+    name = "ipex_core-0.2.0+torch2.15-cp312-cp312-manylinux_2_34_x86_64.whl"
+    (tree / "dist/xpu").mkdir()
+    (tree / "dist/xpu" / name).touch()
+    release.collect("ipex-core-0.2.0", tree / "dist", tree / "out", root=tree)
+    assert (tree / "out/files" / name).exists()
+    index = sorted(path.name for path in (tree / "out/index").iterdir())
+    assert index == ["ipex_core-0.2.0-py3-none-any.whl", "ipex_core-0.2.0.tar.gz"]
+
+
 @pytest.mark.parametrize(
     ("tag", "message"),
     [

@@ -6,7 +6,9 @@
 
 A tag is ``NAME-VERSION``. It is refused when the tree has another version of that package, when ``CHANGELOG.md`` has no
 text for it or calls it unreleased (a rehearsal may), and when a native wheel is not for manylinux. The folder
-then has ``files/``, the wheels and the sdist to upload, and ``notes.md``, the section of the changelog.
+then has ``files/``, wheels and sdist, ``index/``, those of them that an index takes, and ``notes.md``, the section of
+the changelog. An index takes no local versions: wheels for one release of torch (``0.2.0+torch2.15``) are left to the
+GitHub release.
 """
 
 from __future__ import annotations
@@ -72,7 +74,10 @@ def files_of(dist: Path, name: str, version: str) -> list[Path]:
         ValueError: One is missing, or a native wheel is not for manylinux.
     """
     stem = f"{name.replace('-', '_')}-{version}"
-    wheels, sdists = sorted(dist.glob(f"{stem}-*.whl")), sorted(dist.glob(f"{stem}.tar.gz"))
+    # Those of ipex-xpu-kernels for other releases of torch lie in a folder of their own.
+    patterns = (f"{stem}-*.whl", f"{stem}+*.whl", f"xpu/{stem}+*.whl")
+    wheels = sorted({p.name: p for pattern in patterns for p in dist.glob(pattern)}.values())
+    sdists = sorted(dist.glob(f"{stem}.tar.gz"))
     if not wheels or not sdists:
         raise ValueError(
             f"{dist} must have {stem}-*.whl and {stem}.tar.gz, got"
@@ -97,9 +102,12 @@ def collect(tag: str, dist: Path, out: Path, root: Path = ROOT, rehearsal: bool 
     notes = notes_of(changelog, name, version, rehearsal)
     files = files_of(dist, name, version)
     shutil.rmtree(out, ignore_errors=True)
-    (out / "files").mkdir(parents=True)
+    for folder in ("files", "index"):
+        (out / folder).mkdir(parents=True)
     for path in files:
         shutil.copy(path, out / "files")
+        if "+" not in path.name:
+            shutil.copy(path, out / "index")
     (out / "notes.md").write_text(notes, encoding="utf-8")
     print(f"{out}: {', '.join(path.name for path in files)}; notes of {len(notes)} characters")
 
