@@ -127,6 +127,7 @@ def test_doctor_exits_with_1_when_something_is_broken(_providers):
     assert done.exit_code == 1
     assert "OSError: gone" in done.output
     assert "nothing is broken" not in done.output
+    assert "ipex doctor --report report.md" in done.output
     assert json.loads(runner.invoke(cli.app, ["doctor", "--json"]).output)["ok"] is False
 
 

@@ -225,7 +225,9 @@ def _print_report(report: Report) -> None:
         console.print(Text.assemble(("\nproblem: ", "bold red"), problem))
     for line in report.advice:
         console.print(Text.assemble(("\nadvice: ", "bold yellow"), line))
-    if not report.problems:
+    if report.problems:
+        console.print("\nFor a bug report attach the file of: ipex doctor --report report.md")
+    else:
         console.print(Text("\nnothing is broken", style="bold green"))
 
 
