@@ -105,20 +105,23 @@ class Running:
         return check.returncode == 0
 
     def family(self) -> list[Path]:
-        """Return the processes of its session that are in the root by now, as folders of /proc."""
-        found = []
+        """Return it and all that it has started, as far as they are in the root by now, as folders of /proc."""
+        parents, names = {}, {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 name, _, fields = stat.read_text().partition("(")[2].rpartition(")")
-                ours = int(fields.split()[3]) == self.process.pid
-                if ours and isinstance(self.root, ChrootRoot):
-                    inside = (stat.parent / "root").resolve() == self.root.folder
-                    ours = inside and name != "chroot"
             except OSError:  # it has ended
                 continue
-            if ours:
-                found.append(stat.parent)
-        return found
+            pid = int(stat.parent.name)
+            parents[pid], names[pid] = int(fields.split()[1]), name
+        # Not by session: ipexrun gives each instance one of its own.
+        found = [self.process.pid] if self.process.pid in parents else []
+        for pid in found:
+            found += [child for child, parent in parents.items() if parent == pid]
+        folders = [Path("/proc", str(pid)) for pid in found if names[pid] != "chroot"]
+        if isinstance(self.root, ChrootRoot):
+            folders = [f for f in folders if (f / "root").resolve() == self.root.folder]
+        return folders
 
     def stop(self) -> int:
         """Ask it to end, as ``docker stop`` does, and return its status."""
@@ -206,9 +209,13 @@ def check_settings(running: Running, allocator: str) -> None:
     """Check that ipexrun has set the threads of the server, and preloaded the allocator if there is one."""
     threads, mapped = set(), False
     for folder in running.family():
-        variables = (folder / "environ").read_text().split("\0")
+        try:
+            variables = (folder / "environ").read_text().split("\0")
+            maps = (folder / "maps").read_text()
+        except OSError:  # it has ended
+            continue
         threads |= {v.partition("=")[2] for v in variables if v.startswith("OMP_NUM_THREADS=")}
-        mapped |= allocator in (folder / "maps").read_text()
+        mapped |= allocator in maps
     if not threads:
         raise StepError(f"ipexrun has not set OMP_NUM_THREADS:\n{running.tail()}")
     if not mapped:
