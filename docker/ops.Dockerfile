@@ -20,7 +20,7 @@ RUN --mount=type=bind,source=dist,target=/wheels \
 # NumPy would be larger than all of ipex, and neither torch nor ipex needs it.
 ENV PYTHONWARNINGS="ignore:Failed to initialize NumPy:UserWarning"
 
-RUN useradd --system --uid 10001 --create-home --home-dir /home/ipex ipex
+RUN useradd --uid 10001 --create-home --home-dir /home/ipex ipex
 ENV HOME=/home/ipex
 WORKDIR /app
 USER 10001

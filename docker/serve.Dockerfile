@@ -23,7 +23,7 @@ RUN --mount=type=bind,source=dist,target=/wheels \
     pip install /wheels/ipex_core-*.whl /wheels/ipex_cpu_kernels-*.whl /wheels/ipex_quant-*.whl \
         /wheels/ipex_runtime-*.whl /wheels/ipex-*.whl "$(echo /wheels/ipex_llm-*.whl)[serve]"
 
-RUN useradd --system --uid 10001 --create-home --home-dir /home/ipex ipex
+RUN useradd --uid 10001 --create-home --home-dir /home/ipex ipex
 ENV HOME=/home/ipex HF_HUB_OFFLINE=1
 ENV MODEL=/model PORT=8000
 WORKDIR /app

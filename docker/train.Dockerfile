@@ -25,7 +25,7 @@ RUN --mount=type=bind,source=dist,target=/wheels \
 
 COPY examples/training /examples
 
-RUN useradd --system --uid 10001 --create-home --home-dir /home/ipex ipex
+RUN useradd --uid 10001 --create-home --home-dir /home/ipex ipex
 RUN install --directory --owner 10001 /out
 ENV HOME=/home/ipex
 VOLUME /out
