@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -36,6 +37,7 @@ _KEYS = (
     "_ipex_kv",
     "_ipex_kv_scales",
     "_ipex_undo",
+    "_ipex_stock_calls",
     "_ipex_layer",
     "_ipex_hooks",
 )
@@ -79,6 +81,7 @@ def attach_decoder(
         module.__dict__["_ipex_kv"] = kv
         module.__dict__["_ipex_kv_scales"] = scales
         module.__dict__["_ipex_undo"] = _undo
+    decoder.__dict__["_ipex_stock_calls"] = plan.stock_calls
     decoder.__class__ = subclass(type(decoder), DecoderMixin)
     if model is not decoder and can_generate(model) and plan.head is not None:
         mixin = GenerationMixin if plan.parallel is None else ParallelGenerationMixin
@@ -219,6 +222,8 @@ def attach_runner(decoder: nn.Module) -> Runner | None:
         plan, _ = find_plan(top)
         if plan is None or plan.decoder is not decoder:
             return None
+        proven = decoder.__dict__.get("_ipex_stock_calls", frozenset())
+        plan = dataclasses.replace(plan, stock_calls=proven)
         try:
             scales = top.__dict__.get("_ipex_kv_scales")
             runner = Runner(plan, _dtype(plan), _shared(top), kv_scales=scales)

@@ -7,10 +7,13 @@ of each layer, training, foreign caches - goes to the forward of the original cl
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,9 +25,12 @@ from ipex_llm._runner import Runner
 __all__ = [
     "DecoderMixin",
     "Reason",
+    "check_call",
     "check_gaps",
     "check_inference",
+    "given_cache",
     "parameter_names",
+    "silence",
     "tell",
     "usable_runner",
 ]
@@ -32,6 +38,7 @@ __all__ = [
 Tensor = torch.Tensor
 logger = logging.getLogger("ipex.llm")
 _told: set[str] = set()
+_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("_silent", default=False)
 
 #: Arguments that say nothing about what is computed here.
 _IGNORED = frozenset(
@@ -52,6 +59,7 @@ _KNOWN = frozenset(
         "attention_mask",
         "position_ids",
         "past_key_values",
+        "cache",
         "output_hidden_states",
     }
 )
@@ -59,20 +67,52 @@ _KNOWN = frozenset(
 _FLAGS = ("output_attentions", "output_router_logits")
 
 
+def given_cache(kwargs: dict[str, Any]) -> Any:
+    """Return the cache among arguments: ``cache`` from transformers 5.24 on, ``past_key_values`` before."""
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
+
+
 class Reason(Exception):
     """Why the programs cannot run a call."""
 
 
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Let `tell` say nothing: what small copies do is no news."""
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
 def tell(text: str) -> None:
-    """Log a message once per process, at level INFO."""
-    if text not in _told:
+    """Log a message once per process, at level INFO; not within `silence`."""
+    if text not in _told and not _silent.get():
         _told.add(text)
         logger.info("%s", text)
 
 
 @functools.cache
 def _output_class() -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPast
     from transformers.utils.generic import ModelOutput
+
+    if any(field.name == "cache" for field in dataclasses.fields(BaseModelOutputWithPast)):
+
+        @dataclasses.dataclass
+        class IpexDecoderOutputWithCache(ModelOutput):  # type: ignore[misc]
+            """The same with the cache under the name that it has from transformers 5.24 on."""
+
+            last_hidden_state: Any = None
+            cache: Any = None
+            hidden_states: Any = None
+            attentions: Any = None
+            cross_attentions: Any = None
+            router_logits: Any = None
+
+        return IpexDecoderOutputWithCache
 
     @dataclasses.dataclass
     class IpexDecoderOutput(ModelOutput):  # type: ignore[misc]
@@ -100,7 +140,7 @@ def _cache_of(
     decoder: nn.Module, runner: Runner, kwargs: dict[str, Any], batch: int, count: int
 ) -> tuple[Any, CacheState]:
     """Return the cache to hand out, None if none is wanted, and its state."""
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if cache is None and not _option(decoder, kwargs, "use_cache", True):
         return None, CacheState(runner, batch, count)
     cache, reason = adopt(cache, runner, batch, count + 64, getattr(decoder, "_ipex_kv", None))
@@ -133,7 +173,7 @@ class DecoderMixin(nn.Module):
             return self._run(runner, kwargs)
         except Reason as reason:
             tell(f"{type(self).__name__}: runs its own forward: {reason}")
-        state = state_of_cache(kwargs.get("past_key_values"))
+        state = state_of_cache(given_cache(kwargs))
         mask = kwargs.get("attention_mask")
         if state is not None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             first = kwargs.get("input_ids")
@@ -153,6 +193,8 @@ class DecoderMixin(nn.Module):
             raise Reason(f"it is longer than a chunk of attention, {runner.plan.attention_chunk}")
         new = self._new_tokens(state, kwargs.get("attention_mask"), batch, count)
         positions = self._positions(state, kwargs, batch, count)
+        if runner.plan.stock_calls:
+            check_call(runner.plan.stock_calls, kwargs, state.length, count, new is not None)
         if new is not None:
             positions = positions.expand(batch, count)[new]
             first = first[new]
@@ -188,7 +230,11 @@ class DecoderMixin(nn.Module):
         every = None if states is None else (*map(placed, states[:-1]), out)
         if kwargs.get("return_dict") is False:
             return tuple(one for one in (out, cache, every) if one is not None)
-        return _output_class()(last_hidden_state=out, past_key_values=cache, hidden_states=every)
+        kind = _output_class()
+        result = kind(last_hidden_state=out, hidden_states=every)
+        if cache is not None:
+            result["cache" if "cache" in kind.__dataclass_fields__ else "past_key_values"] = cache
+        return result
 
     def _wants_states(self, kwargs: dict[str, Any]) -> bool:
         return _option(self, kwargs, "output_hidden_states", False)
@@ -249,13 +295,15 @@ class DecoderMixin(nn.Module):
     def _positions(
         self, state: CacheState, kwargs: dict[str, Any], batch: int, count: int
     ) -> Tensor:
-        given = kwargs.get("position_ids")
+        given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         if given is not None:
             if given.dim() != 2 or given.shape[1] != count or given.shape[0] not in (1, batch):
                 raise Reason(f"position_ids of shape {list(given.shape)}")
+            # One comparison of a prompt; steps of one token need none.
+            if count > 1 and mask is None and not bool((given.diff(dim=1) == 1).all()):
+                raise Reason("position_ids begin anew within a row, as those of packed texts")
             return given.to(torch.int64)
         past = state.length
-        mask = kwargs.get("attention_mask")
         if (
             mask is not None
             and self._ipex_runner.plan.position_offset
@@ -265,6 +313,31 @@ class DecoderMixin(nn.Module):
             places = (mask.long().cumsum(1) * mask.long()).long() - 1
             return places[:, -count:].clamp_min(0)
         return torch.arange(past, past + count).unsqueeze(0)
+
+
+def check_call(
+    stock_calls: frozenset[str], kwargs: dict[str, Any], past: int, count: int, padded: bool
+) -> None:
+    """Raise for a call that programs are not proven for.
+
+    Args:
+        stock_calls: Of the plan.
+        kwargs: Arguments of the call.
+        past: Number of tokens in the cache.
+        count: Number of new ones.
+        padded: Whether the mask hides any.
+
+    Raises:
+        Reason: What is not proven.
+    """
+    given = kwargs.get("position_ids")
+    kind = "padding" if given is not None else "padding without position_ids"
+    if padded and (kind in stock_calls or "padding" in stock_calls):
+        raise Reason(f"not proven: {kind}")
+    if given is None or padded or "position_ids" not in stock_calls:
+        return
+    if not bool((given == torch.arange(past, past + count)).all()):
+        raise Reason("not proven: position_ids that do not follow those in the cache")
 
 
 def check_gaps(runner: Runner, valid: Tensor) -> None:

@@ -54,7 +54,7 @@ def _found(layer: MatchedLayer) -> Found:
     index = getattr(find_attention(module), "layer_idx", None)
     rope = plan.attention.rope
     reason = ""
-    if "past_key_values" not in names and "past_key_value" not in names:
+    if not {"past_key_values", "past_key_value", "cache"}.intersection(names):
         reason = "its forward takes no past_key_values"
     elif not isinstance(index, int):
         reason = "its attention has no layer_idx"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ipex_llm._cache import Step
-from ipex_llm._forward import Reason, check_inference, tell
+from ipex_llm._forward import Reason, check_inference, given_cache, tell
 from ipex_llm._runner import Runner
 
 __all__ = ["Facts", "LayerMixin", "hooks_of"]
@@ -253,7 +253,7 @@ class LayerMixin(nn.Module):
         if any(hooks_of(module) != known for module, known in self.__dict__["_ipex_hooks"]):
             raise Reason("a module in it has hooks")
         batch, count = hidden.shape[:2]
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         cache = kwargs.get("past_key_value") if cache is None else cache
         slot = None if cache is None else _Slot(cache, facts.index)
         part = None if slot is None else slot.part()

@@ -34,6 +34,7 @@ from ipex_llm._parallel import (
 )
 from ipex_llm._parallel._split import GRAINS
 from ipex_llm._plan import DecoderPlan
+from ipex_llm._proof import prove_layers, prove_stack
 from ipex_llm._woq_model import Notes, quantize
 from ipex_llm._xpu import optimize_on_xpu
 from ipex_quant.kv_cache import KVCacheScales
@@ -155,10 +156,15 @@ def optimize(
         plan, reason = None, "deployment_mode is False" if depth == 3 else f"depth is {depth}"
     elif plan is None:
         plan, reason = find_plan(model)
+    kept = dtype or next(
+        (p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32
+    )
+    if plan is not None:
+        plan, reason = prove_stack(model, plan, kept, limited=not is_sharded(model))
     if low_precision_checkpoint is not None and is_sharded(model):
         plan = _divide_head(model, plan)
     wants_layers = deployment_mode and depth > 1 and not is_sharded(model)
-    layers = layer_plans(model) if wants_layers and plan is None else []
+    layers = _proven_layers(model, kept) if wants_layers and plan is None else []
     notes: Notes = []
     if quantization_config is not None and low_precision_checkpoint is None:
         with uncovered(model):
@@ -169,7 +175,7 @@ def optimize(
         reason = attach_decoder(model, plan, kv, scales)
         if reason is not None:  # pack what was left to the plan
             ipex_core.restore(model)
-            layers = layer_plans(model) if wants_layers else []
+            layers = _proven_layers(model, kept) if wants_layers else []
             _optimize_rest(model, dtype, layers)
     layers = _attach_layers(model, layers, dtype)
     if is_sharded(model) and reason is not None:
@@ -178,6 +184,14 @@ def optimize(
     if reason is not None:
         logger.info("optimize: %s: %s", type(model).__name__, text)
     return model
+
+
+def _proven_layers(model: nn.Module, dtype: torch.dtype) -> list[Found]:
+    """Return the decoder layers; those whose plan is not proven have the reason in its place."""
+    layers = layer_plans(model)
+    plans = [(i, layer.plan) for i, layer in enumerate(layers) if layer.plan is not None]
+    refused = prove_layers(model, plans, dtype)
+    return [layer.without(refused.get(index)) for index, layer in enumerate(layers)]
 
 
 def _attach_layers(model: nn.Module, layers: list[Found], dtype: torch.dtype | None) -> list[Found]:

@@ -242,6 +242,8 @@ class DecoderPlan:
     output_projection: LinearPlan | None = None  # OPT's project_out
     position_embedding: nn.Module | None = None
     position_offset: int = 0  # row of position 0
+    #: Calls that run the stock forward, since a program is not proven for them; see `ipex_llm._proof`.
+    stock_calls: frozenset[str] = frozenset()
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     #: The ranks that have the rest of a sharded model: output and down projections, experts and the head give parts.

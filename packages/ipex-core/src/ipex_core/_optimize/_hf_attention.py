@@ -8,8 +8,12 @@ transformers is replaced, and nothing is registered before a model is optimized 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+import types
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,6 +31,13 @@ __all__ = ["HuggingFaceAttention", "attention_forward", "register_interface"]
 NAME = "ipex"
 #: Arguments of the interface that change what is computed and that our op does not have.
 _FOREIGN = ("position_bias", "cache", "sliding_window_mask")
+#: Arguments of attention classes that the stock function ``"sdpa"`` leaves out, since the mask has what they say.
+_IN_THE_MASK = frozenset(
+    {
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids"),
+        *("sliding_window", "output_attentions", "deterministic", "cache_position", "use_cache"),
+    }
+)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Class of a configuration -> whether its models have attention of their own.
 _own: dict[type, bool] = {}
@@ -63,14 +74,22 @@ def attention_forward(
         is_causal: Whether a query sees only keys before it, if there is no mask.
         softcap: Scores become ``softcap * tanh(scores / softcap)``.
         s_aux: ``[Hq]``: a further score for each head, without a value.
-        **kwargs: What else a model of transformers hands to its attention function.
+        **kwargs: What else a model of transformers hands to its attention function. ``indices`` ``[B, Sq, k]``, the
+            keys that a query sees of those in the mask, are merged into the mask.
 
     Returns:
         ``[B, Sq, Hq, D]``, and None for the weights.
 
     Raises:
-        NotImplementedError: Sinks with position biases or a cache of continuous batching.
+        NotImplementedError: Sinks with position biases or a cache of continuous batching; an argument that changes
+            what is computed in a way that is not known here.
     """
+    if kwargs:
+        _check_arguments(module, kwargs)
+        indices = kwargs.pop("indices", None)
+        if indices is not None:
+            whole = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+            attention_mask = _merge(indices, attention_mask, query, key, bool(whole))
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     rows = query.shape[2]
     causal = bool(rows > 1 and attention_mask is None and causal)
@@ -118,6 +137,79 @@ def attention_forward(
         **kwargs,
     )
     return result
+
+
+def _check_arguments(module: nn.Module, given: dict[str, Any]) -> None:
+    """Raise for an argument that an attention class passes on purpose and that is not known here."""
+    for name, value in given.items():
+        if value is None or value is False or name in _IN_THE_MASK or name in _FOREIGN:
+            continue
+        # What a user gives to the model goes through all forwards; the stock function leaves it out as well.
+        if name != "indices" and name in _constants(type(module)):
+            raise NotImplementedError(
+                f"attn_implementation={NAME!r}: {type(module).__name__} passes {name!r}, which it does not"
+                " know: use attn_implementation='sdpa' or 'eager'"
+            )
+
+
+def _merge(
+    indices: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, causal: bool
+) -> Tensor:
+    """Return the mask of the keys that are selected and visible; negative indices select nothing."""
+    rows, length = query.shape[2], key.shape[2]
+    places = indices.long()
+    # One column more, for what selects nothing.
+    seen = torch.zeros(*places.shape[:-1], length + 1, dtype=torch.bool, device=query.device)
+    seen = seen.scatter(-1, places.masked_fill(places < 0, length), True)[..., :length]
+    if seen.dim() == 3:
+        seen = seen.unsqueeze(1)
+    if mask is None and causal and rows > 1:
+        mask = torch.ones(rows, length, dtype=torch.bool, device=query.device).tril(length - rows)
+    if mask is None:
+        return seen
+    mask = mask[..., :length]
+    if mask.dtype == torch.bool:
+        return mask & seen
+    return mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+
+
+def _codes(kind: type) -> Iterator[types.CodeType]:
+    """Yield the code of the methods of a class, without what ``nn.Module`` and transformers have for all."""
+    for owner in kind.__mro__:
+        if owner is nn.Module or owner is object or owner.__name__ == "PreTrainedModel":
+            continue
+        for value in vars(owner).values():
+            if inspect.isfunction(value):
+                code = getattr(inspect.unwrap(value), "__code__", None)
+                if code is not None:
+                    yield code
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (tuple, frozenset)):
+        for part in value:
+            yield from _strings(part)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@functools.cache
+def _constants(kind: type) -> frozenset[str]:
+    """Return the strings in the methods of a class, names of keyword arguments among them."""
+    return frozenset(text for code in _codes(kind) for text in _strings(code.co_consts))
+
+
+@functools.cache
+def _asks_for_sdpa(kind: type) -> bool:
+    """Return whether a method of a class compares the name of the attention with ``"sdpa"``.
+
+    Under another name such a class computes something else: DeepSeek-V3.2 leaves its selection of keys out of the mask.
+    """
+    return any(
+        "_attn_implementation" in code.co_names and "sdpa" in set(_strings(code.co_consts))
+        for code in _codes(kind)
+    )
 
 
 def _step_by_step(
@@ -175,6 +267,18 @@ def _own_attention(config: type) -> bool:
     return _own[config]
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@functools.cache
+def _needs_masks(config: type) -> bool:
+    """Return whether models of a configuration keep their mask only where the attention is ``"sdpa"`` by name."""
+    from transformers import MODEL_MAPPING
+
+    model = MODEL_MAPPING.get(config, None)
+    module = sys.modules.get(getattr(model, "__module__", ""), None)
+    kinds = [kind for kind in vars(module).values() if inspect.isclass(kind)] if module else []
+    return any(issubclass(kind, nn.Module) and _asks_for_sdpa(kind) for kind in kinds)
+
+
 def _has_own(config: type, name: str) -> None:
     """Remember that models of a configuration have attention of their own, and warn once."""
     if not _own.get(config):
@@ -202,6 +306,8 @@ def register_interface() -> None:
         # Models with attention of their own can be made under the name, too, and add the mask to their scores.
         config = kwargs.get("config")
         own = config is not None and _own_attention(type(config))
+        if config is not None and _needs_masks(type(config)):
+            kwargs["allow_is_causal_skip"] = False
         made: Tensor | None = (eager_mask if own else sdpa_mask)(*args, **kwargs)
         return made
 
@@ -257,6 +363,8 @@ class HuggingFaceAttention(Pass):
             check = getattr(type(module), "_can_set_attn_implementation", None)
             if check is not None and not check():
                 return f"{type(module).__name__} does not use the attention interface"
+            if _asks_for_sdpa(type(module)):
+                return f"{type(module).__name__} asks for the attention 'sdpa' by name"
         return None
 
     def undo(self, model: nn.Module, log: Log) -> None:

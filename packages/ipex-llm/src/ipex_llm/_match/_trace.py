@@ -21,6 +21,7 @@ __all__ = [
     "rows",
     "same",
     "settle",
+    "special_tokens",
     "tolerance",
 ]
 
@@ -158,16 +159,21 @@ class Trace:
         return MatchError(self.names.get(module, type(module).__name__), reason)
 
 
+def special_tokens(config: Any) -> set[int]:
+    """Return the tokens that a configuration gives a meaning of their own."""
+    return {
+        value
+        for name in dir(config)
+        if re.search(r"_token_(id|index)$", name)
+        for value in [getattr(config, name, None)]
+        if isinstance(value, int)
+    }
+
+
 def _tokens(config: Any) -> Tensor:
     config = Config(config)
     vocab = int(config.get("vocab_size", default=64))
-    special = {
-        value
-        for name in dir(config.raw)
-        if re.search(r"_token_(id|index)$", name)
-        for value in [getattr(config.raw, name, None)]
-        if isinstance(value, int)
-    }
+    special = special_tokens(config.raw)
     ids: list[int] = []
     candidate = 5 % vocab
     while len(ids) < LENGTH:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm._forward import Reason, check_gaps, tell, usable_runner
+from ipex_llm._forward import Reason, check_gaps, given_cache, tell, usable_runner
 from ipex_llm._hf_cache import BLOCK, adopt, state_of_cache
 from ipex_llm._parallel import PARALLEL
 from ipex_llm._runner import Runner
@@ -35,6 +35,7 @@ _KNOWN = frozenset(
         "attention_mask",
         "position_ids",
         "past_key_values",
+        "cache",
         "use_cache",
         "cache_position",
         "last_cache_position",
@@ -181,9 +182,13 @@ def start(
         raise Reason("the model has no head")
     if synced_gpus:
         raise Reason("synced_gpus")
+    if "generate" in runner.plan.stock_calls:
+        raise Reason("not proven: generate")
     _check_options(config, model_kwargs, beams)
     mask = model_kwargs.get("attention_mask")
     _check_prompt(runner, input_ids, mask)
+    if "padding" in runner.plan.stock_calls and mask is not None and not bool(mask.all()):
+        raise Reason("not proven: padding")
     _check_length(runner, config)
     positions = model_kwargs.get("position_ids")
     if beams is not None:
@@ -197,7 +202,7 @@ def start(
         room = min(room, count + 4096)
     else:  # of each beam what is new, and a block that it shares no more
         room = count + beams * (min(room - count, 4096) + 2 * BLOCK)
-    past = model_kwargs.get("past_key_values")
+    past = given_cache(model_kwargs)
     if past is not None and past.get_seq_length() > 0:
         raise Reason("there is a past")
     known = state_of_cache(past)
