@@ -11,9 +11,11 @@ import torch
 from small_llama import SHAPE, llama, padded
 from torch import nn
 
+import ipex_core
 from ipex_core._optimize import _hf_attention
 from ipex_core._optimize._hf_attention import attention_forward
 from ipex_llm import register_transformers
+from ipex_llm._proof import _small
 
 transformers = pytest.importorskip("transformers")
 
@@ -240,6 +242,7 @@ def test_tables_of_modules_imported_before_and_after(first):
     code = """
 import sys, inspect
 from ipex_llm import register_transformers
+from ipex_llm._proof import _small
 if FIRST: register_transformers()
 import transformers.models.gptj.modeling_gptj as gptj
 stock = dict(gptj.GPTJ_ATTENTION_CLASSES)
@@ -265,6 +268,7 @@ def test_the_first_call_may_be_a_compiled_one():
     code = """
 import torch, transformers
 from ipex_llm import register_transformers
+from ipex_llm._proof import _small
 register_transformers()
 config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=96)
 config._attn_implementation = "ipex"
@@ -288,3 +292,70 @@ assert before == {k: id(v) for k, v in vars(m).items()}
 assert not [n for n in sys.modules if n.startswith("transformers.models.llama.")]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# -- arguments that attention classes pass on purpose -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa", "AXK2"])
+@torch.no_grad()
+def test_a_selection_of_keys_is_part_of_the_mask(name):
+    """Their forward masks what is not selected only where the attention is called "eager" or "sdpa"."""
+    if not hasattr(transformers, f"{name}ForCausalLM"):
+        pytest.skip(f"this transformers has no {name}")
+    small = _small.small_config(getattr(transformers, f"{name}Config")())
+    small.index_topk = 4
+    small._attn_implementation = "sdpa"
+    model = _small.randomize(getattr(transformers, f"{name}ForCausalLM")(small))
+    ids = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    wanted = [model(ids).logits, model(ids, attention_mask=mask).logits[mask.bool()]]
+    optimized = ipex_core.optimize(model)
+    assert optimized.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("ipex")
+    for one in (model, optimized):
+        got = [one(ids).logits, one(ids, attention_mask=mask).logits[mask.bool()]]
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    for module in model.modules():  # the selection matters
+        if hasattr(module, "index_topk"):
+            module.index_topk = 20
+    assert (wanted[0] - model(ids).logits).abs().max() > 1e-2
+
+
+class Selective(torch.nn.Module):
+    def forward(self, function, *tensors, **kwargs):
+        return function(self, *tensors, None, blocks=torch.zeros(1), **kwargs)
+
+
+def test_unknown_arguments_of_attention_classes_are_refused():
+    q = torch.randn(1, 2, 6, 16)
+    with pytest.raises(NotImplementedError, match=r"Selective passes 'blocks', which it does not"):
+        Selective()(attention_forward, q, q, q)
+
+    class Plain(torch.nn.Module):
+        def forward(self, function, *tensors, **kwargs):
+            return function(self, *tensors, None, **kwargs)
+
+    # What a user hands through the forwards of a model says nothing to its attention.
+    wanted, _ = Plain()(attention_forward, q, q, q)
+    got, _ = Plain()(attention_forward, q, q, q, blocks=torch.zeros(1))
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("masked", [None, torch.bool, torch.float32])
+def test_selected_keys(masked):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 5, 16) for _ in range(3))
+    indices = torch.stack([torch.tensor([[0, -1], [0, 1], [2, 0], [1, 3], [4, 2]])] * 2)
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+    mask = None if masked is None else causal.expand(2, 1, 5, 5)
+    if masked == torch.float32:
+        mask = torch.zeros(2, 1, 5, 5).masked_fill(~mask, torch.finfo(torch.float32).min)
+    chosen = torch.zeros(5, 5, dtype=torch.bool)
+    for row, places in enumerate(indices[0].tolist()):
+        chosen[row, [p for p in places if p >= 0]] = True
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, causal & chosen)
+    got, _ = attention_forward(torch.nn.Module(), q, k, v, mask, indices=indices)
+    torch.testing.assert_close(got.transpose(1, 2), wanted)

@@ -89,7 +89,9 @@ def match_ropes(
     shared = own or _frequencies(decoder, kind, deep=False)
     if not shared:
         shared = _frequencies(trace.model, kind, deep=True)
-    sinusoidal = isinstance(getattr(attention, "embed_positions", None), torch.Tensor)
+    # A table of the attention's own, from transformers 5.24 on of a module in the decoder.
+    owners = (attention, *attention.children(), *decoder.children())
+    sinusoidal = any(isinstance(getattr(m, "embed_positions", None), torch.Tensor) for m in owners)
     if not shared and not sinusoidal:
         return []
     trained = int(

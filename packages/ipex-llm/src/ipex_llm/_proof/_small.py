@@ -59,9 +59,16 @@ def config_of(model: Any) -> Any:
     return text() if callable(text) else config
 
 
+def _get(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # what differs among layers has to be asked for each of them
+        return None
+
+
 def _first(config: Any, names: tuple[str, ...], default: int = 0) -> int:
     for name in names:
-        value = getattr(config, name, None)
+        value = _get(config, name)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return default
@@ -127,7 +134,7 @@ def _cut_layers(config: Any) -> None:
         elif _integer(value) and _IS_DENSE.search(name) and value <= count:
             setattr(config, name, sum(index < value for index in chosen))
     for name in _LAYERS:
-        if isinstance(getattr(config, name, None), int):
+        if _integer(_get(config, name)):
             setattr(config, name, len(chosen))
 
 
@@ -207,11 +214,39 @@ def _shrink(config: Any, unknown: bool) -> None:
         config.topk_group = min(config.topk_group, max(1, getattr(config, "n_group", None) or 1))
     if sizes.active and turned and _integer(getattr(config, "qk_nope_head_dim", None)):
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if sizes.active:
+        _state_space(config)
     for name, value in _values(config).items():
         if name.endswith(("token_id", "token_index", "token_ids")) and isinstance(value, list):
             setattr(config, name, [v % VOCAB if _integer(v) else v for v in value])
         elif name.startswith("rope") and isinstance(value, dict):
             setattr(config, name, _rope(value, sizes))
+
+
+#: Names of numbers of heads, sizes of heads and factors on the width of state space layers that belong together.
+_STATE_SPACE = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("mamba_num_heads", "mamba_head_dim", "expand"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+    ("num_heads", "head_dim", "expand"),
+)
+
+
+def _state_space(config: Any) -> None:
+    """Let heads of state space layers fill their width again."""
+    width = _first(config, _HIDDEN)
+    for heads, size, expand in _STATE_SPACE:
+        factor = _get(config, expand)
+        if _get(config, heads) is None or _get(config, size) is None or factor is None:
+            continue
+        inner = int(width * factor)
+        if _integer(_get(config, "mamba_d_ssm")):
+            config.mamba_d_ssm = inner
+        setattr(config, size, HEAD)
+        setattr(config, heads, inner // HEAD)
+        for groups in ("mamba_n_groups", "n_groups", "mamba_ngroups"):
+            if _integer(_get(config, groups)) and (inner // HEAD) % _get(config, groups):
+                setattr(config, groups, 1)
 
 
 def _rope(parameters: dict[str, Any], sizes: _Sizes) -> dict[str, Any]:
@@ -239,6 +274,10 @@ def small_config(config: Any, unknown: bool = True) -> Any:
         unknown: Make large integers of unknown meaning small, too.
     """
     new = copy.deepcopy(config)
+    for value in _values(new).values():
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):  # of a part of the model
+            _cut_layers(value)
+            _shrink(value, unknown)
     _cut_layers(new)
     _shrink(new, unknown)
     kind = getattr(new, "rope_parameters", None) or getattr(new, "rope_scaling", None) or {}
