@@ -618,6 +618,18 @@ def fuzz(session: nox.Session) -> None:
     session.run("python", "tests/fuzz/fuzz.py", *session.posargs)
 
 
+@nox.session(default=False, requires=["wheels_native"])
+def families(session: nox.Session) -> None:
+    """Compare all causal models of transformers at each depth with stock: `-- --all`, or some: `-- llama gpt_neo`."""
+    prepare(session)
+    install_wheels(session, PACKAGES, "numpy", extras="[all]")
+    session.env.update(WORKER_ENV, HF_HUB_OFFLINE="1")
+    posargs = session.posargs or ["--all"]
+    if "--all" in posargs and "--write" not in posargs:
+        posargs = [*posargs, "--write", "docs/data/model_families.tsv"]
+    session.run("python", "tools/model_families.py", *posargs)
+
+
 @nox.session(requires=["wheels_native"])
 def docs(session: nox.Session) -> None:
     """Build the documentation with warnings as errors and run its examples."""

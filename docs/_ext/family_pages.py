@@ -12,6 +12,9 @@ __all__ = ["pages"]
 
 SOURCE = Path(__file__).parents[2] / "packages" / "ipex-llm" / "tests" / "model_families.json"
 
+#: Written by ``nox -s families -- --all``.
+ALL = Path(__file__).parents[1] / "data" / "model_families.tsv"
+
 DEPTHS = {1: "1, layer by layer", 2: "2, some layers", 3: "3, whole stack"}
 
 
@@ -21,6 +24,7 @@ def pages() -> dict[str, str]:
     return {
         "parts/model_families.md": table(data["families"], data["more"]),
         "parts/model_families_why.md": reasons(data["families"]),
+        "parts/model_families_all.md": every(ALL.read_text(encoding="utf-8")),
     }
 
 
@@ -61,3 +65,31 @@ def reasons(rows: Sequence[dict[str, Any]]) -> str:
             name = f"{row['family']} ({row['variant']})"
             found.setdefault(row["why"], []).append(name)
     return "".join(f"- {', '.join(names)}: {why}\n" for why, names in found.items())
+
+
+def every(text: str) -> str:
+    """Return the table of all classes, from the lines of ``tools/model_families.py``."""
+    heads, *rows = (line.split("\t") for line in text.splitlines())
+    values = [dict(zip(heads, row, strict=True)) for row in rows]
+    lines = [
+        "| Name | Class | Depth | Difference at depth 3 | 2 | 1 | Why |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in values:
+        why = (
+            row["why"]
+            .replace("|", "\\|")
+            .replace("<", "&lt;")
+            .replace("*", "\\*")
+            .replace("_", "\\_")
+        )
+        name, kind = f"`{row['name']}`", f"`{row['class']}`"
+        numbers = (row[f"depth {depth}"] for depth in (3, 2, 1))
+        lines.append(f"| {' | '.join((name, kind, row['reached'], *numbers, why))} |")
+    ran = [row for row in values if row["reached"] != "not run"]
+    counts = ", ".join(f"{sum(r['reached'] == d for r in ran)} reach depth {d}" for d in "321")
+    return (
+        f"Of {len(values)} classes {len(ran)} run from their default configuration: {counts}.\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )

@@ -133,6 +133,9 @@ def test_a_router_that_only_looks_like_one(most: int) -> None:
     if not hasattr(transformers, "Kolibri1Config"):
         pytest.skip("this transformers has no Kolibri")
     model = _small.small_model(transformers.Kolibri1ForCausalLM, transformers.Kolibri1Config())
+    for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
+        if name.endswith("correction_bias"):
+            buffer.mul_(0.1)  # so that seven tokens do not tell one rule from the other
     fast = optimize(model, depth=most)
     for seed in range(4):
         ids = tokens(2, 40, seed=seed)

@@ -26,7 +26,7 @@ __all__ = [
 
 HEAD, VOCAB, EXPERTS, POSITIONS, LAYERS = 16, 128, 8, 160, 8
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_LAYERS = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "n_embed")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _KV = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
@@ -133,9 +133,9 @@ def _cut_layers(config: Any) -> None:
             setattr(config, name, type(value)(value[index] for index in chosen))
         elif _integer(value) and _IS_DENSE.search(name) and value <= count:
             setattr(config, name, sum(index < value for index in chosen))
-    for name in _LAYERS:
+    for name in (*_LAYERS, "encoder_layers"):
         if _integer(_get(config, name)):
-            setattr(config, name, len(chosen))
+            setattr(config, name, min(len(chosen), _get(config, name)))
 
 
 def _heads(heads: int, kv: int) -> tuple[int, int]:
