@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 import ipex_core
 import ipex_quant
+from ipex_llm._forward import _silent
 from ipex_llm._layers import _only_causal
 from ipex_llm._optimize import optimize
 from ipex_llm._runner import Runner
@@ -34,7 +35,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     run = Runner.run
 
     def counted(runner: Runner, cache: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.append(hidden.shape[0])
+        if not _silent.get():  # not those of proofs
+            found.append(hidden.shape[0])
         return run(runner, cache, hidden, *args, **kwargs)
 
     monkeypatch.setattr(Runner, "run", counted)
