@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
     path
-    for folder in ("packages/*/src", "examples", "tools")
+    for folder in ("packages/*/src", "packages/*/benchmarks", "examples", "tools")
     for path in ROOT.glob(f"{folder}/**/*.py")
 )
 #: Modules that run what they read, or fetch.
@@ -21,6 +22,10 @@ FORBIDDEN = {
     *("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "requests"),
     *("urllib.request", "urllib3", "http.client", "ftplib", "aiohttp", "huggingface_hub"),
 }
+#: False, or the value of an argument or flag that is False unless the user says otherwise.
+TRUST = ("False", "trust_remote_code", "trusted")
+#: What runs the code of a folder when it is allowed to.
+AUTO = re.compile(r"(^|[.])Auto\w+[.](from_pretrained|from_config)$")
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
@@ -37,8 +42,11 @@ def problems(text: str) -> list[str]:
         options = {option.arg: ast.unparse(option.value) for option in call.keywords}
         if name == "torch.load" and options.get("weights_only") != "True":
             found.append(f"{call.lineno}: torch.load without weights_only=True")
-        if options.get("trust_remote_code", "False") != "False":
+        if options.get("trust_remote_code", "False") not in TRUST:
             found.append(f"{call.lineno}: trust_remote_code")
+        if AUTO.search(name) and "trust_remote_code" not in options:
+            # Without a value transformers asks on standard input.
+            found.append(f"{call.lineno}: {name} without trust_remote_code")
         if options.get("allow_pickle", "False") != "False":
             found.append(f"{call.lineno}: allow_pickle")
         if name.endswith("extractall") and options.get("filter") != "'data'":
@@ -53,7 +61,15 @@ def problems(text: str) -> list[str]:
 
 def test_the_check_finds_what_it_looks_for() -> None:
     bad = "import torch, pickle\nfrom urllib import request\ntorch.load('x')\ntar.extractall('.')\n"
-    assert [line.partition(":")[0] for line in sorted(problems(bad))] == ["1", "2", "3", "4"]
+    bad += "AutoConfig.from_pretrained('x')\nf(trust_remote_code=True)\n"
+    assert [line.partition(":")[0] for line in sorted(problems(bad))] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+    ]
     assert not problems("import torch\ntorch.load('x', weights_only=True)\n")
 
 

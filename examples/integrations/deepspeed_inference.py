@@ -33,8 +33,8 @@ def main() -> None:
         place = options.model or models.llama(
             Path(temporary) / "model", width=128
         )  # DeepSpeed divides by 64
-        tokenizer = AutoTokenizer.from_pretrained(place)
-        model = AutoModelForCausalLM.from_pretrained(place).eval()
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=False).eval()
     if ranks > 1:
         deepspeed.init_distributed("gloo")
     inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)

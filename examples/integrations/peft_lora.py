@@ -21,7 +21,9 @@ import ipex
 def random_adapter(model_folder: Path, folder: Path) -> Path:
     """Write an adapter whose values are not zero into a folder."""
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), config)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model_folder, trust_remote_code=False), config
+    )
     for name, value in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(value, std=0.1)
@@ -39,11 +41,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         place = options.model or models.llama(Path(temporary) / "model")
         adapter = options.adapter or random_adapter(place, Path(temporary) / "adapter")
-        tokenizer = AutoTokenizer.from_pretrained(place)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
 
         def load() -> PeftModel:
-            base = AutoModelForCausalLM.from_pretrained(place).eval()
+            base = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=False).eval()
             return PeftModel.from_pretrained(base, adapter).eval()
 
         with torch.inference_mode():

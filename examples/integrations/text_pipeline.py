@@ -27,17 +27,21 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = options.model or models.llama(Path(folder))
-        tokenizer = AutoTokenizer.from_pretrained(place)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         register_transformers()  # once in a program; transformers knows "ipex" from here on
 
         # 1. Only the attention: for models and tasks that nothing else of ipex knows.
-        attention = AutoModelForCausalLM.from_pretrained(place, attn_implementation="ipex")
+        attention = AutoModelForCausalLM.from_pretrained(
+            place, trust_remote_code=False, attn_implementation="ipex"
+        )
         # 2. Quantised while it is loaded.
         small = AutoModelForCausalLM.from_pretrained(
-            place, quantization_config=IpexConfig("int8", group_size=-1)
+            place,
+            trust_remote_code=False,
+            quantization_config=IpexConfig("int8", group_size=-1),
         )
         # 3. The whole decoder as one program, in bfloat16.
-        whole = AutoModelForCausalLM.from_pretrained(place).eval()
+        whole = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=False).eval()
         whole = ipex.llm.optimize(whole, dtype=torch.bfloat16)
 
         for name, model in (("attention", attention), ("int8", small), ("optimize", whole)):

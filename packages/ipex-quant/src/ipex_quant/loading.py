@@ -41,6 +41,7 @@ def load(
     model: nn.Module | None = None,
     *,
     progress: Progress | None = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Read a model that `save` wrote.
 
@@ -49,6 +50,8 @@ def load(
         model: A float model of the same structure, with any weights or on the meta device; it is changed in place.
             None for models of transformers, whose class ``config.json`` names.
         progress: Called with the number of quantised layers done, of all, and the name of the last one.
+        trust_remote_code: Run the Python code that ``config.json`` names (``auto_map``) as the model's class or
+            configuration. Nobody is ever asked: without it such a folder is an error.
 
     Returns:
         The model, in evaluation mode, with the tensors and dtypes that were saved.
@@ -73,7 +76,7 @@ def load(
     version = about.get("version")
     check(version == VERSION, op, f"version of {place}", f"be {VERSION}", version)
     try:
-        return _load(op, place, config, model, progress)
+        return _load(op, place, config, model, progress, trust_remote_code)
     except (OpArgumentError, CheckpointError):
         raise
     except DAMAGE as error:
@@ -89,6 +92,7 @@ def _load(
     config: Mapping[str, Any],
     model: nn.Module | None,
     progress: Progress | None,
+    trust_remote_code: bool,
 ) -> nn.Module:
     about = config["quantization_config"]
     layers = _layers(op, about)
@@ -96,7 +100,7 @@ def _load(
     for path in weight_files(place):
         state |= mapped(path)
     if model is None:
-        model = _make(op, place, config)
+        model = _make(op, place, config, trust_remote_code)
     int8: tuple[str, ...] = ()
     if "int8" in about:
         int8 = rebuild(op, model, about["int8"], state, progress)
@@ -165,7 +169,7 @@ def _tie(model: nn.Module, tied: Mapping[str, str]) -> None:
             assign(model, name, model.state_dict()[first].clone())
 
 
-def _make(op: str, folder: Path, config: Mapping[str, Any]) -> nn.Module:
+def _make(op: str, folder: Path, config: Mapping[str, Any], trusted: bool) -> nn.Module:
     """Return a model of transformers with weights of any value."""
     names = config.get("architectures") or []
     known = bool(names) and "model_type" in config
@@ -174,11 +178,21 @@ def _make(op: str, folder: Path, config: Mapping[str, Any]) -> nn.Module:
     )
     transformers = importlib.import_module("transformers")
     kind: Any = getattr(transformers, str(names[0]), None)
+    if kind is None and trusted:
+        kind = _own_class(folder, config, str(names[0]))
     # The name comes from a file: a class of models, and nothing else that transformers has.
     known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
     why = f"transformers has no {names[0]}" + (" that is a model" if kind is not None else "")
     check(known, op, "model", f"be given, since {why}", None)
-    settings: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        # Explicit: without a value transformers asks on standard input, and a "y" there runs code of the folder.
+        settings: Any = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trusted
+        )
+    except (ImportError, OSError, ValueError) as error:
+        what = "have a configuration that transformers reads"
+        hint = "; trust_remote_code=True runs its code" if config.get("auto_map") else ""
+        raise OpArgumentError(f"{op}: {folder} must {what}, got {error}{hint}") from error
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
     # Not on the meta device: buffers that no file has (of rotary embeddings) must be computed. Without initialisation
@@ -189,6 +203,16 @@ def _make(op: str, folder: Path, config: Mapping[str, Any]) -> nn.Module:
     if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model  # type: ignore[no-any-return]
+
+
+def _own_class(folder: Path, config: Mapping[str, Any], name: str) -> Any:
+    """Return the class of models that a trusted folder brings as Python code, or None."""
+    places = config.get("auto_map")
+    for key, place in places.items() if isinstance(places, dict) else ():
+        if key.startswith("AutoModel") and str(place).rpartition(".")[2] == name:
+            module = importlib.import_module("transformers.dynamic_module_utils")
+            return module.get_class_from_dynamic_module(place, folder, local_files_only=True)
+    return None
 
 
 def no_init() -> contextlib.AbstractContextManager[Any]:

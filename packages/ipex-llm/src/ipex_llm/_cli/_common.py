@@ -22,6 +22,7 @@ __all__ = [
     "GroupSize",
     "Model",
     "Threads",
+    "TrustRemoteCode",
     "errors",
     "load_model",
     "load_stock",
@@ -75,6 +76,13 @@ GroupSize = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Number of threads (default: torch's).")]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run the Python code that the folder names as its model, configuration or tokenizer.",
+    ),
+]
 
 
 @contextlib.contextmanager
@@ -88,6 +96,8 @@ def errors() -> Iterator[None]:
         *(IpexError, OSError, ValueError, MemoryError, ImportError, NotImplementedError, re.error),
     ) as error:
         text = str(error) or type(error).__name__
+        if "trust_remote_code" in f"{error} {error.__cause__}":
+            text += "\nread the Python code of the folder, and pass --trust-remote-code to run it"
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), text))
         raise typer.Exit(2) from error
 
@@ -100,8 +110,8 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a model folder.
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer of a model folder; its code runs only if it is trusted.
 
     Raises:
         ValueError: There is none.
@@ -109,7 +119,9 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{folder} must have a tokenizer, got: {reason}") from error
@@ -122,19 +134,25 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def load_stock(folder: Path, dtype: torch.dtype) -> Any:
-    """Return the model of a folder as transformers makes it."""
+def load_stock(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """Return the model of a folder as transformers makes it; its code runs only if it is trusted."""
     import transformers
 
     quiet_transformers()
     name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, **{name: dtype}
+        folder, local_files_only=True, trust_remote_code=trust_remote_code, **{name: dtype}
     )
     return model.eval()
 
 
-def load_model(folder: Path, dtype: str, group_size: int | None = None, lowp: str = "auto") -> Any:
+def load_model(
+    folder: Path,
+    dtype: str,
+    group_size: int | None = None,
+    lowp: str = "auto",
+    trust_remote_code: bool = False,
+) -> Any:
     """Return the model of a folder, optimised.
 
     Args:
@@ -142,6 +160,7 @@ def load_model(folder: Path, dtype: str, group_size: int | None = None, lowp: st
         dtype: One of `DTYPES`; a folder with quantised weights keeps them, and takes the float dtype from here.
         group_size: For quantised dtypes.
         lowp: What quantised layers compute in: ``"int8"``, ``"bf16"``, or ``"auto"``: int8 for int4 and int8.
+        trust_remote_code: Run the Python code that the folder names as its model.
 
     Raises:
         CheckpointError: The folder is incomplete or damaged.
@@ -156,7 +175,7 @@ def load_model(folder: Path, dtype: str, group_size: int | None = None, lowp: st
     name, weights = DTYPES[dtype]
     float_dtype = getattr(torch, name)
     if "quantization_config" in config:
-        return _load_quantized(folder, float_dtype)
+        return _load_quantized(folder, float_dtype, trust_remote_code)
     options: dict[str, Any] = {}
     if weights is not None:
         from ipex_quant import WoqLowpMode, WoqWeightDtype, get_weight_only_quant_qconfig_mapping
@@ -168,11 +187,11 @@ def load_model(folder: Path, dtype: str, group_size: int | None = None, lowp: st
             lowp_mode=WoqLowpMode[lowp.upper()],
             group_size=_GROUPS[weights] if group_size is None else group_size,
         )
-    model = load_stock(folder, float_dtype)
+    model = load_stock(folder, float_dtype, trust_remote_code)
     return ipex_llm.optimize(model, dtype=float_dtype, inplace=True, **options)
 
 
-def _load_quantized(folder: Path, dtype: torch.dtype) -> Any:
+def _load_quantized(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """Build the model without weights and let the optimisation fill it from the folder."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -182,7 +201,9 @@ def _load_quantized(folder: Path, dtype: torch.dtype) -> Any:
     from ipex_quant.loading import no_init
 
     checkpoint = ipex_llm.utils.load_low_precision_checkpoint(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trust_remote_code
+    )
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     before = torch.get_default_dtype()
@@ -191,7 +212,9 @@ def _load_quantized(folder: Path, dtype: torch.dtype) -> Any:
         # Not on the meta device: buffers that no checkpoint has (of rotary embeddings) must be computed. Without
         # initialisation the weights that are replaced are never touched, so they take no memory.
         with no_init():
-            model = AutoModelForCausalLM.from_config(config).eval()
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code
+            ).eval()
     finally:
         torch.set_default_dtype(before)
     model.tie_weights()

@@ -23,6 +23,7 @@ from ipex_llm._cli._common import (
     GroupSize,
     Model,
     Threads,
+    TrustRemoteCode,
     errors,
     load_model,
     load_stock,
@@ -82,6 +83,7 @@ def bench(
         Path | None, typer.Option(help="Write a chart here (needs matplotlib).")
     ] = None,
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure prefill and decode of a model folder, in pairs with the model as transformers runs it.
 
@@ -114,8 +116,10 @@ def bench(
         float_dtype = getattr(torch, DTYPES[dtype][0])
         quantised = "quantization_config" in config
         console.print("loading", highlight=False)
-        reference = load_stock(model, float_dtype) if stock and not quantised else None
-        ours = load_model(model, dtype, group_size)
+        reference = (
+            load_stock(model, float_dtype, trust_remote_code) if stock and not quantised else None
+        )
+        ours = load_model(model, dtype, group_size, trust_remote_code=trust_remote_code)
     rows = []
     for size in batches:
         for length in lengths:

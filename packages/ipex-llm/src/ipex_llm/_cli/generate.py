@@ -15,6 +15,7 @@ from ipex_llm._cli._common import (
     GroupSize,
     Model,
     Threads,
+    TrustRemoteCode,
     errors,
     load_model,
     load_tokenizer,
@@ -41,6 +42,7 @@ def generate(
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Of the random numbers.")] = None,
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No line with the times.")] = False,
 ) -> None:
     """Generate text with a model folder."""
@@ -60,10 +62,10 @@ def generate(
             seed=seed,
         )
         begin = time.perf_counter()
-        tokenizer = load_tokenizer(model)
+        tokenizer = load_tokenizer(model, trust_remote_code)
         inputs = _encode(tokenizer, prompt, chat)
         room = _room(model, inputs["input_ids"].shape[1])
-        loaded = load_model(model, dtype, group_size)
+        loaded = load_model(model, dtype, group_size, trust_remote_code=trust_remote_code)
         ready = time.perf_counter()
 
     import torch

@@ -14,6 +14,7 @@ from ipex_llm._cli._common import (
     GroupSize,
     Model,
     Threads,
+    TrustRemoteCode,
     errors,
     load_model,
     load_tokenizer,
@@ -62,6 +63,7 @@ def serve(
         int, typer.Option(min=0, help="Seconds that running requests get when the server stops.")
     ] = 30,
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Serve a model folder over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /metrics, /health."""
     set_threads(threads)
@@ -81,9 +83,9 @@ def serve(
                 f"anybody who reaches {host} can use this server: see --api-key-file",
                 style="yellow",
             )
-        tokenizer = load_tokenizer(model)
+        tokenizer = load_tokenizer(model, trust_remote_code)
         engine = Engine(
-            load_model(model, dtype, group_size),
+            load_model(model, dtype, group_size, trust_remote_code=trust_remote_code),
             tokenizer,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,

@@ -102,8 +102,8 @@ def _text(shape: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
     if folder:
         from transformers import AutoTokenizer
 
-        model = AutoModel.from_pretrained(folder).float()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModel.from_pretrained(folder, trust_remote_code=False).float()
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         texts = (shape["texts"] * math.ceil(batch / len(shape["texts"])))[:batch]
         found = tokenizer(
             texts, padding="max_length", truncation=True, max_length=tokens, return_tensors="pt"
@@ -276,7 +276,8 @@ def load(task: Task, module: Callable[[], nn.Module] | None = None) -> nn.Module
 
         dtype = getattr(torch, task.float_dtype)
         # The name of this argument of transformers changed; casting works in all versions.
-        return AutoModelForCausalLM.from_pretrained(task.path / "model").to(dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(task.path / "model", trust_remote_code=False)
+        return model.to(dtype).eval()
     model = module() if module is not None else build(task)[0]
     model.load_state_dict(torch.load(task.path / "weights.pt", weights_only=True))
     return model

@@ -115,7 +115,9 @@ class Encoder:
             )
         self.folder = Path(spec.origin).parent / "model"
         self.name = "all-MiniLM-L6-v2"
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(
+            self.folder, trust_remote_code=False
+        )
 
     def tokens(self, text: str) -> int:
         """Return the number of tokens of a text without the special ones."""
@@ -148,7 +150,9 @@ class Encoder:
         if not self.quick:
             major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
             name = "dtype" if (major, minor) >= (4, 56) else "torch_dtype"
-            model: Any = transformers.AutoModel.from_pretrained(self.folder, **{name: dtype})
+            model: Any = transformers.AutoModel.from_pretrained(
+                self.folder, trust_remote_code=False, **{name: dtype}
+            )
             return model.eval()
         config = transformers.BertConfig(
             vocab_size=1000,
