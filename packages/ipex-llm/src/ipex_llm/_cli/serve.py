@@ -23,6 +23,8 @@ from ipex_llm._cli._common import (
 
 __all__ = ["serve"]
 
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
 
 def serve(
     model: Model,
@@ -59,6 +61,24 @@ def serve(
         ),
     ] = None,
     max_body_kib: Annotated[int, typer.Option(min=1, help="Largest request.")] = 1024,
+    max_prompt_chars: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most characters of a prompt or a conversation (default: 16 for each token of the context).",
+        ),
+    ] = None,
+    request_timeout: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds in which the headers and then the body have to come."),
+    ] = 30.0,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name that clients may use for this server, besides --host. Can be repeated. Checked"
+            " on this machine's own addresses if there is no key."
+        ),
+    ] = None,
     grace: Annotated[
         int, typer.Option(min=0, help="Seconds that running requests get when the server stops.")
     ] = 30,
@@ -69,6 +89,7 @@ def serve(
     set_threads(threads)
     console = make_console(stderr=True)
     with errors():
+        from ipex_llm._serve.http import protocol
         from ipex_llm._serve.server import Settings, create_app
         from ipex_llm._serve.worker import Worker
         from ipex_llm.engine import Engine
@@ -78,7 +99,10 @@ def serve(
             key = api_key_file.read_text(encoding="utf-8").strip()
             if not key:
                 raise ValueError(f"serve: {api_key_file} must have a key, got an empty file")
-        if host not in ("127.0.0.1", "::1", "localhost") and key is None:
+        hosts = None
+        if key is None and (host in _LOCAL or allowed_host):
+            hosts = (*_LOCAL, host, *(allowed_host or ()))
+        if host not in _LOCAL and key is None:
             console.print(
                 f"anybody who reaches {host} can use this server: see --api-key-file",
                 style="yellow",
@@ -98,6 +122,9 @@ def serve(
             api_key=key,
             max_new_tokens=max_new_tokens,
             max_body=max_body_kib << 10,
+            max_prompt_characters=max_prompt_chars,
+            request_timeout=request_timeout,
+            hosts=hosts,
         )
         app = create_app(Worker(engine, max_queue), settings)
         console.print(
@@ -110,5 +137,8 @@ def serve(
             port=port,
             log_level="info",
             access_log=False,
+            http=protocol(request_timeout),
+            ws="none",
+            server_header=False,
             timeout_graceful_shutdown=grace,
         )

@@ -24,6 +24,12 @@ MAX_LOGPROBS = 50
 #: Most stop strings of a request; each is looked for after each token.
 MAX_STOP = 16
 
+#: Most characters of a stop string; the end of the output is compared with its beginnings after each token.
+MAX_STOP_CHARACTERS = 1000
+
+#: Most stop tokens of a request.
+MAX_STOP_TOKENS = 1000
+
 
 class CacheMemoryError(IpexError, MemoryError):
     """The cache of keys and values does not fit the memory, or a request does not fit the cache."""
@@ -54,7 +60,8 @@ class SamplingParams:
         top_p: Only the most likely tokens that have this probability together, 1 for all.
         min_p: Only tokens at least so many times as likely as the most likely one, 0 for all.
         seed: Of the random numbers of this request, which do not depend on what else runs; None for any.
-        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; 1 for none.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; 1 for none,
+            otherwise in ``[0.01, 100]``, so that logits stay finite.
         presence_penalty: Taken from the logits of tokens in the output; 0 for none.
         frequency_penalty: Taken from the logits of tokens in the output for each time they are; 0 for none.
         stop: Texts that end the output, which then ends before them. Needs an engine with a tokenizer.
@@ -112,7 +119,8 @@ class SamplingParams:
         wanted = "be None or an integer of 64 bits"
         _check(seed is None or (_integer(seed) and -(2**63) <= seed < 2**64), "seed", wanted, seed)
         value = self.repetition_penalty
-        _check(_number(value) and value > 0, "repetition_penalty", "be positive", value)
+        wanted = "be in [0.01, 100]"
+        _check(_number(value) and 0.01 <= value <= 100, "repetition_penalty", wanted, value)
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(_number(value), name, "be a finite number", value)
@@ -120,17 +128,19 @@ class SamplingParams:
         _check(usable, "stop", "be strings that are not empty", self.stop)
         wanted = f"have at most {MAX_STOP} strings"
         _check(len(self.stop) <= MAX_STOP, "stop", wanted, len(self.stop))
+        longest = max(map(len, self.stop), default=0)
+        wanted = f"have at most {MAX_STOP_CHARACTERS} characters each"
+        _check(longest <= MAX_STOP_CHARACTERS, "stop", wanted, longest)
+        count = len(self.stop_token_ids)
+        wanted = f"have at most {MAX_STOP_TOKENS} tokens"
+        _check(count <= MAX_STOP_TOKENS, "stop_token_ids", wanted, count)
         usable = all(_integer(token) and token >= 0 for token in self.stop_token_ids)
         wanted = "be integers of at least 0"
         _check(usable, "stop_token_ids", wanted, self.stop_token_ids)
-        count = self.logprobs
+        asked = self.logprobs
         wanted = f"be None or in [0, {MAX_LOGPROBS}]"
-        _check(
-            count is None or (_integer(count) and 0 <= count <= MAX_LOGPROBS),
-            "logprobs",
-            wanted,
-            count,
-        )
+        known = asked is None or (_integer(asked) and 0 <= asked <= MAX_LOGPROBS)
+        _check(known, "logprobs", wanted, asked)
 
     @property
     def greedy(self) -> bool:

@@ -3,64 +3,96 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from typing import Annotated, Any, Literal, TypeVar
 
 from ipex_core.errors import MissingComponentError
+from ipex_llm._engine.params import MAX_STOP, MAX_STOP_TOKENS
+from ipex_llm._serve.errors import ApiError
 from ipex_llm.engine import SamplingParams
 
 try:
-    from pydantic import BaseModel, Field
+    from pydantic import BaseModel, Field, ValidationError, field_validator
+    from pydantic_core import PydanticCustomError
+    from starlette.requests import Request
 except ImportError as _error:
     raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
-__all__ = ["ChatRequest", "CompletionRequest", "Message", "sampling_params"]
+__all__ = ["ChatRequest", "CompletionRequest", "Message", "read_body", "sampling_params"]
 
 #: Most choices and prompts of one request.
 MAX_CHOICES = 16
+#: Most messages of a conversation, and most parts of a message.
+MAX_MESSAGES, MAX_PARTS = 4096, 1024
+
+#: JSON has numbers, texts and truth values; one is not taken for another.
+Number = Annotated[float, Field(strict=True)]
+Integer = Annotated[int, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class StreamOptions(BaseModel):
-    include_usage: bool = False
+    include_usage: Flag = False
 
 
 class _Common(BaseModel):
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int = Field(0, ge=0)
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(0, ge=-1)
-    min_p: float = Field(0.0, ge=0, le=1)
-    seed: int | None = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0)
-    stream: bool = False
+    max_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    min_tokens: Integer = Field(0, ge=0)
+    temperature: Number = Field(1.0, ge=0, le=100)
+    top_p: Number = Field(1.0, ge=0, le=1)
+    top_k: Integer = Field(0, ge=-1)
+    min_p: Number = Field(0.0, ge=0, le=1)
+    seed: Integer | None = None
+    n: Integer = Field(1, ge=1, le=MAX_CHOICES)
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP)] | None = None
+    stop_token_ids: list[Integer] = Field([], max_length=MAX_STOP_TOKENS)
+    ignore_eos: Flag = False
+    presence_penalty: Number = Field(0.0, ge=-2, le=2)
+    frequency_penalty: Number = Field(0.0, ge=-2, le=2)
+    repetition_penalty: Number = Field(1.0, ge=0.01, le=100)
+    stream: Flag = False
     stream_options: StreamOptions | None = None
     # Would change the answer, and is not supported: refused unless it has no effect.
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Any = None
 
 
 class CompletionRequest(_Common):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=50)
-    echo: bool = False
+    prompt: Any
+    logprobs: Annotated[Integer, Field(ge=0, le=50)] | None = None
+    echo: Flag = False
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Integer | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        # By hand: of a union of lists pydantic would report each of a million elements, for each kind of list.
+        if isinstance(value, list):
+            texts = all(type(part) is str for part in value[:MAX_CHOICES])
+            lists = all(type(part) is list for part in value[:MAX_CHOICES])
+            if value and (texts or lists) and len(value) > MAX_CHOICES:
+                what = f"must have at most {MAX_CHOICES} prompts, got {len(value)}"
+                raise PydanticCustomError("prompt", what)  # type: ignore[arg-type]
+            good = all(map(_text, value)) if texts else all(map(_ids, value if lists else [value]))
+        else:
+            good = _text(value)
+        if not good:
+            what = "must be text, a list of texts, token ids, or a list of lists of token ids"
+            raise PydanticCustomError("prompt", what)  # type: ignore[arg-type]
+        return value
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, one for each set of choices."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
     def refused(self) -> str | None:
         """Return the field that is not supported, or None."""
@@ -87,7 +119,7 @@ class Message(BaseModel):
     """One message of a conversation."""
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
 
     def plain(self) -> dict[str, str]:
         """Return the message as chat templates take it."""
@@ -99,12 +131,12 @@ class Message(BaseModel):
 class ChatRequest(_Common):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20)
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    logprobs: Flag = False
+    top_logprobs: Integer = Field(0, ge=0, le=20)
+    tools: Any = None
+    functions: Any = None
     response_format: dict[str, Any] | None = None
 
     def refused(self) -> str | None:
@@ -156,3 +188,60 @@ def sampling_params(
         ignore_eos=body.ignore_eos,
         logprobs=body.alternatives,
     )
+
+
+def _text(value: Any) -> bool:
+    """Return whether it is text that can be written in UTF-8, which the halves of a surrogate pair cannot."""
+    try:
+        return type(value) is str and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _ids(value: Any) -> bool:
+    return type(value) is list and all(type(token) is int for token in value)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        # What checks the request before us may take the other value.
+        raise ValueError("each name must be there once in an object")
+    return found
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"numbers must be finite, got {name}")
+
+
+async def read_body(kind: type[Body], request: Request) -> Body:
+    """Return the body of a request.
+
+    Raises:
+        ApiError: It is no JSON, or does not have the form of ``kind``.
+    """
+    content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    data = await request.body()
+    if content != "application/json" and not content.endswith("+json"):
+        # Pages of other sites can send other types here without asking.
+        raise ApiError(400, "Content-Type must be application/json", param="body")
+    try:
+        found = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant
+        )
+    except UnicodeDecodeError as error:
+        text = (
+            f"body: must be JSON in UTF-8, got the byte {data[error.start]:#04x} at {error.start}"
+        )
+        raise ApiError(400, text, param="body") from None
+    except RecursionError:
+        raise ApiError(400, "body: must be JSON that is not nested deeply", param="body") from None
+    except ValueError as error:
+        raise ApiError(400, f"body: must be JSON, got {error}"[:300], param="body") from None
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part)[:80] for part in first["loc"][:4]) or "body"
+        text = f"{place}: {first['msg']}"[:300]
+        raise ApiError(400, text, param=place) from None

@@ -6,15 +6,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ipex_core.errors import MissingComponentError
+from ipex_llm._serve.errors import ApiError
 from ipex_llm._serve.guard import Guard
-from ipex_llm._serve.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, sampling_params
+from ipex_llm._serve.prompts import Prompts
+from ipex_llm._serve.protocol import (
+    MAX_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    read_body,
+    sampling_params,
+)
 from ipex_llm._serve.replies import Reply, usage
 from ipex_llm._serve.worker import (
     Accepted,
@@ -28,9 +35,9 @@ from ipex_llm._serve.worker import (
 from ipex_llm.engine import StepOutput, TokenLogprobs
 
 try:
-    from fastapi import Depends, FastAPI, Request
-    from fastapi.exceptions import RequestValidationError
+    from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.exceptions import HTTPException
 except ImportError as _error:
     raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
@@ -38,6 +45,9 @@ __all__ = ["ApiError", "Settings", "create_app"]
 
 #: Seconds between two looks whether a client that waits for a whole answer is still there.
 _LOOK = 0.25
+
+#: Requests that are read beside those that the queue takes, to tell them that it is full.
+_REFUSED = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,33 +59,23 @@ class Settings:
         api_key: What clients have to send as bearer token; None for no check.
         max_new_tokens: Most new tokens of a request; None for what the context allows.
         max_body: Most bytes of a request.
+        max_prompt_characters: Most characters of a prompt or of all messages, which is checked before they are
+            tokenized; None for 16 times the context.
+        request_timeout: Seconds in which a request must come.
+        hosts: Names that the header Host may have; None for any.
     """
 
     name: str
     api_key: str | None = None
     max_new_tokens: int | None = None
     max_body: int = 1 << 20
+    max_prompt_characters: int | None = None
+    request_timeout: float = 30.0
+    hosts: tuple[str, ...] | None = None
 
 
-class ApiError(Exception):
-    """An answer that is an error."""
-
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-
-    def response(self) -> Response:
-        """Return it as clients of the OpenAI API know it."""
-        headers = {}
-        if self.status in (429, 503):
-            headers["Retry-After"] = "1"
-        if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        body = {
-            "error": {"message": str(self), "type": self.kind, "param": None, "code": self.status}
-        }
-        return JSONResponse(body, self.status, headers)
+def _response(error: ApiError) -> Response:
+    return Response(error.json(), error.status, error.headers)
 
 
 def _failure(event: Failed) -> ApiError:
@@ -102,28 +102,28 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         yield
         await asyncio.to_thread(worker.stop)
 
-    app = FastAPI(title="ipex llm", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, max_body=settings.max_body, metrics=worker.metrics)
+    # Nothing but the API: no page that describes it, no redirects to a host that the client names.
+    app = FastAPI(title="ipex llm", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(
+        Guard,
+        max_body=settings.max_body,
+        metrics=worker.metrics,
+        api_key=settings.api_key,
+        hosts=settings.hosts,
+        timeout=settings.request_timeout,
+        max_requests=worker.limit + _REFUSED,
+    )
     api = _Api(worker, settings)
 
     @app.exception_handler(ApiError)
     async def on_error(request: Request, error: ApiError) -> Response:
-        return error.response()
+        return _response(error)
 
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"][1:]) or "body"
-        return ApiError(400, f"{place}: {first['msg']}").response()
-
-    def authorised(request: Request) -> None:
-        if settings.api_key is None:
-            return
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {settings.api_key}".encode()):
-            raise ApiError(401, "the API key is missing or wrong", "authentication_error")
-
-    guarded = [Depends(authorised)]
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        path = str(request.scope["path"])[:200]
+        text = f"{request.method} {path!r}: {error.detail}"
+        return _response(ApiError(error.status_code, text, headers=error.headers))
 
     @app.get("/health")
     async def health() -> Response:
@@ -134,21 +134,23 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     async def metrics() -> Response:
         return PlainTextResponse(api.metrics(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/v1/models", dependencies=guarded)
+    @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [api.model()]}
 
-    @app.get("/v1/models/{name:path}", dependencies=guarded)
+    @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         api.check_model(name)
         return api.model()
 
-    @app.post("/v1/completions", dependencies=guarded)
-    async def completions(request: Request, body: CompletionRequest) -> Response:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await read_body(CompletionRequest, request)
         return await api.answer(request, body, body.prompts(), False)
 
-    @app.post("/v1/chat/completions", dependencies=guarded)
-    async def chat(request: Request, body: ChatRequest) -> Response:
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = await read_body(ChatRequest, request)
         return await api.answer(request, body, [[m.plain() for m in body.messages]], True)
 
     return app
@@ -162,6 +164,7 @@ class _Api:
         self.settings = settings
         self.engine = worker.engine
         self.tokenizer = worker.engine.tokenizer
+        self.prompts = Prompts(worker.engine, settings.max_prompt_characters)
 
     def model(self) -> dict[str, Any]:
         return {
@@ -174,7 +177,8 @@ class _Api:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.name:
-            raise ApiError(404, f"the model {name!r} does not exist, only {self.settings.name!r}")
+            text = f"the model {name[:100]!r} does not exist, only {self.settings.name!r}"
+            raise ApiError(404, text, param="model")
 
     def metrics(self) -> str:
         now = self.engine.stats()
@@ -212,7 +216,7 @@ class _Api:
         self.check_model(body.model)
         refused = body.refused()
         if refused is not None:
-            raise ApiError(400, f"{refused} is not supported")
+            raise ApiError(400, f"{refused} is not supported", param=refused)
         if not prompts:
             raise ApiError(400, "prompt must have at least one prompt, got none")
         if len(prompts) * body.n > MAX_CHOICES:
@@ -222,9 +226,11 @@ class _Api:
         default = most if chat else min(16, most)
         try:
             params = [sampling_params(body, choice, most, default) for choice in range(body.n)]
+            for prompt in prompts:
+                self.prompts.check(prompt, chat)
         except ValueError as error:
             raise ApiError(400, str(error)) from None
-        requests = [(self._prompt(prompt, chat), each) for prompt in prompts for each in params]
+        requests = [(self.prompts.tokens(prompt, chat), params) for prompt in prompts]
         try:
             tickets = self.worker.submit(requests)
         except QueueFull as error:
@@ -245,28 +251,6 @@ class _Api:
         return StreamingResponse(
             events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
-
-    def _prompt(self, prompt: Any, chat: bool) -> Callable[[], list[int]]:
-        """Return a function that gives the tokens, which the engine's thread calls."""
-
-        def tokens() -> list[int]:
-            if isinstance(prompt, str):
-                return [int(token) for token in self.tokenizer.encode(prompt)]
-            if not chat:
-                return list(prompt)
-            if not getattr(self.tokenizer, "chat_template", None):
-                raise ValueError("the model has no chat template: use /v1/completions")
-            try:
-                text = self.tokenizer.apply_chat_template(
-                    prompt, tokenize=False, add_generation_prompt=True
-                )
-            except (
-                Exception
-            ) as error:  # templates raise errors of their own for roles they do not know
-                raise ValueError(f"messages do not fit the chat template: {error}") from error
-            return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]
-
-        return tokens
 
 
 class _Job:
@@ -354,7 +338,7 @@ class _Job:
             async for index, event in self._merged():
                 if isinstance(event, Failed):
                     error = _failure(event)
-                    yield _sse({"error": {"message": str(error), "type": error.kind}})
+                    yield f"data: {error.json()}\n\n"
                     return
                 assert isinstance(event, StepOutput)
                 self.new_tokens += len(event.tokens)

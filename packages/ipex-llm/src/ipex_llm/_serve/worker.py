@@ -7,14 +7,21 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ipex_llm._serve.metrics import Metrics
 from ipex_llm.engine import Engine, SamplingParams, StepOutput
+
+log = logging.getLogger("ipex")
+
+#: Threads that make tokens of prompts: a long prompt must not stop short ones, and must not take all cores either.
+TOKENIZERS = 2
 
 __all__ = ["Accepted", "Failed", "QueueFull", "RequestError", "StoppedError", "Ticket", "Worker"]
 
@@ -62,12 +69,12 @@ class Ticket:
     """A request from outside: where its events go."""
 
     id: str
-    prompt: Callable[[], Sequence[int]]
     params: SamplingParams
     loop: asyncio.AbstractEventLoop
     events: asyncio.Queue[Event]
     arrived: float
     last: float | None = None
+    running: bool = False  # the engine has it
 
     def send(self, event: Event) -> None:
         """Hand an event over to the event loop of the server."""
@@ -77,7 +84,7 @@ class Ticket:
 
 
 class Worker:
-    """Runs the engine in a thread of its own; everything that touches engine or tokenizer happens there.
+    """Runs the engine in a thread of its own. Prompts are tokenized in others, so that no stream waits for that.
 
     Args:
         engine: The engine; nobody else may use it.
@@ -96,6 +103,8 @@ class Worker:
         self._commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ipex-llm-engine", daemon=True)
+        # No more prompts wait here than there are tickets.
+        self._pool = ThreadPoolExecutor(TOKENIZERS, "ipex-llm-tokenizer")
 
     def start(self) -> None:
         """Start the thread."""
@@ -112,33 +121,39 @@ class Worker:
         return len(self._tickets)
 
     def submit(
-        self, requests: Sequence[tuple[Callable[[], Sequence[int]], SamplingParams]]
+        self, requests: Sequence[tuple[Callable[[], Sequence[int]], Sequence[SamplingParams]]]
     ) -> list[Ticket]:
         """Queue requests, all or none; called from an event loop.
 
         Args:
-            requests: For each a function that returns the tokens of the prompt, which the thread calls, and parameters.
+            requests: For each prompt a function that returns its tokens, which a thread of the tokenizer calls, and
+                the parameters of its choices.
+
+        Returns:
+            A ticket for each choice.
 
         Raises:
             QueueFull: There is no room for all of them.
             StoppedError: The server is shutting down.
         """
         loop = asyncio.get_running_loop()
+        count = sum(len(params) for _, params in requests)
         with self._lock:
             if not self.alive:
                 raise StoppedError("the server is shutting down")
-            if len(self._tickets) + len(requests) > self.limit:
+            if len(self._tickets) + count > self.limit:
                 self.rejected += 1
                 raise QueueFull(f"{len(self._tickets)} requests are waiting or running")
-            tickets = [
-                Ticket(
-                    f"q{next(self._ids)}", prompt, params, loop, asyncio.Queue(), time.monotonic()
-                )
-                for prompt, params in requests
+            now = time.monotonic()
+            groups = [
+                [Ticket(f"q{next(self._ids)}", p, loop, asyncio.Queue(), now) for p in params]
+                for _, params in requests
             ]
+            tickets = [ticket for group in groups for ticket in group]
             self._tickets |= {ticket.id: ticket for ticket in tickets}
-        for ticket in tickets:
-            self._commands.put(("add", ticket))
+            # Within the lock: the pool must not have been stopped.
+            for (prompt, _), group in zip(requests, groups, strict=True):
+                self._pool.submit(self._tokenize, prompt, group)
         return tickets
 
     def cancel(self, ticket: Ticket) -> None:
@@ -152,10 +167,29 @@ class Worker:
         """Fail what is still here, and end the thread."""
         with self._lock:
             self._stopping = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._commands.put(("stop", None))
         self._thread.join(timeout)
 
-    # -- in the thread -------------------------------------------------------------------------------------------
+    # -- in the threads of the tokenizer -------------------------------------------------------------------------
+
+    def _tokenize(self, prompt: Callable[[], Sequence[int]], tickets: Sequence[Ticket]) -> None:
+        waiting = [ticket for ticket in tickets if ticket.id in self._tickets]
+        if not waiting:
+            return  # the client has gone meanwhile
+        try:
+            tokens = prompt()
+        except BaseException as error:  # a panic of a tokenizer written in Rust is no Exception
+            failed = Failed(error)
+            if not failed.of_the_request:
+                log.error("a prompt could not be tokenized", exc_info=error)
+            for ticket in waiting:
+                self._end(ticket, failed)
+            return
+        for ticket in waiting:
+            self._commands.put(("add", (ticket, tokens)))
+
+    # -- in the thread of the engine -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -168,6 +202,7 @@ class Worker:
                 outputs = self.engine.step()
             except Exception as error:
                 self.errors += 1
+                log.exception("the engine failed")
                 self._fail_all(error)
                 continue
             now = time.monotonic()
@@ -188,17 +223,17 @@ class Worker:
             if command == "cancel":
                 self.engine.cancel(value)
             else:
-                self._add(value)
+                self._add(*value)
 
-    def _add(self, ticket: Ticket) -> None:
+    def _add(self, ticket: Ticket, tokens: Sequence[int]) -> None:
         if ticket.id not in self._tickets:
             return  # cancelled before it came here
         try:
-            tokens = list(ticket.prompt())
             self.engine.add_request(tokens, ticket.params, request_id=ticket.id)
         except Exception as error:
             self._end(ticket, Failed(error))
             return
+        ticket.running = True
         ticket.send(Accepted(len(tokens)))
 
     def _deliver(self, output: StepOutput, now: float) -> None:
@@ -226,7 +261,11 @@ class Worker:
 
     def _fail_all(self, error: Exception) -> None:
         # What happened inside a batch cannot be blamed on one of its requests, whatever its type.
-        failure = error if isinstance(error, StoppedError) else RuntimeError(str(error))
-        for ticket in list(self._tickets.values()):
+        stopped = isinstance(error, StoppedError)
+        failure = error if stopped else RuntimeError(str(error))
+        with self._lock:
+            # Prompts that are being tokenized have no part in a failure of the engine.
+            tickets = [ticket for ticket in self._tickets.values() if stopped or ticket.running]
+        for ticket in tickets:
             self.engine.cancel(ticket.id)
             self._end(ticket, Failed(failure))
