@@ -61,7 +61,7 @@ class SamplingParams:
         min_p: Only tokens at least so many times as likely as the most likely one, 0 for all.
         seed: Of the random numbers of this request, which do not depend on what else runs; None for any.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; 1 for none,
-            otherwise in ``[0.01, 100]``, so that logits stay finite.
+            otherwise from 0.01 to 1e6, so that logits stay finite.
         presence_penalty: Taken from the logits of tokens in the output; 0 for none.
         frequency_penalty: Taken from the logits of tokens in the output for each time they are; 0 for none.
         stop: Texts that end the output, which then ends before them. Needs an engine with a tokenizer.
@@ -119,8 +119,8 @@ class SamplingParams:
         wanted = "be None or an integer of 64 bits"
         _check(seed is None or (_integer(seed) and -(2**63) <= seed < 2**64), "seed", wanted, seed)
         value = self.repetition_penalty
-        wanted = "be in [0.01, 100]"
-        _check(_number(value) and 0.01 <= value <= 100, "repetition_penalty", wanted, value)
+        wanted = "be positive, from 0.01 to 1e+06"
+        _check(_number(value) and 0.01 <= value <= 1e6, "repetition_penalty", wanted, value)
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(_number(value), name, "be a finite number", value)

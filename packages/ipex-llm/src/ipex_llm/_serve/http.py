@@ -31,8 +31,8 @@ class _Protocol(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._asked = _cancelled(self._asked)
-        self._stalled = _cancelled(self._stalled)
+        self._asked = _cancel(self._asked)
+        self._stalled = _cancel(self._stalled)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -51,7 +51,7 @@ class _Protocol(H11Protocol):
         due = self.conn.their_state is h11.IDLE
         due = due or (self.conn.their_state is h11.SEND_BODY and answered)
         if not due or self.transport.is_closing():
-            self._asked = _cancelled(self._asked)
+            self._asked = _cancel(self._asked)
             self._began = False
         elif self._asked is None:
             self._asked = self.loop.call_later(self.timeout, self._expire)
@@ -95,13 +95,15 @@ class _Protocol(H11Protocol):
             self._stalled = self.loop.call_later(self.timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._stalled = _cancelled(self._stalled)
+        self._stalled = _cancel(self._stalled)
         super().resume_writing()
 
 
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+def _cancel(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """Cancel a timer, if there is one; return what is there then: none."""
     if timer is not None:
         timer.cancel()
+    return None
 
 
 def protocol(timeout: float) -> type[asyncio.Protocol]:

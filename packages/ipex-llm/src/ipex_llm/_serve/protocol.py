@@ -52,7 +52,7 @@ class _Common(BaseModel):
     ignore_eos: Flag = False
     presence_penalty: Number = Field(0.0, ge=-2, le=2)
     frequency_penalty: Number = Field(0.0, ge=-2, le=2)
-    repetition_penalty: Number = Field(1.0, ge=0.01, le=100)
+    repetition_penalty: Number = Field(1.0, ge=0.01, le=1e6)
     stream: Flag = False
     stream_options: StreamOptions | None = None
     # Would change the answer, and is not supported: refused unless it has no effect.
