@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ import torch
 from torch import nn
 
 from ipex_core._spec import check
+from ipex_quant._exchange import replacing
 from ipex_quant._files import NAMES, ShardWriter, read_config
 from ipex_quant._int8_saved import describe, is_int8, records, saved
 from ipex_quant._module import WoqLinearModule
@@ -65,7 +65,8 @@ def save(
     """Write a model with weight-only quantised or INT8 layers to a folder.
 
     What is written does not depend on the processor. One module at a time is unpacked. The folder appears when all is
-    written; until then an older one of the same name stays as it is, and after an error too.
+    written; until then an older one of the same name stays as it is, and after an error or a kill too. What a killed
+    process left beside the folder (``.NAME.PID....partial``) is removed by the next call.
 
     Args:
         model: The model.
@@ -84,6 +85,8 @@ def save(
     check(isinstance(model, nn.Module), op, "model", "be a module", type(model).__name__)
     check(shard_bytes > 0, op, "shard_bytes", "be positive", shard_bytes)
     target = Path(folder).absolute()
+    if target.is_symlink():
+        target = target.resolve()
     _check_target(target)
     names = {n: m for n, m in model.named_modules() if isinstance(m, WoqLinearModule)}
     int8 = describe(model)
@@ -93,15 +96,8 @@ def save(
     about = _about(model, names, tied)
     if int8 is not None:
         about.update(format=_FORMATS[1], int8=int8)
-    work = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
+    with replacing(target) as work:
         _write(work, model, shards, about)
-        _exchange(work, target)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
     return (*names, *(int8["modules"] if int8 is not None else ()))
 
 
@@ -266,19 +262,3 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     # Old releases of transformers write that they have chosen the attention; who reads that stays with eager.
     found.pop("_attn_implementation_autoset", None)
     return found
-
-
-def _exchange(work: Path, target: Path) -> None:
-    """Put a complete folder in the place of an older one."""
-    if not target.exists():
-        work.rename(target)
-        return
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    target.rename(old)
-    try:
-        work.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
