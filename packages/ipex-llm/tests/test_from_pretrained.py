@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from small_llama import llama, padded
 from torch import nn
 
+import ipex_llm
 import ipex_quant
 from ipex_llm.integrations import IpexConfig, register_transformers
 
@@ -128,3 +130,35 @@ def test_what_transformers_cannot_do_with_a_saved_model(tmp_path, caplog):
     with pytest.raises(ValueError, match="not serializable"):
         again.save_pretrained(tmp_path / "other")
     assert "ipex.quantization.save(model, folder) writes this model" in caplog.text
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("optimized", [False, True])
+def test_save_pretrained_of_a_quantised_model(tied, optimized, tmp_path, caplog):
+    """It says that it is quantised: transformers made the weights up before, and told so in a log."""
+    model = llama(tie_word_embeddings=tied)
+    qconfig = ipex_quant.woq_qconfig(weight_dtype=ipex_quant.WoqWeightDtype.INT8)
+    if optimized:
+        mapping = ipex_quant.get_weight_only_quant_qconfig_mapping(
+            weight_dtype=ipex_quant.WoqWeightDtype.INT8
+        )
+        model = ipex_llm.optimize(model, dtype=torch.float32, quantization_config=mapping)
+    else:
+        ipex_quant.quantize_linears(model, qconfig, ["lm_head"] if tied else [])
+    model.save_pretrained(tmp_path)
+    ids = padded()["input_ids"]
+    caplog.clear()
+    for again in (
+        ipex_quant.load(tmp_path),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path),
+    ):
+        wanted, got = model.state_dict(), again.state_dict()
+        assert wanted.keys() == got.keys() and all(torch.equal(wanted[k], got[k]) for k in wanted)
+        if not optimized:
+            with torch.no_grad():
+                assert torch.equal(again(ids).logits, model(ids).logits)
+        assert any(isinstance(m, ipex_quant.WeightOnlyQuantizedLinear) for m in again.modules())
+    assert "newly initialized" not in caplog.text
+    copy.deepcopy(model).save_pretrained(tmp_path / "copy")
+    assert (tmp_path / "copy/config.json").read_text() == (tmp_path / "config.json").read_text()
+    assert not hasattr(model.config, "quantization_config")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import pickle
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import ipex_core
 import ipex_quant as q
+from ipex_core.errors import OpArgumentError
 from ipex_llm import _woq_experts
 from ipex_llm._optimize import optimize
 
@@ -194,6 +196,11 @@ def test_save_pretrained(name, tmp_path):
     fast.save_pretrained(tmp_path)
     saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert sum("woq_" in key for key in saved) == sum("woq_" in key for key in fast.state_dict())
+    # Nothing loads quantised experts from a folder: it must not be taken for one of floats.
+    about = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert about["quant_method"] == "ipex" and about["format"] == "state_dict"
+    with pytest.raises(OpArgumentError, match="only load_state_dict can read"):
+        q.load(tmp_path)
 
 
 @needs_stacks

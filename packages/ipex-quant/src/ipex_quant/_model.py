@@ -20,6 +20,7 @@ from ipex_core._spec import check
 from ipex_core.nn import OptimizedLinear
 from ipex_core.nn._leaf import has_hooks
 from ipex_quant._build import as_qconfig
+from ipex_quant._pretrained import describe_saved
 from ipex_quant._weight import packable_group
 from ipex_quant.linear import WeightOnlyQuantizedLinear
 from ipex_quant.qconfig import QConfigWoq
@@ -112,6 +113,7 @@ def quantize_linears(
             replace_module(model, name, replacement)
         done += places
         return_free_memory()
+    describe_saved(model)
     return tuple(done)
 
 

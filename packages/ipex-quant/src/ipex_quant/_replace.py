@@ -14,6 +14,7 @@ from ipex_core._spec import check
 from ipex_quant import WoqWeightDtype
 from ipex_quant._build import as_qconfig, dtype_of
 from ipex_quant._model import replace_module
+from ipex_quant._pretrained import describe_saved
 from ipex_quant._schemes import method_of
 from ipex_quant._weight import QuantizedWeight
 from ipex_quant.checkpoint import linear_from, quantized_names, read_linear
@@ -118,6 +119,7 @@ def replace_linears_from_checkpoint(
     loaded, unused = load_rest(model, rest, exact)
     if not exact:
         finish_meta(model)
+    describe_saved(model)
     return Replaced(tuple(places.values()), tuple(dense), loaded, unused, tuple(sums))
 
 

@@ -18,6 +18,7 @@ from ipex_core.errors import OpArgumentError
 from ipex_quant._files import DAMAGE, CheckpointError, mapped, read_config, weight_files
 from ipex_quant._int8_saved import rebuild, restore_records
 from ipex_quant._model import replace_module
+from ipex_quant._pretrained import UNREADABLE
 from ipex_quant._replace import assign, finish_meta, load_rest, replace_linears_from_checkpoint
 from ipex_quant.checkpoint import quantized_names
 from ipex_quant.qconfig import (
@@ -69,6 +70,10 @@ def load(
     place = Path(folder)
     config = read_config(place)
     what = "be a folder that ipex.quantization.save wrote"
+    given = config.get("quantization_config")
+    if isinstance(given, dict) and given.get("format") == UNREADABLE:
+        got = f"{place}, which save_pretrained of a model wrote that only load_state_dict can read"
+        check(False, op, "folder", what, got)
     check(is_saved(config), op, "folder", what, f"{place} without its quantization_config")
     about = config["quantization_config"]
     method = about.get("quant_method")

@@ -42,12 +42,14 @@ from ipex_quant._module import WoqLinearModule
 __all__ = [
     "VERSION",
     "Kinds",
+    "about",
     "entries",
     "identity",
     "is_saved",
     "model_config",
     "modules",
     "save",
+    "ties",
     "write_json",
 ]
 
@@ -93,11 +95,11 @@ def save(
     known = bool(names) or int8 is not None
     check(known, op, "model", "have quantised layers", type(model).__name__)
     shards, tied = _plan(op, model, shard_bytes)
-    about = _about(model, names, tied)
+    description = about(model, names, tied)
     if int8 is not None:
-        about.update(format=_FORMATS[1], int8=int8)
+        description.update(format=_FORMATS[1], int8=int8)
     with replacing(target) as work:
-        _write(work, model, shards, about)
+        _write(work, model, shards, description)
     return (*names, *(int8["modules"] if int8 is not None else ()))
 
 
@@ -164,6 +166,19 @@ def identity(value: Tensor) -> tuple[Any, ...]:
     return value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
 
 
+def ties(op: str, model: nn.Module) -> dict[str, str]:
+    """Return which names of tensors that are not quantised share the tensor of another."""
+    seen: dict[tuple[Any, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, module in modules(model):
+        if _whole(module):
+            continue
+        for key, value in entries(op, name, module).items():
+            if value.numel() and (first := seen.setdefault(identity(value), key)) != key:
+                tied[key] = first
+    return tied
+
+
 def _plan(
     op: str, model: nn.Module, most: int
 ) -> tuple[list[tuple[list[str], Kinds]], dict[str, str]]:
@@ -191,7 +206,7 @@ def _plan(
     return shards, tied
 
 
-def _about(
+def about(
     model: nn.Module, layers: Mapping[str, WoqLinearModule], tied: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the ``quantization_config``."""
