@@ -271,3 +271,112 @@ def test_bench_on_a_full_disk(folder):
 def test_bad_arguments_of_bench(folder, arguments, message):
     done = run("bench", "--model", folder, *arguments)
     assert done.exit_code == 2 and message in said(done)
+
+
+def changed(folder, target, **changes):
+    """Return a copy of a folder with other entries in its config.json."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    return target
+
+
+@pytest.mark.parametrize("value", [[], "int4", 5])
+def test_quantisation_that_is_no_object(folder, tmp_path, value):
+    wrong = changed(folder, tmp_path / "wrong", quantization_config=value)
+    for arguments in (
+        ["quantize", "--out", tmp_path / "q"],
+        ["generate", "--prompt", "A"],
+        ["bench"],
+    ):
+        done = run(arguments[0], "--model", wrong, *arguments[1:])
+        assert done.exit_code == 2 and "a JSON object as quantization_config" in said(done)
+        assert "Traceback" not in done.output
+
+
+def test_quantisation_that_is_null_is_none(folder, tmp_path):
+    plain = changed(folder, tmp_path / "plain", quantization_config=None)
+    out = tmp_path / "q"
+    assert run("quantize", "--model", plain, "--out", out, "--scheme", "int8").exit_code == 0
+    about = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert about["quant_method"] == "ipex" or about["format"] == "int-quantized"
+    done = run("generate", "--model", plain, "--prompt", "A", "--max-new-tokens", 2)
+    assert done.exit_code == 0, done.output
+
+
+BROKEN = {
+    "vocab_size": 5,
+    "hidden_size": 0,
+    "num_attention_heads": 0,
+    "num_hidden_layers": "two",
+    "intermediate_size": -1,
+    "model_type": "nothing",
+    "rope_parameters": 7,
+}
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("name", BROKEN)
+def test_configs_that_do_not_fit(folder, tmp_path, name, quantised):
+    source = folder
+    if quantised:
+        source = tmp_path / "q"
+        done = run("quantize", "--model", folder, "--out", source, "--scheme", "int8")
+        assert done.exit_code == 0
+    wrong = changed(source, tmp_path / "wrong", **{name: BROKEN[name]})
+    for command in (["generate", "--prompt", "A"], ["bench", "--prompt", 4]):
+        done = run(command[0], "--model", wrong, *command[1:])
+        assert done.exit_code == 2 and "error:" in said(done), done.output
+        assert not isinstance(done.exception, Exception), done.exception
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_more_layers_than_there_are_weights(folder, tmp_path, quantised):
+    source = folder
+    if quantised:
+        source = tmp_path / "q"
+        run("quantize", "--model", folder, "--out", source, "--scheme", "int8")
+    wrong = changed(source, tmp_path / "wrong", num_hidden_layers=3, layer_types=None)
+    done = run("generate", "--model", wrong, "--prompt", "A")
+    assert done.exit_code == 2 and "must have all weights of the model, got no" in said(done)
+    assert "layers.2." in said(done)
+
+
+HUGE = {
+    "width": {"hidden_size": 1 << 21, "head_dim": 64},
+    "vocabulary": {"vocab_size": 1 << 40},
+    "layers": {"num_hidden_layers": 1 << 40},
+    "overflow": {"hidden_size": 1 << 62},
+}
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("name", HUGE)
+def test_configs_that_ask_for_more_than_there_is(folder, tmp_path, name, quantised, monkeypatch):
+    """Terabytes that no file has are refused before anything is allocated."""
+    source = folder
+    if quantised:
+        source = tmp_path / "q"
+        run("quantize", "--model", folder, "--out", source, "--scheme", "int8")
+    wrong = changed(source, tmp_path / "wrong", **HUGE[name])
+
+    def allocate(*args, **kwargs):
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", allocate)
+    monkeypatch.setattr("ipex_llm.utils.load_low_precision_checkpoint", allocate)
+    done = run("generate", "--model", wrong, "--prompt", "A")
+    assert done.exit_code == 2 and "AssertionError" not in said(done), done.output
+    assert "weights of its config.json" in said(done) or "config.json that fits" in said(done)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for %}", "{{ messages[5].x.y }}", "{{ raise_exception('no') }}"]
+)
+def test_a_bad_chat_template(folder, tmp_path, template):
+    bad = changed(folder, tmp_path / "bad")
+    (bad / "chat_template.jinja").unlink(missing_ok=True)
+    path = bad / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    done = run("generate", "--model", bad, "--prompt", "A", "--chat")
+    assert done.exit_code == 2 and "the chat template must take a message" in said(done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 
 import pytest
@@ -43,6 +44,8 @@ def marker(tmp_path, monkeypatch):
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
+    # Its log goes to a stream that another test has closed.
+    monkeypatch.setattr(logging, "raiseExceptions", False)
     return tmp_path / "the_code_ran"
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
-from ipex_quant._files import is_file_name
+from ipex_quant._files import NAMES, is_file_name
 
 __all__ = ["model_config", "quantization_config", "read_file", "tensors"]
 
@@ -137,4 +137,22 @@ def read_file(op: str, path: Path) -> Iterator[tuple[str, Tensor]]:
     check(isinstance(state, dict), op, str(path), "hold a dictionary of tensors", type(state))
     for key, value in state.items():
         check(isinstance(value, torch.Tensor), op, f"{key} of {path}", "be a tensor", type(value))
+        wrong = _wrong(value)
+        check(wrong is None, op, f"{key} of {path}", "be a tensor that safetensors can hold", wrong)
         yield key, value
+
+
+def _wrong(value: Tensor) -> str | None:
+    """Return what is wrong with a tensor of a pickle, where there are more kinds than in safetensors."""
+    if value.layout != torch.strided or value.is_quantized or value.is_nested:
+        return (
+            f"one of layout {value.layout}" if value.layout != torch.strided else "a quantized one"
+        )
+    if value.is_meta:
+        return "one on the meta device"
+    if value.dtype not in NAMES:
+        return f"one of {value.dtype}"
+    # With strides of zero a small file would stand for any amount of memory.
+    if value.numel() * value.itemsize > value.untyped_storage().nbytes():
+        return f"one of shape {list(value.shape)} with {value.untyped_storage().nbytes()} bytes"
+    return None

@@ -36,6 +36,7 @@ __all__ = [
     "read_config",
     "read_header",
     "read_rows",
+    "stored_quantization",
     "weight_files",
 ]
 
@@ -100,6 +101,20 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
         raise CheckpointError(f"{path} must be JSON, got {error}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} must be a JSON object, got {type(found).__name__}")
+    return found
+
+
+def stored_quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the ``quantization_config`` of a config.json, None if it has none.
+
+    Raises:
+        CheckpointError: It is no JSON object.
+    """
+    found = config.get("quantization_config")
+    if found is not None and not isinstance(found, dict):
+        raise CheckpointError(
+            f"{folder} must have a JSON object as quantization_config, got {type(found).__name__}"
+        )
     return found
 
 

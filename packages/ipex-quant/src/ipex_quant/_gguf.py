@@ -177,6 +177,8 @@ class GgufFile:
         if not 0 < dimensions <= _DIMENSIONS:
             raise cursor.fail(f"{dimensions} dimensions of {name}")
         shape = tuple(reversed([cursor.number("Q", name) for _ in range(dimensions)]))
+        if 0 in shape:  # so that none is larger than the file
+            raise cursor.fail(f"no elements of {name}, {list(shape)[:_DIMENSIONS]}")
         kind, start = cursor.number("I", name), cursor.number("Q", name)
         if kind in FLOATS:
             size = math.prod(shape) * FLOATS[kind].itemsize

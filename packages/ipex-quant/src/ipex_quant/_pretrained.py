@@ -99,6 +99,7 @@ def _about(model: nn.Module, folder: Path) -> dict[str, Any] | None:
         )
         for name, first in tied.items()
     }
-    if set(quantized_names(dict.fromkeys(saved))) != set(layers):
+    none: Any = dict.fromkeys(saved)
+    if set(quantized_names(none)) != set(layers):
         return unreadable
     return about(model, layers, tied)

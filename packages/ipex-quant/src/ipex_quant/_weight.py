@@ -19,6 +19,7 @@ Tensor = torch.Tensor
 #: Groups that the packed format can have.
 _SMALLEST, _LARGEST = 16, 256
 _BLOCK = 128
+_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,9 +70,20 @@ class QuantizedWeight:
         text = " or ".join(map(str, expected))
         got = list(self.scales.shape)
         check(got in expected, op, "scales", f"have shape {text}", got)
+        check(
+            self.scales.dtype in _SCALES,
+            op,
+            "scales",
+            "have dtype float32, bfloat16, float16 or float8_e8m0fnu",
+            self.scales.dtype,
+        )
+        check(_finite(self.scales), op, "scales", "be finite", "NaN or infinity")
         if self.zeros is not None:
             zeros = list(self.zeros.shape)
             check(zeros == expected[0], op, "zeros", f"have shape {expected[0]}", zeros)
+            known = self.zeros.dtype in (torch.int8, torch.float32)
+            check(known, op, "zeros", "have dtype int8 or float32", self.zeros.dtype)
+            check(_finite(self.zeros), op, "zeros", "be finite", "NaN or infinity")
         if self.g_idx is not None:
             check(list(self.g_idx.shape) == [k], op, "g_idx", f"have shape [{k}]", self.g_idx.shape)
         if self.bias is not None:
@@ -204,6 +216,15 @@ class QuantizedWeight:
             scales = _repeat(scales, times, count)
             zeros = None if zeros is None else _repeat(zeros, times, count)
         return scales, zeros, part
+
+
+def _finite(values: Tensor) -> bool:
+    """Return whether there is no NaN and no infinity; of exponents, 255 is NaN."""
+    if values.is_meta or values.dtype == torch.int8:
+        return True
+    if values.dtype == torch.float8_e8m0fnu:
+        return not bool((values.view(torch.uint8) == 255).any())
+    return bool(values.isfinite().all())
 
 
 def _as_int8(op: str, zeros: Tensor | None) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch import nn
 from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
 from ipex_quant._files import DAMAGE, CheckpointError, mapped, read_config, weight_files
+from ipex_quant._fits import building, check_fits
 from ipex_quant._int8_saved import rebuild, restore_records
 from ipex_quant._model import replace_module
 from ipex_quant._pretrained import UNREADABLE
@@ -200,9 +201,11 @@ def _make(op: str, folder: Path, config: Mapping[str, Any], trusted: bool) -> nn
         raise OpArgumentError(f"{op}: {folder} must {what}, got {error}{hint}") from error
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
+    with no_init():
+        check_fits(folder, config, lambda: kind(settings), quantized=True)
     # Not on the meta device: buffers that no file has (of rotary embeddings) must be computed. Without initialisation
     # the weights that are replaced are never touched, so they take no memory.
-    with no_init():
+    with no_init(), building(folder):
         model: Any = kind(settings).eval()
     model.tie_weights()
     if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):

@@ -25,6 +25,7 @@ from ipex_quant._files import (
     read_config,
     read_header,
     read_rows,
+    stored_quantization,
     weight_files,
 )
 
@@ -116,8 +117,9 @@ def quantize_folder(
         re.error: One of ``skip`` is no regular expression.
     """
     config = read_config(source)
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "unknown")
+    about = stored_quantization(source, config)
+    if about is not None:
+        method = about.get("quant_method", "unknown")
         raise CheckpointError(f"{source} must not be quantised already, got method {method!r}")
     if config.get("model_type") in _TRANSPOSED:
         raise CheckpointError(
@@ -320,6 +322,7 @@ def _finish(
         and len(item.entry.shape) == 2
         and (_HEADS.search(item.name.removesuffix(".weight")) or not _is_lookup(item.name))
     ]
+    config = {k: v for k, v in config.items() if k != "quantization_config"}  # null
     text = json.dumps({**config, "quantization_config": scheme.config(ignore)}, indent=2)
     (work / "config.json").write_text(text + "\n", encoding="utf-8")
     if shards > 1:

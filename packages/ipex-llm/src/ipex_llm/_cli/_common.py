@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,11 +119,15 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
+    from ipex_quant._files import read_config, stored_quantization
+
+    if (folder / "config.json").is_file():  # which the tokenizer reads too, and trusts
+        stored_quantization(folder, read_config(folder))
     try:
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of its own libraries, and of those that read config.json
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{folder} must have a tokenizer, got: {reason}") from error
 
@@ -138,12 +143,45 @@ def load_stock(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False
     """Return the model of a folder as transformers makes it; its code runs only if it is trusted."""
     import transformers
 
+    from ipex_quant._files import CheckpointError, read_config
+    from ipex_quant._fits import building, check_fits
+    from ipex_quant.loading import no_init
+
     quiet_transformers()
+    with no_init():
+        make = functools.partial(_without_weights, folder, trust_remote_code)
+        check_fits(folder, read_config(folder), make, quantized=False)
     name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=trust_remote_code, **{name: dtype}
-    )
+    with building(folder):
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **{name: dtype},
+        )
+    model, about = loaded
+    missing = sorted(about["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"{folder} must have all weights of the model, got no {missing[0]}{more}"
+        )
     return model.eval()
+
+
+def _without_weights(folder: Path, trust_remote_code: bool) -> Any:
+    """Return the model of a folder without weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trust_remote_code
+    )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    return model
 
 
 def load_model(
@@ -169,12 +207,12 @@ def load_model(
     import torch
 
     import ipex_llm
-    from ipex_quant._files import check_model_folder
+    from ipex_quant._files import check_model_folder, stored_quantization
 
     config = check_model_folder(folder)
     name, weights = DTYPES[dtype]
     float_dtype = getattr(torch, name)
-    if "quantization_config" in config:
+    if stored_quantization(folder, config) is not None:
         return _load_quantized(folder, float_dtype, trust_remote_code)
     options: dict[str, Any] = {}
     if weights is not None:
@@ -194,30 +232,25 @@ def load_model(
 def _load_quantized(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """Build the model without weights and let the optimisation fill it from the folder."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     import ipex_llm
-    from ipex_quant._files import CheckpointError
+    from ipex_quant._files import CheckpointError, read_config
+    from ipex_quant._fits import building, check_fits
     from ipex_quant.loading import no_init
 
+    make = functools.partial(_without_weights, folder, trust_remote_code)
+    with no_init():
+        check_fits(folder, read_config(folder), make, quantized=True)
     checkpoint = ipex_llm.utils.load_low_precision_checkpoint(folder)
-    config = AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=trust_remote_code
-    )
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         # Not on the meta device: buffers that no checkpoint has (of rotary embeddings) must be computed. Without
         # initialisation the weights that are replaced are never touched, so they take no memory.
-        with no_init():
-            model = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code
-            ).eval()
+        with no_init(), building(folder):
+            model = make().eval()
     finally:
         torch.set_default_dtype(before)
-    model.tie_weights()
     # What stays without a value would be noise: every parameter, or parts in its place, must be in the checkpoint.
     layers = {name.rpartition(".")[0] for name in checkpoint[0] if not name.endswith(".bias")}
     missing = [

@@ -95,7 +95,7 @@ def bench(
     console = make_console()
     set_threads(threads)
     with errors():
-        from ipex_quant._files import check_model_folder
+        from ipex_quant._files import check_model_folder, stored_quantization
 
         config = check_model_folder(model)
         context = config.get("max_position_embeddings")
@@ -114,7 +114,7 @@ def bench(
 
         others = busy()
         float_dtype = getattr(torch, DTYPES[dtype][0])
-        quantised = "quantization_config" in config
+        quantised = stored_quantization(model, config) is not None
         console.print("loading", highlight=False)
         reference = (
             load_stock(model, float_dtype, trust_remote_code) if stock and not quantised else None
@@ -157,7 +157,7 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, **config.get("text_config", {})}
+    return {**config, **(config.get("text_config") or {})}
 
 
 def _weight_bytes(config: dict[str, Any], dtype: str, group_size: int | None) -> float:

@@ -95,8 +95,16 @@ def _encode(tokenizer: Any, prompt: str, chat: bool) -> dict[str, Any]:
         return {name: found[name] for name in ("input_ids", "attention_mask")}
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("generate: the tokenizer must have a chat template for --chat, got none")
+    from ipex_quant._files import DAMAGE
+
     messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, *DAMAGE) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(f"generate: the chat template must take a message, got {got}") from error
     found = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     return {name: found[name] for name in ("input_ids", "attention_mask")}
 
