@@ -62,6 +62,33 @@ def test_file_of_ipex(tmp_path: Path) -> None:
         load_low_precision_checkpoint(path)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, of kinds that it means to drop
+@pytest.mark.parametrize("suffix", ["bin", "pt"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.eye(4).to_sparse(), "layout torch.sparse_coo"),
+        (lambda: torch.eye(4).to_sparse_csr(), "layout torch.sparse_csr"),
+        (lambda: torch.empty(1 << 40, device="meta"), "on the meta device"),
+        (lambda: torch.ones(4, dtype=torch.complex64), "torch.complex64"),
+        (lambda: torch.quantize_per_tensor(torch.ones(4), 1.0, 0, torch.qint8), "quantized"),
+        (lambda: torch.ones(1).expand(1 << 42), "with 4 bytes"),
+    ],
+    ids=["sparse", "csr", "meta", "complex", "quantized", "expanded"],
+)
+def test_tensors_that_only_pickles_have(
+    make: Callable[[], torch.Tensor], message: str, suffix: str, tmp_path: Path
+) -> None:
+    state, _ = checkpoint()
+    folder = write(tmp_path / "m", state, GPTQ, 1, suffix="bin")
+    (path,) = folder.glob("*.bin")
+    torch.save({**state, "model.layers.0.self_attn.q_proj.scales": make()}, path)
+    if suffix == "pt":
+        folder = path.rename(folder / "a.pt")
+    with pytest.raises(OpArgumentError, match=f"q_proj.scales of .* {message}"):
+        load_low_precision_checkpoint(folder)
+
+
 def test_configuration_beside(tmp_path: Path) -> None:
     state, _ = checkpoint()
     old = {"bits": 4, "group_size": 16, "desc_act": False}

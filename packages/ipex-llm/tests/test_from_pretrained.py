@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 
 import pytest
@@ -13,7 +14,9 @@ from torch import nn
 
 import ipex_llm
 import ipex_quant
+from ipex_core.errors import OpArgumentError
 from ipex_llm.integrations import IpexConfig, register_transformers
+from ipex_quant._files import CheckpointError
 
 transformers = pytest.importorskip("transformers")
 
@@ -162,3 +165,35 @@ def test_save_pretrained_of_a_quantised_model(tied, optimized, tmp_path, caplog)
     copy.deepcopy(model).save_pretrained(tmp_path / "copy")
     assert (tmp_path / "copy/config.json").read_text() == (tmp_path / "config.json").read_text()
     assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 1 << 21},
+        {"vocab_size": 1 << 40},
+        {"num_hidden_layers": 1 << 40},
+        {"intermediate_size": 1 << 62},
+        {"hidden_size": 0},
+        {"num_attention_heads": 0},
+    ],
+    ids=str,
+)
+def test_load_of_a_config_that_asks_for_more_than_there_is(changes, tmp_path, monkeypatch):
+    """Nothing is made but on the meta device."""
+    model = llama()
+    ipex_quant.quantize_linears(model, ipex_quant.woq_qconfig(weight_dtype=1), progress=False)
+    ipex_quant.save(model, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    made = []
+    init = transformers.LlamaForCausalLM.__init__
+
+    def watched(self, *args, **kwargs):
+        made.append(torch.empty(0).device.type)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", watched)
+    with pytest.raises((CheckpointError, OpArgumentError)):
+        ipex_quant.load(tmp_path)
+    assert set(made) <= {"meta"}

@@ -408,3 +408,80 @@ def test_bad_bytes(method: str, weight: torch.Tensor, message: str) -> None:
     state = {"a.weight": weight, "a.weight_scale": torch.ones(4)}
     with pytest.raises(OpArgumentError, match=message):
         read_linear(state, "a", {"quant_method": method})
+
+
+def _with_scales(kind: str, scales: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return a layer of 8 outputs and 32 inputs with these scales, ``[8]``."""
+    if kind == "gptq":
+        words = torch.zeros(4, 8, dtype=torch.int32)
+        state = {"a.qweight": words, "a.qzeros": words[:1, :1], "a.scales": scales.view(1, 8)}
+        return state, {**GPTQ, "group_size": -1}
+    if kind == "awq":
+        words = torch.zeros(32, 1, dtype=torch.int32)
+        state = {"a.qweight": words, "a.qzeros": words[:1], "a.scales": scales.view(1, 8)}
+        return state, {"quant_method": "awq", "bits": 4, "group_size": -1}
+    if kind == "packed":
+        groups = {"g": {"weights": {"num_bits": 4, "strategy": "channel"}}}
+        words = torch.zeros(8, 4, dtype=torch.int32)
+        state = {"a.weight_packed": words, "a.weight_scale": scales.view(8, 1)}
+        return state, {"quant_method": "compressed-tensors", "config_groups": groups}
+    if kind == "ours":
+        about = torch.tensor([1, 0, 32, -1])
+        from ipex_core._woq_quantize import FORMATS
+
+        about[1] = FORMATS["int8"]
+        codes = torch.zeros(8, 32, dtype=torch.int8)
+        return {"a.qweight": codes, "a.scales": scales.view(8, 1), "a.woq": about}, {
+            "quant_method": "ipex"
+        }
+    dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+    codes = torch.zeros(8, 32).to(dtype)
+    return {"a.weight": codes, "a.weight_scale": scales}, {"quant_method": kind}
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "packed", "int8", "fp8", "ours"])
+def test_scales_that_are_none(kind: str) -> None:
+    good = torch.ones(8)
+    state, config = _with_scales(kind, good.half())
+    assert len(list(read_checkpoint(state, config))) == 1
+    for dtype in (
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+    ):
+        state, config = _with_scales(kind, good.to(dtype))
+        with pytest.raises(OpArgumentError, match=r"scales must (have dtype|be floating)"):
+            list(read_checkpoint(state, config))
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            scales = good.to(dtype)
+            scales[5] = value
+            state, config = _with_scales(kind, scales)
+            with pytest.raises(OpArgumentError, match="scales must be finite"):
+                list(read_checkpoint(state, config))
+
+
+def test_exponents_and_zero_points_that_are_none() -> None:
+    groups = {
+        "g": {
+            "weights": {"num_bits": 4, "type": "float", "group_size": 32},
+            "format": "mxfp4-pack-quantized",
+        }
+    }
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    scales = torch.full((8, 1), 127, dtype=torch.uint8)
+    state = {"a.weight_packed": torch.zeros(8, 16, dtype=torch.uint8), "a.weight_scale": scales}
+    assert len(list(read_checkpoint(state, config))) == 1
+    scales[3] = 255
+    with pytest.raises(OpArgumentError, match="scales must be finite"):
+        list(read_checkpoint(state, config))
+    state, config = _with_scales("ours", torch.ones(8))
+    for zeros, message in (
+        (torch.zeros(8, 1, dtype=torch.int64), "zeros must have dtype int8 or float32"),
+        (torch.full((8, 1), float("nan")), "zeros must be finite"),
+    ):
+        with pytest.raises(OpArgumentError, match=message):
+            list(read_checkpoint({**state, "a.zeros": zeros}, config))

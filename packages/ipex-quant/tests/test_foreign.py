@@ -100,6 +100,17 @@ def test_gguf_rows_without_weights(tmp_path: Path) -> None:
         list(read_checkpoint(*read_gguf(tmp_path / "a.gguf")))
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize(
+    "shape",
+    [(0, 1 << 63), (1 << 63, 0), (1 << 62, 0), (0, 1 << 62), (1 << 62,), (1 << 32, 1 << 32)],
+)
+def test_gguf_shapes_that_no_file_has(kind: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    G.write(tmp_path / "a.gguf", {"a.weight": (kind, shape, b"")})
+    with pytest.raises(OpArgumentError, match="must be a complete GGUF file"):
+        list(read_checkpoint(*read_gguf(tmp_path / "a.gguf")))
+
+
 def test_gguf_in_parts(tmp_path: Path) -> None:
     for i in (1, 2):
         data = G.random_rows("Q8_0", 4, 32, i)

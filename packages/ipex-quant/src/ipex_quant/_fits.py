@@ -32,7 +32,9 @@ def building(folder: Path) -> Iterator[None]:
         raise
     except MemoryError as error:
         raise CheckpointError(f"{folder} must fit the memory, got {error}") from error
-    except Exception as error:  # the checks of transformers and its libraries have errors of their own
+    except (
+        Exception
+    ) as error:  # the checks of transformers and its libraries have errors of their own
         text = str(error).strip().splitlines()
         got = f"{type(error).__name__}: {text[0][:300] if text else ''}"
         raise CheckpointError(
