@@ -185,8 +185,13 @@ HALF = r'"\ud800"'  # half of a surrogate pair: valid JSON, no text
         ('{"prompt": [1, "A"]}', "prompt: must be text"),
         ('{"prompt": [1.0]}', "prompt: must be text"),
         ('{"prompt": {"a": 1}}', "prompt: must be text"),
-        (f'{{"prompt": {HALF}}}', "prompt: must be text"),
-        (f'{{"prompt": ["A", {HALF}]}}', "prompt: must be text"),
+        (f'{{"prompt": {HALF}}}', "half of a surrogate pair"),
+        (f'{{"prompt": ["A", {HALF}]}}', "half of a surrogate pair"),
+        (
+            f'{{"prompt": "A", "stop": {HALF.upper().replace("U", "u")}}}',
+            "half of a surrogate pair",
+        ),
+        (f'{{"prompt": "A", {HALF}: 1}}', "half of a surrogate pair"),
         (json.dumps({"prompt": ["A"] * 17}), "prompt: must have at most 16 prompts, got 17"),
         (json.dumps({"prompt": [[1]] * 17}), "at most 16 prompts, got 17"),
         ('{"prompt": [-1]}', "ids in"),
@@ -219,7 +224,7 @@ HALF = r'"\ud800"'  # half of a surrogate pair: valid JSON, no text
         ('{"prompt": "A", "seed": 99999999999999999999999}', "seed must be"),
         ('{"prompt": "A", "seed": -9223372036854775809}', "seed must be"),
         ('{"prompt": "A", "top_k": 99999999999}', "top_k must be"),
-        ('{"prompt": "A", "logit_bias": {"\\ud800": 1}}', "logit_bias is not supported"),
+        ('{"prompt": "A", "logit_bias": {"5": 1}}', "logit_bias is not supported"),
         ('{"prompt": "A", "prompt": "B"}', "each name must be there once"),
         ('{"prompt": "A", "x": {"a": 1, "a": 2}}', "each name must be there once"),
         (f'{{"prompt": {"[" * 20000}1{"]" * 20000}}}', "nested"),
@@ -242,6 +247,44 @@ def test_bodies_that_are_refused(text, message):
         assert server.worker.unfinished == 0 and not server.runner.batches
 
 
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (json.dumps([1] * 5000), "at most 4096 messages, got 5000"),
+        (json.dumps([{"role": "a", "content": [1] * 5000}]), "at most 4096 parts"),
+        (json.dumps([{"role": "a", "content": [1, 1]}] * 3000), "at most 4096 parts"),
+        ('[{"role": "a", "content": [{"type": "image_url"}]}]', "messages.0.content"),
+        ('[{"role": "a", "content": "\\ud800"}]', "half of a surrogate pair"),
+        ('[{"role": 1, "content": "a"}]', "messages.0.role"),
+        ("[]", "messages: "),
+        ("{}", "messages: "),
+        ("[[]]", "messages.0: "),
+    ],
+)
+def test_messages_that_are_refused(messages, message):
+    """Each wrong element would be an error of its own: half a million took 20 s."""
+    server = Server()
+
+    @server
+    async def _(client):
+        text = f'{{"messages": {messages}}}'
+        response = await client.post("/v1/chat/completions", content=text, headers=JSON)
+        assert response.status_code == 400
+        assert message in error_of(response)["message"] and len(response.text) < 1000
+
+
+def test_the_collector_runs_again_after_a_body():
+    import gc
+
+    server = Server()
+
+    @server
+    async def _(client):
+        for text in ('{"prompt": "A"}', "{"):
+            await client.post("/v1/completions", content=text, headers=JSON)
+            assert gc.isenabled()
+
+
 def test_odd_requests_that_are_fine():
     server = Server()
 
@@ -261,6 +304,9 @@ def test_odd_requests_that_are_fine():
         for body in ('{"prompt": "A"}', '{"prompt": "\\u0041"}'):
             response = await client.post("/v1/completions", content=body, headers=headers)
             assert response.status_code == 200
+        emoji = '{"prompt": "A", "user": "\\ud83d\\ude00"}'  # a whole pair
+        response = await client.post("/v1/completions", content=emoji, headers=JSON)
+        assert response.status_code == 200
 
 
 def test_bodies_of_pages_of_other_sites_are_refused():
@@ -518,6 +564,8 @@ def test_a_client_that_takes_nothing_is_let_go():
             await until(lambda: live.server.server_state.tasks)
             await until(lambda: not live.server.server_state.tasks)
             assert server.worker.unfinished == 0
+            await until(lambda: not server.worker.engine.has_work)
+            assert server.worker.engine.stats().blocks_held == 0
             writer.close()
 
     run(main)

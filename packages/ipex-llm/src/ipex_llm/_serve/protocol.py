@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 from ipex_core.errors import MissingComponentError
@@ -22,8 +25,8 @@ __all__ = ["ChatRequest", "CompletionRequest", "Message", "read_body", "sampling
 
 #: Most choices and prompts of one request.
 MAX_CHOICES = 16
-#: Most messages of a conversation, and most parts of a message.
-MAX_MESSAGES, MAX_PARTS = 4096, 1024
+#: Most messages of a conversation, and most parts of all of them.
+MAX_MESSAGES, MAX_PARTS = 4096, 4096
 
 #: JSON has numbers, texts and truth values; one is not taken for another.
 Number = Annotated[float, Field(strict=True)]
@@ -47,8 +50,8 @@ class _Common(BaseModel):
     min_p: Number = Field(0.0, ge=0, le=1)
     seed: Integer | None = None
     n: Integer = Field(1, ge=1, le=MAX_CHOICES)
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP)] | None = None
-    stop_token_ids: list[Integer] = Field([], max_length=MAX_STOP_TOKENS)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Integer] = []
     ignore_eos: Flag = False
     presence_penalty: Number = Field(0.0, ge=-2, le=2)
     frequency_penalty: Number = Field(0.0, ge=-2, le=2)
@@ -57,6 +60,16 @@ class _Common(BaseModel):
     stream_options: StreamOptions | None = None
     # Would change the answer, and is not supported: refused unless it has no effect.
     logit_bias: Any = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _few_stops(cls, value: Any) -> Any:
+        return _short(value, MAX_STOP, "strings")
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _few_tokens(cls, value: Any) -> Any:
+        return _short(value, MAX_STOP_TOKENS, "tokens")
 
 
 class CompletionRequest(_Common):
@@ -119,7 +132,7 @@ class Message(BaseModel):
     """One message of a conversation."""
 
     role: str
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    content: str | list[TextPart] | None = None
 
     def plain(self) -> dict[str, str]:
         """Return the message as chat templates take it."""
@@ -131,12 +144,18 @@ class Message(BaseModel):
 class ChatRequest(_Common):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Annotated[Integer, Field(ge=1)] | None = None
     logprobs: Flag = False
     top_logprobs: Integer = Field(0, ge=0, le=20)
     tools: Any = None
     functions: Any = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        return _short(value, MAX_MESSAGES, "messages", MAX_PARTS)
+
     response_format: dict[str, Any] | None = None
 
     def refused(self) -> str | None:
@@ -190,16 +209,27 @@ def sampling_params(
     )
 
 
+def _short(value: Any, most: int, name: str, parts: int | None = None) -> Any:
+    """Return a list, after a check of its length: pydantic reads all elements before it looks at that."""
+    if isinstance(value, list):
+        if len(value) > most:
+            what = f"must have at most {most} {name}, got {len(value)}"
+            raise PydanticCustomError("length", what)  # type: ignore[arg-type]
+        if parts is not None:
+            contents = [part.get("content") for part in value if isinstance(part, dict)]
+            count = sum(len(content) for content in contents if isinstance(content, list))
+            if count > parts:
+                what = f"must have at most {parts} parts, got {count}"
+                raise PydanticCustomError("length", what)  # type: ignore[arg-type]
+    return value
+
+
 def _text(value: Any) -> bool:
-    """Return whether it is text that can be written in UTF-8, which the halves of a surrogate pair cannot."""
-    try:
-        return type(value) is str and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
+    return type(value) is str
 
 
 def _ids(value: Any) -> bool:
-    return type(value) is list and all(type(token) is int for token in value)
+    return type(value) is list and set(map(type, value)) <= {int}
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -214,6 +244,18 @@ def _constant(name: str) -> Any:
     raise ValueError(f"numbers must be finite, got {name}")
 
 
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Let no garbage be collected: a megabyte of empty lists has it look at all of the process again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 async def read_body(kind: type[Body], request: Request) -> Body:
     """Return the body of a request.
 
@@ -226,13 +268,19 @@ async def read_body(kind: type[Body], request: Request) -> Body:
         # Pages of other sites can send other types here without asking.
         raise ApiError(400, "Content-Type must be application/json", param="body")
     try:
-        found = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant
-        )
+        with _collector_paused():
+            found = json.loads(
+                data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant
+            )
+        if b"\\ud" in data or b"\\uD" in data:  # may be half of a surrogate pair, which is no text
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         text = (
             f"body: must be JSON in UTF-8, got the byte {data[error.start]:#04x} at {error.start}"
         )
+        raise ApiError(400, text, param="body") from None
+    except UnicodeEncodeError:
+        text = "body: must be JSON of valid Unicode, got half of a surrogate pair"
         raise ApiError(400, text, param="body") from None
     except RecursionError:
         raise ApiError(400, "body: must be JSON that is not nested deeply", param="body") from None
