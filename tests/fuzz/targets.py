@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mutate
 import torch
@@ -323,6 +323,44 @@ def run_command(data: bytes, folder: Path) -> None:
                 app(words[1:], prog_name="ipex")
 
 
+def request_seeds() -> Iterable[bytes]:
+    common = {"model": "m", "max_tokens": 4, "temperature": 0.5, "seed": -1, "n": 2, "stop": ["a"]}
+    more = {"stop_token_ids": [1], "stream": True, "stream_options": {"include_usage": True}}
+    parts = [{"type": "text", "text": "A"}]
+    messages = [{"role": "system", "content": "A"}, {"role": "user", "content": parts}]
+    for prompt in ("A", ["A", "B"], [1, 2], [[1], [2]]):
+        yield json.dumps({**common, **more, "prompt": prompt, "logprobs": 2}).encode()
+    yield json.dumps({**common, "messages": messages, "top_logprobs": 2}).encode()
+
+
+def read_request(data: bytes, folder: Path) -> None:
+    """Read the body of a request to the server, of both kinds."""
+    import asyncio
+
+    from ipex_llm._serve.errors import ApiError
+    from ipex_llm._serve.protocol import ChatRequest, CompletionRequest, read_body, sampling_params
+
+    class Request:
+        headers: ClassVar[dict[str, str]] = {"content-type": "application/json"}
+
+        async def body(self) -> bytes:
+            return data
+
+    request: Any = Request()
+    for kind in (CompletionRequest, ChatRequest):
+        try:
+            body: Any = asyncio.run(read_body(kind, request))
+            prompts = (
+                body.prompts() if kind is CompletionRequest else [m.plain() for m in body.messages]
+            )
+            json.dumps(prompts, ensure_ascii=False).encode()
+            assert body.refused() is None or isinstance(body.refused(), str)
+            with contextlib.suppress(ValueError):
+                sampling_params(body, 0, 100, 16)
+        except ApiError as error:
+            assert error.status == 400 and len(error.json()) < 1000
+
+
 # -- ops ------------------------------------------------------------------------------------------------------
 
 #: What stock torch raises for arguments of the wrong kind, or for sizes that no machine has.
@@ -380,5 +418,6 @@ TARGETS = {
     "yaml": Target(read_yaml, mutate.change_lines, needs=("yaml", "ipex_runtime")),
     "environment": Target(read_environment, mutate.change_lines),
     "command": Target(run_command, needs=("ipex", "ipex_runtime")),
+    "request": Target(read_request, seeds=request_seeds, needs=("ipex_llm", "fastapi")),
     "op": Target(run_op, op_numbers, lambda: [b"0"]),
 }
