@@ -6,10 +6,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
+from ipex_core.errors import MissingComponentError
 from ipex_llm._serve.errors import ApiError
+
+try:
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError as _error:
+    raise MissingComponentError("the server needs uvicorn: pip install 'ipex[serve]'") from _error
 
 __all__ = ["protocol"]
 
