@@ -44,6 +44,9 @@ class Call:
             else a
             for a in self.sample.args
         ]
+        names = [argument.name for argument in self.spec.op.default._schema.arguments]
+        # No op overwrites a leaf.
+        args = [a * 1 if n in self.spec.mutates else a for n, a in zip(names, args, strict=False)]
         return floats(self.spec.op(*args, **self.sample.kwargs))
 
     def weighted(self, weights: list[Tensor]) -> Any:

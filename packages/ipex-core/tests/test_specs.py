@@ -123,7 +123,10 @@ def test_gradients_flow(op):
         return value
 
     args = [leaf(a) for a in sample.args]
-    out = spec.op(*args, **sample.kwargs)
+    names = [argument.name for argument in spec.op.default._schema.arguments]
+    # No op overwrites a leaf.
+    given = [a * 1 if n in spec.mutates else a for n, a in zip(names, args, strict=False)]
+    out = spec.op(*given, **sample.kwargs)
     out = out if isinstance(out, tuple) else (out,)
     sum(o.float().sum() for o in out).backward()
     for a in flat(args):
@@ -238,6 +241,41 @@ def test_op_without_a_derivative_raises_in_backward():
             out.sum().backward()
     finally:
         _spec._SPECS.pop("test_no_backward", None)
+
+
+def test_op_that_writes_without_a_derivative():
+    """As torch's own ops in place: a leaf is refused at once, other values where a gradient is asked for."""
+
+    def reference(to, x):
+        to.add_(x)
+
+    spec = OpSpec(
+        name="test_writes",
+        schema="(Tensor(a!) to, Tensor x) -> ()",
+        reference=reference,
+        check=lambda to, x: None,
+        fake=lambda to, x: None,
+        samples=lambda dtype: [],
+        backward=None,
+    )
+    try:
+        register(spec)
+        x = torch.ones(3, requires_grad=True)
+        with pytest.raises(RuntimeError, match=r"test_writes: .* leaf .* torch\.no_grad\(\)"):
+            spec.op(x, torch.ones(3))
+        to = torch.ones(3)
+        product = to * x  # needs `to` as it is now
+        spec.op(to, x)
+        assert to.tolist() == [2, 2, 2]
+        first = to.grad_fn
+        spec.op(to, x)
+        assert to.grad_fn is first  # no chain that grows with each step
+        with pytest.raises(RuntimeError, match="test_writes: is not differentiable"):
+            to.sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+    finally:
+        _spec._SPECS.pop("test_writes", None)
 
 
 def test_strict_mode_forbids_the_reference():

@@ -118,8 +118,63 @@ def test_norm_errors():
         fn.fast_layer_norm(x, (), None, None, 1e-5)
     with pytest.raises(ValueError, match=r"bias must have shape \[8\], got \[7\]"):
         fn.fast_layer_norm(x, (8,), weight, torch.ones(7), 1e-5)
-    with torch.enable_grad(), pytest.raises(RuntimeError, match="not differentiable"):
-        fn.add_rms_norm(x, x, weight.clone().requires_grad_(), None, 1e-6, True)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="a leaf Variable that requires"):
+        fn.add_rms_norm(x.clone().requires_grad_(), x, weight, None, 1e-6, True)
+
+
+def test_norms_in_place_with_parameters():
+    """torch's rules for operations in place hold: a parameter that is only read is no error."""
+    x, residual = torch.randn(3, 8), torch.randn(3, 8)
+    for name, plain in (("add_rms_norm", rms), ("add_layer_norm", layer_norm)):
+        with torch.enable_grad():
+            weight = torch.nn.Parameter(torch.randn(8))
+            scale = torch.ones(8, requires_grad=True)
+            total = residual.clone()
+            y = getattr(fn, name)(total, x * scale, weight, None, 1e-6, True)
+            got = torch.autograd.grad(y.sum() + total.square().sum(), (weight, scale))
+            both = residual + x * scale
+            loss = plain(both, weight).sum() + both.square().sum()
+            want = torch.autograd.grad(loss, (weight, scale))
+            same = x.clone()
+            getattr(fn, name)(same, same, weight, None, 1e-6, True)
+        close(total, residual + x)
+        close(same, 2 * x)
+        for a, b in zip(got, want, strict=True):
+            close(a, b)
+    with torch.enable_grad():
+        total = residual.clone()
+        y = fn.add_rms_norm(total, x * scale, weight, None, 1e-6, True)
+        fn.add_rms_norm(total, x, weight, None, 1e-6, True)  # its derivative needs what was there
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def layer_norm(x, weight):
+    return torch.nn.functional.layer_norm(x, (8,), weight, None, 1e-6)
+
+
+def test_cached_attention_with_parameters():
+    """Outside of no_grad the cached steps run; only a backward pass through them is an error."""
+
+    def steps():
+        torch.manual_seed(3)
+        past, out = None, None
+        for offset, tokens in ((0, 3), (3, 1), (4, 1)):
+            q, k, v = (torch.nn.Parameter(torch.randn(1, tokens, 2, 4)) for _ in range(3))
+            mask = torch.zeros(1, 1, tokens, offset + tokens)
+            out, _, past = fn.indirect_access_kv_cache_attention(
+                q, k, v, 2.0, past, None, mask, text_max_length=8
+            )
+        return out, past
+
+    with torch.no_grad():
+        want, _ = steps()
+    with torch.enable_grad():
+        got, past = steps()
+        close(got.detach(), want)
+        for value in (got, past[1]):
+            with pytest.raises(RuntimeError, match="is not differentiable"):
+                value.sum().backward()
 
 
 def test_norms_have_gradients():

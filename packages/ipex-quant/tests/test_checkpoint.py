@@ -310,6 +310,11 @@ def test_from_weight_awq_and_defaults() -> None:
         *parts, group_size=16, quant_method=QuantMethod.AWQ_GEMM
     )
     assert torch.equal(layer.dequantize(), wanted)
+    other = WeightOnlyQuantizedLinear.from_weight(  # IPEX does not read these two numbers
+        *parts[:3], 786, 1024, group_size=16, quant_method=QuantMethod.AWQ_GEMM
+    )
+    assert (other.in_features, other.out_features) == (64, 40)
+    assert torch.equal(other.dequantize(), wanted)
     assert layer.lowp_mode is WoqLowpMode.BF16
     second, wanted = P.gptq(second=True)
     parts = (second["qweight"], second["scales"], second["qzeros"], 64, 40)

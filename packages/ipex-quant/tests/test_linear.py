@@ -388,6 +388,32 @@ def test_from_float_and_qweight() -> None:
     assert WoqWeightFormat.AWQ_FORMAT == 2
 
 
+def test_from_float_and_qweight_with_packed_zeros() -> None:
+    """int32 zero points with eight in a word, as GPTQ's files become after a turn, with and without g_idx."""
+    group, k, n = 16, 256, 24
+    groups = k // group
+    linear: Any = nn.Linear(k, n)
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    scales = torch.rand(n, groups)
+    zeros = torch.randint(0, 16, (n, groups), dtype=torch.int32)
+    words = torch.zeros(n, groups // 8, dtype=torch.int32)
+    for i in range(groups):
+        words[:, i // 8] |= zeros[:, i] << (4 * (i % 8))
+    for g_idx in (None, torch.arange(groups).repeat(group)):
+        got, want = (
+            WeightOnlyQuantizedLinear.from_float_and_qweight(
+                linear, codes, D.INT4, scales, points, None, group, g_idx
+            )
+            for points in (words, zeros)
+        )
+        assert torch.equal(got.packed_weight, want.packed_weight)  # type: ignore[arg-type]
+        assert torch.equal(want.quantized_weight().zeros.int(), zeros)  # type: ignore[union-attr]
+    got = WeightOnlyQuantizedLinear.from_float_and_qweight(
+        linear, codes, D.INT4, scales[:, 0], zeros[:, 0]
+    )
+    assert torch.equal(got.quantized_weight().zeros.int(), zeros[:, :1])  # type: ignore[union-attr]
+
+
 def test_quantized_weight_checks() -> None:
     codes = torch.zeros(4, 8, dtype=torch.int8)
     with pytest.raises(OpArgumentError, match=r"scales must have shape \[4, 1\], got \[3, 1\]"):

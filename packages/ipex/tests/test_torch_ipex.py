@@ -170,6 +170,47 @@ def test_dequantize():
     assert torch.equal(got, again)
 
 
+@pytest.mark.parametrize("lowp_mode", [0, 3])
+def test_woq_of_public_quantizers(lowp_mode):
+    """What `quantize_per_block` and `quantize_per_channel` return fits the ops as it is, lists included."""
+    from ipex_quant import (
+        WoqWeightDtype,
+        dequantize_per_block,
+        quantize_per_block,
+        quantize_per_channel,
+    )
+
+    n, k = 48, 64
+    weight, x = torch.randn(n, k) * 0.1 + 0.02, torch.randn(5, k)
+    codes, scales, zeros = quantize_per_block(weight, WoqWeightDtype.INT4, 32)
+    assert zeros.dtype == torch.int32
+    exact = dequantize_per_block(codes, scales, zeros, WoqWeightDtype.INT4, 32, [n, k])
+    rest = (None, None, 32, lowp_mode)
+    packed, scale_list, zero_list, biases, other = PREPACK.woq_linear_pack_weight(
+        codes, "int4", [n, k], scales, zeros, *rest
+    )
+    again = PREPACK.woq_linear_pack_weight(codes, "int4", [n, k], scale_list, zero_list, *rest)[0]
+    assert torch.equal(again, packed)
+    for qweight in (packed, codes):
+        got = OPS.woq_linear(x, qweight, "int4", [n, k], scale_list, zero_list, *rest, 7, other)
+        want, near = x @ exact.T, 5e-2 if lowp_mode else 1e-4
+        torch.testing.assert_close(got, want, rtol=near, atol=near)
+    codes, scales, zeros = quantize_per_channel(weight, WoqWeightDtype.INT4)
+    rest = (None, None, -1, lowp_mode)
+    packed = PREPACK.woq_linear_pack_weight(codes, "int4", [n, k], scales, zeros, *rest)[0]
+    assert torch.equal(PREPACK.woq_linear_unpack_weight(packed, "int4", [n, k], lowp_mode), codes)
+
+
+def test_dequantize_nf4_with_scales_per_channel():
+    from ipex_quant import WoqWeightDtype, dequantize_per_channel, quantize_per_channel
+
+    weight = torch.randn(32, 64)
+    codes, scales, _ = quantize_per_channel(weight, WoqWeightDtype.NF4, sym_quant=True)
+    assert scales.shape == (32,)
+    want = dequantize_per_channel(codes, scales, None, WoqWeightDtype.NF4, [32, 64])
+    assert torch.equal(OPS.dequantize_nf4(codes, scales, -1, torch.float32), want)
+
+
 def test_caches():
     blocks, heads, size, block_size = 4, 2, 32, 16
     key_cache = torch.zeros(blocks, heads, block_size, size)

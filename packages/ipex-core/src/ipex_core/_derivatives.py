@@ -12,7 +12,14 @@ from torch.autograd import forward_ad
 if TYPE_CHECKING:
     from ipex_core._spec import OpSpec
 
-__all__ = ["VjpOfReference", "differentiate_reference", "flattened", "has_tangent"]
+__all__ = [
+    "VjpOfReference",
+    "check_not_leaf",
+    "differentiate_reference",
+    "flattened",
+    "has_tangent",
+    "mark_overwritten",
+]
 
 
 def has_tangent(args: Iterable[Any]) -> bool:
@@ -40,8 +47,12 @@ def differentiate_reference(spec: OpSpec, args: Sequence[Any], run: Callable[[],
     output = None if spec.mutates else run()
     outputs = output if isinstance(output, tuple) else (output,)
     if any(o is None or o.is_floating_point() for o in outputs):
-        raise RuntimeError(f"{spec.name}: is not differentiable; call it on detached tensors")
+        raise _not_differentiable(spec.name)
     return output
+
+
+def _not_differentiable(op: str) -> RuntimeError:
+    return RuntimeError(f"{op}: is not differentiable; call it on detached tensors")
 
 
 def flattened(args: Sequence[Any]) -> tuple[list[Any], list[int]]:
@@ -78,18 +89,21 @@ class VjpOfReference(torch.autograd.Function):
         ctx.counts = counts
         ctx.tensors = [isinstance(value, torch.Tensor) for value in flat]
         ctx.constants = [None if t else v for v, t in zip(flat, ctx.tensors, strict=True)]
-        ctx.save_for_backward(*(v for v in flat if isinstance(v, torch.Tensor)))
+        if spec.backward is not None:
+            ctx.save_for_backward(*(v for v in flat if isinstance(v, torch.Tensor)))
         with torch._C._AutoDispatchBelowAutograd():
             output = redispatch(keyset, *_nested(flat, counts))
         outputs = output if isinstance(output, tuple) else (output,)
-        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+        ctx.mark_non_differentiable(
+            *(o for o in outputs if o is not None and not o.is_floating_point())
+        )
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         spec = ctx.spec
         if spec.backward is None:
-            raise RuntimeError(f"{spec.name}: is not differentiable; call it on detached tensors")
+            raise _not_differentiable(spec.name)
         saved = iter(ctx.saved_tensors)
         inputs: list[Any] = []
         wanted: list[int] = []
@@ -125,3 +139,52 @@ class VjpOfReference(torch.autograd.Function):
             for index, grad in zip(wanted, found, strict=True):
                 result[index] = grad
         return (None, None, None, None, *result)
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def check_not_leaf(op: str, written: Iterable[Any]) -> None:
+    """Raise for a leaf that requires a gradient among the tensors that an op overwrites, as torch's own ops do."""
+    for value in _tensors(written):
+        if value.requires_grad and value.is_leaf:
+            raise RuntimeError(
+                f"{op}: is not differentiable and would overwrite a leaf that requires a gradient;"
+                " call it under torch.no_grad()"
+            )
+
+
+def mark_overwritten(op: str, written: Iterable[Any], inputs: Sequence[Any]) -> None:
+    """Let a backward pass that needs the values of overwritten tensors raise, whether old or new.
+
+    Args:
+        op: Name of the op, for the message.
+        written: The tensors, or lists of them.
+        inputs: All tensors that the new values depend on.
+    """
+    wanted = [v for v in _tensors(inputs) if v.requires_grad]
+    for value in _tensors(written):
+        # A cache is overwritten at each step: one mark is enough, more would be a chain without end.
+        if value.is_floating_point() and type(value.grad_fn).__name__ != "_OverwrittenBackward":
+            _Overwritten.apply(op, value, *wanted)  # type: ignore[no-untyped-call]
+        else:
+            torch.autograd.graph.increment_version(value)
+
+
+class _Overwritten(torch.autograd.Function):
+    """The history of a tensor that an op without derivative has written to."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, value: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.op = op
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise _not_differentiable(ctx.op)

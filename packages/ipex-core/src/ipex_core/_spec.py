@@ -21,9 +21,11 @@ from torch.library import Library
 
 from ipex_core._derivatives import (
     VjpOfReference,
+    check_not_leaf,
     differentiate_reference,
     flattened,
     has_tangent,
+    mark_overwritten,
 )
 from ipex_core.errors import KernelApiError, OpArgumentError
 
@@ -84,8 +86,7 @@ class OpSpec:
     Attributes:
         name: Name under ``torch.ops.ipex``.
         schema: Schema without the name: ``"(Tensor x, float eps) -> Tensor"``. An op that writes to an argument,
-            ``"(Tensor(a!) cache, Tensor rows) -> ()"``, returns nothing or new tensors, never an alias, and has no
-            derivative.
+            ``"(Tensor(a!) cache, Tensor rows) -> ()"``, returns nothing or new tensors, never an alias.
         reference: The op in plain PyTorch, for any device. It is the meaning of the op.
         check: Validates the arguments; raises `OpArgumentError`. Kernels repeat the same checks with the same text.
         fake: Shapes, dtypes and strides of the result, without data.
@@ -94,8 +95,9 @@ class OpSpec:
         stock_args: Turns arguments of the op into those of ``stock``, outside the timing (a packed weight into a plain
             one). None where they are the same.
         dtypes: Dtypes of the leading tensor argument that the op accepts.
-        backward: ``"reference"`` differentiates the reference; ``None`` makes ``requires_grad`` an error. A function
-            computes the gradients itself: it is called with the gradients of the outputs and then with the arguments,
+        backward: ``"reference"`` differentiates the reference; ``None`` makes the backward pass an error. An op that
+            writes to an argument has one of these two. With ``"reference"`` the reference runs in the place of the
+            kernel where a gradient is wanted, so torch's rules for operations in place hold. A function computes the gradients itself: it is called with the gradients of the outputs and then with the arguments,
             and returns a gradient or None for each argument (a list of them for an argument that is a list).
         autocast: What happens to floating inputs inside ``torch.autocast``: ``"lower_precision"``, ``"float32"``;
             ``"lower_precision_unless_packed"``, for an op whose weight may be packed (uint8) in a dtype of its own;
@@ -203,9 +205,9 @@ def register(spec: OpSpec) -> OpSpec:
     """
     if spec.name in _SPECS:
         raise ValueError(f"op {spec.name!r} is registered twice")
-    if spec.mutates and (spec.backward is not None or spec.autocast is not None):
+    if spec.mutates and (callable(spec.backward) or spec.autocast is not None):
         raise ValueError(
-            f"op {spec.name!r} writes to its arguments: backward and autocast must be None"
+            f"op {spec.name!r} writes to its arguments: backward must be 'reference' or None, autocast None"
         )
     define(spec.name + spec.schema)
     overload = spec.op.default
@@ -280,6 +282,8 @@ def _autograd_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
     any_requires_grad = torch._C._any_requires_grad
     grad_enabled = torch.is_grad_enabled
     transformed = torch._C._are_functorch_transforms_active
+    names = [argument.name for argument in overload._schema.arguments]
+    mutated = [names.index(name) for name in spec.mutates]
 
     def kernel(keyset: Any, *args: Any) -> Any:
         recorded = grad_enabled() and any_requires_grad(*args)
@@ -291,12 +295,17 @@ def _autograd_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
                     spec, args, lambda: redispatch(keyset & below, *args)
                 )
         elif recorded:
-            if spec.mutates:
-                raise RuntimeError(
-                    f"{spec.name}: is not differentiable; call it under torch.no_grad()"
-                )
+            if spec.mutates and spec.backward is not None:
+                _check_present(spec, args)
+                spec.check(*args)
+                return spec.reference(*args)
+            written = [args[i] for i in mutated if i < len(args)]
+            check_not_leaf(spec.name, written)
             flat, counts = flattened(args)
-            return VjpOfReference.apply(spec, redispatch, keyset & below, counts, *flat)  # type: ignore[no-untyped-call]
+            output = VjpOfReference.apply(spec, redispatch, keyset & below, counts, *flat)  # type: ignore[no-untyped-call]
+            if written:
+                mark_overwritten(spec.name, written, flat)
+            return output
         try:
             return redispatch(keyset & below, *args)
         except RuntimeError:

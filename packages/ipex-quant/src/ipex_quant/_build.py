@@ -10,6 +10,7 @@ from torch import nn
 
 from ipex_core._spec import check
 from ipex_core.nn._state import plain_weight
+from ipex_quant._layouts import unpack_words
 from ipex_quant._weight import QuantizedWeight
 from ipex_quant.qconfig import (
     QConfigWoq,
@@ -116,6 +117,11 @@ def plain_codes(
     form = weight_format(kind)
     scales = scales.unsqueeze(1) if scales.dim() == 1 else scales
     if zeros is not None:
-        zeros = _zeros(zeros.unsqueeze(1) if zeros.dim() == 1 else zeros)
+        zeros = zeros.unsqueeze(1) if zeros.dim() == 1 else zeros
+        groups = scales.shape[-1]
+        if form == "int4" and zeros.dtype == torch.int32 and zeros.shape[-1] == -(-groups // 8):
+            # Eight in a word. Of one group's the word is the zero point itself.
+            zeros = unpack_words(zeros.t().contiguous(), 4, groups).t().contiguous()
+        zeros = _zeros(zeros)
     g_idx = None if g_idx is None else g_idx.to(torch.int32)
     return QuantizedWeight(form, in_features, qweight, scales, zeros, group_size, g_idx, bias, op)

@@ -145,7 +145,8 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
             qweight: Codes in the layout that ``weight_format`` names.
             dtype: The `WoqWeightDtype` of the codes.
             scales: ``[N, G]``, or ``[N]`` for one group; GPTQ and AWQ: ``[G, N]``.
-            zero_points: ``[N, G]`` or ``[N]``, or None; GPTQ and AWQ: packed like the codes.
+            zero_points: ``[N, G]`` or ``[N]``, or for INT4 int32 ``[N, ceil(G / 8)]`` with eight in a word, the first
+                lowest; or None. GPTQ and AWQ: packed like the codes.
             bias: ``[N]``, or None for that of ``mod``.
             group_size: Input features that share a scale, or -1.
             g_idx: int32 ``[K]``, the group of each input feature, or None.
@@ -266,8 +267,9 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
             qweight: int32 ``[K / 8, N]`` (GPTQ) or ``[K, N / 8]`` (AWQ).
             scales: ``[G, N]``.
             zero_points: int32 ``[G, N / 8]`` (GPTQ: less one), or None where all are 8.
-            in_features: K; for GPTQ also the rows of ``qweight``, which vLLM passes.
-            out_features: N.
+            in_features: K; for GPTQ also the rows of ``qweight``, which vLLM passes. For AWQ the tensors say it, as in
+                IPEX, and this number is not read.
+            out_features: N; for AWQ likewise.
             qconfig: A `QConfigWoq`, or a mapping with one as global; None means ``lowp_mode=BF16``.
             bias: ``[N]``, or None.
             group_size: Input features that share a scale, or -1.
@@ -300,6 +302,7 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
         else:
             check(g_idx is None or not g_idx.numel(), op, "g_idx", "be None for AWQ", "a tensor")
             weight = awq_weight(qweight, scales, zero_points, group_size=group_size, bias=bias)
+            in_features, out_features = weight.in_features, weight.out_features
         result = cls(in_features, out_features, False, WoqWeightDtype.INT4, qconfig)
         result.set_weight(weight)
         return result

@@ -253,7 +253,6 @@ register(
         fake=_fake,
         samples=_add_samples,
         stock=_in_place_stock,
-        backward=None,
         tolerance=_TOLERANCE,
         bench=_add_bench,
         summary="Residual addition in place followed by layer normalisation",

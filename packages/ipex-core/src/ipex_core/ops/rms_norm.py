@@ -235,7 +235,6 @@ register(
         fake=_fake,
         samples=_in_place_samples,
         stock=_in_place_stock,
-        backward=None,
         bench=_add_bench,
         summary="Residual addition in place followed by RMS normalisation",
     )

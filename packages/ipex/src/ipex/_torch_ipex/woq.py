@@ -59,18 +59,41 @@ def _mode(op: str, name: str, names: Sequence[str], value: int) -> str:
     return names[value]
 
 
-@alias_op(
-    "woq_linear_pack_weight(Tensor W, str W_dtype, int[] W_shape, Tensor scales,"
-    " Tensor? zero_points, Tensor? B, Tensor? g_idx, int group_size, int lowp_mode)"
-    " -> (Tensor, Tensor[], Tensor[]?, Tensor[]?, Tensor?)",
-    "ipex_prepack",
+def _columns(values: Tensor) -> Tensor:
+    """Return ``[N, G]`` scales or zero points; ``[N]`` are those of one group."""
+    return values.unsqueeze(1) if values.dim() == 1 else values
+
+
+def _zeros(zeros: Tensor | None) -> Tensor | None:
+    """Return zero points in a dtype that `pack_woq_weight` takes; those of `quantize_per_block` are int32."""
+    if zeros is None or zeros.dtype in (torch.int8, torch.float32):
+        return None if zeros is None else _columns(zeros)
+    small = zeros.to(torch.int8)
+    return _columns(small if torch.equal(small.to(zeros.dtype), zeros) else zeros.float())
+
+
+def _first(values: Tensor | list[Tensor] | None) -> Tensor | None:
+    """Return the first of a list: IPEX kept scales and zero points in several dtypes, float32 first."""
+    if isinstance(values, (list, tuple)):
+        return values[0] if values else None
+    return values
+
+
+_PACK = (
+    "woq_linear_pack_weight{0}(Tensor W, str W_dtype, int[] W_shape, Tensor{1} scales,"
+    " Tensor{1}? zero_points, Tensor? B, Tensor? g_idx, int group_size, int lowp_mode)"
+    " -> (Tensor, Tensor[], Tensor[]?, Tensor[]?, Tensor?)"
 )
+
+
+@alias_op(_PACK.format("", ""), "ipex_prepack")
+@alias_op(_PACK.format(".lists", "[]"), "ipex_prepack")
 def _pack_weight(
     W: Tensor,
     W_dtype: str,
     W_shape: list[int],
-    scales: Tensor,
-    zero_points: Tensor | None,
+    scales: Tensor | list[Tensor],
+    zero_points: Tensor | list[Tensor] | None,
     B: Tensor | None,
     g_idx: Tensor | None,
     group_size: int,
@@ -78,15 +101,26 @@ def _pack_weight(
 ) -> tuple[Tensor, list[Tensor], list[Tensor] | None, list[Tensor] | None, Tensor | None]:
     """Return the packed weight, and the other parameters as they came.
 
-    The packed weight holds scales and zero points too; there is no separate compensation.
+    The packed weight holds scales and zero points too; there is no separate compensation. ``scales`` and
+    ``zero_points`` are ``[N, G]``, or ``[N]`` for one group, or lists as this op returns them.
     """
     op = "woq_linear_pack_weight"
+    scales, zero_points = _first(scales), _first(zero_points)
+    if scales is None:
+        raise OpArgumentError(f"{op}: scales must have a tensor, got an empty list")
     form = _format(op, W_dtype)
     _mode(op, "lowp_mode", _LOWP_MODES, lowp_mode)
     if len(W_shape) != 2:
         raise OpArgumentError(f"{op}: W_shape must be [out_features, in_features], got {W_shape}")
     packed = _OPS.pack_woq_weight(
-        W, scales, zero_points, form, W_shape[1], group_size, g_idx, _order(lowp_mode)
+        W,
+        _columns(scales),
+        _zeros(zero_points),
+        form,
+        W_shape[1],
+        group_size,
+        g_idx,
+        _order(lowp_mode),
     )
     zeros = None if zero_points is None else [zero_points]
     return packed, [scales], zeros, None if B is None else [B], None
@@ -139,8 +173,8 @@ def _woq_linear(
     if qweight.dim() == 2:  # never packed: as on machines whose kernels IPEX did not have
         qweight = _OPS.pack_woq_weight(
             qweight,
-            weight_scales[0],
-            weight_zeros[0] if weight_zeros else None,
+            _columns(weight_scales[0]),
+            _zeros(_first(weight_zeros)),
             form,
             weight_shape[1],
             group_size,
@@ -198,5 +232,5 @@ def _dequantize(
 ) -> Tensor:
     if qweight.dim() != 2:
         raise OpArgumentError(f"{op}: the weight must be 2-D, got {qweight.dim()}-D")
-    packed = _OPS.pack_woq_weight(qweight, scales, None, form, in_features, group_size)
+    packed = _OPS.pack_woq_weight(qweight, _columns(scales), None, form, in_features, group_size)
     return _OPS.dequantize_woq_weight(packed, qweight.shape[0], in_features, dtype)  # type: ignore[no-any-return]
