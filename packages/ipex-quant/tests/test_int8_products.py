@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import ipex_core
 from ipex_core.nn.functional import interaction
+from ipex_core.nn.merged_embedding import MergedEmbeddingBagWithCat
 from ipex_quant import (
     Int8Linear,
     Int8MatMul,
@@ -100,6 +101,48 @@ def test_attention():
     assert len(rows) == 2 and all("HistogramObserver" in row.text for row in rows)
     other = torch.randn(1, 23, 64)  # another length
     close(fast(other), model(other), 0.99)
+
+
+@torch.no_grad()
+def test_interaction_by_another_name():
+    """As IPEX's tests call it: an attribute of the model."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = interaction
+
+        def forward(self, a, b, c):
+            return self.f(a.relu(), b.relu(), c.relu())
+
+    inputs = [torch.randn(20, 32) for _ in range(3)]
+    fast = quantised(Model(), *inputs)
+    assert len(kinds(fast, Int8Interaction)) == 1
+    close(fast(*inputs), Model()(*inputs))
+
+
+@torch.no_grad()
+def test_merged_embedding_bag_with_cat(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            bags = [nn.EmbeddingBag(n, 16, mode="sum") for n in (20, 30, 7)]
+            self.bags = MergedEmbeddingBagWithCat.from_embeddingbag_list(bags)
+            self.bottom, self.top = nn.Linear(13, 16), nn.Linear(64, 4)
+
+        def forward(self, dense, indices, offsets):
+            return self.top(self.bags(indices, offsets, self.bottom(dense)))
+
+    model, dense = Model().eval(), torch.randn(5, 13)
+    indices = [torch.randint(0, n, (10,)) for n in (20, 30, 7)]
+    inputs = (dense, indices, [torch.arange(0, 10, 2)] * 3)
+    fast = quantised(model, *inputs, mapping=default_static_qconfig_mapping)
+    tables = {n: b.dtype for n, b in fast.bags.named_buffers()}
+    assert tables["weight_2"] == torch.int8 and tables["scale_2"] == torch.float32
+    close(fast(*inputs), model(*inputs))
+    save(fast, tmp_path / "m")
+    again = load(tmp_path / "m", Model().eval())
+    assert torch.equal(again(*inputs), fast(*inputs))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from ipex_quant import (
     Int8Conv,
     Int8Linear,
     convert,
+    default_dynamic_qconfig_mapping,
     default_static_qconfig,
     default_static_qconfig_mapping,
     prepare,
@@ -348,6 +349,46 @@ def test_wrong_summary(net: nn.Module, tmp_path: Path) -> None:
     assert torch.equal(convert(prepared)(x), convert(calibrated(net, x))(x))
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_model_without_layers_to_quantize(inplace: bool) -> None:
+    model, x = nn.Sequential(nn.ReLU()), images()
+    for mapping in (default_static_qconfig_mapping, default_dynamic_qconfig_mapping):
+        with pytest.warns(
+            UserWarning, match="no layers that the configuration quantises, got none"
+        ):
+            prepared = prepare(model.eval(), mapping, x, inplace=inplace)
+        assert torch.equal(convert(prepared)(x), x.relu())
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@torch.no_grad()
+def test_model_in_training_mode(net: nn.Module, inplace: bool) -> None:
+    x = images()
+    want = convert(calibrated(net, x))(x)
+    model = copy.deepcopy(net).train()
+    with pytest.warns(UserWarning, match="prepared model is in evaluation mode"):
+        prepared = prepare(model, default_static_qconfig_mapping, x, inplace=inplace)
+    assert not prepared.training and model.training is not inplace
+    prepared(x)
+    assert torch.equal(convert(prepared)(x), want)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@torch.no_grad()
+def test_prepare_twice(net: nn.Module, inplace: bool) -> None:
+    """The second preparation starts anew: what the first observed has no effect."""
+    x = images()
+    want = convert(calibrated(net, x))(x)
+    first = prepare(copy.deepcopy(net), default_static_qconfig_mapping, x)
+    first(100 * x)
+    second = prepare(first, default_static_qconfig_mapping, x, inplace=inplace)
+    assert (second is first) is inplace
+    with pytest.raises(OpArgumentError, match="got no data"):
+        convert(second)
+    second(x)
+    assert torch.equal(convert(second)(x), want)
+
+
 def test_bad_input(net: nn.Module) -> None:
     x = images()
     with pytest.raises(OpArgumentError, match="example_inputs must be given for a static"):
@@ -360,14 +401,8 @@ def test_bad_input(net: nn.Module) -> None:
         prepare(net, {"": 1}, x)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module"):
         prepare("net", default_static_qconfig_mapping, x)  # type: ignore[arg-type]
-    with pytest.raises(OpArgumentError, match="model must have layers that the configuration"):
-        prepare(nn.Sequential(nn.ReLU()), default_static_qconfig_mapping, x)
-    with pytest.raises(OpArgumentError, match="must be in evaluation mode"):
-        prepare(Net().train(), default_static_qconfig_mapping, x)
     with pytest.warns(DeprecationWarning, match="use a QConfigMapping"):
         prepared = prepare(net, default_static_qconfig, x)
-    with pytest.raises(OpArgumentError, match="must not be prepared already"):
-        prepare(prepared, default_static_qconfig_mapping, x)
     with pytest.raises(OpArgumentError, match=r"must be calibrated.*got no data"):
         convert(prepared)
     with pytest.raises(OpArgumentError, match="must be a result of prepare"):

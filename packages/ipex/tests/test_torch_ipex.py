@@ -186,7 +186,7 @@ def test_woq_of_public_quantizers(lowp_mode):
     assert zeros.dtype == torch.int32
     exact = dequantize_per_block(codes, scales, zeros, WoqWeightDtype.INT4, 32, [n, k])
     rest = (None, None, 32, lowp_mode)
-    packed, scale_list, zero_list, biases, other = PREPACK.woq_linear_pack_weight(
+    packed, scale_list, zero_list, _, other = PREPACK.woq_linear_pack_weight(
         codes, "int4", [n, k], scales, zeros, *rest
     )
     again = PREPACK.woq_linear_pack_weight(codes, "int4", [n, k], scale_list, zero_list, *rest)[0]

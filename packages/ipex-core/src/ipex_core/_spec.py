@@ -97,8 +97,9 @@ class OpSpec:
         dtypes: Dtypes of the leading tensor argument that the op accepts.
         backward: ``"reference"`` differentiates the reference; ``None`` makes the backward pass an error. An op that
             writes to an argument has one of these two. With ``"reference"`` the reference runs in the place of the
-            kernel where a gradient is wanted, so torch's rules for operations in place hold. A function computes the gradients itself: it is called with the gradients of the outputs and then with the arguments,
-            and returns a gradient or None for each argument (a list of them for an argument that is a list).
+            kernel where a gradient is wanted, so torch's rules for operations in place hold. A function computes the
+            gradients itself: it is called with the gradients of the outputs and then with the arguments, and returns a
+            gradient or None for each argument (a list of them for an argument that is a list).
         autocast: What happens to floating inputs inside ``torch.autocast``: ``"lower_precision"``, ``"float32"``;
             ``"lower_precision_unless_packed"``, for an op whose weight may be packed (uint8) in a dtype of its own;
             ``"widest_type"``, the arguments that are not optional get the widest dtype among them, as stock

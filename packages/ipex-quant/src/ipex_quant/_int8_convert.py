@@ -15,11 +15,12 @@ from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconf
 from ipex_core._optimize._records import QUANTISATION, Quantisation
 from ipex_core._spec import check
 from ipex_quant._flow import activation_of
-from ipex_quant._int8_embedding import Int8EmbeddingBag
+from ipex_quant._int8_embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
 from ipex_quant._int8_norm import SmoothNorm
 from ipex_quant._int8_plan import Layer, Plan, float_layer, root
 from ipex_quant._int8_pools import Int8Mean, pool_for
 from ipex_quant._int8_products import int8_product
+from ipex_quant._int8_recurrent import with_bias
 from ipex_quant._int8_state import KEY, Prepared, detach, replan, scales_of_layers, state_of
 from ipex_quant._int8_transposed import Int8ConvTranspose, output_rows
 from ipex_quant._int8_wires import Fused, Scale, Start
@@ -134,9 +135,13 @@ class _Conversion:
         """Replace embedding bags."""
         for path in self.state.tables:
             bag: Any = self.model.get_submodule(path)
-            text = "8-bit rows, each with its scale"
-            self.log.add(path, type(bag).__name__, _STEP, True, text, "embedding_bag_byte")
-            made = Int8EmbeddingBag(bag.weight, bag.include_last_offset).eval()
+            text, op = "8-bit rows, each with its scale", "embedding_bag_byte"
+            made: nn.Module
+            if isinstance(bag, nn.EmbeddingBag):
+                made = Int8EmbeddingBag(bag.weight, bag.include_last_offset).eval()
+            else:
+                made, op = Int8MergedEmbeddingBag.from_float(bag), "merged_embeddingbag_int8"
+            self.log.add(path, type(bag).__name__, _STEP, True, text, op)
             _replace(self.model, path, made)
 
     def dynamic_layers(self) -> None:
@@ -272,6 +277,7 @@ def _dynamic(path: str, module: Any) -> Any:
         made.name = path
         return made.eval()
     recurrent = importlib.import_module("torch.ao.nn.quantized.dynamic")
+    module = with_bias(module)
     module.qconfig = stock_dynamic_qconfig
     with warnings.catch_warnings():  # torch's note to itself about the tensors it keeps weights in
         warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ipex_core._portable import PORTABLE
+from ipex_core.nn.merged_embedding import MergedEmbeddingBagWithCat
+from ipex_core.ops.merged_embeddingbag_int8 import quantize_table
 
-__all__ = ["Int8EmbeddingBag", "why_not"]
+__all__ = ["TABLES", "Int8EmbeddingBag", "Int8MergedEmbeddingBag", "why_not"]
 
 Tensor = torch.Tensor
 
@@ -45,8 +47,14 @@ torch.library.register_fake("ipex_quant::int8_embedding_bag", _fake, lib=_LIBRAR
 PORTABLE[torch.ops.ipex_quant.int8_embedding_bag.default] = _run
 
 
-def why_not(bag: nn.EmbeddingBag) -> str:
+#: Modules that have a form with 8-bit rows.
+TABLES = (nn.EmbeddingBag, MergedEmbeddingBagWithCat)
+
+
+def why_not(bag: nn.EmbeddingBag | MergedEmbeddingBagWithCat) -> str:
     """Return why an embedding bag stays float, or an empty string."""
+    if isinstance(bag, MergedEmbeddingBagWithCat):
+        return "its tables are int8 already" if bag.dtype == torch.int8 else ""
     if bag.mode != "sum":
         return f"no INT8 form of mode {bag.mode!r}"
     if bag.padding_idx is not None:
@@ -112,3 +120,72 @@ class Int8EmbeddingBag(nn.Module):
     def extra_repr(self) -> str:
         """Return sizes."""
         return f"{self.weight.shape[0]}, {self.weight.shape[1] - _TAIL}, mode='sum'"
+
+
+class Int8MergedEmbeddingBag(nn.Module):
+    """The tables of a `MergedEmbeddingBagWithCat` as int8 numbers with a scale for each row.
+
+    Attributes:
+        pooling_mode: ``"sum"`` or ``"mean"``.
+        include_last_offset: Whether the last offset is the end of the last bag.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[tuple[Tensor, Tensor]],
+        pooling_mode: str,
+        include_last_offset: bool,
+    ) -> None:
+        super().__init__()
+        self.pooling_mode, self.include_last_offset = pooling_mode, include_last_offset
+        self.count = len(tables)
+        for i, (numbers, scale) in enumerate(tables):
+            self.register_buffer(f"weight_{i}", numbers)
+            self.register_buffer(f"scale_{i}", scale)
+
+    @classmethod
+    def from_float(cls, bag: MergedEmbeddingBagWithCat) -> Int8MergedEmbeddingBag:
+        """Return the int8 form of a float module."""
+        tables = [quantize_table(weight) for weight in bag.weights]
+        return cls(tables, bag.pooling_mode.name.lower(), bag.include_last_offset).eval()
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what a file needs to make this module again."""
+        about = {
+            "count": self.count,
+            "pooling_mode": self.pooling_mode,
+            "include_last_offset": self.include_last_offset,
+        }
+        return about, dict(self.named_buffers())
+
+    @classmethod
+    def from_saved(
+        cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> Int8MergedEmbeddingBag:
+        """Return the module that `saved` described."""
+        tables = [
+            (tensors[f"weight_{i}"].clone(), tensors[f"scale_{i}"].clone())
+            for i in range(int(about["count"]))
+        ]
+        return cls(tables, str(about["pooling_mode"]), bool(about["include_last_offset"])).eval()
+
+    def forward(
+        self, indices: Sequence[Tensor], offsets: Sequence[Tensor], dense_feature: Tensor
+    ) -> Tensor:
+        """Return the dense features and the bags of all tables of each sample, ``[B, (T + 1) * D]``."""
+        weights = [self.get_buffer(f"weight_{i}") for i in range(self.count)]
+        scales = [self.get_buffer(f"scale_{i}").float() for i in range(self.count)]
+        y: Tensor = torch.ops.ipex.merged_embeddingbag_int8_cat_forward(
+            dense_feature,
+            weights,
+            scales,
+            list(indices),
+            list(offsets),
+            self.pooling_mode,
+            self.include_last_offset,
+        )
+        return y
+
+    def extra_repr(self) -> str:
+        """Return the number of tables."""
+        return f"{self.count} tables, mode={self.pooling_mode!r}"

@@ -14,7 +14,15 @@ from torch import nn
 
 from ipex_core._spec import dtype_name
 
-__all__ = ["KINDS", "from_saved", "is_recurrent", "saved", "why_no_form", "why_not"]
+__all__ = [
+    "KINDS",
+    "from_saved",
+    "is_recurrent",
+    "saved",
+    "why_no_form",
+    "why_not",
+    "with_bias",
+]
 
 Tensor = torch.Tensor
 
@@ -43,8 +51,6 @@ def why_no_form(layer: Any) -> str:
     """Return why torch cannot compute a recurrent layer or cell with int8 weights, or an empty string."""
     if getattr(layer, "proj_size", 0):
         return "no INT8 form with proj_size"
-    if not layer.bias:
-        return "no INT8 form without bias"
     dtype = next(layer.parameters()).dtype
     if dtype != torch.float32:
         return f"its INT8 form takes float32, the layer is {dtype_name(dtype)}"
@@ -60,12 +66,33 @@ def why_not(layer: nn.LSTM) -> str:
     return reason
 
 
+def _options(module: Any) -> dict[str, Any]:
+    """Return the arguments of the constructor of a layer or cell."""
+    names = _CELL if type(module).__name__.endswith("Cell") else (*_LAYER, "bidirectional")
+    options = {name: getattr(module, name) for name in names}
+    if hasattr(module, "nonlinearity"):
+        options["nonlinearity"] = module.nonlinearity
+    return options
+
+
+def with_bias(layer: Any) -> Any:
+    """Return a layer or cell with a bias, of zeros where it has none: torch's INT8 forms need one."""
+    if layer.bias:
+        return layer
+    made = type(layer)(**{**_options(layer), "bias": True})
+    own = dict(layer.named_parameters())
+    with torch.no_grad():
+        for name, value in made.named_parameters():
+            if name in own:
+                value.copy_(own[name])
+            else:
+                value.zero_()
+    return made.train(layer.training)
+
+
 def saved(module: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the numbers and the tensors of a layer; a weight is its codes and, as ``_q``, scale and zero point."""
-    names = _CELL if type(module).__name__.endswith("Cell") else (*_LAYER, "bidirectional")
-    about = {"kind": type(module).__name__, **{name: getattr(module, name) for name in names}}
-    if hasattr(module, "nonlinearity"):
-        about["nonlinearity"] = module.nonlinearity
+    about = {"kind": type(module).__name__, **_options(module)}
     tensors: dict[str, Tensor] = {}
     for name, weight in module.get_weight().items():
         tensors[name] = weight.int_repr()

@@ -31,7 +31,7 @@ from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
 from ipex_quant import _int8_recurrent
 from ipex_quant._flow import activation_of
-from ipex_quant._int8_embedding import Int8EmbeddingBag
+from ipex_quant._int8_embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
 from ipex_quant._int8_forward import RewrittenForward
 from ipex_quant._int8_norm import SmoothNorm
 from ipex_quant._int8_pools import Int8AvgPool, Int8MaxPool, Int8Mean
@@ -60,6 +60,7 @@ _KINDS: dict[str, Any] = {
         Int8MatMul,
         Int8MaxPool,
         Int8Mean,
+        Int8MergedEmbeddingBag,
         SmoothNorm,
     )
 }

@@ -21,12 +21,13 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.nn._leaf import has_hooks
 from ipex_quant import _int8_rewrite
 from ipex_quant._flow import Flow, record
+from ipex_quant._int8_embedding import TABLES
 from ipex_quant._int8_embedding import why_not as why_not_bag
 from ipex_quant._int8_plan import Plan, fusable_activations, make_plan
 from ipex_quant._int8_products import NOT_NAMED, PRODUCTS, MatMul, named_in
 from ipex_quant._int8_recurrent import why_no_form
 from ipex_quant._int8_recurrent import why_not as why_not_lstm
-from ipex_quant._int8_state import KEY, Prepared, attach, state_of
+from ipex_quant._int8_state import KEY, Prepared, attach, detach, state_of
 from ipex_quant._int8_summary import load_summary, save_summary
 from ipex_quant._model import call_encoder_layers, replace_module
 from ipex_quant.qconfig import QConfigWoq
@@ -40,12 +41,13 @@ _CONVS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-_STATIC = (nn.Linear, nn.EmbeddingBag, nn.LSTM, *_CONVS)
+_STATIC = (nn.Linear, nn.LSTM, *TABLES, *_CONVS)
 _DYNAMIC = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 #: Static configurations leave these as they are: reported.
 _FLOAT = (nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.MultiheadAttention)
 
-_EXPECTED_LAYERS = "have layers that the configuration quantises"
+#: What `prepare` leaves on a model.
+_HIDDEN = (KEY, "q_config", "save_qconf_summary", "load_qconf_summary")
 
 
 def prepare(
@@ -63,8 +65,12 @@ def prepare(
     static configuration, run the result on a few hundred typical inputs, then call `convert`; with a dynamic one call
     `convert` at once.
 
+    A model that is prepared already is prepared anew, without what was observed. A model without a layer that the
+    configuration quantises gives a warning, and `convert` returns it as it is.
+
     Args:
-        model: A float model in evaluation mode.
+        model: A float model. With a static configuration the result is in evaluation mode; a warning tells so where
+            the model is in training mode.
         configure: A ``QConfigMapping`` of torch or a ``QConfig``; this package has defaults for both.
         example_inputs: A tensor or a tuple of positional arguments. Static configurations need them; with dynamic ones
             activations are found that linear layers can compute too.
@@ -83,14 +89,23 @@ def prepare(
     op = "prepare"
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
-    check(state_of(model) is None, op, "model", "not be prepared already", "a prepared model")
     mapping = _mapping(op, configure)
     given = example_inputs is not None or example_kwarg_inputs is not None
     asked = _what_is_asked(model, mapping, given)
-    check(asked.anything, op, "model", _EXPECTED_LAYERS, _what_there_is(model, mapping))
+    if not asked.anything:
+        _warn_of_nothing(_what_there_is(model, mapping))
     args, kwargs = _examples(op, example_inputs, example_kwarg_inputs, asked.static)
-    if asked.static:
-        check(not model.training, op, "model", "be in evaluation mode", "training mode")
+    again, trains = state_of(model) is not None, asked.static and model.training
+    if (again or trains) and not inplace:
+        model, inplace = copy.deepcopy(model), True
+    if again:
+        _forget(model)
+    if trains:
+        warnings.warn(
+            "prepare: the model is in training mode; the prepared model is in evaluation mode, as static scales need",
+            stacklevel=2,
+        )
+        model.eval()
     runs = asked.static or (asked.dynamic and (args or kwargs) and not model.training)
     model, flow = _run_once(op, model, args, kwargs, bool(runs), inplace)
     impossible = {}
@@ -107,7 +122,7 @@ def prepare(
         _int8_rewrite.remove_dropout(model)
         model = _expose(model, flow, args, kwargs, state.named)
         state.flow, state.bn_folding = record(model, args, kwargs), bn_folding
-        _plan_static(op, model, state, mapping)
+        _plan_static(model, state, mapping)
     state.plan.left.update(impossible)
     for name, reason in state.plan.left.items():
         log.info("prepare: %s stays float: %s", name or "(model)", reason)
@@ -200,12 +215,7 @@ def _what_is_asked(model: nn.Module, mapping: QConfigMapping, has_examples: bool
             n: q for n, (m, q) in kinds.items() if type(m) in _STATIC and _is_dynamic(q) is False
         },
         weight_only=any(isinstance(q, QConfigWoq) for _, q in kinds.values()),
-        products=(
-            product is not None
-            and _is_dynamic(product) is False
-            and has_examples
-            and not model.training
-        ),
+        products=(product is not None and _is_dynamic(product) is False and has_examples),
     )
 
 
@@ -218,13 +228,28 @@ def _what_there_is(model: nn.Module, mapping: QConfigMapping) -> str:
     return "only convolutions, which have static INT8 forms only" if named else "none"
 
 
-def _plan_static(op: str, model: nn.Module, state: Prepared, mapping: QConfigMapping) -> None:
+def _warn_of_nothing(there: str) -> None:
+    warnings.warn(
+        f"prepare: the model has no layers that the configuration quantises, got {there}; it stays as it is",
+        stacklevel=3,
+    )
+
+
+def _forget(model: nn.Module) -> None:
+    """Take back an earlier `prepare`, apart from the dropout layers it removed and the modules it made."""
+    detach(model)
+    for name in _HIDDEN:
+        model.__dict__.pop(name, None)
+
+
+def _plan_static(model: nn.Module, state: Prepared, mapping: QConfigMapping) -> None:
     """Plan what becomes INT8 with static scales, and put observers where these are measured."""
     assert state.flow is not None
     wanted = functools.partial(_static_qconfig, mapping)
     plan = state.plan = make_plan(model, state.flow, wanted, state.bn_folding, state.named)
     layers = state.qconfigs
-    check(bool(layers or plan.products or plan.left), op, "model", _EXPECTED_LAYERS, "none")
+    if not (layers or plan.products or plan.left):
+        _warn_of_nothing("none")
     state.qconfigs = {path: layer.qconfig for path, layer in plan.layers.items()}
     state.qconfigs |= {path: product.qconfig for path, product in plan.products.items()}
     attach(model, state)
@@ -236,7 +261,7 @@ def _choose_others(model: nn.Module, state: Prepared, statics: dict[str, Any]) -
     assert state.flow is not None
     left = state.plan.left
     for name, module in model.named_modules():
-        if name in statics and isinstance(module, (nn.LSTM, nn.EmbeddingBag)):
+        if name in statics and isinstance(module, (nn.LSTM, *TABLES)):
             reason = why_not_lstm(module) if isinstance(module, nn.LSTM) else why_not_bag(module)
             if not name:
                 reason = "it is the model itself; put it into a container"

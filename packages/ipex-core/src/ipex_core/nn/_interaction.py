@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ipex_core.nn._call import transformed
 from ipex_core.ops import interaction as definition
@@ -54,6 +55,11 @@ def interaction(*args: Tensor) -> Tensor:
         >>> interaction(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3)).shape
         torch.Size([2, 6])
     """
+    if has_torch_function(
+        args
+    ):  # torch.fx records the call as one node, whatever name it has there
+        result: Tensor = handle_torch_function(interaction, args, *args)
+        return result
     for i, value in enumerate(args):
         if not isinstance(value, Tensor):
             raise TypeError(
@@ -66,7 +72,7 @@ def interaction(*args: Tensor) -> Tensor:
         return definition._interaction(args)
     recorded = torch.is_grad_enabled() and not transformed()
     if recorded and any(value.requires_grad for value in args):
-        result: Tensor = InteractionFunc.apply(*args)  # type: ignore[no-untyped-call]
+        result = InteractionFunc.apply(*args)  # type: ignore[no-untyped-call]
         return result
     result = torch.ops.ipex.interaction(list(args))
     return result
