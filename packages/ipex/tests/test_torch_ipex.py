@@ -107,6 +107,19 @@ def test_norms():
     torch.testing.assert_close(OPS.add_layernorm(x, y, 1, [3, 8], None, None, 1e-5), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_with_weights_of_any_shape_and_dtype(dtype):
+    x, y = torch.randn(3, 5, 8).to(dtype), torch.randn(3, 5, 8).to(dtype)
+    near = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-6}
+    for weight in (torch.rand(3, 5, 8), torch.rand(5, 8), torch.rand(8).half()):
+        for total, got in (
+            (x, OPS.rmsnorm(x, weight, 1e-6)),
+            (x + y, OPS.add_rmsnorm(x, y, weight, 1e-6, False)),
+        ):
+            want = torch.nn.functional.rms_norm(total.float(), (8,), None, 1e-6) * weight.float()
+            torch.testing.assert_close(got, want.to(dtype), **near)
+
+
 def test_add_softmax_writes_to_its_first_argument():
     a, b = torch.randn(2, 4, 8), torch.randn(2, 1, 8)
     want = (a + b).softmax(-1)
@@ -263,6 +276,7 @@ def test_indirect_access_cache():
 
     step = [torch.randn(batch, 1, heads, size) for _ in range(3)]
     beams[prompt - 1] = torch.arange(batch)  # as _reorder_cache writes it
+    plain = [c.clone() for c in caches], torch.arange(batch).expand(caches[0].shape[0], -1)
     out, _, *caches, beams = OPS.masked_multihead_self_attention(
         *step, *caches, beams, seq_info + prompt, size**0.5, room, None,
         torch.zeros(batch, 1, 1, prompt + 1), True,
@@ -272,6 +286,12 @@ def test_indirect_access_cache():
         torch.cat([key, step[1]], 1).transpose(1, 2),
         torch.cat([value, step[2]], 1).transpose(1, 2),
     )
+    torch.testing.assert_close(out, want)
+    # Indices of a caller without what the first call notes of the prompts: [positions, sequences].
+    out, *_ = OPS.masked_multihead_self_attention(
+        *step, *plain[0], plain[1], seq_info + prompt, size**0.5, room, None,
+        torch.zeros(batch, 1, 1, prompt + 1), True,
+    )  # fmt: skip
     torch.testing.assert_close(out, want)
 
 

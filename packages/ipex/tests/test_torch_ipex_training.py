@@ -168,6 +168,97 @@ def test_steps_of_optimizers() -> None:
     assert not torch.equal(p, start)
 
 
+def test_rnnt_as_ipex_calls_it() -> None:
+    """Frames are ``[B, H]``, and a sequence may have ended before it begins."""
+    batch, frames, layers, sos, blank = 4, 6, 2, -1, 1
+    x = torch.randn(batch, frames, 3)
+    state = [torch.zeros(layers, batch, 5) for _ in range(2)]
+    new = [torch.randn(layers, batch, 5) for _ in range(2)]
+    counters = [torch.zeros(batch, dtype=torch.int32) for _ in range(6)]
+    labels = torch.full((batch, 20), sos)
+    put, last = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), sos)
+    k, lengths = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 3, 1, 5], dtype=torch.int32)
+    f = x[:, 0].clone()
+    assert not OPS.rnnt_update_batch(
+        *(k, lengths, *counters, put, labels, last, *state, *new, x, f),
+        *(30, blank, batch, sos, frames),
+    )
+    label_col, _, time_idxs, blankness, ended, stored = (c.tolist() for c in counters)
+    assert stored == [0, 0, 1, 1] == label_col  # the first has no frame, the second is a blank
+    assert (time_idxs, blankness, ended) == ([0, 1, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0])
+    assert labels[:, 1].tolist() == [sos, sos, 2, 3]
+    assert torch.equal(f[1], x[1, 1]) and torch.equal(f[3], x[3, 0])
+    assert torch.equal(state[0][:, 2:], new[0][:, 2:]) and not state[0][:, :2].any()
+
+
+def test_split_keeps_strides() -> None:
+    for x in (torch.randn(5, 7).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
+        top, low = OPS.split_float_bfloat16(x)
+        assert top.stride() == low.stride() == x.stride()
+        assert torch.equal(OPS.cat_bfloat16_float(top, low), x)
+
+
+def test_detection_in_float64() -> None:
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    rois = torch.tensor([[0, 1, 1, 6, 6.0], [1, 0, 2, 5, 5]], dtype=torch.float64)
+    rest = (1.0, 2, 2, 2, True)
+    y = OPS.ROIAlign_forward(x, rois, *rest)
+    want = torch.ops.ipex.roi_align(x.float(), rois.float(), *rest)
+    torch.testing.assert_close(y, want.double(), rtol=1e-5, atol=1e-6)
+    with torch.enable_grad():
+        leaf = x.clone().requires_grad_()
+        align = ipex.nn.functional._roi_align_helper.roi_align
+        torch.testing.assert_close(align(leaf, rois, 2, 1.0, 2, True), y)
+        OPS.ROIAlign_forward(leaf, rois, *rest).backward(y)
+    back = OPS.ROIAlign_backward(y, rois, 1.0, 2, 2, 2, 3, 8, 8, 2, True, False)
+    torch.testing.assert_close(leaf.grad, back)
+    boxes, scores, priors = torch.randn(2, 5, 4), torch.randn(2, 5, 3), torch.rand(1, 5, 4)
+    want, _ = OPS.parallel_scale_back_batch(boxes, scores, priors, 0.1, 0.2)
+    got, _ = OPS.parallel_scale_back_batch(boxes.double(), scores, priors.double(), 0.1, 0.2)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, want.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_steps_of_optimizers_in_float64() -> None:
+    """float64 has no kernel, and keeps all its digits."""
+    w, g = torch.randn(31, 7, dtype=torch.float64), torch.randn(31, 7, dtype=torch.float64)
+    none = torch.empty(0)
+    for decay in (0.0, 0.1):
+        for make, step in (
+            (
+                lambda p, d=decay: torch.optim.Adam([p], 0.01, weight_decay=d),
+                lambda p, a, b, d=decay: OPS.adam_fused_step(
+                    *(p, a, b, none, g, none, False, 1.0, 0.9, 0.999, 0.01, d, 1e-8)
+                ),
+            ),
+            (
+                lambda p, d=decay: torch.optim.Adagrad([p], 0.01, weight_decay=d),
+                lambda p, a, b, d=decay: OPS.adagrad_fused_step(
+                    *(p, g, a, none, 1.0, 0.01, d, 0.0, 1e-10)
+                ),
+            ),
+            (
+                lambda p, d=decay: torch.optim.SGD([p], 0.01, 0.9, weight_decay=d),
+                lambda p, a, b, d=decay: OPS.sgd_fused_step(
+                    *(p, g, None, none, 0.9, 0.01, d, 0.0, False)
+                ),
+            ),
+        ):
+            want = torch.nn.Parameter(w.clone())
+            want.grad = g.clone()
+            make(want).step()
+            got = w.clone()
+            step(got, torch.zeros_like(w), torch.zeros_like(w))
+            torch.testing.assert_close(got, want.detach(), rtol=1e-13, atol=1e-13)
+    got, single = w.clone(), w.float()
+    states = [torch.zeros_like(w), torch.zeros_like(w)]
+    rest = (1, 0.9, 0.999, 0.01, 0.1, 1e-6)
+    OPS.lamb_fused_step(got, *states, g, none, *rest)
+    OPS.lamb_fused_step(single, *(s.float() for s in states), g.float(), none, *rest)
+    assert got.dtype == torch.float64 and not torch.equal(got, w)
+    torch.testing.assert_close(got.float(), single, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_packed_add(sparse: bool) -> None:
     value = torch.randn(5, 4)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ipex_core._spec import specs
+
 __all__ = [
     "batch_score_nms",
     "box_head_nms",
@@ -257,7 +259,7 @@ def parallel_scale_back_batch(
     """Return the boxes and the class probabilities of an SSD head.
 
     Args:
-        bboxes: ``[B, N, 4]``, float32, bfloat16 or float16.
+        bboxes: ``[B, N, 4]``, float32, bfloat16 or float16, or float64 without a kernel.
         scores: ``[B, N, C]``, logits.
         dboxes_xywh: Prior boxes as centre and size, ``[1, N, 4]`` or ``[N, 4]``.
         scale_xy: Factor on the predicted centres.
@@ -269,6 +271,10 @@ def parallel_scale_back_batch(
     Raises:
         RuntimeError: For wrong dtypes, shapes or devices.
     """
+    if bboxes.dtype == torch.float64:
+        priors = dboxes_xywh.to(bboxes.device, torch.float64)
+        boxes = specs()["locations_to_boxes"].reference(bboxes, priors, scale_xy, scale_wh)
+        return boxes, scores.softmax(-1)
     priors = dboxes_xywh.to(bboxes.device, torch.float32)
     boxes = _OPS.locations_to_boxes(bboxes, priors, scale_xy, scale_wh)
     return boxes, scores.softmax(-1)

@@ -45,7 +45,8 @@ def indirect_access_kv_cache_attention(
         scale_attn: Divisor of the scores.
         layer_past: What the previous call returned, or None. Only the shape of the length carrier
             ``[1, length, length, 1]`` counts. A key cache of dtype float8_e5m2 or float8_e4m3fn asks for caches of
-            this type.
+            this type. Beam indices may be ``[positions, sequences]``, without the two rows about prompts: then the
+            history of a sequence is what they say at each position, those of the prompt included.
         head_mask: Must be None.
         attention_mask: 4-D, boolean or additive, broadcastable to ``[batch, heads, tokens, length]``; None: attention
             among the new tokens, not causal, without a cache.
@@ -79,7 +80,7 @@ def indirect_access_kv_cache_attention(
         out = _whole(query, key, value, scale, mask, add_casual_mask)
     else:
         assert layer_past is not None
-        caches = _grown(layer_past[1], layer_past[2], layer_past[3], length)
+        caches = _grown(layer_past[1], layer_past[2], _with_prompts(layer_past), length)
         out = torch.ops.ipex.indirect_access_kv_cache_attention(
             query, key, value, *caches, offset, scale, mask, slopes, add_casual_mask
         )
@@ -164,6 +165,16 @@ def _store_prompt(
     beams = beam_idx.shape[1] // batch
     for rows, cache in ((key, key_cache), (value, value_cache)):
         cache[:tokens, ::beams] = quantize(rows.transpose(0, 1), cache.dtype, 1.0)
+
+
+def _with_prompts(layer_past: LayerPast) -> Tensor:
+    """Return beam indices with the two rows about prompts; without them no sequences share a prompt."""
+    _, key_cache, _, beam_idx = layer_past
+    if beam_idx.shape[0] != key_cache.shape[0]:
+        return beam_idx
+    about = beam_idx.new_zeros(2, beam_idx.shape[1])
+    about[1, 0] = beam_idx.shape[1]
+    return torch.cat([beam_idx, about])
 
 
 def _grown(

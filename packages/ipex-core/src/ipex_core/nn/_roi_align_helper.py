@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ipex_core._spec import specs
+
 __all__ = ["roi_align"]
 
 Tensor = torch.Tensor
@@ -42,7 +44,7 @@ def roi_align(
     """Average bilinear samples of a feature map in a grid over each box.
 
     Args:
-        input: ``[N, C, H, W]``, float32, bfloat16 or float16, contiguous or channels-last.
+        input: ``[N, C, H, W]``, float32, bfloat16 or float16, or float64 without a kernel; contiguous or channels-last.
         boxes: ``[K, 5]``: index of the image, left, top, right, bottom; or for each image ``[L, 4]``.
         output_size: Rows and columns of the grid, or one number for both.
         spatial_scale: Pixels of the map per unit of the boxes.
@@ -62,6 +64,10 @@ def roi_align(
             f"roi_align: output_size must be one or two numbers, got {len(size)} numbers"
         )
     rois = _as_rois(boxes)
+    if input.dtype == torch.float64:
+        rois = rois.to(input.device, torch.float64)
+        rest = (spatial_scale, *size, sampling_ratio, aligned)
+        return specs()["roi_align"].reference(input, rois, *rest)  # type: ignore[no-any-return]
     if rois.dtype != torch.float32:
         rois = rois.to(torch.float32 if rois.dtype == torch.float64 else input.dtype)
     return torch.ops.ipex.roi_align(  # type: ignore[no-any-return]

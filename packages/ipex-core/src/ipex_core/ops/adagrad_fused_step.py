@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ipex_core._spec import OpSpec, Sample, register
-from ipex_core.ops._common import randn
+from ipex_core.ops._common import acc, randn
 from ipex_core.ops._optimizer import (
     check_numbers,
     check_param,
@@ -57,7 +57,7 @@ def _adagrad_fused_step(
     Source: Duchi et al., "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", 2011.
     """
     w = read_param(param, param2)
-    g = -grad.float() if maximize else grad.float()
+    g = -acc(grad) if maximize else acc(grad)
     if weight_decay:
         g = g + w * weight_decay
     total = state_sum + g * g

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops._common import randn
+from ipex_core.ops._common import acc, randn
 from ipex_core.ops._optimizer import (
     check_numbers,
     check_param,
@@ -71,7 +71,7 @@ def _adam_fused_step(
     Decay Regularization", 2017; Reddi et al., "On the Convergence of Adam and Beyond", 2018.
     """
     w = read_param(param, param2)
-    g = -grad.float() if maximize else grad.float()
+    g = -acc(grad) if maximize else acc(grad)
     if weight_decay and not decoupled:
         g = g + w * weight_decay
     if decoupled:
@@ -84,13 +84,13 @@ def _adam_fused_step(
         assert max_exp_avg_sq is not None
         v = torch.maximum(max_exp_avg_sq, v)
         max_exp_avg_sq.copy_(v)
-    d = root(v) / _float32(math.sqrt(1.0 - beta2**step)) + eps
+    d = root(v) / _divisor(math.sqrt(1.0 - beta2**step), w.dtype) + eps
     write_param(param, param2, w - m / d * (lr / (1.0 - beta1**step)))
 
 
-def _float32(value: float) -> Tensor:
+def _divisor(value: float, dtype: torch.dtype) -> Tensor:
     """Return a scalar to divide by: torch multiplies by the inverse of Python numbers."""
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.tensor(value, dtype=dtype)
 
 
 def _check(

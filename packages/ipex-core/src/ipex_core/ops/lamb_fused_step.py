@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ipex_core._spec import OpSpec, Sample, register
-from ipex_core.ops._common import randn
+from ipex_core.ops._common import acc, randn
 from ipex_core.ops._optimizer import (
     check_numbers,
     check_param,
@@ -63,13 +63,14 @@ def _lamb_fused_step(
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019.
     """
     w = read_param(param, param2)
-    g = grad.float()
+    g = acc(grad)
     m = exp_avg * beta1 + g * (1.0 - beta1)
     v = exp_avg_sq * beta2 + g * g * (1.0 - beta2)
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     # Tensors: torch multiplies by the inverse of a Python number.
-    correction1, correction2 = torch.tensor([1.0 - beta1**step, 1.0 - beta2**step]).unbind()
+    corrections = torch.tensor([1.0 - beta1**step, 1.0 - beta2**step], dtype=w.dtype)
+    correction1, correction2 = corrections.unbind()
     u = m / correction1 / (root(v / correction2) + eps) + w * weight_decay
     of_w, of_u = float(w.double().norm()), float(u.double().norm())
     ratio = of_w / of_u if of_w > 0 and of_u > 0 else 1.0

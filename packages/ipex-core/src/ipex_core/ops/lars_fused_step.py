@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ipex_core._spec import OpSpec, Sample, register
-from ipex_core.ops._common import randn
+from ipex_core.ops._common import acc, randn
 from ipex_core.ops._optimizer import (
     check_numbers,
     check_param,
@@ -63,7 +63,7 @@ def _lars_fused_step(
     Source: You et al., "Large Batch Training of Convolutional Networks", 2017.
     """
     w = read_param(param, param2)
-    g = grad.float()
+    g = acc(grad)
     of_w, of_g = float(w.double().norm()), float(g.double().norm())
     if weight_decay:
         g = g + w * weight_decay

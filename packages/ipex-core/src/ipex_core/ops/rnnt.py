@@ -62,6 +62,8 @@ def _rnnt_update(
     max_symbols: int,
     blank_id: int,
     sos: int = -1,
+    *,
+    least: int = 1,
 ) -> Tensor:
     """Take the labels of one step of greedy decoding: store them, and move on in time where that is due.
 
@@ -90,6 +92,7 @@ def _rnnt_update(
         max_symbols: Most labels of one frame.
         blank_id: The blank label.
         sos: The label that stands for the start of a sequence.
+        least: Fewest frames of a sequence; no argument of the op.
 
     Returns:
         bool, one element: whether all sequences have ended.
@@ -100,10 +103,10 @@ def _rnnt_update(
     Source: Graves, "Sequence Transduction with Recurrent Neural Networks", 2012.
     """
     batch, frames = x.shape[:2]
-    if bool(((out_lens < 1) | (out_lens > frames)).any()):
-        wrong = out_lens[(out_lens < 1) | (out_lens > frames)]
+    if bool(((out_lens < least) | (out_lens > frames)).any()):
+        wrong = out_lens[(out_lens < least) | (out_lens > frames)]
         raise OpArgumentError(
-            f"rnnt_update: out_lens must be from 1 to {frames}, got {int(wrong[0])}"
+            f"rnnt_update: out_lens must be from {least} to {frames}, got {int(wrong[0])}"
         )
     width = label_tensor.shape[1]
     wrong = label_col[(label_col < 0) | (label_col >= width)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ipex_core._spec import BenchCase, OpSpec, Sample, register
-from ipex_core.ops._common import randn
+from ipex_core.ops._common import acc, randn
 from ipex_core.ops._optimizer import (
     check_param,
     check_states,
@@ -59,7 +59,7 @@ def _sgd_fused_step(
     as in Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019.
     """
     w = read_param(param, param2)
-    g = -grad.float() if maximize else grad.float()
+    g = -acc(grad) if maximize else acc(grad)
     if weight_decay:
         g = g + w * weight_decay
     if momentum_buffer is not None:

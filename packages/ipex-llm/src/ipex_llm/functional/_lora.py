@@ -27,7 +27,7 @@ def bgmv_shrink(
     output: Tensor,
     token_lora_mapping: Tensor,
     scaling: float = 1.0,
-) -> None:
+) -> Tensor:
     """Write ``scaling * lora_weights[adapter] @ row`` to ``output`` for each row.
 
     Args:
@@ -37,10 +37,14 @@ def bgmv_shrink(
         token_lora_mapping: ``[rows]``: the adapter of each row, -1 for none (its outputs stay as they are).
         scaling: Factor on the product.
 
+    Returns:
+        ``output``.
+
     Raises:
         RuntimeError: For wrong dtypes or shapes, or an adapter that is out of range.
     """
     _lora.bgmv_shrink(input, lora_weights, output, token_lora_mapping, scaling)
+    return output
 
 
 @_also_named
@@ -50,7 +54,7 @@ def bgmv_expand(
     output: Tensor,
     token_lora_mapping: Tensor,
     add_inputs: bool = True,
-) -> None:
+) -> Tensor:
     """Add ``lora_weights[adapter] @ row`` to ``output`` for each row, or write it.
 
     Args:
@@ -60,10 +64,14 @@ def bgmv_expand(
         token_lora_mapping: ``[rows]``: the adapter of each row, -1 for none (its outputs stay as they are).
         add_inputs: Add to ``output``; otherwise overwrite it.
 
+    Returns:
+        ``output``.
+
     Raises:
         RuntimeError: For wrong dtypes or shapes, or an adapter that is out of range.
     """
     _lora.bgmv_expand(input, lora_weights, output, token_lora_mapping, add_inputs)
+    return output
 
 
 @_also_named
@@ -75,7 +83,7 @@ def bgmv_expand_slice(
     slice_offset: int,
     slice_size: int,
     add_inputs: bool = True,
-) -> None:
+) -> Tensor:
     """Do as `bgmv_expand` on ``slice_size`` columns of ``output`` from ``slice_offset`` on.
 
     Args:
@@ -87,9 +95,13 @@ def bgmv_expand_slice(
         slice_size: Number of columns.
         add_inputs: Add to ``output``; otherwise overwrite it.
 
+    Returns:
+        ``output``.
+
     Raises:
         RuntimeError: For wrong dtypes or shapes, or an adapter or a column that is out of range.
     """
     _lora.bgmv_expand_slice(
         *(input, lora_weights, output, token_lora_mapping, slice_offset, slice_size, add_inputs)
     )
+    return output

@@ -3,12 +3,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ipex._torch_ipex._alias_op import alias_op
+from ipex_core._spec import specs
 
 Tensor = torch.Tensor
 _OPS = torch.ops.ipex
+
+
+def _op(name: str, x: Tensor) -> Any:
+    """Return an op, or for float64, which has no kernel, torch's own operations."""
+    return specs()[name].reference if x.dtype == torch.float64 else getattr(_OPS, name)
 
 
 @alias_op(
@@ -34,7 +42,7 @@ def _roi_align_forward(
     sampling_ratio: int,
     aligned: bool,
 ) -> Tensor:
-    return _OPS.roi_align(  # type: ignore[no-any-return]
+    return _op("roi_align", input)(  # type: ignore[no-any-return]
         input, rois, spatial_scale, pooled_height, pooled_width, sampling_ratio, aligned
     )
 
@@ -58,7 +66,7 @@ def _roi_align_backward(
     aligned: bool,
     is_channels_last: bool,
 ) -> Tensor:
-    return _OPS.roi_align_backward(  # type: ignore[no-any-return]
+    return _op("roi_align_backward", grad)(  # type: ignore[no-any-return]
         grad,
         rois,
         spatial_scale,

@@ -11,8 +11,20 @@ Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 
 
+def _of_rows(input: Tensor, weight: Tensor) -> bool:
+    """Return whether a weight is one that the op takes: a vector in the dtype of the input, or float32."""
+    return weight.dim() == 1 and weight.dtype in (input.dtype, torch.float32)
+
+
+def _times(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of the last dimension times a weight of any shape that broadcasts, rounded once."""
+    return (_OPS.rms_norm(input.float(), None, eps) * weight.float()).to(input.dtype)
+
+
 @alias_op("rmsnorm(Tensor input, Tensor weight, float eps) -> Tensor")
 def _rmsnorm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not _of_rows(input, weight):
+        return _times(input, weight, eps)
     return _OPS.rms_norm(input, weight, eps)  # type: ignore[no-any-return]
 
 
@@ -22,7 +34,11 @@ def _rmsnorm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _add_rmsnorm(
     input: Tensor, input1: Tensor, weight: Tensor, eps: float, add_back: bool
 ) -> Tensor:
-    output, total = _OPS.add_rms_norm(input, input1, weight, eps)
+    if _of_rows(input, weight):
+        output, total = _OPS.add_rms_norm(input, input1, weight, eps)
+    else:
+        total = input + input1
+        output = _times(total, weight, eps)
     if add_back:
         input1.copy_(total)
     return output  # type: ignore[no-any-return]

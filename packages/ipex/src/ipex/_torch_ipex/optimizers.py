@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second names of the steps of optimizers. An empty ``param2`` stands for none."""
+"""Second names of the steps of optimizers. An empty ``param2`` stands for none. float64 runs without a kernel."""
 
 from __future__ import annotations
 
 import torch
 
 from ipex._torch_ipex._alias_op import alias_op
+from ipex_core._spec import specs
 from ipex_core.optim._functional import second
 
 Tensor = torch.Tensor
@@ -13,9 +14,22 @@ Tensor = torch.Tensor
 _ops = torch.ops.ipex
 
 
+def _step(name: str, param: Tensor, *args: object) -> None:
+    """Take a step with a kernel, or in float64 with torch's own operations."""
+    step = specs()[name].reference if param.dtype == torch.float64 else getattr(_ops, name)
+    with torch.no_grad():
+        step(param, *args)
+
+
 @alias_op("split_float_bfloat16(Tensor tensor) -> (Tensor, Tensor)")
 def _split(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    top, low = _ops.split_float_bfloat16(tensor)
+    """Return both halves, with the strides of the numbers: a step takes them together."""
+    halves = _ops.split_float_bfloat16(tensor)
+    if tensor.is_contiguous():
+        return halves[0], halves[1]
+    top, low = (torch.empty_like(tensor, dtype=torch.bfloat16) for _ in halves)
+    for to, half in zip((top, low), halves, strict=True):
+        to.view(torch.int16).copy_(half.view(torch.int16))  # bits: no conversion
     return top, low
 
 
@@ -50,8 +64,7 @@ def _sync(master: Tensor, low: Tensor) -> None:
 def _adagrad(
     param: Tensor, grad: Tensor, state_sum: Tensor, param2: Tensor, *rest: float
 ) -> tuple[Tensor, Tensor]:
-    with torch.no_grad():
-        _ops.adagrad_fused_step(param, grad, state_sum, second(param, param2), *rest)
+    _step("adagrad_fused_step", param, grad, state_sum, second(param, param2), *rest)
     return param, state_sum
 
 
@@ -71,8 +84,7 @@ def _adam(
     *rest: float,
 ) -> None:
     states = (exp_avg, exp_avg_sq, largest if amsgrad else None)
-    with torch.no_grad():
-        _ops.adam_fused_step(param, *states, grad, second(param, param2), amsgrad, *rest)
+    _step("adam_fused_step", param, *states, grad, second(param, param2), amsgrad, *rest)
 
 
 @alias_op(
@@ -89,8 +101,7 @@ def _lamb(
     step: int,
     *rest: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.no_grad():
-        _ops.lamb_fused_step(param, exp_avg, exp_avg_sq, grad, second(param, param2), step, *rest)
+    _step("lamb_fused_step", param, exp_avg, exp_avg_sq, grad, second(param, param2), step, *rest)
     return param, exp_avg, exp_avg_sq
 
 
@@ -98,7 +109,8 @@ def _buffer(param: Tensor, buffer: Tensor | None, momentum: float) -> tuple[Tens
     if not momentum:
         return None, False
     if buffer is None:
-        return torch.zeros_like(param, dtype=torch.float32), True
+        wide = torch.float64 if param.dtype == torch.float64 else torch.float32
+        return torch.zeros_like(param, dtype=wide), True
     return buffer, False
 
 
@@ -119,8 +131,7 @@ def _sgd(
 ) -> Tensor | None:
     buffer, first = _buffer(param, momentum_buf, momentum)
     rest = (momentum, lr, weight_decay, dampening, nesterov, first)
-    with torch.no_grad():
-        _ops.sgd_fused_step(param, grad, buffer, second(param, param2), *rest)
+    _step("sgd_fused_step", param, grad, buffer, second(param, param2), *rest)
     return buffer
 
 
@@ -144,6 +155,5 @@ def _lars(
 ) -> Tensor | None:
     buffer, first = _buffer(param, momentum_buf, momentum)
     rest = (momentum, lr, eeta, eps, weight_decay, dampening, nesterov, first)
-    with torch.no_grad():
-        _ops.lars_fused_step(param, grad, buffer, second(param, param2), *rest)
+    _step("lars_fused_step", param, grad, buffer, second(param, param2), *rest)
     return buffer

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from ipex._torch_ipex._alias_op import alias_op
+from ipex_core._spec import specs
 
 Tensor = torch.Tensor
 _OPS = torch.ops.ipex
@@ -72,6 +73,13 @@ def _rnnt_embedding(
     " int blank_id, int batch, int _SOS, int max_len) -> bool"
 )
 def _rnnt_update_batch(k: Tensor, out_lens: Tensor, *rest: object) -> bool:
-    *tensors, max_symbols, blank_id, _, sos, _ = rest
+    *tensors, f, max_symbols, blank_id, _, sos, _ = rest
+    assert isinstance(f, Tensor)
+    frames = f.unsqueeze(1) if f.dim() == 2 else f  # a view: what is written to it is written to f
     lengths = out_lens.to(torch.int32)
-    return bool(_OPS.rnnt_update(k.long(), lengths, *tensors, max_symbols, blank_id, sos))
+    args = (k.long(), lengths, *tensors, frames, max_symbols, blank_id, sos)
+    if bool(
+        (lengths == 0).any()
+    ):  # sequences that have ended before they begin, which the op has not
+        return bool(specs()["rnnt_update"].reference(*args, least=0))
+    return bool(_OPS.rnnt_update(*args))
