@@ -349,6 +349,29 @@ def test_wrong_summary(net: nn.Module, tmp_path: Path) -> None:
     assert torch.equal(convert(prepared)(x), convert(calibrated(net, x))(x))
 
 
+@torch.no_grad()
+def test_forward_that_reads_the_geometry_of_a_layer() -> None:
+    """As MobileNetV2 of transformers, which pads by hand."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 8, (3, 5), stride=2, groups=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows, columns = self.conv.kernel_size
+            if x.shape[-1] % self.conv.stride[1] == 0:
+                x = nn.functional.pad(x, (columns // 2, columns // 2, rows // 2, rows // 2))
+            return self.conv(x)
+
+    model, x = Padded().eval(), torch.randn(2, 4, 8, 8)
+    fast = convert(calibrated(model, x))
+    (conv,) = (m for m in fast.modules() if isinstance(m, Int8Conv))
+    for name in ("kernel_size", "in_channels", "out_channels", "groups"):
+        assert getattr(conv, name) == getattr(model.conv, name)
+    torch.testing.assert_close(fast(x), model(x), rtol=0.1, atol=0.1)
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 def test_model_without_layers_to_quantize(inplace: bool) -> None:
     model, x = nn.Sequential(nn.ReLU()), images()

@@ -252,9 +252,10 @@ def test_steps_of_optimizers_in_float64() -> None:
             torch.testing.assert_close(got, want.detach(), rtol=1e-13, atol=1e-13)
     got, single = w.clone(), w.float()
     states = [torch.zeros_like(w), torch.zeros_like(w)]
+    others = [s.float() for s in states]
     rest = (1, 0.9, 0.999, 0.01, 0.1, 1e-6)
     OPS.lamb_fused_step(got, *states, g, none, *rest)
-    OPS.lamb_fused_step(single, *(s.float() for s in states), g.float(), none, *rest)
+    OPS.lamb_fused_step(single, *others, g.float(), none, *rest)
     assert got.dtype == torch.float64 and not torch.equal(got, w)
     torch.testing.assert_close(got.float(), single, rtol=1e-4, atol=1e-5)
 

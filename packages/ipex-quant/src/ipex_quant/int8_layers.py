@@ -315,6 +315,23 @@ class Int8Conv(_Int8Layer):
         bias = conv.bias
         self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
 
+    # Models read the geometry of their layers, as MobileNetV2 of transformers does to pad.
+
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        """Sizes of the kernel."""
+        return tuple(self.weight.shape[2:])
+
+    @property
+    def in_channels(self) -> int:
+        """Channels that it reads."""
+        return self.weight.shape[1] * self.groups
+
+    @property
+    def out_channels(self) -> int:
+        """Channels that it gives."""
+        return self.weight.shape[0]
+
     def int_weight(self) -> Tensor:
         """Return the plain int8 weight."""
         return self.weight
