@@ -105,7 +105,8 @@ class _Conversion:
             text = f"folded into {path}"
             self.log.add(layer.norm, "BatchNorm", _STEP, True, text, "none (identity)")
         if layer.before:
-            _replace(model, path, Start(path, layer.before).eval())
+            stood = model.get_submodule(path)
+            _replace(model, path, Start(path, layer.before, stood).eval())
         _replace(model, layer.place, made)
 
     def pools(self) -> None:

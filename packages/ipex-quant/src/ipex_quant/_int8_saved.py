@@ -171,8 +171,8 @@ def rebuild(
         original = module if activation_of(module) else None
         replace_module(model, name, Fused(step, layer, original).eval())
     for name, (layer, *steps) in about["start"].items():
-        _find(op, model, name)
-        replace_module(model, name, Start(layer, tuple(steps)).eval())
+        stood = _find(op, model, name)
+        replace_module(model, name, Start(layer, tuple(steps), stood).eval())
     for name, module in (*made.items(), *shared.items()):
         _find(op, model, name)
         replace_module(model, name, module)

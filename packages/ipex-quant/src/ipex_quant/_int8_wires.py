@@ -292,17 +292,27 @@ class Fused(nn.Identity):
         return f"in {self.layer}"
 
 
+_GEOMETRY = (
+    *("kernel_size", "stride", "padding", "dilation", "groups", "in_channels", "out_channels"),
+    *("in_features", "out_features"),
+)
+
+
 class Start(nn.Identity):
     """Stands where a layer was whose place is now that of the sum it computes too: passes its input on.
 
     Args:
         layer: Path of this module, that of the layer.
         steps: Paths of the modules up to the sum.
+        stood: The layer that stood here; a forward may read its geometry.
     """
 
-    def __init__(self, layer: str, steps: tuple[str, ...]) -> None:
+    def __init__(self, layer: str, steps: tuple[str, ...], stood: nn.Module) -> None:
         super().__init__()
         self.layer, self.steps = layer, steps
+        for name in _GEOMETRY:
+            if hasattr(stood, name):
+                setattr(self, name, getattr(stood, name))
 
     def forward(self, x: Any) -> Any:
         """Return the input, for the sum."""
