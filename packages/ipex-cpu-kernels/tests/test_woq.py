@@ -291,3 +291,18 @@ def test_quantisation_error_is_half_a_step(format, symmetric):
     back = ops.dequantize_woq_weight(packed, 16, 64, torch.float32)
     step = parts[1].repeat_interleave(32, dim=1)
     assert ((back - weight).abs() <= 0.51 * step).all()
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_float32_loses_nothing_to_zero_points(format, level):
+    """Activations of one sign: what zero points take off is much larger than the result."""
+    n, k = 32, 4096
+    for group, rows in ((-1, 1), (-1, 16), (128, 4)):
+        parts = woq_parts(n, k, format, group, False)
+        packed = ops.pack_woq_weight(*parts)
+        x = torch.rand(rows, k)
+        got = ops.woq_linear(x, packed, n)
+        weight = _woq.dequantize(packed, _woq.read_layout(packed), torch.float64)
+        want = x.double() @ weight.T
+        error = (got - want).abs().max() / want.abs().max()
+        assert error < 1e-5, (group, rows, float(error))
