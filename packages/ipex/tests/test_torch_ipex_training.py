@@ -315,3 +315,46 @@ def test_products_of_8_bit_operands_as_on_xpu():
         OPS.fp8_gemm(q, False, qw, True, None, torch.float32, accumulate=True)
     with pytest.raises(ValueError, match="stochastic"):
         OPS.cast_to_fp8(x, scale, True, True, dtype, None)
+
+
+def test_linear_with_what_follows() -> None:
+    x, w, b = torch.randn(3, 16), torch.randn(8, 16), torch.randn(8)
+    y, z, none = torch.randn(3, 8), torch.randn(3, 8), torch.empty(0)
+    f = torch.nn.functional
+    plain = f.linear(x, w, b)
+    for got, want in (
+        (OPS.tpp_linear(x, w, 8), f.linear(x, w)),
+        (OPS.tpp_linear_bias(x, w, b), plain),
+        (OPS.tpp_linear_bias(x, w, none), f.linear(x, w)),
+        (OPS.tpp_linear_gelu(x, w, b), f.gelu(plain)),
+        (OPS.tpp_linear_gelu_tanh(x, w, b), f.gelu(plain, approximate="tanh")),
+        (OPS.tpp_linear_relu(x, w, b), plain.relu()),
+        (OPS.tpp_linear_silu(x, w, b), f.silu(plain)),
+        (OPS.tpp_linear_mul(x, y, w, b), plain * y),
+        (OPS.tpp_linear_add(x, y, w, b, 1.0), plain + y),
+        (OPS.tpp_linear_add(x, y, w, b, 0.5), 0.5 * plain + y),
+        (OPS.tpp_linear_add_add(x, y, z, w, b, 0.5), 0.5 * plain + y + z),
+        (OPS.tpp_fused_gate_up_proj(x, w, b, -w, none), f.silu(plain) * f.linear(x, -w)),
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    packed = torch.ops.ipex.pack_linear_weight(w)
+    got = OPS.tpp_linear_add(x, y, packed, b, 1.0, 8)
+    torch.testing.assert_close(got, plain + y, rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match=r"t_wt must be a plain weight \[N, K\].*got 4-D"):
+        OPS.tpp_linear_relu(x, w.view(2, 4, 2, 8), b)
+
+
+def test_casts_from_8_bit_floats() -> None:
+    codes = torch.arange(256).to(torch.uint8)
+    for kind, targets in (("e4m3", ("bf16", "fp16", "fp32")), ("e5m2", ("fp16",))):
+        source = codes.view(torch.float8_e4m3fn if kind == "e4m3" else torch.float8_e5m2)
+        options = (True, True) if kind == "e4m3" else ()
+        for name in targets:
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+            op, to = getattr(OPS, f"convert_{kind}_to_{name}"), torch.full((256,), 7.0, dtype=dtype)
+            assert op(source, to, 250, *options) is to
+            want = source.to(dtype)
+            torch.testing.assert_close(to[:250], want[:250], rtol=0, atol=0, equal_nan=True)
+            assert to[250:].tolist() == [7.0] * 6
+            with pytest.raises(RuntimeError, match="at least len = 257"):
+                op(source, to, 257, *options)
