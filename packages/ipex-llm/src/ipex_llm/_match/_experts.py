@@ -119,6 +119,14 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     x, expected = trace.input(block), trace.output(block)
     hidden = x.shape[-1]
     weights = _stacked(block, hidden) or _listed(trace, block)
+    for part in (weights.gate_up, weights.down):
+        if (
+            isinstance(part, Tensor) and part.shape[0] != weights.experts
+        ):  # LongCat-Flash's zero experts
+            raise trace.error(
+                block,
+                f"has {weights.experts} experts, but {part.shape[0]} with weights of their own",
+            )
     router = _router(trace, block, weights.experts, hidden)
     outer = getattr(block, "router", None) or getattr(block, "gate", None)
     owners = [router, outer, block, config.raw]

@@ -105,6 +105,8 @@ def match_ropes(
             raise trace.error(attention, f"has rotary embeddings of the unknown kind {name!r}")
         base = float(parameters.get("rope_theta") or 10000.0)
         dim = _dimension(config, attention, parameters, head_dim)
+        if dim < 2 or dim % 2:  # MiMo-V2-Flash has a third of the head
+            raise trace.error(attention, f"rotates {dim} features of a head, not an even number")
         scaling = {k: v for k, v in parameters.items() if k not in ("rope_theta", "rope_type")}
         original = config.get("original_max_position_embeddings")
         if name != "default" and original is not None:
