@@ -141,7 +141,7 @@ def test_layer_by_layer():
         ({"deployment_mode": "x"}, TypeError, "deployment_mode must be True or False"),
         ({"cache_weight_for_large_batch": 2}, TypeError, "cache_weight_for_large_batch must be"),
         ({"depth": True}, ValueError, "depth must be 1, 2 or 3"),
-        ({"qconfig_summary_file": "x.json"}, NotImplementedError, "static quantisation"),
+        ({"qconfig_summary_file": "x.json"}, ValueError, "qconfig_summary_file must come with"),
         ({"kv_cache_dtype": "int4"}, ValueError, "kv_cache_dtype must be"),
         ({"low_precision_checkpoint": 3}, ValueError, "low_precision_checkpoint must be"),
     ],

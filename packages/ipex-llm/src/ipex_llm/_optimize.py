@@ -35,6 +35,7 @@ from ipex_llm._parallel import (
 from ipex_llm._parallel._split import GRAINS
 from ipex_llm._plan import DecoderPlan
 from ipex_llm._proof import prove_layers, prove_stack
+from ipex_llm._static import is_static, quantize_static
 from ipex_llm._woq_model import Notes, quantize
 from ipex_llm._xpu import optimize_on_xpu
 from ipex_quant.kv_cache import KVCacheScales
@@ -77,10 +78,15 @@ def optimize(
         inplace: Change ``model`` itself. Otherwise a deep copy is changed and ``model`` stays as it is.
         device: ``"cpu"``, or ``"xpu"``: the model is moved there and runs layer by layer, with fused ops for its norms
             and gated MLPs; ``tp_group`` and ``kv_cache_dtype`` must be None.
-        quantization_config: Weight-only quantisation, of ``ipex.quantization.get_weight_only_quant_qconfig_mapping``.
-        qconfig_summary_file: Must be None (static quantisation of activations).
+        quantization_config: Weight-only quantisation, of ``ipex.quantization.get_weight_only_quant_qconfig_mapping``,
+            or static INT8 of activations and weights, of ``get_smooth_quant_qconfig_mapping`` or another mapping for
+            ``ipex.quantization.prepare``. A static model runs layer by layer; the options of caches and depths are not
+            for it.
+        qconfig_summary_file: For static INT8: the scales that ``save_qconf_summary`` of the calibrated model wrote.
+            None: the model is returned as it is, to be calibrated.
         low_precision_checkpoint: Quantised weights, of ``ipex.llm.utils.load_low_precision_checkpoint``.
-        sample_inputs: Accepted; nothing needs them.
+        sample_inputs: For static INT8: inputs to run the model once, a tuple or a dict. None: those that transformers
+            has for each model. Nothing else needs them.
         deployment_mode: True: run the whole decoder as a program. False: only make layers faster, so that
             ``torch.compile`` sees an ordinary model; the same as ``depth=1``.
         cache_weight_for_large_batch: Accepted; one packed form serves all batch sizes.
@@ -104,7 +110,7 @@ def optimize(
         ValueError: An unknown dtype or option; a model in training mode, or an optimizer (also an AssertionError); a
             group that is not started, or has more ranks than heads; a model that cannot be divided.
         RuntimeError: An unknown device.
-        NotImplementedError: Static quantisation, or an option that xpu does not have.
+        NotImplementedError: An option that xpu does not have.
         MissingComponentError: ``device`` is ``"xpu"``, but there is none.
 
     Example:
@@ -123,9 +129,16 @@ def optimize(
         deployment_mode=deployment_mode,
         cache_weight_for_large_batch=cache_weight_for_large_batch,
     )
-    _check_arguments(optimizer, dtype, device, qconfig_summary_file)
+    _check_arguments(optimizer, dtype, device)
+    static = is_static(quantization_config)
+    if qconfig_summary_file is not None and not static:
+        raise OpArgumentError(
+            "optimize: qconfig_summary_file must come with a static quantization_config, such as"
+            " ipex.quantization.get_smooth_quant_qconfig_mapping(), got"
+            f" {type(quantization_config).__name__}"
+        )
     if torch.device(device).type == "xpu":
-        _check_xpu(tp_group, kv_cache_dtype)
+        _check_xpu(tp_group, kv_cache_dtype, quantization_config if static else None)
         return optimize_on_xpu(
             model,
             dtype,
@@ -144,6 +157,19 @@ def optimize(
         model = _copy(model)
     if any("_ipex_mixin" in vars(type(module)) for module in model.modules()):
         ipex_core.restore(model)  # begin anew: the arguments may be others
+    if static:
+        if parallel is not None:
+            raise NotImplementedError("optimize: tp_group must be None for static INT8, got a group")
+        model = quantize_static(
+            model,
+            quantization_config,
+            qconfig_summary_file,
+            low_precision_checkpoint,
+            sample_inputs,
+        )
+        if qconfig_summary_file is None:
+            return model
+        quantization_config = low_precision_checkpoint = None
     adopt(model)
     plan, reason = None, None
     if low_precision_checkpoint is not None:
@@ -246,7 +272,7 @@ def _check_flags(**flags: object) -> None:
             raise TypeError(f"optimize: {name} must be True or False, got {flag!r}")
 
 
-def _check_arguments(optimizer: Any, dtype: Any, device: Any, summary: Any) -> None:
+def _check_arguments(optimizer: Any, dtype: Any, device: Any) -> None:
     if optimizer is not None:
         raise OpArgumentError(
             "optimize: optimizer must be None, got one: ipex.llm.optimize is for inference; train with ipex.optimize"
@@ -262,18 +288,18 @@ def _check_arguments(optimizer: Any, dtype: Any, device: Any, summary: Any) -> N
         kind = None
     if kind not in ("cpu", "xpu"):
         raise RuntimeError(f"optimize: device must be 'cpu' or 'xpu', got {device!r}")
-    if summary is not None:
-        raise NotImplementedError(
-            "optimize: static quantisation (qconfig_summary_file) is not available: use weight-only quantisation"
-        )
 
 
-def _check_xpu(tp_group: Any, kv_cache_dtype: Any) -> None:
+def _check_xpu(tp_group: Any, kv_cache_dtype: Any, static: Any) -> None:
     for name, value in (("tp_group", tp_group), ("kv_cache_dtype", kv_cache_dtype)):
         if value is not None:
             raise NotImplementedError(
                 f"optimize: {name} must be None for device 'xpu', got {value!r}"
             )
+    if static is not None:
+        raise NotImplementedError(
+            "optimize: quantization_config must be for weights only for device 'xpu', got a static one"
+        )
 
 
 def _grains(config: Any) -> tuple[int, ...]:
