@@ -50,8 +50,8 @@ KINDS = (*PRIVATE, "environment", "stock", "open")
 
 HEADER = """\
 # SPDX-License-Identifier: Apache-2.0
-# What the tests of Intel Extension for PyTorch 2.8 (tests/cpu, tag v2.8.0+cpu) do here: test, outcome, reason; separated
-# by tabs. `python tools/ipex_suite.py PATH --update` writes it; reasons are kept while the outcome stays.
+# What the tests of Intel Extension for PyTorch 2.8 (tests/cpu, tag v2.8.0+cpu) do here: test, outcome, reason;
+# separated by tabs. `python tools/ipex_suite.py PATH --update` writes it; reasons are kept while the outcome stays.
 """
 
 

@@ -106,7 +106,7 @@ def test_errors(tmp_path):
     mapping = ipex.quantization.get_smooth_quant_qconfig_mapping()
     with pytest.raises(ValueError, match="qconfig_summary_file must come with a static"):
         optimize(build("llama"), qconfig_summary_file="x.json")
-    with pytest.raises(ValueError, match="must come with a static.*QConfigMapping"):
+    with pytest.raises(ValueError, match=r"must come with a static.*QConfigMapping"):
         optimize(
             build("llama"),
             quantization_config=ipex.quantization.get_weight_only_quant_qconfig_mapping(),

@@ -136,6 +136,24 @@ def test_layers_are_left_out(model: nn.Module, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "order",
+    [
+        (None, [8], {"absolute": 10}),  # IPEX 2.4
+        ({"alpha": 0.5}, [8], {"absolute": 10}),
+        ([8], {"absolute": 10}),  # IPEX 2.8
+        ([8], {"absolute": 10}, 1e-9),
+    ],
+)
+def test_arguments_by_position(model: nn.Module, order: tuple[Any, ...]) -> None:
+    tuned = autotune(model, loader(1), None, None, None, *order)
+    name = "smooth alpha 0.5" if isinstance(order[0], dict) else "static"
+    assert names(tuned) == [f"{name}, 8 samples"]
+    tuned = autotune(model, loader(1), None, None, None, [8], accuracy_criterion={"absolute": 10})
+    assert names(tuned) == ["static, 8 samples"]
+
+
+@torch.no_grad()
 def test_chart(model: nn.Module, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     options: dict[str, Any] = {"accuracy_criterion": {"absolute": 10}, "report": tmp_path}
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

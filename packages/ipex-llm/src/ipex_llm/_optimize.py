@@ -159,7 +159,9 @@ def optimize(
         ipex_core.restore(model)  # begin anew: the arguments may be others
     if static:
         if parallel is not None:
-            raise NotImplementedError("optimize: tp_group must be None for static INT8, got a group")
+            raise NotImplementedError(
+                "optimize: tp_group must be None for static INT8, got a group"
+            )
         model = quantize_static(
             model,
             quantization_config,

@@ -42,12 +42,12 @@ def autotune(
     calib_func: Callable[[nn.Module], Any] | None = None,
     eval_func: Callable[[nn.Module], Any] | None = None,
     op_type_dict: Mapping[str, Any] | None = None,
+    smoothquant_args: Mapping[str, Any] | None = None,
     sampling_sizes: Sequence[int] | None = None,
     accuracy_criterion: Mapping[str, float] | None = None,
     tuning_time: float = 0,
     *,
     engine: str | None = None,
-    smoothquant_args: Mapping[str, Any] | None = None,
     state_file: str | os.PathLike[str] | None = None,
     report: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -70,6 +70,10 @@ def autotune(
             outputs to those of the float model on the loader.
         op_type_dict: Choices by type of layer, in the form of neural-compressor: ``{"linear": {"weight": {"dtype":
             ["fp32"]}}}`` leaves linear layers float; ``algo``, ``scheme`` and ``granularity`` choose observers.
+        smoothquant_args: ``{"alpha": ...}`` with a number, a list of numbers or ``"auto"``, and ``auto_alpha_args`` as
+            in `get_smooth_quant_qconfig_mapping`: only SmoothQuant is tried. Without it, 0.5, 0.75, 0.25 and ``"auto"``
+            are tried among the others. It stands where IPEX 2.4 had it; by position, the order of IPEX 2.8, which has no
+            such argument, is told from it by the types.
         sampling_sizes: How many samples to calibrate with, one or several numbers to try. None: 100.
         accuracy_criterion: ``{"relative": share}`` or ``{"absolute": loss}`` that may be lost. None: 0.01 relative.
         tuning_time: Seconds in which to look for the fastest; 0 to take the first that is accurate enough, however
@@ -77,9 +81,6 @@ def autotune(
         engine: Who says which recipe is next and when to stop: ``"neural_compressor"`` its tuner, ``"ipex"`` this
             package, None neural-compressor if version 3 of it is installed. It is never installed here. What a trial
             is, its calibration and the search for single layers are the same for both.
-        smoothquant_args: ``{"alpha": ...}`` with a number, a list of numbers or ``"auto"``, and ``auto_alpha_args`` as
-            in `get_smooth_quant_qconfig_mapping`: only SmoothQuant is tried. Without it, 0.5, 0.75, 0.25 and ``"auto"``
-            are tried among the others.
         state_file: JSON file with what was found so far; a search that was stopped goes on from it.
         report: Folder for ``tuning.txt``, ``tuning.json`` and ``tuning.png`` (accuracy against speed-up).
         progress: Whether to show a bar on a terminal; elsewhere there are log lines.
@@ -100,6 +101,9 @@ def autotune(
     for name, function in (("calib_func", calib_func), ("eval_func", eval_func)):
         what = type(function).__name__
         check(function is None or callable(function), _OP, name, "be a function", what)
+    smoothquant_args, sampling_sizes, accuracy_criterion, tuning_time = _in_order(
+        smoothquant_args, sampling_sizes, accuracy_criterion, tuning_time
+    )
     criterion = Criterion.of(
         {"relative": 0.01} if accuracy_criterion is None else accuracy_criterion
     )
@@ -183,6 +187,26 @@ def _check_seconds(tuning_time: Any) -> None:
     number = isinstance(tuning_time, (int, float)) and not isinstance(tuning_time, bool)
     usable = number and 0 <= tuning_time < math.inf
     check(usable, _OP, "tuning_time", "be a finite number of seconds, 0 or more", tuning_time)
+
+
+def _in_order(smooth: Any, sizes: Any, criterion: Any, seconds: Any) -> tuple[Any, Any, Any, Any]:
+    """Return four arguments in this order, also those given in that of IPEX 2.8, where the first is missing."""
+    shifted = isinstance(smooth, (int, list, tuple)) or (
+        smooth is None and isinstance(sizes, Mapping)
+    )
+    if not shifted:
+        return smooth, sizes, criterion, seconds
+    named = [value for value in (criterion, seconds) if isinstance(value, Mapping)]
+    check(
+        not (named and isinstance(sizes, Mapping)),
+        _OP,
+        "accuracy_criterion",
+        "be given once",
+        "two dicts",
+    )
+    if isinstance(criterion, Mapping):  # by name
+        return None, smooth, criterion, seconds
+    return None, smooth, sizes, criterion if criterion is not None else seconds
 
 
 def _sizes(sampling_sizes: Any) -> list[int]:

@@ -87,9 +87,11 @@ class _Updated(MergedEmbeddingBag):
 
     def forward(
         self,
-        indices: Sequence[Tensor],
-        offsets: Sequence[Tensor],
+        indices: Any,
+        offsets: Any = None,
         per_sample_weights: Sequence[Tensor] | None = None,
+        *,
+        need_linearize_indices_and_offsets: bool | Tensor = True,
     ) -> tuple[Tensor, ...]:
         """Return the bags of each table, as `MergedEmbeddingBag` does.
 
@@ -98,6 +100,7 @@ class _Updated(MergedEmbeddingBag):
         """
         if torch.is_grad_enabled():
             self._check_apart("each rank would update its own")
+        indices, offsets = self._given(indices, offsets, need_linearize_indices_and_offsets)
         return self._bags(indices, offsets, per_sample_weights)
 
     def _check_apart(self, reason: str) -> None:

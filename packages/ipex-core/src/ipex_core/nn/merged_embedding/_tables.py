@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ipex_core._spec import specs
 from ipex_core.nn._call import check_recorded
+from ipex_core.nn.merged_embedding._linearized import linearize, lookups_of_input
 from ipex_core.nn.merged_embedding._memory import gather, on_huge_pages
 from ipex_core.ops._bags import Bags
 
@@ -261,18 +262,56 @@ class MergedEmbeddingBag(nn.Module):
             lines.append(f"table{i}: {weight.shape[0]}, {weight.shape[1]}, {mode}, {weight.dtype}")
         return "\n".join(lines)
 
-    def forward(
+    def linearize_indices_and_offsets(
         self,
         indices: Sequence[Tensor],
-        offsets: Sequence[Tensor],
+        offsets: Sequence[Tensor | None],
+        include_last_offsets: Sequence[bool] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the lookups of all tables in one, which may be made before the model runs.
+
+        ``module(result, need_linearize_indices_and_offsets=False)`` takes them.
+
+        Args:
+            indices: For each table the rows, 1-D, or 2-D ``[B, bag size]``: int32 or int64.
+            offsets: For each table where its B bags begin; None for 2-D indices.
+            include_last_offsets: For each table whether its offsets have the end of the last bag. None: as the module.
+
+        Returns:
+            All indices, ``[n]``; where the bags begin in them, ``[n_tables * B + 1]`` with the end of the last one; and
+            the indices in a table that is all tables one after the other, ``[n]``. All are int64.
+
+        Raises:
+            ValueError: There is not one element per table, or the tables have different numbers of bags.
+
+        Example:
+            >>> import torch
+            >>> from ipex_core.nn.merged_embedding import MergedEmbeddingBag
+            >>> tables = [torch.nn.EmbeddingBag(n, 4, mode="sum") for n in (10, 20)]
+            >>> merged = MergedEmbeddingBag.from_embeddingbag_list(tables)
+            >>> rows, starts = torch.tensor([1, 2, 3]), torch.tensor([0, 2])
+            >>> merged.linearize_indices_and_offsets([rows, rows], [starts, starts], [False, False])
+            (tensor([1, 2, 3, 1, 2, 3]), tensor([0, 2, 3, 5, 6]), tensor([ 1,  2,  3, 11, 12, 13]))
+        """
+        return linearize(self, indices, offsets, include_last_offsets)
+
+    def forward(
+        self,
+        indices: Any,
+        offsets: Any = None,
         per_sample_weights: Sequence[Tensor] | None = None,
+        *,
+        need_linearize_indices_and_offsets: bool | Tensor = True,
     ) -> tuple[Tensor, ...]:
         """Return the bags of each table.
 
         Args:
-            indices: For each table the rows, the bags one after the other: int32 or int64.
+            indices: For each table the rows, the bags one after the other: int32 or int64. Without ``offsets`` a tuple
+                ``(indices, offsets, include_last_offsets)``, or the result of `linearize_indices_and_offsets`.
             offsets: For each table where its B bags begin; with ``include_last_offset`` also where the last one ends.
             per_sample_weights: For each table a factor per index, in the dtype of the tables. They may need gradients.
+            need_linearize_indices_and_offsets: False where ``indices`` is such a result; IPEX 2.0 took it as the second
+                argument, which works, too.
 
         Returns:
             For each table ``[B, embedding_dim]``.
@@ -284,7 +323,18 @@ class MergedEmbeddingBag(nn.Module):
         """
         if not self.dense:
             raise AssertionError(f"{type(self).__name__}: tables must have sparse=False, got True")
+        indices, offsets = self._given(indices, offsets, need_linearize_indices_and_offsets)
         return self._bags(indices, offsets, per_sample_weights)
+
+    def _given(self, indices: Any, offsets: Any, needed: Any) -> tuple[Any, Any]:
+        """Return indices and offsets by table, from two arguments or from one."""
+        if offsets is None:
+            return lookups_of_input(self, indices, needed)
+        if isinstance(offsets, bool) or (
+            isinstance(offsets, Tensor) and offsets.dtype == torch.bool
+        ):
+            return lookups_of_input(self, indices, offsets)
+        return indices, offsets
 
     def _lookups(
         self,
