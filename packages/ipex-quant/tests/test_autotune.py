@@ -139,9 +139,9 @@ def test_layers_are_left_out(model: nn.Module, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "order",
     [
-        (None, [8], {"absolute": 10}),  # IPEX 2.4
+        (None, [8], {"absolute": 10}),  # IPEX 2.2 to 2.6
         ({"alpha": 0.5}, [8], {"absolute": 10}),
-        ([8], {"absolute": 10}),  # IPEX 2.8
+        ([8], {"absolute": 10}),  # IPEX 2.7 and 2.8
         ([8], {"absolute": 10}, 1e-9),
     ],
 )
