@@ -72,8 +72,8 @@ def autotune(
             ["fp32"]}}}`` leaves linear layers float; ``algo``, ``scheme`` and ``granularity`` choose observers.
         smoothquant_args: ``{"alpha": ...}`` with a number, a list of numbers or ``"auto"``, and ``auto_alpha_args`` as
             in `get_smooth_quant_qconfig_mapping`: only SmoothQuant is tried. Without it, 0.5, 0.75, 0.25 and ``"auto"``
-            are tried among the others. By position it stands where IPEX 2.2 to 2.6 had it; the order of later ones, which
-            have no such argument, is told from it by the types.
+            are tried among the others. By position it stands where IPEX 2.2 to 2.6 had it; the order of 2.8, which
+            has no such argument, is told from it by the types.
         sampling_sizes: How many samples to calibrate with, one or several numbers to try. None: 100.
         accuracy_criterion: ``{"relative": share}`` or ``{"absolute": loss}`` that may be lost. None: 0.01 relative.
         tuning_time: Seconds in which to look for the fastest; 0 to take the first that is accurate enough, however
