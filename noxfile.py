@@ -341,6 +341,18 @@ def tests_integrations(session: nox.Session) -> None:
     session.run("pytest", *tests)
 
 
+#: What tests of IPEX import beside torch; of the other packages, those that lack are told by the table.
+IPEX_SUITE = ("expecttest", "scipy", "scikit-learn", "numpy", "pytest", "hypothesis", "psutil")
+
+
+@nox.session(default=False, requires=["wheels"])
+def ipex_suite(session: nox.Session) -> None:
+    """Run the CPU tests of a checkout of IPEX with our alias; `-- PATH`, `-- PATH --update` writes the table."""
+    prepare(session)
+    install_wheels(session, PACKAGES, *IPEX_SUITE, extras="[demo]")
+    session.run("python", "tools/ipex_suite.py", *session.posargs)
+
+
 def tests_of(package: str) -> Callable[[nox.Session], None]:
     """Return the session function that tests one package with only the siblings it cannot do without."""
 

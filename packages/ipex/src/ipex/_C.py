@@ -48,12 +48,19 @@ __all__ = [
 
 
 def _cpu_levels() -> tuple[str, ...]:
-    """Return the levels this CPU can run, lowest first: from the kernels' cpuid check, else from procfs."""
+    """Return the levels this CPU can run, lowest first.
+
+    Those the kernels were built for by their own check, the others from procfs: a build may leave levels out.
+    """
     provider = _plugins.provider_for("cpu")
-    if provider is not None:
-        return provider.isa_available
+    built = () if provider is None else provider.isa_built
+    able = () if provider is None else provider.isa_available
     features = set(_machine.cpu_info().features)
-    return tuple(n for n in config.ISA_LEVELS if features.issuperset(_machine.LEVEL_FEATURES[n]))
+    return tuple(
+        n
+        for n in config.ISA_LEVELS
+        if (n in able if n in built else features.issuperset(_machine.LEVEL_FEATURES[n]))
+    )
 
 
 def _get_current_isa_level() -> str:

@@ -18,6 +18,8 @@ from ipex_core._optimize._saving import name_saved_dtype, undo_saved_dtype
 from ipex_core._spec import dtype_name
 from ipex_core.amp import warn_if_emulated
 from ipex_core.errors import OpArgumentError
+from ipex_core.jit._traced import ATTRIBUTE as TRACED
+from ipex_core.jit._traced import TracedForward
 from ipex_core.nn import _mkldnn
 from ipex_core.nn._state import detach
 
@@ -157,6 +159,7 @@ def restore(model: _M) -> _M:
             module.__dict__.pop(KEY)
     for module in model.modules():
         detach(module)
+        module.__dict__.pop(TRACED, None)
     undo_saved_dtype(model)
     return model
 
@@ -224,6 +227,7 @@ def _inference(model: nn.Module, options: Options, sample_input: Any) -> nn.Modu
         raise
     if options.reduced is not None:
         name_saved_dtype(model)
+    model.__dict__[TRACED] = TracedForward(model)
     return model
 
 

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.jit.trace` of an optimized model gives a program that is fused, without `ipex.jit.fuse`."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from ipex_core import jit, optimize, restore
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+        self.next = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x, scale=None, *, skip=False):
+        x = self.relu(self.bn(self.conv(x)))
+        y = x if skip else torch.relu(self.next(x) + x)
+        if scale is None:  # a form that only a model around this one can take
+            return {"y": y, "count": 3, "pair": (y.sum(), None)}
+        return {"y": y, "scaled": y * scale}
+
+
+def frozen(model, *args, **kwargs):
+    with torch.no_grad():
+        return torch.jit.freeze(torch.jit.trace(model, *args, **kwargs))
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+
+
+def kinds(program):
+    return [node.kind() for node in program.inlined_graph.nodes() if "::" in node.kind()]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_documented_form(grad):
+    model, x = net(), torch.randn(2, 3, 9, 9)
+    fast = optimize(model)
+    with torch.set_grad_enabled(grad):
+        program = torch.jit.freeze(torch.jit.trace(fast, x))
+    assert "mkldnn::_convolution_pointwise" in kinds(program)
+    assert not {"aten::_convolution", "aten::relu"} & set(kinds(program))
+    for batch in (x, torch.randn(3, 3, 7, 12)):
+        with torch.no_grad():
+            torch.testing.assert_close(program(batch), model(batch))
+    file = io.BytesIO()
+    torch.jit.save(program, file)
+    file.seek(0)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.load(file)(x), model(x))
+    # Without freezing, too.
+    with torch.no_grad():
+        plain = torch.jit.trace(fast, x)
+        torch.testing.assert_close(plain(x), model(x))
+    assert "aten::relu" not in kinds(plain)
+
+
+def test_arguments_results_and_parts():
+    model, x = Net().eval(), torch.randn(2, 3, 9, 9)
+    fast = optimize(model)
+    wanted = model(x, torch.tensor(2.0))
+    program = frozen(fast, (x, torch.tensor(2.0)), strict=False)
+    assert "mkldnn::_convolution_pointwise" in kinds(program)
+    with torch.no_grad():
+        got = program(x, torch.tensor(3.0))
+    torch.testing.assert_close(got["y"], wanted["y"])
+    torch.testing.assert_close(got["scaled"], wanted["y"] * 3)
+    named = {"x": x, "scale": torch.tensor(2.0)}
+    program = frozen(fast, example_kwarg_inputs=named, strict=False)
+    torch.testing.assert_close(program(**named)["y"], wanted["y"])
+    assert "aten::relu" not in kinds(program)
+
+    class Outer(nn.Module):
+        def __init__(self, part):
+            super().__init__()
+            self.part = part
+
+        def forward(self, x):
+            return self.part(x)["y"] * 2 + self.part(x, skip=True)["pair"][0]
+
+    program = frozen(Outer(fast).eval(), x)
+    assert kinds(program).count("mkldnn::_convolution_pointwise") >= 1
+    torch.testing.assert_close(program(x), Outer(model)(x))
+
+
+def test_what_is_left_alone():
+    x = torch.randn(2, 3, 9, 9)
+    jit.enable_onednn_fusion(False)
+    try:
+        assert "aten::relu" in kinds(frozen(optimize(net()), x))
+    finally:
+        jit.enable_onednn_fusion(True)
+    assert "aten::relu" in kinds(frozen(net(), x))  # not optimized
+    assert "aten::relu" in kinds(frozen(restore(optimize(net())), x))
+    # Gradients are wanted: the stock ops have them.
+    needs = x.clone().requires_grad_()
+    program = torch.jit.trace(optimize(net()), needs)
+    program(needs).sum().backward()
+    assert needs.grad is not None
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x):
+            self.calls += 1
+            return torch.relu(self.conv(x)) + self.calls
+
+    with torch.no_grad():
+        program = torch.jit.trace(optimize(Counts().eval()), x, check_trace=False)
+        assert torch.equal(program(x) + 1, program(x))
+
+
+def test_a_script_in_front_and_copies():
+    x = torch.randn(2, 3, 9, 9)
+    double = torch.jit.script(Double())
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.twice, self.net = double, optimize(net())
+
+        def forward(self, x):
+            return self.net(self.twice(x)) + 1
+
+    program = frozen(Outer().eval(), x)
+    torch.testing.assert_close(program(x), net()(2 * x) + 1)
+    fast = optimize(net())
+    for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert "aten::relu" not in kinds(frozen(other, x))
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x * 2
