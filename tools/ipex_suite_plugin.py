@@ -164,9 +164,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         "SkipTest",
         "Skipped",
     )
-    text = f"{call.excinfo.typename}: {call.excinfo.value}"
-    _write(
-        test=test_name(item.nodeid),
-        outcome="skipped" if skipped else "failed",
-        text=text[:LONGEST],
-    )
+    text = f"{call.excinfo.typename}: {call.excinfo.value}"[:LONGEST]
+    if not skipped:
+        own = [entry for entry in call.excinfo.traceback if Path(entry.path) == item.path]
+        text += f" | {own[-1].statement}" if own else ""
+    outcome = "skipped" if skipped else "failed"
+    _write(test=test_name(item.nodeid), outcome=outcome, text=text)
