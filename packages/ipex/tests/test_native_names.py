@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
+
 import torch
 
 import ipex
-from ipex_core import _plugins, config
+from ipex_core import _machine, _plugins, config
 
 
 def _provider(monkeypatch, **changes):
@@ -37,6 +40,23 @@ def test_isa_levels_with_kernels(monkeypatch):
     assert ipex._C._has_xpu() is False
     _provider(monkeypatch, current_isa=lambda: "avx2")
     assert ipex._C._get_current_isa_level() == "AVX2"
+
+
+def test_features_of_the_cpu_where_the_build_has_few_levels(monkeypatch):
+    """The question is what the CPU has, not what the kernels were built for."""
+    _provider(monkeypatch)
+    info = _plugins.provider_for("cpu")
+    few = dataclasses.replace(
+        info, isa_built=("default", "avx512_bf16", "amx"), isa_available=("default", "avx512_bf16")
+    )
+    monkeypatch.setattr(_plugins, "provider_for", lambda device: few)
+    features = [f for level in config.ISA_LEVELS for f in _machine.LEVEL_FEATURES[level]]
+    cpu = types.SimpleNamespace(features=features)
+    monkeypatch.setattr(_machine, "cpu_info", lambda: cpu)
+    assert ipex._C.isa_has_avx512_vnni_support() and ipex._C.isa_has_avx2_vnni_support()
+    assert not ipex._C.isa_has_amx_support()  # its own check knows of permissions, too
+    features[:] = [f for f in features if f != "avx512_vnni"]
+    assert not ipex._C.isa_has_avx512_vnni_support()
 
 
 def test_isa_levels_without_kernels(monkeypatch):

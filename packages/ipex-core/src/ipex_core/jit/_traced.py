@@ -71,7 +71,7 @@ class TracedForward:
         function, tensors, (leaves, spec) = found
         results = iter(function(*tensors))
         # Now: a graph that calls a function does not keep it alive.
-        torch._C._jit_pass_inline(torch._C._get_tracing_state().graph())  # type: ignore[attr-defined]
+        torch._C._jit_pass_inline(torch._C._get_tracing_state().graph())
         return pytree.tree_unflatten([next(results) if v is _TENSOR else v for v in leaves], spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedForward:

@@ -56,7 +56,7 @@ def lookups_of_input(owner: Any, given: Any, needed: Any) -> tuple[list[Tensor],
                 f"{name}: offsets must be a list of tensors, one per table, got None; the result of"
                 " linearize_indices_and_offsets needs need_linearize_indices_and_offsets=False"
             )
-        return _by_table(owner, *given, owner.include_last_offset)
+        return _by_table(owner, given[0], given[1], given[2], owner.include_last_offset)
     indices, offsets, _ = given
     if not isinstance(indices, Tensor) or not isinstance(offsets, Tensor):
         raise TypeError(
