@@ -127,12 +127,13 @@ def _source_role(flow: Flow, value: int) -> str:
     return event.role if event is not None else ""
 
 
-class _Shallow(fx.Tracer):
+class _Shallow(Tracer):
     """Traces one forward; the modules that it calls stay calls, and so do functions of ours."""
 
     def __init__(self) -> None:
-        modules: tuple[Any, ...] = math, functional  # torch's annotation is of one
-        super().__init__(modules, (functional.interaction,))
+        named = (name for name in vars(functional) if not name.startswith("_"))
+        found = (getattr(functional, name) for name in named)
+        super().__init__(function for function in found if callable(function))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return True for every module."""

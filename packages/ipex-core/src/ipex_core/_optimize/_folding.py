@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torch import fx, nn
+from torch import nn
 
 from ipex_core._optimize._passes import Context, Pass, register, swap_reason
 from ipex_core._optimize._trace import release, untouched
+from ipex_core._symbolic import Tracer
 from ipex_core.nn._leaf import has_hooks
 from ipex_core.nn._state import attach, swap_class
 from ipex_core.nn.layers import (
@@ -45,7 +46,7 @@ def adjacent(
     """Return ``(path, layer, path, batch norm)`` for every layer whose only consumer is a batch norm."""
     if not any(type(m) in _FOLDED for m in root.modules()):
         return []
-    tracer = fx.Tracer()
+    tracer = Tracer()
     try:
         with untouched(root, strict=False):
             graph = tracer.trace(root)

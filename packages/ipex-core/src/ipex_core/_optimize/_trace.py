@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from ipex_core._symbolic import Tracer, names_in
 from ipex_core.nn._leaf import has_hooks
 
 __all__ = ["Guard", "guards_of", "reason_against", "release", "trace", "untouched"]
@@ -174,10 +175,11 @@ for _name in _IN_PLACE_OPERATORS:
     setattr(_StandIn, f"__{_name}__", _record(getattr(operator, _name)))
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(Tracer):
     """Traces with children as leaves and optional arguments at their defaults."""
 
     proxy_buffer_attributes = True
+    stand_in = _StandIn
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
@@ -192,10 +194,6 @@ class _Tracer(fx.Tracer):
             return True
         self.entered.append(module_qualified_name)
         return False
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return the stand-in for a node."""
-        return _StandIn(node, self)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -300,7 +298,7 @@ def _names(kind: type[nn.Module]) -> set[str]:
         if code is None or code in seen or len(seen) > 200:
             continue
         seen.add(code)
-        found = _names_in(code)
+        found = names_in(code)
         names |= found
         for name in found:
             method = inspect.getattr_static(kind, name, None)
@@ -315,14 +313,6 @@ def _names(kind: type[nn.Module]) -> set[str]:
 
 def _of_torch(function: types.FunctionType) -> bool:
     return (function.__module__ or "").split(".")[0] == "torch"
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names_in(constant)
-    return names
 
 
 def reason_against(module: nn.Module, graph: fx.Graph, entered: list[str]) -> str | None:
