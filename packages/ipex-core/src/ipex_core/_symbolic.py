@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symbolic traces that change nothing outside of the traced module.
 
-`torch.fx.Tracer.trace` replaces ``nn.Module.__call__``, ``nn.Module.__getattr__`` and functions of ``math`` for the whole
-process while it runs: models of other threads raise, and two traces at the same time can leave them replaced. This
-tracer hooks into the instances of the traced tree, and runs functions that need another ``math`` as copies.
+`torch.fx.Tracer.trace` replaces ``nn.Module.__call__``, ``nn.Module.__getattr__`` and functions of ``math`` for the
+whole process while it runs: models of other threads raise, and two traces at the same time can leave them replaced.
+This tracer hooks into the instances of the traced tree, and runs functions that need another ``math`` as copies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -47,17 +47,13 @@ class Tracer(fx.Tracer):
     """`torch.fx.Tracer` for modules, without its patches; models of other threads run as usual.
 
     The traced module itself must not be called by other threads meanwhile.
-
-    Args:
-        leaf_functions: Functions whose calls are recorded as they are, if the forward finds them under a global name.
     """
 
     #: The class of stand-ins.
     stand_in: type[fx.Proxy] = fx.Proxy
 
-    def __init__(self, leaf_functions: Iterable[Callable[..., Any]] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._leaf_functions = {id(function) for function in leaf_functions}
         self._recordings: dict[type[nn.Module], tuple[Any, dict[str, Any]]] = {}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -85,7 +81,6 @@ class Tracer(fx.Tracer):
             for key, value in module.__dict__.items()
             if isinstance(value, (torch.Tensor, torch.ScriptObject))
         }
-        forward = type(root).forward
         function, methods = self._recording(type(root))
         function, args = self.create_args_for_root(function, True, None)
         installed: list[tuple[dict[str, Any], str, Any]] = []
@@ -94,7 +89,7 @@ class Tracer(fx.Tracer):
                 installed.append((content, key, content.get(key, installed)))
                 content[key] = value
             result = self._with_methods(root, methods, functools.partial(function, *args))
-            annotation = inspect.get_annotations(inspect.unwrap(forward)).get("return")
+            annotation = inspect.get_annotations(inspect.unwrap(function)).get("return")
             self.create_node("output", "output", (self.create_arg(result),), {}, None, annotation)
         finally:
             for content, key, before in reversed(installed):
@@ -111,7 +106,7 @@ class Tracer(fx.Tracer):
         What is in there is found before what ``nn.Module.__getattr__`` would find.
         """
         kind: type[_Attribute] = type("_Attribute", (_Attribute, self.stand_in), {})
-        tensors = list(self.root.named_parameters())
+        tensors: list[tuple[str, torch.Tensor]] = list(self.root.named_parameters())
         if self.proxy_buffer_attributes:
             tensors += self.root.named_buffers()
         stand_ins = {id(tensor): kind(self, name) for name, tensor in reversed(tensors)}
@@ -157,16 +152,15 @@ class Tracer(fx.Tracer):
         ``math.sqrt(x.size(-1))`` cannot take a stand-in: it is recorded, as are functions marked with `torch.fx.wrap`.
         """
         if kind not in self._recordings:
-            self._recordings[kind] = _Recording(kind, self._leaf_functions).result
+            self._recordings[kind] = _Recording(kind).result
         return self._recordings[kind]
 
 
 class _Recording:
     """The functions that a forward reaches by their names, and copies of them with other globals."""
 
-    def __init__(self, kind: type[nn.Module], leaf_functions: set[int]) -> None:
+    def __init__(self, kind: type[nn.Module]) -> None:
         self._kind = kind
-        self._leaf_functions = leaf_functions
         self._methods: dict[str, types.FunctionType] = {}
         forward: Any = kind.forward
         reached = self._reach(forward) if isinstance(forward, types.FunctionType) else []
@@ -217,13 +211,13 @@ class _Recording:
         self._methods = {name: it for name, it in self._methods.items() if it in reached}
         return list(reached)
 
-    def _recorded(self, scope: dict[str, Any], name: str) -> Any:
+    @staticmethod
+    def _recorded(scope: dict[str, Any], name: str) -> Any:
         """Return what takes the place of a global, or None if it can stay."""
         value = scope.get(name, getattr(builtins, name, None))
         if value is math:
             return _MATH
-        marked = (id(scope), name) in _marked_functions()
-        if marked or id(value) in self._leaf_functions or id(value) in _MATH_FUNCTIONS:
+        if id(value) in _MATH_FUNCTIONS or (id(scope), name) in _marked_functions():
             return _leaf(value)
         return None
 

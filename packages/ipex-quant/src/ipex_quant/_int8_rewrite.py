@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import operator
 from collections import Counter
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from ipex_core._optimize._fused_forward import generate
+from ipex_core._symbolic import Tracer
 from ipex_core.nn import functional
 from ipex_core.nn._leaf import has_hooks
 from ipex_quant._flow import Add, Event, Flow, activation_of
@@ -128,12 +128,7 @@ def _source_role(flow: Flow, value: int) -> str:
 
 
 class _Shallow(Tracer):
-    """Traces one forward; the modules that it calls stay calls, and so do functions of ours."""
-
-    def __init__(self) -> None:
-        named = (name for name in vars(functional) if not name.startswith("_"))
-        found = (getattr(functional, name) for name in named)
-        super().__init__(function for function in found if callable(function))
+    """Traces one forward; the modules that it calls stay calls."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return True for every module."""

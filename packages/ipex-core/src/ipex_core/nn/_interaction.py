@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -62,6 +63,8 @@ def interaction(*args: Tensor) -> Tensor:
         return result
     for i, value in enumerate(args):
         if not isinstance(value, Tensor):
+            if isinstance(value, fx.Proxy):  # a trace of torch.fx
+                return value.tracer.create_proxy("call_function", interaction, args, {})
             raise TypeError(
                 f"interaction: args[{i}] must be a tensor, got {type(value).__name__}: give each tensor as an argument"
             )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._jit_internal import is_scripting
 
 from ipex_core.nn._packed import PackedWeight
@@ -24,7 +24,9 @@ __all__ = [
     "find_kernels",
     "has_hooks",
     "has_kernel",
+    "is_stand_in",
     "needs_grad",
+    "record_call",
     "usable_parameters",
 ]
 
@@ -74,15 +76,15 @@ class OptimizedModule(nn.Module):
 
     def _cast(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Bring an activation to the dtype of a reduced weight; float32 weights take any activation."""
-        if weight is None or not x.is_floating_point():
+        if weight is None:
             return x
         # TorchScript's own autocast may compute in float32 what was of this dtype when it was recorded.
         if is_scripting():
-            return x.to(weight.dtype)
+            return x.to(weight.dtype) if x.is_floating_point() else x
         else:
-            if x.dtype is not weight.dtype or (weight.dtype is not torch.float32 and tracing()):
-                return x.to(weight.dtype)
-            return x
+            if x.dtype is weight.dtype and (weight.dtype is torch.float32 or not tracing()):
+                return x
+            return x.to(weight.dtype) if is_stand_in(x) or x.is_floating_point() else x
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let ``torch.jit.script`` take what decides about the forward as constants."""
@@ -135,6 +137,24 @@ class OptimizedModule(nn.Module):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
             pack_weight(self, state)
+
+
+def is_stand_in(x: Any) -> bool:
+    """Return whether the call is recorded by `torch.fx.symbolic_trace`."""
+    return isinstance(x, fx.Proxy)
+
+
+def record_call(module: nn.Module, x: Any, *args: Any) -> Any:
+    """Record the call of a layer in a trace of torch.fx, as it records those of the stock layers."""
+    path = x.tracer.path_of_module(module)
+    if path:
+        return x.tracer.create_proxy("call_module", path, (x, *args), {})
+    # The layer is all there is: what it computes is recorded.
+    state = state_of(module)
+    kind: Any = type(module) if state is None else state.original_class
+    if state is not None and state.dtype is not None and not isinstance(module, nn.EmbeddingBag):
+        x = x.to(state.dtype)
+    return kind.forward(module, x, *args)
 
 
 def needs_grad(layer: nn.Module, x: torch.Tensor) -> bool:

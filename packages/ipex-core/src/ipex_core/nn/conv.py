@@ -11,7 +11,13 @@ from torch._jit_internal import is_scripting
 
 from ipex_core.nn import _mkldnn
 from ipex_core.nn._call import stock_only
-from ipex_core.nn._leaf import OptimizedModule, needs_grad, usable_parameters
+from ipex_core.nn._leaf import (
+    OptimizedModule,
+    is_stand_in,
+    needs_grad,
+    record_call,
+    usable_parameters,
+)
 from ipex_core.nn._packed import PackedWeight, captured
 from ipex_core.nn._scripting import stock_forward
 from ipex_core.nn._state import state_of
@@ -99,6 +105,9 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
         return x
 
     def _stock(self, x: Tensor) -> Tensor:
+        if is_stand_in(x):
+            recorded: Tensor = record_call(self, x)
+            return recorded
         weight, bias = usable_parameters(self)
         y: Tensor = self._conv_forward(self._cast(x, weight), weight, bias)
         return y

@@ -13,7 +13,7 @@ from torch._jit_internal import is_scripting
 from torch.nn import functional
 from torch.nn.modules.transformer import _detect_is_causal_mask, _get_seq_len
 
-from ipex_core.nn._leaf import OptimizedModule
+from ipex_core.nn._leaf import OptimizedModule, is_stand_in, record_call
 
 __all__ = ["OptimizedTransformerEncoder", "OptimizedTransformerEncoderLayer"]
 
@@ -34,6 +34,9 @@ class OptimizedTransformerEncoderLayer(OptimizedModule, nn.TransformerEncoderLay
         if is_scripting():
             return self._parts(src, src_mask, src_key_padding_mask, is_causal)
         else:
+            if is_stand_in(src):
+                recorded: Tensor = record_call(self, src, src_mask, src_key_padding_mask, is_causal)
+                return recorded
             if src.is_nested:
                 return super().forward(src, src_mask, src_key_padding_mask, is_causal)
             return self._parts(src, src_mask, src_key_padding_mask, is_causal)
@@ -77,6 +80,9 @@ class OptimizedTransformerEncoder(OptimizedModule, nn.TransformerEncoder):
         if is_scripting():
             return self._layers(src, mask, src_key_padding_mask, is_causal, True)
         else:
+            if is_stand_in(src):
+                recorded: Tensor = record_call(self, src, mask, src_key_padding_mask, is_causal)
+                return recorded
             if src.is_nested:
                 return super().forward(src, mask, src_key_padding_mask, is_causal)
             skips = not (

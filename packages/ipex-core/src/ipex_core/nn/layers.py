@@ -15,7 +15,7 @@ from torch._jit_internal import is_scripting
 from torch.nn import functional
 
 from ipex_core.nn._call import call, stock_only
-from ipex_core.nn._leaf import OptimizedModule
+from ipex_core.nn._leaf import OptimizedModule, is_stand_in, record_call
 from ipex_core.nn._scripting import stock_forward
 from ipex_core.nn._scripts import rms_norm as script_rms_norm
 from ipex_core.nn._scripts import scale_and_shift as script_scale_and_shift
@@ -59,6 +59,9 @@ class OptimizedLayerNorm(OptimizedModule, nn.LayerNorm):
         x = self._cast(input, weight) if self._dtype is not None else input
         if self._kernel and not stock_only(x):
             return layer_norm(x, weight, bias, self.eps)
+        if is_stand_in(x):
+            recorded: Tensor = record_call(self, x)
+            return recorded
         return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -82,6 +85,9 @@ class OptimizedRMSNorm(OptimizedModule, nn.RMSNorm):
         eps = self.eps
         if self._kernel and not stock_only(x):
             return rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+        if is_stand_in(x):
+            recorded: Tensor = record_call(self, x)
+            return recorded
         return functional.rms_norm(x, self.normalized_shape, weight, eps)
 
 
@@ -111,7 +117,7 @@ class OptimizedPReLU(_Stock, nn.PReLU):
 
 
 def _takes(x: Tensor) -> bool:
-    return x.dtype in KERNEL_DTYPES and x.device.type == "cpu" and not stock_only(x)
+    return not stock_only(x) and x.dtype in KERNEL_DTYPES and x.device.type == "cpu"
 
 
 class _Activation(OptimizedModule):
@@ -141,7 +147,7 @@ class OptimizedGELU(_Activation, nn.GELU):
         if _takes(input):
             y: Tensor = call(torch.ops.ipex.gelu.default, input, self.approximate)
             return y
-        y = self._stock(input)
+        y = record_call(self, input) if is_stand_in(input) else self._stock(input)
         return y
 
 
@@ -151,11 +157,10 @@ class OptimizedSoftmax(_Activation, nn.Softmax):
     _stock = stock_forward(nn.Softmax)
 
     def _run(self, input: Tensor) -> Tensor:
-        last = self.dim is not None and self.dim in (-1, input.dim() - 1)
-        if last and _takes(input):
+        if _takes(input) and self.dim is not None and self.dim in (-1, input.dim() - 1):
             y: Tensor = call(torch.ops.ipex.softmax.default, input)
             return y
-        y = self._stock(input)
+        y = record_call(self, input) if is_stand_in(input) else self._stock(input)
         return y
 
 
@@ -182,6 +187,9 @@ class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
     def _run(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
+        if is_stand_in(input):
+            recorded: Tensor = record_call(self, input, offsets, per_sample_weights)
+            return recorded
         weight = self.weight
         if per_sample_weights is not None:
             per_sample_weights = self._cast(per_sample_weights, weight)
@@ -255,6 +263,8 @@ class OptimizedMultiheadAttention(OptimizedModule, nn.MultiheadAttention):
             return attended
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
+        if is_stand_in(query):
+            return record_call(self, query, key, value, *args)
         weight = self.out_proj.weight
         same = key is query and value is query
         query = self._cast(query, weight)
@@ -309,6 +319,9 @@ class _FoldedBatchNorm(OptimizedModule):
             return self._run(input)
 
     def _run(self, input: Tensor) -> Tensor:
+        if is_stand_in(input):
+            recorded: Tensor = record_call(self, input)
+            return recorded
         if isinstance(self._folded_into, nn.Linear) and input.dim() > 2:
             # Channels are dimension 1 here, but the fold scaled the last one: take it back and normalise.
             scale, shift = scale_and_shift(self)

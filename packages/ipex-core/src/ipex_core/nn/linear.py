@@ -13,7 +13,13 @@ from torch.nn import functional
 from ipex_core.nn import _mkldnn
 from ipex_core.nn._call import below_autograd, call, stock_only
 from ipex_core.nn._fusable import finish, fits
-from ipex_core.nn._leaf import OptimizedModule, needs_grad, usable_parameters
+from ipex_core.nn._leaf import (
+    OptimizedModule,
+    is_stand_in,
+    needs_grad,
+    record_call,
+    usable_parameters,
+)
 from ipex_core.nn._packed import PackedWeight, captured, pack
 from ipex_core.nn._scripts import function, tracing
 from ipex_core.nn._state import state_of
@@ -170,6 +176,8 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         mul: Tensor | None,
         residual2: Tensor | None,
     ) -> Tensor:
+        if is_stand_in(x):
+            return finish(record_call(self, x), post, residual, mul, residual2)
         weight, bias = usable_parameters(self)
         y = functional.linear(self._cast(x, weight), weight, bias)
         return finish(y, post, residual, mul, residual2)

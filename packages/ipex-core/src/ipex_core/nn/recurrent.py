@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._jit_internal import is_scripting
 
-from ipex_core.nn._leaf import OptimizedModule
+from ipex_core.nn._leaf import OptimizedModule, is_stand_in, record_call
 from ipex_core.nn._scripts import lstm as script_lstm
 from ipex_core.nn._scripts import recurrent as script_recurrent
 
@@ -34,6 +34,8 @@ class _Recurrent(OptimizedModule):
 
     def _run(self, input: Any, hx: Any) -> Any:
         """Run the stock recurrence in the dtype of the weights."""
+        if is_stand_in(input):
+            return record_call(self, input, hx)
         return super().forward(self._fit(input), self._fit(hx))
 
 
