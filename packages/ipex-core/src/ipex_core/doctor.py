@@ -13,12 +13,12 @@ import platform
 import re
 import sys
 import types
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ipex_core import _machine, _plugins, config
+from ipex_core._quiet import quiet
 from ipex_core._version import __version__
 from ipex_core.errors import ConfigError
 
@@ -260,8 +260,7 @@ def _packages(cpu: _machine.CpuInfo, root: Path) -> tuple[tuple[PackageReport, .
     failed = ""
     try:
         # Strict mode would stop at the first broken package; the list shall be complete.
-        with warnings.catch_warnings(), _lenient():
-            warnings.simplefilter("ignore")
+        with quiet(), _lenient():
             statuses = _plugins.load_providers()
     except Exception as error:
         failed = str(error)

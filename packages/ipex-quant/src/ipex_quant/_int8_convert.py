@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import warnings
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconfig
 
 from ipex_core._optimize._records import QUANTISATION, Quantisation
+from ipex_core._quiet import quiet
 from ipex_core._spec import check
 from ipex_quant._flow import activation_of
 from ipex_quant._int8_embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
@@ -280,8 +280,7 @@ def _dynamic(path: str, module: Any) -> Any:
     recurrent = importlib.import_module("torch.ao.nn.quantized.dynamic")
     module = with_bias(module)
     module.qconfig = stock_dynamic_qconfig
-    with warnings.catch_warnings():  # torch's note to itself about the tensors it keeps weights in
-        warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")
+    with quiet():  # torch's note to itself about the tensors it keeps weights in
         return getattr(recurrent, type(module).__name__).from_float(module)
 
 

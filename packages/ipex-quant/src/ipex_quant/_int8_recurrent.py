@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ipex_core._quiet import quiet
 from ipex_core._spec import dtype_name
 
 __all__ = [
@@ -107,8 +107,7 @@ def saved(module: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def from_saved(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return the layer that `saved` described."""
     options = {name: value for name, value in about.items() if name != "kind"}
-    with warnings.catch_warnings():  # torch's note to itself about the tensors it keeps weights in
-        warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")
+    with quiet():  # torch's note to itself about the tensors it keeps weights in
         made = getattr(_module(), about["kind"])(**options)
         values: dict[str, Tensor | None] = {}
         for name in (*made.get_weight(), *made.get_bias()):

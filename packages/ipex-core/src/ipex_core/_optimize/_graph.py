@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +19,12 @@ from torch.utils import _pytree as pytree
 
 from ipex_core import config
 from ipex_core._optimize._records import Log
+from ipex_core._quiet import quiet, raised
 from ipex_core.errors import FallbackError
 
 __all__ = ["GraphCall"]
 
+_trace_lock = threading.Lock()
 _TracerWarning: type[Warning] = torch.jit._trace.TracerWarning
 STEP = "graph_mode"
 #: A trace may have sizes in it, so each kind of input gets its own; further ones run eagerly.
@@ -229,9 +230,8 @@ def _trace(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Callable[...,
     if not tensors:
         raise _NoTraceError("no argument is a tensor")
     flat = _Flat(model, leaves, structure).eval()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # torch calls all of TorchScript deprecated
-        warnings.simplefilter("error", _TracerWarning)
+    # torch calls all of TorchScript deprecated, and keeps one table of names for all traces.
+    with _trace_lock, quiet(), raised(_TracerWarning), torch.no_grad():
         traced: Any = torch.jit.trace(flat, tensors, check_trace=False, strict=False)
         program: Any = torch.jit.freeze(traced)
     result = flat.__dict__.pop("result")

@@ -9,10 +9,10 @@ forward writes are put back. What the forward only reads is remembered (`guards_
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 import types
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from ipex_core._quiet import quiet
 from ipex_core._symbolic import Tracer, names_in
 from ipex_core.nn._leaf import has_hooks
 
@@ -91,9 +92,19 @@ class _OnlyStandIns(TorchFunctionMode):
             writes = name in ("_set_grad_enabled", "__setitem__", "__set__") or (
                 name.startswith("__i") if name.endswith("__") else name.endswith("_")
             )
-            if self.strict or writes or "out" in kwargs:
+            if self.strict or writes or "out" in kwargs or _draws(name):
                 raise RuntimeError(f"{name} does not depend on the inputs")
         return func(*args, **kwargs)
+
+
+@functools.cache
+def _draws(name: str) -> bool:
+    """Return whether a function draws random numbers, which other threads would miss."""
+    if name == "gumbel_softmax":
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if packet is not None else ()
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, it).tags for it in overloads)
 
 
 @contextlib.contextmanager
@@ -109,12 +120,7 @@ def untouched(root: nn.Module, strict: bool) -> Iterator[list[str]]:
     """
     before = {module: _content(module) for module in root.modules()}
     changed: list[str] = []
-    with (
-        torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(),
-        contextlib.ExitStack() as stack,
-    ):
-        warnings.simplefilter("ignore")
+    with quiet(), contextlib.ExitStack() as stack:
         for module, content in before.items():
             stack.callback(_put_back, module, content, changed)
         stack.enter_context(_OnlyStandIns(strict))

@@ -13,12 +13,13 @@ so they are written in what it understands, and their names are those that a sav
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ipex_core._quiet import quiet
 
 __all__ = ["function", "tracing"]
 
@@ -371,7 +372,6 @@ def tracing() -> bool:
 @functools.cache
 def function(name: str) -> Callable[..., Any]:
     """Return a compiled function by its name; calls of it are recorded as they are."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls TorchScript deprecated
+    with quiet():  # torch calls TorchScript deprecated
         found: Callable[..., Any] = torch.jit.script(globals()[name])
     return found
