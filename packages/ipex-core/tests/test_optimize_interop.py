@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+from ipex_core._explain import explain
 from ipex_core._optimize import optimize, restore
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
@@ -89,3 +92,43 @@ def test_script_modules_inside_a_model_stay():
         torch.testing.assert_close(optimize(model)(x), model(x), rtol=1e-4, atol=1e-4)
     with pytest.raises(NotImplementedError, match="1 is a ScriptModule"):
         optimize(model, dtype=torch.bfloat16)
+
+
+class Lookups(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3))
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(self.conv(x))))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_trace_under_autocast(called, gradients):
+    model, x = Lookups().eval(), torch.randn(1, 3, 8, 8)
+    made = copy.deepcopy(optimize(model))
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(gradients):
+        if called:
+            made(x)
+        traced = torch.jit.trace(made, x, check_tolerance=2e-2)  # twice: it checks its result
+        found = torch.jit.freeze(traced)(x)
+        torch.testing.assert_close(found, made(x), rtol=2e-2, atol=2e-2)
+    assert "_slow_forward" not in restore(made).__dict__
+
+
+def test_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model, x = nn.Conv2d(64, 64, 3).eval(), torch.randn(1, 64, 16, 16)
+        made = optimize(model, sample_input=x)
+        assert made(x).shape == (1, 64, 14, 14)
+        assert optimize(nn.BatchNorm2d(64).eval())(x).shape == x.shape
+    model = nn.Conv2d(64, 64, 3).eval()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = optimize(model, sample_input=torch.randn(1, 64, 16, 16))
+    row = next(row for row in explain(made).rows if row.step == "prepack")
+    assert not row.done and "FakeTensorMode" in row.text

@@ -238,6 +238,26 @@ def test_a_compiled_module_is_not_looked_into():
         Tracer().trace(nn.Sequential(torch.compile(Attention(), backend="eager")))
 
 
+class Outside(nn.Module):
+    def __init__(self, other, container):
+        super().__init__()
+        self.__dict__["other"] = container(other)
+
+    def forward(self, x):
+        found = self.other
+        found = found["x"] if isinstance(found, dict) else found
+        return (found[0] if isinstance(found, list) else found)(x)
+
+
+@pytest.mark.parametrize("container", [lambda m: m, lambda m: [m], lambda m: {"x": m}])
+def test_a_module_outside_of_the_tree_ends_the_trace(container):
+    other = nn.Sequential(nn.Linear(4, 4))
+    model = Outside(other, container)
+    with pytest.raises(NameError, match="submodule"):
+        Tracer().trace(model)
+    assert model(torch.zeros(1, 4)).shape == (1, 4)
+
+
 def test_only_modules_are_traced():
     with pytest.raises(TypeError, match="expected a module"):
         Tracer().trace(lambda x: x)

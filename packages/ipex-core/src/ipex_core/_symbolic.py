@@ -12,6 +12,7 @@ import builtins
 import functools
 import inspect
 import math
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,8 @@ __all__ = ["Tracer", "names_in"]
 _CALL = "_compiled_call_impl"
 #: Functions that are looked through for the names they use; a forward reaches fewer.
 _MOST_FUNCTIONS = 200
+_CONTAINERS = (list, tuple, type({}.values()))
+_MISSING: Any = object()
 
 
 class _Attribute(fx.Proxy):
@@ -41,6 +44,13 @@ class _Attribute(fx.Proxy):
         if self._node is None:
             self._node = self.tracer.create_proxy("get_attr", self._name, (), {}).node
         return self._node
+
+
+def _refuse(thread: int, module: nn.Module, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    """End the trace that calls a module outside of its tree; for other threads, call the module."""
+    if threading.get_ident() != thread:
+        return (compiled or module._call_impl)(*args, **kwargs)
+    raise NameError(f"the {type(module).__name__} is not installed as a submodule")
 
 
 class Tracer(fx.Tracer):
@@ -86,14 +96,14 @@ class Tracer(fx.Tracer):
         installed: list[tuple[dict[str, Any], str, Any]] = []
         try:
             for content, key, value in self._hooks():
-                installed.append((content, key, content.get(key, installed)))
+                installed.append((content, key, content.get(key, _MISSING)))
                 content[key] = value
             result = self._with_methods(root, methods, functools.partial(function, *args))
             annotation = inspect.get_annotations(inspect.unwrap(function)).get("return")
             self.create_node("output", "output", (self.create_arg(result),), {}, None, annotation)
         finally:
             for content, key, before in reversed(installed):
-                if before is installed:
+                if before is _MISSING:
                     content.pop(key, None)
                 else:
                     content[key] = before
@@ -119,6 +129,20 @@ class Tracer(fx.Tracer):
                 for key, tensor in tensors_of.items():
                     if id(tensor) in stand_ins:
                         yield module.__dict__, key, stand_ins[id(tensor)]
+
+        for module in set(self._outside()):
+            call = functools.partial(_refuse, threading.get_ident(), module, getattr(module, _CALL))
+            yield module.__dict__, _CALL, call
+
+    def _outside(self) -> Iterator[nn.Module]:
+        """Yield modules that those of the tree refer to but do not have as children."""
+        inside = self.submodule_paths or {}
+        for module in inside:
+            for value in module.__dict__.values():
+                many = value.values() if type(value) is dict else value
+                for other in many if isinstance(many, _CONTAINERS) else (value,):
+                    if isinstance(other, nn.Module) and other not in inside:
+                        yield other
 
     def _call(self, module: nn.Module, compiled: Any, *args: Any, **kwargs: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -120,6 +120,7 @@ ORDER = (
     "realize",
     "fuse",
     "attention",
+    "traced",
     "graph_mode",
 )
 
@@ -130,6 +131,8 @@ def swap_reason(module: nn.Module) -> str | None:
     """Return why the class of a stock layer must stay, or None if it may be exchanged."""
     if "forward" in module.__dict__:
         return "forward was replaced on this instance"
+    if torch._guards.detect_fake_mode() is not None:
+        return "tensors have no values under FakeTensorMode"
     if "weight" in type(module).__dict__ or (
         "weight" in module.__dict__ and "weight" not in module._parameters
     ):

@@ -172,6 +172,14 @@ def _copy(what: Any) -> Any:
         for value in module.__dict__.values():
             if isinstance(value, torch.Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
+    for tensor in (*model.parameters(), *model.buffers()):
+        mode = getattr(tensor, "fake_mode", None)
+        if (
+            mode is not None
+        ):  # torch would copy the mode, too, and fails with the storage of buffers
+            memo[id(mode)] = mode
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            memo[id(tensor)].__dict__.update(tensor.__dict__)
     try:
         copied = copy.deepcopy(what, memo)
     except Exception as error:
