@@ -53,7 +53,11 @@ def rows(report: Report) -> list[tuple[str, str]]:
             f"{'' if report.torch.onednn else ', without oneDNN'}), float32 math mode {report.torch.fp32_math_mode}",
         ),
         ("threads", f"{threads.intra_op} intra-op, {threads.inter_op} inter-op"),
-        ("OpenMP runtime", ", ".join(report.openmp) or "none found"),
+        (
+            "OpenMP runtime",
+            ", ".join((*report.openmp, *report.waiting)) if report.openmp else "none found",
+        ),
+        ("other programs", report.crowded or "leave the CPUs to this one"),
         ("allocator", report.allocator),
     ]
     if isa.current is None:
@@ -93,6 +97,7 @@ def advice(report: Report) -> Iterator[str]:
     """Yield what could be better."""
     yield from _package_advice(report)
     yield from _thread_advice(report)
+    yield from _waiting_advice(report)
     yield from _memory_advice(report)
     yield from _cpu_advice(report)
     for package in report.packages:
@@ -136,6 +141,14 @@ def _thread_advice(report: Report) -> Iterator[str]:
         yield (
             f"this machine has {report.numa_nodes} NUMA nodes: bind a process to one of them, for instance "
             "numactl --cpunodebind=0 --membind=0"
+        )
+
+
+def _waiting_advice(report: Report) -> Iterator[str]:
+    if report.crowded and not report.waiting and any("gomp" in path for path in report.openmp):
+        yield (
+            f"{report.crowded}: threads of OpenMP spin for others that have no core; start programs with "
+            f"GOMP_SPINCOUNT={_machine.SHORT_SPIN}, as ipexrun and ipex llm serve do by themselves"
         )
 
 

@@ -24,7 +24,9 @@ __all__ = [
     "MemoryInfo",
     "affinity",
     "amx_permission",
+    "SHORT_SPIN",
     "cgroup_limits",
+    "crowded",
     "cpu_info",
     "governor",
     "huge_pages",
@@ -242,6 +244,38 @@ def usable_cpus(limits: CgroupLimits, allowed: tuple[int, ...] | None) -> int | 
     if allowed:
         counts.append(len(allowed))
     return max(1, min(counts)) if counts else None
+
+
+#: Rounds that libgomp spins for a thread before it sleeps, where cores are shared. Its default, some milliseconds,
+#: costs most where the thread that is waited for has no core; this, some microseconds, costs little elsewhere.
+SHORT_SPIN = 3000
+
+
+def crowded(root: Path = ROOT) -> str | None:
+    """Return how it shows that programs wait for CPU time, or None if they do not.
+
+    From the share of time in which some program waited, in the last ten seconds; where the kernel does not tell, from
+    the load of the last minute; and from how often the control group was stopped for having used up its quota.
+    """
+    waits = re.search(r"some avg10=([\d.]+)", _text(root / "proc/pressure/cpu") or "")
+    load = re.match(r"[\d.]+", _text(root / "proc/loadavg") or "")
+    cpus = len(re.findall(r"^cpu\d", _text(root / "proc/stat") or "", re.MULTILINE))
+    if waits:
+        if float(waits[1]) >= 25:
+            return f"programs waited for a CPU {float(waits[1]):.0f} % of the last 10 s"
+    elif load and cpus and float(load[0]) > cpus:
+        return f"the load is {float(load[0]):g} on {cpus} CPUs"
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        for group in _up(root / "sys/fs/cgroup", line.split(":", 2)[-1]):
+            stat = _text(group / "cpu.stat") or ""
+            counts = [re.search(rf"^{name} (\d+)", stat, re.M) for name in _THROTTLED]
+            throttled, periods = (int(count[1]) if count else 0 for count in counts)
+            if throttled > 0.05 * periods:
+                return f"the control group was throttled in {throttled} of {periods} periods"
+    return None
+
+
+_THROTTLED = ("nr_throttled", "nr_periods")
 
 
 # --- settings of the operating system ---------------------------------------------------------------------------------

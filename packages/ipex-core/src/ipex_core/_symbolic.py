@@ -27,7 +27,7 @@ __all__ = ["Tracer", "names_in"]
 _CALL = "_compiled_call_impl"
 #: Functions that are looked through for the names they use; a forward reaches fewer.
 _MOST_FUNCTIONS = 200
-_CONTAINERS = (list, tuple, type({}.values()))
+_CONTAINERS: tuple[Any, ...] = (list, tuple, type({}.values()))
 _MISSING: Any = object()
 
 

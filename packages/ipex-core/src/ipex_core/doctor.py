@@ -92,6 +92,8 @@ class Report:
         governor: ``driver/governor`` of the frequency scaling.
         torch: The installed PyTorch.
         openmp: OpenMP runtimes mapped into this process (paths).
+        crowded: How it shows that programs wait for CPU time; empty if they do not.
+        waiting: The variables that say how long OpenMP threads spin, as ``NAME=value``.
         allocator: Memory allocator: ``glibc``, ``jemalloc``, ``tcmalloc``, ``mimalloc`` ...
         isa: Instruction-set level of the CPU kernels.
         packages: Kernel packages and components.
@@ -117,6 +119,8 @@ class Report:
     isa: IsaReport
     packages: tuple[PackageReport, ...]
     settings: tuple[Mapping[str, Any], ...]
+    crowded: str = ""
+    waiting: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
 
@@ -192,6 +196,8 @@ def doctor(root: str | os.PathLike[str] = "/", environ: Mapping[str, str] | None
         governor=_machine.governor(tree),
         torch=torch_report,
         openmp=_openmp(libraries),
+        crowded=_machine.crowded(tree) or "",
+        waiting=tuple(f"{name}={environ[name]}" for name in _WAITING if environ.get(name)),
         allocator=_allocator(libraries, environ),
         isa=isa,
         packages=packages,
@@ -227,6 +233,7 @@ def _torch() -> tuple[TorchReport, int, int]:
     return report, torch.get_num_threads(), torch.get_num_interop_threads()
 
 
+_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp|omp140)[.\-]")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 

@@ -6,12 +6,13 @@ Source: Linux, Documentation/admin-guide/cgroup-v1/cpusets.rst and cgroup-v2.rst
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from ipex_runtime._lists import CpuListError, parse_cpu_list
 
-__all__ = ["cpuset", "quota", "read_text"]
+__all__ = ["cpuset", "crowded", "quota", "read_text"]
 
 
 def read_text(path: Path) -> str:
@@ -86,3 +87,25 @@ def quota(root: Path) -> float | None:
         if limit > 0 and period > 0:
             found.append(limit / period)
     return min(found, default=None)
+
+
+def crowded(root: Path) -> str | None:
+    """Return how it shows that programs wait for CPU time, or None; `ipex_core._machine` has the same rule."""
+    waits = re.search(r"some avg10=([\d.]+)", read_text(root / "proc/pressure/cpu"))
+    load = re.match(r"[\d.]+", read_text(root / "proc/loadavg"))
+    cpus = len(re.findall(r"^cpu\d", read_text(root / "proc/stat"), re.MULTILINE))
+    if waits:
+        if float(waits[1]) >= 25:
+            return f"programs waited for a CPU {float(waits[1]):.0f} % of the last 10 s"
+    elif load and cpus and float(load[0]) > cpus:
+        return f"the load is {float(load[0]):g} on {cpus} CPUs"
+    for folder, _ in _groups(root, "cpu"):
+        stat = read_text(folder / "cpu.stat")
+        counts = [re.search(rf"^{name} (\d+)", stat, re.M) for name in _THROTTLED]
+        throttled, periods = (int(count[1]) if count else 0 for count in counts)
+        if throttled > 0.05 * periods:
+            return f"the control group was throttled in {throttled} of {periods} periods"
+    return None
+
+
+_THROTTLED = ("nr_throttled", "nr_periods")

@@ -355,6 +355,10 @@ def main() -> None:
     # torch warns when it is imported without NumPy, which no command needs.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
+        if sys.argv[1:3] == ["llm", "serve"] and "--help" not in sys.argv:
+            from ipex_core._spin import restart_if_crowded
+
+            restart_if_crowded()
         app()
     except Exception as error:
         # By name: the package that defines the class may be what could not be imported.

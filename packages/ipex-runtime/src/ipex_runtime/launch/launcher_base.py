@@ -7,8 +7,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ipex_runtime._cgroup import crowded
 from ipex_runtime.launch import _options
 from ipex_runtime.launch._errors import LaunchArgumentError
 from ipex_runtime.launch._libraries import (
@@ -22,6 +24,8 @@ from ipex_runtime.launch.cpu_info import CPUPool, CPUPoolList
 
 __all__ = ["Launcher"]
 
+#: Rounds that libgomp spins for a thread before it sleeps, where programs wait for CPU time; see docs/tuning.md.
+SHORT_SPIN = "3000"
 #: Settings of jemalloc: memory goes back in the background, or (for measurements) never.
 MALLOC_CONF = "oversize_threshold:1,background_thread:true,metadata_thp:auto"
 MALLOC_CONF_BENCHMARK = (
@@ -199,6 +203,10 @@ class Launcher:
         else:
             self.add_env("OMP_SCHEDULE", "STATIC")
             self.add_env("OMP_PROC_BIND", "CLOSE")
+            reason = crowded(Path("/"))
+            if reason and not os.environ.get("OMP_WAIT_POLICY"):
+                self.add_env("GOMP_SPINCOUNT", SHORT_SPIN)
+                self.verbose("info", f"{reason}: threads spin shortly, GOMP_SPINCOUNT={SHORT_SPIN}")
         return chosen
 
     def parse_list_argument(self, txt: str) -> list[int]:
