@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 
@@ -72,10 +73,8 @@ def test_a_server_starts_again(monkeypatch, variable, crowded):
 @pytest.mark.parametrize("environment", [{}, {"OMP_WAIT_POLICY": "passive"}])
 def test_doctor_says_it(tmp_path, environment):
     write(tmp_path, proc__loadavg="3.50 1.0 1.0 3/80 9\n", proc__stat=CPUS)
-    report = doctor.doctor(tmp_path, environment)
+    report = doctor(tmp_path, environment)
     assert ("other programs", "the load is 3.5 on 2 CPUs") in _doctor_text.rows(report)
-    import dataclasses
-
     report = dataclasses.replace(report, openmp=("/lib/libgomp.so.1",))
     said = any("GOMP_SPINCOUNT=3000" in line for line in _doctor_text.advice(report))
     assert said == (not environment)
