@@ -108,7 +108,6 @@ WIDE = {
     "cdist": lambda c: torch.cdist(c(r(2, 3)), c(r(4, 3))),
     "trace": lambda c: torch.trace(c(square())),
     "view_as_complex": lambda c: torch.view_as_complex(c(r(3, 2))),
-    "cholesky": lambda c: torch.cholesky(c(spd())),
     "cholesky_inverse": lambda c: torch.cholesky_inverse(c(spd())),
     "cholesky_solve": lambda c: torch.cholesky_solve(c(r(3, 1)), c(spd())),
     "inverse": lambda c: torch.inverse(c(square())),
@@ -136,7 +135,6 @@ WIDE = {
     ),
     "geqrf": lambda c: torch.geqrf(c(square()))[0],
     "_lu_with_info": lambda c: torch._lu_with_info(c(square()))[0],
-    "qr": lambda c: torch.qr(c(square()))[0],
     "svd": lambda c: torch.svd(c(square()))[0],
     "triangular_solve": lambda c: torch.triangular_solve(c(r(3, 1)), c(square()))[0],
     **{

@@ -6,12 +6,15 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from ipex_core import export
+from ipex_core._portable import PORTABLE
 from ipex_quant import (
     WoqWeightDtype,
+    _int8_conv,
     convert,
     default_static_qconfig_mapping,
     get_weight_only_quant_qconfig_mapping,
@@ -75,3 +78,84 @@ def test_static_int8_and_weight_only(tmp_path: Path) -> None:
     assert "ipex_quant" not in text
     assert "ipex::int8_linear" in text and "ipex::woq_linear" in text
     assert "embedding_bag_byte_rowwise_offsets" in text and "qconv_pointwise" in text
+
+
+def convolution(
+    dims: int,
+    *,
+    activation: str = "none",
+    dtype: torch.dtype = torch.uint8,
+    residual: torch.dtype | None = None,
+    image: bool = False,
+    groups: int = 1,
+) -> tuple[object, ...]:
+    """Return arguments of `int8_conv` with 8 input and 8 output channels."""
+    shape = (*(() if image else (2,)), 8, *(6, 5, 4)[:dims])
+    x = torch.randint(0, 256, shape, dtype=torch.uint8)
+    weight = torch.randint(-127, 128, (8, 8 // groups, *(3,) * dims), dtype=torch.int8)
+    other = None
+    if residual is not None:
+        other = torch.randint(0, 256, shape).to(residual)
+    scales = torch.rand(8) * 0.01 + 0.001
+    geometry = ([1] * dims, [1] * dims, [1] * dims, groups)
+    output = (activation, dtype, *((0.4, 120) if dtype == torch.uint8 else (1.0, 0)))
+    return (x, weight, scales, 0.02, 128, torch.randn(8), *geometry, *output, other, 0.05, 3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"dims": 1},
+        {"dims": 1, "dtype": torch.float32, "activation": "relu"},
+        {"dims": 2, "activation": "relu"},
+        {"dims": 2, "activation": "relu6", "dtype": torch.bfloat16, "groups": 4},
+        {"dims": 2, "image": True, "dtype": torch.float32},
+        {"dims": 2, "residual": torch.uint8, "activation": "relu"},
+        {"dims": 2, "residual": torch.float32, "dtype": torch.float32, "activation": "relu"},
+        {"dims": 3, "activation": "relu"},
+        {"dims": 3, "dtype": torch.float32, "activation": "silu"},
+    ],
+    ids=lambda case: "-".join(str(value) for value in case.values()),
+)
+def test_convolutions_of_onednn_in_graphs(
+    case: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The form for torch 2.14 and newer, whose Inductor finds no convolutions in dequantized operands."""
+    monkeypatch.setattr(_int8_conv, "_inductor_finds_convolutions", lambda: False)
+    args = convolution(**case)  # type: ignore[arg-type]
+    wanted = torch.ops.ipex_quant.int8_conv(*args)
+    got = PORTABLE[_int8_conv.int8_conv](*args)
+    assert got.dtype == wanted.dtype and got.shape == wanted.shape
+    # A sum of codes may be rounded the other way, since oneDNN does it in one step.
+    limit = 1 if got.dtype == torch.uint8 and "residual" in case else 0
+    away = (got.float() - wanted.float()).abs()
+    tolerance = limit if got.dtype == torch.uint8 else 1e-6 * wanted.float().abs().max().item()
+    assert away.max().item() <= tolerance
+
+
+# torch's own use of what it has deprecated.
+@pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning")
+def test_graphs_pack_for_sizes_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_int8_conv, "_inductor_finds_convolutions", lambda: False)
+    x, *rest = convolution(2)
+    names = ("weight", "scales", "bias")
+    kept = dict(zip(names, (rest[0], rest[1], rest[4]), strict=True))
+
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, value in kept.items():
+                self.register_buffer(name, value)
+
+        def forward(self, x: Tensor) -> Tensor:
+            packed = (self.weight, self.scales, *rest[2:4], self.bias, *rest[5:])
+            return torch.ops.ipex_quant.int8_conv(x, *packed)  # type: ignore[no-any-return]
+
+    model, batch = Codes(), torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},), strict=False)
+    program = program.run_decompositions(dict(PORTABLE))
+    found = {str(node.target) for node in program.graph.nodes}
+    assert {"onednn.qconv_prepack.default", "onednn.qconv_pointwise.default"} <= found
+    assert not any("ipex_quant" in name for name in found)
+    larger = torch.randint(0, 256, (5, *x.shape[1:]), dtype=torch.uint8)
+    assert torch.equal(program.module()(larger), model(larger))

@@ -209,6 +209,40 @@ int8_conv = torch.ops.ipex_quant.int8_conv.default
 int8_conv_sum_ = torch.ops.ipex_quant.int8_conv_sum_.default
 
 
+@functools.cache
+def _inductor_finds_convolutions() -> bool:
+    """Return whether Inductor finds convolutions between dequantize and quantize, as it does before torch 2.14."""
+    from torch._inductor.fx_passes import quantization
+
+    return hasattr(quantization, "_register_qconv_weight_prepack_pass")
+
+
+@functools.cache
+def _register_fake_prepack() -> torch.library.Library | None:
+    """Let graphs record oneDNN's weight packing, which Inductor then runs once, when it freezes the graph."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key("onednn::qconv_prepack", "Meta"):
+        return None
+    library = torch.library.Library("onednn", "IMPL", "Meta")
+    library.impl("qconv_prepack", lambda weight, *args: torch.empty_like(weight))
+    return library
+
+
+def _codes(value: Tensor, scale: float, zero: int) -> Tensor:
+    """Return uint8 codes, by an op that Inductor fuses with its neighbors."""
+    ops: Any = torch.ops.quantized_decomposed
+    result: Tensor = ops.quantize_per_tensor.default(value, scale, zero, 0, 255, torch.uint8)
+    return result
+
+
+def _real(value: Tensor, scale: float, zero: int) -> Tensor:
+    """Return float32 values of codes or of floating-point values, by an op that Inductor fuses with its neighbors."""
+    if value.dtype != torch.uint8:
+        return value.float()
+    ops: Any = torch.ops.quantized_decomposed
+    result: Tensor = ops.dequantize_per_tensor.default(value, scale, zero, 0, 255, torch.uint8)
+    return result
+
+
 def _portable(
     x: Tensor,
     weight: Tensor,
@@ -228,38 +262,85 @@ def _portable(
     residual_scale: float,
     residual_zero: int,
 ) -> Tensor:
-    """Compute the same with dequantised operands, in the form that Inductor turns into the op of oneDNN."""
+    """Compute the same with ops that C++ has: oneDNN's, or those that Inductor turns into oneDNN's."""
     import torch.ao.quantization.fx._decomposed  # (defines the ops)
 
-    ops: Any = torch.ops.quantized_decomposed
-
-    def codes(value: Tensor, scale: float, zero: int) -> Tensor:
-        result: Tensor = ops.quantize_per_tensor.default(value, scale, zero, 0, 255, torch.uint8)
-        return result
-
-    def real(value: Tensor, scale: float, zero: int) -> Tensor:
-        if value.dtype != torch.uint8:
-            return value.float()
-        result: Tensor = ops.dequantize_per_tensor.default(value, scale, zero, 0, 255, torch.uint8)
-        return result
-
-    operand = x if x.dtype == torch.uint8 else codes(x.float(), x_scale, x_zero)
-    zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
-    plain = ops.dequantize_per_channel.default(
-        weight, weight_scale, zeros, 0, -128, 127, torch.int8
-    )
-    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(stride) - 1]
+    operand = x if x.dtype == torch.uint8 else _codes(x.float(), x_scale, x_zero)
     geometry = (stride, padding, dilation, groups)
-    y = convolve(real(operand, x_scale, x_zero), plain, bias, *geometry)
+    quantized = (operand, weight, weight_scale, x_scale, x_zero, bias, geometry)
+    if _inductor_finds_convolutions():
+        y = _pattern(*quantized)
+    elif residual is None and (activation == "none" or len(stride) == 2):
+        return _onednn(*quantized, activation, (output_scale, output_zero, dtype))
+    else:
+        y = _onednn(*quantized, "none", (1.0, 0, torch.float32))
     if residual is not None:
-        y = y + real(residual, residual_scale, residual_zero)
+        y = y + _real(residual, residual_scale, residual_zero)
     if activation != "none":
         y = getattr(functional, activation)(y)
-    y = codes(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
+    y = _codes(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
     if y.dim() == weight.dim() in (4, 5):
         last = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
         y = y.contiguous(memory_format=last)
     return y
+
+
+def _pattern(
+    operand: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: float,
+    x_zero: int,
+    bias: Tensor | None,
+    geometry: tuple[Any, ...],
+) -> Tensor:
+    """Return a convolution of dequantized operands, the form that Inductor looks for before torch 2.14."""
+    ops: Any = torch.ops.quantized_decomposed
+    zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
+    plain = ops.dequantize_per_channel.default(
+        weight, weight_scale, zeros, 0, -128, 127, torch.int8
+    )
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[weight.dim() - 3]
+    y: Tensor = convolve(_real(operand, x_scale, x_zero), plain, bias, *geometry)
+    return y
+
+
+def _onednn(
+    operand: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: float,
+    x_zero: int,
+    bias: Tensor | None,
+    geometry: tuple[Any, ...],
+    activation: str,
+    output: tuple[float, int, torch.dtype],
+) -> Tensor:
+    """Return oneDNN's convolution with its weight packing in the graph."""
+    _register_fake_prepack()
+    stride, padding, dilation, groups = geometry
+    one_d = weight.dim() == 3
+    if one_d:  # as in `_run`
+        operand, weight = operand.unsqueeze(-2), weight.unsqueeze(2)
+        stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
+    single = operand.dim() == weight.dim() - 1  # an image
+    if single:
+        operand = operand.unsqueeze(0)
+    if operand.dim() == 4:
+        operand = operand.contiguous(memory_format=torch.channels_last)
+    shape = list(operand.shape)
+    # Sizes that vary are no argument of the packing: it then chooses the layout without them.
+    known = shape if all(type(size) is int for size in shape) else None
+    rest = (stride, padding, dilation, groups)
+    packed = torch.ops.onednn.qconv_prepack(weight, weight_scale, x_scale, x_zero, *rest, known)
+    zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
+    limits = [0.0, 6.0] if activation == "relu6" else []
+    y: Tensor = torch.ops.onednn.qconv_pointwise(
+        *(operand, x_scale, x_zero, packed, weight_scale, zeros, bias),
+        *(*rest, *output, ACTIVATIONS[activation], limits, ""),
+    )
+    y = y.squeeze(0) if single else y
+    return y.squeeze(-2) if one_d else y
 
 
 PORTABLE[int8_conv] = _portable
