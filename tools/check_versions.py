@@ -62,10 +62,13 @@ def load_project(folder: Path) -> Project:
     elif len(set(written.values())) > 1:
         complaints.append(f"{table['name']}: versions differ: {written}")
     extras = table.get("optional-dependencies", {})
+    # Those that a build completes.
+    later = data.get("tool", {}).get("dynamic-metadata", ())
+    needed = [text for part in (table, *later) for text in part.get("dependencies", ())]
     return Project(
         name=canonicalize_name(table["name"]),
         version=next(iter(written.values()), ""),
-        dependencies=tuple(map(Requirement, table.get("dependencies", ()))),
+        dependencies=tuple(map(Requirement, needed)),
         optional=tuple(Requirement(text) for texts in extras.values() for text in texts),
         build=tuple(map(Requirement, data["build-system"]["requires"])),
         complaints=tuple(complaints),

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Make built wheels ready for release: platform tag, bill of materials, the same bytes at each build.
+"""Make built wheels ready for release: platform tag, torch in the version, bill of materials, the same bytes each time.
 
     python tools/finish_wheels.py dist/*.whl
 
 A wheel with native libraries gets the oldest platform tag that its libraries allow (auditwheel). torch and the SYCL
-run-time come from packages of their own and are never copied into a wheel. Every wheel gets a bill of materials in
+run-time come from packages of their own and are never copied into a wheel. A wheel that requires one minor release of
+torch (``torch==2.15.*``) says so in its version: ``0.1.0+torch2.15``. Every wheel gets a bill of materials in
 CycloneDX form under ``.dist-info/sboms/`` (PEP 770). The archive is written again with one time stamp, that of
 ``SOURCE_DATE_EPOCH``, so that the bytes depend only on the contents. Prints the path of each finished wheel.
 """
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 import uuid
 import zipfile
 from pathlib import Path
@@ -63,7 +65,8 @@ def finish(wheel: Path) -> Path:
         source = with_platform_tag(wheel, Path(folder))
         contents, modes = read(source)
         name = source.name
-    prefix = next(entry for entry in contents if entry.endswith(".dist-info/METADATA"))[:-8]
+    contents, modes, name = with_torch_in_version(contents, modes, name)
+    prefix = prefix_of(contents)
     metadata = email.message_from_string(contents[f"{prefix}METADATA"].decode())
     bill = bill_of_materials(metadata, contents)
     contents[f"{prefix}sboms/{metadata['Name']}.cdx.json"] = bill
@@ -93,6 +96,37 @@ def with_platform_tag(wheel: Path, folder: Path) -> Path:
         raise RuntimeError(f"auditwheel refuses {wheel.name}:\n{done.stdout}{done.stderr}")
     (result,) = folder.glob("*.whl")
     return result
+
+
+def prefix_of(contents: Contents) -> str:
+    """Return the folder of a wheel's metadata, with a slash at its end."""
+    return next(entry for entry in contents if entry.endswith(".dist-info/METADATA"))[:-8]
+
+
+def with_torch_in_version(
+    contents: Contents, modes: dict[str, int], name: str
+) -> tuple[Contents, dict[str, int], str]:
+    """Return files, attributes and file name of a wheel, with a local version if it is for one minor release of torch.
+
+    The sdist keeps the plain version, since it is for every torch.
+    """
+    prefix = prefix_of(contents)
+    text = contents[f"{prefix}METADATA"].decode()
+    found = re.search(r"^Requires-Dist: torch==(\d+\.\d+)\.\*$", text, re.MULTILINE)
+    (version,) = re.findall(r"^Version: (.+)$", text, re.MULTILINE)
+    if found is None or "+" in version:
+        return contents, modes, name
+    new = f"{version}+torch{found[1]}"
+    folder = prefix.replace(f"-{version}.dist-info/", f"-{new}.dist-info/")
+
+    def moved(path: str) -> str:
+        return folder + path[len(prefix) :] if path.startswith(prefix) else path
+
+    contents = {moved(path): data for path, data in contents.items()}
+    text = text.replace(f"\nVersion: {version}\n", f"\nVersion: {new}\n", 1)
+    contents[f"{folder}METADATA"] = text.encode()
+    modes = {moved(path): mode for path, mode in modes.items()}
+    return contents, modes, name.replace(f"-{version}-", f"-{new}-", 1)
 
 
 def read(wheel: Path) -> tuple[Contents, dict[str, int]]:
@@ -143,7 +177,7 @@ def bill_of_materials(metadata: email.message.Message, contents: Contents) -> by
         contents: The files of the wheel.
     """
     name, version = metadata["Name"], metadata["Version"]
-    reference = f"pkg:pypi/{name}@{version}"
+    reference = f"pkg:pypi/{name}@{urllib.parse.quote(version)}"
     libraries = {path: data for path, data in contents.items() if data[:4] == b"\x7fELF"}
     files = [
         {

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ipex_core import _machine
+from ipex_core._plugins import xpu_wheel
 
 if TYPE_CHECKING:
     from ipex_core.doctor import Report
@@ -69,6 +70,9 @@ def rows(report: Report) -> list[tuple[str, str]]:
     for package in report.packages:
         text = f"{package.state}, {package.distribution} {package.version or ''}".rstrip()
         cause = f": {package.cause}" if package.cause else ""
+        if package.name == "xpu" and package.state == "missing" and package.kind == "component":
+            # The only package whose wheel depends on torch and Python.
+            cause = f" (this torch and Python need {xpu_wheel(report.torch.version)})"
         table.append((f"{package.kind} {package.name}", text + cause))
         table += [(f"  {title}", found) for title, found in package.rows]
     for setting in report.settings:

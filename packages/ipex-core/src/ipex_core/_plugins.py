@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -240,6 +241,18 @@ def _strict() -> bool:
     from ipex_core import config
 
     return bool(config.get("strict"))
+
+
+def xpu_wheel(torch_version: str, version: str = "*") -> str:
+    """Return the file name of the wheel of ipex-xpu-kernels for a torch and this Python, as a pattern.
+
+    Args:
+        torch_version: Of the installed torch; its first two numbers count.
+        version: Of ipex-xpu-kernels, if it is known.
+    """
+    release = ".".join(torch_version.split("+", maxsplit=1)[0].split(".")[:2])
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return f"ipex_xpu_kernels-{version}+torch{release}-{python}-{python}{sys.abiflags}-*.whl"
 
 
 def components() -> tuple[ComponentStatus, ...]:

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 from typing import Any
 
-from ipex_xpu_kernels import _device, _onednn, _sycl
+from ipex_xpu_kernels import _device, _load, _onednn, _sycl
 
 _CPU = (
     "xpu: without a GPU, IPEX_XPU_DEVICE=cpu makes the CPU the device, to write and test code for xpu"
@@ -34,6 +34,7 @@ def doctor(root: Any = "/") -> tuple[list[tuple[str, str]], list[str]]:
         now = _device.State("none", 0, f"{type(error).__name__}: {error}")
     advice: list[str] = []
     rows = [
+        ("built for", f"torch {_load.built_for() or 'of none: sources'}"),
         ("SYCL run-time", f"intel-sycl-rt {_version('intel-sycl-rt')}"),
         ("CPU device", f"intel-opencl-rt {_version('intel-opencl-rt')}"),
         ("IPEX_XPU_DEVICE", os.environ.get(_sycl.DEVICE_VARIABLE) or "not set: GPUs only"),
@@ -60,5 +61,7 @@ def doctor(root: Any = "/") -> tuple[list[tuple[str, str]], list[str]]:
         )
     else:
         rows.append(("device", f"none: {now.reason}"))
-        advice.append(_CPU if not _sycl.requested_device() else f"xpu: {now.reason}")
+        # Without a GPU nothing has tried to load the native module.
+        reason = _load.misfit() or ("" if not _sycl.requested_device() else now.reason)
+        advice.append(f"xpu: {reason}" if reason else _CPU)
     return rows, advice

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -32,29 +33,50 @@ def foreign_runtime(maps: str = "/proc/self/maps") -> str:
     return ""
 
 
+def built_for() -> str:
+    """Return the release of torch that the native module was built for; empty for sources that were not built."""
+    try:
+        return str(importlib.import_module("ipex_xpu_kernels._build").TORCH)
+    except ImportError:
+        return ""
+
+
+def misfit() -> str:
+    """Return why this wheel does not fit the installed torch or this Python, and which wheel does; empty if it fits."""
+    import torch
+
+    from ipex_core._plugins import xpu_wheel
+    from ipex_xpu_kernels._version import __version__
+
+    wanted = built_for()
+    installed = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+    needed = xpu_wheel(torch.__version__, __version__)
+    if wanted and installed != wanted:
+        return (
+            f"ipex-xpu-kernels {__version__} was built for torch {wanted}, but torch {torch.__version__} is installed:"
+            f" pip install 'torch=={wanted}.*', or install the wheel {needed}"
+        )
+    if wanted and importlib.util.find_spec("ipex_xpu_kernels._C") is None:
+        python = ".".join(map(str, sys.version_info[:2]))
+        return (
+            f"ipex-xpu-kernels {__version__} was built for another Python than {python}{sys.abiflags}:"
+            f" install the wheel {needed}"
+        )
+    return ""
+
+
 def native() -> Any:
     """Return ``ipex_xpu_kernels._C``.
 
     Raises:
-        ImportError: The installed torch is not the one it was built with, or the SYCL run-time is missing.
+        ImportError: torch or Python is not the one that it was built for, or the SYCL run-time is missing.
     """
     loaded = sys.modules.get("ipex_xpu_kernels._C")
     if loaded is not None:
         return loaded
-    import torch
-
-    from ipex_xpu_kernels._version import __version__
-
-    try:
-        wanted: str = importlib.import_module("ipex_xpu_kernels._build").TORCH
-    except ImportError:
-        wanted = ""  # sources that were not built
-    installed = ".".join(torch.__version__.split("+")[0].split(".")[:2])
-    if wanted and installed != wanted:
-        raise ImportError(
-            f"ipex-xpu-kernels {__version__} was built for torch {wanted}, but torch {torch.__version__} is installed:"
-            f" pip install 'torch=={wanted}.*', or the release of ipex-xpu-kernels for torch {installed}"
-        )
+    wrong = misfit()
+    if wrong:
+        raise ImportError(wrong)
     other = foreign_runtime()
     if other:
         raise ImportError(
