@@ -62,6 +62,12 @@ def test_range_without_upper_end(tree: Path) -> None:
     assert any("has no upper end" in line for line in check_versions.problems(tree))
 
 
+def test_range_of_a_build_time_requirement(tree: Path) -> None:
+    replace(tree / "packages/ipex-xpu-kernels/pyproject.toml", "ipex-core~=0.1.0", "ipex-core~=7.0")
+    found = check_versions.problems(tree)
+    assert any("ipex-xpu-kernels: 'ipex-core~=7.0' excludes" in line for line in found)
+
+
 def test_kernel_api_differs(tree: Path) -> None:
     plugins = tree / "packages/ipex-core/src/ipex_core/_plugins.py"
     text = plugins.read_text(encoding="utf-8")

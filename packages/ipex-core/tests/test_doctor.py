@@ -300,6 +300,20 @@ def test_a_demand_that_cannot_be_met_is_a_problem(tmp_path, monkeypatch):
     assert report.packages[0].state == "broken"
 
 
+def test_a_missing_xpu_package_is_named_with_its_wheel(tmp_path, _providers, monkeypatch):
+    _providers()
+    status = _plugins.ComponentStatus("xpu", "missing", "ipex-xpu-kernels")
+    monkeypatch.setattr(_plugins, "components", lambda: (status,))
+    report = doctor(_tree(tmp_path))
+    report = dataclasses.replace(
+        report, torch=dataclasses.replace(report.torch, version="2.15.0+cpu")
+    )
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    text = dict(report.rows())["component xpu"]
+    assert f"need ipex_xpu_kernels-*+torch2.15-{python}-{python}{sys.abiflags}-" in text
+    assert report.problems == ()
+
+
 def test_a_broken_component_is_a_problem(tmp_path, _providers, monkeypatch):
     _providers()
     status = _plugins.ComponentStatus("llm", "active", "ipex-llm", "0.1.0")
