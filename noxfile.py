@@ -345,7 +345,7 @@ def tests_integrations(session: nox.Session) -> None:
 IPEX_SUITE = ("expecttest", "scipy", "scikit-learn", "numpy", "pytest", "hypothesis", "psutil")
 
 
-@nox.session(default=False, requires=["wheels"])
+@nox.session(default=False, requires=["wheels_native"])
 def ipex_suite(session: nox.Session) -> None:
     """Run the CPU tests of a checkout of IPEX with our alias; `-- PATH`, `-- PATH --update` writes the table."""
     prepare(session)

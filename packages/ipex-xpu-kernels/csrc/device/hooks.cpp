@@ -61,9 +61,11 @@ struct Hooks final : at::XPUHooksInterface {
 }  // namespace
 
 void register_hooks() {
-  at::XPUHooksRegistry()->Register("XPUHooks", []() -> std::unique_ptr<at::XPUHooksInterface> {
-    return std::make_unique<Hooks>();
-  });
+  // Of any arguments: the registry of torch 2.11 passes one.
+  at::XPUHooksRegistry()->Register("XPUHooks",
+                                   [](auto&&...) -> std::unique_ptr<at::XPUHooksInterface> {
+                                     return std::make_unique<Hooks>();
+                                   });
   // torch keeps the answer of its first question for ever. Where somebody asked before (a backward
   // pass, a pinned tensor, torch.accelerator), that is an object of the base class, which has no
   // members: it becomes ours by its table of functions.
