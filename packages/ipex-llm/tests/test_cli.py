@@ -108,6 +108,17 @@ def test_damaged_folders_are_told_before_anything_is_loaded(folder, tmp_path):
     assert done.exit_code == 2 and "must have a tokenizer" in said(done)
 
 
+def test_a_tokenizer_whose_library_is_missing_is_told(folder, monkeypatch):
+    import transformers
+
+    def missing(*args, **kwargs):
+        raise ImportError("\nneeds the protobuf library")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", missing)
+    with pytest.raises(ValueError, match="must have a tokenizer, got: needs the protobuf"):
+        load_tokenizer(folder)
+
+
 def test_shards_that_are_missing_or_damaged(folder, tmp_path):
     from safetensors.torch import load_file, save_file
 
