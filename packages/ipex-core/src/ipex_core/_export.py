@@ -28,6 +28,9 @@ from ipex_core.nn._packed import PackedWeight, exporting_kernels
 
 __all__ = ["export"]
 
+#: Whether files hand dtypes over to ops of packages as they are: AOTInductor of torch 2.11 hands over the next one of
+#: the list (float64 for float32).
+_DTYPES_ARRIVE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 #: Where ops live whose kernels are Python code.
 _PYTHON_ONLY = ("ipex_core", "ipex_quant")
 
@@ -192,7 +195,23 @@ def _record(
         raise ExportError(
             f"export: the model calls {', '.join(sorted(stuck))}, which exist in Python only"
         )
+    changed = set() if _DTYPES_ARRIVE else _given_a_dtype(program.graph)
+    if changed:
+        raise ExportError(
+            f"export: files of torch {torch.__version__} hand over a wrong dtype to {', '.join(sorted(changed))}, which"
+            " the model calls: pip install 'torch>=2.12'"
+        )
     return program
+
+
+def _given_a_dtype(graph: torch.fx.Graph) -> set[str]:
+    """Return the names of our ops that a graph calls with a dtype."""
+    return {
+        str(node.target)
+        for node in graph.nodes
+        if getattr(node.target, "namespace", None) == "ipex"
+        and any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))
+    }
 
 
 def _unpack(program: torch.export.ExportedProgram) -> None:
