@@ -489,6 +489,7 @@ TORCH_TESTS = (
         for name in (
             *(
                 "amp_lists",
+                "compile_attention",
                 "compile_backend",
                 "compile_linear",
                 "compile_modes",
