@@ -163,6 +163,8 @@ def compare(
 
 def rates(rows: Iterable[Row]) -> str:
     """Return the rates as Markdown: what the page shows between its two marks."""
+    rows = list(rows)
+    files = len({row.test.partition("::")[0] for row in rows})
     ran = [row for row in rows if row.outcome != "skipped" and row.kind != "environment"]
     kinds = collections.Counter(row.kind for row in ran if row.outcome != "passed")
     public = [row for row in ran if row.outcome == "passed" or row.kind not in PRIVATE]
@@ -174,6 +176,7 @@ def rates(rows: Iterable[Row]) -> str:
     lines = [
         "| Tests of IPEX 2.8 | Here |",
         "|---|---|",
+        f"| in the table | {len(rows)} tests of {files} files |",
         f"| of public API and ops: pass | {share(len(public))} |",
         f"| all that run: pass | {share(len(ran))} |",
         f"| fail: need private names | {kinds['private']} |",
