@@ -59,7 +59,7 @@ def test_odd_number_of_rotated_features() -> None:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        v_head_dim=8,
+        v_head_dim=16,
         intermediate_size=32,
         partial_rotary_factor=0.334,
     )

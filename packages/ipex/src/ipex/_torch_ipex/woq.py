@@ -105,8 +105,8 @@ def _pack_weight(
     ``zero_points`` are ``[N, G]``, or ``[N]`` for one group, or lists as this op returns them.
     """
     op = "woq_linear_pack_weight"
-    scales, zero_points = _first(scales), _first(zero_points)
-    if scales is None:
+    steps, points = _first(scales), _first(zero_points)
+    if steps is None:
         raise OpArgumentError(f"{op}: scales must have a tensor, got an empty list")
     form = _format(op, W_dtype)
     _mode(op, "lowp_mode", _LOWP_MODES, lowp_mode)
@@ -114,16 +114,16 @@ def _pack_weight(
         raise OpArgumentError(f"{op}: W_shape must be [out_features, in_features], got {W_shape}")
     packed = _OPS.pack_woq_weight(
         W,
-        _columns(scales),
-        _zeros(zero_points),
+        _columns(steps),
+        _zeros(points),
         form,
         W_shape[1],
         group_size,
         g_idx,
         _order(lowp_mode),
     )
-    zeros = None if zero_points is None else [zero_points]
-    return packed, [scales], zeros, None if B is None else [B], None
+    zeros = None if points is None else [points]
+    return packed, [steps], zeros, None if B is None else [B], None
 
 
 @alias_op(
