@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +97,10 @@ def _places(mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp_min(0)
 
 
+def _plain(model: Any, ids: Tensor) -> list[Tensor]:
+    return [outcome(model(input_ids=ids, use_cache=False))]
+
+
 def _masked(model: Any, ids: Tensor, mask: Tensor, **more: Any) -> list[Tensor]:
     result = outcome(model(input_ids=ids, attention_mask=mask, use_cache=False, **more))
     return [result[mask.bool()]]
@@ -141,7 +146,7 @@ def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> I
     for seed in range(seeds):
         text = _ids(config, 2, length, seed)
         name = f"{length} tokens" if not seed else f"{length} tokens, text {seed}"
-        yield Probe(name, lambda m, t=text: [outcome(m(input_ids=t, use_cache=False))])
+        yield Probe(name, partial(_plain, ids=text))
     yield Probe("one token", lambda m: [outcome(m(input_ids=ids[:, :1], use_cache=False))])
     half = max(1, length // 4)
     yield Probe(
@@ -158,12 +163,12 @@ def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> I
         _, mask = _padded(ids, left)
         yield Probe(
             f"padding on the {side}",
-            lambda m, mask=mask: _masked(m, ids, mask),
+            partial(_masked, ids=ids, mask=mask),
             "padding without position_ids",
         )
         yield Probe(
             f"padding on the {side} with position_ids",
-            lambda m, mask=mask: _masked(m, ids, mask, position_ids=_places(mask)),
+            partial(_masked, ids=ids, mask=mask, position_ids=_places(mask)),
             "padding",
         )
     _, mask = _padded(ids, True)
