@@ -276,7 +276,7 @@ def _needs_masks(config: type) -> bool:
     model = MODEL_MAPPING.get(config, None)
     module = sys.modules.get(getattr(model, "__module__", ""), None)
     kinds = [kind for kind in vars(module).values() if inspect.isclass(kind)] if module else []
-    return any(issubclass(kind, nn.Module) and _asks_for_sdpa(kind) for kind in kinds)
+    return any(issubclass(kind, nn.Module) and _asks_for_sdpa(kind) for kind in kinds)  # type: ignore[arg-type]
 
 
 def _has_own(config: type, name: str) -> None:
@@ -363,7 +363,7 @@ class HuggingFaceAttention(Pass):
             check = getattr(type(module), "_can_set_attn_implementation", None)
             if check is not None and not check():
                 return f"{type(module).__name__} does not use the attention interface"
-            if _asks_for_sdpa(type(module)):
+            if _asks_for_sdpa(type(module)):  # type: ignore[arg-type]
                 return f"{type(module).__name__} asks for the attention 'sdpa' by name"
         return None
 
