@@ -14,8 +14,6 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 NOX = "$/.github/actions/nox"
 #: Jobs that run no session: they publish what a job before them has made.
 PUBLISH = {"docs.deploy", "release.attest", "release.publish", "release.announce"}
-#: Sessions that workflows name already and that the change for several releases of torch adds to noxfile.py.
-COMING = {"torch", "nightly"}
 
 
 def jobs() -> dict[str, dict[str, Any]]:
@@ -36,12 +34,12 @@ def sessions() -> set[str]:
 
 def test_each_job_runs_one_session_that_exists() -> None:
     known = sessions()
-    assert {"lint", "tests", "tests_isa", "images", "release", "site"} <= known
+    assert {"lint", "tests", "tests_isa", "torch", "nightly", "images", "release", "site"} <= known
     for name, job in jobs().items():
         ran = [step for step in job["steps"] if step.get("uses") == NOX]
         assert len(ran) == (0 if name in PUBLISH else 1), name
         for step in ran:
-            assert step["with"]["session"].partition("(")[0] in known | COMING, name
+            assert step["with"]["session"].partition("(")[0] in known, name
 
 
 def test_rights_are_those_of_the_job() -> None:

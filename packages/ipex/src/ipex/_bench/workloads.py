@@ -276,8 +276,8 @@ def load(task: Task, module: Callable[[], nn.Module] | None = None) -> nn.Module
 
         dtype = getattr(torch, task.float_dtype)
         # The name of this argument of transformers changed; casting works in all versions.
-        model = AutoModelForCausalLM.from_pretrained(task.path / "model", trust_remote_code=False)
-        return model.to(dtype).eval()
+        decoder = AutoModelForCausalLM.from_pretrained(task.path / "model", trust_remote_code=False)
+        return decoder.to(dtype).eval()
     model = module() if module is not None else build(task)[0]
     model.load_state_dict(torch.load(task.path / "weights.pt", weights_only=True))
     return model
