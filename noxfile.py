@@ -42,6 +42,11 @@ CHECK_ISA = ROOT / "tools" / "check_isa.py"
 KERNELS = "ipex-cpu-kernels"
 ISA_TABLE = ROOT / "packages" / KERNELS / "cmake" / "IsaLevels.cmake"
 
+if re.search(r"\s", str(ROOT)):
+    # torch compiles code at run time with paths that it does not quote.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    nox.options.envdir = str(cache / "ipex-nox" / hashlib.sha256(bytes(ROOT)).hexdigest()[:12])
+
 # In the order of the import arrows: a package may need the ones before it to be built or installed.
 PACKAGES = {
     "ipex-core": (),
