@@ -31,7 +31,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "packages" / "ipex-llm" / "tests"))
 
-import patterns  # type: ignore[import-not-found]  # noqa: E402
+import patterns  # noqa: E402
 
 #: Relative difference of logits that is rounding.
 TOLERANCE = 1e-3
@@ -127,7 +127,7 @@ def examine(name: str, kind: str | None, count: int) -> dict[str, str]:
     row = dict.fromkeys(COLUMNS, "") | {"name": name, "class": kind or ""}
     try:
         if kind is None:
-            from families import build  # type: ignore[import-not-found]
+            from families import build
 
             model = build(name)
         else:

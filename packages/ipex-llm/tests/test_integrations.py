@@ -160,7 +160,9 @@ def test_models_with_attention_of_their_own_get_the_mask_of_eager(name):
     inputs = padded()
     seen = inputs["attention_mask"].bool()
     if "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(eager).__module__]):
-        pytest.skip(f"{name} uses the attention interface in transformers {transformers.__version__}")
+        pytest.skip(
+            f"{name} uses the attention interface in transformers {transformers.__version__}"
+        )
     _hf_attention._own.clear()
     with torch.no_grad():
         wanted = eager(**inputs).logits

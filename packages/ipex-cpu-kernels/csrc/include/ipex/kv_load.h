@@ -89,8 +89,8 @@ IPEX_INLINE f32v2 load2(const E4m3* p) {
   const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
   const __mmask32 number = _mm512_cmpneq_epi16_mask(size, _mm512_set1_epi16(kE4m3InF16 & 0x7fff));
   const auto f16 = [](int16_t v) IPEX_LAMBDA { return _mm512_castsi512_ph(_mm512_set1_epi16(v)); };
-  const __m512i value = _mm512_castph_si512(_mm512_mask_mul_ph(
-      f16(0x7e00), number, _mm512_castsi512_ph(bits), f16(0x5c00)));  // NaN, 256
+  const __m512i value = _mm512_castph_si512(
+      _mm512_mask_mul_ph(f16(0x7e00), number, _mm512_castsi512_ph(bits), f16(0x5c00)));  // NaN, 256
   return {f16_to_f32(_mm512_castsi512_si256(value)),
           f16_to_f32(_mm512_extracti64x4_epi64(value, 1))};
 }

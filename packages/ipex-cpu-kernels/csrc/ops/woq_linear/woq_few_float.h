@@ -20,8 +20,8 @@ inline constexpr int kFewStrips = kLanes == 16 ? 4
                                   : kRows == 1 ? 2
                                                : 1;
 
-// Elements of K that are summed before the zero point is subtracted. Where codes are not taken minus
-// 8, because that would be another instruction for each, sums have to be shorter.
+// Elements of K that are summed before the zero point is subtracted. Where codes are not taken
+// minus 8, because that would be another instruction for each, sums have to be shorter.
 template <uint32_t kFormat>
 inline constexpr int64_t kFewDepth = kFormat == kFormatInt4 && !IPEX_HAVE_AVX512 ? 128 : 512;
 
