@@ -170,7 +170,9 @@ def main(arguments: list[str]) -> int:
             if place.suffix == ".whl":
                 target = Path(folder) / str(number)
                 with zipfile.ZipFile(place) as archive:
-                    archive.extractall(target)
+                    for name in archive.namelist():
+                        if name.endswith(".so"):
+                            archive.extract(name, target)
                 place = target
             for library in sorted(place.rglob("libipex_cp*.so")):
                 checked += 1

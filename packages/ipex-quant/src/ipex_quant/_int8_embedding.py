@@ -9,43 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core._portable import PORTABLE
 from ipex_core.nn.merged_embedding import MergedEmbeddingBagWithCat
 from ipex_core.ops.merged_embeddingbag_int8 import quantize_table
+from ipex_quant._int8_bag_op import TAIL, run
 
 __all__ = ["TABLES", "Int8EmbeddingBag", "Int8MergedEmbeddingBag", "why_not"]
 
 Tensor = torch.Tensor
-
-_LIBRARY = torch.library.Library("ipex_quant", "FRAGMENT")
-_LIBRARY.define(
-    "int8_embedding_bag(Tensor weight, Tensor indices, Tensor offsets, Tensor? per_sample_weights,"
-    " bool include_last_offset) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-#: Scale and least number of a row, which follow its codes.
-_TAIL = 8
-
-
-def _run(
-    weight: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None, last: bool
-) -> Tensor:
-    op = torch.ops.quantized.embedding_bag_byte_rowwise_offsets
-    y: Tensor = op(weight, indices, offsets, False, 0, False, weights, None, last)
-    return y
-
-
-def _fake(
-    weight: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None, last: bool
-) -> Tensor:
-    shape = (offsets.shape[0] - last, weight.shape[1] - _TAIL)
-    return weight.new_empty(shape, dtype=torch.float32)
-
-
-_LIBRARY.impl("int8_embedding_bag", _run, "CPU")
-torch.library.register_fake("ipex_quant::int8_embedding_bag", _fake, lib=_LIBRARY)
-PORTABLE[torch.ops.ipex_quant.int8_embedding_bag.default] = _run
-
 
 #: Modules that have a form with 8-bit rows.
 TABLES = (nn.EmbeddingBag, MergedEmbeddingBagWithCat)
@@ -113,13 +83,13 @@ class Int8EmbeddingBag(nn.Module):
         args = self.weight, input, offsets.to(input.dtype), per_sample_weights, include_last
         # An op in Python costs as much as a small bag; only compiled graphs need one, since stock has no shapes for it.
         if not torch.compiler.is_compiling():
-            return _run(*args)
+            return run(*args)
         y: Tensor = torch.ops.ipex_quant.int8_embedding_bag(*args)
         return y
 
     def extra_repr(self) -> str:
         """Return sizes."""
-        return f"{self.weight.shape[0]}, {self.weight.shape[1] - _TAIL}, mode='sum'"
+        return f"{self.weight.shape[0]}, {self.weight.shape[1] - TAIL}, mode='sum'"
 
 
 class Int8MergedEmbeddingBag(nn.Module):

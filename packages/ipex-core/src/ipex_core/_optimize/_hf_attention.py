@@ -145,7 +145,7 @@ def _check_arguments(module: nn.Module, given: dict[str, Any]) -> None:
         if value is None or value is False or name in _IN_THE_MASK or name in _FOREIGN:
             continue
         # What a user gives to the model goes through all forwards; the stock function leaves it out as well.
-        if name != "indices" and name in _constants(type(module)):
+        if name != "indices" and _has_constant(type(module), name):
             raise NotImplementedError(
                 f"attn_implementation={NAME!r}: {type(module).__name__} passes {name!r}, which it does not"
                 " know: use attn_implementation='sdpa' or 'eager'"
@@ -193,11 +193,16 @@ def _strings(value: object) -> Iterator[str]:
             yield from _strings(part)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @functools.cache
 def _constants(kind: type) -> frozenset[str]:
     """Return the strings in the methods of a class, names of keyword arguments among them."""
     return frozenset(text for code in _codes(kind) for text in _strings(code.co_consts))
+
+
+# Dynamo warns of a call to a cached function, also where its result is a constant: hence a function around it.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_constant(kind: type, text: str) -> bool:
+    return text in _constants(kind)
 
 
 @functools.cache
@@ -268,8 +273,12 @@ def _own_attention(config: type) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@functools.cache
 def _needs_masks(config: type) -> bool:
+    return _masks_by_name(config)
+
+
+@functools.cache
+def _masks_by_name(config: type) -> bool:
     """Return whether models of a configuration keep their mask only where the attention is ``"sdpa"`` by name."""
     from transformers import MODEL_MAPPING
 

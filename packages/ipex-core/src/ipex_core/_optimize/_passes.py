@@ -120,7 +120,6 @@ ORDER = (
     "realize",
     "fuse",
     "attention",
-    "traced",
     "graph_mode",
 )
 

@@ -3,11 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
-from typing import Any
-
-import torch
 from torch import nn
 
 from ipex_core import nn as inn
@@ -18,7 +13,7 @@ from ipex_core.nn._leaf import has_kernel
 from ipex_core.nn._state import attach, realize, state_of, swap_class
 from ipex_core.nn.layers import identity_dropout
 
-__all__ = ["Dropout", "GraphMode", "Kernels", "Realize", "Recurrent", "Traced"]
+__all__ = ["Dropout", "GraphMode", "Kernels", "Realize", "Recurrent"]
 
 _RECURRENT: dict[type[nn.Module], type[nn.Module]] = {nn.LSTM: inn.OptimizedLSTM}
 
@@ -181,52 +176,6 @@ class Realize(Pass):
             if freed >= RETURN_BYTES:
                 return_free_memory()
                 freed = 0
-
-
-_SLOW = "_slow_forward"
-
-
-class TracedForward:
-    """What ``nn.Module.__call__`` runs instead of the forward while `torch.jit.trace` records; no other call gets here.
-
-    Weights that autocast has cast before, for another call or the first of the two traces that `torch.jit.trace` makes,
-    would be constants of the program, which may have no gradient. The casts are recorded instead.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled("cpu"):
-            torch.clear_autocast_cache()
-        module: Any = self._module()
-        return type(module)._slow_forward(module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TracedForward:
-        return TracedForward(copy.deepcopy(self._module(), memo))  # type: ignore[arg-type]
-
-    def __reduce__(self) -> Any:
-        return TracedForward, (self._module(),)
-
-
-@register
-class Traced(Pass):
-    """Let `torch.jit.trace` record models with float32 weights under autocast."""
-
-    name = "traced"
-
-    def applies(self, context: Context) -> bool:
-        """Return whether autocast has something to cast."""
-        return context.options.reduced is None
-
-    def apply(self, context: Context) -> None:
-        """Put the forward for traces on the model."""
-        if not isinstance(context.model, torch.jit.ScriptModule):
-            context.model.__dict__[_SLOW] = TracedForward(context.model)
-
-    def undo(self, model: nn.Module, log: Log) -> None:
-        """Take it away."""
-        model.__dict__.pop(_SLOW, None)
 
 
 @register

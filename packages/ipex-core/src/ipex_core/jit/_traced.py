@@ -59,6 +59,10 @@ class TracedForward:
         """Record one call of the fused program, or all calls of the model where that cannot be."""
         module = self._module()
         assert module is not None
+        if torch.is_autocast_enabled("cpu"):
+            # Weights that autocast has cast before, for another call or the first of the two traces that torch makes,
+            # would be constants of the program, which may have no gradient. The casts are recorded instead.
+            torch.clear_autocast_cache()
         found = None
         if not getattr(_inner, "busy", False) and _may_fuse(module):
             _inner.busy = True
@@ -67,6 +71,8 @@ class TracedForward:
             finally:
                 _inner.busy = False
         if found is None:
+            if torch.is_autocast_enabled("cpu"):
+                torch.clear_autocast_cache()  # of what was recorded in vain
             return type(module)._slow_forward(module, *args, **kwargs)
         function, tensors, (leaves, spec) = found
         results = iter(function(*tensors))

@@ -11,6 +11,7 @@ those that end are kept if they are among the best, and the best of the others g
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from typing import Any
 
@@ -24,6 +25,14 @@ Tensor = torch.Tensor
 
 #: What is added to the score of a beam that must not be chosen.
 _NEVER = -1e9
+
+
+@functools.cache
+def _draws_are_sorted() -> bool:
+    """Return whether transformers, from 5.24 on, keeps the best of the continuations it draws, not the first."""
+    import transformers
+
+    return tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,6 +109,9 @@ class _Beams:
         if self.config.do_sample:
             at = torch.multinomial(total.softmax(-1), self.width)
             best = total.gather(1, at)
+            if _draws_are_sorted():
+                best, order = best.sort(-1, descending=True)
+                at = at.gather(1, order)
         else:
             best, at = total.topk(self.width)
         return best, at // vocab + self._first, at % vocab
