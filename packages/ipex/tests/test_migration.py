@@ -179,9 +179,9 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 def test_ops_that_are_not_offered() -> None:
     ops = torch.ops.torch_ipex
-    assert not hasattr(ops, "flash_attention") and not hasattr(ops, "no_such_op")
-    with pytest.raises(NotImplementedError, match=r"torch\.ops\.ipex\.attention"):
-        ops.flash_attention  # noqa: B018
+    assert not hasattr(ops, "decode_attention") and not hasattr(ops, "no_such_op")
+    with pytest.raises(NotImplementedError, match=r"torch\.ops\.ipex\.decode_attention"):
+        ops.decode_attention  # noqa: B018
     with pytest.raises(NotImplementedError, match=r"ipex\.optimize"):
         torch.ops.ipex_prepack.deconvolution_prepack  # noqa: B018
     with pytest.raises(AttributeError, match="no_such_op") as other:
