@@ -255,3 +255,33 @@ def test_deepseek_moe_tpp(distributed, dtype):
     finally:
         if distributed:
             torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lowp_mode", [0, 3])  # two packed orders
+def test_woq_linear_with_what_follows(lowp_mode, dtype):
+    n, k, functional = 48, 64, torch.nn.functional
+    codes = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    scales = torch.rand(n, 1) / 512
+    packed = torch.ops.ipex_prepack.woq_linear_pack_weight(
+        codes, "int8", [n, k], scales, None, None, None, -1, lowp_mode
+    )[0]
+    x = torch.randn(2, 5, k).to(dtype)
+    a, b = torch.randn(2, 2, 5, n)  # float32 beside a bfloat16 input, too
+    y = functional.linear(x.double(), codes.double() * scales.double())
+    # Activations of 8 bits are near only.
+    tolerance = 1e-4 if dtype == torch.float32 and lowp_mode == 0 else 5e-2
+    for got, want in (
+        (OPS.woq_linear_gelu(x, packed), functional.gelu(y)),
+        (OPS.woq_linear_new_gelu(x, packed), functional.gelu(y, approximate="tanh")),
+        (OPS.woq_linear_relu(x, packed), functional.relu(y)),
+        (OPS.woq_linear_silu(x, packed), functional.silu(y)),
+        (OPS.woq_linear_add(x, packed, [a]), y + a),
+        (OPS.woq_linear_add_add(x, packed, [a, b]), y + a + b),
+        (OPS.woq_linear_mul(x, packed, [a]), y * a),
+    ):
+        torch.testing.assert_close(got, want.to(dtype), rtol=tolerance, atol=tolerance)
+    with pytest.raises(RuntimeError, match="woq_linear_add: others must have 1 tensors, got 2"):
+        OPS.woq_linear_add(x, packed, [a, b])
+    with pytest.raises(RuntimeError, match="W_prepack must be a weight packed by"):
+        OPS.woq_linear_relu(x, torch.zeros(1, dtype=torch.int64))

@@ -234,3 +234,50 @@ def _dequantize(
         raise OpArgumentError(f"{op}: the weight must be 2-D, got {qweight.dim()}-D")
     packed = _OPS.pack_woq_weight(qweight, _columns(scales), None, form, in_features, group_size)
     return _OPS.dequantize_woq_weight(packed, qweight.shape[0], in_features, dtype)  # type: ignore[no-any-return]
+
+
+def _fused(op: str, input: Tensor, packed: Tensor, activation: str, **operands: Tensor) -> Tensor:
+    """Compute with a packed weight alone; IPEX's was the address of an object that had bias and modes, too."""
+    from ipex_core._woq_layout import read_layout
+
+    layout = read_layout(packed)
+    if layout is None:
+        raise OpArgumentError(
+            f"{op}: W_prepack must be a weight packed by woq_linear_pack_weight, or the packed_weight"
+            f" of a layer, got a {packed.dim()}-D tensor of {packed.dtype} without its header"
+        )
+    # The order of a weight for 8-bit products is another; how activations are rounded then is the default of layers.
+    int8 = layout.order == "vnni"
+    return _OPS.woq_linear(  # type: ignore[no-any-return]
+        input,
+        packed,
+        layout.n,
+        activation=activation,
+        lowp_mode="int8" if int8 else "none",
+        act_quant_mode="per_batch_ic_block_sym" if int8 else "none",
+        **{name: operand.to(input.dtype) for name, operand in operands.items()},
+    )
+
+
+def _alias_fused(name: str, activation: str = "none", operands: Sequence[str] = ()) -> None:
+    op = f"woq_linear_{name}"
+    schema = (
+        f"{op}(Tensor input, Tensor W_prepack{', Tensor[] others' if operands else ''}) -> Tensor"
+    )
+
+    @alias_op(schema)
+    def fused(input: Tensor, W_prepack: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
+        if len(others) != len(operands):
+            raise OpArgumentError(
+                f"{op}: others must have {len(operands)} tensors, got {len(others)}"
+            )
+        return _fused(op, input, W_prepack, activation, **dict(zip(operands, others, strict=True)))
+
+
+_alias_fused("gelu", "gelu")
+_alias_fused("new_gelu", "gelu_tanh")
+_alias_fused("relu", "relu")
+_alias_fused("silu", "silu")
+_alias_fused("add", operands=("residual",))
+_alias_fused("add_add", operands=("residual", "residual2"))
+_alias_fused("mul", operands=("mul",))
