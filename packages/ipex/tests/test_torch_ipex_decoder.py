@@ -147,8 +147,10 @@ def test_rotary_position_embedding_compiles_and_tells_wrong_arguments():
     def run(x):
         return OPS.rotary_position_embedding(x, table, rows, 2, 16, 8, 16)
 
-    got = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
-    torch.testing.assert_close(got, run(x))
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        got = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)(x)
+        torch.testing.assert_close(got, run(x))
     with pytest.raises(RuntimeError, match="offset must be 1 or rotary_ndims / 2 = 8, got 4"):
         OPS.rotary_position_embedding(x, table, rows, 2, 16, 4, 16)
     with pytest.raises(RuntimeError, match=r"t_in must be .*got \[1, 3, 90\]"):

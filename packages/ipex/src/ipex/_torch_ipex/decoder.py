@@ -98,8 +98,9 @@ def _rotary_position_embedding(
         )
     fused = t_in.flatten(2)
     positions, features = fused.shape[1:]
-    kv_heads, rest = divmod(features - N * H, 2 * H)
-    if kv_heads < 0 or rest or (kv_heads and t_in.dim() != 3):
+    # No divmod: a symbolic size, as of a compiled graph, has none.
+    kv_heads = (features - N * H) // (2 * H)
+    if kv_heads < 0 or (features - N * H) % (2 * H) or (kv_heads and t_in.dim() != 3):
         raise OpArgumentError(
             f"{op}: t_in must be [batch, positions, {N} heads, {H}], or [batch, positions,"
             f" (heads + 2 * kv_heads) * {H}] with {N} heads, got {list(t_in.shape)}"
