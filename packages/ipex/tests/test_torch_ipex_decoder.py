@@ -65,18 +65,19 @@ def test_mask_with_a_wrong_batch():
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("mask", [None, "bool", "float"])
-def test_flash_attention(mask, causal, dtype):
+@pytest.mark.parametrize("mask", [None, "bool", "same", "float32"])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 9, 9), (2, 3, 1, 9), (1, 1, 9, 1), (9, 9), (1, 9), (1, 1)]
+)
+def test_flash_attention(shape, mask, causal, dtype):
     q, k, v = (torch.randn(2, 9, 3, 8, dtype=dtype).transpose(1, 2) for _ in range(3))
-    shape = (2, 1, 9, 9)
-    bias = torch.zeros(shape, dtype=torch.float64)
-    given = None
+    bias, given = torch.zeros(2, 3, 9, 9, dtype=torch.float64), None
     if mask == "bool":
         given = torch.rand(shape) > 0.3
         given[..., 0] = True  # a row without any key has no softmax
         bias.masked_fill_(~given, -torch.inf)
-    elif mask == "float":
-        given = torch.randn(shape).to(dtype)
+    elif mask is not None:
+        given = torch.randn(shape).to(torch.float32 if mask == "float32" else dtype)
         bias += given
     if causal:
         bias.masked_fill_(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)
