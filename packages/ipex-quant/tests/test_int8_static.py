@@ -16,7 +16,7 @@ from torch.ao.quantization import QConfig, QConfigMapping
 from torch.ao.quantization.observer import MinMaxObserver, PerChannelMinMaxObserver
 
 import ipex_quant
-from ipex_core import explain
+from ipex_core import disable_auto_channels_last, enable_auto_channels_last, explain
 from ipex_core.errors import OpArgumentError
 from ipex_quant import (
     Int8Conv,
@@ -183,6 +183,31 @@ def test_convolutions(dims: int, groups: int) -> None:
     assert any(row.module == "2" and not row.done for row in explain(quantised).rows)
     compiled = torch.compile(quantised, backend="aot_eager", fullgraph=True)
     assert compiled(x).stride() == quantised(x).stride()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_disable_auto_channels_last(dims: int, transposed: bool, tmp_path: Path) -> None:
+    torch.manual_seed(dims)
+    kind = getattr(nn, f"Conv{'Transpose' * transposed}{dims}d")
+    model = nn.Sequential(nn.Conv2d(4, 4, 1) if dims == 2 else nn.Identity(), kind(4, 8, 3)).eval()
+    x = torch.randn(2, 4, *[9] * dims)
+    last = convert(calibrated(model, x))
+    disable_auto_channels_last()
+    try:
+        plain = convert(calibrated(model, x))
+    finally:
+        enable_auto_channels_last()
+    y = plain(x)
+    assert torch.equal(y, last(x))
+    assert y.is_contiguous() and not last(x).is_contiguous()
+    assert plain(x[0]).is_contiguous()
+    assert torch.jit.freeze(torch.jit.trace(plain, x, check_trace=False))(x).is_contiguous()
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    assert compiled(x).stride() == y.stride()
+    ipex_quant.save(plain, tmp_path / "saved")
+    assert ipex_quant.load(tmp_path / "saved", copy.deepcopy(model))(x).stride() == y.stride()
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconfig
 
+from ipex_core._optimize._layout import auto_channels_last
 from ipex_core._optimize._records import QUANTISATION, Quantisation
 from ipex_core._quiet import quiet
 from ipex_core._spec import check
@@ -243,6 +244,7 @@ def _build(layer: Layer, module: Any, scale: Scale, factor: Tensor | None) -> An
     made.set_input(scale)
     made.activation = layer.activation
     made.name = path
+    made.contiguous = layer.kind != "linear" and not auto_channels_last()
     made.residual_position = layer.residual
     made.place, made.after = layer.place, layer.after
     return made.eval()

@@ -60,6 +60,8 @@ class _Int8Layer(nn.Module):
     residual_position: int | None = None
     place: str = ""
     after: tuple[str, ...] = ()
+    #: Whether float results lie in contiguous order, not channels-last as oneDNN gives them.
+    contiguous: bool = False
 
     def __prepare_scriptable__(self) -> nn.Module:
         """What ``torch.jit.script`` calls first."""
@@ -93,6 +95,8 @@ class _Int8Layer(nn.Module):
             about["place"] = self.place
         if self.after:
             about["after"] = list(self.after)
+        if self.contiguous:
+            about["contiguous"] = True
         tensors = {"weight": self.int_weight(), "weight_scale": self._buffers["weight_scale"]}
         extra = {name: self._buffers.get(name) for name in ("bias", "smooth")}
         return about, {k: v for k, v in (*tensors.items(), *extra.items()) if v is not None}
@@ -118,6 +122,7 @@ class _Int8Layer(nn.Module):
             self.set_input(found["input"])
         self.residual_position = about.get("residual_position")
         self.place, self.after = str(about.get("place", "")), tuple(about.get("after", ()))
+        self.contiguous = bool(about.get("contiguous", False))
         if "smooth" in tensors:
             self._buffers["smooth"] = tensors["smooth"].clone()
 
@@ -148,6 +153,8 @@ class _Int8Layer(nn.Module):
 
     def _give(self, y: Tensor, like: torch.dtype) -> Any:
         """Return a result: codes, and whatever other modules have to pass on, in what says so."""
+        if self.contiguous and not self.output:
+            y = y.contiguous()
         result: Any = Codes(y, self.output, like) if self.output else y
         return Early(result, self.after, self.name) if self.after else result
 
