@@ -189,6 +189,28 @@ def test_box_head_nms():
         functional.box_head_nms(*args, 2, 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_selections_are_float32_in_autocast(dtype):
+    boxes = (DETS / 2)[None].to(dtype)
+    scores = torch.tensor([[[0.9, 0.5], [0.9, 0.25], [0.9, 0.75], [0.9, 0.125]]], dtype=dtype)
+    calls = [lambda: functional.rpn_nms(boxes, scores[..., 1], [(25, 22)], 1, 0.5, 10)]
+    calls += [
+        lambda: functional.batch_score_nms(boxes, scores, 0.45, 3),
+        lambda: functional.box_head_nms(boxes.repeat(1, 1, 2), scores, [(25, 40)], 0.05, 0.5, 0, 2),
+    ]
+    wanted = torch.float32 if dtype == torch.bfloat16 else dtype
+    assert functional.nms(boxes[0], scores[0, :, 1], 0.5).tolist() == [0, 2]
+    for call in calls:
+        plain = call()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = call()
+        for p, g in zip(plain, got, strict=True):
+            for x, y in zip(p, g, strict=True):
+                if x.is_floating_point():
+                    assert y.dtype == wanted and x.dtype == dtype
+                assert torch.equal(x.to(y.dtype), y)
+
+
 def test_ssd_decoding():
     where, prior = torch.randn(2, 5, 4), torch.rand(5, 4)
     boxes = functional.locations_to_boxes(where, prior, 0.1, 0.2)

@@ -41,6 +41,33 @@ def test_forward_and_gradients(mode, last):
         torch.testing.assert_close(merged(indices, offsets), tuple(want))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    stock = stock_tables()
+    merged = MergedEmbeddingBag.from_embeddingbag_list(stock)
+    indices, offsets = lookups()
+    plain = merged(indices, offsets)
+    with torch.autocast("cpu", dtype=dtype):
+        assert all(bag.dtype == torch.float32 for bag in merged(indices, offsets))  # for training
+        with torch.no_grad():
+            got = merged(indices, offsets)
+    for bag, want in zip(got, plain, strict=True):
+        assert torch.equal(bag, want.to(dtype))  # rounded once
+    with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+        wide = MergedEmbeddingBag.from_embeddingbag_list([t.double() for t in stock])
+        assert wide(indices, offsets)[0].dtype == torch.float64
+
+
+@torch.no_grad()
+def test_with_dense_features_in_float64():
+    stock = [table.double() for table in stock_tables()]
+    merged = MergedEmbeddingBagWithCat.from_embeddingbag_list(stock)
+    indices, offsets = lookups()
+    dense = torch.randn(BAGS, DIM, dtype=torch.float64)
+    bags = [table(i, o) for table, i, o in zip(stock, indices, offsets, strict=True)]
+    torch.testing.assert_close(merged(indices, offsets, dense), torch.cat([dense, *bags], 1))
+
+
 def test_results_may_be_changed_in_place():
     merged = MergedEmbeddingBag.from_embeddingbag_list(stock_tables())
     bags = merged(*lookups())

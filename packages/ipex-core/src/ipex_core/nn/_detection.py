@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -27,13 +28,20 @@ _SSD_MIN_SCORE = 0.05
 _SSD_CANDIDATES = 200
 
 
+def _mask(boxes: Tensor, *args: Any) -> Tensor:
+    """Call the op; for float64, which has no kernels, its definition."""
+    if boxes.dtype == torch.float64:
+        return specs()["nms_mask"].reference(boxes, *args)  # type: ignore[no-any-return]
+    return _OPS.nms_mask(boxes, *args)  # type: ignore[no-any-return]
+
+
 def nms(
     dets: Tensor, scores: Tensor, threshold: float, sorted: bool = False, offset: float = 1.0
 ) -> Tensor:
     """Return the boxes that stay when those that overlap a better one go.
 
     Args:
-        dets: ``[N, 4]``, float32, bfloat16 or float16: left, top, right, bottom.
+        dets: ``[N, 4]``, float32, bfloat16 or float16, or float64 without a kernel: left, top, right, bottom.
         scores: ``[N]``, in the dtype of ``dets`` or float32.
         threshold: A box goes if its intersection over union with a better one that stays is this or more.
         sorted: Whether the boxes are in descending order of their scores.
@@ -46,7 +54,7 @@ def nms(
     Raises:
         RuntimeError: For wrong dtypes, shapes or devices.
     """
-    return _OPS.nms_mask(dets, scores, threshold, sorted, offset).nonzero().squeeze(1)  # type: ignore[no-any-return]
+    return _mask(dets, scores, threshold, sorted, offset).nonzero().squeeze(1)
 
 
 def intrinsic_nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
@@ -79,7 +87,7 @@ def batch_score_nms(
     class.
 
     Args:
-        dets: ``[B, N, 4]``, float32, bfloat16 or float16: left, top, right, bottom, real numbers.
+        dets: ``[B, N, 4]``, floating as for `nms`: left, top, right, bottom, real numbers.
         scores: ``[B, N, C]``, in the dtype of ``dets`` or float32.
         threshold: Least intersection over union at which the worse box goes.
         max_output: Most boxes of an image.
@@ -97,11 +105,10 @@ def batch_score_nms(
             f"batch_score_nms: scores must have shape [B, N, C] for dets [B, N, 4], got {list(scores.shape)}"
             f" for {list(dets.shape)}"
         )
+    dets, scores = _wide(dets), _wide(scores)
     by_class = scores.transpose(1, 2)[:, 1:]
     shared = dets.unsqueeze(1).expand(-1, by_class.shape[1], -1, -1)
-    mask = _OPS.nms_mask(
-        shared, by_class, threshold, False, 0.0, _SSD_MIN_SCORE, _SSD_CANDIDATES, 0
-    )
+    mask = _mask(shared, by_class, threshold, False, 0.0, _SSD_MIN_SCORE, _SSD_CANDIDATES, 0)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for image, values, keep in zip(dets, by_class, mask, strict=True):
         label, index = keep.nonzero().unbind(1)
@@ -113,6 +120,12 @@ def batch_score_nms(
         return dets.new_empty(0, 4), counts.long(), scores.new_empty(0), counts
     boxes, labels, kept = (torch.cat(part) for part in zip(*found, strict=True))
     return boxes, labels, kept, counts
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Return boxes or scores in float32 inside ``torch.autocast``, as IPEX's lists have it, and as they are outside."""
+    narrow = value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if narrow and torch.is_autocast_enabled(value.device.type) else value
 
 
 def _clip(boxes: Tensor, shape: Sequence[int]) -> Tensor:
@@ -142,8 +155,8 @@ def rpn_nms(
     Boxes are cut off at the border of the image; those with a side below ``min_size`` go; then `nms`.
 
     Args:
-        batch_dets: ``[B, N, 4]`` or ``[N, 4]`` for each image, in descending order of their scores; float32, bfloat16
-            or float16.
+        batch_dets: ``[B, N, 4]`` or ``[N, 4]`` for each image, in descending order of their scores; floating as
+            for `nms`.
         batch_scores: ``[B, N]`` or ``[N]`` for each image.
         image_shapes: Width and height of each image.
         min_size: Least width and height of a box, its last pixel included.
@@ -162,12 +175,13 @@ def rpn_nms(
     )
     boxes_out, scores_out = [], []
     for dets, scores, shape in zip(batch_dets, batch_scores, image_shapes, strict=True):
+        dets, scores = _wide(dets), _wide(scores)
         boxes = _clip(dets, shape)
         sides = boxes[:, 2:] - boxes[:, :2] + 1
         small = (sides < min_size).any(1)
         # A score that is not a number takes a box out.
         valid = scores.masked_fill(small, float("nan"))
-        keep = _OPS.nms_mask(boxes, valid, threshold, True, 1.0, None, 0, max_output)
+        keep = _mask(boxes, valid, threshold, True, 1.0, None, 0, max_output)
         boxes_out.append(boxes[keep])
         scores_out.append(scores[keep])
     return boxes_out, scores_out
@@ -185,8 +199,8 @@ def box_head_nms(
     """Select the detections of a box head: `nms` in each class, then the best of all classes.
 
     Args:
-        batch_bboxes: For each image the decoded boxes of each class, ``[N, num_classes * 4]``; float32, bfloat16 or
-            float16. They are cut off at the border of the image.
+        batch_bboxes: For each image the decoded boxes of each class, ``[N, num_classes * 4]``; floating as for
+            `nms`. They are cut off at the border of the image.
         batch_scores: ``[N, num_classes]`` for each image. Class 0 is the background.
         image_shapes: Width and height of each image.
         score_thresh: Only boxes with a larger score stay.
@@ -218,9 +232,10 @@ def box_head_nms(
                 raise ValueError(
                     f"box_head_nms: {name} must have shape {wanted}, got {list(value.shape)}"
                 )
+        bboxes, scores = _wide(bboxes), _wide(scores)
         boxes = _clip(bboxes.view(count, num_classes, 4), shape).transpose(0, 1)[1:]
         values = scores.t()[1:]
-        mask = _OPS.nms_mask(boxes, values, threshold, False, 1.0, score_thresh, 0, 0)
+        mask = _mask(boxes, values, threshold, False, 1.0, score_thresh, 0, 0)
         label, index = mask.nonzero().unbind(1)
         kept = values[label, index]
         if 0 < detections_per_img < kept.numel():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ipex_core.nn.merged_embedding._tables import MergedEmbeddingBag
+from ipex_core.nn.merged_embedding._tables import MergedEmbeddingBag, run_op
 from ipex_core.ops.merged_embeddingbag_int8 import quantize_table
 
 __all__ = ["MergedEmbeddingBagWithCat"]
@@ -74,7 +74,9 @@ class MergedEmbeddingBagWithCat(MergedEmbeddingBag):
                 dense_feature, list(self.weights), self._scales(), *rest, *settings
             )
         else:
-            result = torch.ops.ipex.merged_embeddingbag_cat_forward(
-                list(self.weights), *rest, dense_feature, *settings
+            result = run_op(
+                "merged_embeddingbag_cat_forward",
+                self.dtype,
+                *(list(self.weights), *rest, dense_feature, *settings),
             )
         return result

@@ -314,7 +314,8 @@ class MergedEmbeddingBag(nn.Module):
                 argument, which works, too.
 
         Returns:
-            For each table ``[B, embedding_dim]``.
+            For each table ``[B, embedding_dim]``, in its dtype; inside of ``torch.autocast`` without gradients in that
+            of the region.
 
         Raises:
             AssertionError: The gradients of the tables are to be sparse.
@@ -373,7 +374,12 @@ class MergedEmbeddingBag(nn.Module):
             check_recorded(type(self).__name__)
             result: tuple[Tensor, ...] = _Bags.apply(self, lookups, *tensors)  # type: ignore[no-untyped-call]
             return result
-        return forward_bags(weights, lookups).unbind(0)
+        bags = forward_bags(weights, lookups)
+        # As in IPEX, which casts the tables themselves; sums of float32 rows are more exact.
+        device, narrow = bags.device.type, bags.dtype != torch.float64
+        if narrow and not torch.is_grad_enabled() and torch.is_autocast_enabled(device):
+            bags = bags.to(torch.get_autocast_dtype(device))
+        return bags.unbind(0)
 
     def _backward(
         self,
