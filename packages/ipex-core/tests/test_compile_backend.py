@@ -319,8 +319,13 @@ def test_bad_mode_and_options():
 
 def test_compiler_backend():
     assert compile_backend._get_compiler_backend() == "inductor"
+    with pytest.warns(
+        UserWarning, match='"torchscript" is not offered, "inductor" is used'
+    ) as seen:
+        compile_backend._set_compiler_backend("torchscript")
+    assert seen[0].filename == __file__
+    assert compile_backend._get_compiler_backend() == "inductor"
     compile_backend._set_compiler_backend("inductor")
-    for name in ("torchscript", "tvm"):
-        with pytest.raises(ValueError, match=rf"backend must be one of .*got '{name}'"):
-            compile_backend._set_compiler_backend(name)
+    with pytest.raises(ValueError, match=r"backend must be one of .*got 'tvm'"):
+        compile_backend._set_compiler_backend("tvm")
     assert compile_backend._get_compiler_backend() == "inductor"

@@ -31,6 +31,7 @@ import copy
 import functools
 import sys
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -129,16 +130,24 @@ def compile(
 
 
 def _set_compiler_backend(backend: str = "inductor") -> None:
-    """Choose the compiler behind `compile`; only ``"inductor"`` exists.
+    """Choose the compiler behind `compile`: there is ``"inductor"``.
+
+    ``"torchscript"``, which IPEX had, too, chooses it with a warning: it takes all that TorchScript took, and more.
 
     Raises:
         ValueError: at once, for any other name.
     """
     global _compiler_backend
+    if backend == "torchscript":
+        warnings.warn(
+            '_set_compiler_backend: backend "torchscript" is not offered, "inductor" is used, which compiles the same'
+            " models; for a TorchScript program call torch.jit.trace on the model",
+            stacklevel=2,
+        )
+        backend = "inductor"
     if backend not in _COMPILER_BACKENDS:
-        hint = ' ("torchscript" is gone: use torch.jit.trace)' if backend == "torchscript" else ""
         raise ValueError(
-            f"_set_compiler_backend: backend must be one of {list(_COMPILER_BACKENDS)}, got {backend!r}{hint}"
+            f"_set_compiler_backend: backend must be one of {list(_COMPILER_BACKENDS)}, got {backend!r}"
         )
     _compiler_backend = backend
 
