@@ -51,6 +51,8 @@ def test_dynamic_linear() -> None:
     x = torch.randn(3, 5, 33)
     quantised = convert(prepare(model, default_dynamic_qconfig_mapping))
     assert isinstance(quantised[0], DynamicInt8Linear)
+    assert isinstance(quantised[0], nn.quantized.dynamic.Linear)  # as in IPEX
+    assert not issubclass(Int8Linear, nn.quantized.dynamic.Linear)
     assert near(quantised(x), model(x))
     other = copy.deepcopy(quantised)
     other[0].weight.zero_()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.ao.nn.quantized import dynamic
 
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_core.errors import OpArgumentError
@@ -288,7 +289,15 @@ def share_input(layers: list[Int8Linear]) -> None:
 
 
 class DynamicInt8Linear(Int8Linear):
-    """A linear layer on int8 weights whose activations get the scale of each row as they come."""
+    """A linear layer on int8 weights whose activations get the scale of each row as they come.
+
+    ``isinstance(layer, torch.ao.nn.quantized.dynamic.Linear)`` is true, which scripts ask; the methods of that class
+    are not here: ``weight`` is a tensor, ``int_weight()`` gives its codes.
+    """
+
+
+# A virtual subclass: nothing of it is inherited.
+dynamic.Linear.register(DynamicInt8Linear)
 
 
 _GEOMETRY = ("stride", "padding", "dilation", "groups")
