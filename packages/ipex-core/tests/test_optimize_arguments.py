@@ -161,6 +161,32 @@ def test_recurrent_layers_take_float32_input(dtype):
         torch.testing.assert_close(got.float(), want, rtol=0.05, atol=0.05)
 
 
+def test_float32_buffers_in_products():
+    """What the page on troubleshooting says of them."""
+
+    class Decay(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+            self.register_buffer("decay", torch.rand(8, 8))
+
+        def forward(self, x):
+            y = self.fc(x)
+            return (y * self.decay) @ y
+
+    x = torch.randn(8, 8)
+    stock = Decay().eval()
+    model = optimize(stock, dtype=torch.bfloat16)
+    assert model.decay.dtype == torch.float32
+    with torch.no_grad(), pytest.raises(RuntimeError, match="to have the same dtype"):
+        model(x)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(model(x).float(), stock(x).float(), rtol=0.05, atol=0.05)
+    model.decay = model.decay.bfloat16()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).float(), stock(x), rtol=0.05, atol=0.05)
+
+
 def test_channels_last_flag():
     on = optimize(make(), weights_prepack=False)
     assert on.conv.weight.is_contiguous(memory_format=torch.channels_last)

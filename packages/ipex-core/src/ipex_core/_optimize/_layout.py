@@ -34,7 +34,7 @@ def enable_auto_channels_last() -> None:
 
 
 def disable_auto_channels_last() -> None:
-    """Let `optimize` keep the memory format of convolution weights."""
+    """Let `optimize` keep the memory format of convolution weights, and INT8 convolutions give contiguous results."""
     global _auto
     _auto = False
 
