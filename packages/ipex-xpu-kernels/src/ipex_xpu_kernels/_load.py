@@ -45,24 +45,28 @@ def misfit() -> str:
     """Return why this wheel does not fit the installed torch or this Python, and which wheel does; empty if it fits."""
     import torch
 
-    from ipex_core._plugins import xpu_wheel
     from ipex_xpu_kernels._version import __version__
 
     wanted = built_for()
     installed = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+    other_torch = bool(wanted) and installed != wanted
+    other_python = bool(wanted) and importlib.util.find_spec("ipex_xpu_kernels._C") is None
+    if not (other_torch or other_python):
+        return ""
+    # Not before: importing it checks all variables, and a wrong IPEX_XPU_DEVICE has a message of its own.
+    from ipex_core._plugins import xpu_wheel
+
     needed = xpu_wheel(torch.__version__, __version__)
-    if wanted and installed != wanted:
+    if other_torch:
         return (
             f"ipex-xpu-kernels {__version__} was built for torch {wanted}, but torch {torch.__version__} is installed:"
             f" pip install 'torch=={wanted}.*', or install the wheel {needed}"
         )
-    if wanted and importlib.util.find_spec("ipex_xpu_kernels._C") is None:
-        python = ".".join(map(str, sys.version_info[:2]))
-        return (
-            f"ipex-xpu-kernels {__version__} was built for another Python than {python}{sys.abiflags}:"
-            f" install the wheel {needed}"
-        )
-    return ""
+    python = ".".join(map(str, sys.version_info[:2]))
+    return (
+        f"ipex-xpu-kernels {__version__} was built for another Python than {python}{sys.abiflags}:"
+        f" install the wheel {needed}"
+    )
 
 
 def native() -> Any:
