@@ -251,9 +251,9 @@ def build(session: nox.Session, packages: Iterable[str], *tools: str, levels: st
         (DIST / ".built.json").write_text(json.dumps(entries, indent=2) + "\n")
 
 
-def has_levels(built: str, wanted: str) -> bool:
+def has_levels(present: str, wanted: str) -> bool:
     """Return whether a build with some ISA levels has all that are asked for; "" is all of them."""
-    return not built or (bool(wanted) and set(wanted.split(",")) <= set(built.split(",")))
+    return not present or (bool(wanted) and set(wanted.split(",")) <= set(present.split(",")))
 
 
 def build_settings(levels: str = "") -> dict[str, str]:

@@ -96,36 +96,20 @@ def tell(text: str) -> None:
 
 @functools.cache
 def _output_class() -> Any:
+    """Return the class of what a decoder returns; it has all fields that models on top of one may ask for."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
     from transformers.utils.generic import ModelOutput
 
-    if any(field.name == "cache" for field in dataclasses.fields(BaseModelOutputWithPast)):
-
-        @dataclasses.dataclass
-        class IpexDecoderOutputWithCache(ModelOutput):  # type: ignore[misc]
-            """The same with the cache under the name that it has from transformers 5.24 on."""
-
-            last_hidden_state: Any = None
-            cache: Any = None
-            hidden_states: Any = None
-            attentions: Any = None
-            cross_attentions: Any = None
-            router_logits: Any = None
-
-        return IpexDecoderOutputWithCache
-
-    @dataclasses.dataclass
-    class IpexDecoderOutput(ModelOutput):  # type: ignore[misc]
-        """What a decoder returns; has all fields that models on top of one may ask for."""
-
-        last_hidden_state: Any = None
-        past_key_values: Any = None
-        hidden_states: Any = None
-        attentions: Any = None
-        cross_attentions: Any = None
-        router_logits: Any = None
-
-    return IpexDecoderOutput
+    # From transformers 5.24 on the cache is called so.
+    stock = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
+    cache = "cache" if "cache" in stock else "past_key_values"
+    others = ("hidden_states", "attentions", "cross_attentions", "router_logits")
+    return dataclasses.make_dataclass(
+        "IpexDecoderOutput",
+        [(name, Any, None) for name in ("last_hidden_state", cache, *others)],
+        bases=(ModelOutput,),
+        namespace={"__module__": __name__},
+    )
 
 
 def _option(decoder: nn.Module, kwargs: dict[str, Any], name: str, default: bool) -> bool:
