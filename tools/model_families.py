@@ -6,15 +6,17 @@ masks, positions and cuts at each depth, in float32:
 
     python tools/model_families.py --all                      # all classes, a table on standard output
     python tools/model_families.py llama gpt_neo              # some, by their names in transformers
-    python tools/model_families.py --all --write TABLE.tsv    # keeps the table
+    python tools/model_families.py --all --write TABLE.tsv    # keeps the table, renewed after each class
+    python tools/model_families.py --all --jobs 12 --write TABLE.tsv --resume  # 12 processes; goes on where it ended
     python tools/model_families.py --families --patterns 200  # the models of the tests, more calls
 
-The exit status is 1 if a number is wrong.
+A class that takes longer than ``--seconds`` is ended, and its row says so. The exit status is 1 if a number is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -23,6 +25,8 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,7 @@ import patterns  # noqa: E402
 
 #: Relative difference of logits that is rounding.
 TOLERANCE = 1e-3
-SECONDS, MEMORY = 180, 8 << 30
+MEMORY = 8 << 30
 COLUMNS = ("name", "class", "reached", "depth 3", "depth 2", "depth 1", "why")
 
 
@@ -82,8 +86,8 @@ def line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def compare(model: Any, count: int) -> dict[str, str]:
-    """Return the depth that a model reaches, and the worst difference of each depth."""
+def compare(model: Any, count: int) -> Iterator[dict[str, str]]:
+    """Yield the depth that a model reaches, and the worst difference of each depth, as they are known."""
     import ipex_core
     from ipex_llm._optimize import optimize
     from ipex_llm._proof._small import config_of
@@ -96,6 +100,7 @@ def compare(model: Any, count: int) -> dict[str, str]:
         except Exception as error:
             row[f"depth {depth}"] = "raises"
             row["why"] = line(error)
+            yield row
             continue
         found = next(r for r in ipex_core.explain(fast).rows if r.step == "llm")
         reached = 3 if found.done else 2 if found.kernel else 1
@@ -119,11 +124,11 @@ def compare(model: Any, count: int) -> dict[str, str]:
         if worst > TOLERANCE:
             row[f"depth {depth}"] += " WRONG"
             row["why"] = f"depth {depth}: {at}"
-    return row
+        yield row
 
 
-def examine(name: str, kind: str | None, count: int) -> dict[str, str]:
-    """Return the row of one model."""
+def examine(name: str, kind: str | None, count: int) -> Iterator[dict[str, str]]:
+    """Yield the row of one model, the last time when it is whole."""
     row = dict.fromkeys(COLUMNS, "") | {"name": name, "class": kind or ""}
     try:
         if kind is None:
@@ -133,35 +138,98 @@ def examine(name: str, kind: str | None, count: int) -> dict[str, str]:
         else:
             model = make(name, kind)
     except Exception as error:
-        return row | {"reached": "not run", "why": line(error)}
-    return row | compare(model, count)
+        yield row | {"reached": "not run", "why": line(error)}
+        return
+    for found in compare(model, count):
+        yield row | found
 
 
-def _child(pipe: Any, name: str, kind: str | None, count: int) -> None:
+def _child(pipe: Any, name: str, kind: str | None, count: int, seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.alarm(SECONDS)
+    signal.alarm(seconds)
     warnings.simplefilter("ignore")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)
     with torch.no_grad():
-        pipe.send(examine(name, kind, count))
+        for row in examine(name, kind, count):
+            pipe.send(row)
 
 
-def apart(name: str, kind: str | None, count: int) -> dict[str, str]:
-    """Return the row of one model, from a process of its own: some take more memory or time than there is."""
+@dataclasses.dataclass
+class _Run:
+    """A model in a process of its own: some take more memory or time than there is.
+
+    Attributes:
+        process: What runs.
+        row: What it told last.
+        began: When it was started.
+    """
+
+    process: Any
+    row: dict[str, str]
+    began: float
+
+    def end(self, seconds: int) -> dict[str, str]:
+        """Wait for the end, and return the row."""
+        self.process.join()
+        status = self.process.exitcode
+        if status:
+            why = (
+                f"time limit: more than {seconds} s"
+                if status == -signal.SIGALRM
+                else f"its process ended with status {status}"
+            )
+            self.row["reached"] = self.row["reached"] or "not run"
+            self.row["why"] = "; ".join(filter(None, (why, self.row["why"])))
+        return self.row
+
+
+def sweep(
+    models: list[tuple[str, str | None]], count: int, jobs: int, seconds: int
+) -> Iterator[tuple[dict[str, str], float]]:
+    """Yield the rows of models and the seconds that each took, as they end.
+
+    Args:
+        models: Names and classes, as for `examine`.
+        count: Calls of each model and depth.
+        jobs: Models at a time.
+        seconds: Most that a model may take.
+    """
     context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(send, name, kind, count))
-    process.start()
-    send.close()
-    try:
-        return receive.recv()  # type: ignore[no-any-return]
-    except EOFError:
-        row = dict.fromkeys(COLUMNS, "")
-        why = "its small model takes too much time or memory"
-        return row | {"name": name, "class": kind or "", "reached": "not run", "why": why}
-    finally:
-        process.join()
+    running: dict[Any, _Run] = {}
+    waiting = list(reversed(models))
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name, kind = waiting.pop()
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(send, name, kind, count, seconds))
+            process.start()
+            send.close()
+            row = dict.fromkeys(COLUMNS, "") | {"name": name, "class": kind or ""}
+            running[receive] = _Run(process, row, time.monotonic())
+        for pipe in wait(list(running)):
+            try:
+                running[pipe].row = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                run = running.pop(pipe)
+                yield run.end(seconds), time.monotonic() - run.began
+
+
+def read(path: Path) -> dict[str, dict[str, str]]:
+    """Return the rows of a table that was written before, by their names."""
+    if not path.exists():
+        return {}
+    _, *lines = path.read_text(encoding="utf-8").splitlines()
+    rows = (dict(zip(COLUMNS, text.split("\t"), strict=True)) for text in lines)
+    return {row["name"]: row for row in rows}
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write the table; what was there stays if this is interrupted."""
+    lines = ["\t".join(COLUMNS), *("\t".join(row[c] for c in COLUMNS) for row in rows)]
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -171,8 +239,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="all causal language models")
     parser.add_argument("--families", action="store_true", help="the models of patterns.FAMILIES")
     parser.add_argument("--patterns", type=int, default=24, help="calls of each model and depth")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time, each in a process")
+    parser.add_argument("--seconds", type=int, default=180, help="most that one model may take")
     parser.add_argument("--write", type=Path, help="a file for the table")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --write has")
     options = parser.parse_args(arguments)
+    if options.resume and options.write is None:
+        parser.error("--resume must come with --write TABLE.tsv, the table to go on with")
+    if options.jobs < 1 or options.seconds < 1:
+        parser.error(
+            f"--jobs and --seconds must be 1 or more, got {options.jobs}, {options.seconds}"
+        )
     models = causal_models()
     wanted: list[tuple[str, str | None]]
     if options.families:
@@ -182,16 +259,16 @@ def main(arguments: list[str] | None = None) -> int:
         if unknown or not (options.names or options.all):
             parser.error(f"give --all, or names of transformers; unknown: {sorted(unknown)}")
         wanted = [(name, models[name]) for name in (models if options.all else options.names)]
-    rows = []
-    for name, kind in wanted:
-        began = time.monotonic()
-        row = apart(name, kind, options.patterns)
-        rows.append(row)
+    found = read(options.write) if options.resume else {}
+    left = [(name, kind) for name, kind in wanted if name not in found]
+    order = [*dict.fromkeys([*models, *found, *(name for name, _ in wanted)])]
+    for row, took in sweep(left, options.patterns, options.jobs, options.seconds):
+        found[row["name"]] = row
         text = "\t".join(row[column] for column in COLUMNS)
-        print(f"{text}\t{time.monotonic() - began:.0f} s", flush=True)
-    if options.write:
-        lines = ["\t".join(COLUMNS), *("\t".join(row[c] for c in COLUMNS) for row in rows)]
-        options.write.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"{text}\t{took:.0f} s", flush=True)
+        if options.write:
+            write(options.write, [found[name] for name in order if name in found])
+    rows = list(found.values())
     wrong = [
         row["name"] for row in rows if any("WRONG" in v or v == "raises" for v in row.values())
     ]
