@@ -220,9 +220,12 @@ def test_strides_of_gradients_and_states_count(name: str, first: bool) -> None:
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(2, 3, 4, 5))]
         params.append(nn.Parameter(torch.randn(6, 8)[:, ::2]))  # with gaps
-        optimizer = kind(params[:2] if ours else params, lr=0.1, **options)
+        # Adagrad of torch 2.11 makes states of the first parameters only, stock too.
+        later = ours and name != "adagrad"
+        optimizer = kind(params[:2] if later else params, lr=0.1, **options)
         if ours:
             optimizer_fusion(optimizer)
+        if later:
             optimizer.add_param_group({"params": params[2:]})
         for step in range(4):
             torch.manual_seed(step)

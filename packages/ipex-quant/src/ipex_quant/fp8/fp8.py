@@ -36,10 +36,12 @@ Tensor = torch.Tensor
 class _State(threading.local):
     """What the innermost `fp8_autocast` of this thread asked for."""
 
-    enabled = False
-    calibrating = False
-    recipe: DelayedScaling | None = None
-    group: Any = None
+    def __init__(self) -> None:
+        # Attributes of the instance: Dynamo of torch 2.11 reads those of the class and keeps them.
+        self.enabled = False
+        self.calibrating = False
+        self.recipe: DelayedScaling | None = None
+        self.group: Any = None
 
 
 _state = _State()
