@@ -50,9 +50,12 @@ def _plain(x, w13, w2, weights, ids):
 
 
 def _router(module, cls, **config):
+    transformers = pytest.importorskip("transformers")
     models = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
     from types import SimpleNamespace
 
+    if transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 has other routers")
     torch.manual_seed(5)
     router = getattr(models, cls)(SimpleNamespace(**config))
     router.weight.data.normal_()
@@ -187,6 +190,8 @@ def test_equals_a_model_of_the_hub_library(level):
         hidden_size=48, intermediate_size=72, num_local_experts=6, num_experts_per_tok=2
     )
     block = models.MixtralSparseMoeBlock(config).eval()
+    if isinstance(block.experts, torch.nn.ModuleList):
+        pytest.skip("transformers 4 has a module for each expert")
     for parameter in block.parameters():
         parameter.normal_(std=0.15)
     x = torch.randn(2, 9, 48)

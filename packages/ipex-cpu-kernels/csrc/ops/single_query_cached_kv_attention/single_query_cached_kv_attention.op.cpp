@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // single_query_cached_kv_attention: one query per sequence over a paged cache, into `output`.
+#include <algorithm>
+
 #include "decode_attention/decode_glue.h"
 
 namespace ipex {
@@ -61,10 +63,11 @@ void check_values(const Tensor& query, const Tensor& key_cache, const OptionalTe
   }
   check_block_tables(kOp, "context_lens", lengths, tables, query.size(0), blocks_per_sequence,
                      key_cache.size(2), key_cache.size(0));
-  for (int64_t s = 0; s < query.size(0); ++s)
-    IPEX_CHECK(lengths[s] <= max_context_len, kOp,
-               ": max_context_len must be at least the largest of context_lens, ", lengths[s],
-               ", got ", max_context_len);
+  int64_t longest = 0;
+  for (int64_t s = 0; s < query.size(0); ++s) longest = std::max<int64_t>(longest, lengths[s]);
+  IPEX_CHECK(longest <= max_context_len, kOp,
+             ": max_context_len must be at least the largest of context_lens, ", longest, ", got ",
+             max_context_len);
 }
 
 void single_query_cached_kv_attention(const Tensor& output, const Tensor& query0,
