@@ -301,31 +301,91 @@ assert not [n for n in sys.modules if n.startswith("transformers.models.llama.")
 # -- arguments that attention classes pass on purpose -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa", "AXK2"])
+#: Module, configuration, model and stock attention of classes whose forward masks what is not selected only where the
+#: attention is called "eager" or "sdpa".
+SELECTING = (
+    ("deepseek_v32", "DeepseekV32Config", "DeepseekV32ForCausalLM", "sdpa"),
+    ("glm_moe_dsa", "GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", "sdpa"),
+    ("axk2", "AXK2Config", "AXK2ForCausalLM", "sdpa"),
+    ("dots3_note", "Dots3NoteTextConfig", "Dots3NoteForCausalLM", "sdpa"),
+    ("mistral_large4", "MistralLarge4TextConfig", "MistralLarge4TextModel", "sdpa"),
+    ("hy_v4", "HYV4Config", "HYV4ForCausalLM", "eager"),
+    ("hy_v4_vl", "HYV4VLTextConfig", "HYV4VLTextModel", "eager"),
+)
+
+
+def selecting(module, config, kind, attention, **changes):
+    """Return a small model with random weights; skip where transformers has none."""
+    source = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    small = _small.small_config(getattr(source, config)())
+    for name, value in changes.items():
+        setattr(small, name, value)
+    small._attn_implementation = attention
+    return _small.randomize(getattr(source, kind)(small))
+
+
+def outputs(model, ids, mask=None, cuts=()):
+    """Return what the model says to texts, in parts that share a cache."""
+    given = {} if mask is None else {"attention_mask": mask}
+    found, cache = [], None
+    for begin, end in zip((0, *cuts), (*cuts, ids.shape[1]), strict=True):
+        more = {"use_cache": True, "past_key_values": cache} if cuts else {"use_cache": False}
+        result = model(input_ids=ids[:, begin:end], **given, **more)
+        cache = result.past_key_values if cuts else None
+        found.append(result.logits if "logits" in result else result.last_hidden_state)
+    whole = torch.cat(found, 1)
+    return whole if mask is None else whole[mask.bool()]
+
+
+@pytest.mark.parametrize(("module", "config", "kind", "attention"), SELECTING)
 @torch.no_grad()
-def test_a_selection_of_keys_is_part_of_the_mask(name):
-    """Their forward masks what is not selected only where the attention is called "eager" or "sdpa"."""
-    if not hasattr(transformers, f"{name}ForCausalLM"):
-        pytest.skip(f"this transformers has no {name}")
-    small = _small.small_config(getattr(transformers, f"{name}Config")())
-    small.index_topk = 4
-    small._attn_implementation = "sdpa"
-    model = _small.randomize(getattr(transformers, f"{name}ForCausalLM")(small))
-    ids = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
+def test_a_selection_of_keys_is_part_of_the_mask(module, config, kind, attention):
+    model = selecting(module, config, kind, attention, index_topk=4)
+    random = torch.Generator().manual_seed(0)
+    # Below, at and beyond what is selected, and beyond the window of 9 of Dots 3.
+    texts = [torch.randint(3, 90, (2, n), generator=random) for n in (3, 4, 5, 11, 20)]
+    mask = torch.ones_like(texts[-1])
     mask[1, :5] = 0
-    wanted = [model(ids).logits, model(ids, attention_mask=mask).logits[mask.bool()]]
+
+    def said(one):
+        found = [outputs(one, ids) for ids in texts]
+        return [
+            *found,
+            outputs(one, texts[-1], mask),
+            outputs(one, texts[-1], cuts=(3, 4, 5, 13)),
+        ]
+
+    wanted = said(model)
     optimized = ipex_core.optimize(model)
-    assert optimized.config._attn_implementation == "sdpa"
+    assert optimized.config._attn_implementation == attention
     model.set_attn_implementation("ipex")
     for one in (model, optimized):
-        got = [one(ids).logits, one(ids, attention_mask=mask).logits[mask.bool()]]
-        for a, b in zip(got, wanted, strict=True):
+        for a, b in zip(said(one), wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    for module in model.modules():  # the selection matters
-        if hasattr(module, "index_topk"):
-            module.index_topk = 20
-    assert (wanted[0] - model(ids).logits).abs().max() > 1e-2
+    for one in model.modules():  # the selection matters
+        if hasattr(one, "index_topk"):
+            one.index_topk = 20
+    assert (wanted[4] - outputs(model, texts[-1])).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_a_selection_of_blocks_is_refused():
+    changes = {
+        "layer_types": ["minimax_m3_sparse", "full_attention"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    }
+    names = ("minimax_m3_vl", "MiniMaxM3VLTextConfig", "MiniMaxM3VLForCausalLM", "sdpa")
+    model = selecting(*names, **changes)
+    ids = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
+    wanted = outputs(model, ids)
+    optimized = ipex_core.optimize(model)
+    assert optimized.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(outputs(optimized, ids), wanted, rtol=1e-4, atol=1e-4)
+    model.set_attn_implementation("ipex")
+    text = "MiniMaxM3VLAttention passes 'block_indices', which it does not know: use attn_impl"
+    with pytest.raises(NotImplementedError, match=text):
+        outputs(model, ids)
 
 
 class Selective(torch.nn.Module):

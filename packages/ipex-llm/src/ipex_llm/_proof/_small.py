@@ -154,7 +154,8 @@ class _Sizes:
         self.heads, kv = _first(config, _HEADS, 1), _first(config, _KV)
         self.kv = kv or self.heads
         self.hidden = _first(config, _HIDDEN)
-        self.head = _first(config, ("head_dim", "kv_channels"), self.hidden // max(self.heads, 1))
+        self.head = _first(config, ("head_dim", "kv_channels"))
+        self.head = self.head or max(self.hidden // max(self.heads, 1), 1)
         self.active = self.hidden > 8 * HEAD
         new_heads, new_kv = _heads(self.heads, kv)
         whole = self.heads * self.head
@@ -210,9 +211,9 @@ def _shrink(config: Any, unknown: bool) -> None:
             new = seen[value] = seen.get(value) or next(windows)
         if new != value:
             setattr(config, name, new)
-    if getattr(config, "n_group", 1) and _integer(getattr(config, "topk_group", None)):
-        config.topk_group = min(config.topk_group, max(1, getattr(config, "n_group", None) or 1))
-    if sizes.active and turned and _integer(getattr(config, "qk_nope_head_dim", None)):
+    if _get(config, "n_group") != 0 and _integer(_get(config, "topk_group")):
+        config.topk_group = min(config.topk_group, max(1, _get(config, "n_group") or 1))
+    if sizes.active and turned and _integer(_get(config, "qk_nope_head_dim")):
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if sizes.active:
         _state_space(config)
