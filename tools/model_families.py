@@ -253,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     models = causal_models()
     wanted: list[tuple[str, str | None]]
     if options.families:
-        wanted = [(name, None) for name in patterns.FAMILIES]
+        wanted = [(name, None) for name in options.names or patterns.FAMILIES]
     else:
         unknown = set(options.names) - set(models)
         if unknown or not (options.names or options.all):

@@ -13,10 +13,10 @@ __all__ = ["FAMILIES", "Pattern", "difference", "pattern"]
 
 Tensor = torch.Tensor
 
-#: Families of families.py that random calls are made of: one of each structure.
+#: Families of families.py that random calls are made of: one of each structure. Ten of them or more reach each depth.
 FAMILIES = (
     *("llama", "mistral", "gemma3", "gpt2", "opt", "falcon_alibi", "qwen3_moe"),
-    *("phi3_longrope", "deepseek_v3", "gpt_oss"),
+    *("phi3_longrope", "deepseek_v3", "gpt_oss", "jamba", "phi", "gemma2"),
 )
 
 
