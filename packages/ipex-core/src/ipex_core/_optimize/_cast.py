@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cast of the parameters to bfloat16 or float16.
 
-All floating parameters are cast, as ``model.to(dtype)`` would do, except those of batch norms; buffers stay, since
-rotary frequencies and position tables need their precision. Stock layers with cast weights convert their input, so the
+All floating parameters are cast, as ``model.to(dtype)`` would do, except those of batch norms and those that a model of
+transformers asks to keep, whose forward relies on it; buffers stay, since rotary frequencies and position tables need
+their precision (but see `_buffers`). Stock layers with cast weights convert their input, so the
 model takes float32 inputs with or without autocast. The originals are remembered exactly.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from ipex_core._spec import dtype_name
 from ipex_core.nn._scripting import refuse_hook
 from ipex_core.nn._state import attach, swap_class
 
-__all__ = ["Cast"]
+__all__ = ["Cast", "wide_names"]
 
 #: Exact class -> optimized class, for layers that compute with their own weights.
 LEAVES: dict[type[nn.Module], type[nn.Module]] = {
@@ -73,6 +75,36 @@ def _hook(module: nn.Module) -> None:
     module.__dict__["__prepare_scriptable__"] = refuse_hook
 
 
+def wide_names(model: nn.Module) -> re.Pattern[str] | None:
+    """Return what matches the names of tensors that a model of transformers keeps in float32, or None.
+
+    Its class says so in ``_keep_in_fp32_modules_strict``, and ``from_pretrained`` goes by it.
+    """
+    names: set[str] = set()
+    for module in model.modules():
+        found = getattr(module, "_keep_in_fp32_modules_strict", None)
+        if isinstance(found, (set, frozenset, list, tuple)):
+            names.update(name for name in found if isinstance(name, str) and name)
+    if not names:
+        return None
+    return re.compile("|".join(".*".join(map(re.escape, n.split("*"))) for n in sorted(names)))
+
+
+def _all_match(context: Context, module: nn.Module, wide: re.Pattern[str]) -> bool:
+    """Return whether a pattern matches each floating parameter of a module, by one of its names."""
+    return all(
+        any(
+            wide.search(f"{path}.{name}")
+            for owner in context.owners[id(parameter)]
+            for name, other in owner._parameters.items()
+            if other is parameter
+            for path in context.paths[id(owner)]
+        )
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.is_floating_point()
+    )
+
+
 def _computes_weight(module: nn.Module) -> bool:
     if "parametrizations" in module._modules:
         return True
@@ -115,6 +147,7 @@ class Cast(Pass):
                     f"optimize: {path} is a ScriptModule, whose parameters cannot be cast:"
                     " optimize the model before this part is scripted, or leave dtype out"
                 )
+        wide = wide_names(context.model)
         for path, module in context.modules():
             if _computes_weight(module):
                 kept |= {id(m) for m in module.modules()}
@@ -127,7 +160,7 @@ class Cast(Pass):
             parameters = [p for p in module._parameters.values() if p is not None]
             if not any(p.is_floating_point() for p in parameters):
                 continue
-            reason = self._reason(context, module)
+            reason = self._reason(context, module, wide)
             if reason is not None:
                 context.log.add(path, module, self.name, False, reason)
                 continue
@@ -145,7 +178,11 @@ class Cast(Pass):
             attach(module).dtype = dtype
             context.log.add(path, module, self.name, True, text)
 
-    def _reason(self, context: Context, module: nn.Module) -> str | None:
+    def _reason(
+        self, context: Context, module: nn.Module, wide: re.Pattern[str] | None
+    ) -> str | None:
+        if wide is not None and _all_match(context, module, wide):
+            return "kept in float32: the class of the model asks for it"
         for owner in (
             o for p in module._parameters.values() if p is not None for o in context.owners[id(p)]
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ class Context:
         options: Checked options.
         log: Where each decision is recorded.
         shapes: Module -> shape of its largest input, from ``sample_input``.
+        sample: ``sample_input``, a tuple of arguments or a dict of keyword arguments, or None.
         owners: Parameter id -> the modules that hold it.
         paths: Module id -> all paths of the module.
         old: Ids of modules that an earlier call had already optimized.
@@ -36,6 +37,7 @@ class Context:
     options: Options
     log: Log
     shapes: dict[nn.Module, torch.Size] = dataclasses.field(default_factory=dict)
+    sample: Any = None
     owners: dict[int, list[nn.Module]] = dataclasses.field(default_factory=dict)
     paths: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     old: set[int] = dataclasses.field(default_factory=set)
@@ -93,6 +95,7 @@ def register(kind: _P) -> _P:
 def passes() -> tuple[Pass, ...]:
     """Return the passes in the order in which they run."""
     from ipex_core._optimize import (  # noqa: F401  (each module registers its passes)
+        _buffers,
         _cast,
         _folding,
         _fuse,
@@ -120,6 +123,7 @@ ORDER = (
     "realize",
     "fuse",
     "attention",
+    "buffers",
     "graph_mode",
 )
 

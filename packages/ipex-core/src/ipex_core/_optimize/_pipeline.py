@@ -70,7 +70,8 @@ def optimize(
         fuse_update_step: Training: update a parameter by one op. (O1)
         auto_kernel_selection: Choose kernels by timing them on this machine instead of by a table.
         sample_input: Tensor or tuple of tensors. The model is run on it once to learn the shapes that kernels are
-            chosen for.
+            chosen for. With a reduced ``dtype``, a model that has float32 buffers beside cast parameters is run on it
+            again; if it raises, these buffers are cast, too. Models of transformers need no sample for that.
         graph_mode: Capture the model as a graph at its first call: by `torch.compile`, else by `torch.jit.trace`,
             else run it eagerly; `ipex.explain` tells which and why. Calls with gradients run eagerly.
         concat_linear: Merge linear layers that are fed by the same input, such as query, key and value.
@@ -220,6 +221,9 @@ def _inference(model: nn.Module, options: Options, sample_input: Any) -> nn.Modu
             return model
         restore(model)
     context = Context(model, options, Log(options))
+    if isinstance(sample_input, torch.Tensor):
+        sample_input = (sample_input,)
+    context.sample = sample_input
     context.shapes = _shapes(model, sample_input)
     _notes(context)
     for path, module in model.named_modules():
@@ -255,8 +259,6 @@ def _shapes(model: nn.Module, sample_input: Any) -> dict[nn.Module, torch.Size]:
     """Run the model once and return the shape of the largest input of each linear layer and convolution."""
     if sample_input is None:
         return {}
-    if isinstance(sample_input, torch.Tensor):
-        sample_input = (sample_input,)
     if not isinstance(sample_input, (tuple, list, dict)):
         raise TypeError(
             "optimize: sample_input must be a tensor, a tuple or list of arguments or a dict of keyword"

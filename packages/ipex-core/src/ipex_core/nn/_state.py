@@ -43,12 +43,13 @@ class ModuleState:
     Attributes:
         original_class: Class to go back to, or None if the class was not exchanged.
         dtype: Target of the cast, or None.
+        buffers: Names of buffers that are cast to a dtype of their own, with the dtype.
         fold: Per-channel ``(scale, shift)`` of a folded batch norm, float32, or None.
         memory_format: Name of the memory format of ``weight`` (the object cannot be pickled everywhere), or None.
         packing: ``"mkldnn"`` or ``"ipex"``, or None for a plain weight.
         conv: Arguments that packing a convolution weight needs.
         input_size: Size of the input a packed convolution weight is laid out for, or None.
-        saved: Originals by parameter name.
+        saved: Originals by the names of parameters and buffers.
         added: Names of parameters that the original module does not have.
         plain: The plain parameter whose place a packed one has taken.
         kernel_op: The ``torch.ops.ipex`` op the module calls, or None.
@@ -58,6 +59,7 @@ class ModuleState:
     def __init__(self) -> None:
         self.original_class: type[nn.Module] | None = None
         self.dtype: torch.dtype | None = None
+        self.buffers: dict[str, torch.dtype] = {}
         self.fold: tuple[torch.Tensor, torch.Tensor] | None = None
         self.memory_format: str | None = None
         self.packing: str | None = None
@@ -159,6 +161,15 @@ def realize(module: nn.Module, registry: dict[int, SavedTensor] | None = None) -
         state.saved[name] = saved
         if not saved.live:
             _replace(state, name, parameter, saved)
+    for name, dtype in state.buffers.items():
+        buffer = module._buffers.get(name)
+        if buffer is not None and buffer.is_floating_point():
+            saved = state.saved.setdefault(name, SavedTensor())
+            if not saved.live:
+                value = buffer.to(dtype)
+                saved.capture(buffer, value)
+                module._buffers[name] = value
+                saved.live = True
     if state.packing is not None:
         pack_weight(module, state)
 
@@ -199,6 +210,10 @@ def revert(module: nn.Module) -> None:
         parameter = module._parameters.get(name)
         if parameter is not None and saved.live:
             parameter.data = saved.original(parameter.detach())
+            saved.live = False
+        buffer = module._buffers.get(name)
+        if buffer is not None and saved.live:
+            module._buffers[name] = saved.original(buffer)
             saved.live = False
 
 
