@@ -241,6 +241,7 @@ def _build(layer: Layer, module: Any, scale: Scale, factor: Tensor | None) -> An
         made = Int8ConvTranspose(module, codes, steps)
     else:
         made = Int8Conv(module, codes, steps)
+    made.float_dtype = module.weight.dtype
     made.set_input(scale)
     made.activation = layer.activation
     made.name = path
@@ -277,7 +278,7 @@ def _dynamic(path: str, module: Any) -> Any:
             path, default_dynamic_qconfig, module.weight.detach().float()
         )
         made = DynamicInt8Linear(codes, steps, module.bias)
-        made.name = path
+        made.name, made.float_dtype = path, module.weight.dtype
         return made.eval()
     recurrent = importlib.import_module("torch.ao.nn.quantized.dynamic")
     module = with_bias(module)

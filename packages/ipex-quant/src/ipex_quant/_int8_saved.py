@@ -225,8 +225,9 @@ def _make(
     start = f"{name}."
     keys = [key for key in state if key.startswith(start) and "." not in key[len(start) :]]
     tensors = {key[len(start) :]: state.pop(key) for key in keys}
+    dtype = None
     if "weight" in tensors:
-        _check_shape(op, model, str(entry.get("layer", name)), tensors["weight"])
+        dtype = _check_shape(op, model, str(entry.get("layer", name)), tensors["weight"])
     try:
         maker: Any = _int8_recurrent.from_saved if kind in recurrent else _KINDS[kind].from_saved
         made: nn.Module = maker(entry, tensors)
@@ -234,12 +235,20 @@ def _make(
         raise OpArgumentError(
             f"{op}: {name} must have what a {kind} needs, got {type(error).__name__}: {error}"
         ) from error
+    if dtype is not None:
+        made.float_dtype = dtype
     return made
 
 
-def _check_shape(op: str, model: nn.Module, name: str, weight: Tensor) -> None:
-    """Check that the float layer has the weight's shape; INT8 layers of other forms have none to compare."""
+def _check_shape(op: str, model: nn.Module, name: str, weight: Tensor) -> torch.dtype | None:
+    """Check that the float layer has the weight's shape, and return its dtype.
+
+    INT8 layers of other forms have none to compare.
+    """
     layer: Any = _find(op, model, name)
     if isinstance(layer, nn.Linear) or hasattr(layer, "transposed"):
         wanted, got = list(output_rows(layer).shape), list(weight.shape)
         check(wanted == got, op, name, f"have shape {wanted}, as the model says", got)
+        dtype: torch.dtype = layer.weight.dtype
+        return dtype
+    return None

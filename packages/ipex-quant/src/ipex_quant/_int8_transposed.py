@@ -42,13 +42,11 @@ class Int8ConvTranspose(_Int8Layer):
     Takes float or uint8 codes of its own scale; gives float, or uint8 codes where the next layer takes them.
 
     Attributes:
-        weight: int8 ``[groups * prod(stride) * out_channels / groups, in_channels / groups, ...]``, that of the
-            ordinary convolution.
-        weight_scale: float32, one for each row of it.
-        bias: float32, one for each row of it, or None.
+        weight: The float weight ``[in_channels, out_channels / groups, ...]``. A state dict has the int8 one of the
+            ordinary convolution, ``[groups * prod(stride) * out_channels / groups, in_channels / groups, ...]``.
+        weight_scale: float32, one for each row of that.
+        bias: float32, one for each row of that, or None.
     """
-
-    weight: Tensor
 
     def __init__(self, conv: Any, weight: Tensor, weight_scale: Tensor) -> None:
         super().__init__()
@@ -56,7 +54,7 @@ class Int8ConvTranspose(_Int8Layer):
         self.output_padding, self.groups = list(conv.output_padding), int(conv.groups)
         self.kernel_size = list(weight.shape[2:])
         self.out_channels = weight.shape[0]
-        self.register_buffer("weight", self._spread(weight))
+        self._buffers["weight"] = self._spread(weight)
         self.register_buffer("weight_scale", self._repeat(weight_scale.float()))
         bias = conv.bias
         row = None if bias is None else self._repeat(bias.detach().float())
@@ -93,8 +91,9 @@ class Int8ConvTranspose(_Int8Layer):
     def int_weight(self) -> Tensor:
         """Return the plain int8 weight ``[out_channels, in_channels / groups, ...]``."""
         dims, taps = len(self.stride), self._taps()
-        inputs, per_group = self.weight.shape[1], self.out_channels // self.groups
-        parts = self.weight.view(self.groups, *self.stride, per_group, inputs, *taps)
+        spread: Any = self._buffers["weight"]
+        inputs, per_group = spread.shape[1], self.out_channels // self.groups
+        parts = spread.view(self.groups, *self.stride, per_group, inputs, *taps)
         steps, last = range(1, 1 + dims), 3 + dims
         both = [d for i, s in enumerate(steps) for d in (last + i, s)]
         plain = parts.flip(list(range(last, last + dims))).permute(0, 1 + dims, 2 + dims, *both)
@@ -103,6 +102,19 @@ class Int8ConvTranspose(_Int8Layer):
         for i, size in enumerate(self.kernel_size):
             plain = plain.narrow(2 + i, 0, size)
         return plain.contiguous()
+
+    def weight_shape(self) -> torch.Size:
+        """Return the shape of the float weight."""
+        inputs = self._buffers["weight"].shape[1]  # type: ignore[union-attr]
+        sizes = (inputs * self.groups, self.out_channels // self.groups, *self.kernel_size)
+        return torch.Size(sizes)
+
+    def dequantize(self) -> Tensor:
+        """Return the float weight that the integers stand for."""
+        codes, scale = self.int_weight(), self._once(self.weight_scale)
+        rows = (codes * scale.view(-1, *[1] * (codes.dim() - 1))).to(self.float_dtype)
+        parts = rows.view(self.groups, -1, *codes.shape[1:]).transpose(1, 2)
+        return parts.reshape(self.weight_shape())
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what a file needs to make this layer again: numbers and strings, and plain tensors."""
@@ -136,7 +148,7 @@ class Int8ConvTranspose(_Int8Layer):
         rest = (self.output.scale or 1.0, self.output.zero, None, 1.0, 0)
         y = int8_conv(
             x,
-            self.weight,
+            self._buffers["weight"],
             self.weight_scale,
             self.input.scale,
             self.input.zero,
@@ -172,5 +184,5 @@ class Int8ConvTranspose(_Int8Layer):
     def extra_repr(self) -> str:
         """Return sizes and scales."""
         geometry = f"kernel_size={tuple(self.kernel_size)}, stride={tuple(self.stride)}"
-        head = f"{self.weight.shape[1] * self.groups}, {self.out_channels}, {geometry}"
+        head = f"{self.weight_shape()[0]}, {self.out_channels}, {geometry}"
         return f"{head}, scale={self.input.scale:.4g}{self._extras()}"

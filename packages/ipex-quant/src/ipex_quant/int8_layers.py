@@ -13,6 +13,7 @@ from torch.ao.nn.quantized import dynamic
 
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_core.errors import OpArgumentError
+from ipex_core.nn._packed import PackedWeight, hollow
 from ipex_core.ops._epilogue import ACTIVATIONS
 from ipex_quant import _int8_conv, _int8_group
 from ipex_quant._int8_conv import int8_conv, int8_conv_sum_
@@ -44,11 +45,38 @@ def _codes_or_float(x: Any, scale: Scale) -> Tensor:
     return x if x.is_floating_point() else x.float()  # type: ignore[no-any-return]
 
 
+class _FloatWeight(PackedWeight):
+    """The float weight of an INT8 layer: it has shape and dtype, and is dequantized when somebody computes with it."""
+
+    layer: _Int8Layer
+
+    @staticmethod
+    def __new__(cls, layer: _Int8Layer) -> _FloatWeight:  # type: ignore[override]
+        """Show the weight of a layer."""
+        self: _FloatWeight = hollow(cls, layer.weight_shape(), layer.float_dtype)
+        self.layer, self.form = layer, "int8"
+        return self
+
+    def _plain(self) -> Tensor:
+        return self.layer.dequantize()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _KEEP and type(args[0]) is _FloatWeight:
+            return _FloatWeight(args[0].layer)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_KEEP = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
 class _Int8Layer(nn.Module):
     """What both kinds share: the scales, and staying 8-bit when the model is cast.
 
     A state dict has the integers, their scales, the bias and, as one tensor of the layer's extra state, the scales of
-    activations.
+    activations. ``weight`` is the float weight: models cast activations to its dtype, as CLIP does with images.
     """
 
     #: What `activation` can be.
@@ -63,6 +91,8 @@ class _Int8Layer(nn.Module):
     after: tuple[str, ...] = ()
     #: Whether float results lie in contiguous order, not channels-last as oneDNN gives them.
     contiguous: bool = False
+    #: The dtype that ``weight`` shows; it follows casts of the model.
+    float_dtype: torch.dtype = torch.float32
 
     def __prepare_scriptable__(self) -> nn.Module:
         """What ``torch.jit.script`` calls first."""
@@ -102,9 +132,27 @@ class _Int8Layer(nn.Module):
         extra = {name: self._buffers.get(name) for name in ("bias", "smooth")}
         return about, {k: v for k, v in (*tensors.items(), *extra.items()) if v is not None}
 
+    @property
+    def weight(self) -> Tensor:
+        """The float weight; its values are computed when they are read."""
+        # Graphs leave out what nobody computes with, and cannot make the stand-in.
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return self.dequantize()
+        return _FloatWeight(self)
+
+    def weight_shape(self) -> torch.Size:
+        """Return the shape of the float weight."""
+        return self._buffers["weight"].shape  # type: ignore[union-attr]
+
     def int_weight(self) -> Tensor:
         """Return the plain int8 weight."""
         raise NotImplementedError
+
+    def dequantize(self) -> Tensor:
+        """Return the float weight that the integers stand for."""
+        codes, scale = self.int_weight(), self._buffers["weight_scale"]
+        assert scale is not None
+        return (codes * scale.view(-1, *[1] * (codes.dim() - 1))).to(self.float_dtype)
 
     def set_input(self, value: Scale) -> None:
         """Set the scale of the activation."""
@@ -130,6 +178,7 @@ class _Int8Layer(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         before = dict(self._buffers)
         super()._apply(fn, recurse)
+        self.float_dtype = fn(torch.empty(0, dtype=self.float_dtype)).dtype
         for name, old in before.items():
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
@@ -173,7 +222,8 @@ class Int8Linear(_Int8Layer):
     codes where the next layer takes them.
 
     Attributes:
-        weight: Packed int8 weight, see ``torch.ops.ipex.pack_int8_weight``.
+        weight: The float weight ``[out_features, in_features]``; a state dict has the int8 one, packed as
+            ``torch.ops.ipex.pack_int8_weight`` does.
         weight_scale: float32 ``[out_features]``.
         bias: float32 ``[out_features]``, or None.
         smooth: float32 ``[in_features]`` that the input is multiplied by, or None.
@@ -183,7 +233,6 @@ class Int8Linear(_Int8Layer):
 
     activations = ACTIVATIONS
 
-    weight: Tensor
     smooth: Tensor | None
     group: InputGroup | None = None
     norm: str = ""
@@ -191,7 +240,7 @@ class Int8Linear(_Int8Layer):
     def __init__(self, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("weight", torch.ops.ipex.pack_int8_weight(weight))
+        self._buffers["weight"] = torch.ops.ipex.pack_int8_weight(weight)
         self.register_buffer("weight_scale", weight_scale.float())
         self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
         self.register_buffer("smooth", None)
@@ -221,7 +270,17 @@ class Int8Linear(_Int8Layer):
 
     def int_weight(self) -> Tensor:
         """Return the plain int8 weight, ``[out_features, in_features]``."""
-        return torch.ops.ipex.unpack_int8_weight(self.weight, self.out_features, self.in_features)
+        packed = self._buffers["weight"]
+        return torch.ops.ipex.unpack_int8_weight(packed, self.out_features, self.in_features)
+
+    def weight_shape(self) -> torch.Size:
+        """Return the shape of the float weight."""
+        return torch.Size((self.out_features, self.in_features))
+
+    def dequantize(self) -> Tensor:
+        """Return the float weight that the integers stand for, without channel scales of its input."""
+        weight = super().dequantize()
+        return weight if self.smooth is None else weight * self.smooth.to(weight.dtype)
 
     def _smoothed(self, x: Any) -> Any:
         """Return the input with its channel scales."""
@@ -245,7 +304,7 @@ class Int8Linear(_Int8Layer):
             x = self.group.codes(self.name, x, self.x_scale, self.x_zero)
         y = torch.ops.ipex.int8_linear(
             x,
-            self.weight,
+            self._buffers["weight"],
             self.out_features,
             self.weight_scale,
             self.x_scale,
@@ -292,7 +351,7 @@ class DynamicInt8Linear(Int8Linear):
     """A linear layer on int8 weights whose activations get the scale of each row as they come.
 
     ``isinstance(layer, torch.ao.nn.quantized.dynamic.Linear)`` is true, which scripts ask; the methods of that class
-    are not here: ``weight`` is a tensor, ``int_weight()`` gives its codes.
+    are not here: ``weight`` is the float weight, ``int_weight()`` gives its codes.
     """
 
 
@@ -309,13 +368,12 @@ class Int8Conv(_Int8Layer):
     Takes float or uint8 codes of its own scale; gives float, or uint8 codes where the next layer takes them.
 
     Attributes:
-        weight: int8 ``[out_channels, in_channels / groups, ...]``.
+        weight: The float weight ``[out_channels, in_channels / groups, ...]``; a state dict has the int8 one.
         weight_scale: float32 ``[out_channels]``.
         bias: float32 ``[out_channels]``, or None.
         residual_free: Whether nobody reads the residual after this layer, so that it may be overwritten.
     """
 
-    weight: Tensor
     residual_free: bool = False
 
     def __init__(self, conv: Any, weight: Tensor, weight_scale: Tensor) -> None:
@@ -326,7 +384,7 @@ class Int8Conv(_Int8Layer):
             conv.groups,
         )
         self.padding = _padding(conv)
-        self.register_buffer("weight", weight)
+        self._buffers["weight"] = weight
         self.register_buffer("weight_scale", weight_scale.float())
         bias = conv.bias
         self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
@@ -336,21 +394,21 @@ class Int8Conv(_Int8Layer):
     @property
     def kernel_size(self) -> tuple[int, ...]:
         """Sizes of the kernel."""
-        return tuple(self.weight.shape[2:])
+        return tuple(self.weight_shape()[2:])
 
     @property
     def in_channels(self) -> int:
         """Channels that it reads."""
-        return self.weight.shape[1] * self.groups
+        return self.weight_shape()[1] * self.groups
 
     @property
     def out_channels(self) -> int:
         """Channels that it gives."""
-        return self.weight.shape[0]
+        return self.weight_shape()[0]
 
     def int_weight(self) -> Tensor:
         """Return the plain int8 weight."""
-        return self.weight
+        return self._buffers["weight"]  # type: ignore[return-value]
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what a file needs to make this layer again: numbers and strings, and plain tensors."""
@@ -382,7 +440,7 @@ class Int8Conv(_Int8Layer):
                 run = int8_conv_sum_
         y = run(
             x,
-            self.weight,
+            self._buffers["weight"],
             self.weight_scale,
             self.input.scale,
             self.input.zero,
@@ -403,7 +461,7 @@ class Int8Conv(_Int8Layer):
 
     def extra_repr(self) -> str:
         """Return sizes and scales."""
-        out_channels, in_channels, *kernel = self.weight.shape
+        out_channels, in_channels, *kernel = self.weight_shape()
         geometry = f"kernel_size={tuple(kernel)}, stride={tuple(self.stride)}"
         head = f"{in_channels * self.groups}, {out_channels}, {geometry}"
         return f"{head}, scale={self.input.scale:.4g}{self._extras()}"
