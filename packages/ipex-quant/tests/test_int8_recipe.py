@@ -19,6 +19,7 @@ from ipex_core import explain
 from ipex_quant import (
     Int8Conv,
     convert,
+    default_dynamic_qconfig_mapping,
     default_static_qconfig_mapping,
     load,
     prepare,
@@ -402,3 +403,29 @@ def quantised_alone(layer: Any, x: Tensor) -> Tensor:
     single.group = None
     result: Tensor = single(x)
     return result
+
+
+@torch.no_grad()
+def test_packed_sequences_stay_float() -> None:
+    """As in IPEX; its test allows an error of 1e-3."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("torch has no quantised recurrent layers here")
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(32, 512, batch_first=True)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            y = self.lstm(packed)[0]
+            return nn.utils.rnn.pad_packed_sequence(y, batch_first=True)[0]
+
+    torch.manual_seed(0)
+    model, args = Packed().eval(), (torch.randn(2, 5, 32), torch.tensor([5, 3]))
+    found = quantised(model, *args)
+    assert type(found.lstm) is nn.LSTM and torch.equal(found(*args), model(*args))
+    assert "PackedSequence" in texts(found)["lstm"]
+    fast = convert(prepare(model, default_dynamic_qconfig_mapping, args))
+    assert type(fast.lstm).__module__.startswith("torch.ao")
+    assert near(fast(*args), model(*args))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -72,12 +73,14 @@ class Flow:
         results: Values that the model returns.
         asked: Values whose sizes a forward reads.
         parameters: Values that are parameters which a forward used itself.
+        packed: Paths of modules that were called with a `torch.nn.utils.rnn.PackedSequence`.
     """
 
     events: list[Event]
     results: frozenset[int]
     asked: frozenset[int] = frozenset()
     parameters: frozenset[int] = frozenset()
+    packed: frozenset[str] = frozenset()
 
     @functools.cached_property
     def calls(self) -> dict[str, list[Event]]:
@@ -190,6 +193,7 @@ class _Recorder(TorchFunctionMode):
         self.numbers: dict[int, int] = {}
         self.alive: list[torch.Tensor] = []  # an id is unique only while its tensor lives
         self.asked: set[int] = set()
+        self.packed: set[str] = set()
         self.owners: list[str] = [""]
         self.inside = 0
 
@@ -250,6 +254,8 @@ def _leave(
     if not role:
         recorder.owners.pop()
         return
+    if any(isinstance(arg, PackedSequence) for arg in (*args, *kwargs.values())):
+        recorder.packed.add(path)
     if recorder.inside == 1 and role != "nothing":
         recorder.add(role, path, type(module).__name__, (args, kwargs), result)
     recorder.inside -= 1
@@ -278,7 +284,11 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         for handle in handles:
             handle.remove()
     return Flow(
-        recorder.events, frozenset(outputs), frozenset(recorder.asked), frozenset(parameters)
+        recorder.events,
+        frozenset(outputs),
+        frozenset(recorder.asked),
+        frozenset(parameters),
+        frozenset(recorder.packed),
     )
 
 

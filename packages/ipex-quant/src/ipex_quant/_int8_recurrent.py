@@ -58,9 +58,16 @@ def why_no_form(layer: Any) -> str:
     return "" if known else f"this build of torch has no quantised {type(layer).__name__}"
 
 
-def why_not(layer: nn.LSTM) -> str:
-    """Return why an LSTM layer of a static configuration stays float, or an empty string."""
+def why_not(layer: nn.LSTM, packed: bool = False) -> str:
+    """Return why an LSTM layer of a static configuration stays float, or an empty string.
+
+    Args:
+        layer: The layer.
+        packed: Whether it is called with a `PackedSequence`.
+    """
     reason = why_no_form(layer)
+    if not reason and packed:
+        return "its input is a PackedSequence, as in IPEX; a dynamic configuration quantizes it"
     if not reason and 4 * layer.hidden_size * (layer.hidden_size + layer.input_size) < _LEAST:
         return f"with hidden_size {layer.hidden_size} an LSTM is faster in float"
     return reason

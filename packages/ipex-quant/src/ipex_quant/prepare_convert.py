@@ -262,7 +262,10 @@ def _choose_others(model: nn.Module, state: Prepared, statics: dict[str, Any]) -
     left = state.plan.left
     for name, module in model.named_modules():
         if name in statics and isinstance(module, (nn.LSTM, *TABLES)):
-            reason = why_not_lstm(module) if isinstance(module, nn.LSTM) else why_not_bag(module)
+            if isinstance(module, nn.LSTM):
+                reason = why_not_lstm(module, name in state.flow.packed)
+            else:
+                reason = why_not_bag(module)
             if not name:
                 reason = "it is the model itself; put it into a container"
             elif has_hooks(module):
