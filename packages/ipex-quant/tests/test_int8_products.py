@@ -104,6 +104,32 @@ def test_attention():
 
 
 @torch.no_grad()
+def test_large_products_are_int8_by_default():
+    """As in IPEX, where that is faster."""
+    model, x = Attention(128).eval(), torch.randn(2, 128, 128)
+    fast = quantised(nn.Sequential(model), x, mapping=default_static_qconfig_mapping)
+    assert len(kinds(fast, Int8MatMul)) == 2
+    close(fast(x), model(x), 0.99)
+    one = fast[0].matmul_1(x[:, :1], x.transpose(1, 2))  # one row: float is faster
+    assert torch.equal(one, x[:, :1] @ x.transpose(1, 2))
+    linears = QConfigMapping().set_object_type(nn.Linear, default_static_qconfig)
+    without = QConfigMapping().set_global(default_static_qconfig)
+    without.set_object_type(torch.matmul, None)
+    for mapping, text in (
+        (linears, "if the configuration names them"),
+        (without, "the configuration leaves it out"),
+    ):
+        plain = quantised(nn.Sequential(model), x, mapping=mapping)
+        assert not kinds(plain, Int8MatMul) and len(kinds(plain, Int8Linear)) == 4
+        texts = [row.text for row in ipex_core.explain(plain).rows if not row.done]
+        assert any(text in it for it in texts)
+    for rows in (127, 128):
+        gram = nn.Sequential(nn.Linear(64, 64), Gram())
+        found = quantised(gram, torch.randn(2, rows, 64), mapping=default_static_qconfig_mapping)
+        assert bool(kinds(found, Int8MatMul)) == (rows == 128)
+
+
+@torch.no_grad()
 def test_interaction_by_another_name():
     """As IPEX's tests call it: an attribute of the model."""
 

@@ -18,7 +18,7 @@ from ipex_core.nn._leaf import has_hooks
 from ipex_quant._flow import Add, Event, Flow, activation_of
 from ipex_quant._int8_forward import RewrittenForward
 from ipex_quant._int8_pools import Mean
-from ipex_quant._int8_products import PRODUCTS, Interaction, MatMul
+from ipex_quant._int8_products import PRODUCTS, Interaction, MatMul, why_float
 from ipex_quant._model import replace_module
 
 __all__ = [
@@ -85,10 +85,13 @@ def remove_dropout(model: nn.Module) -> None:
             replace_module(model, name, nn.Identity().eval())
 
 
-def containers_to_rewrite(model: nn.Module, flow: Flow, named: frozenset[str]) -> list[str]:
+def containers_to_rewrite(
+    model: nn.Module, flow: Flow, named: frozenset[str], products: bool
+) -> list[str]:
     """Return the modules whose forward itself adds to, activates or pools results of layers.
 
-    Also those that multiply activations with one of the functions in ``named``.
+    Also those that multiply activations with one of the functions in ``named``, and with ``products`` those that
+    multiply large ones.
     """
     found = {}
     for event in flow.events:
@@ -96,7 +99,10 @@ def containers_to_rewrite(model: nn.Module, flow: Flow, named: frozenset[str]) -
             kinds = ("conv",) if event.name in _ADDS else ("conv", "linear", "add")
             if any(_source_role(flow, value) in kinds for value in event.inputs):
                 found[event.path] = True
-        product = event.role == "function" and event.name in named
+        product = event.role == "function" and event.name in PRODUCTS | named
+        product = product and (
+            event.name in named or (products and not why_float(event.shapes, False))
+        )
         if product and not any(map(flow.constant, event.inputs)):
             found[event.path] = True
         pools = event.role == "function" and event.name in _POOL_NAMES

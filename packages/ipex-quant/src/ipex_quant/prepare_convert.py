@@ -24,7 +24,7 @@ from ipex_quant._flow import Flow, record
 from ipex_quant._int8_embedding import TABLES
 from ipex_quant._int8_embedding import why_not as why_not_bag
 from ipex_quant._int8_plan import Plan, fusable_activations, make_plan
-from ipex_quant._int8_products import NOT_NAMED, PRODUCTS, MatMul, named_in
+from ipex_quant._int8_products import NOT_NAMED, PRODUCTS, MatMul, named_in, why_float
 from ipex_quant._int8_recurrent import why_no_form
 from ipex_quant._int8_recurrent import why_not as why_not_lstm
 from ipex_quant._int8_state import KEY, Prepared, attach, detach, state_of
@@ -120,9 +120,10 @@ def prepare(
         state.activations = fusable_activations(model, flow, asked.dynamic)
     if flow is not None and asked.static:
         _int8_rewrite.remove_dropout(model)
-        model = _expose(model, flow, args, kwargs, state.named)
+        paths = _int8_rewrite.containers_to_rewrite(model, flow, state.named, asked.products)
+        model = _expose(model, paths, args, kwargs)
         state.flow, state.bn_folding = record(model, args, kwargs), bn_folding
-        _plan_static(model, state, mapping)
+        _plan_static(model, state, mapping, asked.products)
     state.plan.left.update(impossible)
     for name, reason in state.plan.left.items():
         log.info("prepare: %s stays float: %s", name or "(model)", reason)
@@ -242,7 +243,9 @@ def _forget(model: nn.Module) -> None:
         model.__dict__.pop(name, None)
 
 
-def _plan_static(model: nn.Module, state: Prepared, mapping: QConfigMapping) -> None:
+def _plan_static(
+    model: nn.Module, state: Prepared, mapping: QConfigMapping, products: bool
+) -> None:
     """Plan what becomes INT8 with static scales, and put observers where these are measured."""
     assert state.flow is not None
     wanted = functools.partial(_static_qconfig, mapping)
@@ -253,10 +256,12 @@ def _plan_static(model: nn.Module, state: Prepared, mapping: QConfigMapping) -> 
     state.qconfigs = {path: layer.qconfig for path, layer in plan.layers.items()}
     state.qconfigs |= {path: product.qconfig for path, product in plan.products.items()}
     attach(model, state)
-    _choose_others(model, state, layers)
+    _choose_others(model, state, layers, products)
 
 
-def _choose_others(model: nn.Module, state: Prepared, statics: dict[str, Any]) -> None:
+def _choose_others(
+    model: nn.Module, state: Prepared, statics: dict[str, Any], products: bool
+) -> None:
     """Decide about what needs no calibration, and report what stays float."""
     assert state.flow is not None
     left = state.plan.left
@@ -288,7 +293,9 @@ def _choose_others(model: nn.Module, state: Prepared, statics: dict[str, Any]) -
             map(state.flow.constant, event.inputs)
         ):
             cannot = f"its {name}: a forward that cannot be rewritten; see MatMul"
-            left[event.path] = cannot if event.name in state.named else NOT_NAMED
+            is_named = event.name in state.named
+            reason = why_float(event.shapes, is_named) if is_named or products else NOT_NAMED
+            left[event.path] = reason or cannot
 
 
 def _set_hidden(model: nn.Module, name: str, value: Any) -> None:
@@ -381,14 +388,9 @@ def _record(op: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _expose(
-    model: nn.Module,
-    flow: Flow,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    named: frozenset[str],
+    model: nn.Module, paths: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> nn.Module:
-    """Make sums and activations in forwards modules, if that does not change the output."""
-    paths = _int8_rewrite.containers_to_rewrite(model, flow, named)
+    """Make sums, activations and products in the forwards of modules modules, if that does not change the output."""
     if not paths:
         return model
     with torch.no_grad():
