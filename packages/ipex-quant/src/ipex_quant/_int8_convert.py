@@ -55,6 +55,7 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
     for name in (KEY, "q_config", "save_qconf_summary", "load_qconf_summary"):
         model.__dict__.pop(name, None)
     conversion.weight_only_layers()
+    conversion.nothing()
     keep_dtypes(model, dtypes)
     model.__dict__[QUANTISATION] = conversion.log
     return model, conversion.names
@@ -166,6 +167,12 @@ class _Conversion:
         for path, reason in self.plan.left.items():
             kind = type(self.model.get_submodule(path)).__name__
             self.log.add(path, kind, _STEP, False, f"stays float: {reason}")
+
+    def nothing(self) -> None:
+        """Write down that the model has no layers to quantize, if it has none."""
+        if not self.log.records:
+            text = "stays float: it has no layers that the configuration quantizes"
+            self.log.add("", type(self.model).__name__, _STEP, False, text)
 
     def weight_only_layers(self) -> None:
         """Quantise the weights of layers that a weight-only configuration names."""

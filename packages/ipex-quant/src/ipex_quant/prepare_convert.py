@@ -84,7 +84,8 @@ def prepare(
 
     Raises:
         TypeError: ``model`` is not a module.
-        OpArgumentError: Another argument is not as described, or the example inputs do not fit the model.
+        OpArgumentError: Another argument is not as described, or the example inputs do not fit the model. Without
+            example inputs for a static configuration it is an ``AssertionError`` too, as in IPEX.
     """
     op = "prepare"
     if not isinstance(model, nn.Module):
@@ -174,6 +175,10 @@ def convert(
     model, names = _int8_convert.convert_model(model)
     _int8_check.compare(model, before, names, args, kwargs, min_cosine)
     return model
+
+
+class _NoExamplesError(OpArgumentError, AssertionError):
+    """A static configuration without example inputs; scripts for IPEX catch its AssertionError."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,13 +345,10 @@ def _examples(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping) and named is None:
         inputs, named = None, inputs
-    check(
-        not needed or inputs is not None or named is not None,
-        op,
-        "example_inputs",
-        "be given for a static configuration, or example_kwarg_inputs",
-        None,
-    )
+    if needed and inputs is None and named is None:
+        raise _NoExamplesError(
+            f"{op}: example_inputs must be given for a static configuration, or example_kwarg_inputs, got None"
+        )
     is_dict = named is None or isinstance(named, Mapping)
     check(is_dict, op, "example_kwarg_inputs", "be a dict", type(named).__name__)
     if inputs is None:
