@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipex_core import explain
+from ipex_core.nn.merged_embedding import MergedEmbeddingBagWithCat
 from ipex_quant import (
     Int8Conv,
     convert,
@@ -300,6 +301,43 @@ def test_tables_and_recurrent_layers(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "m", Ranking())(ids, offsets), found(ids, offsets))
     compiled = torch.compile(found.bag, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(ids), found.bag(ids))
+
+
+class Call(nn.Module):
+    """A model of one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any) -> Any:
+        return self.layer(*args)
+
+
+def one_scale(x: Tensor) -> Tensor:
+    """Return what int8 codes with one scale stand for, as IPEX has them for tables and results."""
+    step = x.abs().max() / 127.5
+    return torch.round(x / step).clamp(-128, 127) * step
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@torch.no_grad()
+def test_tables_are_nearer_to_float_than_with_one_scale(merged: bool) -> None:
+    """IPEX gives each table, and the result, one scale: its tests compare with that."""
+    torch.manual_seed(0)
+    bag = nn.EmbeddingBag(50, 24, mode="sum")
+    args: tuple[Any, ...] = (torch.randint(0, 50, (32,)), torch.arange(0, 32, 4))
+    layer: Any = bag
+    if merged:
+        layer = MergedEmbeddingBagWithCat.from_embeddingbag_list([bag])
+        args = ([args[0]], [args[1]], torch.randn(8, 24))
+    other = copy.deepcopy(layer)
+    for table in other.parameters():
+        table.copy_(one_scale(table))
+    rest = (one_scale(args[-1]),) if merged else ()
+    coarse = one_scale(other(*args[:2], *rest))
+    fine, exact = quantised(Call(layer).eval(), *args)(*args), layer(*args)
+    assert (fine - exact).square().mean() < 0.7 * (coarse - exact).square().mean()
 
 
 @torch.no_grad()

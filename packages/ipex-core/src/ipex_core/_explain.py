@@ -90,7 +90,8 @@ class Explanation:
         return tuple(row for row in self.rows if row.module == path)
 
     def __str__(self) -> str:
-        state = "optimized" if self.optimized else "quantised" if self.rows else "not optimized"
+        quantized = any(row.done for row in self.rows)
+        state = "optimized" if self.optimized else "quantised" if quantized else "not optimized"
         state += ", compiled" if self.graphs else ""
         head = f"{self.model}: {state}"
         if self.optimized:
