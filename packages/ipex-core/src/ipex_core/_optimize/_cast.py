@@ -9,6 +9,7 @@ model takes float32 inputs with or without autocast. The originals are remembere
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -24,7 +25,9 @@ from ipex_core._spec import dtype_name
 from ipex_core.nn._scripting import refuse_hook
 from ipex_core.nn._state import attach, swap_class
 
-__all__ = ["Cast", "wide_names"]
+__all__ = ["Cast", "held_above", "wide_names"]
+
+log = logging.getLogger("ipex")
 
 #: Exact class -> optimized class, for layers that compute with their own weights.
 LEAVES: dict[type[nn.Module], type[nn.Module]] = {
@@ -68,6 +71,22 @@ def cast_input(
         torch.Tensor, fit, (args, kwargs)
     )
     return changed
+
+
+_HELD_ABOVE = "kept in float32: a module above holds the weight as a parameter of its own"
+
+
+def held_above(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> set[int]:
+    """Return the ids of weights of such layers that a module around the layer holds, too, and may compute with."""
+    held: set[int] = set()
+    for module in model.modules():
+        if not module._modules:
+            continue
+        own = {id(p) for p in module._parameters.values() if p is not None}
+        if own:
+            below = (m for m in module.modules() if m is not module and isinstance(m, layers))
+            held |= own & {id(m._parameters.get("weight")) for m in below}
+    return held
 
 
 def _hook(module: nn.Module) -> None:
@@ -130,6 +149,7 @@ class Cast(Pass):
         dtype = context.options.reduced
         assert dtype is not None
         name = dtype_name(dtype)
+        held = held_above(context.model, tuple(LEAVES))
         kept: set[int] = set()
         casts: set[int] = set()  # modules that need no hook
         # A hook keeps subclasses of the encoder layer, which stay what they are, from the op that knows no casts.
@@ -148,6 +168,7 @@ class Cast(Pass):
                     " optimize the model before this part is scripted, or leave dtype out"
                 )
         wide = wide_names(context.model)
+        others: dict[torch.dtype, int] = {}  # floating dtypes that are not cast -> layers
         for path, module in context.modules():
             if _computes_weight(module):
                 kept |= {id(m) for m in module.modules()}
@@ -160,8 +181,15 @@ class Cast(Pass):
             parameters = [p for p in module._parameters.values() if p is not None]
             if not any(p.is_floating_point() for p in parameters):
                 continue
-            reason = self._reason(context, module, wide)
+            if held and any(id(p) in held for p in parameters):
+                reason: str | None = _HELD_ABOVE
+            else:
+                reason = self._reason(context, module, wide)
             if reason is not None:
+                if isinstance(module, tuple(LEAVES)) and reason == _HELD_ABOVE:
+                    _hook(module)
+                wrong = {p.dtype for p in parameters if p.is_floating_point()} - {*_FLOATS}
+                others.update((d, others.get(d, 0) + 1) for d in wrong)
                 context.log.add(path, module, self.name, False, reason)
                 continue
             new = LEAVES.get(type(module))
@@ -177,6 +205,12 @@ class Cast(Pass):
                 text += ", input cast by a hook"
             attach(module).dtype = dtype
             context.log.add(path, module, self.name, True, text)
+        for other, count in others.items():
+            log.warning(
+                "optimize: %d layers keep their parameters in %s: only float32, bfloat16 and float16 are cast to %s;"
+                " call model.float() before optimize",
+                *(count, other, name),
+            )
 
     def _reason(
         self, context: Context, module: nn.Module, wide: re.Pattern[str] | None

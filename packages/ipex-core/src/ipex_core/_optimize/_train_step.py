@@ -142,11 +142,14 @@ def _fused_step(optimizer: Any, fused: Any, low: list[_Low]) -> None:
     copies = []
     for group, p, grad, master in low:
         param, param2 = master.parts(p)
+        state = optimizer.state[p]
         if grad.dtype == p.dtype:
-            calls.add(fused(group, optimizer.state[p], param, grad, param2))
+            calls.add(fused(group, state, param, grad, param2))
         else:  # float16, whose gradients are float32
-            calls.add(fused(group, optimizer.state[p], param, grad, None))
+            calls.add(fused(group, state, param, grad, None))
             copies.append((p, param))
+        if not state:  # SGD without momentum: no entry, as in torch
+            del optimizer.state[p]
     with below_autograd():
         calls.run()
         for p, param in copies:

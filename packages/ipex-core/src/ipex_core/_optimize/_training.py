@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ipex_core._optimize._arguments import Options
-from ipex_core._optimize._cast import cast_input
+from ipex_core._optimize._cast import cast_input, held_above
 from ipex_core._optimize._masters import Masters, StateHook, announce_gradients
 from ipex_core._optimize._records import KEY, Log
 from ipex_core._optimize._saving import name_saved_dtype
@@ -172,12 +172,12 @@ def _reasons(model: nn.Module) -> dict[nn.Module, str]:
     reasons = {m: text for m, text in found if text is not None}
     others = [m for m in model.modules() if isinstance(m, (*_WIDE, *_ALWAYS_WIDE))]
     kept = {id(p) for m in (*others, *reasons) for p in _own(m)}
+    # A module that holds the weight of a layer in it may compute with it, and its own parameters stay float32.
+    kept |= held_above(model, (*_CAST, *_TABLES))
     more = True
     while more:
         sharing = [m for m in layers if m not in reasons and any(id(p) in kept for p in _own(m))]
-        reasons |= dict.fromkeys(
-            sharing, "stays float32: shares a parameter with a layer that stays"
-        )
+        reasons |= dict.fromkeys(sharing, "stays float32: shares a parameter with what stays")
         kept |= {id(p) for m in sharing for p in _own(m)}
         more = bool(sharing)
     return reasons

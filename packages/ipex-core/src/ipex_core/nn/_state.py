@@ -10,6 +10,7 @@ identity: only ``.data`` is exchanged, so tied parameters stay tied and an optim
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -297,21 +298,28 @@ def _on_save(
     for name in state.added:
         state_dict.pop(prefix + name, None)
     for name, saved in state.saved.items():
-        value = state_dict.get(prefix + name)
-        if value is None:
+        value, parameter = state_dict.get(prefix + name), module._parameters.get(name)
+        if value is None or parameter is None:
             continue
         if isinstance(value, PackedWeight) and value.former is not None:
             state_dict[prefix + name] = _tied_original(state_dict, value, saved)
             continue
-        packed = isinstance(value, PackedWeight)
-        current = value.plain() if packed else value.detach()
-        unchanged = saved.form == "same" and saved.dtype == current.dtype
-        if not saved.live or (unchanged and not packed and tuple(current.stride()) == saved.stride):
+        if isinstance(value, PackedWeight):  # never shared
+            state_dict[prefix + name] = _original(value, value.plain(), saved)
             continue
-        original = saved.original(current)
-        if value.requires_grad or (isinstance(value, nn.Parameter) and not packed):  # keep_vars
-            original = nn.Parameter(original, value.requires_grad)
-        state_dict[prefix + name] = original
+        current = value.detach()
+        unchanged = saved.form == "same" and saved.dtype == current.dtype
+        if not saved.live or (unchanged and tuple(current.stride()) == saved.stride):
+            continue
+        make = functools.partial(_original, value, current, saved)
+        state_dict[prefix + name] = one_entry(state_dict, parameter, make)
+
+
+def _original(value: Tensor, current: Tensor, saved: SavedTensor) -> Tensor:
+    """Return what a state dict shows for an entry ``value`` whose numbers are ``current``."""
+    original = saved.original(current)
+    keeps = isinstance(value, nn.Parameter) and not isinstance(value, PackedWeight)  # keep_vars
+    return nn.Parameter(original, value.requires_grad) if value.requires_grad or keeps else original
 
 
 #: By parameters: the last state dict that one is in, its values there, and its version then.
@@ -321,14 +329,17 @@ _entries = WeakTensorKeyDictionary()
 def one_entry(state_dict: Any, parameter: Tensor, make: Callable[[], Tensor]) -> Tensor:
     """Return what stands for a parameter in a state dict: one tensor for all its owners."""
     known: Tensor | None
+    now = (
+        -1 if parameter.is_inference() else parameter._version
+    )  # inference mode counts no versions
     last, where, version = _entries.get(parameter, (None, None, 0))
-    if where is not None and last() is state_dict and version == parameter._version:
+    if where is not None and last() is state_dict and version == now:
         known = where()
         if known is not None:
             return known
     made = make()
     with contextlib.suppress(TypeError):  # a plain dict given by the caller
-        _entries[parameter] = weakref.ref(state_dict), weakref.ref(made), parameter._version
+        _entries[parameter] = weakref.ref(state_dict), weakref.ref(made), now
     return made
 
 

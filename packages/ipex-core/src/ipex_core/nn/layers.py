@@ -355,8 +355,12 @@ class FoldedBatchNorm3d(_FoldedBatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` folded into the layer before it."""
 
 
-class _IdentityDropout(OptimizedModule):
-    """A dropout that costs nothing in inference; in training it still drops."""
+class _IdentityDropout(OptimizedModule, nn.Identity):
+    """A dropout that costs nothing in inference; in training it still drops.
+
+    It is an `nn.Identity` for scripts that look for what `replace_dropout_with_identity` made, and stays a dropout for
+    those that look for their own class.
+    """
 
     if TYPE_CHECKING:
         _stock: Any
