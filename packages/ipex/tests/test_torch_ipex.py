@@ -334,8 +334,10 @@ def test_bmm():
     out = torch.empty(3, 4, 5)
     OPS.bmm(out, a, b.transpose(1, 2).contiguous(), False, None)
     torch.testing.assert_close(out, a @ b)
-    with pytest.raises(RuntimeError, match="is_vnni must be False"):
-        OPS.bmm(out, a, b, True, None)
+    packed = OPS.convert_weight_packed(b.transpose(1, 2).contiguous(), False)
+    torch.testing.assert_close(OPS.bmm(torch.empty(3, 4, 5), a, packed, True, None), a @ b)
+    with pytest.raises(RuntimeError, match="scale must be None"):
+        OPS.bmm(out, a, packed, False, torch.ones(()))
 
 
 def test_lora():

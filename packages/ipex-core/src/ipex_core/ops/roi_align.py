@@ -122,7 +122,7 @@ def _roi_align(
     value = acc(x)
     boxes = value[rois[:, 0].long()]
     y = torch.einsum("kph,kchw,kqw->kcpq", rows.to(value), boxes, columns.to(value))
-    return y.to(x.dtype)
+    return y.to(x.dtype).contiguous(memory_format=_format(channels_last(x)))
 
 
 def _roi_align_backward(

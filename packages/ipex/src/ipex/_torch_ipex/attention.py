@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from ipex._torch_ipex._alias_op import alias_op
+from ipex_core.errors import OpArgumentError
 
 Tensor = torch.Tensor
 _OPS = torch.ops.ipex
@@ -133,3 +134,69 @@ def _masked_multihead_self_attention(
         for new, old in zip(present[1:], (key_cache, value_cache, beam_idx), strict=True)
     )
     return output, none, *caches  # type: ignore[return-value]
+
+
+@alias_op(
+    "deepseekv2_mla(Tensor query, Tensor kv, Tensor k_pe, Tensor(a!) kv_cache, Tensor kv_b_weight,"
+    " Tensor w_kc, Tensor w_vc, Tensor beam_idx, Tensor seq_info, float scale_attn,"
+    " int max_positions, int v_head_dim, Tensor? head_mask, Tensor? attention_mask,"
+    " Tensor? w_scale, bool? add_casual_mask=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def _deepseekv2_mla(
+    query: Tensor,
+    kv: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    kv_b_weight: Tensor,
+    w_kc: Tensor,
+    w_vc: Tensor,
+    beam_idx: Tensor,
+    seq_info: Tensor,
+    scale_attn: float,
+    max_positions: int,
+    v_head_dim: int,
+    head_mask: Tensor | None,
+    attention_mask: Tensor | None,
+    w_scale: Tensor | None,
+    add_casual_mask: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attend to latent rows: one head of keys, ``[latent | rotary]``, whose first part is the value, too.
+
+    ``query`` is ``[batch, tokens, heads, nope + rotary]``, ``kv`` ``[batch, tokens, rank]``, ``k_pe``
+    ``[batch, tokens, 1, rotary]``. ``w_kc``, ``[heads, rank, nope]``, goes into the query, and ``w_vc``,
+    ``[heads, v_head_dim, rank]``, into the result; ``kv_b_weight``, which is both of them, is not read.
+
+    Returns:
+        ``[batch, heads, tokens, v_head_dim]``, an empty tensor, the cache ``[positions, sequences, 1, rank + rotary]``
+        and the beam indices.
+    """
+    op = "deepseekv2_mla"
+    rank, rotary = kv.shape[-1], k_pe.shape[-1]
+    heads, nope = query.shape[2], query.shape[3] - rotary
+    for name, weight, shape in (
+        ("w_kc", w_kc, [heads, rank, nope]),
+        ("w_vc", w_vc, [heads, v_head_dim, rank]),
+    ):
+        if list(weight.shape) != shape:
+            raise OpArgumentError(f"{op}: {name} must be {shape}, got {list(weight.shape)}")
+    if w_scale is not None:
+        raise OpArgumentError(f"{op}: w_scale must be None, got a tensor: scale the weights before")
+    absorbed = torch.einsum("bthn,hrn->bthr", query[..., :nope], w_kc.to(query.dtype))
+    row = torch.cat((kv.unsqueeze(2), k_pe.reshape(*kv.shape[:2], 1, rotary)), -1)
+    # One cache for both: what is written as value is what is written as key.
+    output, none, cache, _, beams = _masked_multihead_self_attention(
+        torch.cat((absorbed, query[..., nope:]), -1),
+        row,
+        row,
+        kv_cache,
+        kv_cache,
+        beam_idx,
+        seq_info,
+        scale_attn,
+        max_positions,
+        head_mask,
+        attention_mask,
+        add_casual_mask,
+    )
+    output = torch.einsum("bhtr,hvr->bhtv", output[..., :rank], w_vc.to(query.dtype))
+    return output, none, cache, beams

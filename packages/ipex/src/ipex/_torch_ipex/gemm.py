@@ -22,9 +22,10 @@ def _bmm_add(input: Tensor, batch1: Tensor, batch2: Tensor, alpha: float) -> Ten
     "bmm(Tensor(a!) out, Tensor mat1, Tensor mat2, bool is_vnni, Tensor? scale) -> Tensor(a!)"
 )
 def _bmm(out: Tensor, mat1: Tensor, mat2: Tensor, is_vnni: bool, scale: Tensor | None) -> Tensor:
-    """Write ``mat1 @ mat2^T`` to ``out``: ``[B, M, K]`` times ``[B, N, K]``."""
-    if is_vnni or scale is not None:
-        raise OpArgumentError(
-            "bmm: is_vnni must be False and scale None; torch.ops.ipex.bmm takes packed factors"
-        )
+    """Write ``mat1 @ mat2^T`` to ``out``: ``[B, M, K]`` times ``[B, N, K]``.
+
+    ``mat2`` is plain, or from ``convert_weight_packed``, which packs nothing here.
+    """
+    if scale is not None:
+        raise OpArgumentError("bmm: scale must be None, got a tensor: scale mat2 before")
     return out.copy_(_OPS.bmm(mat1, mat2.transpose(1, 2)))

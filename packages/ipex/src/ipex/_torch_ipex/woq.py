@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ipex._torch_ipex._alias_op import alias_op
+from ipex._torch_ipex._alias_op import alias_op, python_op
 from ipex_core.errors import OpArgumentError
 
 Tensor = torch.Tensor
@@ -39,6 +39,8 @@ _ACT_QUANT_MODES = (
     "per_batch_ic_block_sym",
 )
 _INT8 = _LOWP_MODES.index("int8")
+#: Values of ``WoqWeightDtype`` -> names of weight dtypes.
+_DTYPES = {1: "int8", 2: "int4", 3: "nf4", 4: "fp8"}
 
 
 def _format(op: str, weight_dtype: str) -> str:
@@ -57,6 +59,11 @@ def _mode(op: str, name: str, names: Sequence[str], value: int) -> str:
     if not 0 <= value < len(names):
         raise OpArgumentError(f"{op}: {name} must be in 0..{len(names) - 1}, got {value}")
     return names[value]
+
+
+def lowp_name(op: str, lowp_mode: int) -> str:
+    """Return the name of a value of ``WoqLowpMode``."""
+    return _mode(op, "lowp_mode", _LOWP_MODES, lowp_mode)
 
 
 def _columns(values: Tensor) -> Tensor:
@@ -124,6 +131,101 @@ def _pack_weight(
     )
     zeros = None if points is None else [points]
     return packed, [steps], zeros, None if B is None else [B], None
+
+
+class PackedLinear:
+    """A packed weight with what a product needs besides: what ``weight_only_qlinear_prepack`` returns.
+
+    Args:
+        weight: Result of `pack_woq_weight`, which holds scales and zero points.
+        bias: float32, or None.
+        lowp_mode: Name, as `woq_linear` takes it.
+        act_quant_mode: Name; read for lowp_mode int8 only.
+        scales: As they came, for `get_scales`.
+        zero_points: As they came, for `get_zero_points`.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        lowp_mode: str,
+        act_quant_mode: str = "per_batch_ic_block_sym",
+        scales: Tensor | None = None,
+        zero_points: Tensor | None = None,
+    ) -> None:
+        from ipex_core._woq_layout import read_layout
+
+        layout = read_layout(weight)
+        if layout is None:
+            raise OpArgumentError(
+                "weight: must be packed by weight_only_qlinear_prepack or woq_linear_pack_weight, got"
+                f" {weight.dtype} {list(weight.shape)} without its header"
+            )
+        self._shape = [layout.n, layout.k]
+        self._weight, self._bias = weight, bias
+        self._scales, self._zero_points = scales, zero_points
+        self._modes = lowp_mode, act_quant_mode if lowp_mode == "int8" else "none"
+
+    def get_weight(self) -> Tensor:
+        """Return the packed weight."""
+        return self._weight
+
+    def get_weight_shape(self) -> list[int]:
+        """Return ``[out_features, in_features]``."""
+        return self._shape
+
+    def get_bias(self) -> Tensor | None:
+        """Return the bias."""
+        return self._bias
+
+    def get_scales(self) -> Tensor | None:
+        """Return the scales, as they were given."""
+        return self._scales
+
+    def get_zero_points(self) -> Tensor | None:
+        """Return the zero points, as they were given."""
+        return self._zero_points
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product, ``[..., out_features]`` in the dtype of ``x``, with the bias."""
+        lowp, act = self._modes
+        return _OPS.woq_linear(  # type: ignore[no-any-return]
+            x, self._weight, self._shape[0], self._bias, lowp_mode=lowp, act_quant_mode=act
+        )
+
+
+@python_op("ipex_prepack")
+def weight_only_qlinear_prepack(
+    W: Tensor,
+    W_dtype: int,
+    W_shape: list[int],
+    scales: Tensor,
+    zero_points: Tensor | None,
+    B: Tensor | None,
+    g_idx: Tensor | None,
+    batch_size: int | None,
+    group_size: int,
+    lowp_mode: int,
+    act_quant_mode: int,
+    cache_weight_for_large_batch: bool = False,
+) -> PackedLinear:
+    """Pack a weight and keep it with its bias and modes.
+
+    Arguments are those of ``woq_linear_pack_weight``, the dtype a value of ``WoqWeightDtype``. ``batch_size`` and
+    ``cache_weight_for_large_batch`` are not read: one form serves all sizes.
+    """
+    op = "weight_only_qlinear_prepack"
+    if W_dtype not in _DTYPES:
+        raise OpArgumentError(
+            f"{op}: W_dtype must be a WoqWeightDtype, one of {list(_DTYPES)}, got {W_dtype}"
+        )
+    lowp = lowp_name(op, lowp_mode)
+    act = _mode(op, "act_quant_mode", _ACT_QUANT_MODES, max(act_quant_mode, 0))
+    packed, *_ = _pack_weight(
+        W, _DTYPES[W_dtype], W_shape, scales, zero_points, None, g_idx, group_size, lowp_mode
+    )
+    return PackedLinear(packed, None if B is None else B.float(), lowp, act, scales, zero_points)
 
 
 @alias_op(
