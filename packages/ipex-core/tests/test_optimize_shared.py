@@ -138,3 +138,15 @@ def test_dropout_is_an_identity_and_still_a_dropout(kind: type[nn.Module]) -> No
     plain = optimize(model, replace_dropout_with_identity=False)
     assert not isinstance(plain[0], nn.Identity)
     assert type(restore(fast)[0]) is kind
+
+
+def test_an_optimizer_with_none_of_the_parameters_keeps_no_layer_from_the_cast() -> None:
+    model = Tied()
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    fast, _ = optimize(model, dtype=torch.bfloat16, optimizer=other)
+    assert fast.embed.weight is fast.head.weight
+    assert fast.head.weight.dtype == fast.head.bias.dtype == torch.bfloat16
+    assert fast.state_dict()["embed.weight"].dtype == torch.float32
+    some = torch.optim.SGD([model.head.bias], 0.1)
+    fast, _ = optimize(nn.Sequential(model, nn.Linear(8, 8)), dtype=torch.bfloat16, optimizer=some)
+    assert fast[1].weight.dtype == torch.float32

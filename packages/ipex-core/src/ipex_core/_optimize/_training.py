@@ -72,6 +72,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Op
             optimizer.param_groups if optimizer else [{"params": model.parameters()}]
         )
         owned = {id(p) for group in groups for p in group["params"]}
+        mine = {id(p) for p in model.parameters()}
+        if not owned & mine:  # of a copy of the model, or of what is around it: it tells nothing
+            owned = mine
         plan = _Plan(dtype, split, masters, owned, _reasons(model))
         for path, module in model.named_modules():
             reason = plan.cast(module)
