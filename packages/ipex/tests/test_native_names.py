@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import types
 
+import pytest
 import torch
 
 import ipex
@@ -101,7 +103,28 @@ def test_native_names_that_scripts_probe():
         assert probe() is False
 
 
+def test_embedding_bag_by_its_private_names():
+    """Scripts assign either to ``torch.embedding_bag``."""
+    module = ipex.nn.functional._embeddingbag
+    assert module._embeddingbag is module.torch_embedding_bag is torch.embedding_bag
+
+
 def test_isa_levels_of_what_is_installed():
     assert ipex._C._get_current_isa_level().lower() in (*config.ISA_LEVELS, "default")
     assert isinstance(ipex._C.onednn_has_bf16_support(), bool)
     assert ipex._C.get_fp32_math_mode() == ipex.FP32MathMode.FP32
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
+def test_the_pool_of_the_calling_thread():
+    pytest.importorskip("ipex_runtime")
+    before = ipex._C.get_current_cpu_pool()
+    assert set(before.get_core_list()) == os.sched_getaffinity(0)
+    first = ipex.cpu.runtime.CPUPool(before.get_core_list()[:1])
+    try:
+        ipex._C.set_cpu_pool(first)
+        assert os.sched_getaffinity(0) == set(first.get_core_list())
+        assert ipex._C.get_current_cpu_pool().get_core_list() == first.get_core_list()
+    finally:
+        ipex._C.set_cpu_pool(before)
+    assert os.sched_getaffinity(0) == set(before.get_core_list())

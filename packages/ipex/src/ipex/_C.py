@@ -18,6 +18,8 @@ from ipex_core.config import FP32MathMode, get_fp32_math_mode, set_fp32_math_mod
 if TYPE_CHECKING:
     import torch
 
+    from ipex_runtime import CPUPool
+
 __all__ = [
     "FP32MathMode",
     "disable_jit_concat_linear",
@@ -26,6 +28,7 @@ __all__ = [
     "enable_jit_concat_linear",
     "enable_jit_linear_repack",
     "enable_jit_opt",
+    "get_current_cpu_pool",
     "get_fp32_math_mode",
     "get_jit_concat_linear",
     "get_jit_linear_repack",
@@ -43,6 +46,7 @@ __all__ = [
     "onednn_has_fp8_support",
     "roc_auc_score",
     "roc_auc_score_all",
+    "set_cpu_pool",
     "set_fp32_math_mode",
 ]
 
@@ -180,6 +184,22 @@ def isa_has_avx512_fp16_support() -> bool:
 def isa_has_amx_fp16_support() -> bool:
     """Return whether the CPU multiplies tiles of float16; no kernel here needs it."""
     return "amx_fp16" in _machine.cpu_info().features
+
+
+def get_current_cpu_pool() -> CPUPool:
+    """Return the CPUs that the calling thread may use, as a pool."""
+    from ipex_runtime import CPUPool
+
+    return CPUPool()
+
+
+def set_cpu_pool(cpu_pool: CPUPool) -> None:
+    """Let the calling thread use the CPUs of a pool; the threads of OpenMP stay where they are.
+
+    `ipex.runtime.pin` moves them too, and goes back by itself.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpu_pool.get_core_list())
 
 
 def onednn_has_bf16_support() -> bool:
