@@ -110,6 +110,13 @@ def test_roi_align_gradients():
     assert single.grad.stride() == single.stride()
 
 
+def test_roi_align_in_float64_keeps_channels_last():
+    x = torch.randn(2, 3, 6, 7, dtype=torch.float64).to(memory_format=torch.channels_last)
+    y = roi_align(x, ROIS, (2, 3), 0.5, 2, True)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(y, roi_align(x.contiguous(), ROIS, (2, 3), 0.5, 2, True))
+
+
 def test_roi_align_module_and_lists():
     x = torch.randn(2, 5, 8, 7)
     layer = RoIAlign(3, 0.5, 2, aligned=True)

@@ -192,10 +192,19 @@ def test_rnnt_as_ipex_calls_it() -> None:
 
 
 def test_split_keeps_strides() -> None:
-    for x in (torch.randn(5, 7).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
+    for x in (
+        torch.randn(5, 7).t(),
+        torch.randn(9, 9)[2:5, 2:5],
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(8, 4, 1, 1).to(memory_format=torch.channels_last),
+    ):
         top, low = OPS.split_float_bfloat16(x)
         assert top.stride() == low.stride() == x.stride()
-        assert torch.equal(OPS.cat_bfloat16_float(top, low), x)
+        joined = OPS.cat_bfloat16_float(top, low)
+        assert torch.equal(joined, x) and joined.stride() == x.stride()
+    expanded = torch.randn(5, 1).expand(5, 3)
+    top, low = OPS.split_float_bfloat16(expanded)
+    assert torch.equal(OPS.cat_bfloat16_float(top, low), expanded)
 
 
 def test_detection_in_float64() -> None:

@@ -21,21 +21,31 @@ def _step(name: str, param: Tensor, *args: object) -> None:
         step(param, *args)
 
 
+def _strided(made: Tensor, like: Tensor) -> Tensor:
+    """Return a contiguous result with the strides of an argument, unless elements of that share memory."""
+    if made.stride() == like.stride():
+        return made
+    if like.is_contiguous():  # strides of dimensions of size 1 mean nothing
+        return made.as_strided(like.shape, like.stride())
+    if any(step == 0 for step, size in zip(like.stride(), like.shape, strict=True) if size > 1):
+        return made
+    to = torch.empty_strided(like.shape, like.stride(), dtype=made.dtype, device=made.device)
+    bits = {2: torch.int16, 4: torch.int32}[made.element_size()]
+    to.view(bits).copy_(made.view(bits))  # no conversion
+    return to
+
+
 @alias_op("split_float_bfloat16(Tensor tensor) -> (Tensor, Tensor)")
 def _split(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return both halves, with the strides of the numbers: a step takes them together."""
-    halves = _ops.split_float_bfloat16(tensor)
-    if tensor.is_contiguous():
-        return halves[0], halves[1]
-    top, low = (torch.empty_like(tensor, dtype=torch.bfloat16) for _ in halves)
-    for to, half in zip((top, low), halves, strict=True):
-        to.view(torch.int16).copy_(half.view(torch.int16))  # bits: no conversion
-    return top, low
+    top, low = _ops.split_float_bfloat16(tensor)
+    return _strided(top, tensor), _strided(low, tensor)
 
 
 @alias_op("cat_bfloat16_float(Tensor top_half, Tensor bottom_half) -> Tensor")
 def _cat(top: Tensor, bottom: Tensor) -> Tensor:
-    return _ops.cat_bfloat16_float(top, bottom)  # type: ignore[no-any-return]
+    """Return the numbers, with the strides of ``top``."""
+    return _strided(_ops.cat_bfloat16_float(top, bottom), top)
 
 
 @alias_op("packed_add(Tensor(a!) top, Tensor(b!) bottom, Tensor grad, float alpha) -> Tensor(a!)")
