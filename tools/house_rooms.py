@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rooms of the house: which files belong to which subject of a wheel, lowest layer first.
+
+A room imports only rooms that stand above it in this table, and rooms of wheels that its own wheel may import. The
+names are those that the folders will have. Until a file has moved, its present name stands in the row of its room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["ARROWS", "HOUSE", "Room", "room_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """One subject of a wheel.
+
+    Attributes:
+        name: The folder or file, without the name of the wheel; "" is the wheel's own ``__init__``.
+        subject: What it holds, in a few words.
+        modules: Names of modules without that of the wheel. A name covers what lies in its folder; ``*`` at the end
+            covers all that begin so. The longest name that fits decides.
+    """
+
+    name: str
+    subject: str
+    modules: tuple[str, ...]
+
+
+def _room(name: str, subject: str, modules: str) -> Room:
+    return Room(name, subject, tuple(modules.split()))
+
+
+#: Wheel -> wheels that it may import. All arrows point to core; the facade alone knows everybody.
+ARROWS: dict[str, tuple[str, ...]] = {
+    "ipex_core": (),
+    "ipex_cpu_kernels": ("ipex_core",),
+    "ipex_xpu_kernels": ("ipex_core",),
+    "ipex_quant": ("ipex_core",),
+    "ipex_llm": ("ipex_core", "ipex_quant"),
+    "ipex_runtime": (),
+    "ipex": (
+        *("ipex_core", "ipex_cpu_kernels", "ipex_xpu_kernels", "ipex_quant", "ipex_llm"),
+        "ipex_runtime",
+    ),
+}
+
+HOUSE: dict[str, tuple[Room, ...]] = {
+    "ipex_core": (
+        _room("errors", "exceptions, version", "errors _version"),
+        _room(
+            "util",
+            "files, console, memory, names of arguments",
+            "_files _console _memory _names _quiet _symbolic _optimize._progress",
+        ),
+        _room("config", "environment variables and what they switch", "config _variables _modes"),
+        _room(
+            "kernels",
+            "providers, ISA levels, thresholds",
+            "_plugins _machine _choice _fastest _sdk _spin",
+        ),
+        _room("library", "OpSpec, checks, derivatives", "_spec _derivatives ops._common _portable"),
+        _room(
+            "packing",
+            "packed weights: dense, INT8, weight-only, experts",
+            "_packed _packed_int8 _woq* woq _experts _fp8 nn._packed nn._mkldnn",
+        ),
+        _room("ops", "one file for each op", "ops"),
+        _room(
+            "module_swap",
+            "optimized layers in place of the user's, and back",
+            "nn._state nn._leaf nn._saved nn._scripting _optimize._fused_forward",
+        ),
+        _room("nn", "optimized layers, nn.functional", "nn"),
+        _room("optim", "fused optimizers", "optim"),
+        _room("distributed", "collectives", "distributed"),
+        _room("program", "lists of op calls run at once", "program _program_*"),
+        _room("amp", "autocast", "amp"),
+        _room("metrics", "scores", "metrics"),
+        _room(
+            "fusion",
+            "patterns of the three frontends",
+            "_compile jit._convs jit._editor jit._nodes jit._rewrite jit._spellings _optimize._trace"
+            " _optimize._patterns _optimize._concat _optimize._rms",
+        ),
+        _room("optimize", "ipex.optimize and restore", "_optimize"),
+        _room(
+            "compile",
+            "backend of torch.compile",
+            "compile_backend _compile._freeze _compile._options _compile._eager",
+        ),
+        _room("jit", "fusion of TorchScript graphs", "jit"),
+        _room("export", "ipex.export", "_export _export_checks"),
+        _room("diagnostics", "doctor, explain", "doctor _doctor_text _explain introspect"),
+        _room("benchmark", "timing of ops", "benchmark"),
+        _room("testing", "checks for authors of kernels", "testing _ranks"),
+        _room("models", "fast_bert", "_fast_bert"),
+        _room("", "public names", "__init__"),
+    ),
+    "ipex_cpu_kernels": (
+        _room("native", "loading of the libraries", "_native _choice _version"),
+        _room("", "registration", "__init__"),
+    ),
+    "ipex_xpu_kernels": (
+        _room("runtime", "SYCL libraries and settings", "_load _settings _sycl _onednn _version"),
+        _room("device", "the device xpu in torch", "*"),
+        _room(
+            "kernels", "calls of kernels", "_kernel _attention _woq _fallback _ipex_ops _inline"
+        ),
+        _room("", "registration", "__init__ _autoload"),
+    ),
+    "ipex_quant": (
+        _room("util", "safetensors, JSON, folders", "_files _exchange _version"),
+        _room("qconfig", "configurations", "qconfig static_qconfig"),
+        _room(
+            "weight",
+            "one quantized weight, primitives, layouts",
+            "_weight quantize _layouts _saved",
+        ),
+        _room("formats", "weights of other tools", "_formats _bnb _gguf _gguf_blocks _schemes"),
+        _room(
+            "weight_only",
+            "weight-only layers, GPTQ, AWQ, checkpoints",
+            "linear _module _combine _model _calibrate _gptq* _awq checkpoint _replace _build _fits",
+        ),
+        _room(
+            "int8",
+            "prepare and convert",
+            "_flow _int8_* int8_layers prepare_convert _smooth* _ops",
+        ),
+        _room("fp8", "FP8 training", "fp8"),
+        _room("kv_cache", "scales of cached keys and values", "kv_cache"),
+        _room("autotune", "search for the fastest INT8 form", "_autotune _tune_*"),
+        _room("io", "save and load", "saving loading _pretrained"),
+        _room("", "public names", "__init__"),
+    ),
+    "ipex_llm": (
+        _room("arch", "structure of a decoder, found by probing", "_plan _reference _match _version"),
+        _room(
+            "distributed",
+            "tensor parallelism, sharded checkpoints",
+            "_parallel _lowp_shards",
+        ),
+        _room(
+            "kv_cache",
+            "paged cache",
+            "_cache _hf_cache _kv_options _engine.memory _engine.blocks",
+        ),
+        _room(
+            "model_runner",
+            "weights, programs, runner",
+            "_runner _emit _weights _planned _woq _woq_model _experts _woq_experts",
+        ),
+        _room("generation", "generation loops", "generation"),
+        _room(
+            "patch",
+            "mixins of decoders and layers",
+            "_attach _forward _layers _layer_plans _subclass",
+        ),
+        _room("optimize", "ipex.llm.optimize", "_optimize _xpu _static _proof"),
+        _room("engine", "continuous batching", "engine _engine"),
+        _room("model_loader", "model folders", "_checkpoint _lowp_files _lowp_gguf utils"),
+        _room("entrypoints", "commands and server", "_cli _serve"),
+        _room("functional", "functions of IPEX", "functional"),
+        _room("modules", "modules of IPEX", "modules"),
+        _room("integrations", "transformers, vLLM", "integrations quantization"),
+        _room("", "public names", "__init__"),
+    ),
+    "ipex_runtime": (
+        _room("topology", "cores and memory of the machine", "topology _sysfs _cgroup _lists"),
+        _room("pools", "pinned threads, tasks, streams", "*"),
+        _room("codeless", "optimize without changing a script", "codeless"),
+        _room("launch", "launcher", "launch"),
+        _room("hypertune", "search for settings of a program", "hypertune"),
+        _room("commands", "commands of ipex", "_commands"),
+        _room("", "public names", "__init__"),
+    ),
+    "ipex": (
+        _room("compat", "names of IPEX", "intel_extension_for_pytorch _alias _migration _C _torch_ipex _on_device cpu utils"),
+        _room("ipex_bench", "benchmark and demo", "ipex_bench _bench _commands"),
+        _room("cli", "the command ipex", "ipex_cli cli _isa_help __main__"),
+        _room("", "public names", "__init__ _version"),
+    ),
+}
+
+
+def room_of(wheel: str, module: str) -> str | None:
+    """Return the name of the room of a module, or None if no row names it.
+
+    Args:
+        wheel: Import name, such as ``ipex_core``.
+        module: Full name of the module, such as ``ipex_core.nn._leaf``.
+    """
+    name = "__init__" if module == wheel else module.removeprefix(f"{wheel}.")
+    best: tuple[int, str | None] = (-1, None)
+    for room in HOUSE.get(wheel, ()):
+        for row in room.modules:
+            start = row.rstrip("*")
+            fits = name.startswith(start) if row.endswith("*") else f"{name}.".startswith(f"{row}.")
+            best = max(best, (len(start), room.name), key=lambda pair: pair[0]) if fits else best
+    return best[1]
