@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers of the house may only fall: imports, sizes, habits, words, and how far a call walks.
 
-The bounds are in ``tests/data/house.tsv``, one row for each check. ``python tools/house.py`` prints them with the present
-numbers and what each counts; ``--tighten`` lowers the bounds.
+The bounds are in ``tests/data/house.tsv``, one row for each check. ``python tools/house.py`` prints them with the
+present numbers and what each counts; ``--tighten`` lowers the bounds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
@@ -21,6 +22,20 @@ from house_rooms import HOUSE, room_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
+#: What the paths run through.
+NEEDED = ("ipex", "ipex_cpu_kernels", "ipex_llm", "ipex_quant", "transformers")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def measuring() -> Iterator[Popen[str] | None]:
+    """Let the paths be measured while the other tests read the sources."""
+    if not all(map(importlib.util.find_spec, NEEDED)):
+        yield None
+        return
+    process = house_paths.start()
+    yield process
+    process.kill()
+    process.communicate()
 
 
 @pytest.mark.parametrize("check", house.CHECKS)
@@ -52,24 +67,6 @@ def test_the_longest_row_decides() -> None:
     assert room_of("ipex_core", "ipex_core._woq_layout") == "packing"
     assert room_of("ipex_core", "ipex_core") == ""
     assert room_of("ipex_core", "ipex_core.no_such_room") is None
-
-
-# -- paths --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def paths() -> dict[str, list[str]]:
-    for name in ("ipex", "ipex_cpu_kernels", "ipex_llm", "ipex_quant", "transformers"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed")
-    return house_paths.measured()
-
-
-@pytest.mark.parametrize("path", house_paths.PATHS)
-def test_calls_do_not_walk_further(path: str, paths: dict[str, list[str]]) -> None:
-    wrong = house.verdict(f"path {path}", len(paths[path]))
-    assert not wrong, f"{wrong}\nIt runs through:\n" + "\n".join(paths[path])
-    assert paths[path], "nothing was seen"
 
 
 # -- the tool itself, on a house with one fault of each kind --------------------------------------------------------
@@ -160,7 +157,9 @@ def test_each_fault_is_found(faulty: Path) -> None:
 def test_what_is_new_is_named(faulty: Path) -> None:
     leaf = faulty / "packages/ipex-core/src/ipex_core/nn/_leaf.py"
     assert house.write(house.CHECKS)
-    assert all(house.verdict(check, sum(house.counts(check).values())) == "" for check in house.CHECKS)
+    assert all(
+        house.verdict(check, sum(house.counts(check).values())) == "" for check in house.CHECKS
+    )
     leaf.write_text(leaf.read_text() + "exec('x')\n")
     house.modules.cache_clear()
     house.counts.cache_clear()
@@ -209,3 +208,20 @@ def test_spellings() -> None:
     assert re.findall(house.IDIOMS, "that of it, those of us, is none, Nobody, is nonempty") == [
         *("that of", "those of", "is none", "Nobody")
     ]
+
+
+# -- paths --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def paths(measuring: Popen[str] | None) -> dict[str, list[str]]:
+    if measuring is None:
+        pytest.skip(f"not all of {', '.join(NEEDED)} are installed")
+    return house_paths.measured(measuring)
+
+
+@pytest.mark.parametrize("path", house_paths.PATHS)
+def test_calls_do_not_walk_further(path: str, paths: dict[str, list[str]]) -> None:
+    wrong = house.verdict(f"path {path}", len(paths[path]))
+    assert not wrong, f"{wrong}\nIt runs through:\n" + "\n".join(paths[path])
+    assert paths[path], "nothing was seen"

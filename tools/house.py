@@ -25,8 +25,15 @@ import house_messages
 from house_rooms import ARROWS, HOUSE, room_of
 
 __all__ = [
-    *("CHECKS", "Finding", "Import", "Module"),
-    *("counts", "imports", "modules", "table", "verdict"),
+    "CHECKS",
+    "Finding",
+    "Import",
+    "Module",
+    "counts",
+    "imports",
+    "modules",
+    "table",
+    "verdict",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +42,10 @@ PLACES = ROOT / "tests" / "data" / "house_places.tsv"
 #: Import names that come with a wheel of another name.
 ALIASES = {"intel_extension_for_pytorch": "ipex", "ipex_bench": "ipex", "ipex_cli": "ipex"}
 WHEELS = {*ARROWS, *ALIASES}
+
+
+#: Nodes that no check looks for.
+SIMPLE = (ast.Name, ast.expr_context, ast.operator)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +98,16 @@ class Module:
     @functools.cached_property
     def nodes(self) -> list[ast.AST]:
         """All nodes of its syntax tree."""
-        return list(ast.walk(ast.parse(self.text)))
+        found: list[ast.AST] = [ast.parse(self.text)]
+        for node in found:
+            # As `ast.walk` does; names and their contexts, half of all nodes, tell nothing here.
+            for field in node._fields:
+                value = getattr(node, field, None)
+                if isinstance(value, list):
+                    found += [item for item in value if isinstance(item, ast.AST)]
+                elif isinstance(value, ast.AST) and not isinstance(value, SIMPLE):
+                    found.append(value)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,10 +223,10 @@ def components(arrows: dict[Module, set[Module]]) -> list[list[Module]]:
     lowest: dict[Module, int] = {}
     stack: list[Module] = []
     found = []
-    for root in arrows:
+    for root, targets in arrows.items():
         if root in numbers:
             continue
-        work = [(root, iter(sorted(arrows[root], key=lambda m: m.name)))]
+        work = [(root, iter(sorted(targets, key=lambda m: m.name)))]
         numbers[root] = lowest[root] = len(numbers)
         stack.append(root)
         while work:
@@ -476,14 +496,16 @@ def dtype_triples() -> Iterator[Finding]:
     triple = {f"torch.{name}" for name in ("float32", "bfloat16", "float16")}
     for module in modules().values():
         for node in module.nodes:
-            if isinstance(node, ast.Tuple | ast.Set | ast.List) and len(node.elts) == 3:
-                if {ast.unparse(item) for item in node.elts} == triple:
-                    yield Finding(module.file, node.lineno, ast.unparse(node))
+            items = node.elts if isinstance(node, ast.Tuple | ast.Set | ast.List) else []
+            if len(items) == 3 and {ast.unparse(item) for item in items} == triple:
+                yield Finding(module.file, items[0].lineno, ast.unparse(node))
 
 
 # -- words --------------------------------------------------------------------------------------------------------
 
-IDIOMS = re.compile(r"\bgot\s+another\b|\b(?:that|those) of\b|\bis none\b|\b(?i:nobody|whoever|anew)\b")
+IDIOMS = re.compile(
+    r"\bgot\s+another\b|\b(?:that|those) of\b|\bis none\b|\b(?i:nobody|whoever|anew)\b"
+)
 ISE = re.compile(r"(?<![A-Za-z])(?i:[a-z]{3,}is(?:e[sdr]?|ers|ing|ations?|able))(?![a-z])")
 #: Words that end so in American English, too.
 NOT_ISE = re.compile(
@@ -535,8 +557,8 @@ def error_idioms() -> Iterator[Finding]:
                 yield Finding(module.file, line, text)
     for pattern in ("packages/*/csrc/**/*.h", "packages/*/csrc/**/*.cpp"):
         for path in sorted(ROOT.glob(pattern)):
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                for quoted in re.findall(r'"((?:[^"\\]|\\.)*)"', line):
+            for number, row in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                for quoted in re.findall(r'"((?:[^"\\]|\\.)*)"', row):
                     if IDIOMS.search(quoted):
                         yield Finding(path.relative_to(ROOT).as_posix(), number, quoted)
 
@@ -688,7 +710,9 @@ def main(arguments: list[str]) -> int:
     for check, bound in table().items():
         what = (CHECKS[check].__doc__ or "") if check in CHECKS else "Files that it runs through."
         now = sum(counts(check).values()) if check in CHECKS else measured.get(check, "")
-        print(f"{check:26} {now:>7} {bound.today:>7} {bound.goal:>7}  {what.splitlines()[0].replace('', '')}")
+        print(
+            f"{check:26} {now:>7} {bound.today:>7} {bound.goal:>7}  {what.splitlines()[0].replace('', '')}"
+        )
     return 0
 
 

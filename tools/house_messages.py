@@ -77,7 +77,9 @@ def messages(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
         texts = [text for text in map(written, given) if text is not None]
         if READ.search(name) and name not in SILENT and texts and isinstance(node, ast.Raise):
             # Values that are arguments of the exception itself count as shown: it puts them into its text.
-            shown = "".join(f" {{{ast.unparse(value)}}}" for value in given if written(value) is None)
+            shown = "".join(
+                f" {{{ast.unparse(value)}}}" for value in given if written(value) is None
+            )
             yield node.lineno, " ".join(texts) + shown
 
 

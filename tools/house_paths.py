@@ -2,28 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Through which files of ours a call runs: ``python tools/house_paths.py`` prints each path, file by file.
 
-The second call of each kind is watched, with small models on the CPU: the first one imports and registers. Only functions
-in the thread of the caller are seen, and no code that is generated at run time.
+The second call of each kind is watched, with small models on the CPU: the first one imports and registers. Only
+functions in the thread of the caller are seen, and no code that is generated at run time.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from house_rooms import ARROWS
 
-__all__ = ["PATHS", "Watch", "measured"]
-
-ROOT = Path(__file__).resolve().parent.parent
+__all__ = ["PATHS", "Watch", "measured", "start"]
 
 
 class Watch:
@@ -111,7 +111,7 @@ def _optimize() -> Iterator[Callable[[], Any]]:
 
     while True:
         model = _blocks()
-        yield lambda: ipex.optimize(model, dtype=torch.float32)
+        yield partial(ipex.optimize, model, dtype=torch.float32)
 
 
 def _optimize_forward() -> Iterator[Callable[[], Any]]:
@@ -132,7 +132,7 @@ def _restore() -> Iterator[Callable[[], Any]]:
 
     while True:
         model = ipex.optimize(_blocks(), dtype=torch.float32)
-        yield lambda: ipex.restore(model)
+        yield partial(ipex.restore, model)
 
 
 def _llama() -> Any:
@@ -149,25 +149,24 @@ def _llama() -> Any:
         max_position_embeddings=64,
     )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config)
+    return model.eval()
 
 
 def _llm_optimize() -> Iterator[Callable[[], Any]]:
     import torch
 
-    import ipex.llm
-
+    llm: Any = importlib.import_module("ipex.llm")
     while True:
         model = _llama()
-        yield lambda: ipex.llm.optimize(model, dtype=torch.float32)
+        yield partial(llm.optimize, model, dtype=torch.float32)
 
 
 def _llm_forward() -> Iterator[Callable[[], Any]]:
     import torch
 
-    import ipex.llm
-
-    model = ipex.llm.optimize(_llama(), dtype=torch.float32)
+    llm: Any = importlib.import_module("ipex.llm")
+    model = llm.optimize(_llama(), dtype=torch.float32)
     ids = torch.tensor([[1, 2, 3]])
     while True:
         yield lambda: model(ids)
@@ -176,9 +175,8 @@ def _llm_forward() -> Iterator[Callable[[], Any]]:
 def _llm_generate() -> Iterator[Callable[[], Any]]:
     import torch
 
-    import ipex.llm
-
-    model = ipex.llm.optimize(_llama(), dtype=torch.float32)
+    llm: Any = importlib.import_module("ipex.llm")
+    model = llm.optimize(_llama(), dtype=torch.float32)
     ids = torch.tensor([[1, 2, 3]])
     while True:
         yield lambda: model.generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False)
@@ -192,7 +190,7 @@ def _compile() -> Iterator[Callable[[], Any]]:
     while True:
         torch._dynamo.reset()
         model = torch.compile(nn.Sequential(nn.Linear(512, 512), nn.ReLU()).eval(), backend="ipex")
-        yield lambda: model(x)
+        yield partial(model, x)
 
 
 def _compiled_call() -> Iterator[Callable[[], Any]]:
@@ -216,27 +214,25 @@ def _floats() -> Any:
 def _prepare() -> Iterator[Callable[[], Any]]:
     import torch
 
-    from ipex import quantization
-
+    quantization: Any = importlib.import_module("ipex.quantization")
     x = torch.randn(4, 64)
     qconfig = quantization.default_static_qconfig_mapping
     while True:
         model = _floats()
-        yield lambda: quantization.prepare(model, qconfig, example_inputs=x)
+        yield partial(quantization.prepare, model, qconfig, example_inputs=x)
 
 
 def _convert() -> Iterator[Callable[[], Any]]:
     import torch
 
-    from ipex import quantization
-
+    quantization: Any = importlib.import_module("ipex.quantization")
     x = torch.randn(4, 64)
     while True:
         model = quantization.prepare(
             _floats(), quantization.default_static_qconfig_mapping, example_inputs=x
         )
         model(x)
-        yield lambda: quantization.convert(model)
+        yield partial(quantization.convert, model)
 
 
 #: Name of a path -> its calls: an endless row, of which the second is watched.
@@ -268,13 +264,28 @@ def watched(name: str) -> Watch:
     return watch
 
 
-def measured() -> dict[str, list[str]]:
-    """Measure all paths in a process of their own, and return the files of each in the order of their first call."""
+def start() -> subprocess.Popen[str]:
+    """Begin to measure all paths, in a process of its own; `measured` waits for it."""
     command = [sys.executable, __file__, "--json"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    # One thread: what runs does not depend on their number, and a busy machine is not made busier.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+
+def measured(process: subprocess.Popen[str] | None = None) -> dict[str, list[str]]:
+    """Return the files of all paths, each in the order of their first call.
+
+    Args:
+        process: What `start` returned; a new one is started without it.
+    """
+    process = process or start()
+    output, errors = process.communicate()
+    if process.returncode:
+        raise RuntimeError(
+            f"{process.args!r} must end with status 0, got {process.returncode}:\n{errors}"
+        )
+    found: dict[str, list[str]] = json.loads(output.splitlines()[-1])
     return found
 
 

@@ -105,9 +105,7 @@ HOUSE: dict[str, tuple[Room, ...]] = {
     "ipex_xpu_kernels": (
         _room("runtime", "SYCL libraries and settings", "_load _settings _sycl _onednn _version"),
         _room("device", "the device xpu in torch", "*"),
-        _room(
-            "kernels", "calls of kernels", "_kernel _attention _woq _fallback _ipex_ops _inline"
-        ),
+        _room("kernels", "calls of kernels", "_kernel _attention _woq _fallback _ipex_ops _inline"),
         _room("", "registration", "__init__ _autoload"),
     ),
     "ipex_quant": (
@@ -136,7 +134,9 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room("", "public names", "__init__"),
     ),
     "ipex_llm": (
-        _room("arch", "structure of a decoder, found by probing", "_plan _reference _match _version"),
+        _room(
+            "arch", "structure of a decoder, found by probing", "_plan _reference _match _version"
+        ),
         _room(
             "distributed",
             "tensor parallelism, sharded checkpoints",
@@ -177,7 +177,11 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room("", "public names", "__init__"),
     ),
     "ipex": (
-        _room("compat", "names of IPEX", "intel_extension_for_pytorch _alias _migration _C _torch_ipex _on_device cpu utils"),
+        _room(
+            "compat",
+            "names of IPEX",
+            "intel_extension_for_pytorch _alias _migration _C _torch_ipex _on_device cpu utils",
+        ),
         _room("ipex_bench", "benchmark and demo", "ipex_bench _bench _commands"),
         _room("cli", "the command ipex", "ipex_cli cli _isa_help __main__"),
         _room("", "public names", "__init__ _version"),
