@@ -118,23 +118,18 @@ def test_a_night_leaves_the_tables_of_the_text_alone(pages: ModuleType, tmp_path
 
 
 @pytest.fixture(scope="module")
-def noxfile() -> ModuleType:
-    pytest.importorskip("nox")
-    spec = importlib.util.spec_from_file_location("noxfile_of_the_tree", ROOT / "noxfile.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def sessions() -> ModuleType:
+    return pytest.importorskip("nox") and importlib.import_module("nox_docs")
 
 
-def test_of_all_options_ops_gets_those_that_it_has(noxfile: ModuleType) -> None:
+def test_of_all_options_ops_gets_those_that_it_has(sessions: ModuleType) -> None:
     options = "--size tiny --seconds 1 --env a=b --threads=2 --engines x --dtype fp32 --turn=1"
-    assert noxfile.of_ops(options.split()) == ["--size", "tiny", "--threads=2", "--dtype", "fp32"]
-    assert noxfile.of_ops([]) == []
+    assert sessions.of_ops(options.split()) == ["--size", "tiny", "--threads=2", "--dtype", "fp32"]
+    assert sessions.of_ops([]) == []
 
 
 def test_a_night_goes_on_after_a_kind_that_fails_and_publishes_the_others(
-    noxfile: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sessions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import nox
 
@@ -158,13 +153,13 @@ def test_a_night_goes_on_after_a_kind_that_fails_and_publishes_the_others(
             raise RuntimeError(text)
 
     for name in ("prepare", "install_wheels"):
-        monkeypatch.setattr(noxfile, name, lambda *_, **__: None)
-    monkeypatch.setattr(noxfile, "REPORTS", tmp_path / "reports")
-    monkeypatch.setattr(noxfile, "NIGHTLY", tmp_path / "data" / "nightly")
+        monkeypatch.setattr(sessions, name, lambda *_, **__: None)
+    monkeypatch.setattr(sessions, "REPORTS", tmp_path / "reports")
+    monkeypatch.setattr(sessions, "NIGHTLY", tmp_path / "data" / "nightly")
     (tmp_path / "reports").mkdir()
     (tmp_path / "reports" / "bench-llm.json").write_text("of an earlier night")
     with pytest.raises(RuntimeError, match="failed for llm"):
-        noxfile.bench.func(Session())
+        sessions.bench.func(Session())
     more = "--size tiny --turn 0.02"
     assert commands == [
         *("ops --size tiny", f"ops --peers {more}", f"models {more}", f"llm {more}"),

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,13 @@ def jobs() -> dict[str, dict[str, Any]]:
     }
 
 
+#: Where the sessions are.
+SESSIONS = [ROOT / "noxfile.py", *sorted(ROOT.glob("tools/nox_*.py"))]
+
+
 def sessions() -> set[str]:
-    """Return the names of the sessions in noxfile.py."""
-    text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    """Return the names of the sessions in noxfile.py and what it imports."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in SESSIONS)
     return set(re.findall(r"@nox\.session\b(?:(?!\ndef ).)*?\ndef (\w+)\(", text, re.DOTALL))
 
 
@@ -40,6 +46,25 @@ def test_each_job_runs_one_session_that_exists() -> None:
         assert len(ran) == (0 if name in PUBLISH else 1), name
         for step in ran:
             assert step["with"]["session"].partition("(")[0] in known, name
+
+
+def test_a_reader_meets_demo_and_tests_first() -> None:
+    screen = (ROOT / "noxfile.py").read_text(encoding="utf-8").splitlines()[:45]
+    assert {
+        "def demo(session: nox.Session) -> None:",
+        "def tests(session: nox.Session) -> None:",
+    } <= set(screen)
+
+
+@pytest.mark.parametrize("path", SESSIONS, ids=lambda path: path.name)
+def test_sessions_need_only_nox(path: Path) -> None:
+    """`pip install nox && nox -s demo` has to do: packaging comes with nox."""
+    names = {"nox", "packaging", "machine", *(session.stem for session in SESSIONS)}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        modules = [node.module] if isinstance(node, ast.ImportFrom) else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for module in modules:
+            assert str(module).split(".")[0] in {*names, *sys.stdlib_module_names}, node.lineno
 
 
 def test_rights_are_those_of_the_job() -> None:
@@ -69,7 +94,7 @@ def test_every_level_and_every_python() -> None:
         kind: found[f"levels.{kind}"]["strategy"]["matrix"]["level"] for kind in ("qemu", "sde")
     }
     assert sorted(emulated["qemu"] + emulated["sde"]) == sorted(levels)
-    text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    text = (ROOT / "tools/nox_tests.py").read_text(encoding="utf-8")
     cpus = re.search(r"^QEMU_CPUS = \{(.*)\}", text, re.MULTILINE)
     assert cpus and re.findall(r'"(\w+)":', cpus[1]) == emulated["qemu"]
     for name in ("ci.tests", "ci.torch"):

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine lacks that the sessions of noxfile.py need; one line each, with what to do.
+"""What a machine lacks that the sessions of nox need; one line each, with what to do.
 
 Runs on every Python, also on those that are too old for the packages.
 """
