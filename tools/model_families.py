@@ -40,6 +40,18 @@ import patterns  # noqa: E402
 #: Relative difference of logits that is rounding.
 TOLERANCE = 1e-3
 MEMORY = 8 << 30
+#: Numbers for the configurations whose defaults make no model.
+VALUES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_method": "greedy"},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    | {"n_group": 2, "topk_group": 1},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "xmod": {"default_language": "en_XX"},
+}
 COLUMNS = ("name", "class", "reached", "depth 3", "depth 2", "depth 1", "why")
 
 
@@ -65,10 +77,11 @@ def make(name: str, kind: str) -> Any:
     from ipex_llm._proof._small import small_model
 
     problem: Exception | None = None
-    config = CONFIG_MAPPING[name]()
-    # Some classes are for the text part of a configuration.
-    for given, unknown in itertools.product((config, config.get_text_config()), (True, False)):
+    config = CONFIG_MAPPING[name](**VALUES.get(name, {}))
+    # Some classes are for the text part of a configuration, which some with several parts cannot tell.
+    for part, unknown in itertools.product((lambda: config, config.get_text_config), (True, False)):
         try:
+            given = part()
             model = small_model(getattr(transformers, kind), given, unknown)
             with torch.no_grad():
                 model(input_ids=torch.arange(3, 15).unsqueeze(0), use_cache=False)
