@@ -144,64 +144,179 @@ class _Slot:
             self.layer.keys, self.layer.values = keys, values
 
 
-def _room(runner: Runner, slot: _Slot, part: _Part | None, batch: int, count: int) -> _Rows:
-    """Return memory that has the rows of a layer and room for ``count`` more."""
+def _room(
+    runner: Runner, slot: _Slot, part: _Part | None, batch: int, count: int, spare: int
+) -> _Rows:
+    """Return memory that has the rows of a layer and room for ``count`` more, and for ``spare`` that stay empty."""
     past = 0 if part is None else part.end
     kept: dict[int, _Rows] = slot.cache.__dict__.setdefault(_KEY, {})
     rows = kept.get(slot.index)
     if part is not None:
         if part.keys.shape[0] != batch or part.keys.dtype != runner.dtype:
             raise Reason("the cache was filled with another batch or dtype")
-        if rows is not None and rows.shows(part) and past + count <= rows.block_size:
+        if rows is not None and rows.shows(part) and past + count + spare <= rows.block_size:
             return rows
     # Rows of a cache that was emptied may still be somebody's: they are not taken again.
-    rows = kept[slot.index] = _Rows.new(runner, batch, max(past + count + ROOM, 2 * past))
+    needed = past + count + spare + ROOM
+    rows = kept[slot.index] = _Rows.new(runner, batch, max(needed, 2 * past))
     if part is not None:
         rows.keys[:, :, part.start : past] = part.keys
         rows.values[:, :, part.start : past] = part.values
     return rows
 
 
-def _step(cache: Any, batch: int, past: int, count: int, capacity: int) -> Step:
-    """Return where new rows go; the layers of one forward share it."""
-    key = (batch, past, count, capacity)
-    known = None if cache is None else cache.__dict__.get("_ipex_step")
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    """Where the rows of one call go; the layers of one forward share it.
+
+    Attributes:
+        step: What a program must know.
+        spare: Rows at the end of the memory of a layer that stay empty.
+        real: The rows that are no padding, among all of the call; None: all.
+    """
+
+    step: Step
+    spare: int = 0
+    real: Tensor | None = None
+
+    def shifted(self, rows: _Rows) -> _Rows:
+        """Return the memory of a layer with a block that begins at each row, so that a sequence can begin anywhere."""
+        if not self.spare:
+            return rows
+        batch, heads, capacity, size = rows.keys.shape
+        count = (batch - 1) * heads * capacity + self.spare + 1
+        shape = (count, heads, capacity - self.spare, size)
+        strides = (size, capacity * size, size, 1)
+        return _Rows(rows.keys.as_strided(shape, strides), rows.values.as_strided(shape, strides))
+
+
+def _call(
+    holder: Any, batch: int, past: int, count: int, rows: _Rows, pads: tuple[int, ...] | None
+) -> _Call:
+    """Return where new rows go.
+
+    Args:
+        holder: What the layers of one forward have in common, which remembers it: the mask or the cache, or None.
+        batch: Number of sequences.
+        past: Rows that each has, with its padding.
+        count: New rows of each.
+        rows: Memory of the layer.
+        pads: Rows of padding that each sequence begins with, or None.
+    """
+    capacity = rows.block_size
+    key = (batch, past, count, capacity, rows.keys.shape[1], pads)
+    known = None if holder is None else holder.__dict__.get("_ipex_step")
     if known is not None and known[0] == key:
         return known[1]  # type: ignore[no-any-return]
-    first = torch.arange(batch, dtype=torch.int64).unsqueeze(1) * capacity + past
+    if pads is None:
+        first = torch.arange(batch, dtype=torch.int64).unsqueeze(1) * capacity + past
+        step = Step(
+            (first + torch.arange(count)).view(-1),
+            torch.arange(batch, dtype=torch.int32).unsqueeze(1),
+            torch.arange(batch + 1, dtype=torch.int32) * count,
+            torch.full((batch,), past + count, dtype=torch.int32),
+            past + count,
+            count,
+            count == 1,
+        )
+        made = _Call(step)
+    else:
+        made = _padded(batch, past, count, rows, pads)
+    if holder is not None:
+        holder.__dict__["_ipex_step"] = key, made
+    return made
+
+
+def _padded(batch: int, past: int, count: int, rows: _Rows, pads: tuple[int, ...]) -> _Call:
+    spare, capacity = max(pads), rows.block_size
+    begin = torch.tensor(pads, dtype=torch.int64).unsqueeze(1)
+    blocks = torch.arange(batch).unsqueeze(1) * rows.keys.shape[1] * capacity + begin
+    places = torch.arange(past, past + count).unsqueeze(0) - begin  # in each sequence
+    slots = (blocks * (capacity - spare) + places).view(-1)
+    is_real = places >= 0
+    counts = is_real.sum(1)
+    starts = torch.zeros(batch + 1, dtype=torch.int32)
+    starts[1:] = counts.cumsum(0)
+    real = None
+    if not bool(is_real.all()):
+        real = is_real.view(-1).nonzero().view(-1)
+        slots = slots[real]
     step = Step(
-        (first + torch.arange(count)).view(-1),
-        torch.arange(batch, dtype=torch.int32).unsqueeze(1),
-        torch.arange(batch + 1, dtype=torch.int32) * count,
-        torch.full((batch,), past + count, dtype=torch.int32),
-        past + count,
-        count,
+        slots,
+        blocks.to(torch.int32),
+        starts,
+        (past + count - begin).view(-1).to(torch.int32),
+        past + count - min(pads),
+        int(counts.max()),
         count == 1,
     )
-    if cache is not None:
-        cache.__dict__["_ipex_step"] = key, step
-    return step
+    return _Call(step, spare, real)
 
 
-def _only_causal(mask: Tensor, start: int, past: int, count: int, window: int) -> bool:
-    """Return whether a mask ``[B, heads, count, keys from start on]`` hides later and distant keys alone."""
+def _pads(
+    mask: Tensor, batch: int, start: int, past: int, count: int, window: int
+) -> tuple[int, ...] | None:
+    """Return how many rows of padding each sequence begins with by a mask; None if there are none.
+
+    Args:
+        mask: ``[B or 1, heads, count, keys from start on]``; the layers of one forward share it.
+        batch: Number of sequences.
+        start: Place of the first key.
+        past: Rows that each sequence has.
+        count: New rows of each.
+        window: Keys before a row that it sees; negative: all.
+
+    Raises:
+        Reason: The mask says more than what comes later, is too far away, or is padding in front.
+    """
+    key = (batch, start, past, count, window)
+    version = None if mask.is_inference() else mask._version
+    known = mask.__dict__.get("_ipex_pads")
+    if known is not None and version is not None and known[:2] == (key, version):
+        found = known[2]
+    else:
+        found = _read(mask, *key)
+        if version is not None:
+            mask.__dict__["_ipex_pads"] = key, version, found
+    if isinstance(found, str):
+        raise Reason(found)
+    return found
+
+
+def _read(
+    mask: Tensor, batch: int, start: int, past: int, count: int, window: int
+) -> tuple[int, ...] | str | None:
+    other = "the attention mask has more than what comes later and padding in front"
     total = past + count
     if mask.dim() != 4 or mask.shape[-2] != count or mask.shape[-1] < total - start:
-        return False
+        return other
     mask = mask[..., : total - start]  # transformers 4 makes one column too many
     if mask.dtype == torch.bool:
         seen = mask
     elif mask.is_floating_point():
         seen = mask == 0
         if not bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-            return False  # something is added to the scores
+            return other  # something is added to the scores
     else:
-        return False
-    distance = torch.arange(past, total).unsqueeze(1) - torch.arange(start, total)
+        return other
+    queries, keys = torch.arange(past, total).unsqueeze(1), torch.arange(start, total)
+    distance = queries - keys
     expected = distance >= 0
     if window >= 0:
         expected &= distance <= window
-    return bool((seen == expected).all())
+    if bool((seen == expected).all()):
+        return None
+    # The first key that any row sees; earlier ones are padding, or have left the window of all rows.
+    some = seen[:, 0].any(1)
+    if not bool(some.any(1).all()) or mask.shape[0] not in (1, batch):
+        return other
+    first = (start + some.to(torch.int8).argmax(1)).view(-1, 1, 1)
+    expected = expected & (keys >= first)
+    # What a row of padding sees is nothing that anyone reads.
+    same = (seen == expected.unsqueeze(1)) | (queries < first).unsqueeze(1)
+    if not bool(same.all()):
+        return other
+    return tuple(first.view(-1).expand(batch).tolist())
 
 
 # ---------------------------------------------------------------------------------------------------------- the layer
@@ -258,17 +373,29 @@ class LayerMixin(nn.Module):
         slot = None if cache is None else _Slot(cache, facts.index)
         part = None if slot is None else slot.part()
         start, past = (0, 0) if part is None else (part.start, part.end)
-        mask = kwargs.get("attention_mask")
-        window = runner.plan.layers[0].attention.window
-        if mask is not None and not _only_causal(mask, start, past, count, window):
-            raise Reason("the attention mask has padding, or more than what comes later")
+        mask, pads = kwargs.get("attention_mask"), None
+        attention = runner.plan.layers[0].attention
+        if mask is not None:
+            pads = _pads(mask, batch, start, past, count, attention.window)
+        if pads is not None and (
+            attention.alibi_slopes is not None
+            or (attention.rope is not None and kwargs.get("position_ids") is None)
+        ):
+            raise Reason("there is padding, and the places of the tokens are not given")
+        spare = 0 if pads is None else max(pads)
         if slot is None:
-            rows = _Rows.new(runner, batch, count)
+            rows = _Rows.new(runner, batch, count + spare)
         else:
-            rows = _room(runner, slot, part, batch, count)
-        step = _step(cache, batch, past, count, rows.block_size)
+            rows = _room(runner, slot, part, batch, count, spare)
+        call = _call(cache if mask is None else mask, batch, past, count, rows, pads)
         positions = _positions(kwargs, batch, past, count)
-        y = runner.run(rows, hidden.reshape(batch * count, -1), positions, step)
+        x = hidden.reshape(batch * count, -1)
+        if call.real is None:
+            y = runner.run(call.shifted(rows), x, positions, call.step)
+        else:
+            y = torch.zeros_like(x)
+            real = call.real
+            y[real] = runner.run(call.shifted(rows), x[real], positions[real], call.step)
         if slot is not None:
             slot.show(rows, past, count)
         y = y.view(batch, count, -1)

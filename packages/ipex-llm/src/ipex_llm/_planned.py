@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core.nn._call import call
 from ipex_core.nn._leaf import OptimizedModule
 from ipex_core.nn._packed import _KEEP, PackedWeight, hollow
 from ipex_core.woq import deinterleave_gate_up
@@ -76,8 +77,15 @@ class PlannedWeight(PackedWeight):
         return found
 
     def _plain(self) -> Tensor:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # as in the base class
             return self.recover()
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return ``x @ weight.T + bias``, which a model's own forward asks for, without unpacking."""
+        part = self.recover
+        if not isinstance(part, Part) or part.plan.transposed or x.dtype is not part.dtype:
+            return None
+        return part.product(x, bias)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -96,6 +104,9 @@ class PlannedWeight(PackedWeight):
 
 
 _EMBEDDING = torch.ops.aten.embedding.default
+_LINEAR = torch.ops.ipex.linear.default
+#: Attribute of an input: the product that the next part of a packed weight takes its columns from.
+_WIDE = "_ipex_wide"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,16 +132,42 @@ class Part:
             self.gated or plan.order is not None or plan.transposed or self.rows != self.shape[0]
         )
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias``; the parts of one packed weight that get the same ``x`` compute it once."""
+        if self.whole:
+            y: Tensor = call(_LINEAR, x, self.packed, self.rows, bias)
+            return y
+        y = self._mine(self._wide(x), x.dim() - 1)
+        return y.contiguous() if bias is None else y + bias
+
+    def _wide(self, x: Tensor) -> Tensor:
+        total = 2 * self.features if self.gated else self.shape[0]
+        if (
+            self.rows == total or x.is_inference()
+        ):  # the only part; or nobody counts who writes to x
+            wide: Tensor = call(_LINEAR, x, self.packed, self.shape[0])
+            return wide
+        known = x.__dict__.pop(_WIDE, None)
+        if known is not None and known[0] is self.packed and known[1] == x._version:
+            wide, left = known[2:]
+        else:
+            wide, left = call(_LINEAR, x, self.packed, self.shape[0]), total
+        if left > self.rows:  # another part is going to ask
+            x.__dict__[_WIDE] = self.packed, x._version, wide, left - self.rows
+        return wide
+
+    def _mine(self, wide: Tensor, dim: int = 0) -> Tensor:
+        """Return the rows (of a product, ``dim``: the columns) of this part."""
+        if self.gated:
+            pair = deinterleave_gate_up(wide, self.features, dim)
+            wide = torch.cat(pair, dim) if self.fused else pair[self.index]
+        if self.plan.order is not None:
+            wide = torch.empty_like(wide).index_copy_(dim, self.plan.order, wide)
+        return wide.narrow(dim, self.start, self.rows)
+
     def __call__(self) -> Tensor:
         wide: Tensor = torch.ops.ipex.unpack_linear_weight(self.packed, *self.shape, self.dtype)
-        if self.gated:
-            pair = deinterleave_gate_up(wide, self.features)
-            wide = torch.cat(pair) if self.fused else pair[self.index]
-        if self.plan.order is not None:
-            given = torch.empty_like(wide)
-            given[self.plan.order] = wide
-            wide = given
-        mine = wide[self.start : self.start + self.rows]
+        mine = self._mine(wide)
         return (mine.t() if self.plan.transposed else mine).clone(
             memory_format=torch.contiguous_format
         )

@@ -187,7 +187,8 @@ class PackedWeight(torch.Tensor):
             interpreter._set_tracing_state(tracing)
 
     def _plain(self) -> Tensor:
-        with torch.no_grad():
+        # In inference mode an ordinary tensor, too: the result of a view of this one may be no inference tensor.
+        with torch.inference_mode(False), torch.no_grad():
             if self.rows is None:
                 return unpack(self.packed, self.form, self.shape, self.dtype)
             wide = torch.Size((self.rows, *self.shape[1:]))
@@ -201,6 +202,15 @@ class PackedWeight(torch.Tensor):
         if self.requires_grad and torch.is_grad_enabled() and not captured():
             return self.clone()
         return self.plain()
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return ``x @ weight.T + bias`` without unpacking, or None where a subclass does not know how.
+
+        Args:
+            x: ``[..., columns]`` in the dtype of the weight; nothing needs a gradient.
+            bias: ``[rows]``, or None.
+        """
+        return None
 
     @property
     def data(self) -> Tensor:

@@ -178,9 +178,27 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
     ) -> Tensor:
         if is_stand_in(x):
             return finish(record_call(self, x), post, residual, mul, residual2)
-        weight, bias = usable_parameters(self)
-        y = functional.linear(self._cast(x, weight), weight, bias)
+        y = self._product(x)
+        if y is None:
+            weight, bias = usable_parameters(self)
+            y = functional.linear(self._cast(x, weight), weight, bias)
         return finish(y, post, residual, mul, residual2)
+
+    def _product(self, x: Tensor) -> Tensor | None:
+        """Compute the layer on a weight that another package packed as a part of its own, if that can be done."""
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if (
+            not isinstance(weight, PackedWeight)
+            or "bias" not in self._parameters
+            or torch.compiler.is_compiling()
+            or captured()
+            or stock_only(x)
+            or torch.is_autocast_enabled("cpu")
+            or (torch.is_grad_enabled() and needs_grad(self, x))
+            or x.shape[-1:] != (self.in_features,)
+        ):
+            return None
+        return weight.product(self._cast(x, weight), bias)
 
     def _autocast(
         self,
