@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from ipex_core._export import _record
 from ipex_core._optimize import optimize
 from ipex_core._quiet import quiet, raised
 from ipex_core._symbolic import Tracer
@@ -331,6 +332,43 @@ def test_warnings_of_one_thread():
                 warnings.warn("raised", Kind, stacklevel=1)
         warnings.warn("shown 3", Kind, stacklevel=1)
     assert [str(one.message) for one in caught] == ["shown 1", "shown 2", "shown 3"]
+
+
+def test_warnings_of_one_thread_by_their_text():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with quiet(Kind, text="hid.*n"):
+            warnings.warn("hidden", Kind, stacklevel=1)
+            warnings.warn("shown 1", Kind, stacklevel=1)
+            warnings.warn("hidden of another class", stacklevel=1)
+            other = threading.Thread(target=warnings.warn, args=("hidden by nobody", Kind))
+            other.start()
+            other.join()
+        warnings.warn("hidden no more", Kind, stacklevel=1)
+    texts = ["shown 1", "hidden of another class", "hidden by nobody", "hidden no more"]
+    assert [str(one.message) for one in caught] == texts
+
+
+class Warns(nn.Module):
+    """What `ipex.export` hides of torch, said by the model's own thread and by another one."""
+
+    def forward(self, x):
+        def say():
+            warnings.warn("The tensor attribute self.a._flat_weights changed", stacklevel=1)
+
+        say()
+        other = threading.Thread(target=say, name="other")
+        other.start()
+        other.join()
+        return x + 1
+
+
+def test_export_hides_warnings_of_its_own_thread_only():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _record(Warns(), (torch.ones(2),), {}, None)
+    texts = [str(one.message) for one in caught]
+    assert sum("_flat_weights" in text for text in texts) == 1
 
 
 def test_lost_filters_are_told():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import os
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 
 from ipex_core._export_checks import checked_inputs
 from ipex_core._portable import FUNCTIONAL, PORTABLE
+from ipex_core._quiet import quiet
 from ipex_core._spec import dtype_name
 from ipex_core.errors import ExportError, OpArgumentError
 from ipex_core.nn._packed import PackedWeight, exporting_kernels
@@ -91,12 +91,12 @@ def export(
     # before minutes of work. torch makes the file, with the permissions that files get here.
     with tempfile.TemporaryDirectory(prefix=".ipex-export-", dir=target.parent) as folder:
         unfinished = Path(folder) / target.name
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad():
             _try(module, args, kwargs)
             # torch's own use of what it has deprecated.
-            warnings.filterwarnings("ignore", ".*treespec.*", FutureWarning)
-            program = _record(module, args, kwargs, dynamic_shapes)
-            _compile(program, unfinished, asked, type(module).__name__)
+            with quiet(FutureWarning, text=".*treespec"):
+                program = _record(module, args, kwargs, dynamic_shapes)
+                _compile(program, unfinished, asked, type(module).__name__)
         os.replace(unfinished, target)
     return target
 
@@ -169,9 +169,8 @@ def _record(
     # Non-strict runs the forward as it is, so what ipex.optimize has put in place of it is recorded too.
     program: torch.export.ExportedProgram
     try:
-        with exporting_kernels(), warnings.catch_warnings():
-            # A recurrent layer lists its weights a second time, and that list follows them.
-            warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights")
+        # A recurrent layer lists its weights a second time, and that list follows them.
+        with exporting_kernels(), quiet(text=r"The tensor attributes? .*_flat_weights"):
             program = torch.export.export(
                 model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
             )

@@ -8,6 +8,7 @@ two threads that overlap can leave the filters of the one that ended first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Iterator
@@ -35,12 +36,20 @@ class _Raised(Warning, metaclass=_OfThread):
     pass
 
 
+@functools.cache
+def _ignored_texts(text: str) -> Any:
+    """Return the class that stands for warnings of a text."""
+    return _OfThread(f"_Ignored_{text}", (Warning,), {})
+
+
 @contextlib.contextmanager
-def _filtered(action: Any, marker: Any, kinds: tuple[type[Warning], ...]) -> Iterator[None]:
+def _filtered(
+    action: Any, marker: Any, kinds: tuple[type[Warning], ...], text: str = ""
+) -> Iterator[None]:
     before = getattr(marker.local, "kinds", ())
     marker.local.kinds = (*before, *kinds)
     # In front of all others, and never taken away: it holds for no other thread. Public functions only ask for a class.
-    warnings.simplefilter(action, marker)
+    warnings.filterwarnings(action, text, marker)
     try:
         yield
     finally:
@@ -48,13 +57,15 @@ def _filtered(action: Any, marker: Any, kinds: tuple[type[Warning], ...]) -> Ite
 
 
 @contextlib.contextmanager
-def quiet(*kinds: type[Warning]) -> Iterator[None]:
+def quiet(*kinds: type[Warning], text: str = "") -> Iterator[None]:
     """Ignore warnings of the current thread.
 
     Args:
         kinds: Which ones; all by default.
+        text: A pattern that their text begins with; any text by default.
     """
-    with _filtered("ignore", _Ignored, kinds or (Warning,)):
+    marker = _ignored_texts(text) if text else _Ignored
+    with _filtered("ignore", marker, kinds or (Warning,), text):
         yield
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ipex_llm._seeded import seeded
+
 __all__ = ["SHAPES", "make_folder", "make_tokenizer"]
 
 #: Shapes of Llama-like models.
@@ -122,8 +124,7 @@ def make_folder(
         pad_token_id=tokenizer.pad_token_id,
     )
     before = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         torch.set_default_dtype(dtype)
         try:
             model = LlamaForCausalLM(config).eval()

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_llm._seeded import seeded
+
 __all__ = [
     "chosen_layers",
     "config_of",
@@ -349,7 +351,6 @@ def small_model(kind: type, config: Any, unknown: bool = True, seed: int = 0) ->
         seed: Of the weights.
     """
     small = small_config(config, unknown)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model: nn.Module = kind(small)
     return randomize(model.float(), seed)

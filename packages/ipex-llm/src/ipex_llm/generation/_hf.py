@@ -18,6 +18,7 @@ from ipex_llm._forward import Reason, check_gaps, given_cache, tell, usable_runn
 from ipex_llm._hf_cache import BLOCK, adopt, state_of_cache
 from ipex_llm._parallel import PARALLEL
 from ipex_llm._runner import Runner
+from ipex_llm._seeded import seeded
 from ipex_llm.generation._beam import BeamLoop
 from ipex_llm.generation._loop import Loop, choose
 
@@ -146,9 +147,18 @@ class SameRandomMixin(nn.Module):
         if parallel is None:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         low, high = parallel.from_first(torch.randint(2**24, (2,)).tolist())
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(low + (high << 24))
+        if not _may_sample(self, kwargs):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
+        with seeded(low + (high << 24)):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+def _may_sample(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of ``generate`` may draw random numbers."""
+    config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+    sample = kwargs.get("do_sample")
+    sample = getattr(config, "do_sample", True) if sample is None else sample
+    return bool(sample) or kwargs.get("custom_generate") is not None
 
 
 class ParallelGenerationMixin(SameRandomMixin, GenerationMixin):
