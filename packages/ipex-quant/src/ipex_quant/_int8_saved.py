@@ -40,7 +40,13 @@ from ipex_quant._int8_rewrite import lines_of, rewrite, rewrite_model
 from ipex_quant._int8_transposed import Int8ConvTranspose, output_rows
 from ipex_quant._int8_wires import Fused, Start
 from ipex_quant._model import dtypes_of, keep_dtypes, replace_module
-from ipex_quant.int8_layers import DynamicInt8Linear, Int8Conv, Int8Linear, share_input
+from ipex_quant.int8_layers import (
+    DynamicInt8Linear,
+    Int8Conv,
+    Int8Linear,
+    _Int8Layer,
+    share_input,
+)
 
 __all__ = ["describe", "is_int8", "rebuild", "records", "restore_records", "saved"]
 
@@ -235,7 +241,7 @@ def _make(
         raise OpArgumentError(
             f"{op}: {name} must have what a {kind} needs, got {type(error).__name__}: {error}"
         ) from error
-    if dtype is not None:
+    if dtype is not None and isinstance(made, _Int8Layer):
         made.float_dtype = dtype
     return made
 

@@ -111,7 +111,9 @@ class Int8ConvTranspose(_Int8Layer):
 
     def dequantize(self) -> Tensor:
         """Return the float weight that the integers stand for."""
-        codes, scale = self.int_weight(), self._once(self.weight_scale)
+        codes, repeated = self.int_weight(), self._buffers["weight_scale"]
+        assert repeated is not None
+        scale = self._once(repeated)
         rows = (codes * scale.view(-1, *[1] * (codes.dim() - 1))).to(self.float_dtype)
         parts = rows.view(self.groups, -1, *codes.shape[1:]).transpose(1, 2)
         return parts.reshape(self.weight_shape())

@@ -61,7 +61,7 @@ class _FloatWeight(PackedWeight):
         return self.layer.dequantize()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _KEEP and type(args[0]) is _FloatWeight:
