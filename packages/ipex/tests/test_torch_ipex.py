@@ -295,6 +295,26 @@ def test_indirect_access_cache():
     torch.testing.assert_close(out, want)
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float8_e5m2])
+def test_cross_attention(cache_dtype):
+    """A history of -1: the caches are all keys and values, batch first."""
+    query, key, value = torch.randn(2, 3, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8)
+    caches = key.to(cache_dtype), value.to(cache_dtype)
+    mask = torch.zeros(2, 1, 1, 6)
+    mask[0, ..., 1], mask[1, ..., 4:] = -1e4, -1e4
+    none, beams = torch.empty(2, 3, 2, 8), torch.zeros(6, 2, dtype=torch.long)
+    out, _, *kept = OPS.masked_multihead_self_attention(
+        query, none, none, *caches, beams, torch.tensor(-1), 3.0, 6, None, mask
+    )
+    heads = (t.float().transpose(1, 2) for t in (query, *caches))
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *heads, attn_mask=mask, scale=1 / 3.0, enable_gqa=True
+    )
+    torch.testing.assert_close(out, want)
+    for one, two in zip(kept, (*caches, beams), strict=True):
+        assert one.data_ptr() == two.data_ptr()
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_quant(dtype):
     x = torch.randn(4, 16)

@@ -169,7 +169,7 @@ def test_steps_of_optimizers() -> None:
 
 
 def test_rnnt_as_ipex_calls_it() -> None:
-    """Frames are ``[B, H]``, and a sequence may have ended before it begins."""
+    """Frames are ``[B, H]``; a sequence may have ended before it begins, or be longer than ``x``."""
     batch, frames, layers, sos, blank = 4, 6, 2, -1, 1
     x = torch.randn(batch, frames, 3)
     state = [torch.zeros(layers, batch, 5) for _ in range(2)]
@@ -177,7 +177,7 @@ def test_rnnt_as_ipex_calls_it() -> None:
     counters = [torch.zeros(batch, dtype=torch.int32) for _ in range(6)]
     labels = torch.full((batch, 20), sos)
     put, last = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), sos)
-    k, lengths = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 3, 1, 5], dtype=torch.int32)
+    k, lengths = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 3, 1, frames + 9], dtype=torch.int32)
     f = x[:, 0].clone()
     assert not OPS.rnnt_update_batch(
         *(k, lengths, *counters, put, labels, last, *state, *new, x, f),

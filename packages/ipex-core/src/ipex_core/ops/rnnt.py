@@ -63,7 +63,7 @@ def _rnnt_update(
     blank_id: int,
     sos: int = -1,
     *,
-    least: int = 1,
+    any_length: bool = False,
 ) -> Tensor:
     """Take the labels of one step of greedy decoding: store them, and move on in time where that is due.
 
@@ -92,7 +92,8 @@ def _rnnt_update(
         max_symbols: Most labels of one frame.
         blank_id: The blank label.
         sos: The label that stands for the start of a sequence.
-        least: Fewest frames of a sequence; no argument of the op.
+        any_length: Whether ``out_lens`` may have other numbers: 0 for a sequence that has ended, or more than T, the
+            last frame standing for those behind it. No argument of the op.
 
     Returns:
         bool, one element: whether all sequences have ended.
@@ -103,10 +104,10 @@ def _rnnt_update(
     Source: Graves, "Sequence Transduction with Recurrent Neural Networks", 2012.
     """
     batch, frames = x.shape[:2]
-    if bool(((out_lens < least) | (out_lens > frames)).any()):
-        wrong = out_lens[(out_lens < least) | (out_lens > frames)]
+    wrong = out_lens[(out_lens < 1) | (out_lens > frames)]
+    if wrong.numel() and not any_length:
         raise OpArgumentError(
-            f"rnnt_update: out_lens must be from {least} to {frames}, got {int(wrong[0])}"
+            f"rnnt_update: out_lens must be from 1 to {frames}, got {int(wrong[0])}"
         )
     width = label_tensor.shape[1]
     wrong = label_col[(label_col < 0) | (label_col >= width)]

@@ -109,8 +109,18 @@ def _masked_multihead_self_attention(
     attention_mask: Tensor | None,
     add_casual_mask: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Attend to the cache and to the new tokens, which are written to it.
+
+    ``seq_info`` is the length of the history. -1 stands for cross attention: the caches are then all keys and values,
+    ``[batch, positions, kv_heads, head_size]``, and ``key`` and ``value`` are not read.
+    """
     from ipex_core.nn._kv_cache import indirect_access_kv_cache_attention
 
+    if int(seq_info.reshape(-1)[0]) == -1:
+        heads_first = [t.to(query.dtype).transpose(1, 2) for t in (query, key_cache, value_cache)]
+        output = _OPS.attention(*heads_first, attention_mask, 1.0 / scale_attn, False)
+        same = (t.view_as(t) for t in (key_cache, value_cache, beam_idx))
+        return output, query.new_empty(0), *same  # type: ignore[return-value]
     carrier = seq_info.new_empty(1, 0, 0, 1)  # seq_info tells the length
     output, _, present = indirect_access_kv_cache_attention(
         query,

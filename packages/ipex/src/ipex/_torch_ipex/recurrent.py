@@ -73,13 +73,12 @@ def _rnnt_embedding(
     " int blank_id, int batch, int _SOS, int max_len) -> bool"
 )
 def _rnnt_update_batch(k: Tensor, out_lens: Tensor, *rest: object) -> bool:
-    *tensors, f, max_symbols, blank_id, _, sos, _ = rest
-    assert isinstance(f, Tensor)
+    *tensors, x, f, max_symbols, blank_id, _, sos, _ = rest
+    assert isinstance(x, Tensor) and isinstance(f, Tensor)
     frames = f.unsqueeze(1) if f.dim() == 2 else f  # a view: what is written to it is written to f
     lengths = out_lens.to(torch.int32)
-    args = (k.long(), lengths, *tensors, frames, max_symbols, blank_id, sos)
-    if bool(
-        (lengths == 0).any()
-    ):  # sequences that have ended before they begin, which the op has not
-        return bool(specs()["rnnt_update"].reference(*args, least=0))
+    args = (k.long(), lengths, *tensors, x, frames, max_symbols, blank_id, sos)
+    # The op knows neither sequences that have ended before they begin nor those with more frames than x.
+    if bool(((lengths < 1) | (lengths > x.shape[1])).any()):
+        return bool(specs()["rnnt_update"].reference(*args, any_length=True))
     return bool(_OPS.rnnt_update(*args))
