@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ipex_core._explain import explain
-from ipex_core._optimize import optimize, restore
+from ipex_core._optimize import _prepack, optimize, restore
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 
@@ -133,3 +133,24 @@ def test_fake_tensors():
         made = optimize(model, sample_input=torch.randn(1, 64, 16, 16))
     row = next(row for row in explain(made).rows if row.step == "prepack")
     assert not row.done and "FakeTensorMode" in row.text
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_copy_with_fake_tensors(monkeypatch, dtype):
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+
+    choice = _prepack.LinearChoice("mkldnn", "for this test")
+    monkeypatch.setattr(_prepack, "measure_conv", lambda *_: choice)
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported() and dtype is not None:
+        pytest.skip("no packed weight in bfloat16 here")
+    x = torch.randn(2, 4, 9, 9)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(392, 6)).eval()
+    fast = optimize(model, dtype=dtype, sample_input=x)
+    assert fast[0]._packed is not None
+    mode = FakeTensorMode(allow_fallback_kernels=False)
+    with FakeCopyMode(mode):
+        fake = copy.deepcopy(fast)
+    with mode, torch.no_grad():
+        y = fake(mode.from_tensor(x))
+    assert isinstance(y, FakeTensor)
+    assert y.shape == (2, 6) and y.dtype == (dtype or torch.float32)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ipex_core.nn._packed import PackedWeight, pack
@@ -241,7 +242,8 @@ def pack_weight(module: nn.Module, state: ModuleState) -> None:
         return
     if weight.device.type != "cpu" or weight.numel() == 0:
         return
-    if form == "mkldnn" and not _mkldnn.supports(weight.dtype):
+    # oneDNN's ops know no tensors without values.
+    if form == "mkldnn" and (isinstance(weight, FakeTensor) or not _mkldnn.supports(weight.dtype)):
         return
     if form == "ipex" and weight.dtype not in FORMATS:
         return
