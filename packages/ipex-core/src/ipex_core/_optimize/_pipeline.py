@@ -55,14 +55,15 @@ def optimize(
         model: Module in inference mode (``model.eval()``). With ``optimizer``, module in training mode. A
             ``torch.jit.ScriptModule`` is returned untouched.
         dtype: ``torch.bfloat16`` or ``torch.float16`` to cast the parameters, ``torch.float32`` or None to leave them.
-            In training those of linear layers, convolutions and embeddings.
+            In training those of linear layers, convolutions and embeddings. A layer whose weight a module around it
+            holds as a parameter of its own stays float32.
         optimizer: Optimizer of a model in training mode. States and state dicts stay float32.
         level: ``"O1"`` turns on what is marked below, ``"O0"`` nothing. Knobs that are not None win over the level.
         inplace: Change ``model`` itself. Otherwise a deep copy is changed and ``model`` stays as it is.
         conv_bn_folding: Fold batch norms into convolutions. (O1)
         linear_bn_folding: Fold batch norms into linear layers. (O1)
         weights_prepack: Store weights in the layout of the kernel. (O1)
-        replace_dropout_with_identity: Make dropout free in inference. (O1)
+        replace_dropout_with_identity: Make dropout free in inference: a `torch.nn.Identity`, and still a dropout. (O1)
         optimize_lstm: Prepare LSTM layers. (O1)
         split_master_weight_for_bf16: Training in bfloat16 with SGD, Adagrad, Adam, AdamW, Lamb or Lars: the weights of
             the model are the upper halves of float32 numbers, the optimizer has the lower ones. Otherwise the
