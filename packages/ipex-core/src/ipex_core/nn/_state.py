@@ -331,9 +331,8 @@ _entries = WeakTensorKeyDictionary()
 def one_entry(state_dict: Any, parameter: Tensor, make: Callable[[], Tensor]) -> Tensor:
     """Return what stands for a parameter in a state dict: one tensor for all its owners."""
     known: Tensor | None
-    now = (
-        -1 if parameter.is_inference() else parameter._version
-    )  # inference mode counts no versions
+    # Tensors of inference mode count no versions.
+    now = -1 if parameter.is_inference() else parameter._version
     last, where, version = _entries.get(parameter, (None, None, 0))
     if where is not None and last() is state_dict and version == now:
         known = where()
