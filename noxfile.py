@@ -42,6 +42,7 @@ def tests(session: nox.Session) -> None:
 
 # The other sessions: each module registers its own, in the order in which `nox -l` lists them.
 import nox_wheels  # noqa: E402, F401, I001
+import nox_dev  # noqa: E402, F401
 import nox_tests  # noqa: E402
 import nox_versions  # noqa: E402, F401
 import nox_checks  # noqa: E402, F401

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import xml.etree.ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import Popen
@@ -18,6 +19,7 @@ import pytest
 import house
 import house_messages
 import house_paths
+import house_picture
 from house_rooms import HOUSE, room_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,6 +69,37 @@ def test_the_longest_row_decides() -> None:
     assert room_of("ipex_core", "ipex_core._woq_layout") == "packing"
     assert room_of("ipex_core", "ipex_core") == ""
     assert room_of("ipex_core", "ipex_core.no_such_room") is None
+
+
+# -- picture and table of the page ---------------------------------------------------------------------------------
+
+
+def test_the_picture_shows_each_wheel_and_each_import_between_them() -> None:
+    html = house_picture.picture()
+    assert "\n\n" not in html, "Markdown would end the picture there"
+    tree = xml.etree.ElementTree.fromstring(html)
+    texts = {element.text for element in tree.iter("text")}
+    assert {wheel.replace("_", "-") for wheel in HOUSE} <= texts
+    used = {module.room for module in house.modules().values()} - set(HOUSE)
+    assert {room.partition("/")[2] for room in used} <= texts
+    for number, private in house_picture.wheel_imports().values():
+        assert (f"{number} ({private})" if private else str(number)) in texts
+    total = sum(private for _, private in house_picture.wheel_imports().values())
+    assert total == sum(house.counts("private_imports").values())
+
+
+def test_the_table_of_rooms_has_all_lines() -> None:
+    rows = re.findall(
+        r"^\| `(\S+)` .*?\| (\d+) \| ([\d,]+) \| (.*) \|$", house_picture.rooms(), re.M
+    )
+    assert sum(int(row[1]) for row in rows) == len(house.modules())
+    lines = sum(int(row[2].replace(",", "")) for row in rows)
+    assert lines == sum(house.counts("lines").values())
+    against = {
+        f"{room} {name}" for room, *_, uses in rows for name in re.findall(r"\*\*(\w+)", uses)
+    }
+    found = [finding.text.split(":")[0].split() for finding in house.room_arrows()]
+    assert {entry.partition("/")[2] for entry in against} == {f"{a} {b}" for a, _, b in found}
 
 
 # -- the tool itself, on a house with one fault of each kind --------------------------------------------------------
@@ -225,3 +258,23 @@ def test_calls_do_not_walk_further(path: str, paths: dict[str, list[str]]) -> No
     wrong = house.verdict(f"path {path}", len(paths[path]))
     assert not wrong, f"{wrong}\nIt runs through:\n" + "\n".join(paths[path])
     assert paths[path], "nothing was seen"
+
+
+#: Tables of "A reader's walk", in their order.
+WALKS = ("op", "optimize", "optimize_forward", "llm_optimize", "llm_generate")
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_the_reader_walks_as_the_call_does(walk: str, paths: dict[str, list[str]]) -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("## A reader's walk")[2].partition("\n## ")[0]
+    tables = re.findall(r"\| Stop \|.*\n\|-.*\n((?:\|.*\n)+)", text)
+    assert len(tables) == len(WALKS)
+    stops = re.findall(r"^\| [^|]+ \| `(ipex_\S+\.py)` \|", tables[WALKS.index(walk)], re.MULTILINE)
+    trace = paths[walk]
+    assert stops and not set(stops) - set(trace), f"no file of this call, which runs {trace}"
+    assert stops == sorted(stops, key=trace.index), f"the call runs {trace}"
+
+
+def test_native_stops_of_the_walk_exist() -> None:
+    folders = re.findall(r"`(ipex-cpu-kernels/csrc/\S+/)`", PAGE.read_text(encoding="utf-8"))
+    assert folders and all((ROOT / "packages" / folder).is_dir() for folder in folders)

@@ -9,9 +9,11 @@ Before anything is read it writes, under ``docs/generated/`` (not committed):
 * the options of the commands for language models,
 * the names of IPEX, from the table of the facade,
 * the table of measured performance, from the files in ``docs/data/``,
-* the table of model families, from the file that the tests of ipex-llm check.
+* the table of model families, from the file that the tests of ipex-llm check,
+* the picture of the house and the table of its rooms, from the imports in the sources.
 
-Each of them is a module beside this one. A file is only rewritten when its text changes, so that a rebuild is quick.
+Each of them is a module beside this one; the last is in ``tools/``.
+A file is only rewritten when its text changes, so that a rebuild is quick.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import api_pages
 import command_pages
 import config_pages
 import family_pages
+import house_picture
 import migration_pages
 import op_pages
 import performance_pages
@@ -41,6 +44,7 @@ def write_all(app: Any) -> None:
         command_pages,
         family_pages,
         migration_pages,
+        house_picture,
     ):
         pages.update(module.pages())
     pages.update(performance_pages.pages(Path(app.srcdir) / "data"))
