@@ -71,6 +71,18 @@ def test_the_longest_row_decides() -> None:
     assert room_of("ipex_core", "ipex_core.no_such_room") is None
 
 
+def test_each_folder_has_somebody_to_ask() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = {
+        folder
+        for row in re.findall(r"^\| (`[^|]+) \| `\w+` \|", text, re.MULTILINE)
+        for folder in re.findall(r"`([^`]+)`", row)
+    }
+    folders = {f"packages/{path.parent.name}" for path in ROOT.glob("packages/*/pyproject.toml")}
+    folders |= {"docs", "examples", "tests", "tools", ".github", "docker"}
+    assert folders <= named and all((ROOT / name).is_dir() for name in named)
+
+
 # -- picture and table of the page ---------------------------------------------------------------------------------
 
 

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import nox
 
 from nox_common import (
     BUILD_TOOLS,
-    DIST,
     KERNELS,
     PACKAGES,
     ROOT,
@@ -53,27 +51,21 @@ def dev(session: nox.Session) -> None:
     session.install(*options, *(wheel(name) for name in NATIVE), *tools)
     site = Path(str(session.run("python", "-c", LOCATE, silent=True)).strip())
     for name in NATIVE:
-        link(DIST / built()[name]["wheel"], ROOT / "packages" / name / "src", site)
+        link(ROOT / "packages" / name / "src", site)
     python = Path(session.bin, "python")
     python = python.relative_to(ROOT) if python.is_relative_to(ROOT) else python
     session.log(f"{python} -m pytest packages/ipex-core/tests/test_config.py")
 
 
-def link(installed: Path, source: Path, site: Path) -> None:
-    """Replace the Python files of an installed wheel by links to their sources; libraries stay beside them.
+def link(source: Path, site: Path) -> None:
+    """Replace installed Python files by links to their sources; libraries stay beside them.
 
     Args:
-        installed: The wheel.
-        source: The folder ``src`` of its package.
-        site: The folder that it was installed into.
+        source: The folder ``src`` of a package.
+        site: The folder that its wheel was installed into.
     """
-    with zipfile.ZipFile(installed) as wheel_file:
-        names = set(wheel_file.namelist())
     for path in source.rglob("*.py"):
-        name = path.relative_to(source)
-        target = site / name
-        # A file that is younger than the wheel is linked, too.
-        if name.as_posix() in names or not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)
-            target.symlink_to(path)
+        target = site / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        target.symlink_to(path)
