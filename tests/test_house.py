@@ -7,6 +7,7 @@ present numbers and what each counts; ``--tighten`` lowers the bounds.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
 import xml.etree.ElementTree
@@ -15,6 +16,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from packaging.requirements import Requirement
 
 import house
 import house_messages
@@ -25,13 +27,26 @@ from house_rooms import HOUSE, room_of
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 #: What the paths run through.
-NEEDED = ("ipex", "ipex_cpu_kernels", "ipex_llm", "ipex_quant", "transformers")
+NEEDED = ("ipex", "ipex_cpu_kernels", "ipex_llm", "ipex_quant", "torch", "transformers")
+
+
+def unmeasurable() -> str:
+    """Return why the paths would not be those that the bounds are about, or an empty string."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        return f"{', '.join(missing)} not installed"
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if re.match(r"(torch|transformers)\b", line):
+            wanted = Requirement(line)
+            version = importlib.metadata.version(wanted.name)
+            if not wanted.specifier.contains(version, prereleases=True):
+                return f"{wanted.name} {version} takes other ways than {wanted}"
+    return ""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def measuring() -> Iterator[Popen[str] | None]:
     """Let the paths be measured while the other tests read the sources."""
-    if not all(map(importlib.util.find_spec, NEEDED)):
+    if unmeasurable():
         yield None
         return
     process = house_paths.start()
@@ -261,7 +276,7 @@ def test_spellings() -> None:
 @pytest.fixture(scope="module")
 def paths(measuring: Popen[str] | None) -> dict[str, list[str]]:
     if measuring is None:
-        pytest.skip(f"not all of {', '.join(NEEDED)} are installed")
+        pytest.skip(unmeasurable())
     return house_paths.measured(measuring)
 
 

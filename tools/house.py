@@ -5,8 +5,8 @@
 ``python tools/house.py`` prints the table of checks: number, bound, goal. ``tests/test_house.py`` holds the numbers.
 
 ``python tools/house.py --show CHECK`` lists what a check counts. ``--tighten`` lowers the bounds in
-``tests/data/house.tsv`` to what was reached. ``--set CHECK`` writes the present number of one check, a larger one too:
-say in the commit why. All is read from the sources, so nothing has to be installed.
+``tests/data/house.tsv`` to what was reached. ``--set CHECK`` writes the present number of a check, a larger one too;
+``--set all`` writes each. Say in the commit why. All is read from the sources, so nothing has to be installed.
 """
 
 from __future__ import annotations
@@ -689,9 +689,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--show", choices=CHECKS, help="list what this check counts")
     parser.add_argument("--tighten", action="store_true", help="lower the bounds to what is")
-    parser.add_argument("--set", nargs="+", default=[], metavar="CHECK", help="write these bounds")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="CHECK", help="write these bounds, or `all`"
+    )
     parser.add_argument("--paths", action="store_true", help="run the program, too: path budgets")
     options = parser.parse_args(arguments)
+    if options.set == ["all"]:
+        options.set = list(table())
     if unknown := set(options.set) - set(table()):
         parser.error(f"--set takes names of the table, got {', '.join(sorted(unknown))}")
     if options.show:
