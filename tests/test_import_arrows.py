@@ -11,30 +11,14 @@ from pathlib import Path
 import pytest
 
 from check_versions import load_project
+from house_rooms import ARROWS
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# All arrows point to core; the facade alone knows everybody.
-ALLOWED = {
-    "ipex_core": set(),
-    "ipex_cpu_kernels": {"ipex_core"},
-    "ipex_xpu_kernels": {"ipex_core"},
-    "ipex_quant": {"ipex_core"},
-    "ipex_llm": {"ipex_core", "ipex_quant"},
-    "ipex_runtime": set(),
-    "ipex": {
-        "ipex_core",
-        "ipex_cpu_kernels",
-        "ipex_xpu_kernels",
-        "ipex_quant",
-        "ipex_llm",
-        "ipex_runtime",
-    },
-}
-ALLOWED["intel_extension_for_pytorch"] = ALLOWED["ipex"] | {"ipex"}
-
 # The facade wheel ships two import names, which belong together.
-ALLOWED["ipex"] = ALLOWED["ipex"] | {"intel_extension_for_pytorch"}
+FACADE = {"ipex", "intel_extension_for_pytorch"}
+ALLOWED = {wheel: set(allowed) for wheel, allowed in ARROWS.items()}
+ALLOWED |= {name: ALLOWED["ipex"] | FACADE - {name} for name in FACADE}
 
 MODULES = sorted(
     path for path in ROOT.glob("packages/*/src/*/") if path.is_dir() and path.name in ALLOWED
