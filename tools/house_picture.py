@@ -81,9 +81,10 @@ def picture() -> str:
     text = "Wheels, their rooms, and how many names they import from each other"
     return "\n".join(
         [
-            "<figure>",
+            # On a phone the picture is scrolled, for its letters would be too small.
+            "<figure style='margin:1em 0;overflow-x:auto'>",
             f"<svg role='img' aria-label='{text}' viewBox='0 0 {WIDTH} {y - GAP + 4:.0f}'"
-            " style='width:100%;max-width:56em' font-size='11' font-family='sans-serif'>",
+            " style='width:100%;min-width:40em;max-width:56em' font-size='11' font-family='sans-serif'>",
             "<defs><marker id='house-tip' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7'"
             " markerHeight='7' orient='auto'><path d='M0 0L8 4L0 8z' fill='currentColor'/></marker></defs>",
             *parts,
