@@ -91,7 +91,8 @@ def test_levels_of_onednn(monkeypatch):
 
 def test_native_names_that_scripts_probe():
     assert ipex._C._is_syngraph_available() is False
-    assert ipex._C.onednn_has_fp8_support() is True  # scripts for IPEX skip FP8 otherwise, which runs on any CPU
+    # Scripts for IPEX skip FP8 otherwise, which runs on any CPU.
+    assert ipex._C.onednn_has_fp8_support() is True
     assert ipex._C.mkldnn_set_verbose(ipex.VERBOSE_OFF) == 1
     assert ipex._C.is_llga_fp32_bf16_enabled() is False
     ipex._C.set_llga_fp32_bf16_enabled(True)
