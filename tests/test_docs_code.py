@@ -64,7 +64,9 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         pytest.importorskip(package)
     older = pytest.importorskip("transformers").__version__.startswith("4.")
     if older and "transformers" in page.read_text("utf-8"):
-        pytest.skip("the pages name arguments as transformers 5 does, which the oldest release refuses")
+        pytest.skip(
+            "the pages name arguments as transformers 5 does, which the oldest release refuses"
+        )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     programs = tmp_path / "programs"
