@@ -86,6 +86,8 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_do_not_run_the_code_of_a_folder(command, folder, marker):
+    if command == "serve":
+        pytest.importorskip("uvicorn")
     add_code(folder, marker)
     done = run(command, "--model", folder, *COMMANDS[command])
     assert done.exit_code == 2 and "error:" in done.output and "Traceback" not in done.output

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cast of the parameters to bfloat16 or float16.
 
-All floating parameters are cast, as ``model.to(dtype)`` would do, except those of batch norms, weights that a module around
-the layer holds too, since it may compute with them, and those that a model of transformers asks to keep. Buffers stay,
-since rotary frequencies and position tables need their precision (but see `_buffers`). Stock layers with cast weights
-convert their input, so the model takes float32 inputs with or without autocast. The originals are remembered exactly.
+All floating parameters are cast, as ``model.to(dtype)`` would do, except those of batch norms, weights that a module
+around the layer holds too, since it may compute with them, and those that a model of transformers asks to keep.
+Buffers stay, since rotary frequencies and position tables need their precision (but see `_buffers`). Stock layers with
+cast weights convert their input, so the model takes float32 inputs with or without autocast. The originals are
+remembered exactly.
 """
 
 from __future__ import annotations

@@ -301,7 +301,11 @@ def _on_save(
         state_dict.pop(prefix + name, None)
     for name, saved in state.saved.items():
         value, parameter = state_dict.get(prefix + name), module._parameters.get(name)
-        if value is None or parameter is None:
+        if value is None:
+            continue
+        if parameter is None:
+            if saved.live:  # a buffer
+                state_dict[prefix + name] = saved.original(value.detach())
             continue
         if isinstance(value, PackedWeight) and value.former is not None:
             state_dict[prefix + name] = _tied_original(state_dict, value, saved)
