@@ -51,6 +51,10 @@ def version_of(package: str) -> str:
 #: Where the performance page takes its nightly tables from. The other files in docs/data stay: texts are about them.
 NIGHTLY = ROOT / "docs" / "data" / "nightly"
 BENCH_KINDS = ("ops", "peers", "models", "llm", "train")
+#: Minutes of each kind, an hour together with the installation; of the short form ten.
+BENCH_MINUTES = {"ops": 10.0, "peers": 8.0, "models": 14.0, "llm": 14.0, "train": 9.0}
+SHORT_MINUTES = {"ops": 1.5, "peers": 1.5, "models": 2.0, "llm": 2.0, "train": 1.5}
+SHORT = ("--size", "tiny", "--seconds", "1")
 #: What `ipex bench` compares with; one line each, so that one that cannot be installed leaves the others.
 BENCH_ENGINES = (
     ("torchao",),
@@ -67,7 +71,9 @@ def bench(session: nox.Session) -> None:
 
     Writes reports/bench-KIND.json, .md and .png; `-- --publish` also puts the JSON where the performance page takes its
     nightly tables from. Names of kinds come first and take only those: `-- llm train`. Other arguments go to the
-    commands, to ops those that it has: `-- --size tiny --seconds 1 --rounds 2` is all of it in minutes.
+    commands, to ops those that it has. All of it takes an hour at most, and `-- --short`, which takes the smallest
+    sizes, ten minutes: an engine that is slow, and cases that the time does not reach, are listed as such.
+    `--minutes 60` gives each kind another time.
     """
     prepare(session)
     install_wheels(session, PACKAGES, extras="[demo]")
@@ -75,11 +81,15 @@ def bench(session: nox.Session) -> None:
     for engine in BENCH_ENGINES:
         session.install(*engine, success_codes=[0, 1])
     REPORTS.mkdir(exist_ok=True)
-    options = [option for option in session.posargs if option != "--publish"]
+    own = {"--publish", "--short"}
+    short = "--short" in session.posargs
+    options = [option for option in session.posargs if option not in own]
     kinds = list(itertools.takewhile(BENCH_KINDS.__contains__, options))
-    options = options[len(kinds) :]
+    given = options[len(kinds) :]
     failed = []
     for kind in kinds or BENCH_KINDS:
+        minutes = str((SHORT_MINUTES if short else BENCH_MINUTES)[kind])
+        options = [*(SHORT if short else ()), "--minutes", minutes, *given]
         files = {"json": f"bench-{kind}.json", "plot": f"bench-{kind}.png"}
         if kind == "ops":
             command = ["ops", *of_ops(options)]
@@ -109,6 +119,6 @@ def of_ops(options: Iterable[str]) -> list[str]:
     rest = iter(options)
     for option in rest:
         name, equals, _ = option.partition("=")
-        if name in {"--size", "--threads", "--dtype"}:
+        if name in {"--size", "--threads", "--dtype", "--minutes"}:
             found += [option] if equals else [option, next(rest, "")]
     return found

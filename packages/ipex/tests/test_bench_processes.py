@@ -16,6 +16,8 @@ from bench_runs import run, task_in
 from ipex._bench import worker
 from ipex._bench.process import EngineError, Worker
 from ipex._bench.result import Run
+from ipex._bench.run import Plan, _rounds
+from ipex._bench.run import run as bench
 
 pytest.importorskip("numpy")
 
@@ -148,3 +150,53 @@ def test_a_run_that_is_ended_leaves_no_process(number, tmp_path):
         process.kill()
         for pid in filter(alive, pids_of(tmp_path)):
             os.kill(pid, signal.SIGKILL)
+
+
+def plan(**changed):
+    given = {
+        **{"kind": "ops", "names": ["linear"], "engines": ["stock_eager", "ipex_eager"]},
+        **{"dtype": "float32", "rest": "float32", "size": "tiny", "threads": 1, "seconds": 60.0},
+        **{"turn": 0.0, "rounds": 50, "timeout": 300.0, "turn_timeout": 60.0, "pythons": {}},
+    }
+    return Plan(**{**given, **changed})
+
+
+def test_cases_that_the_time_does_not_reach_are_listed():
+    found = Run("ops", "float32", {})
+    bench(plan(until=time.monotonic() - 1), found, print)
+    assert not found.rows
+    reasons = {(one.engine, one.reason) for one in found.absent}
+    assert reasons == {(e, "not measured: the time was up") for e in ("stock_eager", "ipex_eager")}
+
+
+def test_cases_share_the_time_that_is_left():
+    begin = time.monotonic()
+    whole = plan(until=begin + 100)
+    share = whole.share(4)
+    assert 24 < share.until - begin < 26
+    assert 60 < whole.to_prepare() <= 70 and 15 < share.to_prepare() < 18
+    assert plan().share(4).until == plan().until and plan().to_prepare() == 300
+    assert plan(timeout=5, until=begin + 100).to_prepare() == 5
+
+
+def test_rounds_end_with_the_time():
+    class Answers:
+        calls = 0
+
+        def ask(self, **request):
+            self.calls += 1
+            return {"times": {"call": 1.0}}
+
+    workers = {"limits": Answers(), "stock_eager": Answers()}
+    times = _rounds(plan(until=time.monotonic() - 1), workers, {"stock_eager": {}})
+    assert [len(one) for one in times.values()] == [2, 2]  # a ratio has two pairs at least
+    times = _rounds(plan(until=time.monotonic() + 100, seconds=0.0), workers, {"stock_eager": {}})
+    assert [len(one) for one in times.values()] == [50, 50]
+
+
+def test_time_of_single_ops():
+    options = ("--size", "tiny", "--dtype", "fp32", "--seconds", "1")
+    done = run("ops", "softmax", "rms_norm", *options, "--minutes", "0.01")
+    assert done.exit_code == 0 and "not measured: 1 shapes" in done.output, done.output
+    done = run("ops", "softmax", "--minutes", "0")
+    assert done.exit_code == 2 and "--minutes" in done.output

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -28,6 +29,11 @@ _LIMITS = "limits"
 #: Engines that are prepared side by side: much of it is a compiler or an export on one core.
 _AT_ONCE = 2
 
+#: The part of the time that is left in which engines may prepare.
+_PREPARING = 0.7
+
+_TIME_UP = "not measured: the time was up"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
@@ -47,6 +53,7 @@ class Plan:
         timeout: Seconds that an engine may take to prepare.
         turn_timeout: Seconds that a turn may take; the baseline's may take ``timeout``, if that is more.
         pythons: Interpreters of engines that have an environment of their own.
+        until: Time of `time.monotonic` after which nothing new is begun.
     """
 
     kind: str
@@ -62,6 +69,16 @@ class Plan:
     timeout: float
     turn_timeout: float
     pythons: dict[str, str]
+    until: float = math.inf
+
+    def share(self, cases: int) -> Plan:
+        """Return the plan of the first of so many cases that have the time that is left."""
+        now = time.monotonic()
+        return dataclasses.replace(self, until=now + (self.until - now) / cases)
+
+    def to_prepare(self) -> float:
+        """Return the seconds that an engine may take to prepare from now on; the rounds need a part of what is left."""
+        return min(self.timeout, _PREPARING * (self.until - time.monotonic()))
 
 
 def run(
@@ -81,23 +98,31 @@ def run(
     for engine in plan.engines:
         if plan.kind not in peers.load(engine).kinds:
             found.absent.append(Absent(engine, "", f"no adapter for {plan.kind}"))
-    for name in plan.names:
-        for label, shape in shapes.cases(plan.kind, name, plan.size):
-            never = {one.engine for one in found.absent if not one.case}
-            with tempfile.TemporaryDirectory(prefix="ipex-bench-") as folder:
-                task = Task(
-                    kind=plan.kind,
-                    name=name,
-                    case=label,
-                    shape=shape,
-                    dtype=plan.dtype,
-                    threads=plan.threads,
-                    folder=folder,
-                    rest=plan.rest,
-                )
-                task.write()
-                _case(plan, task, [e for e in plan.engines if e not in never], found, say)
-            keep(found)
+    cases = [
+        (name, label, shape)
+        for name in plan.names
+        for label, shape in shapes.cases(plan.kind, name, plan.size)
+    ]
+    for index, (name, label, shape) in enumerate(cases):
+        never = {one.engine for one in found.absent if not one.case}
+        engines = [e for e in plan.engines if e not in never]
+        if time.monotonic() >= plan.until:
+            found.absent += [Absent(e, label, _TIME_UP) for e in engines]
+            continue
+        with tempfile.TemporaryDirectory(prefix="ipex-bench-") as folder:
+            task = Task(
+                kind=plan.kind,
+                name=name,
+                case=label,
+                shape=shape,
+                dtype=plan.dtype,
+                threads=plan.threads,
+                folder=folder,
+                rest=plan.rest,
+            )
+            task.write()
+            _case(plan.share(len(cases) - index), task, engines, found, say)
+        keep(found)
 
 
 def _case(
@@ -154,6 +179,10 @@ class _Group(contextlib.ExitStack):
             if peers.BASELINE not in self.about:
                 return False
             while waiting and len(self._running) < _AT_ONCE and self._another_fits():
+                if self.plan.to_prepare() <= 0:
+                    self.found.absent += [Absent(e, self.task.case, _TIME_UP) for e in waiting]
+                    waiting.clear()
+                    break
                 self._begin(waiting.pop(0))
         return peers.BASELINE in self.about
 
@@ -161,7 +190,8 @@ class _Group(contextlib.ExitStack):
         self.say(f"{self.task.case}: preparing {', '.join([*self._running.values(), engine])}")
         try:
             # In this thread, which lives as long as the run: a process ends with the thread that has started it.
-            worker = Worker(self.task, engine, self.plan.pythons.get(engine, ""), self.plan.timeout)
+            seconds = max(self.plan.to_prepare(), 1)
+            worker = Worker(self.task, engine, self.plan.pythons.get(engine, ""), seconds)
         except OSError as error:  # the interpreter
             self._end(engine, {"error": str(error)})
             return
@@ -248,7 +278,10 @@ def _rounds(plan: Plan, workers: dict[str, Worker], about: About) -> Times:
     order = list(workers)
     begin = time.monotonic()
     done = 0
-    while done < plan.rounds or time.monotonic() - begin < plan.seconds:
+    while done < 2 or (
+        time.monotonic() < plan.until
+        and (done < plan.rounds or time.monotonic() - begin < plan.seconds)
+    ):
         for name in list(order):
             needed = name in {_LIMITS, peers.BASELINE}
             limit = max(plan.timeout, plan.turn_timeout) if needed else plan.turn_timeout

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from ipex._bench.shapes import names as workloads
 from ipex_core._console import figure_class, writable, written
 from ipex_core._files import write_whole
 
-__all__ = ["Files", "arguments_of", "choice", "make_plan", "native"]
+__all__ = ["Files", "arguments_of", "choice", "deadline", "make_plan", "native"]
 
 _DTYPES = {
     "fp32": "float32",
@@ -49,6 +51,7 @@ def make_plan(
     dtype: str,
     threads: int,
     env: Sequence[str] | None,
+    minutes: float | None,
     **numbers: Any,
 ) -> Plan:
     """Return what to measure.
@@ -60,6 +63,7 @@ def make_plan(
         dtype: ``"auto"`` or a precision that the kind knows.
         threads: 0 for torch's number.
         env: ``ENGINE=PYTHON`` each.
+        minutes: Time of all cases, from now on; None: as long as it takes.
         numbers: The other fields of `Plan`.
 
     Raises:
@@ -80,8 +84,14 @@ def make_plan(
         rest=native(),
         threads=threads or torch.get_num_threads(),
         pythons=pythons,
+        until=deadline(minutes),
         **numbers,
     )
+
+
+def deadline(minutes: float | None) -> float:
+    """Return the time of `time.monotonic` at which so many minutes are over."""
+    return math.inf if minutes is None else time.monotonic() + 60 * minutes
 
 
 def choice(option: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -7,11 +7,13 @@ Without a command: ops.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ipex._bench.report import SHORT
 from ipex._bench.shapes import SIZES
 from ipex._commands import bench_peers
-from ipex._commands._bench_plan import Files, arguments_of, choice, native
+from ipex._commands._bench_plan import Files, arguments_of, choice, deadline, native
 from ipex._commands._bench_report import read_results, results_json, results_table, write_plot
 from ipex_core._console import make_console, warn_if_busy, written
 from ipex_core._files import write_whole
@@ -82,6 +84,12 @@ def bench(
             min=0.001,
             help="Time per measurement; default 0.4, 4 with --peers, 0.05 with --size tiny.",
             show_default=False,
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01, help="Time of all; shapes that it does not reach are counted at the end."
         ),
     ] = None,
     json_file: Annotated[
@@ -156,6 +164,7 @@ def bench(
             rounds=rounds,
             timeout=timeout,
             turn_timeout=turn_timeout,
+            minutes=minutes,
             env=env,
         )
         return
@@ -168,6 +177,7 @@ def bench(
         "case": case,
         "smallest": size == "tiny",
         "seconds": seconds,
+        "until": deadline(minutes),
     }
     _check_ops(names)
     _bench_ops(request, _parse_threads(threads), _parse_levels(levels), files)
@@ -353,7 +363,11 @@ def _measure(request: dict[str, Any], console: Console, failed: list[str]) -> li
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("", total=len(todo))
             results = []
-            for spec, case, dtype in todo:
+            for index, (spec, case, dtype) in enumerate(todo):
+                if time.monotonic() >= request["until"]:
+                    left = len(todo) - index
+                    console.print(f"[yellow]not measured:[/] {left} shapes: the time was up")
+                    break
                 what = f"{spec.name} {case.id} {dtype}"
                 progress.update(task, description=f"{spec.name} {case.id}")
                 if not console.is_terminal:
@@ -378,6 +392,7 @@ def _confirm(result: Result, request: dict[str, Any], console: Console) -> Resul
         "smallest": False,
         "threads": result.threads,
         "seconds": 3 * request["seconds"],
+        "until": math.inf,
     }
     from ipex_core.benchmark import active_level
 

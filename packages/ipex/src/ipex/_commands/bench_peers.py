@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 import shlex
 import signal
 import sys
@@ -47,6 +48,14 @@ TurnTimeout = Annotated[
         min=1, help="Seconds that a turn may take; an engine that needs more is left out."
     ),
 ]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        help="Time of all cases; engines and cases that it does not reach are listed.",
+        show_default=False,
+    ),
+]
 Env = Annotated[
     list[str] | None,
     typer.Option(help="ENGINE=PYTHON: the interpreter of an engine with its own environment."),
@@ -84,6 +93,7 @@ def _command(kind: str, text: str, rounds: int, timeout: float) -> Callable[...,
         rounds: Rounds = rounds,
         timeout: Timeout = timeout,
         turn_timeout: TurnTimeout = 60,
+        minutes: Minutes = None,
         env: Env = None,
         json_file: JsonFile = None,
         markdown: Markdown = None,
@@ -104,6 +114,7 @@ def _command(kind: str, text: str, rounds: int, timeout: float) -> Callable[...,
             rounds=rounds,
             timeout=timeout,
             turn_timeout=turn_timeout,
+            minutes=minutes,
             env=env,
         )
 
@@ -252,7 +263,7 @@ def _confirmed(before: Run, plan: Plan, result: Run, console: Console) -> list[s
     # Longer: a busy moment must not fail a build.
     console.print("measuring again what looks slower")
     names = [name for name in plan.names if any(line.startswith(name) for line in worse)]
-    longer = dataclasses.replace(plan, names=names, seconds=2 * plan.seconds)
+    longer = dataclasses.replace(plan, names=names, seconds=2 * plan.seconds, until=math.inf)
     second = Run(result.kind, result.dtype, result.machine)
     _measure(longer, second, console)
     again = {row.key: row for row in second.rows}
