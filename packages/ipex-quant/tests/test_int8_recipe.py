@@ -279,6 +279,9 @@ def test_tables_and_recurrent_layers(tmp_path: Path) -> None:
     found = quantised(model, ids, offsets)
     assert type(found.bag) is Int8EmbeddingBag is type(found.open)
     assert type(found.lstm).__module__.startswith("torch.ao")
+    assert (found.bag.num_embeddings, found.bag.embedding_dim, found.bag.mode) == (100, 16, "sum")
+    assert found.bag.weight.shape == (100, 16) and found.bag.weight.dtype == torch.float32
+    assert near(found.bag.weight * 1, model.bag.weight)
     assert near(found(ids, offsets), model(ids, offsets))
     assert near(found.bag(ids), model.bag(ids))  # two-dimensional
     weights = torch.rand(40)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ipex_core.nn.merged_embedding import MergedEmbeddingBagWithCat
 from ipex_core.ops.merged_embeddingbag_int8 import quantize_table
+from ipex_quant._float_weight import ShowsFloatWeight
 from ipex_quant._int8_bag_op import TAIL, run
 
 __all__ = ["TABLES", "Int8EmbeddingBag", "Int8MergedEmbeddingBag", "why_not"]
@@ -32,28 +33,54 @@ def why_not(bag: nn.EmbeddingBag | MergedEmbeddingBagWithCat) -> str:
     return "it changes its weight (max_norm)" if bag.max_norm is not None else ""
 
 
-class Int8EmbeddingBag(nn.Module):
+class Int8EmbeddingBag(ShowsFloatWeight):
     """Sums of rows of a table of 8-bit numbers; each row has its own scale and least number.
 
     Takes what `torch.nn.EmbeddingBag` takes, gives float32.
 
     Attributes:
-        weight: uint8 ``[num_embeddings, embedding_dim + 8]``: codes, then scale and least number as float32.
+        weight: The float table ``[num_embeddings, embedding_dim]``. A state dict has uint8
+            ``[num_embeddings, embedding_dim + 8]``: codes, then scale and least number as float32.
     """
 
-    weight: Tensor
+    mode = "sum"
 
     def __init__(self, weight: Tensor, include_last_offset: bool = False) -> None:
         super().__init__()
         if weight.dtype != torch.uint8:
             weight = torch.ops.quantized.embedding_bag_byte_prepack(weight.detach().float())
         self.include_last_offset = include_last_offset
-        self.register_buffer("weight", weight)
+        self._buffers["weight"] = weight
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of rows."""
+        return self.weight_shape()[0]
+
+    @property
+    def embedding_dim(self) -> int:
+        """Numbers in a row."""
+        return self.weight_shape()[1]
+
+    def weight_shape(self) -> torch.Size:
+        """Return the shape of the float table."""
+        rows, width = self._codes().shape
+        return torch.Size((rows, width - TAIL))
+
+    def dequantize(self) -> Tensor:
+        """Return the float table."""
+        y: Tensor = torch.ops.quantized.embedding_bag_byte_unpack(self._codes())
+        return y
+
+    def _codes(self) -> Tensor:
+        codes = self._buffers["weight"]
+        assert codes is not None
+        return codes
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what a file needs to make this module again."""
         about = {"include_last_offset": self.include_last_offset}
-        return about, {"weight": self.weight}
+        return about, {"weight": self._codes()}
 
     @classmethod
     def from_saved(
@@ -80,7 +107,7 @@ class Int8EmbeddingBag(nn.Module):
                 per_sample_weights = per_sample_weights.reshape(-1)
         if offsets is None:
             raise ValueError("EmbeddingBag: offsets must be given for 1-D input, got None")
-        args = self.weight, input, offsets.to(input.dtype), per_sample_weights, include_last
+        args = self._codes(), input, offsets.to(input.dtype), per_sample_weights, include_last
         # An op in Python costs as much as a small bag; only compiled graphs need one, since stock has no shapes for it.
         if not torch.compiler.is_compiling():
             return run(*args)
@@ -89,7 +116,7 @@ class Int8EmbeddingBag(nn.Module):
 
     def extra_repr(self) -> str:
         """Return sizes."""
-        return f"{self.weight.shape[0]}, {self.weight.shape[1] - TAIL}, mode='sum'"
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode='sum'"
 
 
 class Int8MergedEmbeddingBag(nn.Module):

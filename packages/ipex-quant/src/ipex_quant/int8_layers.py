@@ -13,9 +13,9 @@ from torch.ao.nn.quantized import dynamic
 
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_core.errors import OpArgumentError
-from ipex_core.nn._packed import PackedWeight, hollow
 from ipex_core.ops._epilogue import ACTIVATIONS
 from ipex_quant import _int8_conv, _int8_group
+from ipex_quant._float_weight import ShowsFloatWeight
 from ipex_quant._int8_conv import int8_conv, int8_conv_sum_
 from ipex_quant._int8_group import InputGroup
 from ipex_quant._int8_wires import Codes, Early, Scale, Scaled, plain, take
@@ -45,38 +45,11 @@ def _codes_or_float(x: Any, scale: Scale) -> Tensor:
     return x if x.is_floating_point() else x.float()  # type: ignore[no-any-return]
 
 
-class _FloatWeight(PackedWeight):
-    """The float weight of an INT8 layer: it has shape and dtype, and is dequantized when somebody computes with it."""
-
-    layer: _Int8Layer
-
-    @staticmethod
-    def __new__(cls, layer: _Int8Layer) -> _FloatWeight:  # type: ignore[override]
-        """Show the weight of a layer."""
-        self: _FloatWeight = hollow(cls, layer.weight_shape(), layer.float_dtype)
-        self.layer, self.form = layer, "int8"
-        return self
-
-    def _plain(self) -> Tensor:
-        return self.layer.dequantize()
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in _KEEP and type(args[0]) is _FloatWeight:
-            return _FloatWeight(args[0].layer)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-_KEEP = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-
-
-class _Int8Layer(nn.Module):
+class _Int8Layer(ShowsFloatWeight):
     """What both kinds share: the scales, and staying 8-bit when the model is cast.
 
     A state dict has the integers, their scales, the bias and, as one tensor of the layer's extra state, the scales of
-    activations. ``weight`` is the float weight: models cast activations to its dtype, as CLIP does with images.
+    activations.
     """
 
     #: What `activation` can be.
@@ -91,8 +64,6 @@ class _Int8Layer(nn.Module):
     after: tuple[str, ...] = ()
     #: Whether float results lie in contiguous order, not channels-last as oneDNN gives them.
     contiguous: bool = False
-    #: The dtype that ``weight`` shows; it follows casts of the model.
-    float_dtype: torch.dtype = torch.float32
 
     def __prepare_scriptable__(self) -> nn.Module:
         """What ``torch.jit.script`` calls first."""
@@ -131,14 +102,6 @@ class _Int8Layer(nn.Module):
         tensors = {"weight": self.int_weight(), "weight_scale": self._buffers["weight_scale"]}
         extra = {name: self._buffers.get(name) for name in ("bias", "smooth")}
         return about, {k: v for k, v in (*tensors.items(), *extra.items()) if v is not None}
-
-    @property
-    def weight(self) -> Tensor:
-        """The float weight; its values are computed when they are read."""
-        # Graphs leave out what nobody computes with, and cannot make the stand-in.
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            return self.dequantize()
-        return _FloatWeight(self)
 
     def weight_shape(self) -> torch.Size:
         """Return the shape of the float weight."""
