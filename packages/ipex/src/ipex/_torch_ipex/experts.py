@@ -137,11 +137,12 @@ def _each_expert(
 ) -> Tensor:
     """Add up what ``mlp`` of each expert gives for its tokens, in float32, and over all processes if asked."""
     total = torch.zeros_like(hidden_states, dtype=torch.float32)
-    for expert in range(experts):
+    for expert in topk_ids.unique().tolist():
+        if not 0 <= expert < experts:  # another process's, or none
+            continue
         tokens, slots = torch.where(topk_ids == expert)
-        if tokens.numel():
-            y = mlp(expert, hidden_states[tokens]) * topk_weights[tokens, slots].unsqueeze(1)
-            total.index_add_(0, tokens, y.float())
+        y = mlp(expert, hidden_states[tokens]) * topk_weights[tokens, slots].unsqueeze(1)
+        total.index_add_(0, tokens, y.float())
     return _summed(total.to(hidden_states.dtype), is_distributed)
 
 
@@ -184,13 +185,12 @@ def _fused_experts(
     """
     if is_woq:
         mode = lowp_name("fused_experts", woq_lowp_mode)
-        first, second = ([PackedLinear(w, None, mode) for w in stack] for stack in (w1, w2))
 
         def mlp(expert: int, x: Tensor) -> Tensor:
-            gate, up = first[expert](x).chunk(2, -1)
-            return second[expert](torch.nn.functional.silu(gate) * up)
+            gate, up = PackedLinear(w1[expert], None, mode)(x).chunk(2, -1)
+            return PackedLinear(w2[expert], None, mode)(torch.nn.functional.silu(gate) * up)
 
-        return _each_expert(hidden_states, topk_ids, topk_weights, len(first), mlp, is_distributed)
+        return _each_expert(hidden_states, topk_ids, topk_weights, w1.shape[0], mlp, is_distributed)
     if not is_vnni:
         w1, w2 = _convert_weight_packed_moe_bf16(w1, w2)
     header = read_header(w2[0]) if w2.dim() == 2 else None
