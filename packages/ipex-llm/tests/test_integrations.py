@@ -311,6 +311,8 @@ SELECTING = (
     ("mistral_large4", "MistralLarge4TextConfig", "MistralLarge4TextModel", "sdpa"),
     ("hy_v4", "HYV4Config", "HYV4ForCausalLM", "eager"),
     ("hy_v4_vl", "HYV4VLTextConfig", "HYV4VLTextModel", "eager"),
+    # Its mask is another one under "sdpa", which leaves out rows that select nothing.
+    ("glm5_next", "Glm5NextTextConfig", "Glm5NextTextModel", "eager"),
 )
 
 
