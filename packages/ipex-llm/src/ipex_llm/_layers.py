@@ -9,7 +9,6 @@ forward) is noticed, and the views are copied once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -171,11 +170,13 @@ class _Call:
 
     Attributes:
         step: What a program must know.
+        positions: int64 ``[rows]``, the places of all rows, which count where no others are given.
         spare: Rows at the end of the memory of a layer that stay empty.
         real: The rows that are no padding, among all of the call; None: all.
     """
 
     step: Step
+    positions: Tensor
     spare: int = 0
     real: Tensor | None = None
 
@@ -219,7 +220,7 @@ def _call(
             count,
             count == 1,
         )
-        made = _Call(step)
+        made = _Call(step, _counted(batch, past, count))
     else:
         made = _padded(batch, past, count, rows, pads)
     if holder is not None:
@@ -250,7 +251,11 @@ def _padded(batch: int, past: int, count: int, rows: _Rows, pads: tuple[int, ...
         int(counts.max()),
         count == 1,
     )
-    return _Call(step, spare, real)
+    return _Call(step, _counted(batch, past, count), spare, real)
+
+
+def _counted(batch: int, past: int, count: int) -> Tensor:
+    return torch.arange(past, past + count).expand(batch, count).reshape(-1)
 
 
 def _pads(
@@ -365,8 +370,9 @@ class LayerMixin(nn.Module):
         for name in ("output_attentions", "output_router_logits"):
             if kwargs.get(name) or getattr(facts.config, name, False):
                 raise Reason(f"argument {name}")
-        if any(hooks_of(module) != known for module, known in self.__dict__["_ipex_hooks"]):
-            raise Reason("a module in it has hooks")
+        for module, known in self.__dict__["_ipex_hooks"]:
+            if hooks_of(module) != known:
+                raise Reason("a module in it has hooks")
         batch, count = hidden.shape[:2]
         cache = given_cache(kwargs)
         cache = kwargs.get("past_key_value") if cache is None else cache
@@ -388,7 +394,8 @@ class LayerMixin(nn.Module):
         else:
             rows = _room(runner, slot, part, batch, count, spare)
         call = _call(cache if mask is None else mask, batch, past, count, rows, pads)
-        positions = _positions(kwargs, batch, past, count)
+        given = kwargs.get("position_ids")
+        positions = call.positions if given is None else _positions(given, batch, count)
         x = hidden.reshape(batch * count, -1)
         if call.real is None:
             y = runner.run(call.shifted(rows), x, positions, call.step)
@@ -406,8 +413,10 @@ class LayerMixin(nn.Module):
 
 def hooks_of(module: nn.Module) -> tuple[int, int, int]:
     """Return what is done around the forward of a module's class, to notice when that changes."""
-    own = module.__dict__.get("forward")
-    return len(module._forward_hooks), len(module._forward_pre_hooks), 0 if own is None else id(own)
+    found = module.__dict__
+    own = found.get("forward")
+    hooks, before = found["_forward_hooks"], found["_forward_pre_hooks"]
+    return len(hooks), len(before), 0 if own is None else id(own)
 
 
 def _usable(layer: Any) -> Runner:
@@ -427,10 +436,7 @@ def _usable(layer: Any) -> Runner:
     return runner
 
 
-def _positions(kwargs: Mapping[str, Any], batch: int, past: int, count: int) -> Tensor:
-    given = kwargs.get("position_ids")
-    if given is None:
-        given = torch.arange(past, past + count).unsqueeze(0)
-    elif given.dim() != 2 or given.shape[0] not in (1, batch) or given.shape[1] != count:
+def _positions(given: Tensor, batch: int, count: int) -> Tensor:
+    if given.dim() != 2 or given.shape[0] not in (1, batch) or given.shape[1] != count:
         raise Reason(f"position_ids of shape {list(given.shape)}")
     return given.to(torch.int64).expand(batch, count).reshape(-1)
