@@ -55,6 +55,13 @@ def measuring() -> Iterator[Popen[str] | None]:
     process.communicate()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget() -> Iterator[None]:
+    """Free the syntax trees of all sources for the tests that follow."""
+    yield
+    house.forget()
+
+
 @pytest.mark.parametrize("check", house.CHECKS)
 def test_numbers_only_fall(check: str) -> None:
     wrong = house.verdict(check, sum(house.counts(check).values()))
@@ -176,12 +183,9 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     rows = [f"{check}\t0\t0\t0\n" for check in house.CHECKS]
     (tmp_path / "house.tsv").write_text("check\ttoday\tslack\tgoal\n" + "".join(rows))
     (tmp_path / "places.tsv").write_text("check\tplace\tnumber\n")
-    caches = (house.modules, house.imports, house.graph, house.counts)
-    for cache in caches:
-        cache.cache_clear()
+    house.forget()
     yield tmp_path
-    for cache in caches:
-        cache.cache_clear()
+    house.forget()
 
 
 def test_each_fault_is_found(faulty: Path) -> None:
@@ -221,8 +225,7 @@ def test_what_is_new_is_named(faulty: Path) -> None:
         house.verdict(check, sum(house.counts(check).values())) == "" for check in house.CHECKS
     )
     leaf.write_text(leaf.read_text() + "exec('x')\n")
-    house.modules.cache_clear()
-    house.counts.cache_clear()
+    house.forget()
     told = house.verdict("hacks", 2)
     assert "hacks is 2, at most 1" in told and "_leaf.py:15: exec('x')" in told
     assert "_leaf.py: 2, was 1" in told and "--set 'hacks'" in told
@@ -240,8 +243,7 @@ def test_a_number_that_fell_asks_for_its_bound(faulty: Path) -> None:
     house.TABLE.write_text(text)
     assert house.verdict("hacks", 0) == ""  # within the slack
     (faulty / "packages/ipex-core/src/ipex_core/nn/_leaf.py").write_text("")
-    for cache in (house.modules, house.imports, house.graph, house.counts):
-        cache.cache_clear()
+    house.forget()
     assert "hacks: 1 -> 0" in house.write()
 
 

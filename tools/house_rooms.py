@@ -8,6 +8,7 @@ names are those that the folders will have. Until a file has moved, its present 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 __all__ = ["ARROWS", "HOUSE", "Room", "room_of"]
 
@@ -135,7 +136,9 @@ HOUSE: dict[str, tuple[Room, ...]] = {
     ),
     "ipex_llm": (
         _room(
-            "arch", "structure of a decoder, found by probing", "_plan _reference _match _version"
+            "arch",
+            "structure of a decoder, found by probing",
+            "_plan _reference _match _seeded _version",
         ),
         _room(
             "distributed",
@@ -189,6 +192,7 @@ HOUSE: dict[str, tuple[Room, ...]] = {
 }
 
 
+@functools.cache
 def room_of(wheel: str, module: str) -> str | None:
     """Return the name of the room of a module, or None if no row names it.
 
