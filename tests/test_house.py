@@ -7,6 +7,7 @@ present numbers and what each counts; ``--tighten`` lowers the bounds.
 
 from __future__ import annotations
 
+import doctest
 import importlib.metadata
 import importlib.util
 import re
@@ -259,6 +260,10 @@ def test_a_number_that_fell_asks_for_its_bound(faulty: Path) -> None:
 )
 def test_form_of_messages(text: str, missing: list[str]) -> None:
     assert house_messages.lacks(text) == missing
+
+
+def test_examples() -> None:
+    assert doctest.testmod(house_messages) == (0, 4)
 
 
 def test_spellings() -> None:
