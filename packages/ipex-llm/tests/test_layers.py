@@ -171,6 +171,27 @@ def test_padding_in_front_runs_programs(name: str, runs: list[int]) -> None:
     assert runs.count(3) == 20 * blocks  # a row of each sequence at a time
 
 
+def test_a_compiled_model_with_padding() -> None:
+    """Dynamo knows no attributes of tensors, in which layers of one forward find what they have in common."""
+    model = build("llama")
+    compiled = torch.compile(optimize(model, depth=2), backend="eager")
+    given = padded("left")
+    seen = given["attention_mask"].bool()
+    close(compiled(**given).logits[seen], model(**given).logits[seen])
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_with_padding(beams: int) -> None:
+    model = build("llama")
+    fast = optimize(model, depth=2)
+    more = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
+    given = {**padded("left"), **more}
+    want = model.generate(**given)
+    assert torch.equal(fast.generate(**given), want)
+    with torch.inference_mode():
+        assert torch.equal(fast.generate(**given), want)
+
+
 def test_a_text_that_is_padding_alone_so_far_runs_the_model_s_own_layers(runs: list[int]) -> None:
     model = build("llama")
     fast = optimize(model, depth=2)

@@ -205,6 +205,8 @@ def _call(
         pads: Rows of padding that each sequence begins with, or None.
     """
     capacity = rows.block_size
+    if torch.compiler.is_compiling():
+        holder = None  # Dynamo knows no attributes of tensors
     key = (batch, past, count, capacity, rows.keys.shape[1], pads)
     known = None if holder is None else holder.__dict__.get("_ipex_step")
     if known is not None and known[0] == key:
@@ -275,14 +277,15 @@ def _pads(
         Reason: The mask says more than what comes later, is too far away, or is padding in front.
     """
     key = (batch, start, past, count, window)
-    version = None if mask.is_inference() else mask._version
-    known = mask.__dict__.get("_ipex_pads")
-    if known is not None and version is not None and known[:2] == (key, version):
-        found = known[2]
-    else:
+    # Nobody counts who writes to an inference tensor, and Dynamo knows no attributes of tensors.
+    if torch.compiler.is_compiling() or mask.is_inference():
         found = _read(mask, *key)
-        if version is not None:
-            mask.__dict__["_ipex_pads"] = key, version, found
+    else:
+        known = mask.__dict__.get("_ipex_pads")
+        if known is None or known[:2] != (key, mask._version):
+            known = key, mask._version, _read(mask, *key)
+            mask.__dict__["_ipex_pads"] = known
+        found = known[2]
     if isinstance(found, str):
         raise Reason(found)
     return found
