@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 import ipex_core
 import ipex_quant
 from ipex_llm._forward import _silent
-from ipex_llm._layers import _read
+from ipex_llm._layers import _call, _pads, _read, _Rows
 from ipex_llm._optimize import optimize
 from ipex_llm._planned import Part
 from ipex_llm._runner import Runner
@@ -171,13 +171,18 @@ def test_padding_in_front_runs_programs(name: str, runs: list[int]) -> None:
     assert runs.count(3) == 20 * blocks  # a row of each sequence at a time
 
 
-def test_a_compiled_model_with_padding() -> None:
+def test_compiled_code_reads_masks() -> None:
     """Dynamo knows no attributes of tensors, in which layers of one forward find what they have in common."""
-    model = build("llama")
-    compiled = torch.compile(optimize(model, depth=2), backend="eager")
-    given = padded("left")
-    seen = given["attention_mask"].bool()
-    close(compiled(**given).logits[seen], model(**given).logits[seen])
+    mask = torch.ones(2, 1, 3, 7, dtype=torch.bool).tril(4)
+    mask[1, ..., :2] = False
+    rows = _Rows(torch.zeros(2, 2, 20, 8), torch.zeros(2, 2, 20, 8))
+
+    def slots(mask: Tensor) -> Tensor:
+        return _call(mask, 2, 4, 3, rows, _pads(mask, 2, 0, 4, 3, -1)).step.slots
+
+    compiled = torch.compile(slots, backend="eager")
+    assert torch.equal(compiled(mask), slots(mask))
+    assert torch.equal(slots(mask), slots(mask.clone()))
 
 
 @pytest.mark.parametrize("beams", [1, 3])
