@@ -115,7 +115,7 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room(
             "weight",
             "one quantized weight, primitives, layouts",
-            "_weight quantize _layouts _saved",
+            "_weight _float_weight quantize _layouts _saved",
         ),
         _room("formats", "weights of other tools", "_formats _bnb _gguf _gguf_blocks _schemes"),
         _room(
