@@ -161,9 +161,12 @@ def test_a_night_goes_on_after_a_kind_that_fails_and_publishes_the_others(
     with pytest.raises(RuntimeError, match="failed for llm"):
         sessions.bench.func(Session())
     more = "--size tiny --turn 0.02"
+    minutes = sessions.BENCH_MINUTES
+    assert sum(minutes.values()) <= 55 and sum(sessions.SHORT_MINUTES.values()) <= 9
     assert commands == [
-        *("ops --size tiny", f"ops --peers {more}", f"models {more}", f"llm {more}"),
-        f"train {more}",
+        f"ops --minutes {minutes['ops']} --size tiny",
+        f"ops --peers --minutes {minutes['peers']} {more}",
+        *(f"{kind} --minutes {minutes[kind]} {more}" for kind in ("models", "llm", "train")),
     ]
     published = {path.name: path.read_text() for path in (tmp_path / "data/nightly").iterdir()}
     kinds = ("ops", "peers", "models", "train")

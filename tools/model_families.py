@@ -220,9 +220,10 @@ def sweep(
             send.close()
             row = dict.fromkeys(COLUMNS, "") | {"name": name, "class": kind or ""}
             running[receive] = _Run(process, row, time.monotonic())
-        for pipe in wait(list(running)):
+        ready: list[Any] = wait(list(running))
+        for pipe in ready:
             try:
-                running[pipe].row = pipe.recv()  # type: ignore[union-attr]
+                running[pipe].row = pipe.recv()
             except EOFError:
                 run = running.pop(pipe)
                 yield run.end(seconds), time.monotonic() - run.began

@@ -364,7 +364,7 @@ def _measure(request: dict[str, Any], console: Console, failed: list[str]) -> li
             task = progress.add_task("", total=len(todo))
             results = []
             for index, (spec, case, dtype) in enumerate(todo):
-                if time.monotonic() >= request["until"]:
+                if index and time.monotonic() >= request["until"]:
                     left = len(todo) - index
                     console.print(f"[yellow]not measured:[/] {left} shapes: the time was up")
                     break
