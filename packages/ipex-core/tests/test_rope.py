@@ -88,11 +88,18 @@ def test_equals_transformers(case, positions):
     utils = pytest.importorskip("transformers.modeling_rope_utils")
     transformers = pytest.importorskip("transformers")
     kind = case.split("-")[0]
+    older = transformers.__version__.startswith("4.")
     config = transformers.LlamaConfig(
         hidden_size=256,
         num_attention_heads=4,
         max_position_embeddings=2048,
-        rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **CASES[case]},
+        **{
+            "rope_scaling" if older else "rope_parameters": {
+                "rope_type": kind,
+                "rope_theta": 10000.0,
+                **CASES[case],
+            }
+        },
     )
     want, want_factor = utils.ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=positions)
     got, factor = rope_frequencies(

@@ -29,6 +29,7 @@ __all__ = [
     "OLD",
     "POSITIONS",
     "UNMATCHED",
+    "UNPROVEN",
     "VOCAB",
     "WINDOW",
     "build",
@@ -38,6 +39,13 @@ __all__ = [
 
 #: Whether transformers is older than 5.
 OLD = transformers.__version__.startswith("4.")
+
+#: Families of which less is proven with transformers 4: its windows, chunks and rotations differ from its own rules.
+UNPROVEN: frozenset[str] = frozenset(
+    {"cohere2", "deepseek_v3", "gemma2", "gemma3", "llama4", "llama_yarn", "qwen2", "qwen3"}
+    if OLD
+    else ()
+)
 
 _CONFIG_NAMES = {
     "Gemma3": "Gemma3TextConfig",

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from families import FAMILIES, tokens
+from families import FAMILIES, UNPROVEN, tokens
 
 from ipex_llm import _forward
 from ipex_llm._hf_cache import state_of_cache
@@ -81,6 +81,8 @@ def compare(pair, searches, ids, mask, **options):
 
 @pytest.mark.parametrize("name", FULL)
 def test_families(name, searches):
+    if name in UNPROVEN:
+        pytest.skip("less is proven with transformers 4")
     model = FAMILIES[name]()
     pair = model, optimize(copy.deepcopy(model))
     compare(pair, searches, *batch(), num_return_sequences=2, eos_token_id=SOME[:3])

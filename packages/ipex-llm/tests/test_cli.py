@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import OLD
 from typer.testing import CliRunner
 
 from ipex_llm._cli import app
@@ -305,6 +306,7 @@ def test_quantisation_that_is_no_object(folder, tmp_path, value):
         assert "Traceback" not in done.output
 
 
+@pytest.mark.skipif(OLD, reason="transformers 4 does not read it")
 def test_quantisation_that_is_null_is_none(folder, tmp_path):
     plain = changed(folder, tmp_path / "plain", quantization_config=None)
     out = tmp_path / "q"
@@ -329,6 +331,8 @@ BROKEN = {
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("name", BROKEN)
 def test_configs_that_do_not_fit(folder, tmp_path, name, quantised):
+    if OLD and name == "rope_parameters":
+        pytest.skip("transformers 4 has no such field")
     source = folder
     if quantised:
         source = tmp_path / "q"

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from families import FAMILIES, OLD, tokens
+from families import FAMILIES, OLD, UNPROVEN, tokens
 
 import ipex_core
 from ipex_llm import _forward
@@ -186,6 +186,8 @@ def test_streamer_and_stopping_criteria():
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "mpt", "bloom"])
 def test_gaps_in_the_mask(name):
     """Sliding windows and the ALiBi of MPT count the places that are hidden between tokens."""
+    if name in UNPROVEN:
+        pytest.skip("less is proven with transformers 4")
     model, fast = pair(name)
     ids = tokens(3, 14)
     mask = torch.ones_like(ids)
@@ -209,6 +211,8 @@ def test_gaps_in_the_mask(name):
 
 
 def test_prompts_longer_than_a_chunk_of_attention():
+    if "llama4" in UNPROVEN:
+        pytest.skip("less is proven with transformers 4")
     model, fast = pair("llama4")
     assert whole(fast) and model.config.attention_chunk_size == 128
     for length, beams in ((200, 1), (120, 1), (120, 2)):

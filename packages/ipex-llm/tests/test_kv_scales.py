@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES, tokens
+from families import FAMILIES, UNPROVEN, tokens
 
 import ipex_core
 from ipex_llm import Engine
@@ -42,6 +42,8 @@ def test_calibration_sees_what_is_cached():
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "qwen3", "phi", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.float8_e4m3fn])
 def test_cached_numbers(name, dtype):
+    if name in UNPROVEN:
+        pytest.skip("less is proven with transformers 4")
     model = FAMILIES[name]()
     scales = scales_of(model)
     fast = optimize(model, kv_cache_dtype=dtype, kv_cache_scales=scales)

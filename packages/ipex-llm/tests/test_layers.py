@@ -138,6 +138,9 @@ def padded(side: str) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask if side == "left" else mask.flip(1)}
 
 
+@pytest.mark.skipif(
+    OLD, reason="transformers 4 has other masks, with which some layers run as stock"
+)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "gpt_oss"])
 def test_padding_in_front_runs_programs(name: str, runs: list[int]) -> None:
     model = build(name)

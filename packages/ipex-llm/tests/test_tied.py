@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from families import FAMILIES, tokens
+from families import FAMILIES, UNPROVEN, tokens
 
 import ipex_core
 from ipex_llm._optimize import optimize
@@ -42,6 +42,8 @@ def check_tied(model, packed=True):
 def test_one_weight(name, dtype):
     if name not in FAMILIES:
         pytest.skip("not in this transformers")
+    if name in UNPROVEN:
+        pytest.skip("less is proven with transformers 4")
     model = FAMILIES[name]().to(dtype)
     fast = optimize(model)
     weight = check_tied(fast)
