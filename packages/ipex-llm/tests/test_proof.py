@@ -306,6 +306,19 @@ def test_large_models_are_proven_by_small_copies(proofs: Proofs) -> None:
     assert proofs.made == 1
 
 
+def test_how_to_generate_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 4 keeps it in the configuration of the model, and warns of what does not fit."""
+    config = copy.deepcopy(build("llama").config)
+    given = {"do_sample": False, "top_k": 50}
+    monkeypatch.setattr(
+        type(config), "_get_global_generation_defaults", staticmethod(lambda: given), raising=False
+    )
+    config.do_sample, config.top_k = False, 50
+    assert _small.small_config(config).top_k == 50
+    del config.do_sample  # a number of experts, then
+    assert _small.small_config(config).top_k == 2
+
+
 # -- masks and positions at random ------------------------------------------------------------------------------------
 
 

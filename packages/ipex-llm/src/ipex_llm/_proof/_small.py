@@ -77,7 +77,11 @@ def _first(config: Any, names: tuple[str, ...], default: int = 0) -> int:
 
 
 def _values(config: Any) -> dict[str, Any]:
-    return {k: v for k, v in vars(config).items() if not k.startswith("_")}
+    found = {k: v for k, v in vars(config).items() if not k.startswith("_")}
+    if "do_sample" in found:  # transformers 4 keeps here how to generate, too
+        for name in getattr(config, "_get_global_generation_defaults", dict)():
+            found.pop(name, None)
+    return found
 
 
 def _integer(value: object) -> bool:
