@@ -392,7 +392,7 @@ def _record(op: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _expose(
     model: nn.Module, paths: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> nn.Module:
-    """Make sums, activations and products in the forwards of modules modules, if that does not change the output."""
+    """Turn sums, activations and products in forwards into modules, if that does not change the output."""
     if not paths:
         return model
     with torch.no_grad():

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ipex_core._optimize._cast import wide_names
-from ipex_core._optimize._passes import Context, Pass, register
+from ipex_core._optimize._passes import Context, Pass, register, run_on
 from ipex_core._spec import dtype_name
 from ipex_core.nn._state import attach, realize, revert
 
@@ -41,7 +41,7 @@ class Buffers(Pass):
         inputs = _inputs(context) if found else None
         if inputs is None or _runs(context.model, inputs) is not False:
             return
-        beside = [(path, m, name) for path, m, name in found if _has_parameters(m)]
+        beside = [one for one in found if any(p.is_floating_point() for p in one[1].parameters())]
         for chosen in (beside, found):
             if chosen and self._cast(context, chosen, inputs):
                 return
@@ -85,10 +85,6 @@ def _candidates(context: Context) -> Iterator[tuple[str, nn.Module, str]]:
                 yield path, module, name
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return any(p.is_floating_point() for p in module.parameters())
-
-
 def _inputs(context: Context) -> Any:
     """Return arguments for the model, or None if there are none."""
     if torch._guards.detect_fake_mode() is not None:
@@ -104,11 +100,7 @@ def _inputs(context: Context) -> Any:
 def _runs(model: nn.Module, inputs: Any) -> bool | None:
     """Return whether a model runs; None if these are not its inputs, or something else than dtypes is wrong."""
     try:
-        with torch.no_grad():
-            if isinstance(inputs, dict):
-                model(**inputs)
-            else:
-                model(*inputs)
+        run_on(model, inputs)
     except RuntimeError as error:
         return False if "type" in str(error) else None
     except Exception:  # whatever a model raises for inputs that are not its own

@@ -15,7 +15,16 @@ from ipex_core._optimize._arguments import Options
 from ipex_core._optimize._records import Log
 from ipex_core.nn._state import state_of
 
-__all__ = ["Context", "Pass", "passes", "register", "swap_reason"]
+__all__ = ["Context", "Pass", "passes", "register", "run_on", "swap_reason"]
+
+
+def run_on(model: nn.Module, sample: Any) -> None:
+    """Run a model without gradients on a tuple or list of arguments, or a dict of keyword arguments."""
+    with torch.no_grad():
+        if isinstance(sample, dict):
+            model(**sample)
+        else:
+            model(*sample)
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from torch import nn
 
 from ipex_core._optimize._arguments import Options, check_model, parse
 from ipex_core._optimize._layout import auto_channels_last
-from ipex_core._optimize._passes import Context, passes
+from ipex_core._optimize._passes import Context, passes, run_on
 from ipex_core._optimize._records import KEY, Log, log_of
 from ipex_core._optimize._saving import name_saved_dtype, undo_saved_dtype
 from ipex_core._spec import dtype_name
@@ -279,11 +279,7 @@ def _shapes(model: nn.Module, sample_input: Any) -> dict[nn.Module, torch.Size]:
         if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))
     ]
     try:
-        with torch.no_grad():
-            if isinstance(sample_input, dict):
-                model(**sample_input)
-            else:
-                model(*sample_input)
+        run_on(model, sample_input)
     finally:
         for handle in handles:
             handle.remove()
