@@ -42,9 +42,9 @@ def no_gradients() -> Iterator[None]:
 @pytest.fixture
 def small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack all but the tiniest layers, so that small models are treated as real ones are."""
-    from ipex_core._optimize import _prepack
+    from ipex_core.optimization.passes import prepack
 
-    monkeypatch.setattr(_prepack, "MIN_WEIGHTS", dict.fromkeys(_prepack.MIN_WEIGHTS, 64))
+    monkeypatch.setattr(prepack, "MIN_WEIGHTS", dict.fromkeys(prepack.MIN_WEIGHTS, 64))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let patterns fire without a kernel package too: the ops then run their reference."""
-    monkeypatch.setattr("ipex_core.nn._leaf.has_kernel", lambda op: True)
+    monkeypatch.setattr("ipex_core.module_swap.base.has_kernel", lambda op: True)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def why_not(level: str) -> str:
     """Return why no test was collected for a level."""
     try:
-        from ipex_core._plugins import provider_for
+        from ipex_core.kernels.providers import provider_for
 
         provider = provider_for("cpu")
     except Exception as error:

@@ -58,7 +58,7 @@ import ipex
 import ipex_core
 import torch
 from ipex import *
-from ipex_core._spec import *
+from ipex_core.library.spec import *
 from ipex_core.amp import *
 from ipex_core.benchmark import *
 from ipex_core.jit import fuse, fused
@@ -66,7 +66,7 @@ from ipex_core.testing import *
 from ipex_llm.engine import *
 from ipex_llm.functional import *
 from ipex_llm.modules import *
-from ipex_quant.qconfig import *
+from ipex_quant.qconfig.weight_only import *
 from ipex_core.woq import *
 _ = torch.manual_seed(0)
 """

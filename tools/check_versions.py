@@ -95,7 +95,7 @@ def range_problems(projects: dict[str, Project]) -> list[str]:
 
 def api_problems(root: Path) -> list[str]:
     """Compare KERNEL_API of core with the one compiled into the kernels."""
-    python = root / "packages/ipex-core/src/ipex_core/_plugins.py"
+    python = root / "packages/ipex-core/src/ipex_core/kernels/providers.py"
     match = _PYTHON_API.search(python.read_text(encoding="utf-8")) if python.exists() else None
     if match is None:
         return ["ipex-core: KERNEL_API not found in _plugins.py"]

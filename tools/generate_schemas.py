@@ -22,8 +22,8 @@ HEAD = """\
 
 def text() -> str:
     """Return what the file must contain."""
-    import ipex_core._program_native  # noqa: F401  (defines ops too)
-    from ipex_core._spec import schemas
+    import ipex_core.program.native  # noqa: F401  (defines ops too)
+    from ipex_core.library.spec import schemas
 
     lines = []
     for _, schema in sorted(schemas().items()):

@@ -74,7 +74,7 @@ def make(name: str, kind: str) -> Any:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from ipex_llm._proof._small import small_model
+    from ipex_llm.optimization.proof.small import small_model
 
     problem: Exception | None = None
     config = CONFIG_MAPPING[name](**VALUES.get(name, {}))
@@ -102,8 +102,8 @@ def line(error: BaseException) -> str:
 def compare(model: Any, count: int) -> Iterator[dict[str, str]]:
     """Yield the depth that a model reaches, and the worst difference of each depth, as they are known."""
     import ipex_core
-    from ipex_llm._optimize import optimize
-    from ipex_llm._proof._small import config_of
+    from ipex_llm.optimization.api import optimize
+    from ipex_llm.optimization.proof.small import config_of
 
     vocab = int(getattr(config_of(model), "vocab_size", 96))
     row = {}

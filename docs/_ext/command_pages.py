@@ -9,7 +9,7 @@ from typing import Any
 import typer.main
 
 import ipex.cli
-from ipex_llm._cli import app
+from ipex_llm.entrypoints.cli import app
 
 __all__ = ["pages"]
 

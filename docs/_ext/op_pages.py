@@ -12,9 +12,9 @@ import torch
 from sphinx.ext.napoleon import Config
 from sphinx.ext.napoleon.docstring import GoogleDocstring
 
-from ipex_core._plugins import provider_for
-from ipex_core._spec import OpSpec, specs
-from ipex_core.introspect import op_info
+from ipex_core.diagnostics.introspect import op_info
+from ipex_core.kernels.providers import provider_for
+from ipex_core.library.spec import OpSpec, specs
 
 __all__ = ["pages"]
 

@@ -70,7 +70,7 @@ def safetensors_seeds() -> Iterable[bytes]:
 
 
 def read_safetensors(data: bytes, folder: Path) -> None:
-    from ipex_quant._files import CheckpointError, mapped
+    from ipex_quant.util.safetensors import CheckpointError, mapped
 
     path = folder / "model.safetensors"
     path.write_bytes(data)
@@ -116,8 +116,8 @@ def gguf_seeds() -> Iterable[bytes]:
 def read_gguf(data: bytes, folder: Path) -> None:
     from ipex_core.errors import OpArgumentError
     from ipex_llm.utils import load_low_precision_checkpoint
-    from ipex_quant._gguf import read_gguf
-    from ipex_quant.checkpoint import read_checkpoint
+    from ipex_quant.formats.gguf import read_gguf
+    from ipex_quant.weight_only.checkpoint import read_checkpoint
 
     path = folder / "model.gguf"
     path.write_bytes(data)
@@ -152,7 +152,7 @@ def tensor_of(row: Any) -> torch.Tensor | None:
 def read_quantised(data: bytes, folder: Path) -> None:
     """Read ``{"config": quantization_config, "tensors": {name: row}}``."""
     from ipex_core.errors import OpArgumentError
-    from ipex_quant.checkpoint import linear_from, read_checkpoint
+    from ipex_quant.weight_only.checkpoint import linear_from, read_checkpoint
 
     try:
         given = json.loads(data)
@@ -230,7 +230,7 @@ def read_saved(data: bytes, folder: Path) -> None:
     """Load a saved model whose config.json is the input."""
     from ipex_core.errors import OpArgumentError
     from ipex_quant import load
-    from ipex_quant._files import CheckpointError
+    from ipex_quant.util.safetensors import CheckpointError
 
     for files in saved_folders():
         for name, content in files.items():
@@ -337,8 +337,13 @@ def read_request(data: bytes, folder: Path) -> None:
     """Read the body of a request to the server, of both kinds."""
     import asyncio
 
-    from ipex_llm._serve.errors import ApiError
-    from ipex_llm._serve.protocol import ChatRequest, CompletionRequest, read_body, sampling_params
+    from ipex_llm.entrypoints.openai.errors import ApiError
+    from ipex_llm.entrypoints.openai.protocol import (
+        ChatRequest,
+        CompletionRequest,
+        read_body,
+        sampling_params,
+    )
 
     class Request:
         headers: ClassVar[dict[str, str]] = {"content-type": "application/json"}
@@ -370,7 +375,7 @@ OP_ERRORS = (TypeError, ValueError, RuntimeError)
 @functools.cache
 def samples() -> list[tuple[str, Any]]:
     import ipex_core.ops  # noqa: F401  (registers)
-    from ipex_core._spec import specs
+    from ipex_core.library.spec import specs
 
     found = []
     for name, spec in sorted(specs().items()):
@@ -381,7 +386,7 @@ def samples() -> list[tuple[str, Any]]:
 
 def run_op(data: bytes, folder: Path) -> None:
     """Call an op with arguments that are changed as the number in the input says."""
-    from ipex_core._spec import specs
+    from ipex_core.library.spec import specs
 
     rng = random.Random(data)
     name, sample = rng.choice(samples())

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from ipex_core import _machine, _plugins, amp, explain, optimize
-from ipex_core._spec import specs
-from ipex_core.nn._leaf import has_kernel
+from ipex_core import amp, explain, optimize
+from ipex_core.kernels import machine, providers
+from ipex_core.library.spec import specs
+from ipex_core.module_swap.base import has_kernel
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 REDUCED = (torch.bfloat16, torch.float16)
@@ -285,7 +286,7 @@ def provider(monkeypatch, level):
         def level(self):
             return level
 
-    monkeypatch.setattr(_plugins, "provider_for", lambda device: Fake() if level else None)
+    monkeypatch.setattr(providers, "provider_for", lambda device: Fake() if level else None)
 
 
 def cpu(monkeypatch, *features):
@@ -293,7 +294,7 @@ def cpu(monkeypatch, *features):
         pass
 
     Info.features = features
-    monkeypatch.setattr(_machine, "cpu_info", lambda *args: Info)
+    monkeypatch.setattr(machine, "cpu_info", lambda *args: Info)
 
 
 def test_native(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from compile_checks import DTYPES, attention_inputs, fired, fuse, randn, reasons, stock
 from torch.nn import functional as F
 
-from ipex_core import _choice
+from ipex_core.kernels import policy
 
 
 def repeat_kv(x, times):
@@ -234,7 +234,7 @@ def test_attention_is_chosen_by_shape(monkeypatch):
     report, _ = fuse(stock, *inputs, always=False)
     assert not fired(report) and "the stock op is as fast" in reasons(report)
     monkeypatch.setattr(
-        "ipex_core._compile.attention.prefer_ipex_attention", lambda q, k, dtype: q[2] == 6
+        "ipex_core.fusion.aten.attention.prefer_ipex_attention", lambda q, k, dtype: q[2] == 6
     )
     assert fired(fuse(stock, *inputs, always=False)[0]) == {"attention": 1}
-    assert _choice.prefer_ipex_attention([1, 4, 512, 16], [1, 4, 512, 16], torch.float32)
+    assert policy.prefer_ipex_attention([1, 4, 512, 16], [1, 4, 512, 16], torch.float32)

@@ -14,9 +14,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional as F
 
 import ipex_core
-from ipex_core._compile import _timing
-from ipex_core._compile._report import GraphReport
-from ipex_core._compile.packed_convolutions import pack_convolutions
+from ipex_core.fusion.aten import timing
+from ipex_core.fusion.aten.conv_packed import pack_convolutions
+from ipex_core.fusion.report import GraphReport
 
 LAST = torch.channels_last
 
@@ -195,8 +195,8 @@ def test_measured(faster, prepare, monkeypatch):
         assert len(results) == 2 and times[-1][0] == times[-1][1]
         return faster, "a and b"
 
-    monkeypatch.setattr(_timing, "fastest", fastest)
-    monkeypatch.setattr(_timing, "_known", {})
+    monkeypatch.setattr(timing, "fastest", fastest)
+    monkeypatch.setattr(timing, "_known", {})
     conv, x, y = nn.Conv2d(8, 16, 3, padding=1), image(2, 8, 6, 7), image(2, 16, 6, 7)
     functions = [
         lambda x, y: F.relu(conv(x)),
@@ -241,7 +241,7 @@ def test_compiled(fresh_dynamo):
             assert got.stride() == expected.stride()
     (graph,) = ipex_core.explain(compiled).graphs
     found = [f for f in graph.fusions if f.pattern == "convolution"]
-    from ipex_core.nn._leaf import has_kernel
+    from ipex_core.module_swap.base import has_kernel
 
     if has_kernel("convolution"):
         assert {(f.op, f.text) for f in found} == {

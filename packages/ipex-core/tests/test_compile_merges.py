@@ -8,7 +8,8 @@ import torch
 from compile_checks import DTYPES, fired, fuse, randn, reasons
 from torch.nn import functional as F
 
-from ipex_core import _choice, explain
+from ipex_core import explain
+from ipex_core.kernels import policy
 
 
 def weights(*sizes, dtype=torch.float32, k=32):
@@ -189,6 +190,6 @@ def test_small_and_large_ones_are_told_apart():
         assert report.count("bags", fired=False) == 2 * kept
         report, _ = fuse(norm, x, w, always=False)
         assert report.count("rms_norm") == kept
-        assert _choice.prefer_merged_linears(rows) is not kept
+        assert policy.prefer_merged_linears(rows) is not kept
     report, _ = fuse(function, randn(600, 32), one, two, constants=(1, 2))
     assert report.count("merged") == 1

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 import ipex_core
 from ipex_core import optimize
-from ipex_core._compile._options import read_options
 from ipex_core.compile_backend import ipex_backend
+from ipex_core.compiler.options import read_options
 from ipex_core.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -220,7 +220,7 @@ def test_first_call_of_all(
     no_code_generation: None, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernel packages are found before Dynamo traces what asks for them."""
-    monkeypatch.setattr("ipex_core.nn._leaf._native_ops", None)
+    monkeypatch.setattr("ipex_core.module_swap.base._native_ops", None)
     model, (x,) = optimize(Block().eval(), weights_prepack=False), MODELS["block"][1](torch.float32)
     with torch.no_grad():
         check(model, (x,))

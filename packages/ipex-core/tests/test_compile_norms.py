@@ -18,7 +18,7 @@ from compile_checks import (
 )
 from torch.nn import functional as F
 
-from ipex_core._choice import prefer_ipex_norm
+from ipex_core.kernels.policy import prefer_ipex_norm
 
 
 def gemma_norm(x, weight):

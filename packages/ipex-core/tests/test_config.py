@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ipex_core import _plugins, config
+from ipex_core import config
 from ipex_core.errors import ConfigError, MissingComponentError
+from ipex_core.kernels import providers
 
 
 @pytest.fixture(autouse=True)
@@ -244,7 +245,7 @@ def test_math_mode_of_the_device_is_its_packages(monkeypatch):
     package = types.SimpleNamespace(
         set_fp32_math_mode=asked.append, get_fp32_math_mode=lambda: asked[-1]
     )
-    monkeypatch.setattr(_plugins, "load_component", lambda name: {"xpu": package}[name])
+    monkeypatch.setattr(providers, "load_component", lambda name: {"xpu": package}[name])
     before = _torch_precision()
     config.set_fp32_math_mode("TF32", device="xpu")
     assert asked == [config.FP32MathMode.TF32]

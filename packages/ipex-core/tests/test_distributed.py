@@ -13,7 +13,7 @@ import torch
 
 from ipex_core import config, distributed
 from ipex_core.errors import OpArgumentError
-from ipex_core.ops._exchange import SLOT_BYTES
+from ipex_core.ops.collective._exchange import SLOT_BYTES
 from ipex_core.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no memory to share here")
@@ -165,7 +165,7 @@ def test_memory_must_be_that_of_a_group():
     with pytest.raises(RuntimeError, match="memory must be given where group is empty"):
         torch.ops.ipex.all_reduce_(x, None, 0)
     with pytest.raises(OpArgumentError, match="timeout must be positive"):
-        from ipex_core._spec import specs
+        from ipex_core.library.spec import specs
 
         specs()["all_reduce_"].check(x, torch.zeros(640, dtype=torch.uint8), 0, 0.0)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import subprocess
 import sys
@@ -15,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ipex_core import _machine, _plugins, config
-from ipex_core._doctor_text import advice
-from ipex_core.doctor import Report, doctor
+from ipex_core import config
+from ipex_core.diagnostics.doctor import Report, doctor
+from ipex_core.diagnostics.doctor_text import advice
 from ipex_core.errors import IsaError
+from ipex_core.kernels import machine, providers
 
 AMX_FLAGS = (
     "fpu sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512cd avx512_vnni avx512_bf16 "
@@ -60,14 +60,14 @@ def _tree(root: Path, flags: str = AMX_FLAGS, thp: str = "always [madvise] never
 
 def test_cpu_info(tmp_path):
     _write(tmp_path, proc__cpuinfo=_cpuinfo("fpu avx2 fma f16c", sockets=2, cores=3, threads=2))
-    cpu = _machine.cpu_info(tmp_path)
+    cpu = machine.cpu_info(tmp_path)
     assert (cpu.model, cpu.vendor) == ("Test CPU", "GenuineIntel")
     assert (cpu.logical_cores, cpu.physical_cores, cpu.sockets) == (12, 6, 2)
     assert cpu.features == ("avx2", "fma", "f16c")
 
 
 def test_memory_info(tmp_path):
-    assert _machine.memory_info(_tree(tmp_path)) == _machine.MemoryInfo(8 << 30, 4 << 30)
+    assert machine.memory_info(_tree(tmp_path)) == machine.MemoryInfo(8 << 30, 4 << 30)
 
 
 def test_cgroup_v2_takes_the_smallest_limit_on_the_way_up(tmp_path):
@@ -83,10 +83,10 @@ def test_cgroup_v2_takes_the_smallest_limit_on_the_way_up(tmp_path):
             f"{group}/b/memory.max": "1073741824\n",
         },
     )
-    limits = _machine.cgroup_limits(tmp_path)
-    assert limits == _machine.CgroupLimits("2", 1.5, 1 << 30)
-    assert _machine.usable_cpus(limits, (0, 1, 2, 3)) == 2
-    assert _machine.usable_cpus(limits, (0,)) == 1
+    limits = machine.cgroup_limits(tmp_path)
+    assert limits == machine.CgroupLimits("2", 1.5, 1 << 30)
+    assert machine.usable_cpus(limits, (0, 1, 2, 3)) == 2
+    assert machine.usable_cpus(limits, (0,)) == 1
 
 
 def test_cgroup_v2_in_a_container_that_shows_the_path_of_the_host(tmp_path):
@@ -98,7 +98,7 @@ def test_cgroup_v2_in_a_container_that_shows_the_path_of_the_host(tmp_path):
             "sys/fs/cgroup/cpu.max": "400000 100000",
         },
     )
-    assert _machine.cgroup_limits(tmp_path).cpus == 4
+    assert machine.cgroup_limits(tmp_path).cpus == 4
 
 
 def test_cgroup_v1(tmp_path):
@@ -114,19 +114,19 @@ def test_cgroup_v1(tmp_path):
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
         },
     )
-    assert _machine.cgroup_limits(tmp_path) == _machine.CgroupLimits("1", 0.5, 2 << 30)
+    assert machine.cgroup_limits(tmp_path) == machine.CgroupLimits("1", 0.5, 2 << 30)
 
 
 def test_nothing_is_known_about_an_empty_tree(tmp_path):
-    assert _machine.cpu_info(tmp_path).model == "unknown"
-    assert _machine.cpu_info(tmp_path).logical_cores is None
-    assert _machine.cgroup_limits(tmp_path) == _machine.CgroupLimits("unknown", None, None)
-    assert _machine.usable_cpus(_machine.cgroup_limits(tmp_path), None) is None
-    assert _machine.huge_pages(tmp_path) == "unknown"
-    assert _machine.governor(tmp_path) == "unknown"
-    assert _machine.memory_info(tmp_path) == _machine.MemoryInfo(None, None)
-    assert _machine.numa_nodes(tmp_path) is None
-    assert _machine.loaded_libraries(tmp_path) == ()
+    assert machine.cpu_info(tmp_path).model == "unknown"
+    assert machine.cpu_info(tmp_path).logical_cores is None
+    assert machine.cgroup_limits(tmp_path) == machine.CgroupLimits("unknown", None, None)
+    assert machine.usable_cpus(machine.cgroup_limits(tmp_path), None) is None
+    assert machine.huge_pages(tmp_path) == "unknown"
+    assert machine.governor(tmp_path) == "unknown"
+    assert machine.memory_info(tmp_path) == machine.MemoryInfo(None, None)
+    assert machine.numa_nodes(tmp_path) is None
+    assert machine.loaded_libraries(tmp_path) == ()
 
 
 def test_garbage_is_not_a_crash(tmp_path):
@@ -142,7 +142,7 @@ def test_garbage_is_not_a_crash(tmp_path):
             "sys/fs/cgroup/memory.max": "-5",
         },
     )
-    assert _machine.cgroup_limits(tmp_path) == _machine.CgroupLimits("2", None, None)
+    assert machine.cgroup_limits(tmp_path) == machine.CgroupLimits("2", None, None)
     assert isinstance(doctor(tmp_path), Report)
 
 
@@ -156,14 +156,14 @@ def test_garbage_is_not_a_crash(tmp_path):
     ],
 )
 def test_amx_permission(monkeypatch, features, supported, granted, answer):
-    monkeypatch.setattr(_machine.sys, "platform", "linux")
-    monkeypatch.setattr(_machine.platform, "machine", lambda: "x86_64")
-    assert _machine.amx_permission(features, lambda: supported, lambda: granted) == answer
+    monkeypatch.setattr(machine.sys, "platform", "linux")
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    assert machine.amx_permission(features, lambda: supported, lambda: granted) == answer
 
 
 def test_amx_permission_where_the_question_does_not_exist(monkeypatch):
-    monkeypatch.setattr(_machine.platform, "machine", lambda: "aarch64")
-    assert _machine.amx_permission(("amx_tile",)) == "unknown"
+    monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
+    assert machine.amx_permission(("amx_tile",)) == "unknown"
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -180,19 +180,19 @@ def _clean() -> Iterator[None]:
 def _providers(monkeypatch):
     """Replace the installed kernel packages; returns the setter."""
 
-    def use(*statuses: _plugins.ProviderStatus) -> None:
-        monkeypatch.setattr(_plugins, "load_providers", lambda: statuses)
+    def use(*statuses: providers.ProviderStatus) -> None:
+        monkeypatch.setattr(providers, "load_providers", lambda: statuses)
 
     return use
 
 
-def _info(isa: str = "avx512_bf16", **changes) -> _plugins.ProviderInfo:
+def _info(isa: str = "avx512_bf16", **changes) -> providers.ProviderInfo:
     levels = config.ISA_LEVELS
-    info = _plugins.ProviderInfo(
+    info = providers.ProviderInfo(
         name="cpu",
         version="0.1.0",
         device="cpu",
-        kernel_api=_plugins.KERNEL_API,
+        kernel_api=providers.KERNEL_API,
         isa=isa,
         isa_available=levels[: levels.index(isa) + 1],
         isa_built=levels,
@@ -202,18 +202,8 @@ def _info(isa: str = "avx512_bf16", **changes) -> _plugins.ProviderInfo:
     return dataclasses.replace(info, **changes)
 
 
-def _active(info: _plugins.ProviderInfo) -> _plugins.ProviderStatus:
-    return _plugins.ProviderStatus("cpu", "active", "ipex-cpu-kernels", info=info)
-
-
-def test_the_public_name_can_be_called_whatever_was_imported_before():
-    import ipex_core
-
-    ipex_core.__dict__.pop("doctor", None)
-    ipex_core.doctor = importlib.import_module("ipex_core.doctor")
-    assert isinstance(ipex_core.doctor(), Report)
-    del ipex_core.doctor
-    assert ipex_core.doctor is doctor
+def _active(info: providers.ProviderInfo) -> providers.ProviderStatus:
+    return providers.ProviderStatus("cpu", "active", "ipex-cpu-kernels", info=info)
 
 
 def test_this_machine():
@@ -227,7 +217,7 @@ def test_this_machine():
 
 def test_torch_alone_has_one_openmp_library():
     """In a process of its own: other tests load libraries that bring a second one."""
-    code = "from ipex_core.doctor import doctor; print(*doctor().problems, sep='\\n')"
+    code = "from ipex_core.diagnostics.doctor import doctor; print(*doctor().problems, sep='\\n')"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
     assert "OpenMP" not in run.stdout
@@ -248,7 +238,7 @@ def test_the_dictionary_is_json_with_the_documented_keys(tmp_path):
 
 
 def test_missing_kernels_are_an_advice_and_not_a_problem(tmp_path, _providers):
-    _providers(_plugins.ProviderStatus("cpu", "missing", "ipex-cpu-kernels"))
+    _providers(providers.ProviderStatus("cpu", "missing", "ipex-cpu-kernels"))
     report = doctor(_tree(tmp_path))
     assert report.problems == ()
     assert any("pip install 'ipex[cpu]'" in line for line in report.advice)
@@ -280,7 +270,7 @@ def test_why_not_a_higher_level(tmp_path, _providers):
 
 def test_a_broken_kernel_package_is_a_problem_with_its_cause(tmp_path, _providers):
     _providers(
-        _plugins.ProviderStatus(
+        providers.ProviderStatus(
             "cpu", "broken", "ipex-cpu-kernels", cause=OSError("libx.so: no such file")
         )
     )
@@ -294,7 +284,7 @@ def test_a_demand_that_cannot_be_met_is_a_problem(tmp_path, monkeypatch):
     def refuse():
         raise IsaError("IPEX_CPU_ISA=amx: this CPU lacks amx_tile")
 
-    monkeypatch.setattr(_plugins, "load_providers", refuse)
+    monkeypatch.setattr(providers, "load_providers", refuse)
     report = doctor(_tree(tmp_path))
     assert any("IPEX_CPU_ISA=amx" in line for line in report.problems)
     assert report.packages[0].state == "broken"
@@ -302,8 +292,8 @@ def test_a_demand_that_cannot_be_met_is_a_problem(tmp_path, monkeypatch):
 
 def test_a_missing_xpu_package_is_named_with_its_wheel(tmp_path, _providers, monkeypatch):
     _providers()
-    status = _plugins.ComponentStatus("xpu", "missing", "ipex-xpu-kernels")
-    monkeypatch.setattr(_plugins, "components", lambda: (status,))
+    status = providers.ComponentStatus("xpu", "missing", "ipex-xpu-kernels")
+    monkeypatch.setattr(providers, "components", lambda: (status,))
     report = doctor(_tree(tmp_path))
     report = dataclasses.replace(
         report, torch=dataclasses.replace(report.torch, version="2.15.0+cpu")
@@ -316,13 +306,13 @@ def test_a_missing_xpu_package_is_named_with_its_wheel(tmp_path, _providers, mon
 
 def test_a_broken_component_is_a_problem(tmp_path, _providers, monkeypatch):
     _providers()
-    status = _plugins.ComponentStatus("llm", "active", "ipex-llm", "0.1.0")
-    monkeypatch.setattr(_plugins, "components", lambda: (status,))
+    status = providers.ComponentStatus("llm", "active", "ipex-llm", "0.1.0")
+    monkeypatch.setattr(providers, "components", lambda: (status,))
 
     def load(name):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(_plugins, "load_component", load)
+    monkeypatch.setattr(providers, "load_component", load)
     report = doctor(_tree(tmp_path))
     assert report.problems == (
         "the component ipex-llm is installed but cannot be used: RuntimeError: boom",
@@ -339,10 +329,10 @@ def test_bad_configuration_is_shown(tmp_path, _providers):
 
 def test_a_component_tells_what_it_found(tmp_path, _providers, monkeypatch):
     _providers()
-    status = _plugins.ComponentStatus("runtime", "active", "ipex-runtime", "0.1.0")
-    monkeypatch.setattr(_plugins, "components", lambda: (status,))
+    status = providers.ComponentStatus("runtime", "active", "ipex-runtime", "0.1.0")
+    monkeypatch.setattr(providers, "components", lambda: (status,))
     component = types.SimpleNamespace(doctor=lambda root: ([("root", str(root))], ["pin it"]))
-    monkeypatch.setattr(_plugins, "load_component", lambda name: component)
+    monkeypatch.setattr(providers, "load_component", lambda name: component)
     report = doctor(tmp_path)
     assert ("  root", str(tmp_path)) in report.rows()
     assert "pin it" in report.advice
@@ -353,7 +343,7 @@ def test_a_component_tells_what_it_found(tmp_path, _providers, monkeypatch):
 
 def test_strict_mode_does_not_stop_the_list(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(_plugins, "load_providers", lambda: seen.append(config.strict) or ())
+    monkeypatch.setattr(providers, "load_providers", lambda: seen.append(config.strict) or ())
     with config.override(strict=True):
         doctor(_tree(tmp_path))
         assert config.strict is True
@@ -400,7 +390,7 @@ def test_advice_about_memory(tmp_path, _providers):
 
 def test_advice_about_the_cpu(tmp_path, _providers, monkeypatch):
     _providers()
-    monkeypatch.setattr(_machine.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
     assert "no bfloat16 instructions" in _advice(_tree(tmp_path, flags="avx2 fma f16c"))
     assert "no AVX2" in _advice(_tree(tmp_path, flags="sse2"))
     assert "bfloat16" not in _advice(_tree(tmp_path))
@@ -424,7 +414,7 @@ def test_advice_about_a_level_without_bfloat16(tmp_path):
 
 def test_advice_about_threads(tmp_path, _providers, monkeypatch):
     _providers()
-    monkeypatch.setattr(_plugins, "components", lambda: ())  # ipex-runtime says more about nodes
+    monkeypatch.setattr(providers, "components", lambda: ())  # ipex-runtime says more about nodes
     _tree(tmp_path)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     assert "16 threads on 2 physical cores" in _advice(tmp_path)

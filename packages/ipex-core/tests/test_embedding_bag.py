@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ipex_core import explain, optimize, restore
+from ipex_core.module_swap.base import has_kernel
 from ipex_core.nn import OptimizedEmbeddingBag
-from ipex_core.nn._leaf import has_kernel
-from ipex_core.nn.merged_embedding import MergedEmbeddingBag
+from ipex_core.nn.embedding import MergedEmbeddingBag
 
 OP = "merged_embeddingbag_forward"
 

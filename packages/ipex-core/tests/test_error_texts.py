@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ipex_core import optimize
-from ipex_core._optimize import _prepack
+from ipex_core.optimization.passes import prepack
 
 KINDS = {f"Conv{transposed}{dims}d": dims for transposed in ("", "Transpose") for dims in (1, 2, 3)}
 
@@ -31,8 +31,8 @@ def check(stock, x, dtype, sample):
 
 @pytest.fixture(params=[False, True], ids=["plain", "packed"])
 def packed(request, monkeypatch):
-    always = _prepack.LinearChoice("mkldnn", "always")
-    monkeypatch.setattr(_prepack, "measure_conv", lambda *_: always)
+    always = prepack.LinearChoice("mkldnn", "always")
+    monkeypatch.setattr(prepack, "measure_conv", lambda *_: always)
     return request.param
 
 

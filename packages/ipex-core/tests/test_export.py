@@ -229,7 +229,7 @@ def test_language_models_are_told_to_be_restored(tmp_path: Path) -> None:
     with pytest.raises(ExportError) as plain:
         ipex_core.export(model, X, tmp_path / "model.pt2")
     assert "restore" not in str(plain.value)
-    Layer.__module__ = "ipex_llm._layers"
+    Layer.__module__ = "ipex_llm.patch.layer"
     with pytest.raises(
         ExportError, match=r"ipex.llm.optimize has put .* ipex.restore\(model\) first"
     ):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ipex_core import explain, fast_bert, optimize, restore
-from ipex_core._fast_bert._model import FastBert
-from ipex_core._fast_bert._tokens import MOST_GROUPS, _alike
+from ipex_core.models.fast_bert.model import FastBert
+from ipex_core.models.fast_bert.tokens import MOST_GROUPS, _alike
 
 transformers = pytest.importorskip("transformers")
 

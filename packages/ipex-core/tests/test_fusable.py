@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from ipex_core.module_swap.base import has_kernel
 from ipex_core.nn import FusableLinear, OptimizedLinear, PackedWeight
-from ipex_core.nn._fusable import is_fusable
-from ipex_core.nn._gate import GatedPair
-from ipex_core.nn._leaf import has_kernel
-from ipex_core.nn._lower import lower_linear
 from ipex_core.nn.functional import linear
+from ipex_core.nn.fusable import is_fusable
+from ipex_core.nn.gate import GatedPair
+from ipex_core.nn.lower import lower_linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

@@ -183,8 +183,8 @@ def test_other_lengths_do_not_compile_again():
 
 @pytest.mark.parametrize("kind", [Net, Breaks])
 def test_kinds_of_inputs_are_not_kept_without_limit(kind, monkeypatch):
-    monkeypatch.setattr("ipex_core._optimize._graph.MAX_KINDS", 4)
-    monkeypatch.setattr("ipex_core._optimize._graph.MAX_TRACES", 2)
+    monkeypatch.setattr("ipex_core.optimization.graph_mode.MAX_KINDS", 4)
+    monkeypatch.setattr("ipex_core.optimization.graph_mode.MAX_TRACES", 2)
     model, fast = make(kind)
     for _ in range(2):
         for length in range(2, 9):

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipex_core import jit, optimize, restore
-from ipex_core._optimize import _prepack
+from ipex_core.module_swap.base import has_kernel
 from ipex_core.nn import PackedWeight
-from ipex_core.nn._leaf import has_kernel
+from ipex_core.optimization.passes import prepack
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 kernels = pytest.mark.skipif(not has_kernel("linear"), reason="fuses only to kernels")
@@ -168,9 +168,9 @@ def test_packed_layers_are_fused():
 
 def test_weights_packed_for_onednn(monkeypatch):
     """No program can hold these: it gets the plain weight."""
-    always = _prepack.LinearChoice("mkldnn", "always")
-    monkeypatch.setattr(_prepack, "measure_conv", lambda *_: always)
-    monkeypatch.setattr(_prepack, "choose_linear", lambda *_: always)
+    always = prepack.LinearChoice("mkldnn", "always")
+    monkeypatch.setattr(prepack, "measure_conv", lambda *_: always)
+    monkeypatch.setattr(prepack, "choose_linear", lambda *_: always)
     check(Residual(), IMAGE, sample_input=IMAGE)
     check(Block(), X)
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ipex_core.nn.merged_embedding import (
+from ipex_core.nn.embedding import (
     DistMergeEmbeddingBagWithAdaGrad,
     EmbeddingSpec,
     MergedEmbeddingBagWithAdaGrad,
-    _exchange,
 )
+from ipex_core.nn.embedding import exchange as _exchange
 from ipex_core.testing import run_ranks
 
 ROWS, DIM = (20, 7, 2), 5

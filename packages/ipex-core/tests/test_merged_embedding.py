@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import ipex_core.nn
 from ipex_core.nn import modules
-from ipex_core.nn.merged_embedding import (
+from ipex_core.nn.embedding import (
     EmbeddingSpec,
     MergedEmbeddingBag,
     MergedEmbeddingBagWithAdaGrad,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from merged_checks import lookups, loss_of, stock_tables
 
-from ipex_core.nn.merged_embedding import MergedEmbeddingBag, MergedEmbeddingBagWithSGD
+from ipex_core.nn.embedding import MergedEmbeddingBag, MergedEmbeddingBagWithSGD
 
 
 @pytest.mark.parametrize("own", [False, True])

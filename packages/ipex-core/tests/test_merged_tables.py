@@ -10,12 +10,12 @@ import torch
 from merged_checks import BAGS, DIM, lookups, loss_of, stock_tables
 
 from ipex_core import config, optimize
-from ipex_core.nn.merged_embedding import (
+from ipex_core.nn.embedding import (
     MergedEmbeddingBag,
     MergedEmbeddingBagWithAdaGrad,
     MergedEmbeddingBagWithCat,
     MergedEmbeddingBagWithSGD,
-    _memory,
+    memory,
 )
 
 
@@ -108,10 +108,10 @@ def test_huge_pages(kind, copies, monkeypatch):
     tables = [torch.nn.EmbeddingBag(n, 64, mode="sum") for n in (20000, 5)]
     advised = []
     if copies:  # as on systems that cannot gather memory where it is
-        monkeypatch.setattr(_memory, "_madvise", lambda: None)
+        monkeypatch.setattr(memory, "_madvise", lambda: None)
     else:
-        call = _memory._madvise()
-        monkeypatch.setattr(_memory, "_madvise", lambda: lambda *a: advised.append(a) or call(*a))
+        call = memory._madvise()
+        monkeypatch.setattr(memory, "_madvise", lambda: lambda *a: advised.append(a) or call(*a))
     merged = kind.from_embeddingbag_list(tables)
     before = {key: value.clone() for key, value in merged.state_dict().items()}
     table, end = merged.weights[0].data_ptr(), merged.weights[0][-1].data_ptr() + 64 * 4
@@ -121,7 +121,7 @@ def test_huge_pages(kind, copies, monkeypatch):
         assert all(first % (2 << 20) == size % (2 << 20) == 0 for first, size, _ in advised)
         assert any(table <= first and first + size <= end for first, size, _ in advised)
         with config.override(huge_pages=False):
-            assert not _memory.gather(merged.weights[0])
+            assert not memory.gather(merged.weights[0])
     merged.use_huge_pages()
     if copies:
         assert merged.weights[0].data_ptr() % (2 << 20) == 0

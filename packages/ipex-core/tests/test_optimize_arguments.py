@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from ipex_core._explain import explain
-from ipex_core._optimize import (
-    _prepack,
+from ipex_core.diagnostics.explain import explain
+from ipex_core.nn import OptimizedLinear, PackedWeight
+from ipex_core.optimization import (
     disable_auto_channels_last,
     enable_auto_channels_last,
     optimize,
     restore,
 )
-from ipex_core.nn import OptimizedLinear, PackedWeight
+from ipex_core.optimization.passes import prepack
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 
@@ -134,8 +134,8 @@ def test_knob(knob, on):
 
 @pytest.mark.parametrize("on", [True, False])
 def test_weights_prepack(on, monkeypatch):
-    always = _prepack.LinearChoice("mkldnn", "always")
-    monkeypatch.setattr(_prepack, "measure_conv", lambda *_: always)
+    always = prepack.LinearChoice("mkldnn", "always")
+    monkeypatch.setattr(prepack, "measure_conv", lambda *_: always)
     result = optimize(make(), weights_prepack=on, sample_input=torch.randn(2, 3, 9, 9))
     assert isinstance(result.fc.weight, PackedWeight) == on
     assert isinstance(result.conv.weight, PackedWeight) == on

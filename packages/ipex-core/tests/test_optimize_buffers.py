@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ipex_core._explain import explain
-from ipex_core._optimize import optimize, restore
+from ipex_core.diagnostics.explain import explain
+from ipex_core.optimization import optimize, restore
 
 DTYPES = [torch.bfloat16, torch.float16]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 
-from ipex_core._optimize import optimize
+from ipex_core.optimization import optimize
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from ipex_core._explain import explain
-from ipex_core._optimize import _prepack, optimize, restore
-from ipex_core.nn._leaf import has_kernel
+from ipex_core.diagnostics.explain import explain
+from ipex_core.module_swap.base import has_kernel
+from ipex_core.optimization import optimize, restore
+from ipex_core.optimization.passes import prepack
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 
@@ -56,7 +57,7 @@ def concat(model):
 def test_concat_of_an_untraceable_forward(dtype, form, monkeypatch):
     if form == "ipex" and not has_kernel("linear"):
         pytest.skip("no kernel for linear")
-    monkeypatch.setattr(_prepack, "choose_linear", lambda *_: _prepack.LinearChoice(form, ""))
+    monkeypatch.setattr(prepack, "choose_linear", lambda *_: prepack.LinearChoice(form, ""))
     model = Untraceable().eval()
     x = torch.randn(2, 5, 96)
     result = optimize(model, dtype=dtype, concat_linear=True)

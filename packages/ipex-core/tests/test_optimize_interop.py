@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ipex_core._explain import explain
-from ipex_core._optimize import _prepack, optimize, restore
+from ipex_core.diagnostics.explain import explain
+from ipex_core.optimization import optimize, restore
+from ipex_core.optimization.passes import prepack
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 
@@ -139,8 +140,8 @@ def test_fake_tensors():
 def test_a_copy_with_fake_tensors(monkeypatch, dtype):
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
-    choice = _prepack.LinearChoice("mkldnn", "for this test")
-    monkeypatch.setattr(_prepack, "measure_conv", lambda *_: choice)
+    choice = prepack.LinearChoice("mkldnn", "for this test")
+    monkeypatch.setattr(prepack, "measure_conv", lambda *_: choice)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported() and dtype is not None:
         pytest.skip("no packed weight in bfloat16 here")
     x = torch.randn(2, 4, 9, 9)

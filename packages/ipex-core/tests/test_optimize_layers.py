@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
-from ipex_core._explain import explain
-from ipex_core._optimize import _prepack, optimize, restore
+from ipex_core.diagnostics.explain import explain
 from ipex_core.nn import OptimizedConv2d, OptimizedLinear, PackedWeight
+from ipex_core.optimization import optimize, restore
+from ipex_core.optimization.passes import prepack
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 
@@ -31,8 +32,8 @@ def randomize(model):
 
 @pytest.fixture
 def packed_convs(monkeypatch):
-    always = _prepack.LinearChoice("mkldnn", "always")
-    monkeypatch.setattr(_prepack, "measure_conv", lambda *_: always)
+    always = prepack.LinearChoice("mkldnn", "always")
+    monkeypatch.setattr(prepack, "measure_conv", lambda *_: always)
 
 
 def texts(model, path):
@@ -438,6 +439,6 @@ def test_measured_convolution():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_many_rows_in_16_bits_have_the_own_kernel(dtype, monkeypatch):
-    monkeypatch.setattr(_prepack, "has_kernel", lambda name: name == "linear")
-    choice = _prepack.choose_linear(dtype, 384, 384, 4096)
+    monkeypatch.setattr(prepack, "has_kernel", lambda name: name == "linear")
+    choice = prepack.choose_linear(dtype, 384, 384, 4096)
     assert choice.form == ("mkldnn" if dtype == torch.float32 else "ipex"), choice

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from ipex_core._optimize import optimize, restore
+from ipex_core.module_swap.pickle import SavedTensor
 from ipex_core.nn import PackedWeight
-from ipex_core.nn._saved import SavedTensor
+from ipex_core.optimization import optimize, restore
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 

@@ -12,10 +12,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from ipex_core._export import _record
-from ipex_core._optimize import optimize
-from ipex_core._quiet import quiet, raised
-from ipex_core._symbolic import Tracer
+from ipex_core.exporter.api import _record
+from ipex_core.optimization import optimize
+from ipex_core.util.quiet import quiet, raised
+from ipex_core.util.symbolic import Tracer
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ipex_core._optimize import _prepack, optimize
+from ipex_core.optimization import optimize
+from ipex_core.optimization.passes import prepack
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")
 
@@ -177,8 +178,8 @@ def test_timing_uses_up_no_random_numbers(monkeypatch):
         timed.extend(run().shape for run in runs.values())
         return "stock", "a and b"
 
-    monkeypatch.setattr(_prepack, "fastest", fastest)
-    monkeypatch.setattr(_prepack, "_measured", {})
+    monkeypatch.setattr(prepack, "fastest", fastest)
+    monkeypatch.setattr(prepack, "_measured", {})
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 5)).eval()
     before = torch.get_rng_state()
     optimize(model, auto_kernel_selection=True, sample_input=torch.ones(1, 3, 8, 8))

@@ -12,7 +12,8 @@ import warnings
 import pytest
 
 import ipex_core
-from ipex_core import _plugins, config, introspect
+from ipex_core import config
+from ipex_core.diagnostics import introspect
 from ipex_core.errors import (
     BrokenComponentError,
     IsaError,
@@ -21,6 +22,7 @@ from ipex_core.errors import (
     UnknownComponentError,
     UnknownOpError,
 )
+from ipex_core.kernels import providers
 
 
 def info(**changes):
@@ -28,15 +30,15 @@ def info(**changes):
         "name": "cpu",
         "version": "9.9",
         "device": "cpu",
-        "kernel_api": _plugins.KERNEL_API,
+        "kernel_api": providers.KERNEL_API,
         "isa": "default",
         "isa_available": ("default",),
         "isa_built": ("default",),
         "ops": ("gelu",),
-        "kernels": lambda op: (_plugins.KernelInfo("ipex_k_gelu_f32", "default", ("default",)),),
+        "kernels": lambda op: (providers.KernelInfo("ipex_k_gelu_f32", "default", ("default",)),),
         "stock_when": {"gelu": "never"},
     }
-    return _plugins.ProviderInfo(**{**values, **changes})
+    return providers.ProviderInfo(**{**values, **changes})
 
 
 @pytest.fixture
@@ -51,24 +53,24 @@ def plug(monkeypatch):
         points = tuple(
             importlib.metadata.EntryPoint(name, f"fake_plugin:{name}", group) for name in functions
         )
-        monkeypatch.setattr(_plugins, "_entry_points", lambda g: points if g == group else ())
-        monkeypatch.setattr(_plugins, "_providers", None)
+        monkeypatch.setattr(providers, "_entry_points", lambda g: points if g == group else ())
+        monkeypatch.setattr(providers, "_providers", None)
 
     return install
 
 
 def status(name):
-    return next(s for s in _plugins.load_providers() if s.name == name)
+    return next(s for s in providers.load_providers() if s.name == name)
 
 
 def test_active_provider(plug):
     seen = []
-    plug(_plugins.KERNEL_GROUP, cpu=lambda api: seen.append(api) or info())
+    plug(providers.KERNEL_GROUP, cpu=lambda api: seen.append(api) or info())
     assert status("cpu").state == "active"
     assert status("cpu").info.version == "9.9"
-    assert _plugins.provider_for("cpu").name == "cpu"
-    assert _plugins.provider_for("tpu") is None
-    assert seen == [_plugins.KERNEL_API], "register is called once, with the contract version"
+    assert providers.provider_for("cpu").name == "cpu"
+    assert providers.provider_for("tpu") is None
+    assert seen == [providers.KERNEL_API], "register is called once, with the contract version"
     told = introspect.op_info("gelu")
     assert told["provider"] == "cpu"
     assert told["kernels"]["ipex_k_gelu_f32"]["current"] == "default"
@@ -77,7 +79,7 @@ def test_active_provider(plug):
 
 
 def test_missing_provider_is_silent(plug):
-    plug(_plugins.KERNEL_GROUP)
+    plug(providers.KERNEL_GROUP)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert status("cpu").state == "missing"
@@ -88,10 +90,10 @@ def test_broken_provider_warns_once_and_is_recorded(plug):
     def cpu(api):
         raise OSError("libfoo.so: cannot open")
 
-    plug(_plugins.KERNEL_GROUP, cpu=cpu)
+    plug(providers.KERNEL_GROUP, cpu=cpu)
     with pytest.warns(RuntimeWarning, match="libfoo.so") as seen:
-        _plugins.load_providers()
-        _plugins.load_providers()
+        providers.load_providers()
+        providers.load_providers()
     assert len(seen) == 1
     assert status("cpu").state == "broken"
     assert isinstance(status("cpu").cause, OSError)
@@ -102,10 +104,10 @@ def test_broken_provider_raises_in_strict_mode(plug):
     def cpu(api):
         raise OSError("libfoo.so: cannot open")
 
-    plug(_plugins.KERNEL_GROUP, cpu=cpu)
+    plug(providers.KERNEL_GROUP, cpu=cpu)
     with config.override(strict=True):
         with pytest.raises(BrokenComponentError, match=r"libfoo\.so") as caught:
-            _plugins.load_providers()
+            providers.load_providers()
     assert isinstance(caught.value.__cause__, OSError)
 
 
@@ -114,7 +116,7 @@ def test_other_kernel_api_is_broken_not_fatal(plug):
     def cpu(api):
         raise KernelApiError("built for another core")
 
-    plug(_plugins.KERNEL_GROUP, cpu=cpu)
+    plug(providers.KERNEL_GROUP, cpu=cpu)
     assert status("cpu").state == "broken"
     assert "another core" in str(status("cpu").cause)
 
@@ -130,7 +132,7 @@ def test_other_kernel_api_is_broken_not_fatal(plug):
 @pytest.mark.filterwarnings("ignore:the kernel package:RuntimeWarning")
 def test_a_provider_that_returns_something_else_is_broken(plug, result, message):
     found = info(name="other", kernel_api=7) if result == "another api" else result
-    plug(_plugins.KERNEL_GROUP, other=lambda api: found)
+    plug(providers.KERNEL_GROUP, other=lambda api: found)
     assert status("other").state == "broken" and message in str(status("other").cause)
 
 
@@ -138,38 +140,38 @@ def test_demand_that_cannot_be_met_always_raises(plug):
     def cpu(api):
         raise IsaError("IPEX_CPU_ISA=amx cannot be used: the CPU lacks amx")
 
-    plug(_plugins.KERNEL_GROUP, cpu=cpu)
+    plug(providers.KERNEL_GROUP, cpu=cpu)
     for _ in range(2):  # and not only the first time
         with pytest.raises(IsaError, match="lacks amx"):
-            _plugins.load_providers()
+            providers.load_providers()
 
 
 def test_third_party_provider(plug):
-    plug(_plugins.KERNEL_GROUP, other=lambda api: info(name="other", device="privateuseone"))
+    plug(providers.KERNEL_GROUP, other=lambda api: info(name="other", device="privateuseone"))
     assert status("other").state == "active"
 
 
 def test_three_cases_of_components_are_told_apart(plug):
-    plug(_plugins.COMPONENT_GROUP)
+    plug(providers.COMPONENT_GROUP)
     with pytest.raises(UnknownComponentError, match="no component 'nothing'"):
-        _plugins.load_component("nothing")
+        providers.load_component("nothing")
     with pytest.raises(MissingComponentError, match=r"pip install 'ipex\[llm\]'"):
-        _plugins.load_component("llm")
+        providers.load_component("llm")
 
     def llm():
         return None
 
-    plug(_plugins.COMPONENT_GROUP, llm=llm)
-    assert _plugins.load_component("llm") is llm
+    plug(providers.COMPONENT_GROUP, llm=llm)
+    assert providers.load_component("llm") is llm
     del sys.modules["fake_plugin"].llm
     with pytest.raises(BrokenComponentError, match=r"ipex\.llm") as caught:
-        _plugins.load_component("llm")
+        providers.load_component("llm")
     assert caught.value.__cause__ is not None
 
 
 def test_component_states(plug):
-    plug(_plugins.COMPONENT_GROUP, llm=lambda: None, extra=lambda: None)
-    states = {c.name: c.state for c in _plugins.components()}
+    plug(providers.COMPONENT_GROUP, llm=lambda: None, extra=lambda: None)
+    states = {c.name: c.state for c in providers.components()}
     assert states["llm"] == "active"
     assert states["extra"] == "active"
     assert states["runtime"] == "missing"
@@ -182,7 +184,7 @@ def test_unknown_op():
 
 def test_nothing_is_discovered_when_nothing_is_used():
     code = (
-        "import sys, ipex_core, ipex_core._plugins as p; assert not p.providers_loaded();"
+        "import sys, ipex_core, ipex_core.kernels.providers as p; assert not p.providers_loaded();"
         "assert p._entry_points.cache_info().currsize == 0; assert 'ipex_cpu_kernels' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

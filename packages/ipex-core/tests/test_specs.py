@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import ipex_core  # noqa: F401
-from ipex_core import _spec
-from ipex_core._spec import BenchCase, OpSpec, Sample, check, register, specs
 from ipex_core.benchmark import select
 from ipex_core.errors import OpArgumentError
+from ipex_core.library import spec as _spec
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register, specs
 from ipex_core.testing import reference_result, samples
 
 OPS = list(specs())
@@ -281,7 +281,7 @@ def test_op_that_writes_without_a_derivative():
 def test_strict_mode_forbids_the_reference():
     """Without a kernel package, IPEX_STRICT=1 turns the silent reference into an error."""
     code = (
-        "import torch, ipex_core, ipex_core._plugins as p\n"
+        "import torch, ipex_core, ipex_core.kernels.providers as p\n"
         "p._entry_points = lambda group: ()\n"
         "torch.ops.ipex.gelu(torch.ones(3))"
     )

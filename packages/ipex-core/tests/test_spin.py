@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from ipex_core import _doctor_text, _machine, _spin, doctor
+from ipex_core.diagnostics import doctor, doctor_text
+from ipex_core.kernels import machine, spin
 
 
 def write(root, **files):
@@ -34,7 +35,7 @@ CPUS = "cpu  1 2\ncpu0 1 2\ncpu1 1 2\n"
 )
 def test_crowded(tmp_path, files, expected):
     write(tmp_path, **files)
-    found = _machine.crowded(tmp_path)
+    found = machine.crowded(tmp_path)
     assert found is None if expected is None else expected in found
 
 
@@ -44,7 +45,7 @@ def test_a_throttled_group(tmp_path, throttled, expected):
     group = tmp_path / "sys/fs/cgroup/box"
     group.mkdir(parents=True)
     (group / "cpu.stat").write_text(f"usage_usec 5\nnr_periods 100\nnr_throttled {throttled}\n")
-    found = _machine.crowded(tmp_path)
+    found = machine.crowded(tmp_path)
     assert found is None if expected is None else expected in found
 
 
@@ -58,10 +59,10 @@ def test_a_server_starts_again(monkeypatch, variable, crowded):
         monkeypatch.setenv(variable, "1")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ipex", "llm", "serve"])
-    monkeypatch.setattr(_machine, "crowded", lambda: crowded)
-    monkeypatch.setattr(_machine, "loaded_libraries", lambda: ("/lib/libgomp.so.1",))
+    monkeypatch.setattr(machine, "crowded", lambda: crowded)
+    monkeypatch.setattr(machine, "loaded_libraries", lambda: ("/lib/libgomp.so.1",))
     monkeypatch.setattr(os, "execve", lambda *args: started.append(args))
-    _spin.restart_if_crowded()
+    spin.restart_if_crowded()
     if variable or not crowded:
         assert not started
     else:
@@ -74,7 +75,7 @@ def test_a_server_starts_again(monkeypatch, variable, crowded):
 def test_doctor_says_it(tmp_path, environment):
     write(tmp_path, proc__loadavg="3.50 1.0 1.0 3/80 9\n", proc__stat=CPUS)
     report = doctor(tmp_path, environment)
-    assert ("other programs", "the load is 3.5 on 2 CPUs") in _doctor_text.rows(report)
+    assert ("other programs", "the load is 3.5 on 2 CPUs") in doctor_text.rows(report)
     report = dataclasses.replace(report, openmp=("/lib/libgomp.so.1",))
-    said = any("GOMP_SPINCOUNT=3000" in line for line in _doctor_text.advice(report))
+    said = any("GOMP_SPINCOUNT=3000" in line for line in doctor_text.advice(report))
     assert said == (not environment)

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ipex_core import explain, optimize, restore
-from ipex_core._optimize import _training
-from ipex_core.nn import _products, training_linear
+from ipex_core.nn import training_linear, training_products
 from ipex_core.nn.training_linear import TrainingLinear
+from ipex_core.optimization.training import api
 
 Tensor = torch.Tensor
 BOUNDS = {
@@ -31,7 +31,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     calls: list[str] = []
 
     def noting(name: str) -> Any:
-        original = getattr(_products, name)
+        original = getattr(training_products, name)
 
         def run(*args: Any) -> Tensor:
             if args[-1]:
@@ -40,8 +40,10 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return run
 
-    monkeypatch.setattr(_training, "why_not", lambda *_: None)
-    monkeypatch.setattr(training_linear, "choose", lambda *_: _products.Choice(True, True, True))
+    monkeypatch.setattr(api, "why_not", lambda *_: None)
+    monkeypatch.setattr(
+        training_linear, "choose", lambda *_: training_products.Choice(True, True, True)
+    )
     for name in ("product", "input_gradient", "weight_gradient"):
         monkeypatch.setattr(training_linear, name, noting(name))
     yield calls
@@ -196,8 +198,8 @@ def test_where_the_stock_op_runs(everywhere: list[str]) -> None:
 def test_explain_tells_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 8), nn.Conv2d(3, 3, 1)).train()
-    monkeypatch.setattr(_products, "has_kernel", lambda op: True)
-    monkeypatch.setattr(_products, "_LEVELS", _Any())
+    monkeypatch.setattr(training_products, "has_kernel", lambda op: True)
+    monkeypatch.setattr(training_products, "_LEVELS", _Any())
 
     def rows(**options: Any) -> list[tuple[bool, str]]:
         packed, _ = optimize(model, optimizer=sgd(model), **options)
@@ -212,9 +214,9 @@ def test_explain_tells_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float16" in rows(dtype=torch.float16)[0][1]
     assert [done for done, _ in rows(auto_kernel_selection=True)] == [True, True, False]
     assert rows(weights_prepack=False) == []
-    monkeypatch.setattr(_products, "_LEVELS", ())
+    monkeypatch.setattr(training_products, "_LEVELS", ())
     assert "auto_kernel_selection" in rows()[0][1]
-    monkeypatch.setattr(_products, "has_kernel", lambda op: False)
+    monkeypatch.setattr(training_products, "has_kernel", lambda op: False)
     assert "no kernel package" in rows()[0][1]
 
 
@@ -224,22 +226,24 @@ class _Any:
 
 
 def test_products_are_timed_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_products, "has_kernel", lambda op: True)
+    monkeypatch.setattr(training_products, "has_kernel", lambda op: True)
     model = net()
     model, _ = optimize(model, optimizer=sgd(model), auto_kernel_selection=True)
     asked = []
-    monkeypatch.setattr(_products, "_gains", lambda run: asked.append(run(True).shape) or True)
+    monkeypatch.setattr(
+        training_products, "_gains", lambda run: asked.append(run(True).shape) or True
+    )
     x = torch.randn(70, 24)
     for _ in range(2):
         ours, theirs = gradients(model, x), gradients(restore(copy.deepcopy(model)), x)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, **BOUNDS[torch.float32])
     assert asked[:3] == [(64, 40), (64, 24), (40, 24)] and len(asked) == 9
-    _products._measure.cache_clear()
+    training_products._measure.cache_clear()
     torch.manual_seed(3)
     model(x)
     assert len(asked) == 18
     drawn = torch.rand(1)
     torch.manual_seed(3)
     assert drawn == torch.rand(1)  # timing took none of the numbers of the program
-    _products._measure.cache_clear()
+    training_products._measure.cache_clear()

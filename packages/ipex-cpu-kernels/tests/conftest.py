@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ipex_core import _plugins
+from ipex_core.kernels import providers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-_STATUS = next(s for s in _plugins.load_providers() if s.name == "cpu")
+_STATUS = next(s for s in providers.load_providers() if s.name == "cpu")
 assert _STATUS.info is not None, f"ipex-cpu-kernels is {_STATUS.state}: {_STATUS.cause}"
 INFO = _STATUS.info
 

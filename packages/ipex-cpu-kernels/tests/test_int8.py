@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ipex_core  # noqa: F401
-from ipex_core import _packed_int8, _woq
-from ipex_core._spec import specs
 from ipex_core.errors import OpArgumentError
-from ipex_core.ops._woq_samples import woq_weight
-from ipex_core.ops.woq_linear import ACT_QUANT_MODES
+from ipex_core.library.spec import specs
+from ipex_core.ops.woq._samples import woq_weight
+from ipex_core.ops.woq.woq_linear import ACT_QUANT_MODES
+from ipex_core.packing import int8 as _packed_int8
+from ipex_core.packing import woq
 
 ops = torch.ops.ipex
 X = torch.randn(3, 8)
@@ -268,9 +269,9 @@ def test_woq_linear_int8_is_the_reference(mode, level):
 def test_woq_linear_int8_with_deep_groups(format, k, rows, level):
     """Chunks longer than what is laid out at a time; extreme codes."""
     weight = torch.full((32, k), -7.0 if format == "int4" else -127.0)
-    qweight, scales, zeros = _woq.quantize(weight, format, -1, True, torch.float32)
-    layout = _woq.layout_of(qweight, scales, zeros, format, k, -1, None, "vnni")
-    packed = _woq.pack(qweight, scales, zeros, layout, None)
+    qweight, scales, zeros = woq.quantize(weight, format, -1, True, torch.float32)
+    layout = woq.layout_of(qweight, scales, zeros, format, k, -1, None, "vnni")
+    packed = woq.pack(qweight, scales, zeros, layout, None)
     for mode in ("per_batch", "per_batch_sym"):
         rest = (None, None, "none", None, None, "none", "int8", mode)
         y = ops.woq_linear(torch.ones(rows, k), packed, 32, *rest)

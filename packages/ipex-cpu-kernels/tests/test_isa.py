@@ -14,8 +14,8 @@ import torch
 
 import ipex_cpu_kernels
 from ipex_core import benchmark
-from ipex_core._plugins import KERNEL_API, provider_for
 from ipex_core.errors import IsaError, KernelApiError
+from ipex_core.kernels.providers import KERNEL_API, provider_for
 from ipex_cpu_kernels import _native
 
 
@@ -32,7 +32,7 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 CALL = (
     "import torch, ipex_core; y = torch.ops.ipex.gelu(torch.ones(8));"
-    "from ipex_core._plugins import provider_for; print(provider_for('cpu').isa)"
+    "from ipex_core.kernels.providers import provider_for; print(provider_for('cpu').isa)"
 )
 
 
@@ -188,7 +188,7 @@ def test_damaged_module_of_a_level_is_found_before_anything_is_registered(tmp_pa
     module.write_bytes(module.read_bytes()[:-100] if content is None else content)
     code = """
 import warnings, torch, ipex_core
-from ipex_core.doctor import doctor
+from ipex_core.diagnostics.doctor import doctor
 from ipex_cpu_kernels import _native
 from pathlib import Path
 _native._find_library = lambda: Path(r"%s")
@@ -211,9 +211,9 @@ def test_missing_modules_of_all_levels(tmp_path):
 
 
 def test_what_op_info_says_about_the_stock_op_is_what_core_does():
-    from ipex_core._choice import prefer_ipex_attention
-    from ipex_core._optimize._prepack import MIN_WEIGHTS
-    from ipex_core.introspect import op_info
+    from ipex_core.diagnostics.introspect import op_info
+    from ipex_core.kernels.policy import prefer_ipex_attention
+    from ipex_core.optimization.passes.prepack import MIN_WEIGHTS
 
     words = op_info("linear")["stock_when"]
     assert f"{MIN_WEIGHTS[torch.float32]} elements in float32" in words

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ipex_core  # noqa: F401
-from ipex_core._spec import specs
 from ipex_core.errors import OpArgumentError
+from ipex_core.library.spec import specs
 from ipex_core.nn import functional
 
 ops = torch.ops.ipex

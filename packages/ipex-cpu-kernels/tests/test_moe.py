@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import ipex_core  # noqa: F401
-from ipex_core._woq import quantize
 from ipex_core.nn.moe import gated_mlp_moe, pack_experts, pack_woq_experts
+from ipex_core.packing.woq import quantize
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

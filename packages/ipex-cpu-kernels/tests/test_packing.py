@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import ipex_core  # noqa: F401
-from ipex_core import _packed, config
+from ipex_core import config
+from ipex_core.packing import dense
 from ipex_cpu_kernels import _native
 
 ops = torch.ops.ipex
@@ -37,9 +38,9 @@ def test_round_trip_is_exact(dtype, shape):
 def test_native_and_python_formats_are_equal(dtype):
     weight = torch.randn(70, 45).to(dtype)
     packed = ops.pack_linear_weight(weight)
-    assert torch.equal(packed, _packed.pack(weight))
-    assert _packed.read_header(packed)[1:] == (70, 45)
-    assert packed.numel() == _packed.packed_bytes(70, 45, dtype)
+    assert torch.equal(packed, dense.pack(weight))
+    assert dense.read_header(packed)[1:] == (70, 45)
+    assert packed.numel() == dense.packed_bytes(70, 45, dtype)
 
 
 def test_copies_are_ordinary_tensors():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ipex_core._plugins import provider_for
+from ipex_core.kernels.providers import provider_for
 from ipex_cpu_kernels import _native
 
 LIBRARY = _native._find_library()

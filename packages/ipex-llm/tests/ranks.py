@@ -23,10 +23,10 @@ from families import FAMILIES, randomize, tokens
 from torch import nn
 
 import ipex_core
-from ipex_llm._match import match
-from ipex_llm._optimize import optimize
-from ipex_llm._parallel import adopt_deepspeed, parallel_plan, shard_model
-from ipex_llm._reference import run_plan
+from ipex_llm.arch.detect import match
+from ipex_llm.arch.reference import run_plan
+from ipex_llm.distributed import adopt_deepspeed, parallel_plan, shard_model
+from ipex_llm.optimization.api import optimize
 from ipex_llm.utils import load_low_precision_checkpoint
 
 __all__ = ["every", "llama"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from families import FAMILIES, UNPROVEN, tokens
 
-from ipex_llm import _forward
-from ipex_llm._hf_cache import state_of_cache
-from ipex_llm._optimize import optimize
 from ipex_llm.generation._beam import BeamLoop
+from ipex_llm.kv_cache.transformers import state_of_cache
+from ipex_llm.optimization.api import optimize
+from ipex_llm.patch import decoder
 
 transformers = pytest.importorskip("transformers")
 
@@ -166,7 +166,7 @@ def test_stopping_criteria(llama, searches):
 def test_what_the_loop_cannot_do_runs_as_before(llama, searches, caplog):
     model, fast = llama
     ids, mask = batch()
-    _forward._told.clear()
+    decoder._told.clear()
     options = {"num_beams": 2, "max_new_tokens": 4, "attention_mask": mask, "do_sample": False}
     options |= {"pad_token_id": 2, "return_dict_in_generate": True}
     with caplog.at_level(logging.INFO, logger="ipex.llm"):

@@ -13,8 +13,8 @@ import torch
 from families import OLD
 from typer.testing import CliRunner
 
-from ipex_llm._cli import app
-from ipex_llm._cli._common import load_tokenizer
+from ipex_llm.entrypoints.cli import app
+from ipex_llm.entrypoints.cli.common import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_the_command_is_found():
     found = [entry for entry in entries if entry.name == "llm"]
     if not found:
         pytest.skip("ipex-llm is not installed, only importable")
-    assert found[0].value == "ipex_llm._cli:app"
+    assert found[0].value == "ipex_llm.entrypoints.cli:app"
 
 
 def test_help_lists_the_commands():

@@ -10,9 +10,9 @@ import torch
 from families import FAMILIES, VOCAB, randomize, tokens
 from plans import llama_plan
 
-from ipex_llm._cache import Sequences
-from ipex_llm._match import match
-from ipex_llm._runner import Runner
+from ipex_llm.arch.detect import match
+from ipex_llm.kv_cache.paged import Sequences
+from ipex_llm.model_runner.runner import Runner
 
 
 def run(runner, sequences, ids, rows=None, logits=True):

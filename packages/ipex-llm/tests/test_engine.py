@@ -9,9 +9,9 @@ from fake_runner import GREEDY, CharTokenizer, FakeRunner, engine, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipex_llm._engine.blocks import BlockPool, block_key
-from ipex_llm._engine.text import TextStream
 from ipex_llm.engine import CacheMemoryError, Engine, SamplingParams
+from ipex_llm.engine.text import TextStream
+from ipex_llm.kv_cache.blocks import BlockPool, block_key
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ def test_no_prefix_is_found_under_another_one():
 
 
 def test_memory_is_bounded_and_checked_before_work(monkeypatch):
-    from ipex_llm._engine import limits
+    from ipex_llm.engine import limits
 
     runner = FakeRunner()
     e = Engine(runner, block_size=4, cache_bytes=1000)

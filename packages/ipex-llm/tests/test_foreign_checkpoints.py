@@ -145,7 +145,7 @@ def test_gguf_errors(tmp_path: Path) -> None:
 def test_bitsandbytes_in_a_model(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from ipex_core._woq_quantize import NF4_VALUES
+    from ipex_core.packing.quantize import NF4_VALUES
 
     model = make_model("qwen2")
     state = {key: value.clone() for key, value in model.state_dict().items()}

@@ -16,7 +16,7 @@ import ipex_llm
 import ipex_quant
 from ipex_core.errors import OpArgumentError
 from ipex_llm.integrations import IpexConfig, register_transformers
-from ipex_quant._files import CheckpointError
+from ipex_quant.util.safetensors import CheckpointError
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,10 +11,10 @@ import torch
 from families import FAMILIES, OLD, UNPROVEN, tokens
 
 import ipex_core
-from ipex_llm import _forward
-from ipex_llm._cache import CACHE_DTYPES
-from ipex_llm._hf_cache import state_of_cache
-from ipex_llm._optimize import optimize
+from ipex_llm.kv_cache.paged import CACHE_DTYPES
+from ipex_llm.kv_cache.transformers import state_of_cache
+from ipex_llm.optimization.api import optimize
+from ipex_llm.patch import decoder
 
 transformers = pytest.importorskip("transformers")
 
@@ -250,12 +250,12 @@ def test_padding_in_forward(side):
 def test_hidden_states_of_all_layers(name):
     model, fast = pair(name)
     ids, mask = padded(2, 10)
-    _forward._told.clear()
+    decoder._told.clear()
     with torch.no_grad():
         want = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
         got = fast(ids, attention_mask=mask, output_hidden_states=True).hidden_states
     # OPT 350m ends its layers in norms: its own forward has to give them.
-    assert bool(_forward._told) == (name == "opt_350m")
+    assert bool(decoder._told) == (name == "opt_350m")
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a[mask.bool()], b[mask.bool()], rtol=1e-4, atol=1e-4)
 
@@ -263,7 +263,7 @@ def test_hidden_states_of_all_layers(name):
 def test_what_programs_cannot_do_runs_as_before(caplog):
     model, fast = pair()
     ids, mask = padded(2, 10)
-    _forward._told.clear()
+    decoder._told.clear()
     with torch.no_grad(), caplog.at_level(logging.INFO, logger="ipex.llm"):
         want = model(ids, attention_mask=mask, output_attentions=True)
         for _ in range(2):

@@ -12,10 +12,10 @@ from small_llama import SHAPE, llama, padded
 from torch import nn
 
 import ipex_core
-from ipex_core._optimize import _hf_attention
-from ipex_core._optimize._hf_attention import attention_forward
+from ipex_core.optimization import transformers as _hf_attention
+from ipex_core.optimization.transformers import attention_forward
 from ipex_llm import register_transformers
-from ipex_llm._proof import _small
+from ipex_llm.optimization.proof import small as _small
 
 transformers = pytest.importorskip("transformers")
 

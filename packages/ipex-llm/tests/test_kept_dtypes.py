@@ -10,8 +10,8 @@ import torch
 import transformers
 
 import ipex_core
-from ipex_llm._optimize import optimize
-from ipex_llm._proof._small import small_model
+from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization.proof.small import small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -8,9 +8,9 @@ import torch
 from families import FAMILIES, OLD, tokens
 
 import ipex_core
-from ipex_llm._match import match
-from ipex_llm._optimize import optimize
-from ipex_llm._runner import Runner
+from ipex_llm.arch.detect import match
+from ipex_llm.model_runner.runner import Runner
+from ipex_llm.optimization.api import optimize
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -82,7 +82,7 @@ def test_small_caches(dtype):
 def test_ranks_do_not_divide_it():
     from types import SimpleNamespace
 
-    from ipex_llm._parallel._shard import _check
+    from ipex_llm.distributed.shard import _check
 
     layer = match(FAMILIES["deepseek_v3"]()).layers[0]
     with pytest.raises(ValueError, match="got latent attention"):

@@ -14,11 +14,11 @@ from transformers.cache_utils import DynamicCache
 
 import ipex_core
 import ipex_quant
-from ipex_llm._forward import _silent
-from ipex_llm._layers import _call, _pads, _read, _Rows
-from ipex_llm._optimize import optimize
-from ipex_llm._planned import Part
-from ipex_llm._runner import Runner
+from ipex_llm.model_runner.planned import Part
+from ipex_llm.model_runner.runner import Runner
+from ipex_llm.optimization.api import optimize
+from ipex_llm.patch.decoder import _silent
+from ipex_llm.patch.layer import _call, _pads, _read, _Rows
 
 pytestmark = [
     pytest.mark.usefixtures("small_weights_are_packed", "no_gradients"),

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from ipex_core import woq
 from ipex_core.errors import OpArgumentError
+from ipex_core.module_swap.base import has_kernel
 from ipex_core.nn import OptimizedLinear
-from ipex_core.nn._leaf import has_kernel
 from ipex_llm import modules as M
 
 DTYPES = [torch.float32, torch.bfloat16]

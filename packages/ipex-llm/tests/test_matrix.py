@@ -21,11 +21,11 @@ from torch import nn
 
 import ipex_core
 import ipex_quant
-from ipex_llm import _woq_experts
-from ipex_llm._forward import _silent
-from ipex_llm._optimize import optimize
-from ipex_llm._runner import Runner
 from ipex_llm.generation._loop import Loop
+from ipex_llm.model_runner.runner import Runner
+from ipex_llm.model_runner.weights import woq_experts
+from ipex_llm.optimization.api import optimize
+from ipex_llm.patch.decoder import _silent
 
 pytestmark = [
     pytest.mark.usefixtures("small_weights_are_packed", "no_gradients"),
@@ -338,7 +338,7 @@ def test_int8_weights(name: str, deployment_mode: bool) -> None:
     count = 0
     for place, module in fast.named_modules():
         old: Any = reference.get_submodule(place)
-        for weight in _woq_experts.weights(module):
+        for weight in woq_experts.weights(module):
             getattr(old, weight).copy_(getattr(module, weight).plain())
         if isinstance(module, ipex_quant.WeightOnlyQuantizedLinear):
             count += 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ipex_core._plugins import provider_for
+from ipex_core.kernels.providers import provider_for
 
 CLEAR = Path("/proc/self/clear_refs")
 
@@ -18,7 +18,7 @@ import re, sys
 from pathlib import Path
 import torch, transformers
 import ipex_llm
-from ipex_core._memory import return_free_memory
+from ipex_core.util.memory import return_free_memory
 from ipex_quant import WoqLowpMode, WoqWeightDtype, get_weight_only_quant_qconfig_mapping
 
 def status(key):

@@ -15,8 +15,7 @@ from torch import nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.testing import run_ranks
-from ipex_llm._optimize import optimize
-from ipex_llm._parallel import (
+from ipex_llm.distributed import (
     AllReduce,
     adopt_deepspeed,
     adopt_transformers,
@@ -24,6 +23,7 @@ from ipex_llm._parallel import (
     split_features,
     split_heads,
 )
+from ipex_llm.optimization.api import optimize
 
 pytest.importorskip("transformers")
 

@@ -14,8 +14,9 @@ from families import FAMILIES, OLD, UNPROVEN, build, tokens
 from torch import nn
 
 import ipex_core
-from ipex_llm._optimize import optimize
-from ipex_llm._proof import _prove, _small
+from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization.proof import prove
+from ipex_llm.optimization.proof import small as _small
 
 pytestmark = [
     pytest.mark.usefixtures("small_weights_are_packed", "no_gradients"),
@@ -167,14 +168,14 @@ class Proofs:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made = 0
-        original = _prove.small_model
+        original = prove.small_model
 
         def counted(*args: Any, **kwargs: Any) -> nn.Module:
             self.made += 1
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(_prove, "small_model", counted)
-        monkeypatch.setattr(_prove, "_known", {})
+        monkeypatch.setattr(prove, "small_model", counted)
+        monkeypatch.setattr(prove, "_known", {})
 
 
 @pytest.fixture
@@ -212,7 +213,7 @@ def test_a_proof_is_made_once_for_a_configuration(proofs: Proofs) -> None:
 
 
 def test_what_takes_too_long_is_not_proven(proofs: Proofs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_prove, "BUDGET", -1.0)
+    monkeypatch.setattr(prove, "BUDGET", -1.0)
     model, ids = build("llama"), tokens(2, 20)
     fast = optimize(model)
     found, text = depth(fast)

@@ -16,8 +16,8 @@ from torch import nn
 import ipex_core
 import ipex_quant as q
 from ipex_core.errors import OpArgumentError
-from ipex_llm import _woq_experts
-from ipex_llm._optimize import optimize
+from ipex_llm.model_runner.weights import woq_experts
+from ipex_llm.optimization.api import optimize
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -42,7 +42,7 @@ def plain_model(name, fast):
         old = model.get_submodule(place)
         if isinstance(module, q.WeightOnlyQuantizedLinear):
             old.weight.copy_(module.dequantize())
-        for weight in _woq_experts.weights(module):
+        for weight in woq_experts.weights(module):
             getattr(old, weight).copy_(getattr(module, weight).plain())
     return model
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ipex_core._woq_quantize import CODEBOOKS, unpack_nibbles
 from ipex_core.errors import OpArgumentError
-from ipex_llm._checkpoint import quantize
-from ipex_llm._checkpoint.make import make_folder
-from ipex_llm._checkpoint.quantize import quantize_folder
-from ipex_llm._checkpoint.schemes import make_scheme
-from ipex_quant._files import (
+from ipex_core.packing.quantize import CODEBOOKS, unpack_nibbles
+from ipex_llm.model_loader import quantize
+from ipex_llm.model_loader.make import make_folder
+from ipex_llm.model_loader.quantize import quantize_folder
+from ipex_llm.model_loader.schemes import make_scheme
+from ipex_quant.util.safetensors import (
     CheckpointError,
     ShardWriter,
     check_model_folder,
@@ -183,9 +183,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     (tmp_path / "in/config.json").write_text("{}")
     code = f"""
 from pathlib import Path
-from ipex_llm._checkpoint.quantize import quantize_folder
-from ipex_llm._checkpoint.schemes import make_scheme
-from ipex_llm._engine.memory import peak_memory
+from ipex_llm.model_loader.quantize import quantize_folder
+from ipex_llm.model_loader.schemes import make_scheme
+from ipex_llm.kv_cache.memory import peak_memory
 import torch
 torch.set_num_threads(1)
 make_scheme("int4").encode(torch.ones(64, 64))

@@ -14,9 +14,9 @@ httpx = pytest.importorskip("httpx")
 
 from fake_runner import CharTokenizer, FakeRunner  # noqa: E402
 
-from ipex_llm._serve.server import Settings, create_app  # noqa: E402
-from ipex_llm._serve.worker import Worker  # noqa: E402
 from ipex_llm.engine import Engine  # noqa: E402
+from ipex_llm.entrypoints.openai.server import Settings, create_app  # noqa: E402
+from ipex_llm.entrypoints.openai.worker import Worker  # noqa: E402
 
 
 class Tokenizer(CharTokenizer):

@@ -18,9 +18,9 @@ httpx = pytest.importorskip("httpx")
 from fake_runner import FakeRunner  # noqa: E402
 from test_serve import GREEDY, Server, SlowRunner, Tokenizer, events, text_of  # noqa: E402
 
-from ipex_llm._serve.prompts import CHARACTERS_PER_TOKEN  # noqa: E402
-from ipex_llm._serve.worker import TOKENIZERS  # noqa: E402
 from ipex_llm.engine import SamplingParams  # noqa: E402
+from ipex_llm.entrypoints.openai.prompts import CHARACTERS_PER_TOKEN  # noqa: E402
+from ipex_llm.entrypoints.openai.worker import TOKENIZERS  # noqa: E402
 
 JSON = {"Content-Type": "application/json"}
 
@@ -366,7 +366,7 @@ def test_a_mistake_of_the_server_is_told_as_the_api_does(monkeypatch):
         def broken(*args):
             raise KeyError("/a/path/of/the/server")
 
-        monkeypatch.setattr("ipex_llm._serve.server.Reply.whole", broken)
+        monkeypatch.setattr("ipex_llm.entrypoints.openai.server.Reply.whole", broken)
         response = await client.post("/v1/completions", json={"prompt": "A"})
         assert response.status_code == 500 and "/a/path" not in response.text
         assert error_of(response)["type"] == "server_error"
@@ -450,7 +450,7 @@ class Live:
     def __init__(self, server, timeout=30.0, grace=30):
         import uvicorn
 
-        from ipex_llm._serve.http import protocol
+        from ipex_llm.entrypoints.openai.http import protocol
 
         config = uvicorn.Config(
             server.app,

@@ -13,11 +13,11 @@ import transformers
 from families import build, tokens
 from torch import nn
 
-from ipex_llm._optimize import optimize
-from ipex_llm._parallel import PARALLEL
-from ipex_llm._proof import _prove, _small
-from ipex_llm._seeded import seeded
-from ipex_llm.generation._hf import SameRandomMixin
+from ipex_llm.arch.seeded import seeded
+from ipex_llm.distributed import PARALLEL
+from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization.proof import prove, small
+from ipex_llm.patch.generate import SameRandomMixin
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -66,7 +66,7 @@ def test_small_copies_leave_the_numbers_of_the_process_alone() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     config = build("llama").config
-    one, two = (_small.small_model(Spy, config, seed=1) for _ in range(2))
+    one, two = (small.small_model(Spy, config, seed=1) for _ in range(2))
     assert seen == [True, True]
     assert torch.equal(before, torch.get_rng_state())
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
@@ -143,7 +143,7 @@ def test_other_threads_are_served_while_models_are_optimized() -> None:
 
     for name in ("mistral", "gpt_neox"):  # made here: making them seeds the process
         build(name)
-    _prove._known.clear()  # prove them once more
+    prove._known.clear()  # prove them once more
     torch.set_rng_state(before)
     threads = [threading.Thread(target=serve, args=(m, m(ids).logits)) for m in served]
     workers = [

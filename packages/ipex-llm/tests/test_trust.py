@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import ipex_quant
 from ipex_core.errors import OpArgumentError
-from ipex_llm._checkpoint.make import make_folder
-from ipex_llm._cli import app
+from ipex_llm.entrypoints.cli import app
+from ipex_llm.model_loader.make import make_folder
 
 CODE = """
 from pathlib import Path

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ipex_quant._files import ShardWriter
+from ipex_quant.util.safetensors import ShardWriter
 
 
 def full_after(count: int) -> Callable[[ShardWriter, Any], None]:

@@ -65,7 +65,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> None:
         costs = [cost.get(k, 1.0) for k in kinds if k in cost or k in ("Linear", "Conv2d")]
         return len(costs) / sum(costs) if costs else 1.0
 
-    monkeypatch.setattr("ipex_quant._tune_search.speedup_of", speedup)
+    monkeypatch.setattr("ipex_quant.tuning.search.speedup_of", speedup)
 
 
 def kinds_of(model: nn.Module) -> dict[str, str]:
@@ -161,7 +161,7 @@ def test_chart(model: nn.Module, tmp_path: Path, monkeypatch: Any, caplog: Any) 
     assert "pip install 'ipex[plot]'" in caplog.text and not (tmp_path / "tuning.png").exists()
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("ipex_quant._tune_search.speedup_of", lambda *_: 2.0)
+    monkeypatch.setattr("ipex_quant.tuning.search.speedup_of", lambda *_: 2.0)
     autotune(model, loader(1), **options)
     assert (tmp_path / "tuning.png").read_bytes().startswith(b"\x89PNG")
 

@@ -432,7 +432,7 @@ def _with_scales(kind: str, scales: torch.Tensor) -> tuple[dict[str, torch.Tenso
         return state, {"quant_method": "compressed-tensors", "config_groups": groups}
     if kind == "ours":
         about = torch.tensor([1, 0, 32, -1])
-        from ipex_core._woq_quantize import FORMATS
+        from ipex_core.packing.quantize import FORMATS
 
         about[1] = FORMATS["int8"]
         codes = torch.zeros(8, 32, dtype=torch.int8)

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 import ipex_quant
-from ipex_quant import _exchange
+from ipex_quant.util import folders
 
 
 def make(folder, content):
@@ -25,8 +25,8 @@ def killed(target, point, exchange):
     code = f"""
 import os, sys, shutil
 from pathlib import Path
-sys.path.insert(0, {os.path.dirname(_exchange.__file__)!r})
-import _exchange
+sys.path.insert(0, {os.path.dirname(folders.__file__)!r})
+import folders
 count = 0
 
 def wrap(function):
@@ -39,10 +39,10 @@ def wrap(function):
     return wrapped
 
 if not {exchange}:
-    _exchange._exchange = lambda one, other: False
-_exchange._exchange = wrap(_exchange._exchange)
+    folders._exchange = lambda one, other: False
+folders._exchange = wrap(folders._exchange)
 Path.rename, shutil.rmtree, Path.mkdir = map(wrap, (Path.rename, shutil.rmtree, Path.mkdir))
-with _exchange.replacing(Path({str(target)!r})) as work:
+with folders.replacing(Path({str(target)!r})) as work:
     (work / "file").write_text("new")
 """
     return subprocess.run([sys.executable, "-S", "-c", code], check=False).returncode
@@ -76,7 +76,7 @@ def test_without_an_exchange_the_next_call_brings_the_folder_back(tmp_path):
         make(target, "old")
         code = killed(target, point, False)
         lost += not target.exists()
-        _exchange._clean(target)
+        folders._clean(target)
         assert (target / "file").read_text() in ("old", "new") and beside(target) == []
         if code == 0:
             break
@@ -84,13 +84,13 @@ def test_without_an_exchange_the_next_call_brings_the_folder_back(tmp_path):
 
 
 def test_a_system_without_the_exchange(tmp_path, monkeypatch):
-    monkeypatch.setattr(_exchange, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
     target = tmp_path / "saved"
     make(target, "old")
-    with _exchange.replacing(target) as work:
+    with folders.replacing(target) as work:
         (work / "file").write_text("new")
     assert (target / "file").read_text() == "new" and beside(target) == []
-    with pytest.raises(OSError, match="full"), _exchange.replacing(target) as work:
+    with pytest.raises(OSError, match="full"), folders.replacing(target) as work:
         raise OSError(errno.ENOSPC, "full")
     assert (target / "file").read_text() == "new" and beside(target) == []
 
@@ -111,7 +111,7 @@ def test_what_is_left_is_removed_and_nothing_else(tmp_path):
     ]
     for name in (*gone, *kept):
         make(tmp_path / name, "x")
-    with _exchange.replacing(tmp_path / "saved") as work:
+    with folders.replacing(tmp_path / "saved") as work:
         (work / "file").write_text("new")
     assert beside(tmp_path / "saved") == sorted(kept)
 

@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ipex_core import _export, export
-from ipex_core._portable import PORTABLE
+from ipex_core import export
 from ipex_core.errors import ExportError
+from ipex_core.exporter import api
+from ipex_core.library.portable import PORTABLE
 from ipex_quant import (
     WoqWeightDtype,
-    _int8_conv,
     convert,
     default_static_qconfig_mapping,
     get_weight_only_quant_qconfig_mapping,
     prepare,
 )
+from ipex_quant.int8.modules import conv
 
 
 class Net(nn.Module):
@@ -56,7 +57,7 @@ def test_files_that_would_hand_over_a_wrong_dtype_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of torch 2.11 give float64 to an op that is to give float32."""
-    monkeypatch.setattr("ipex_core._export._DTYPES_ARRIVE", False)
+    monkeypatch.setattr("ipex_core.exporter.api._DTYPES_ARRIVE", False)
     x = torch.randn(4, 32)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).eval()
     prepared = prepare(model, default_static_qconfig_mapping, example_inputs=x)
@@ -65,7 +66,7 @@ def test_files_that_would_hand_over_a_wrong_dtype_are_refused(
         export(convert(prepared), x, tmp_path / "model.pt2")
 
 
-@pytest.mark.skipif(not _export._DTYPES_ARRIVE, reason="refused with this torch")
+@pytest.mark.skipif(not api._DTYPES_ARRIVE, reason="refused with this torch")
 def test_static_int8_and_weight_only(tmp_path: Path) -> None:
     torch.manual_seed(0)
     images, ids = torch.randn(2, 3, 6, 6), torch.randint(50, (2, 5))
@@ -136,10 +137,10 @@ def test_convolutions_of_onednn_in_graphs(
     case: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The form for torch 2.14 and newer, whose Inductor finds no convolutions in dequantized operands."""
-    monkeypatch.setattr(_int8_conv, "_inductor_finds_convolutions", lambda: False)
+    monkeypatch.setattr(conv, "_inductor_finds_convolutions", lambda: False)
     args = convolution(**case)  # type: ignore[arg-type]
     wanted = torch.ops.ipex_quant.int8_conv(*args)
-    got = PORTABLE[_int8_conv.int8_conv](*args)
+    got = PORTABLE[conv.int8_conv](*args)
     assert got.dtype == wanted.dtype and got.shape == wanted.shape
     # A sum of codes may be rounded the other way, since oneDNN does it in one step.
     limit = 1 if got.dtype == torch.uint8 and "residual" in case else 0
@@ -151,7 +152,7 @@ def test_convolutions_of_onednn_in_graphs(
 # torch's own use of what it has deprecated.
 @pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning")
 def test_graphs_pack_for_sizes_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_int8_conv, "_inductor_finds_convolutions", lambda: False)
+    monkeypatch.setattr(conv, "_inductor_finds_convolutions", lambda: False)
     x, *rest = convolution(2)
     names = ("weight", "scales", "bias")
     kept = dict(zip(names, (rest[0], rest[1], rest[4]), strict=True))

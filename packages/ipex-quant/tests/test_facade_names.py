@@ -8,13 +8,13 @@ import importlib
 import pytest
 
 import ipex_quant
-from ipex_core import _plugins
 from ipex_core.errors import MissingComponentError
+from ipex_core.kernels import providers
 
 
 @pytest.fixture
 def _installed() -> None:
-    if "quantization" not in {c.name for c in _plugins.components() if c.state == "active"}:
+    if "quantization" not in {c.name for c in providers.components() if c.state == "active"}:
         pytest.skip("ipex-quant is not installed as a component")
 
 
@@ -33,7 +33,7 @@ def test_nn_modules_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None
     def missing(name: str) -> None:
         raise MissingComponentError(f"ipex.{name} needs the package ipex-quant")
 
-    monkeypatch.setattr(_plugins, "load_component", missing)
+    monkeypatch.setattr(providers, "load_component", missing)
     with pytest.raises(MissingComponentError, match="needs the package ipex-quant"):
         _ = modules.WeightOnlyQuantizedLinear
 

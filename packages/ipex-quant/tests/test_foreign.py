@@ -14,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ipex_core._woq_quantize import NF4_VALUES
 from ipex_core.errors import OpArgumentError
+from ipex_core.packing.quantize import NF4_VALUES
 from ipex_quant import linear_from, quantized_names, read_checkpoint, read_gguf, read_linear
 
 BLOCKS = [name for name, (_, weights, _) in G.TYPES.items() if weights > 1]

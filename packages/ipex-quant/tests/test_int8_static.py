@@ -27,7 +27,7 @@ from ipex_quant import (
     default_static_qconfig_mapping,
     prepare,
 )
-from ipex_quant._flow import Add
+from ipex_quant.int8.dataflow import Add
 
 Tensor = torch.Tensor
 

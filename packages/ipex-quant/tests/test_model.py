@@ -19,7 +19,7 @@ from ipex_quant import (
     quantize_linears,
     woq_qconfig,
 )
-from ipex_quant.quantize import quantize_in_parts
+from ipex_quant.weight.primitives import quantize_in_parts
 
 INT4 = woq_qconfig(weight_dtype=WoqWeightDtype.INT4, group_size=16)
 

@@ -19,7 +19,7 @@ from ipex_quant import (
     quantize_per_block,
     quantize_per_channel,
 )
-from ipex_quant.quantize import is_4bit, quantize_in_parts
+from ipex_quant.weight.primitives import is_4bit, quantize_in_parts
 
 D = WoqWeightDtype
 
@@ -169,7 +169,7 @@ def test_round_trip_is_stable(data: st.DataObject) -> None:
 def test_in_parts(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(11, 48)
     whole = quantize_in_parts(weight, form, 16, True, torch.bfloat16)
-    monkeypatch.setattr("ipex_quant.quantize._PART", 100)
+    monkeypatch.setattr("ipex_quant.weight.primitives._PART", 100)
     parts = quantize_in_parts(weight, form, 16, True, torch.bfloat16)
     for a, b in zip(whole, parts, strict=True):
         assert (a is None) == (b is None)

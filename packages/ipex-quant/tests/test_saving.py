@@ -24,7 +24,7 @@ from ipex_quant import (
     save,
     woq_qconfig,
 )
-from ipex_quant._files import CheckpointError, ShardWriter, mapped
+from ipex_quant.util.safetensors import CheckpointError, ShardWriter, mapped
 
 
 class Net(nn.Module):

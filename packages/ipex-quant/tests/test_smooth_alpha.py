@@ -13,7 +13,7 @@ from torch import nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_quant import Int8Linear, autotune, convert, get_smooth_quant_qconfig_mapping, prepare
-from ipex_quant.static_qconfig import AutoAlpha
+from ipex_quant.qconfig.static import AutoAlpha
 
 Tensor = torch.Tensor
 

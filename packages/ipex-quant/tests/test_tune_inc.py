@@ -94,7 +94,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def speeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ipex_quant._tune_search.speedup_of", lambda *_: 2.0)
+    monkeypatch.setattr("ipex_quant.tuning.search.speedup_of", lambda *_: 2.0)
 
 
 def model() -> nn.Module:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 import ipex_xpu_kernels
-from ipex_core._spec import Sample, specs
+from ipex_core.library.spec import Sample, specs
 from ipex_core.nn.functional import interaction
 from ipex_core.nn.modules import MergedEmbeddingBagWithAdaGrad, MergedEmbeddingBagWithSGD
 

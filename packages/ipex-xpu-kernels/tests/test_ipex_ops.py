@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from ipex_core._spec import Sample, specs
+from ipex_core.library.spec import Sample, specs
 
 pytestmark = pytest.mark.usefixtures("needs_device")
 

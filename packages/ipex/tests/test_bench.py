@@ -11,9 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from ipex._commands import bench
-from ipex_core import _plugins, _spec, benchmark
+from ipex_core import benchmark
 from ipex_core.benchmark import Ratio, paired, quantile, ratio, run_bench
 from ipex_core.errors import UnknownOpError
+from ipex_core.kernels import providers
+from ipex_core.library import spec as _spec
 
 OP = "silu_mul"
 
@@ -151,7 +153,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(option, tmp_path)
 @pytest.mark.parametrize("levels", [(), ("--levels", "default")])
 def test_a_shape_that_fails_leaves_the_others(levels, tiny, tmp_path, monkeypatch):
     if levels:
-        provider = _plugins.provider_for("cpu")
+        provider = providers.provider_for("cpu")
         if provider is None or "default" not in provider.isa_built:
             pytest.skip("no kernels of this level")
 

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from ipex import cli
 from ipex._commands._doctor_report import private
-from ipex_core import _machine, _plugins, config
-from ipex_core.doctor import Report
+from ipex_core import config
+from ipex_core.diagnostics.doctor import Report
+from ipex_core.kernels import machine, providers
 
 runner = CliRunner()
 
@@ -44,10 +45,10 @@ def _ipex(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def _providers(monkeypatch):
-    def use(*statuses: _plugins.ProviderStatus) -> None:
-        monkeypatch.setattr(_plugins, "load_providers", lambda: statuses)
+    def use(*statuses: providers.ProviderStatus) -> None:
+        monkeypatch.setattr(providers, "load_providers", lambda: statuses)
         # What other tests have loaded (scikit-learn brings an OpenMP runtime of its own) is no problem of this one.
-        monkeypatch.setattr(_machine, "loaded_libraries", lambda root: ("/usr/lib/libgomp.so.1",))
+        monkeypatch.setattr(machine, "loaded_libraries", lambda root: ("/usr/lib/libgomp.so.1",))
 
     return use
 
@@ -56,7 +57,7 @@ def _providers(monkeypatch):
 
 
 def test_doctor_table(_providers):
-    _providers(_plugins.ProviderStatus("cpu", "missing", "ipex-cpu-kernels"))
+    _providers(providers.ProviderStatus("cpu", "missing", "ipex-cpu-kernels"))
     done = runner.invoke(cli.app, ["doctor"])
     assert done.exit_code == 0, done.output
     for text in ("CPU features", "OpenMP runtime", "ISA level", "IPEX_STRICT", "nothing is broken"):
@@ -122,7 +123,7 @@ def test_reports_name_no_user_and_no_token(text, wanted):
 
 
 def test_doctor_exits_with_1_when_something_is_broken(_providers):
-    _providers(_plugins.ProviderStatus("cpu", "broken", "ipex-cpu-kernels", cause=OSError("gone")))
+    _providers(providers.ProviderStatus("cpu", "broken", "ipex-cpu-kernels", cause=OSError("gone")))
     done = runner.invoke(cli.app, ["doctor"])
     assert done.exit_code == 1
     assert "OSError: gone" in done.output

@@ -16,13 +16,14 @@ import pytest
 import torch
 
 import ipex
-from ipex_core import _plugins, config
+from ipex_core import config
 from ipex_core.errors import (
     BrokenComponentError,
     MissingComponentError,
     NotOfferedError,
     UnknownComponentError,
 )
+from ipex_core.kernels import providers
 
 
 def _python(code: str, *options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -54,7 +55,7 @@ def test_names_are_the_objects_of_core():
     assert ipex.set_fp32_math_mode is config.set_fp32_math_mode
     assert ipex.config is config
     assert callable(ipex.doctor)
-    assert ipex.doctor.__module__ == "ipex_core.doctor"
+    assert ipex.doctor.__module__ == "ipex_core.diagnostics.doctor"
     assert (ipex.VERBOSE_OFF, ipex.VERBOSE_ON, ipex.VERBOSE_ON_CREATION) == (0, 1, 2)
     assert (ipex.verbose.VERBOSE_OFF, ipex.verbose.VERBOSE_ON) == (0, 1)  # as IPEX's docs write it
     assert ipex.verbose.VERBOSE_ON_CREATION == ipex.VERBOSE_ON_CREATION
@@ -63,9 +64,9 @@ def test_names_are_the_objects_of_core():
 
 def test_functions_win_over_modules_of_the_same_name():
     code = """
-        import ipex_core.doctor
+        import ipex_core.diagnostics.doctor
         import ipex
-        assert ipex.doctor is ipex_core.doctor.doctor
+        assert ipex.doctor is ipex_core.doctor is ipex_core.diagnostics.doctor.doctor
     """
     _check(code)
 
@@ -125,14 +126,14 @@ def _entry_points(monkeypatch):
 
     def use(**entries: str) -> None:
         found = tuple(
-            importlib.metadata.EntryPoint(name, value, _plugins.COMPONENT_GROUP)
+            importlib.metadata.EntryPoint(name, value, providers.COMPONENT_GROUP)
             for name, value in entries.items()
         )
-        real = _plugins._entry_points.__wrapped__
+        real = providers._entry_points.__wrapped__
         monkeypatch.setattr(
-            _plugins,
+            providers,
             "_entry_points",
-            lambda group: found if group == _plugins.COMPONENT_GROUP else real(group),
+            lambda group: found if group == providers.COMPONENT_GROUP else real(group),
         )
 
     def forget() -> None:
@@ -196,10 +197,10 @@ def test_known_but_not_installed(_entry_points, name, package, extra):
 
 def test_cmake_prefix_path(monkeypatch):
     monkeypatch.delitem(vars(ipex), "cmake_prefix_path", raising=False)
-    if any(entry.name == "cpu" for entry in _plugins._entry_points(_plugins.KERNEL_GROUP)):
+    if any(entry.name == "cpu" for entry in providers._entry_points(providers.KERNEL_GROUP)):
         assert ipex.cmake_prefix_path.endswith("/share/cmake")
         monkeypatch.delitem(vars(ipex), "cmake_prefix_path")
-    monkeypatch.setattr(_plugins, "_entry_points", lambda group: ())
+    monkeypatch.setattr(providers, "_entry_points", lambda group: ())
     text = r"ipex.cmake_prefix_path needs the package ipex-cpu-kernels: pip install 'ipex\[cpu\]'"
     with pytest.raises(MissingComponentError, match=text):
         ipex.cmake_prefix_path  # noqa: B018
@@ -227,7 +228,7 @@ def test_installed_but_broken(_entry_points, tmp_path, monkeypatch):
 
 
 def test_an_entry_point_that_names_no_module(_entry_points):
-    _entry_points(llm="ipex_core.doctor:doctor")
+    _entry_points(llm="ipex_core.diagnostics.doctor:doctor")
     with pytest.raises(BrokenComponentError, match="must name a module"):
         ipex.llm  # noqa: B018
 
@@ -329,7 +330,8 @@ def test_import_loads_core_and_nothing_optional():
         assert not [m for m in new if m.split(".")[0] in optional], new
         own = [m for m in new if m.split(".")[0].startswith("ipex")]
         assert "ipex_core" in own and "ipex_cpu_kernels" not in own, own
-        assert not {"ipex.cli", "ipex_core.doctor", "ipex_core.compile_backend", "ipex_core.nn"} & set(own), own
+        late = {"ipex.cli", "ipex_core.diagnostics.doctor", "ipex_core.compile_backend", "ipex_core.nn"}
+        assert not late & set(own), own
         assert torch.ops.ipex.rms_norm is not None
     """
     _check(code, "-W", "error")

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import ipex
-from ipex_core import _machine, _plugins, config
+from ipex_core import config
+from ipex_core.kernels import machine, providers
 
 
 def _provider(monkeypatch, **changes):
-    info = _plugins.ProviderInfo(
+    info = providers.ProviderInfo(
         name="cpu",
         version="0.1.0",
         device="cpu",
@@ -27,7 +28,7 @@ def _provider(monkeypatch, **changes):
         kernels=lambda op: (),
         **changes,
     )
-    monkeypatch.setattr(_plugins, "provider_for", lambda device: info if device == "cpu" else None)
+    monkeypatch.setattr(providers, "provider_for", lambda device: info if device == "cpu" else None)
 
 
 def test_isa_levels_with_kernels(monkeypatch):
@@ -47,14 +48,14 @@ def test_isa_levels_with_kernels(monkeypatch):
 def test_features_of_the_cpu_where_the_build_has_few_levels(monkeypatch):
     """The question is what the CPU has, not what the kernels were built for."""
     _provider(monkeypatch)
-    info = _plugins.provider_for("cpu")
+    info = providers.provider_for("cpu")
     few = dataclasses.replace(
         info, isa_built=("default", "avx512_bf16", "amx"), isa_available=("default", "avx512_bf16")
     )
-    monkeypatch.setattr(_plugins, "provider_for", lambda device: few)
-    features = [f for level in config.ISA_LEVELS for f in _machine.LEVEL_FEATURES[level]]
+    monkeypatch.setattr(providers, "provider_for", lambda device: few)
+    features = [f for level in config.ISA_LEVELS for f in machine.LEVEL_FEATURES[level]]
     cpu = types.SimpleNamespace(features=features)
-    monkeypatch.setattr(_machine, "cpu_info", lambda: cpu)
+    monkeypatch.setattr(machine, "cpu_info", lambda: cpu)
     assert ipex._C.isa_has_avx512_vnni_support() and ipex._C.isa_has_avx2_vnni_support()
     assert not ipex._C.isa_has_amx_support()  # its own check knows of permissions, too
     features[:] = [f for f in features if f != "avx512_vnni"]
@@ -62,7 +63,7 @@ def test_features_of_the_cpu_where_the_build_has_few_levels(monkeypatch):
 
 
 def test_isa_levels_without_kernels(monkeypatch):
-    monkeypatch.setattr(_plugins, "provider_for", lambda device: None)
+    monkeypatch.setattr(providers, "provider_for", lambda device: None)
     assert ipex._C._get_current_isa_level() == "DEFAULT"
     assert ipex._C._get_highest_binary_support_isa_level() == "DEFAULT"
     assert ipex._C._get_highest_cpu_support_isa_level().lower() in config.ISA_LEVELS

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ipex._torch_ipex._alias_op import alias_names
-from ipex_core import _woq
+from ipex_core.packing import woq
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -145,7 +145,7 @@ def test_norm_differentiates_and_compiles():
 def test_woq(form, lowp_mode):
     n, k, group = 48, 64, 32
     weight, x, bias = torch.randn(n, k) * 0.1, torch.randn(5, k), torch.randn(n)
-    qweight, scales, _ = _woq.quantize(weight, form, group, True)
+    qweight, scales, _ = woq.quantize(weight, form, group, True)
     packed, scale_list, zeros, biases, compensation = PREPACK.woq_linear_pack_weight(
         qweight, form, [n, k], scales, None, bias, None, group, lowp_mode
     )
@@ -176,7 +176,7 @@ def test_woq_bad_arguments():
 
 def test_dequantize():
     weight = torch.randn(32, 64)
-    qweight, scales, _ = _woq.quantize(weight, "nf4", 64, True)
+    qweight, scales, _ = woq.quantize(weight, "nf4", 64, True)
     got = OPS.dequantize_nf4(qweight, scales, 64, torch.float32)
     assert (got - weight).abs().max() < 0.16 * scales.max()
     again = OPS.dequantize_4bit(qweight.view(-1, 1), "nf4", [32, 64], scales.view(-1), None, 64)

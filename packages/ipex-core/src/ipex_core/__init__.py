@@ -54,39 +54,39 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_core import program as program
     from ipex_core import testing as testing
     from ipex_core import woq as woq
-    from ipex_core._explain import explain as explain
-    from ipex_core._export import export as export
-    from ipex_core._fast_bert import fast_bert as fast_bert
-    from ipex_core._optimize import disable_auto_channels_last as disable_auto_channels_last
-    from ipex_core._optimize import enable_auto_channels_last as enable_auto_channels_last
-    from ipex_core._optimize import optimize as optimize
-    from ipex_core._optimize import restore as restore
-    from ipex_core._plugins import KERNEL_API as KERNEL_API
-    from ipex_core._plugins import ProviderInfo as ProviderInfo
-    from ipex_core._spec import BenchCase as BenchCase
-    from ipex_core._spec import OpSpec as OpSpec
-    from ipex_core._spec import Sample as Sample
-    from ipex_core.doctor import doctor as doctor
-    from ipex_core.introspect import op_info as op_info
-    from ipex_core.introspect import show_config as show_config
+    from ipex_core.diagnostics.doctor import doctor as doctor
+    from ipex_core.diagnostics.explain import explain as explain
+    from ipex_core.diagnostics.introspect import op_info as op_info
+    from ipex_core.diagnostics.introspect import show_config as show_config
+    from ipex_core.exporter.api import export as export
+    from ipex_core.kernels.providers import KERNEL_API as KERNEL_API
+    from ipex_core.kernels.providers import ProviderInfo as ProviderInfo
+    from ipex_core.library.spec import BenchCase as BenchCase
+    from ipex_core.library.spec import OpSpec as OpSpec
+    from ipex_core.library.spec import Sample as Sample
+    from ipex_core.models.fast_bert import fast_bert as fast_bert
+    from ipex_core.optimization import disable_auto_channels_last as disable_auto_channels_last
+    from ipex_core.optimization import enable_auto_channels_last as enable_auto_channels_last
+    from ipex_core.optimization import optimize as optimize
+    from ipex_core.optimization import restore as restore
 
 #: Public name -> module it comes from.
 _LAZY = {
-    "BenchCase": "ipex_core._spec",
-    "OpSpec": "ipex_core._spec",
-    "Sample": "ipex_core._spec",
-    "KERNEL_API": "ipex_core._plugins",
-    "ProviderInfo": "ipex_core._plugins",
-    "disable_auto_channels_last": "ipex_core._optimize",
-    "enable_auto_channels_last": "ipex_core._optimize",
-    "doctor": "ipex_core.doctor",
-    "explain": "ipex_core._explain",
-    "export": "ipex_core._export",
-    "fast_bert": "ipex_core._fast_bert",
-    "op_info": "ipex_core.introspect",
-    "optimize": "ipex_core._optimize",
-    "restore": "ipex_core._optimize",
-    "show_config": "ipex_core.introspect",
+    "BenchCase": "ipex_core.library.spec",
+    "OpSpec": "ipex_core.library.spec",
+    "Sample": "ipex_core.library.spec",
+    "KERNEL_API": "ipex_core.kernels.providers",
+    "ProviderInfo": "ipex_core.kernels.providers",
+    "disable_auto_channels_last": "ipex_core.optimization",
+    "enable_auto_channels_last": "ipex_core.optimization",
+    "doctor": "ipex_core.diagnostics.doctor",
+    "explain": "ipex_core.diagnostics.explain",
+    "export": "ipex_core.exporter.api",
+    "fast_bert": "ipex_core.models.fast_bert",
+    "op_info": "ipex_core.diagnostics.introspect",
+    "optimize": "ipex_core.optimization",
+    "restore": "ipex_core.optimization",
+    "show_config": "ipex_core.diagnostics.introspect",
 }
 
 #: Modules that are imported when they are named.

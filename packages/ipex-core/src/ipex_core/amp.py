@@ -73,17 +73,17 @@ def native_reason(dtype: torch.dtype) -> str | None:
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``; for others the answer is None.
     """
-    from ipex_core import _machine, _plugins
+    from ipex_core.kernels import machine, providers
 
     name = str(dtype).removeprefix("torch.")
-    if name not in _machine.NATIVE_LEVELS:
+    if name not in machine.NATIVE_LEVELS:
         return None
     slow = "products are computed in float32 and may be slower than those of float32"
-    features = set(_machine.cpu_info().features)
-    if features and not features.intersection(_machine.NATIVE_FEATURES[name]):
+    features = set(machine.cpu_info().features)
+    if features and not features.intersection(machine.NATIVE_FEATURES[name]):
         return f"this CPU has no {name} instructions: {slow}"
-    level = _plugins.cpu_level()
-    if level is not None and level not in _machine.NATIVE_LEVELS[name]:
+    level = providers.cpu_level()
+    if level is not None and level not in machine.NATIVE_LEVELS[name]:
         return f"the kernels run at ISA level {level}, which has no {name} instructions: {slow}"
     return None
 

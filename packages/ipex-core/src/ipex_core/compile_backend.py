@@ -18,8 +18,8 @@ Three things happen beyond plain Inductor, all of them only for graphs that need
 * **No need for ``no_grad``.** A graph with no input that requires grad is compiled for inference even when grad mode
   is on.
 * **Patterns.** Attention, norms, rotary embeddings, gated MLPs, linear layers with what follows them and weight-only
-  quantised products become ops of ours where that is not slower; see `ipex_core._compile`. `ipex.explain` of a compiled
-  model lists them, and those that were left alone, with the reason.
+  quantized products become ops of ours where that is not slower; see `ipex_core.fusion.aten`. `ipex.explain` of a
+  compiled model lists them, and those that were left alone, with the reason.
 
 A graph that needs gradients goes through AOTAutograd and plain Inductor. Graphs of the device xpu run op by op where
 there is no Triton for it, with those of our ops that have patterns.
@@ -38,10 +38,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ipex_core._choice import prefer_ipex_attention
-from ipex_core._compile._freeze import CompiledGraph, FrozenGraph, compiled_often, lift_parameters
-from ipex_core._compile._options import Options, read_options
-from ipex_core._compile._report import GraphReport, Origin, remember, tensor_refs
+from ipex_core.compiler.freeze import CompiledGraph, FrozenGraph, compiled_often, lift_parameters
+from ipex_core.compiler.options import Options, read_options
+from ipex_core.fusion.report import GraphReport, Origin, remember, tensor_refs
+from ipex_core.kernels.policy import prefer_ipex_attention
 
 __all__ = ["compile", "ipex_backend", "prefer_ipex_attention"]
 
@@ -165,7 +165,7 @@ def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], asked: Options, report: GraphReport
 ) -> CompiledGraph:
     if _on_xpu(gm, example_inputs):
-        from ipex_core._compile._eager import compile_eager
+        from ipex_core.compiler.eager import compile_eager
 
         return CompiledGraph(compile_eager(gm, example_inputs, asked, report), report)
     patches = dict(asked.inductor)
@@ -273,7 +273,7 @@ def _compile_training(
     patches: dict[str, Any],
     report: GraphReport,
 ) -> _Compiled:
-    from ipex_core._compile.recurrent import compile_around_recurrent, has_recurrent
+    from ipex_core.fusion.aten.recurrent import compile_around_recurrent, has_recurrent
 
     if not has_recurrent(gm):
         return _inductor(gm, example_inputs, patches)
@@ -323,7 +323,7 @@ def _custom_passes(
 
 
 def _pack(asked: Options, also: Any, freezing: bool, report: GraphReport, graph: fx.Graph) -> None:
-    from ipex_core._compile.packed_convolutions import pack_convolutions
+    from ipex_core.fusion.aten.conv_packed import pack_convolutions
 
     if freezing and report.frozen:
         pack_convolutions(graph, report, asked.disable, asked.always)
@@ -331,7 +331,7 @@ def _pack(asked: Options, also: Any, freezing: bool, report: GraphReport, graph:
 
 
 def _look(also: Any, report: GraphReport, graph: fx.Graph) -> None:
-    from ipex_core._compile.convolutions import report_convolutions
+    from ipex_core.fusion.aten.conv import report_convolutions
 
     report_convolutions(report, graph)
     _run_others(also, graph)
@@ -353,7 +353,7 @@ def _run(
 ) -> None:
     from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
-    from ipex_core._compile._passes import run_passes, split_parameters
+    from ipex_core.fusion.aten.passes import run_passes, split_parameters
 
     # What is left of dropout is a copy between any two ops.
     remove_noop_ops(graph)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import torch
 
-from ipex_core._packed import deinterleave_gate_up, interleave_gate_up
-from ipex_core._spec import check
-from ipex_core._woq import Layout, quantize, read_layout
+from ipex_core.library.spec import check
+from ipex_core.packing.dense import deinterleave_gate_up, interleave_gate_up
+from ipex_core.packing.woq import Layout, quantize, read_layout
 
 __all__ = [
     "Layout",

@@ -20,8 +20,8 @@ except ModuleNotFoundError as error:
         "ipex-cpu-kernels needs ipex-core, which is not installed: pip install ipex-core",
         name="ipex_core",
     ) from None
-from ipex_core._plugins import KernelInfo, ProviderInfo
 from ipex_core.errors import IsaError, KernelApiError
+from ipex_core.kernels.providers import KernelInfo, ProviderInfo
 from ipex_cpu_kernels._version import __version__
 
 __all__ = ["KERNEL_API", "__version__", "cmake_prefix_path", "isa", "register"]
@@ -127,7 +127,7 @@ def isa(level: str) -> Iterator[None]:
         >>> with isa("default"):
         ...     pass
     """
-    from ipex_core._plugins import load_providers
+    from ipex_core.kernels.providers import load_providers
     from ipex_cpu_kernels import _native
 
     load_providers()

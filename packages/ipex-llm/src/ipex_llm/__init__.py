@@ -35,17 +35,17 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_llm import modules as modules
     from ipex_llm import quantization as quantization
     from ipex_llm import utils as utils
-    from ipex_llm._optimize import optimize as optimize
-    from ipex_llm._optimize import optimize_transformers as optimize_transformers
     from ipex_llm.engine import Engine as Engine
     from ipex_llm.engine import SamplingParams as SamplingParams
+    from ipex_llm.optimization.api import optimize as optimize
+    from ipex_llm.optimization.api import optimize_transformers as optimize_transformers
 
 #: Public name -> module that has it.
 _LAZY: dict[str, str] = {
     "Engine": "ipex_llm.engine",
     "SamplingParams": "ipex_llm.engine",
-    "optimize": "ipex_llm._optimize",
-    "optimize_transformers": "ipex_llm._optimize",
+    "optimize": "ipex_llm.optimization.api",
+    "optimize_transformers": "ipex_llm.optimization.api",
     "register_transformers": "ipex_llm.integrations",
 }
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ipex_core._spec import check
-from ipex_quant.linear import QuantDtype, QuantMethod, WeightOnlyQuantizedLinear
+from ipex_core.library.spec import check
+from ipex_quant.weight_only.linear import QuantDtype, QuantMethod, WeightOnlyQuantizedLinear
 
 __all__ = ["IPEXWeightOnlyQuantizedLinear", "QuantDtype", "QuantMethod"]
 

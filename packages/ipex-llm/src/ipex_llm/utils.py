@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from ipex_core._spec import check
-from ipex_llm._lowp_files import model_config as read_model_config
-from ipex_llm._lowp_files import quantization_config, read_file, tensors
-from ipex_llm._lowp_gguf import is_gguf, load_gguf
-from ipex_llm._lowp_shards import Splitter
-from ipex_quant._replace import Replaced, replace_linears_from_checkpoint
-from ipex_quant._schemes import method_of
-from ipex_quant.checkpoint import quantized_names
+from ipex_core.library.spec import check
+from ipex_llm.distributed.checkpoint import Splitter
+from ipex_llm.model_loader.lowp_files import model_config as read_model_config
+from ipex_llm.model_loader.lowp_files import quantization_config, read_file, tensors
+from ipex_llm.model_loader.lowp_gguf import is_gguf, load_gguf
+from ipex_quant.formats.schemes import method_of
+from ipex_quant.weight_only.checkpoint import quantized_names
+from ipex_quant.weight_only.replace import Replaced, replace_linears_from_checkpoint
 
 __all__ = [
     "Replaced",

@@ -90,7 +90,7 @@ def quota(root: Path) -> float | None:
 
 
 def crowded(root: Path) -> str | None:
-    """Return how it shows that programs wait for CPU time, or None; `ipex_core._machine` has the same rule."""
+    """Return how it shows that programs wait for CPU time, or None; `ipex_core.kernels.machine` has the same rule."""
     waits = re.search(r"some avg10=([\d.]+)", read_text(root / "proc/pressure/cpu"))
     load = re.match(r"[\d.]+", read_text(root / "proc/loadavg"))
     cpus = len(re.findall(r"^cpu\d", read_text(root / "proc/stat"), re.MULTILINE))

@@ -43,7 +43,7 @@ bool none_or_kind(const optional<Tensor>& x, at::ScalarType dtype, at::IntArrayR
 // Packed weights
 // -----------------------------------------------------------------------------------------------
 
-// What a packed weight begins with (ipex_core._packed).
+// What a packed weight begins with (ipex_core.packing.dense).
 struct Header {
   std::uint32_t magic, version, format, panel;
   std::int64_t n, k;

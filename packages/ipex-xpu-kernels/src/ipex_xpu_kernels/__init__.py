@@ -26,7 +26,7 @@ from ipex_xpu_kernels._fallback import (
 from ipex_xpu_kernels._version import __version__
 
 if TYPE_CHECKING:
-    from ipex_core._plugins import ProviderInfo
+    from ipex_core.kernels.providers import ProviderInfo
     from ipex_xpu_kernels._inline import SyclCompileError as SyclCompileError
     from ipex_xpu_kernels._inline import SyclLibrary as SyclLibrary
     from ipex_xpu_kernels._inline import SyclOp as SyclOp
@@ -67,8 +67,8 @@ def register(api: int) -> ProviderInfo:
         ImportError: A device was asked for, but the native module cannot be loaded.
         RuntimeError: A backward pass has run before, after which torch cannot take another device.
     """
-    from ipex_core._plugins import ProviderInfo
     from ipex_core.errors import KernelApiError
+    from ipex_core.kernels.providers import ProviderInfo
 
     if api != KERNEL_API:
         raise KernelApiError(

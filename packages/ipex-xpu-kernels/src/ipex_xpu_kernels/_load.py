@@ -54,7 +54,7 @@ def misfit() -> str:
     if not (other_torch or other_python):
         return ""
     # Not before: importing it checks all variables, and a wrong IPEX_XPU_DEVICE has a message of its own.
-    from ipex_core._plugins import xpu_wheel
+    from ipex_core.kernels.providers import xpu_wheel
 
     needed = xpu_wheel(torch.__version__, __version__)
     if other_torch:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core import _woq
-from ipex_core._packed import HEADER_BYTES
-from ipex_core._woq import check_woq_packed
-from ipex_core.ops._epilogue import apply_epilogue, weight_rows
+from ipex_core.ops.linear._epilogue import apply_epilogue, weight_rows
+from ipex_core.packing import woq
+from ipex_core.packing.dense import HEADER_BYTES
+from ipex_core.packing.woq import check_woq_packed
 
 __all__ = ["FUNCTIONS"]
 
@@ -46,7 +46,7 @@ def _woq_linear(
         return None
     rows = x.reshape(-1, layout.k)
     if layout.permuted:
-        rows = rows[:, _woq.permutation(packed_weight, layout)]
+        rows = rows[:, woq.permutation(packed_weight, layout)]
     rows = functional.pad(rows, (0, layout.blocks * layout.block_k - layout.k)).contiguous()
     y = x.new_empty(rows.shape[0], n, dtype=torch.float32)
     scale_bytes, zero_bytes, sum_bytes, _ = layout.parts

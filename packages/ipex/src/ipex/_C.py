@@ -12,8 +12,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from ipex import _migration
-from ipex_core import _machine, _plugins, config
+from ipex_core import config
 from ipex_core.config import FP32MathMode, get_fp32_math_mode, set_fp32_math_mode
+from ipex_core.kernels import machine, providers
 
 if TYPE_CHECKING:
     import torch
@@ -56,14 +57,14 @@ def _cpu_levels() -> tuple[str, ...]:
 
     Those the kernels were built for by their own check, the others from procfs: a build may leave levels out.
     """
-    provider = _plugins.provider_for("cpu")
+    provider = providers.provider_for("cpu")
     built = () if provider is None else provider.isa_built
     able = () if provider is None else provider.isa_available
-    features = set(_machine.cpu_info().features)
+    features = set(machine.cpu_info().features)
     return tuple(
         n
         for n in config.ISA_LEVELS
-        if (n in able if n in built else features.issuperset(_machine.LEVEL_FEATURES[n]))
+        if (n in able if n in built else features.issuperset(machine.LEVEL_FEATURES[n]))
     )
 
 
@@ -73,7 +74,7 @@ def _get_current_isa_level() -> str:
 
 
 def _current() -> str:
-    return _plugins.cpu_level() or "default"
+    return providers.cpu_level() or "default"
 
 
 def _get_highest_cpu_support_isa_level() -> str:
@@ -83,7 +84,7 @@ def _get_highest_cpu_support_isa_level() -> str:
 
 def _get_highest_binary_support_isa_level() -> str:
     """Return the highest level the installed kernels were built for."""
-    provider = _plugins.provider_for("cpu")
+    provider = providers.provider_for("cpu")
     return provider.isa_built[-1].upper() if provider is not None else "DEFAULT"
 
 
@@ -135,14 +136,14 @@ def _is_bnb_kernel_enabled() -> bool:
 
 def _has_cpu() -> bool:
     """Return whether CPU kernels are loaded."""
-    return _plugins.provider_for("cpu") is not None
+    return providers.provider_for("cpu") is not None
 
 
 def _has_xpu() -> bool:
     """Return whether there is an xpu device, of torch itself or of ipex-xpu-kernels."""
     import torch
 
-    _plugins.load_providers()
+    providers.load_providers()
     return bool(getattr(torch._C, "_has_xpu", False))
 
 
@@ -183,7 +184,7 @@ def isa_has_avx512_fp16_support() -> bool:
 
 def isa_has_amx_fp16_support() -> bool:
     """Return whether the CPU multiplies tiles of float16; no kernel here needs it."""
-    return "amx_fp16" in _machine.cpu_info().features
+    return "amx_fp16" in machine.cpu_info().features
 
 
 def get_current_cpu_pool() -> CPUPool:

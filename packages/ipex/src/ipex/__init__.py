@@ -36,14 +36,6 @@ if TYPE_CHECKING:
     from ipex_core import nn as nn
     from ipex_core import optim as optim
     from ipex_core import testing as testing
-    from ipex_core._explain import explain as explain
-    from ipex_core._export import export as export
-    from ipex_core._fast_bert import fast_bert as fast_bert
-    from ipex_core._optimize import disable_auto_channels_last as disable_auto_channels_last
-    from ipex_core._optimize import enable_auto_channels_last as enable_auto_channels_last
-    from ipex_core._optimize import optimize as optimize
-    from ipex_core._optimize import restore as restore
-    from ipex_core._sdk import cmake_prefix_path as cmake_prefix_path
     from ipex_core.compile_backend import _get_compiler_backend as _get_compiler_backend
     from ipex_core.compile_backend import _set_compiler_backend as _set_compiler_backend
     from ipex_core.compile_backend import compile as compile
@@ -55,10 +47,18 @@ if TYPE_CHECKING:
     from ipex_core.config import set_fp32_math_mode as set_fp32_math_mode
     from ipex_core.config import set_logging_level as set_logging_level
     from ipex_core.config import verbose as verbose
-    from ipex_core.doctor import doctor as doctor
-    from ipex_core.introspect import op_info as op_info
-    from ipex_core.introspect import show_config as show_config
+    from ipex_core.diagnostics.doctor import doctor as doctor
+    from ipex_core.diagnostics.explain import explain as explain
+    from ipex_core.diagnostics.introspect import op_info as op_info
+    from ipex_core.diagnostics.introspect import show_config as show_config
+    from ipex_core.exporter.api import export as export
     from ipex_core.jit import enable_onednn_fusion as enable_onednn_fusion
+    from ipex_core.kernels.sdk import cmake_prefix_path as cmake_prefix_path
+    from ipex_core.models.fast_bert import fast_bert as fast_bert
+    from ipex_core.optimization import disable_auto_channels_last as disable_auto_channels_last
+    from ipex_core.optimization import enable_auto_channels_last as enable_auto_channels_last
+    from ipex_core.optimization import optimize as optimize
+    from ipex_core.optimization import restore as restore
 
 #: With the ending by which clients of IPEX tell its builds for the CPU from those for XPU.
 __version__ = f"{_version.__version__}+cpu"
@@ -75,7 +75,7 @@ _NAMES = {
     "export": "ipex_core",
     "fast_bert": "ipex_core",
     # Not in __all__: without other packages they are errors, and `from ipex import *` must work.
-    "cmake_prefix_path": "ipex_core._sdk",
+    "cmake_prefix_path": "ipex_core.kernels.sdk",
     "optimize_transformers": "ipex.llm",
     "op_info": "ipex_core",
     "show_config": "ipex_core",
@@ -194,9 +194,9 @@ def _unknown(name: str) -> AttributeError:
 
 def __dir__() -> list[str]:
     # Without components that are not installed: who walks over all names must not meet an ImportError.
-    from ipex_core import _plugins
+    from ipex_core.kernels import providers
 
-    return sorted({*__all__, *(c.name for c in _plugins.components() if c.state == "active")})
+    return sorted({*__all__, *(c.name for c in providers.components() if c.state == "active")})
 
 
 def _is_command() -> bool:
@@ -229,4 +229,4 @@ if not _is_command():
 
     # Programs in files call ops by name, which nothing but an import defines.
     with contextlib.suppress(ImportError):  # not installed, or broken: ipex.quantization says so
-        import ipex_quant._ops  # noqa: F401
+        import ipex_quant.int8.ops  # noqa: F401

@@ -36,16 +36,17 @@ SUBMODULES: Mapping[str, str] = {
 
 def component_names() -> frozenset[str]:
     """Return the names under which components appear here, installed or not."""
-    from ipex_core import _plugins
+    from ipex_core.kernels import providers
 
-    return frozenset({*_plugins.KNOWN_COMPONENTS, *(c.name for c in _plugins.components())})
+    return frozenset({*providers.KNOWN_COMPONENTS, *(c.name for c in providers.components())})
 
 
 def load_component(name: str) -> types.ModuleType:
     """Import the component ``name``; raises Missing-, Broken- or UnknownComponentError."""
-    from ipex_core import _plugins, errors
+    from ipex_core import errors
+    from ipex_core.kernels import providers
 
-    loaded = _plugins.load_component(name)
+    loaded = providers.load_component(name)
     if not isinstance(loaded, types.ModuleType):
         raise errors.BrokenComponentError(
             f"ipex.{name}: its entry point must name a module, but names a {type(loaded).__name__}"

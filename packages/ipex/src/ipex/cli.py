@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 if TYPE_CHECKING:
-    from ipex_core.doctor import Report
+    from ipex_core.diagnostics.doctor import Report
 
 __all__ = ["app", "main"]
 
@@ -146,7 +146,7 @@ def _tolerate_bad_environment() -> None:
 
 def _print(table: Table) -> None:
     # Late, like all of ipex_core: what it finds in the environment must be tolerated, or become one line, first.
-    from ipex_core._console import make_console
+    from ipex_core.util.console import make_console
 
     make_console().print(table)
 
@@ -168,11 +168,11 @@ def doctor(
     _tolerate_bad_environment()
     if report_file is not None:
         with contextlib.suppress(ImportError):  # no core: below, after the report is written
-            from ipex_core._console import writable
+            from ipex_core.util.console import writable
 
             writable(report_file, "--report")
     try:
-        from ipex_core.doctor import doctor as examine
+        from ipex_core.diagnostics.doctor import doctor as examine
 
         report = examine()
     except ImportError as error:
@@ -248,7 +248,8 @@ def show_config(
 ) -> None:
     """Show every configuration value, where it comes from, and the state of the packages."""
     _tolerate_bad_environment()
-    from ipex_core import config, introspect
+    from ipex_core import config
+    from ipex_core.diagnostics import introspect
 
     if not as_json:
         print(introspect.show_config())
@@ -273,8 +274,8 @@ def op_info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show which kernels stand behind an op, at which ISA level they run, and when the stock op is used."""
-    from ipex_core import introspect
-    from ipex_core._spec import specs
+    from ipex_core.diagnostics import introspect
+    from ipex_core.library.spec import specs
 
     if name is not None:
         info = introspect.op_info(name)
@@ -356,7 +357,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
         if sys.argv[1:3] == ["llm", "serve"] and "--help" not in sys.argv:
-            from ipex_core._spin import restart_if_crowded
+            from ipex_core.kernels.spin import restart_if_crowded
 
             restart_if_crowded()
         app()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.jit._rewrite import Rewriter
+from ipex_core.fusion.torchscript.rewrite import Rewriter
 
 __all__ = ["enable_onednn_fusion", "fuse", "fused", "is_onednn_fusion_enabled"]
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ipex_core.module_swap.base import OptimizedModule
 from ipex_core.nn import modules
-from ipex_core.nn._fusable import FusableLinear
-from ipex_core.nn._leaf import OptimizedModule
-from ipex_core.nn._packed import PackedWeight
 from ipex_core.nn.conv import (
     OptimizedConv1d,
     OptimizedConv2d,
@@ -23,6 +21,7 @@ from ipex_core.nn.conv import (
 )
 from ipex_core.nn.encoder import OptimizedTransformerEncoder, OptimizedTransformerEncoderLayer
 from ipex_core.nn.frozen_batch_norm import FrozenBatchNorm2d
+from ipex_core.nn.fusable import FusableLinear
 from ipex_core.nn.layers import (
     FoldedBatchNorm1d,
     FoldedBatchNorm2d,
@@ -38,6 +37,7 @@ from ipex_core.nn.layers import (
 )
 from ipex_core.nn.linear import OptimizedLinear
 from ipex_core.nn.recurrent import OptimizedGRU, OptimizedLSTM, OptimizedRNN
+from ipex_core.packing.parameter import PackedWeight
 
 __all__ = [
     "FoldedBatchNorm1d",

@@ -9,18 +9,18 @@ import torch
 from torch import nn
 from torch._jit_internal import is_scripting
 
-from ipex_core.nn import _mkldnn
-from ipex_core.nn._call import stock_only
-from ipex_core.nn._leaf import (
+from ipex_core.module_swap.base import (
     OptimizedModule,
     is_stand_in,
     needs_grad,
     record_call,
     usable_parameters,
 )
-from ipex_core.nn._packed import PackedWeight, captured
-from ipex_core.nn._scripting import stock_forward
-from ipex_core.nn._state import state_of
+from ipex_core.module_swap.script import stock_forward
+from ipex_core.module_swap.state_dict import state_of
+from ipex_core.nn.call import stock_only
+from ipex_core.packing import onednn
+from ipex_core.packing.parameter import PackedWeight, captured
 
 __all__ = [
     "OptimizedConv1d",
@@ -96,7 +96,7 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
         assert state is not None and state.conv is not None
         assert self._dtype is not None
         x = self._layout(input.to(self._dtype))
-        return _mkldnn.conv(x, packed, bias, *state.conv)
+        return onednn.conv(x, packed, bias, *state.conv)
 
     def _layout(self, x: Tensor) -> Tensor:
         state = state_of(self)

@@ -13,7 +13,7 @@ from torch._jit_internal import is_scripting
 from torch.nn import functional
 from torch.nn.modules.transformer import _detect_is_causal_mask, _get_seq_len
 
-from ipex_core.nn._leaf import OptimizedModule, is_stand_in, record_call
+from ipex_core.module_swap.base import OptimizedModule, is_stand_in, record_call
 
 __all__ = ["OptimizedTransformerEncoder", "OptimizedTransformerEncoderLayer"]
 

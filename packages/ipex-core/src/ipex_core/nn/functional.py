@@ -13,10 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ipex_core._choice import prefer_ipex_attention
-from ipex_core.nn import _roi_align_helper
-from ipex_core.nn._call import call, stock_only
-from ipex_core.nn._detection import (
+from ipex_core.kernels.policy import prefer_ipex_attention
+from ipex_core.module_swap.base import has_hooks, has_kernel
+from ipex_core.nn.call import call, stock_only
+from ipex_core.nn.fusable import finish, is_fusable
+from ipex_core.nn.ipex_api import roi_align_helper as _roi_align_helper
+from ipex_core.nn.ipex_api.detection import (
     batch_score_nms,
     box_head_nms,
     locations_to_boxes,
@@ -24,11 +26,9 @@ from ipex_core.nn._detection import (
     parallel_scale_back_batch,
     rpn_nms,
 )
-from ipex_core.nn._fusable import finish, is_fusable
-from ipex_core.nn._interaction import InteractionFunc, interaction
-from ipex_core.nn._kv_cache import indirect_access_kv_cache_attention
-from ipex_core.nn._leaf import has_hooks, has_kernel
-from ipex_core.nn._lora import (
+from ipex_core.nn.ipex_api.interaction import InteractionFunc, interaction
+from ipex_core.nn.ipex_api.kv_cache import indirect_access_kv_cache_attention
+from ipex_core.nn.ipex_api.lora import (
     bgmv_expand,
     bgmv_expand_slice,
     bgmv_shrink,
@@ -36,15 +36,15 @@ from ipex_core.nn._lora import (
     sgmv_expand_slice,
     sgmv_shrink,
 )
-from ipex_core.nn._packed import exporting
-from ipex_core.nn._scripts import function, tracing
-from ipex_core.nn._state_space import (
+from ipex_core.nn.ipex_api.state_space import (
     causal_conv1d_fn,
     causal_conv1d_update,
     selective_scan_fn,
     selective_state_update,
 )
-from ipex_core.ops.linear import activate
+from ipex_core.nn.torchscript import function, tracing
+from ipex_core.ops.linear.linear import activate
+from ipex_core.packing.parameter import exporting
 
 __all__ = [
     "KERNEL_DTYPES",
@@ -254,7 +254,7 @@ def attention_supported(
 def _attention_preferred(query: Any, key: Any, mask: Any) -> bool:
     """Return whether the kernel is faster than the stock op at these shapes."""
     if exporting():
-        from ipex_core._compile._nodes import hints
+        from ipex_core.fusion.aten.nodes import hints
 
         # Comparing symbolic sizes would limit the program to those on this side.
         return prefer_ipex_attention(hints(query.shape), hints(key.shape), query.dtype)

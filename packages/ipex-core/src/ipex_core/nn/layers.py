@@ -14,13 +14,13 @@ from torch import nn
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 
-from ipex_core.nn._call import call, stock_only
-from ipex_core.nn._leaf import OptimizedModule, is_stand_in, record_call
-from ipex_core.nn._scripting import stock_forward
-from ipex_core.nn._scripts import rms_norm as script_rms_norm
-from ipex_core.nn._scripts import scale_and_shift as script_scale_and_shift
-from ipex_core.nn._scripts import unfolded as script_unfolded
+from ipex_core.module_swap.base import OptimizedModule, is_stand_in, record_call
+from ipex_core.module_swap.script import stock_forward
+from ipex_core.nn.call import call, stock_only
 from ipex_core.nn.functional import KERNEL_DTYPES, layer_norm, rms_norm
+from ipex_core.nn.torchscript import rms_norm as script_rms_norm
+from ipex_core.nn.torchscript import scale_and_shift as script_scale_and_shift
+from ipex_core.nn.torchscript import unfolded as script_unfolded
 
 __all__ = [
     "FoldedBatchNorm1d",
@@ -293,7 +293,7 @@ class _FoldedBatchNorm(OptimizedModule):
 
     def refold(self) -> None:
         """Give the layer before this one the present scale and shift."""
-        from ipex_core.nn._state import realize, revert, state_of
+        from ipex_core.module_swap.state_dict import realize, revert, state_of
 
         state = state_of(self._folded_into)
         if state is not None and state.fold is not None:

@@ -10,19 +10,19 @@ from torch import nn
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 
-from ipex_core.nn import _mkldnn
-from ipex_core.nn._call import below_autograd, call, stock_only
-from ipex_core.nn._fusable import finish, fits
-from ipex_core.nn._leaf import (
+from ipex_core.module_swap.base import (
     OptimizedModule,
     is_stand_in,
     needs_grad,
     record_call,
     usable_parameters,
 )
-from ipex_core.nn._packed import PackedWeight, captured, pack
-from ipex_core.nn._scripts import function, tracing
-from ipex_core.nn._state import state_of
+from ipex_core.module_swap.state_dict import state_of
+from ipex_core.nn.call import below_autograd, call, stock_only
+from ipex_core.nn.fusable import finish, fits
+from ipex_core.nn.torchscript import function, tracing
+from ipex_core.packing import onednn
+from ipex_core.packing.parameter import PackedWeight, captured, pack
 
 __all__ = ["OptimizedLinear"]
 
@@ -142,7 +142,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
                 x, packed, bias, self.out_features, post, residual
             )
             return y
-        return _mkldnn.linear(x, packed, bias, post, residual)
+        return onednn.linear(x, packed, bias, post, residual)
 
     def _traced(
         self,
@@ -209,7 +209,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         residual2: Tensor | None,
     ) -> Tensor | None:
         dtype = torch.get_autocast_dtype("cpu")
-        if dtype is torch.float32 or not _mkldnn.supports(dtype):
+        if dtype is torch.float32 or not onednn.supports(dtype):
             return None
         if torch.is_grad_enabled() and needs_grad(self, x):
             return self._plain(x, post, residual, mul, residual2)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ipex_core._experts import interleave
+from ipex_core.packing.experts import interleave
 
 __all__ = ["PackedExperts", "gated_mlp_moe", "pack_experts", "pack_woq_experts"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch._jit_internal import is_scripting
 
-from ipex_core.nn._leaf import OptimizedModule, is_stand_in, record_call
-from ipex_core.nn._scripts import lstm as script_lstm
-from ipex_core.nn._scripts import recurrent as script_recurrent
+from ipex_core.module_swap.base import OptimizedModule, is_stand_in, record_call
+from ipex_core.nn.torchscript import lstm as script_lstm
+from ipex_core.nn.torchscript import recurrent as script_recurrent
 
 __all__ = ["OptimizedGRU", "OptimizedLSTM", "OptimizedRNN"]
 

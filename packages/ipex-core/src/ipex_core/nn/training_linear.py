@@ -10,8 +10,8 @@ from torch import nn
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 
-from ipex_core.nn._call import stock_only
-from ipex_core.nn._products import (
+from ipex_core.nn.call import stock_only
+from ipex_core.nn.training_products import (
     STOCK,
     Choice,
     choose,
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 
 class TrainingLinear(nn.Linear):
-    """`torch.nn.Linear` that packs its weight on the way; see `ipex_core.nn._products`.
+    """`torch.nn.Linear` that packs its weight on the way; see `ipex_core.nn.training_products`.
 
     The same object as the layer it stands for: only ``__class__`` changes. Calls that our kernels do not take, and
     programs recorded by ``torch.compile``, ``torch.jit`` and ``torch.func``, have the stock op.

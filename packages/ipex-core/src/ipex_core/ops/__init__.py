@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One module per op; importing this package registers them all.
+"""One module per op, in folders of families; importing this package registers them all.
 
-A new op is a new file here: nothing else lists ops.
+A new op is a new file in a folder here: nothing else lists ops. Names that begin with an underscore hold what the ops
+of a family share.
 """
 
 from __future__ import annotations
@@ -9,6 +10,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-for _module in pkgutil.iter_modules(__path__):
-    if not _module.name.startswith("_"):
-        importlib.import_module(f"{__name__}.{_module.name}")
+for _module in pkgutil.walk_packages(__path__, f"{__name__}."):
+    if "._" not in _module.name:
+        importlib.import_module(_module.name)

@@ -2,7 +2,7 @@
 """The functions of IPEX's ``optim._functional``: steps of whole optimizers, and of lists of tensors.
 
 ``params2`` has, for each parameter, the lower halves of a bfloat16 one, the 16-bit copy of a float32 one, or an empty
-tensor (or None); see `ipex_core.ops._optimizer`.
+tensor (or None); see `ipex_core.ops.optim._common`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.optim._plain import plain_step
+from ipex_core.optim.plain import plain_step
 
 __all__ = [
     "adagrad",

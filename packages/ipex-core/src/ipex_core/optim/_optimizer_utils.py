@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ipex_core.optim import _functional
-from ipex_core.optim._lamb import Lamb
-from ipex_core.optim._lars import Lars
+from ipex_core.optim.lamb import Lamb
+from ipex_core.optim.lars import Lars
 
 __all__ = [
     "IPEX_FUSED_OPTIMIZER_LIST_CPU",
@@ -43,9 +43,9 @@ def optimizer_fusion(
         device_type: ``"cpu"`` or ``"xpu"``.
         user_explict_fuse: Whether to warn about an optimizer that stays.
     """
-    from ipex_core._optimize._masters import Masters
-    from ipex_core._optimize._train_step import adopt
-    from ipex_core.optim._steps import step_of
+    from ipex_core.optim.steps import step_of
+    from ipex_core.optimization.training.master_weights import Masters
+    from ipex_core.optimization.training.optimizer import adopt
 
     if device_type not in ("cpu", "xpu"):
         raise ValueError(

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ipex_core.optim import _steps
-from ipex_core.optim._lamb import Lamb as _Lamb
-from ipex_core.optim._plain import PlainOptimizer, check_numbers, plain_step
-from ipex_core.optim._steps import Call
+from ipex_core.optim import steps
+from ipex_core.optim.lamb import Lamb as _Lamb
+from ipex_core.optim.plain import PlainOptimizer, check_numbers, plain_step
+from ipex_core.optim.steps import Call
 
 __all__ = ["SGD", "AdamW", "DistLamb", "Lamb", "clip_grad_norm_"]
 
@@ -34,7 +34,7 @@ def _step(
     """Return a step of ``rule``, with the means corrected for their start at zero if the group wants that."""
     if group["correct_bias"]:
         return rule(group, state, param, grad, param2)
-    count = float(_steps._count(state))
+    count = float(steps._count(state))
     late = {**state, "step": torch.tensor(_LATE)}
     call = rule(group, late, param, grad, param2)
     state.update(late, step=torch.tensor(count))
@@ -53,7 +53,7 @@ class SGD(torch.optim.SGD):
         nesterov: Nesterov's momentum.
     """
 
-    _ipex_step = staticmethod(_steps.sgd)
+    _ipex_step = staticmethod(steps.sgd)
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class AdamW(PlainOptimizer):
         param2: Tensor | None,
     ) -> Call | None:
         group = {**group, "amsgrad": False}
-        return _step(_steps.adamw, group, state, param, grad, param2)
+        return _step(steps.adamw, group, state, param, grad, param2)
 
 
 class Lamb(_Lamb):
@@ -151,7 +151,7 @@ class Lamb(_Lamb):
     ) -> Call | None:
         if group["adam"]:
             return AdamW._ipex_step(group, state, param, grad, param2)
-        return _step(_steps.lamb, group, state, param, grad, param2)
+        return _step(steps.lamb, group, state, param, grad, param2)
 
 
 class DistLamb(Lamb):

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Packed weights of experts: [E, bytes], row e is the packed weight of expert e (linear/packed.h).
-// ipex_core._experts describes the same in Python.
+// ipex_core.packing.experts describes the same in Python.
 #pragma once
 
 #include "ipex/dispatch.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The packed format of int8 weights for integer products; ipex_core._packed_int8 describes the same
+// The packed format of int8 weights for integer products; ipex_core.packing.int8 describes the same
 // in Python.
 //
 // 64-byte header, sums of the columns (int32, one for each output feature, padded to a multiple of

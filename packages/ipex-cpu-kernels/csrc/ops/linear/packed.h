@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The packed format of linear weights; ipex_core._packed describes the same format in Python.
+// The packed format of linear weights; ipex_core.packing.dense describes the same format in Python.
 //
 // 64-byte header, the same for dense and quantised weights. Dense weights: ceil(N / 32) panels
 // follow. Panel: [K][32] for float and Half, [ceil(K / 2)][32][2] for BFloat16. Padding is zero.

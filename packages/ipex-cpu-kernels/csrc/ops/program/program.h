@@ -39,7 +39,7 @@ struct Program {
   std::vector<Output> outputs;
 };
 
-// Decodes what ipex_core._program_native encodes: words, and a text that they point into.
+// Decodes what ipex_core.program.native encodes: words, and a text that they point into.
 std::shared_ptr<const Program> decode(const Tensor& code, const Tensor& text,
                                       const std::vector<Tensor>& constants);
 

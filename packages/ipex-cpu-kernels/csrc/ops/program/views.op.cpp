@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Built-in instructions that look at memory in another way, look rows up or copy.
-// ipex_core._program_builtins says what each means.
+// ipex_core.program.builtins says what each means.
 #include <algorithm>
 #include <cstring>
 

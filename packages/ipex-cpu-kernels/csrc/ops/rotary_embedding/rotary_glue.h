@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks and descriptions of arguments that the rotary ops share; the texts are those of
-// ipex_core.ops._rotary.
+// ipex_core.ops.rotary._common.
 #pragma once
 
 #include <algorithm>

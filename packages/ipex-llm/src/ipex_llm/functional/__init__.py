@@ -11,7 +11,7 @@ Wrong arguments raise `OpArgumentError` (both a ``ValueError`` and a ``RuntimeEr
 
 from __future__ import annotations
 
-from ipex_core.nn._lora import sgmv_expand, sgmv_expand_slice, sgmv_shrink
+from ipex_core.nn.ipex_api.lora import sgmv_expand, sgmv_expand_slice, sgmv_shrink
 from ipex_llm.functional._activation import (
     gelu_and_mul,
     gelu_mul,

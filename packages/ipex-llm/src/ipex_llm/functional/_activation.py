@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ipex_core._spec import check
-from ipex_core.nn._call import call
-from ipex_core.ops._common import dtype_name
+from ipex_core.library.checks import dtype_name
+from ipex_core.library.spec import check
+from ipex_core.nn.call import call
 
 __all__ = ["gelu_and_mul", "gelu_mul", "gelu_quick", "silu_and_mul", "silu_mul"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 
-from ipex_core._names import also_named
-from ipex_core._spec import check
-from ipex_core.nn._call import call
-from ipex_core.nn._kv_cache import indirect_access_kv_cache_attention
+from ipex_core.library.spec import check
+from ipex_core.nn.call import call
+from ipex_core.nn.ipex_api.kv_cache import indirect_access_kv_cache_attention
+from ipex_core.util.arguments import also_named
 from ipex_llm.functional._names import alibi_may_be_missing
 
 __all__ = ["indirect_access_kv_cache_attention", "varlen_attention", "varlen_fwd"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from ipex_core._names import also_named
-from ipex_core.nn import _lora
+from ipex_core.nn.ipex_api import lora
+from ipex_core.util.arguments import also_named
 
 __all__ = ["bgmv_expand", "bgmv_expand_slice", "bgmv_shrink"]
 
@@ -43,7 +43,7 @@ def bgmv_shrink(
     Raises:
         RuntimeError: For wrong dtypes or shapes, or an adapter that is out of range.
     """
-    _lora.bgmv_shrink(input, lora_weights, output, token_lora_mapping, scaling)
+    lora.bgmv_shrink(input, lora_weights, output, token_lora_mapping, scaling)
     return output
 
 
@@ -70,7 +70,7 @@ def bgmv_expand(
     Raises:
         RuntimeError: For wrong dtypes or shapes, or an adapter that is out of range.
     """
-    _lora.bgmv_expand(input, lora_weights, output, token_lora_mapping, add_inputs)
+    lora.bgmv_expand(input, lora_weights, output, token_lora_mapping, add_inputs)
     return output
 
 
@@ -101,7 +101,7 @@ def bgmv_expand_slice(
     Raises:
         RuntimeError: For wrong dtypes or shapes, or an adapter or a column that is out of range.
     """
-    _lora.bgmv_expand_slice(
+    lora.bgmv_expand_slice(
         *(input, lora_weights, output, token_lora_mapping, slice_offset, slice_size, add_inputs)
     )
     return output

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ipex_core._spec import check
-from ipex_core.nn._call import call
+from ipex_core.library.spec import check
+from ipex_core.nn.call import call
 
 __all__ = ["add_layer_norm", "add_rms_norm", "fast_layer_norm", "rms_norm"]
 

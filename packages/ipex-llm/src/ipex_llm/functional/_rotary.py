@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from ipex_core._names import also_named
-from ipex_core.nn._call import call
+from ipex_core.nn.call import call
+from ipex_core.util.arguments import also_named
 
 __all__ = ["rotary_embedding", "rotary_embedding_batched"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ipex_llm._hf_cache import CacheState, state_of_cache
-from ipex_llm._runner import Runner
 from ipex_llm.generation._session import Session
+from ipex_llm.kv_cache.transformers import CacheState, state_of_cache
+from ipex_llm.model_runner.runner import Runner
 
 __all__ = ["Choice", "Loop", "Stop", "choose"]
 

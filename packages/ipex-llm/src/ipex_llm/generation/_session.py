@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ipex_llm._hf_cache import CacheState
-from ipex_llm._runner import Runner
+from ipex_llm.kv_cache.transformers import CacheState
+from ipex_llm.model_runner.runner import Runner
 
 __all__ = ["Session"]
 

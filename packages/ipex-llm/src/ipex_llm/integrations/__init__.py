@@ -37,7 +37,7 @@ def register_transformers() -> None:
         >>> "ipex" in AttentionInterface()
         True
     """
-    from ipex_core._optimize._hf_attention import register_interface
+    from ipex_core.optimization.transformers import register_interface
     from ipex_llm.integrations import _quantizer
 
     register_interface()

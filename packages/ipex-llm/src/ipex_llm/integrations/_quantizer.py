@@ -50,7 +50,7 @@ class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
         **saved: Any,
     ) -> None:
         from ipex_quant import WoqLowpMode, WoqWeightDtype
-        from ipex_quant._model import patterns_of
+        from ipex_quant.weight_only.convert import patterns_of
 
         self.quant_method: Any = NAME
         for name, value, kind in (
@@ -132,7 +132,7 @@ class IpexQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self.pre_quantized:
             return model
-        from ipex_quant._model import replace_module
+        from ipex_quant.weight_only.convert import replace_module
 
         self._folder = _folder(model, kwargs.get("checkpoint_files"))
         settings: Any = self.quantization_config

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core._names import also_named
-from ipex_core._spec import check
-from ipex_core.nn._call import call
+from ipex_core.library.spec import check
+from ipex_core.nn.call import call
+from ipex_core.util.arguments import also_named
 from ipex_llm import functional
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ipex_core.nn import OptimizedLinear
-from ipex_core.nn._fusable import finish
-from ipex_core.nn._gate import GatedPair
-from ipex_core.nn._lower import lower_linear
 from ipex_core.nn.functional import linear as run
+from ipex_core.nn.fusable import finish
+from ipex_core.nn.gate import GatedPair
+from ipex_core.nn.lower import lower_linear
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
 __all__ = [

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ipex_core.nn import _state_space
+from ipex_core.nn.ipex_api import state_space
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
 __all__ = ["MambaMixer"]
@@ -17,7 +17,7 @@ class MambaMixer:
 
     runtime_ops = IPEXRuntimeCustomOps()
 
-    causal_conv1d_fn = staticmethod(_state_space.causal_conv1d_fn)
-    causal_conv1d_update = staticmethod(_state_space.causal_conv1d_update)
-    selective_scan_fn = staticmethod(_state_space.selective_scan_fn)
-    selective_state_update = staticmethod(_state_space.selective_state_update)
+    causal_conv1d_fn = staticmethod(state_space.causal_conv1d_fn)
+    causal_conv1d_update = staticmethod(state_space.causal_conv1d_update)
+    selective_scan_fn = staticmethod(state_space.selective_scan_fn)
+    selective_state_update = staticmethod(state_space.selective_state_update)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ipex_core._spec import check
+from ipex_core.library.spec import check
 from ipex_core.nn.moe import PackedExperts, gated_mlp_moe, pack_experts
 from ipex_llm.functional._names import activation_may_come_first
 from ipex_llm.modules._moe_weights import FP8, from_eight_bits, from_four_bits

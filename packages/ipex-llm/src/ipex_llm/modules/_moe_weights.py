@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ipex_core._spec import check
+from ipex_core.library.spec import check
 from ipex_core.nn.moe import PackedExperts, pack_woq_experts
 
 __all__ = ["FP8", "from_eight_bits", "from_four_bits"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core._spec import check
+from ipex_core.library.spec import check
 from ipex_llm import functional
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 

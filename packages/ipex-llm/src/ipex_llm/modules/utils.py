@@ -7,7 +7,7 @@ import importlib
 from enum import Enum
 from typing import Any
 
-from ipex_core._spec import check
+from ipex_core.library.spec import check
 
 __all__ = ["IPEXCustomOpType", "IPEXRuntimeCustomOps"]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ipex_core._spec import check
+from ipex_core.library.spec import check
 
 __all__ = ["DelayedScaling", "Format"]
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core._fp8 import DTYPES, amax, to_fp8
-from ipex_core._names import also_named
-from ipex_core._optimize._records import QUANTISATION, Quantisation, quantisation_of
-from ipex_core._spec import check
-from ipex_quant._model import replace_module
+from ipex_core.library.spec import check
+from ipex_core.optimization.records import QUANTISATION, Quantisation, quantisation_of
+from ipex_core.packing.fp8 import DTYPES, amax, to_fp8
+from ipex_core.util.arguments import also_named
 from ipex_quant.fp8.linear import EMULATED, FP8Linear
 from ipex_quant.fp8.tensors import Float8Format, FP8TensorMeta
+from ipex_quant.weight_only.convert import replace_module
 
 __all__ = [
     "cast_from_fp8",

@@ -22,8 +22,8 @@ from ipex._bench.result import Run
 from ipex._bench.run import Plan
 from ipex._bench.shapes import SIZES
 from ipex._bench.shapes import names as workloads
-from ipex_core._console import figure_class, writable, written
-from ipex_core._files import write_whole
+from ipex_core.util.console import figure_class, writable, written
+from ipex_core.util.files import write_whole
 
 __all__ = ["Files", "arguments_of", "choice", "deadline", "make_plan", "native"]
 

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ipex._bench.report import SHORT, ratio_axis
-from ipex_core._console import PLAIN_WIDTH, figure_class
+from ipex_core.util.console import PLAIN_WIDTH, figure_class
 
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result

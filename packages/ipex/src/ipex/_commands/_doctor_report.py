@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ipex_core.doctor import Report
+    from ipex_core.diagnostics.doctor import Report
 
 __all__ = ["environment", "report_text", "versions"]
 
@@ -88,7 +88,7 @@ def report_text(report: Report | None, problem: str = "") -> str:
     """Return the file as Markdown.
 
     Args:
-        report: What `ipex_core.doctor.doctor` found; None if it could not run.
+        report: What `ipex_core.diagnostics.doctor.doctor` found; None if it could not run.
         problem: Why not.
     """
     if report is None:

@@ -28,8 +28,8 @@ from ipex._bench.shapes import SIZES
 from ipex._commands import bench_peers
 from ipex._commands._bench_plan import Files, arguments_of, choice, deadline, native
 from ipex._commands._bench_report import read_results, results_json, results_table, write_plot
-from ipex_core._console import make_console, warn_if_busy, written
-from ipex_core._files import write_whole
+from ipex_core.util.console import make_console, warn_if_busy, written
+from ipex_core.util.files import write_whole
 
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result
@@ -277,7 +277,7 @@ def _parse_threads(text: str) -> list[int]:
 def _parse_levels(text: str) -> list[str]:
     if not text:
         return [""]
-    from ipex_core._plugins import provider_for
+    from ipex_core.kernels.providers import provider_for
 
     provider = provider_for("cpu")
     available = list(provider.isa_available) if provider is not None else []

@@ -22,8 +22,8 @@ from ipex._bench import report
 from ipex._bench.result import Run, regressions, untold
 from ipex._bench.run import Plan, run
 from ipex._commands._bench_plan import Files, arguments_of, make_plan
-from ipex_core._console import make_console, warn_if_busy
 from ipex_core.benchmark import machine
+from ipex_core.util.console import make_console, warn_if_busy
 
 __all__ = ["COMMANDS", "bench_kind"]
 

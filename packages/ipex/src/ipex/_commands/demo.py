@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ipex_core._console import make_console, warn_if_busy, writable
+from ipex_core.util.console import make_console, warn_if_busy, writable
 
 if TYPE_CHECKING:
     from ipex._commands._demo_model import Batch, Candidate, Encoder, Runner, Sentence

@@ -114,7 +114,7 @@ def _masked_multihead_self_attention(
     ``seq_info`` is the length of the history. -1 stands for cross attention: the caches are then all keys and values,
     ``[batch, positions, kv_heads, head_size]``, and ``key`` and ``value`` are not read.
     """
-    from ipex_core.nn._kv_cache import indirect_access_kv_cache_attention
+    from ipex_core.nn.ipex_api.kv_cache import indirect_access_kv_cache_attention
 
     if int(seq_info.reshape(-1)[0]) == -1:
         heads_first = [t.to(query.dtype).transpose(1, 2) for t in (query, key_cache, value_cache)]

@@ -9,8 +9,8 @@ import torch
 
 from ipex._torch_ipex._alias_op import alias_op, python_op
 from ipex._torch_ipex.woq import PackedLinear, lowp_name
-from ipex_core._packed import read_header
 from ipex_core.errors import OpArgumentError
+from ipex_core.packing.dense import read_header
 
 Tensor = torch.Tensor
 _OPS = torch.ops.ipex

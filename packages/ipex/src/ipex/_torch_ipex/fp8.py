@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 
 from ipex._torch_ipex._alias_op import alias_op
-from ipex_core._fp8 import DTYPES, amax, to_fp8
-from ipex_core._spec import check
 from ipex_core.errors import OpArgumentError
+from ipex_core.library.spec import check
+from ipex_core.packing.fp8 import DTYPES, amax, to_fp8
 
 Tensor = torch.Tensor
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ipex._torch_ipex._alias_op import alias_op
-from ipex_core._spec import specs
+from ipex_core.library.spec import specs
 
 Tensor = torch.Tensor
 _OPS = torch.ops.ipex

@@ -154,7 +154,7 @@ class PackedLinear:
         scales: Tensor | None = None,
         zero_points: Tensor | None = None,
     ) -> None:
-        from ipex_core._woq_layout import read_layout
+        from ipex_core.packing.woq_layout import read_layout
 
         layout = read_layout(weight)
         if layout is None:
@@ -233,8 +233,8 @@ def weight_only_qlinear_prepack(
     "ipex_prepack",
 )
 def _unpack_weight(W: Tensor, W_dtype: str, W_shape: list[int], lowp_mode: int) -> Tensor:
-    from ipex_core import _woq
-    from ipex_core._woq_layout import read_layout
+    from ipex_core.packing import woq
+    from ipex_core.packing.woq_layout import read_layout
 
     op = "woq_linear_unpack_weight"
     form = _format(op, W_dtype)
@@ -244,7 +244,7 @@ def _unpack_weight(W: Tensor, W_dtype: str, W_shape: list[int], lowp_mode: int) 
             f"{op}: W must be a {form} weight of shape {list(W_shape)} packed by"
             " woq_linear_pack_weight, got a tensor with another header"
         )
-    return _woq.unpack(W, layout)[0]
+    return woq.unpack(W, layout)[0]
 
 
 @alias_op(
@@ -340,7 +340,7 @@ def _dequantize(
 
 def _fused(op: str, input: Tensor, packed: Tensor, activation: str, **operands: Tensor) -> Tensor:
     """Compute with a packed weight alone; IPEX's was the address of an object that had bias and modes, too."""
-    from ipex_core._woq_layout import read_layout
+    from ipex_core.packing.woq_layout import read_layout
 
     layout = read_layout(packed)
     if layout is None:

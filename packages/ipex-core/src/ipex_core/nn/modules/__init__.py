@@ -52,9 +52,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _NAMES:
         raise AttributeError(f"module 'ipex.nn.modules' has no attribute {name!r}")
-    from ipex_core import _plugins
+    from ipex_core.kernels import providers
 
-    return getattr(_plugins.load_component(_NAMES[name]), name)
+    return getattr(providers.load_component(_NAMES[name]), name)
 
 
 def __dir__() -> list[str]:

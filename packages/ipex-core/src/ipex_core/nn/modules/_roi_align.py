@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ipex_core.nn._roi_align_helper import roi_align
+from ipex_core.nn.ipex_api.roi_align_helper import roi_align
 
 __all__ = ["RoIAlign"]
 

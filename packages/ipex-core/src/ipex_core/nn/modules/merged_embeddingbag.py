@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.nn.merged_embedding import (
+from ipex_core.nn.embedding import (
     AdaGradArgs,
     DistMergeEmbeddingBagWithAdaGrad,
     EmbeddingSpec,

@@ -1,9 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The optimize pipeline: `optimize`, `restore` and the channels-last preference."""
-
-from __future__ import annotations
-
-from ipex_core._optimize._layout import disable_auto_channels_last, enable_auto_channels_last
-from ipex_core._optimize._pipeline import optimize, restore
-
-__all__ = ["disable_auto_channels_last", "enable_auto_channels_last", "optimize", "restore"]

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`explain`: what was optimized, quantised and compiled in a model, and what was not and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_core.fusion.report import GraphReport, reports_of
+from ipex_core.library.spec import dtype_name
+from ipex_core.module_swap.state_dict import state_of
+from ipex_core.optimization.passes.base import ORDER
+from ipex_core.optimization.records import (
+    Quantisation,
+    Record,
+    class_name,
+    log_of,
+    quantisation_of,
+)
+
+__all__ = ["Explanation", "explain"]
+
+#: Classes that `optimize` has something to offer for.
+_CANDIDATES = (
+    nn.Linear,
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._BatchNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.LSTM,
+    nn.modules.dropout._DropoutNd,
+    nn.GELU,
+    nn.Softmax,
+    nn.EmbeddingBag,
+)
+
+#: Layers of some weight for which passes may have nothing; what fuses with a neighbour is not among them.
+_OFTEN_LEFT = (
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+    nn.PReLU,
+    nn.Bilinear,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`; ``str()`` gives a table.
+
+    Attributes:
+        optimized: Whether the model was optimized.
+        model: Class of the model.
+        dtype: The dtype asked for, or None.
+        level: The level, or None.
+        isa: ISA level of the CPU kernel package, or None without one.
+        capability: The ISA that torch's own kernels use.
+        rows: One `Record` per decision, in module order.
+        notes: Remarks on the whole.
+        extra_bytes: Memory kept to give the exact originals back.
+        graphs: One `GraphReport` per graph that ``torch.compile(backend="ipex")`` has compiled, with the patterns that
+            fired and those that did not.
+    """
+
+    optimized: bool
+    model: str
+    dtype: str | None
+    level: str | None
+    isa: str | None
+    capability: str
+    rows: tuple[Record, ...]
+    notes: tuple[str, ...]
+    extra_bytes: int = 0
+    graphs: tuple[GraphReport, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain dictionaries and lists, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def for_module(self, path: str) -> tuple[Record, ...]:
+        """Return the records of one module."""
+        return tuple(row for row in self.rows if row.module == path)
+
+    def __str__(self) -> str:
+        quantized = any(row.done for row in self.rows)
+        state = "optimized" if self.optimized else "quantised" if quantized else "not optimized"
+        state += ", compiled" if self.graphs else ""
+        head = f"{self.model}: {state}"
+        if self.optimized:
+            head += f", level {self.level}, dtype {self.dtype or 'unchanged'}"
+        kernels = f"kernel package at ISA level {self.isa}" if self.isa else "no kernel package"
+        lines = [head, f"{kernels}; torch kernels at {self.capability}"]
+        if self.extra_bytes:
+            lines.append(f"{self.extra_bytes / 2**20:.1f} MiB keep the exact originals")
+        lines += [f"note: {note}" for note in self.notes]
+        lines += ["", *_table(self.rows)] if self.rows else []
+        for graph in self.graphs:
+            lines += ["", *_graph_lines(graph)]
+        return "\n".join(lines)
+
+
+def _table(rows: tuple[Record, ...]) -> list[str]:
+    header = ("module", "class", "step", "", "what", "kernel")
+    body = [
+        (r.module or "(model)", r.kind, r.step, "done" if r.done else "skipped", r.text, r.kernel)
+        for r in rows
+    ]
+    widths = [min(44, max(len(row[i]) for row in [header, *body])) for i in range(4)]
+    lines = []
+    for row in [header, *body]:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        tail = row[4] + (f"  [{row[5]}]" if row[5] and row[5] != "kernel" else "")
+        lines.append("  ".join([*cells, tail]).rstrip())
+    return lines
+
+
+def _graph_lines(graph: GraphReport) -> list[str]:
+    """Return the decisions on one compiled graph, equal ones counted."""
+    kind = "inference" if graph.inference else "training"
+    frozen = ", weights frozen" if graph.frozen else ""
+    lines = [f"graph {graph.name}: {kind}{frozen}, {graph.count()} fusions"]
+    lines += [f"note: {note}" for note in graph.notes]
+    counted = Counter(
+        (f.pattern, "fused" if f.fired else "kept", f.op, f.text) for f in graph.fusions
+    )
+    rows = [(f"{count}x", *key) for key, count in counted.items()]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
+    return lines + [
+        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]])
+        for row in rows
+    ]
+
+
+def explain(model: nn.Module | Callable[..., Any]) -> Explanation:
+    """Tell what `ipex.optimize`, `ipex.quantization.convert` and ``torch.compile`` did to a model, or could do.
+
+    Args:
+        model: Any module, or what ``torch.compile`` or `ipex.compile` returned for a module or a function. A compiled
+            one has to have been called: that is when it is compiled.
+
+    Returns:
+        An `Explanation`; printing it shows a table.
+
+    Raises:
+        TypeError: ``model`` is neither a module nor a compiled function.
+
+    Example:
+        >>> import torch
+        >>> explain(torch.nn.Sequential(torch.nn.Linear(256, 256))).optimized
+        False
+    """
+    graphs = tuple(reports_of(model))
+    compiled = hasattr(model, "_torchdynamo_orig_callable") or bool(graphs)
+    if not isinstance(model, nn.Module) and not compiled:
+        raise TypeError(f"explain: model must be a torch.nn.Module, got {type(model).__name__}")
+    from ipex_core.kernels import providers
+
+    if not isinstance(model, nn.Module):
+        model = _Function()
+        name = "function"
+    else:
+        model = getattr(model, "_orig_mod", model)
+        name = type(model).__name__
+    log = log_of(model)
+    common: dict[str, Any] = {
+        "model": name,
+        "graphs": graphs,
+        "isa": providers.cpu_level(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    more = quantisation_of(model) or Quantisation()
+    if log is None:
+        advice = () if isinstance(model, _Function) else _advice(model)
+        rows, notes = tuple(more.records), (*more.notes, *advice)
+        return Explanation(False, rows=rows, notes=notes, dtype=None, level=None, **common)
+    dtype = log.options.dtype
+    rows = _ordered(model, [*more.records, *log.records])
+    return Explanation(
+        True,
+        rows=rows,
+        notes=(*more.notes, *log.notes, *_left_alone(model, rows, graphs)),
+        dtype=None if dtype is None else dtype_name(dtype),
+        level=log.options.level,
+        extra_bytes=_extra_bytes(model),
+        **common,
+    )
+
+
+class _Function(nn.Module):
+    """Stands for a compiled function, which has no modules."""
+
+
+def _ordered(model: nn.Module, records: list[Record]) -> tuple[Record, ...]:
+    place = {path: i for i, (path, _) in enumerate(model.named_modules())}
+    steps = {name: i for i, name in enumerate((*ORDER, "concat_linear"))}
+    return tuple(sorted(records, key=lambda r: (place.get(r.module, -1), steps.get(r.step, -1))))
+
+
+def _extra_bytes(model: nn.Module) -> int:
+    seen: dict[int, int] = {}
+    for module in model.modules():
+        state = state_of(module)
+        for saved in state.saved.values() if state is not None else ():
+            seen[id(saved)] = saved.nbytes
+    return sum(seen.values())
+
+
+def _left_alone(
+    model: nn.Module, rows: tuple[Record, ...], graphs: tuple[GraphReport, ...]
+) -> tuple[str, ...]:
+    """Return a note on layers that no pass is for: without a row they would look forgotten."""
+    if graphs or any(row.step in ("graph_mode", "llm") for row in rows):
+        return ()  # a program runs them
+    told = {row.module for row in rows if row.step != "cast"}
+    kinds = Counter(
+        class_name(module)
+        for path, module in model.named_modules()
+        if isinstance(module, _OFTEN_LEFT) and path not in told
+    )
+    if not kinds:
+        return ()
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    return (f"stock PyTorch computes what no pass is for: {listed}",)
+
+
+def _advice(model: nn.Module) -> tuple[str, ...]:
+    inner = [path for path, module in model.named_modules() if log_of(module) is not None]
+    if inner:
+        return (f"parts of it are optimized: {', '.join(inner)}; explain those",)
+    kinds = Counter(type(m).__name__ for m in model.modules() if isinstance(m, _CANDIDATES))
+    if not kinds:
+        return ("ipex.optimize has nothing to offer for this model",)
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    if model.training:
+        return (f"call model.eval(), then ipex.optimize(model) can work on: {listed}",)
+    return (f"ipex.optimize(model) can work on: {listed}",)

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ipex.export``: a model as a file that runs without its Python code, in Python and in C++.
+
+It is ``torch.export`` followed by AOTInductor, with what the compile backend sets for inference and with our kernels:
+layers whose packed weight belongs to an op of ours keep it, as a constant of the file. All other packed weights are
+handed over plain, because Inductor packs them itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export.graph_signature import InputKind, TensorArgument
+
+from ipex_core.errors import ExportError, OpArgumentError
+from ipex_core.exporter.checks import checked_inputs
+from ipex_core.library.portable import FUNCTIONAL, PORTABLE
+from ipex_core.library.spec import dtype_name
+from ipex_core.packing.parameter import PackedWeight, exporting_kernels
+from ipex_core.util.quiet import quiet
+
+__all__ = ["export"]
+
+#: Whether files hand dtypes over to ops of packages as they are: AOTInductor of torch 2.11 hands over the next one of
+#: the list (float64 for float32).
+_DTYPES_ARRIVE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+#: Where ops live whose kernels are Python code.
+_PYTHON_ONLY = ("ipex_core", "ipex_quant")
+
+
+def export(
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    dynamic_shapes: Any = None,
+    options: Mapping[str, Any] | None = None,
+) -> Path:
+    """Compile a model ahead of time into a ``.pt2`` file.
+
+    The file has machine code for CPUs like this one and the weights. It runs in Python, with
+    ``torch._inductor.aoti_load_package(path)`` after ``import ipex``, and in C++, with
+    ``torch::inductor::AOTIModelPackageLoader`` in a program that has linked ``libipex_cpp.so``. The model is run once
+    on the example inputs, without gradients, and then recorded. It is not changed.
+
+    Args:
+        model: In evaluation mode; may come from ``ipex.optimize`` or ``ipex.quantization.convert``.
+        example_inputs: A tensor, a sequence of positional arguments, or a mapping of keyword arguments.
+        path: Where to write; ends with ``.pt2``. A file that is there is replaced when the new one is complete.
+        dynamic_shapes: Which sizes may vary, as ``torch.export.export`` takes them; None: none.
+        options: As for ``torch.compile(backend="ipex")``: options of Inductor and ours.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        TypeError: ``model`` is not a module that can be exported, ``example_inputs`` is none of the three, or ``path``
+            is no path.
+        ValueError: ``model`` is in training mode or does not accept the inputs, ``path`` has another ending, or an
+            option is unknown.
+        OSError: The file cannot be written.
+        ExportError: torch.export or Inductor refuses the model; the message has their reason.
+
+    Example:
+        >>> import tempfile
+        >>> model = ipex.optimize(torch.nn.Linear(8, 4).eval())
+        >>> path = ipex.export(model, torch.ones(2, 8), tempfile.mkdtemp() + "/linear.pt2")  # doctest: +SKIP
+        >>> torch._inductor.aoti_load_package(str(path))(torch.ones(2, 8)).shape  # doctest: +SKIP
+        torch.Size([2, 4])
+    """
+    from ipex_core.compiler.options import read_options
+
+    module = _checked_model(model)
+    args, kwargs = _checked_inputs(module, example_inputs)
+    asked = read_options(None, options)
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"export: path must be a path, got {type(path).__name__}")
+    target = Path(path)
+    if target.suffix != ".pt2":
+        raise ValueError(f"export: path must end with .pt2, got {os.fspath(path)!r}")
+    if target.is_dir():
+        raise IsADirectoryError(f"export: path must be a file, got the folder {os.fspath(path)!r}")
+    # Beside the target, so that the last step is one rename; made now, so that a folder that cannot be written is told
+    # before minutes of work. torch makes the file, with the permissions that files get here.
+    with tempfile.TemporaryDirectory(prefix=".ipex-export-", dir=target.parent) as folder:
+        unfinished = Path(folder) / target.name
+        with torch.no_grad():
+            _try(module, args, kwargs)
+            # torch's own use of what it has deprecated.
+            with quiet(FutureWarning, text=".*treespec"):
+                program = _record(module, args, kwargs, dynamic_shapes)
+                _compile(program, unfinished, asked, type(module).__name__)
+        os.replace(unfinished, target)
+    return target
+
+
+def _checked_model(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"export: model must be a torch.nn.Module, got {type(model).__name__}")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "export: model must be a torch.nn.Module, got a TorchScript module: save it with torch.jit.save"
+        )
+    training = next((name for name, part in model.named_modules() if part.training), None)
+    if training is not None:
+        where = f" of {training!r}" if training else ""
+        raise ValueError(
+            f"export: model must be in evaluation mode (model.eval()), got training mode{where}"
+        )
+    return model
+
+
+def _checked_inputs(model: nn.Module, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(given, Tensor):
+        args = (given,)
+    elif isinstance(given, Mapping):
+        kwargs = dict(given)
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        args = tuple(given)
+    else:
+        raise TypeError(
+            "export: example_inputs must be a tensor, a sequence of arguments or a mapping of keyword arguments,"
+            f" got {type(given).__name__}"
+        )
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"export: example_inputs must fit the forward of the model, got {_summary(args, kwargs)}: {error}"
+        ) from None
+    return args, kwargs
+
+
+def _summary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    def one(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{dtype_name(value.dtype)} {list(value.shape)}"
+        return type(value).__name__
+
+    texts = [*map(one, args), *(f"{name}={one(value)}" for name, value in kwargs.items())]
+    return f"({', '.join(texts)})"
+
+
+def _try(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run the model: inputs that do not fit are told in its own words, and layers merge as they do at a first call."""
+    try:
+        model(*args, **kwargs)
+    except OpArgumentError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(
+            f"export: example_inputs must be accepted by the model, got {_summary(args, kwargs)}: {error}"
+        ) from error
+
+
+def _record(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> torch.export.ExportedProgram:
+    # Non-strict runs the forward as it is, so what ipex.optimize has put in place of it is recorded too.
+    program: torch.export.ExportedProgram
+    try:
+        # A recurrent layer lists its weights a second time, and that list follows them.
+        with exporting_kernels(), quiet(text=r"The tensor attributes? .*_flat_weights"):
+            program = torch.export.export(
+                model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
+            )
+        for node in program.graph.nodes:
+            node.target = FUNCTIONAL.get(node.target, node.target)
+        program.graph_module.recompile()
+        # Even without anything to decompose it makes the graph functional, which the names of the weights depend on.
+        program = program.run_decompositions(dict(PORTABLE))
+    except Exception as error:
+        what = "torch.export cannot record the model"
+        if any(type(part).__module__.startswith("ipex_llm.") for part in model.modules()):
+            what += " with what ipex.llm.optimize has put into it, ipex.restore(model) first"
+        raise ExportError(_reason(what, error)) from error
+    _unpack(program)
+    stuck = {
+        str(node.target)
+        for node in program.graph.nodes
+        if getattr(node.target, "namespace", None) in _PYTHON_ONLY
+    }
+    if stuck:
+        raise ExportError(
+            f"export: the model calls {', '.join(sorted(stuck))}, which exist in Python only"
+        )
+    changed = set() if _DTYPES_ARRIVE else _given_a_dtype(program.graph)
+    if changed:
+        raise ExportError(
+            f"export: files of torch {torch.__version__} hand over a wrong dtype to {', '.join(sorted(changed))}, which"
+            " the model calls: pip install 'torch>=2.12'"
+        )
+    return program
+
+
+def _given_a_dtype(graph: torch.fx.Graph) -> set[str]:
+    """Return the names of our ops that a graph calls with a dtype."""
+    return {
+        str(node.target)
+        for node in graph.nodes
+        if getattr(node.target, "namespace", None) == "ipex"
+        and any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))
+    }
+
+
+def _unpack(program: torch.export.ExportedProgram) -> None:
+    """Give the program plain weights in the place of packed parameters.
+
+    Most of them it does not use: the layers have recorded calls on the packed tensors. Those get no memory.
+    """
+    signature = program.graph_signature
+    used = {
+        signature.inputs_to_parameters[node.name]
+        for node in program.graph.find_nodes(op="placeholder")
+        if node.name in signature.inputs_to_parameters and node.users
+    }
+    for name, value in list(program.state_dict.items()):
+        if isinstance(value, PackedWeight):
+            plain = value.plain() if name in used else torch.empty(value.shape, dtype=value.dtype)
+            program.state_dict[name] = nn.Parameter(plain, requires_grad=False)
+
+
+def _compile(program: torch.export.ExportedProgram, path: Path, asked: Any, name: str) -> None:
+    from ipex_core.compile_backend import INFERENCE_DEFAULTS, _custom_passes
+    from ipex_core.fusion.report import GraphReport
+
+    patches = {**INFERENCE_DEFAULTS, **asked.inductor}
+    report = GraphReport(f"export of {name}", inference=True, frozen=bool(patches["freezing"]))
+    patches.update(_custom_passes(asked, patches, report, []))
+    names = [
+        one.arg.name
+        for one in program.graph_signature.input_specs
+        if one.kind == InputKind.USER_INPUT and isinstance(one.arg, TensorArgument)
+    ]
+    try:
+        with checked_inputs(name, names, dict(program.range_constraints)):
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(path), inductor_configs=patches
+            )
+    except Exception as error:
+        raise ExportError(_reason("AOTInductor cannot compile the model", error)) from error
+
+
+def _reason(what: str, error: BaseException) -> str:
+    # Reports of torch go on with stacks and advice after an empty line; the cause keeps all of it.
+    text = str(error).strip().partition("\n\n")[0] or type(error).__name__
+    return f"export: {what}: {type(error).__name__}: {text}"

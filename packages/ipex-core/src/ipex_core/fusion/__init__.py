@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fusion of graphs: one folder for each front end."""

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMS norms and layer norms, alone and together with the addition in front of them.
+
+Matched around their ``rsqrt``: ``x * rsqrt(mean(x^2) + eps)`` (any way to square, in the dtype of ``x`` or in float32)
+times a weight, ``1 + weight`` or nothing; and ``(x - mean) * rsqrt(var + eps)`` as AOTAutograd decomposes
+``layer_norm``, times a weight plus a bias, or without either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ipex_core.fusion.aten.graph import Context
+from ipex_core.fusion.aten.nodes import (
+    DEVICES,
+    FLOATS,
+    between,
+    binary,
+    describe,
+    is_call,
+    items,
+    narrowed,
+    same,
+    shape_of,
+    shifted,
+    static,
+    uncast,
+    val,
+)
+from ipex_core.kernels.policy import prefer_ipex_norm
+
+__all__ = ["fuse_add_norms", "fuse_norms"]
+
+aten = torch.ops.aten
+ipex = torch.ops.ipex
+
+
+@dataclasses.dataclass
+class _Norm:
+    root: fx.Node
+    source: fx.Node
+    interior: list[fx.Node]
+    eps: float
+    weight: fx.Node | None = None
+    bias: fx.Node | None = None
+    offset: float = 0.0
+
+
+def fuse_norms(ctx: Context) -> None:
+    """Replace norms by ``ipex::rms_norm`` and ``ipex::layer_norm``."""
+    for node in ctx.nodes(aten.rsqrt.default):
+        match = _rms(node)
+        if match is not None:
+            _replace(ctx, match, "rms_norm")
+            continue
+        match = _layer(node)
+        if match is not None:
+            _replace(ctx, match, "layer_norm")
+
+
+def _replace(ctx: Context, match: _Norm, name: str) -> None:
+    if name in ctx.disabled:
+        return
+    op = f"ipex::{name}"
+    source = val(match.source)
+    assert source is not None
+    reason = None
+    if source.device.type not in DEVICES or source.dtype not in FLOATS:
+        reason = f"no kernel for {describe(match.source)} on {source.device.type}"
+    elif not ctx.kernels(name):
+        reason = f"no kernel package implements {name}"
+    elif not ctx.always and not _preferred(source):
+        reason = f"Inductor's own code is as fast at {describe(match.source)}"
+    if reason is not None:
+        ctx.reject(name, match.root, op, reason)
+        return
+    if name == "rms_norm":
+        target: Any = ipex.rms_norm.default
+        args: tuple[Any, ...] = (match.source, match.weight, match.eps, match.offset)
+    else:
+        target = ipex.layer_norm.default
+        args = (match.source, match.weight, match.bias, match.eps)
+    ctx.replace(name, match.root, match.interior, target, args, _text(match))
+
+
+def _preferred(source: torch.Tensor) -> bool:
+    *rows, columns = source.shape
+    if not static((columns,)):
+        return True
+    # A number of rows that varies may become a large one.
+    return prefer_ipex_norm(math.prod(rows) if static(rows) else None, columns, source.dtype)
+
+
+def _text(match: _Norm) -> str:
+    parts = ["no weight" if match.weight is None else "weight"]
+    if match.offset:
+        parts.append(f"offset {match.offset:g}")
+    if match.bias is not None:
+        parts.append("bias")
+    return f"eps {match.eps:g}, " + ", ".join(parts)
+
+
+def _rms(rsqrt: fx.Node) -> _Norm | None:
+    part = shifted(rsqrt.args[0])
+    if part is None or not is_call(part[0], aten.mean.dim):
+        return None
+    mean, eps = part
+    squared = mean.args[0]
+    root_of: Any = None
+    if is_call(squared, aten.pow.Tensor_Scalar) and squared.args[1] == 2:  # type: ignore[union-attr]
+        root_of = squared.args[0]  # type: ignore[union-attr]
+    pair = binary(squared, aten.mul.Tensor)
+    if pair is not None and pair[0] is pair[1]:
+        root_of = pair[0]
+    if root_of is None or not _last_dim(mean, root_of):
+        return None
+    source = uncast(root_of)
+    product = next(iter(rsqrt.users), None)
+    pair = binary(product, aten.mul.Tensor)
+    if product is None or pair is None:
+        return None
+    factor = pair[1] if pair[0] is rsqrt else pair[0]
+    if uncast(factor) is not source:
+        return None
+    interior = [rsqrt, rsqrt.args[0], mean, squared, *between(root_of, source)]
+    interior += between(factor, source)
+    match = _Norm(product, source, interior, eps)  # type: ignore[arg-type]
+    return _affine(match, with_bias=False)
+
+
+def _layer(rsqrt: fx.Node) -> _Norm | None:
+    part = shifted(rsqrt.args[0])
+    if part is None or part[0].target is not operator.getitem:
+        return None
+    variance, eps = part
+    both = variance.args[0]
+    if not is_call(both, aten.var_mean.correction) or variance.args[1] != 0:
+        return None
+    assert isinstance(both, fx.Node)
+    wide = both.args[0]
+    if both.kwargs.get("correction", 1) != 0 or not _last_dim(both, wide):
+        return None
+    means = items(both, 1)
+    centred = [u for m in means for u in m.users]
+    if len(means) != 1 or len(centred) != 1:
+        return None
+    source = uncast(wide)
+    pair = binary(centred[0], aten.sub.Tensor)
+    product = next(iter(rsqrt.users), None)
+    if pair is None or uncast(pair[0]) is not source or pair[1] is not means[0]:
+        return None
+    factors = binary(product, aten.mul.Tensor)
+    if product is None or factors is None or {*factors} != {centred[0], rsqrt}:
+        return None
+    interior = [rsqrt, rsqrt.args[0], variance, both, *means, *centred, *between(wide, source)]
+    interior += between(pair[0], source)
+    match = _Norm(product, source, interior, eps)  # type: ignore[arg-type]
+    return _affine(match, with_bias=True)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _last_dim(node: fx.Node, x: Any) -> bool:
+    """Return whether a reduction runs over the last dimension only and keeps it."""
+    shape = shape_of(x)
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+    if shape is None or not shape or not keep or not isinstance(dims, (list, tuple)):
+        return False
+    return list(dims) in ([-1], [len(shape) - 1])
+
+
+def _affine(match: _Norm, with_bias: bool) -> _Norm | None:
+    """Follow the result of the normalisation over weight, bias and the conversion back."""
+    source = val(match.source)
+    assert source is not None
+    columns = source.shape[-1:]
+
+    def vector(node: Any) -> fx.Node | None:
+        value = val(node)
+        fits = value is not None and same(value.shape, columns)
+        fits = fits and value is not None and value.dtype in (source.dtype, torch.float32)
+        return node if fits else None
+
+    def narrow() -> None:
+        cast = narrowed(match.root, source.dtype)
+        if cast is not None:
+            match.interior.append(match.root)
+            match.root = cast
+
+    narrow()
+    user = _only_user(match.root)
+    pair = binary(user, aten.mul.Tensor)
+    if user is not None and pair is not None and pair[0] is not pair[1]:
+        other = pair[1] if pair[0] is match.root else pair[0]
+        weight, shift = other, 0.0
+        part = None if with_bias else shifted(uncast(other))  # our layer norm has no offset
+        if part is not None:
+            weight, shift = part
+        weight = vector(uncast(weight))
+        if weight is not None:
+            match.interior += [match.root, *_steps(other, weight)]
+            match.root, match.weight, match.offset = user, weight, shift
+            user = _only_user(match.root)
+    pair = binary(user, aten.add.Tensor)
+    if with_bias and match.weight is not None and user is not None and pair is not None:
+        other = pair[1] if pair[0] is match.root else pair[0]
+        bias = vector(uncast(other))
+        if bias is not None:
+            match.interior += [match.root, *between(other, bias)]
+            match.root, match.bias = user, bias
+    narrow()
+    # Constants of their own, a converted weight for instance, may well serve several norms.
+    match.interior = [n for n in match.interior if not _is_shared_constant(n, match)]
+    return match
+
+
+def _steps(node: Any, weight: fx.Node) -> list[fx.Node]:
+    steps = []
+    while node is not weight:
+        steps.append(node)
+        node = next(a for a in node.args if isinstance(a, fx.Node))
+    return steps
+
+
+def _is_shared_constant(node: fx.Node, match: _Norm) -> bool:
+    vectors = [v for v in (match.weight, match.bias) if v is not None]
+    shape = shape_of(node)
+    return any(same(shape, shape_of(v)) and v in node.all_input_nodes for v in vectors)
+
+
+def fuse_add_norms(ctx: Context) -> None:
+    """Take an addition into the norm that follows it: ``ipex::add_rms_norm``, ``ipex::add_layer_norm``."""
+    for node in ctx.nodes(ipex.rms_norm.default, ipex.layer_norm.default):
+        total = node.args[0]
+        pair = binary(total, aten.add.Tensor)
+        rms = node.target is ipex.rms_norm.default
+        name = "add_rms_norm" if rms else "add_layer_norm"
+        if pair is None or not isinstance(total, fx.Node):
+            continue
+        a, b = pair
+        whole = val(total)
+        if any(
+            val(x) is None or val(x).dtype != whole.dtype or not same(shape_of(x), shape_of(total))  # type: ignore[union-attr]
+            for x in (a, b)
+        ):
+            ctx.reject("add_norm", node, f"ipex::{name}", "the operands of the addition differ")
+            continue
+        if not ctx.kernels(name):
+            ctx.reject("add_norm", node, f"ipex::{name}", f"no kernel package implements {name}")
+            continue
+        target = ipex.add_rms_norm.default if rms else ipex.add_layer_norm.default
+        both = ctx.call(total, target, (a, b, *node.args[1:])) if _ready(ctx, total, node) else None
+        if both is None:
+            ctx.reject("add_norm", node, f"ipex::{name}", "the weight is computed after the sum")
+            continue
+        normed = ctx.call(total, operator.getitem, (both, 0))
+        summed = ctx.call(total, operator.getitem, (both, 1))
+        node.replace_all_uses_with(normed)
+        total.replace_all_uses_with(summed)
+        ctx.fused("add_norm", node, both, "addition and norm")
+        ctx.drop([node, total])
+        ctx.drop([summed])
+
+
+def _ready(ctx: Context, total: fx.Node, node: fx.Node) -> bool:
+    """Return whether all inputs of a norm exist before the sum it works on is computed."""
+    return all(other is total or other < total for other in node.all_input_nodes)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks, fakes and sample tensors shared by the op modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ipex_core.library.spec import FLOATS, BenchCase, check, dtype_name
+
+__all__ = [
+    "ROW_SHAPES",
+    "acc",
+    "check_broadcastable",
+    "check_device",
+    "check_dtype",
+    "check_dtype_in",
+    "check_like",
+    "check_not_expanded",
+    "check_one_of",
+    "check_score_scale",
+    "check_shape",
+    "check_tensor",
+    "check_vector",
+    "dtype_name",
+    "fake_like",
+    "randn",
+    "row_bench",
+    "row_samples",
+    "strided",
+]
+
+
+def acc(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in the type references compute in: float64 stays, everything else becomes float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def check_tensor(
+    op: str, name: str, x: torch.Tensor, dtypes: Sequence[torch.dtype] = FLOATS, min_dim: int = 1
+) -> None:
+    """Check the dtype and the number of dimensions of a leading argument."""
+    check_dtype_in(op, name, x, *dtypes)
+    check(x.dim() >= min_dim, op, name, f"have at least {min_dim} dimension(s)", f"{x.dim()}-D")
+
+
+def check_device(op: str, name: str, value: torch.Tensor, x: torch.Tensor, of: str = "x") -> None:
+    """Check that ``value`` lies on the device of ``x``, which the message calls ``of``."""
+    check(
+        value.device == x.device, op, name, f"be on the device of {of} = {x.device}", value.device
+    )
+
+
+def check_dtype(
+    op: str,
+    name: str,
+    value: torch.Tensor,
+    x: torch.Tensor,
+    of: str = "x",
+    *,
+    or_float32: bool = False,
+) -> None:
+    """Check that ``value`` has the dtype of ``x``, or float32 where that is allowed."""
+    check(
+        value.dtype == x.dtype or (or_float32 and value.dtype == torch.float32),
+        op,
+        name,
+        f"have the dtype of {of} = {dtype_name(x.dtype)}" + (" or float32" if or_float32 else ""),
+        dtype_name(value.dtype),
+    )
+
+
+def check_dtype_in(op: str, name: str, value: torch.Tensor, *dtypes: torch.dtype) -> None:
+    """Check that ``value`` has one of these dtypes."""
+    names = ", ".join(dtype_name(dtype) for dtype in dtypes)
+    check(value.dtype in dtypes, op, name, f"have dtype {names}", dtype_name(value.dtype))
+
+
+def check_shape(op: str, name: str, value: torch.Tensor, shape: Sequence[int]) -> None:
+    """Check that ``value`` has this shape."""
+    shape = list(shape)
+    check(list(value.shape) == shape, op, name, f"have shape {shape}", list(value.shape))
+
+
+def check_one_of(op: str, name: str, value: Any, choices: Collection[str]) -> None:
+    """Check that ``value`` is one of the names that an argument can have."""
+    check(value in choices, op, name, f"be one of {', '.join(choices)}", value)
+
+
+def check_like(op: str, name: str, value: torch.Tensor, x: torch.Tensor, of: str = "x") -> None:
+    """Check that ``value`` has the device, dtype and shape of ``x``."""
+    check_device(op, name, value, x, of)
+    check_dtype(op, name, value, x, of)
+    shape = list(x.shape)
+    check(value.shape == x.shape, op, name, f"have the shape of {of} = {shape}", list(value.shape))
+
+
+def check_not_expanded(op: str, name: str, x: torch.Tensor) -> None:
+    """Check that no two elements of a tensor that is written to share memory by a stride of 0."""
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        check(stride != 0 or size <= 1, op, name, "not be expanded", f"stride 0 in dimension {dim}")
+
+
+def check_score_scale(op: str, name: str, scale: float) -> None:
+    """Check a factor on scores: masks are minus infinity, which a negative factor would turn round."""
+    fine = 0.0 <= scale < math.inf
+    check(fine, op, name, "be a finite number, 0 or more", f"{scale:g}")
+
+
+def check_vector(
+    op: str, name: str, value: torch.Tensor | None, x: torch.Tensor, size: int | None = None
+) -> None:
+    """Check an optional vector in the dtype of ``x`` or float32: 1-D, one value per feature of ``x``.
+
+    ``size`` is the length where that is not ``x.shape[-1]`` but the op's ``out_features``.
+    """
+    if value is None:
+        return
+    check_device(op, name, value, x)
+    check_dtype(op, name, value, x, or_float32=True)
+    wanted = x.shape[-1] if size is None else size
+    source = "x.shape[-1]" if size is None else "out_features"
+    check(
+        value.dim() == 1 and value.shape[0] == wanted,
+        op,
+        name,
+        f"be 1-D of size {source} = {wanted}",
+        list(value.shape),
+    )
+
+
+def check_broadcastable(
+    op: str, name: str, value: torch.Tensor, shape: Sequence[int], of: str
+) -> None:
+    """Check that ``value`` broadcasts to ``shape`` and not beyond it."""
+    check(
+        value.dim() <= len(shape)
+        and all(
+            have in (1, want)
+            for have, want in zip(reversed(value.shape), reversed(shape), strict=False)
+        ),
+        op,
+        name,
+        f"be broadcastable to {of} of shape {list(shape)}",
+        list(value.shape),
+    )
+
+
+def fake_like(x: torch.Tensor) -> torch.Tensor:
+    """Return a new contiguous tensor like ``x``; what every element-wise kernel allocates."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def randn(
+    *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0
+) -> torch.Tensor:
+    """Return reproducible normal numbers, drawn in float32 and then rounded to ``dtype``."""
+    generator = torch.Generator().manual_seed(seed * 7919 + math.prod(shape) + 1)
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the values of ``x`` whose last dimension is not contiguous."""
+    wide = torch.zeros(*x.shape[:-1], x.shape[-1] * 2, dtype=x.dtype)
+    view = wide[..., ::2]
+    view.copy_(x)
+    return view
+
+
+#: Shapes every row-wise op is checked on: one row and many, sizes around the vector widths, empty.
+ROW_SHAPES: tuple[tuple[int, ...], ...] = (
+    (1, 1),
+    (3, 7),
+    (5, 16),
+    (2, 3, 33),
+    (129, 64),
+    (4, 129),
+    (7, 1024),
+    (2, 4096),
+    (300, 384),
+)
+
+
+def row_samples(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(id, x)`` for row-wise ops: the shapes above, non-contiguous, empty and extreme values."""
+    for shape in ROW_SHAPES:
+        yield "x".join(map(str, shape)), randn(*shape, dtype=dtype, seed=1)
+    yield "1d", randn(40, dtype=dtype, seed=2)
+    yield "noncontiguous", strided(randn(6, 50, dtype=dtype, seed=3))
+    yield "transposed", randn(24, 5, dtype=dtype, seed=4).t()
+    yield "rows_strided", randn(9, 96, dtype=dtype, seed=5)[:, 8:72]
+    yield "no_rows", randn(0, 8, dtype=dtype)
+    yield "no_columns", randn(3, 0, dtype=dtype)
+    special = randn(6, 40, dtype=dtype, seed=6)
+    special[0, 3] = float("nan")
+    special[1, 5] = float("inf")
+    special[2, 7] = -float("inf")
+    special[3] = 0.0
+    special[4] *= 1e-3
+    yield "special_values", special
+    yield "large", randn(4, 70, dtype=dtype, seed=7, scale=100.0)
+
+
+def row_bench(
+    make: Callable[[int, int, torch.dtype], tuple[Any, ...]],
+    *,
+    moves: int,
+    shapes: Sequence[tuple[int, int]] = ((1, 4096), (32, 4096), (512, 4096), (4096, 384)),
+    prefix: str = "",
+) -> Iterator[BenchCase]:
+    """Yield the benchmark of an op on ``[rows, columns]``.
+
+    Args:
+        make: ``(rows, columns, dtype)`` -> arguments of the op.
+        moves: How many matrices of that shape are read or written.
+        shapes: Rows and columns; the default is an LLM's and an encoder's.
+        prefix: Put before the shape in the name of the case.
+    """
+    for rows, columns in shapes:
+        yield BenchCase(
+            f"{prefix}{rows}x{columns}",
+            lambda dtype, r=rows, c=columns: make(r, c, dtype),
+            lambda dtype, n=rows * columns: moves * n * dtype.itemsize,
+        )

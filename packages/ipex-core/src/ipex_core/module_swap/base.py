@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Common parts of the optimized layers.
+
+An optimized layer is a subclass of the layer it replaces, and the *same object*: only ``__class__`` changes. So
+``isinstance`` tests, names, hooks and references stay valid, and undoing is exact. Nobody constructs one directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import fx, nn
+from torch._jit_internal import is_scripting
+
+from ipex_core.module_swap.script import FORGOTTEN, prepare
+from ipex_core.module_swap.state_dict import (
+    ModuleState,
+    pack_weight,
+    set_runtime,
+    state_of,
+    unpack_weight,
+)
+from ipex_core.nn.torchscript import tracing
+from ipex_core.packing.parameter import PackedWeight
+
+__all__ = [
+    "OptimizedModule",
+    "find_kernels",
+    "has_hooks",
+    "has_kernel",
+    "is_stand_in",
+    "needs_grad",
+    "record_call",
+    "usable_parameters",
+]
+
+
+# A plain global and no functools.cache: Dynamo traces through this module and warns about caches.
+_native_ops: frozenset[str] | None = None
+
+
+def has_kernel(op: str) -> bool:
+    """Return whether a kernel package implements ``torch.ops.ipex.<op>`` for CPU tensors."""
+    find_kernels()
+    return _native_ops is not None and op in _native_ops
+
+
+def find_kernels() -> None:
+    """Look for the kernel package, if nobody has; Dynamo cannot follow that, so do it before something is compiled."""
+    global _native_ops
+    if _native_ops is not None:
+        return
+    from ipex_core.kernels import providers
+
+    provider = providers.provider_for("cpu")
+    _native_ops = frozenset(provider.ops) if provider is not None else frozenset()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether calling the module does more than the forward of its class."""
+    return bool(
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+class OptimizedModule(nn.Module):
+    """Mixin of all optimized layers: copying, pickling, moving."""
+
+    if TYPE_CHECKING:  # annotations would be read by `torch.jit.script`
+        __constants__: ClassVar[list[str]]
+        _script_packed: torch.Tensor
+        _script_weight: torch.Tensor
+    _packed: torch.Tensor | None = None
+    _dtype: torch.dtype | None = None
+    _kernel: bool = False
+
+    def _cast(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Bring an activation to the dtype of a reduced weight; float32 weights take any activation."""
+        if weight is None:
+            return x
+        # TorchScript's own autocast may compute in float32 what was of this dtype when it was recorded.
+        if is_scripting():
+            return x.to(weight.dtype) if x.is_floating_point() else x
+        else:
+            if x.dtype is weight.dtype and (weight.dtype is torch.float32 or not tracing()):
+                return x
+            return x.to(weight.dtype) if is_stand_in(x) or x.is_floating_point() else x
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let ``torch.jit.script`` take what decides about the forward as constants."""
+        super().__init_subclass__(**kwargs)
+        stock: Any = getattr(cls, "__constants__", ())
+        cls.__constants__ = list(dict.fromkeys((*stock, "_dtype", "_kernel")))
+
+    def __prepare_scriptable__(self) -> OptimizedModule:
+        """Get ready for ``torch.jit.script``, which calls this and compiles what it returns."""
+        prepare(self)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":  # the packed form is that of another weight now
+            self.__dict__["_packed"] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state with a plain weight: packed forms belong to one machine."""
+        content: dict[str, Any] = dict(super().__getstate__())  # type: ignore[no-untyped-call]
+        weight = self._parameters.get("weight")
+        for name in ("_lowered", *FORGOTTEN):
+            content.pop(name, None)
+        if isinstance(weight, PackedWeight):
+            if weight.former is None:  # others, which may be tied, turn into parameters themselves
+                parameters = dict(content["_parameters"])
+                parameters["weight"] = nn.Parameter(weight.plain(), weight.requires_grad)
+                content["_parameters"] = parameters
+            content["_packed"] = None
+            state = ModuleState()
+            state.__dict__.update(content["_ipex_state"].__dict__)
+            state.plain = None
+            content["_ipex_state"] = state
+        return content
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        """Take the state over and pack for this machine."""
+        super().__setstate__(content)  # type: ignore[no-untyped-call]
+        state = state_of(self)
+        if state is not None:
+            set_runtime(self, state)
+            pack_weight(self, state)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        state = state_of(self)
+        if state is None or not isinstance(self._parameters.get("weight"), PackedWeight):
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        unpack_weight(self, state)
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            pack_weight(self, state)
+
+
+def is_stand_in(x: Any) -> bool:
+    """Return whether the call is recorded by `torch.fx.symbolic_trace`."""
+    return isinstance(x, fx.Proxy)
+
+
+def record_call(module: nn.Module, x: Any, *args: Any) -> Any:
+    """Record the call of a layer in a trace of torch.fx, as it records those of the stock layers."""
+    path = x.tracer.path_of_module(module)
+    if path:
+        return x.tracer.create_proxy("call_module", path, (x, *args), {})
+    # The layer is all there is: what it computes is recorded.
+    state = state_of(module)
+    kind: Any = type(module) if state is None else state.original_class
+    if state is not None and state.dtype is not None and not isinstance(module, nn.EmbeddingBag):
+        x = x.to(state.dtype)
+    return kind.forward(module, x, *args)
+
+
+def needs_grad(layer: nn.Module, x: torch.Tensor) -> bool:
+    """Return whether a derivative by the input, the weight or the bias of a layer is asked for."""
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    return (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    )
+
+
+def usable_parameters(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return weight and bias of a layer as stock ops take them: plain, and of one dtype."""
+    weight, bias = layer.weight, layer.bias
+    if isinstance(weight, PackedWeight):
+        weight = weight.usable()
+    if bias is not None and bias.dtype is not weight.dtype:
+        bias = bias.to(weight.dtype)
+    return weight, bias

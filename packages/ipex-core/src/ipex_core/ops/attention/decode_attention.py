@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of the newest tokens over a contiguous cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ipex_core.library.checks import check_score_scale, check_tensor, randn
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name, register
+from ipex_core.ops.attention._decode import (
+    TOLERANCE,
+    attend,
+    check_head_groups,
+    check_head_size,
+    check_head_vector,
+    check_mask,
+    check_window,
+)
+from ipex_core.ops.kv_cache._common import (
+    check_caches,
+    check_index_tensor,
+    check_lengths,
+    check_row_scales,
+    dequantize,
+    quantize,
+)
+
+Tensor = torch.Tensor
+
+OP = "decode_attention"
+
+
+def _decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    window_size: int = -1,
+    softcap: float = -1.0,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> Tensor:
+    """Attend with the last tokens of each sequence to its cached keys and values.
+
+    The queries are the last Q of the ``lengths[b]`` positions of a sequence, so query i sees the first
+    ``lengths[b] - Q + 1 + i`` rows of the cache. Heads of ``query`` share the heads of the cache in groups; each row of
+    the cache is read once for all of them. A query that sees no key gives zeros.
+
+    Args:
+        query: ``[B, heads, Q, D]``, float32, bfloat16 or float16; Q is small, 1 as a rule; D up to 1024.
+        key_cache: ``[B, kv_heads, S, D]`` of any strides but with a contiguous last dimension; the dtype of ``query``,
+            int8, float8_e5m2 or float8_e4m3fn.
+        value_cache: Like ``key_cache``.
+        lengths: ``[B]`` int32 or int64, rows in use, those of the queries included; None: S.
+        mask: Broadcastable to ``[B, heads, Q, S]``: boolean (True takes part) or additive in the dtype of ``query`` or
+            float32; or None.
+        scale: Factor on the scores; 0 means ``1 / sqrt(D)``.
+        alibi_slopes: ``[heads]`` float32: ``slope * (key position - query position)`` is added to the scores.
+        window_size: How many keys a query sees, itself included; -1: all.
+        softcap: If positive, scores become ``softcap * tanh(scores / softcap)``, before alibi and mask.
+        sinks: ``[heads]`` float32: a logit per head that joins the denominator of the softmax.
+        k_scale: Factor on the numbers of ``key_cache``.
+        v_scale: Factor on the numbers of ``value_cache``.
+        key_scales: ``[B, kv_heads, S]`` float32, a further factor per row of an int8 cache, or None.
+        value_scales: Like ``key_scales``.
+
+    Returns:
+        ``[B, heads, Q, D]`` in the dtype of ``query``, stored as ``[B, Q, heads, D]``.
+
+    Source: Dao et al., "Flash-Decoding for long-context inference", 2023; Press et al., "Train Short, Test Long"
+    (alibi), 2022; Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2024.
+    """
+    batch, heads, queries, _ = query.shape
+    capacity = key_cache.shape[2]
+    used = [capacity] * batch if lengths is None else lengths.tolist()
+    check_lengths(OP, used, capacity)
+    full = None if mask is None else mask.expand(batch, heads, queries, capacity)
+    out = query.new_empty(batch, queries, heads, query.shape[3]).transpose(1, 2)
+    for b, n in enumerate(used):
+
+        def rows(
+            cache: Tensor, factor: float, scales: Tensor | None, b: int = b, n: int = n
+        ) -> Tensor:
+            return dequantize(
+                cache[b, :, :n], factor, None if scales is None else scales[b, :, :n]
+            ).to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+
+        out[b] = attend(
+            query[b],
+            rows(key_cache, k_scale, key_scales),
+            rows(value_cache, v_scale, value_scales),
+            scale=scale,
+            mask=None if full is None else full[b, ..., :n],
+            alibi_slopes=alibi_slopes,
+            window_size=window_size,
+            softcap=softcap,
+            sinks=sinks,
+        ).to(query.dtype)
+    return out
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    window_size: int = -1,
+    softcap: float = -1.0,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    check_tensor(OP, "query", query)
+    check(query.dim() == 4, OP, "query", "be 4-D [B, H, Q, D]", f"{query.dim()}-D")
+    batch, heads, queries, size = query.shape
+    check_head_size(OP, size)
+    check_score_scale(OP, "scale", scale)
+    check_caches(OP, key_cache, value_cache, query, "query", "[B, kv_heads, S, D]")
+    check(
+        key_cache.shape[0] == batch and key_cache.shape[3] == size,
+        OP,
+        "key_cache",
+        f"have shape [{batch}, kv_heads, S, {size}]",
+        list(key_cache.shape),
+    )
+    check_head_groups(OP, heads, key_cache.shape[1])
+    if lengths is not None:
+        check_index_tensor(OP, "lengths", lengths, 1, query)
+        have = lengths.shape[0]
+        check(have == batch, OP, "lengths", f"have size B = {batch}", have)
+    check_mask(OP, mask, query, (batch, heads, queries, key_cache.shape[2]))
+    check_window(OP, window_size)
+    check_head_vector(OP, "alibi_slopes", alibi_slopes, heads, query)
+    check_head_vector(OP, "sinks", sinks, heads, query)
+    check_row_scales(OP, "key_scales", key_scales, key_cache)
+    check_row_scales(OP, "value_scales", value_scales, value_cache)
+
+
+def _fake(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    batch, heads, queries, size = query.shape
+    return query.new_empty(batch, queries, heads, size).transpose(1, 2)
+
+
+def _qkv(
+    dtype: torch.dtype, b: int, h: int, kv: int, q: int, s: int, d: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        randn(b, h, q, d, dtype=dtype, seed=1),
+        randn(b, kv, s, d, dtype=dtype, seed=2),
+        randn(b, kv, s, d, dtype=dtype, seed=3),
+    )
+
+
+def _samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for b, h, kv, n, s, d in (
+        (1, 1, 1, 1, 1, 8),
+        (2, 3, 3, 1, 7, 32),
+        (2, 8, 2, 1, 130, 64),
+        (1, 4, 1, 3, 600, 128),
+        (1, 7, 1, 1, 65, 80),
+        (1, 2, 2, 5, 70, 256),
+        (3, 20, 1, 1, 33, 40),
+    ):
+        yield Sample(_qkv(dtype, b, h, kv, n, s, d), id=f"{b}x{h}x{kv}x{n}x{s}x{d}")
+    lengths = torch.tensor([0, 1, 64, 300])
+    q, k, v = _qkv(dtype, 4, 6, 2, 2, 300, 48)
+    yield Sample((q, k, v, lengths), id="lengths")
+    keep = randn(4, 1, 2, 300, seed=4) > -0.3
+    keep[3] = False
+    additive = torch.where(keep, 0.0, torch.finfo(dtype).min).to(dtype)
+    yield Sample((q, k, v, lengths.int(), keep), id="bool_mask")
+    yield Sample((q, k, v, None, additive[:1, :, :1]), id="additive_mask")
+    yield Sample((q, k, v, None, additive[:, :, :, :1].float()), id="mask_per_query")
+    slopes, sinks = randn(6, seed=5).abs(), randn(6, seed=6)
+    yield Sample((q, k, v, lengths, None, 0.3, slopes), id="alibi")
+    yield Sample((q, k, v, lengths, None, 0.0, None, 70), id="window")
+    yield Sample((q, k, v, lengths, None, 0.0, None, -1, 2.0), id="softcap")
+    yield Sample((q, k, v, lengths, None, 0.0, None, -1, -1.0, sinks), id="sinks")
+    everything = (q, k, v, lengths, additive, 0.2, slopes, 90, 5.0, sinks)
+    yield Sample(everything, id="everything")
+    wide = randn(2, 300, 4, 64, dtype=dtype, seed=7).transpose(1, 2)
+    q = randn(2, 4, 1, 128, dtype=dtype, seed=8)[..., ::2]
+    yield Sample((q, wide, wide.flip(2).contiguous()), id="noncontiguous")
+    q = randn(4, 6, 2, 48, dtype=dtype, seed=1)
+    plain = (lengths, None, 0.0, None, -1, -1.0, None)
+    for kind in (torch.float8_e5m2, torch.float8_e4m3fn):
+        k8, v8 = (quantize(t, kind, 0.5) for t in (k, v))
+        name = dtype_name(kind)
+        yield Sample((q, k8, v8, *plain, 0.5, 0.25), id=name)
+    ki, vi = (quantize(t, torch.int8, 0.03) for t in (k, v))
+    yield Sample((q, ki, vi, *plain, 0.03, 0.04), id="int8")
+    scales = randn(4, 2, 300, seed=9).abs() * 0.02, randn(4, 2, 300, seed=10).abs() * 0.02
+    yield Sample((q, ki, vi, *plain, 1.5, 0.5, *scales), id="int8_row_scales")
+    one = randn(4, 12, 1, 48, dtype=dtype, seed=1)
+    yield Sample((one, ki, vi, *plain, 1.5, 0.5, *scales), id="int8_group")
+    q, k, v = _qkv(dtype, 1, 2, 2, 1, 90, 32)
+    v[0, 0, 3, 5] = float("nan")
+    k[0, 1, 80, 1] = float("nan")
+    yield Sample((q, k, v), id="nan")
+    yield Sample((q[:0], k[:0], v[:0]), id="no_sequences")
+    yield Sample((q, k[:, :, :0], v[:, :, :0]), id="no_keys")
+
+
+def _stock(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *options: Any,
+) -> Tensor:
+    if key_cache.dtype != query.dtype:
+        k_scale, v_scale = options[7:9]
+        key_cache = key_cache.to(query.dtype) * k_scale
+        value_cache = value_cache.to(query.dtype) * v_scale
+    return functional.scaled_dot_product_attention(
+        query, key_cache, value_cache, enable_gqa=query.shape[1] != key_cache.shape[1]
+    )
+
+
+def _bench() -> Iterator[BenchCase]:
+    def make(
+        b: int, h: int, kv: int, s: int, d: int, quantized: bool, dtype: torch.dtype
+    ) -> tuple[Any, ...]:
+        q, k, v = _qkv(dtype, b, h, kv, 1, s, d)
+        if not quantized:
+            return q, k, v
+        rest = (None, None, 0.0, None, -1, -1.0, None, 0.03, 0.03)
+        return q, quantize(k, torch.int8, 0.03), quantize(v, torch.int8, 0.03), *rest
+
+    for b, h, kv, s, d, quantized in (
+        (1, 32, 32, 2048, 128, False),
+        (1, 32, 8, 2048, 128, False),
+        (8, 32, 8, 1024, 128, False),
+        (1, 32, 8, 2048, 128, True),
+    ):
+        name = f"{b}x{h}({kv})x{s}x{d}" + ("-int8kv" if quantized else "")
+        n = 2 * b * kv * s * d
+        yield BenchCase(
+            name,
+            functools.partial(make, b, h, kv, s, d, quantized),
+            lambda dtype, n=n, one=quantized: n * (1 if one else dtype.itemsize),
+            rotate=True,
+        )
+
+
+register(
+    OpSpec(
+        name=OP,
+        schema=(
+            "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths=None, Tensor? mask=None,"
+            " float scale=0.0, Tensor? alibi_slopes=None, int window_size=-1, float softcap=-1.0,"
+            " Tensor? sinks=None, float k_scale=1.0, float v_scale=1.0, Tensor? key_scales=None,"
+            " Tensor? value_scales=None) -> Tensor"
+        ),
+        reference=_decode_attention,
+        check=_check,
+        fake=_fake,
+        samples=_samples,
+        stock=_stock,
+        backward=None,
+        tolerance=TOLERANCE,
+        bench=_bench,
+        summary="Attention of the newest tokens over a contiguous cache",
+    )
+)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dot products of all pairs of feature vectors of a recommendation model, on 8-bit integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ipex_core.library.checks import (
+    check_device,
+    check_like,
+    check_shape,
+    check_tensor,
+    dtype_name,
+    randn,
+    strided,
+)
+from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check, register
+from ipex_core.ops.embedding.interaction import _stock as _stock_interaction
+from ipex_core.ops.embedding.interaction import _width
+from ipex_core.ops.int8.pack_int8_weight import int8_randn
+from ipex_core.ops.int8.quantize import LEAST_SCALE, codes
+
+Tensor = torch.Tensor
+
+OP = "int8_interaction"
+_CODES = (torch.int8, torch.uint8)
+_MOST_DIM, _MOST_INPUTS = 32768, 4096
+
+
+def _result(inputs: Sequence[Tensor], dtype: torch.dtype | None) -> torch.dtype:
+    own = inputs[0].dtype
+    return dtype or (torch.float32 if own == torch.int8 else own)
+
+
+def _interaction(
+    inputs: Sequence[Tensor],
+    scales: Tensor,
+    dtype: torch.dtype | None = None,
+    output_scale: float = 0.0,
+    output_zero: int = 0,
+) -> Tensor:
+    """The first feature vector of each sample, followed by the dot products of all pairs, on int8 codes.
+
+    A number is about ``code * scale`` with one symmetric scale for each input. The products of codes are exact; the
+    result is scaled, and rounded once.
+
+    Args:
+        inputs: N tensors ``[B, D]``, all of one shape and dtype: int8 codes, or float32, bfloat16 or float16, which are
+            quantised on the way in: ``round(x / scale)``, limited to -128..127. At most 4096, with D up to 32768.
+        scales: float32 ``[N]``, finite and at least 2^-120.
+        dtype: Of the result: that of float inputs, a float for codes (None: float32), or int8 or uint8 codes.
+        output_scale: Scale of an int8 or uint8 result, finite and at least 2^-120.
+        output_zero: Its zero point, a number of its dtype.
+
+    Returns:
+        ``[B, D + N * (N - 1) / 2]``: ``inputs[0]``, then ``inputs[i] . inputs[j]`` for ``i > j``, row by row.
+
+    Raises:
+        RuntimeError: An argument is not as described.
+    """
+    usable = bool(scales.isfinite().all()) and bool((scales >= LEAST_SCALE).all())
+    check(usable, OP, "scales", "be finite and at least 2^-120", "another value")
+    none = torch.zeros((), dtype=torch.int32, device=scales.device)
+    parts = [
+        x if x.dtype == torch.int8 else codes(x, scale, none, symmetric=True)
+        for x, scale in zip(inputs, scales, strict=True)
+    ]
+    x = torch.stack(parts, 1).double() * scales.double()[:, None]
+    row, column = torch.tril_indices(len(inputs), len(inputs), -1)
+    y = torch.cat([x[:, 0], (x @ x.mT)[:, row, column]], 1)
+    result = _result(inputs, dtype)
+    if result in _CODES:
+        step = torch.tensor(output_scale, dtype=torch.float32, device=y.device)
+        shift = torch.tensor(output_zero, dtype=torch.int32, device=y.device)
+        return codes(y, step, shift, result == torch.int8)
+    return y.to(result)
+
+
+def _check(
+    inputs: Sequence[Tensor],
+    scales: Tensor,
+    dtype: torch.dtype | None = None,
+    output_scale: float = 0.0,
+    output_zero: int = 0,
+) -> None:
+    check(len(inputs) > 0, OP, "inputs", "hold at least 1 tensor", len(inputs))
+    few = len(inputs) <= _MOST_INPUTS
+    check(few, OP, "inputs", f"hold at most {_MOST_INPUTS} tensors", len(inputs))
+    first = inputs[0]
+    check_tensor(OP, "inputs[0]", first, (*FLOATS, torch.int8))
+    check(first.dim() == 2, OP, "inputs[0]", "be 2-D [B, D]", f"{first.dim()}-D")
+    narrow = first.shape[1] <= _MOST_DIM
+    check(narrow, OP, "inputs[0]", f"have at most {_MOST_DIM} columns", first.shape[1])
+    for i, value in enumerate(inputs):
+        check_like(OP, f"inputs[{i}]", value, first, "inputs[0]")
+    check_device(OP, "scales", scales, first, "inputs[0]")
+    is_float = scales.dtype == torch.float32
+    check(is_float, OP, "scales", "have dtype float32", dtype_name(scales.dtype))
+    shape = [len(inputs)]
+    check_shape(OP, "scales", scales, shape)
+    result = _result(inputs, dtype)
+    known = result in (*FLOATS, *_CODES)
+    text = "be float32, bfloat16, float16, int8 or uint8"
+    check(known, OP, "dtype", text, dtype_name(result))
+    fits = first.dtype == torch.int8 or result in (first.dtype, *_CODES)
+    check(fits, OP, "dtype", "be that of inputs[0], int8 or uint8", dtype_name(result))
+    if result in _CODES:
+        usable = LEAST_SCALE <= output_scale < 3.4028235e38
+        check(usable, OP, "output_scale", "be finite and at least 2^-120", "another value")
+        low = -128 if result == torch.int8 else 0
+        usable = low <= output_zero <= low + 255
+        check(usable, OP, "output_zero", f"be in [{low}, {low + 255}]", output_zero)
+
+
+def _fake(
+    inputs: Sequence[Tensor],
+    scales: Tensor,
+    dtype: torch.dtype | None = None,
+    output_scale: float = 0.0,
+    output_zero: int = 0,
+) -> Tensor:
+    batch, dim = inputs[0].shape
+    return inputs[0].new_empty(batch, _width(len(inputs), dim), dtype=_result(inputs, dtype))
+
+
+def _scales(count: int) -> Tensor:
+    return randn(count, seed=9).abs() * 0.01 + 0.02
+
+
+def _samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for count, batch, dim in (
+        (1, 2, 5),
+        (2, 1, 1),
+        (4, 3, 7),
+        (9, 5, 64),
+        (27, 3, 128),
+        (40, 2, 33),
+        (70, 2, 130),
+    ):
+        name = f"{count}x{batch}x{dim}"
+        floats = [randn(batch, dim, dtype=dtype, seed=i) for i in range(count)]
+        yield Sample((floats, _scales(count)), id=name)
+        ints = [int8_randn(batch, dim, seed=i) for i in range(count)]
+        yield Sample((ints, _scales(count), dtype), id=f"{name}-codes")
+    for out, zero in ((torch.int8, -3), (torch.uint8, 120)):
+        name = dtype_name(out)
+        yield Sample((floats, _scales(count), out, 0.3, zero), id=f"to-{name}")
+        yield Sample((ints, _scales(count), out, 0.3, zero), id=f"codes-to-{name}")
+    wide = int8_randn(6, 8 * 40, seed=31).view(6, 8, 40)
+    yield Sample(([wide[:, i, 4:36] for i in range(8)], _scales(8)), id="slices")
+    yield Sample(([strided(x) for x in floats], _scales(count)), id="noncontiguous")
+    least = torch.full((2, 500), -128, dtype=torch.int8)
+    yield Sample(([least] * 3, _scales(3)), id="largest_codes")
+    yield Sample(([x[:0] for x in ints], _scales(count)), id="no_rows")
+    yield Sample(([x[:, :0] for x in ints], _scales(count)), id="no_columns")
+    special = [x.clone() for x in floats[:5]]
+    special[1][0, 3], special[2][1, 5] = float("nan"), float("inf")
+    yield Sample((special, _scales(5)), id="special_values")
+
+
+def _stock(inputs: Sequence[Tensor], scale: float, zero: int) -> Tensor:
+    y = _stock_interaction(inputs).float()
+    return y.div_(scale).round_().add_(zero).clamp_(0, 255).to(torch.uint8)
+
+
+def _stock_args(
+    inputs: Sequence[Tensor], scales: Tensor, dtype: torch.dtype, scale: float, zero: int
+) -> tuple[object, ...]:
+    by = scales.tolist()
+    floats = [
+        x.float() * step if x.dtype == torch.int8 else x for x, step in zip(inputs, by, strict=True)
+    ]
+    return floats, scale, zero
+
+
+def _bench() -> Iterator[BenchCase]:
+    step = 2.0**-5
+    for count, batch, dim in ((27, 2048, 128), (27, 128, 128)):
+        for kind in ("codes", "float"):
+
+            def make(
+                dtype: torch.dtype, n: int = count, b: int = batch, d: int = dim, k: str = kind
+            ) -> tuple[object, ...]:
+                rows = [int8_randn(b, d, seed=i) for i in range(n)]
+                if k == "float":  # numbers whose codes are exact
+                    rows = [(x * step).to(dtype) for x in rows]
+                return rows, torch.full((n,), step), torch.uint8, 0.5, 128
+
+            read = (lambda dtype: 1) if kind == "codes" else (lambda dtype: dtype.itemsize)
+            yield BenchCase(
+                f"{count}x{batch}x{dim}-{kind}",
+                make,
+                lambda dtype, n=count, b=batch, d=dim, r=read: (
+                    b * (n * d * r(dtype) + _width(n, d))
+                ),
+                flops=batch * count * (count - 1) * dim,
+                unit=torch.int8,
+            )
+
+
+register(
+    OpSpec(
+        name=OP,
+        schema=(
+            "(Tensor[] inputs, Tensor scales, ScalarType? dtype=None, float output_scale=0.0,"
+            " int output_zero=0) -> Tensor"
+        ),
+        reference=_interaction,
+        check=_check,
+        fake=_fake,
+        samples=_samples,
+        stock=_stock,
+        stock_args=_stock_args,
+        backward=None,
+        lift=False,
+        tolerance={
+            torch.float32: (1e-5, 1e-4),
+            torch.bfloat16: (1.6e-2, 1e-2),
+            torch.float16: (2e-3, 1e-3),
+            torch.int8: (0.0, 1.0),
+            torch.uint8: (0.0, 1.0),
+        },
+        bench=_bench,
+        summary="Dot products of all pairs of feature vectors on 8-bit integers",
+    )
+)

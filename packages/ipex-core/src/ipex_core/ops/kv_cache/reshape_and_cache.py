@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing new keys and values into a paged cache."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+
+from ipex_core.library.checks import (
+    acc,
+    check_device,
+    check_dtype_in,
+    check_like,
+    check_not_expanded,
+    check_tensor,
+    randn,
+)
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.ops.kv_cache._common import (
+    check_cache_kind,
+    check_caches,
+    check_row_scales,
+    quantize,
+)
+
+Tensor = torch.Tensor
+
+
+def _write(
+    op: str,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    block_size = key_cache.shape[2]
+    capacity = key_cache.shape[0] * block_size
+    slots = slot_mapping.tolist()
+    for slot in slots:
+        text = f"hold slots below num_blocks * block_size = {capacity}"
+        check(slot < capacity, op, "slot_mapping", text, slot)
+    for rows, cache, scale, scales in (
+        (key, key_cache, k_scale, key_scales),
+        (value, value_cache, v_scale, value_scales),
+    ):
+        for token, slot in enumerate(slots):
+            if slot < 0:
+                continue
+            place = slot // block_size, slice(None), slot % block_size
+            if scales is None:
+                cache[place] = quantize(rows[token], cache.dtype, scale)
+            else:
+                largest = acc(rows[token]).abs().amax(-1)
+                largest = largest.where(largest.isfinite(), float("nan"))
+                inverse = (127.0 / largest).where(largest > 0, 0.0)
+                cache[place] = quantize(acc(rows[token]) * inverse.unsqueeze(-1), cache.dtype, 1.0)
+                scales[place] = largest / 127.0
+
+
+def _reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    """Write the keys and values of new tokens into their slots of a paged cache, in place.
+
+    Slot ``s`` is row ``s % block_size`` of block ``s // block_size``. A token with a negative slot (padding) is
+    skipped; of several tokens with the same slot the last one stays. A quantised cache holds the rows divided by
+    ``k_scale`` and ``v_scale`` and rounded to nearest even: float8_e5m2 (too large becomes infinity), float8_e4m3fn
+    (limited to -448..448; infinity becomes NaN) or int8 (limited to -127..127). With ``key_scales`` and
+    ``value_scales`` each row of an int8 cache is instead divided by a scale of its own, its largest magnitude / 127,
+    which is written there; a row that is not finite gets NaN for a scale.
+
+    Args:
+        key: ``[tokens, kv_heads, head_size]``, float32, bfloat16 or float16.
+        value: Like ``key``.
+        key_cache: ``[num_blocks, kv_heads, block_size, head_size]``, written; dtype of ``key``, int8, float8_e5m2 or
+            float8_e4m3fn.
+        value_cache: Like ``key_cache``; written.
+        slot_mapping: ``[tokens]``, int32 or int64, each below ``num_blocks * block_size``.
+        kv_cache_dtype: ``"auto"`` (what the caches are), or a demand: ``"fp8"`` or ``"fp8_e5m2"``,
+            ``"fp8_e4m3"``, ``"int8"``.
+        k_scale: Value of 1 in a quantised key cache, positive.
+        v_scale: The same for the values.
+        key_scales: ``[num_blocks, kv_heads, block_size]`` float32, written, or None.
+        value_scales: Like ``key_scales``; both or none.
+
+    Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
+    """
+    _write(
+        "reshape_and_cache",
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+        key_scales,
+        value_scales,
+    )
+
+
+def _reshape_and_cache_flash(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    """Write the keys and values of new tokens into their slots: the same as `reshape_and_cache`.
+
+    Engines have two names because other devices keep two layouts. On the CPU there is one,
+    ``[num_blocks, kv_heads, block_size, head_size]``, which all attention ops here read; a cache stored as
+    ``[num_blocks, block_size, kv_heads, head_size]`` is passed as its ``transpose(1, 2)``.
+
+    Arguments and errors are those of `reshape_and_cache`.
+    """
+    _write(
+        "reshape_and_cache_flash",
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+        key_scales,
+        value_scales,
+    )
+
+
+def _check(
+    op: str,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    check_tensor(op, "key", key)
+    check(key.dim() == 3, op, "key", "be 3-D [tokens, kv_heads, head_size]", f"{key.dim()}-D")
+    check_like(op, "value", value, key, "key")
+    shape = "[num_blocks, kv_heads, block_size, head_size]"
+    check_caches(op, key_cache, value_cache, key, "key", shape, written=True)
+    check(
+        key_cache.shape[1] == key.shape[1] and key_cache.shape[3] == key.shape[2],
+        op,
+        "key_cache",
+        f"have shape [num_blocks, {key.shape[1]}, block_size, {key.shape[2]}]",
+        list(key_cache.shape),
+    )
+    check_device(op, "slot_mapping", slot_mapping, key, "key")
+    check_dtype_in(op, "slot_mapping", slot_mapping, torch.int32, torch.int64)
+    check(
+        slot_mapping.dim() == 1 and slot_mapping.shape[0] == key.shape[0],
+        op,
+        "slot_mapping",
+        f"be 1-D of size key.shape[0] = {key.shape[0]}",
+        list(slot_mapping.shape),
+    )
+    check_cache_kind(op, kv_cache_dtype, key_cache)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        fine = scale > 0 and math.isfinite(scale)
+        check(fine, op, name, "be positive and finite", f"{scale:g}")
+    check_row_scales(op, "key_scales", key_scales, key_cache)
+    check_row_scales(op, "value_scales", value_scales, key_cache)
+    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        if scales is not None:
+            check_not_expanded(op, name, scales)
+    check(
+        (key_scales is None) == (value_scales is None),
+        op,
+        "value_scales",
+        "be given if and only if key_scales are",
+        "one of them",
+    )
+
+
+def _fake(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    return None
+
+
+def _samples(dtype: torch.dtype) -> Iterator[Sample]:
+    def make(
+        tokens: int, heads: int, size: int, blocks: int, rows: int, cache: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        def empty() -> Tensor:
+            return torch.zeros(blocks, heads, rows, size).to(cache)
+
+        key = randn(tokens, heads, size, dtype=dtype, seed=1)
+        value = randn(tokens, heads, size, dtype=dtype, seed=2)
+        order = torch.randperm(blocks * rows, generator=torch.Generator().manual_seed(tokens))
+        return key, value, empty(), empty(), order[:tokens]
+
+    yield Sample(make(1, 1, 8, 1, 1, dtype), id="one")
+    yield Sample(make(7, 3, 40, 3, 4, dtype), id="small")
+    k, v, kc, vc, slots = make(33, 2, 64, 5, 16, dtype)
+    slots[::5] = -1
+    yield Sample((k, v, kc, vc, slots), id="negative_slots")
+    yield Sample((k, v, kc, vc, slots.int()), id="int32_slots")
+    again = slots.clone()
+    again[20:] = again[1]
+    yield Sample((k, v, kc, vc, again), id="same_slot")
+    yield Sample((k[:0], v[:0], kc, vc, slots[:0]), id="no_tokens")
+    qkv = randn(9, 4, 3 * 32, dtype=dtype, seed=3)
+    _, _, kc, vc, slots = make(9, 4, 32, 4, 8, dtype)
+    yield Sample((qkv[..., 32:64], qkv[..., 64:], kc, vc, slots), id="split_projection")
+    stored = torch.zeros(4, 8, 4, 32, dtype=dtype)
+    args = (qkv[..., :32], qkv[..., 64:], stored.transpose(1, 2), stored.clone().transpose(1, 2))
+    yield Sample((*args, slots), id="transposed_cache")
+    for kind, cache in (("fp8_e5m2", torch.float8_e5m2), ("fp8_e4m3", torch.float8_e4m3fn)):
+        k, v, kc, vc, slots = make(20, 2, 24, 3, 16, cache)
+        k[0, 0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=dtype)
+        for token, size in enumerate((1e-5, 3e-3, 10.0, 250.0, 6e4)):
+            k[1 + token] *= size
+        yield Sample((k, v, kc, vc, slots, kind, 0.5, 2.0), id=kind)
+    k, v, kc, vc, slots = make(20, 2, 24, 3, 16, torch.int8)
+    k[0, 0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=dtype)
+    k[1] = 0
+    yield Sample((k, v, kc, vc, slots, "auto", 0.02, 0.03), id="int8")
+    scales = torch.ones(3, 2, 16), torch.ones(3, 2, 16)
+    yield Sample((k, v, kc, vc, slots, "int8", 1.0, 1.0, *scales), id="int8_row_scales")
+
+
+def _stock(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    block, row = slot_mapping // key_cache.shape[2], slot_mapping % key_cache.shape[2]
+    key_cache[block, :, row] = key
+    value_cache[block, :, row] = value
+
+
+def _bench() -> Iterator[BenchCase]:
+    def make(tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        caches = [torch.zeros(tokens // 16 + 64, 8, 16, 128, dtype=dtype) for _ in range(2)]
+        rows = [randn(tokens, 8, 128, dtype=dtype, seed=i) for i in range(2)]
+        return *rows, *caches, torch.arange(tokens) + 5
+
+    for tokens in (1, 32, 1024):
+        yield BenchCase(
+            f"{tokens}x8x128",
+            functools.partial(make, tokens),
+            lambda dtype, n=tokens * 8 * 128 * 4: n * dtype.itemsize,
+        )
+
+
+for _name, _reference in (
+    ("reshape_and_cache", _reshape_and_cache),
+    ("reshape_and_cache_flash", _reshape_and_cache_flash),
+):
+    register(
+        OpSpec(
+            name=_name,
+            schema=(
+                "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping,"
+                ' str kv_cache_dtype="auto", float k_scale=1.0, float v_scale=1.0,'
+                " Tensor(c!)? key_scales=None, Tensor(d!)? value_scales=None) -> ()"
+            ),
+            reference=_reference,
+            check=functools.partial(_check, _name),
+            fake=_fake,
+            samples=_samples,
+            stock=_stock,
+            backward=None,
+            lift=False,
+            bench=_bench if _name == "reshape_and_cache" else None,
+            summary="Write new keys and values into a paged cache",
+        )
+    )

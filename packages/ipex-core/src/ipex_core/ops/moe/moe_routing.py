@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing of a mixture of experts: which experts a token goes to, and with which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ipex_core.library.checks import acc, check_device, check_one_of, check_tensor, randn, strided
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name, register
+
+Tensor = torch.Tensor
+
+SCORING = ("softmax", "sigmoid")
+
+
+def _moe_routing(
+    router_logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    scoring_func: str = "softmax",
+    num_expert_group: int = 0,
+    topk_group: int = 0,
+    e_score_correction_bias: Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token.
+
+    The steps, all in float32:
+
+    1. ``scores = softmax(logits)`` or ``sigmoid(logits)``.
+    2. ``choice = scores + e_score_correction_bias`` (or ``scores``).
+    3. With groups (``num_expert_group > 1``) the experts are cut into that many groups of neighbours. The score of a
+       group is its largest ``choice``, or the sum of its two largest if there is a correction bias. Only experts of
+       the ``topk_group`` best groups can be chosen.
+    4. ``ids``: the ``top_k`` experts of largest ``choice``, largest first. Of equal values the lower index comes
+       first, also among groups; NaN counts as larger than any number.
+    5. ``weights``: the *scores*, without bias, of these experts, divided by ``sum + 1e-20`` if ``renormalize``, then
+       multiplied by ``routed_scaling_factor``.
+
+    ==================  =========================================================================================
+    Mixtral             ``softmax``, ``renormalize=True``
+    Qwen3-MoE           ``softmax``, ``renormalize=norm_topk_prob``
+    gpt-oss             ``softmax``, ``renormalize=True`` (equal to the softmax over the chosen logits)
+    DeepSeek-V2         ``softmax``, groups, ``renormalize=False``, ``routed_scaling_factor``
+    DeepSeek-V3         ``sigmoid``, groups, bias, ``renormalize=norm_topk_prob``, ``routed_scaling_factor``
+    ==================  =========================================================================================
+
+    Args:
+        router_logits: ``[T, E]``, float32, bfloat16 or float16.
+        top_k: Number of experts per token.
+        renormalize: Whether the weights of a token are made to sum to 1.
+        scoring_func: ``"softmax"`` or ``"sigmoid"``.
+        num_expert_group: Number of groups; 0 or 1 means no groups. Must divide E.
+        topk_group: Number of groups that a token's experts come from; read only if there are groups.
+        e_score_correction_bias: ``[E]`` float32, or None.
+        routed_scaling_factor: Factor on the weights.
+
+    Returns:
+        ``weights`` float32 ``[T, top_k]`` and ``ids`` int32 ``[T, top_k]``.
+    """
+    logits = acc(router_logits)
+    tokens, experts = logits.shape
+    scores = torch.softmax(logits, -1) if scoring_func == "softmax" else torch.sigmoid(logits)
+    choice = scores
+    if e_score_correction_bias is not None:
+        choice = scores + e_score_correction_bias.to(scores.dtype)
+    order = choice.sort(dim=-1, descending=True, stable=True).indices
+    if num_expert_group > 1:
+        size = experts // num_expert_group
+        best = choice.view(tokens, num_expert_group, size).sort(dim=-1, descending=True).values
+        count = 1 if e_score_correction_bias is None else 2
+        groups = best[..., :count].sum(-1).sort(dim=-1, descending=True, stable=True).indices
+        allowed = torch.zeros(
+            tokens, num_expert_group, dtype=torch.uint8, device=logits.device
+        ).scatter(1, groups[:, :topk_group], 1)
+        allowed = allowed.repeat_interleave(size, dim=1).gather(1, order)
+        # Experts of the best groups first, each part in its order.
+        order = order.gather(1, allowed.sort(dim=-1, descending=True, stable=True).indices)
+    ids = order[:, :top_k]
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return (weights * routed_scaling_factor).float(), ids.to(torch.int32)
+
+
+def _check(
+    router_logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    scoring_func: str = "softmax",
+    num_expert_group: int = 0,
+    topk_group: int = 0,
+    e_score_correction_bias: Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> None:
+    op = "moe_routing"
+    check_tensor(op, "router_logits", router_logits)
+    check(router_logits.dim() == 2, op, "router_logits", "be 2-D", list(router_logits.shape))
+    experts = router_logits.shape[1]
+    check_one_of(op, "scoring_func", scoring_func, SCORING)
+    check(
+        0 < top_k <= experts,
+        op,
+        "top_k",
+        f"be between 1 and the number of experts = {experts}",
+        top_k,
+    )
+    if num_expert_group > 1:
+        check(
+            experts % num_expert_group == 0,
+            op,
+            "num_expert_group",
+            f"divide the number of experts = {experts}",
+            num_expert_group,
+        )
+        check(
+            0 < topk_group <= num_expert_group,
+            op,
+            "topk_group",
+            f"be between 1 and num_expert_group = {num_expert_group}",
+            topk_group,
+        )
+        most = topk_group * (experts // num_expert_group)
+        check(top_k <= most, op, "top_k", f"be at most the {most} experts of topk_group", top_k)
+    else:
+        check(num_expert_group >= 0, op, "num_expert_group", "be 0 or more", num_expert_group)
+    bias = e_score_correction_bias
+    if bias is not None:
+        check_device(op, "e_score_correction_bias", bias, router_logits, "router_logits")
+        check(
+            bias.dtype == torch.float32 and list(bias.shape) == [experts],
+            op,
+            "e_score_correction_bias",
+            f"be float32 of shape [{experts}]",
+            f"{dtype_name(bias.dtype)} {list(bias.shape)}",
+        )
+
+
+def _fake(
+    router_logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    scoring_func: str = "softmax",
+    num_expert_group: int = 0,
+    topk_group: int = 0,
+    e_score_correction_bias: Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    shape = (router_logits.shape[0], top_k)
+    return (
+        router_logits.new_empty(shape, dtype=torch.float32),
+        router_logits.new_empty(shape, dtype=torch.int32),
+    )
+
+
+def _samples(dtype: torch.dtype) -> Iterator[Sample]:
+    yield Sample((randn(5, 8, dtype=dtype, seed=71), 2, True), id="mixtral")
+    yield Sample((randn(70, 128, dtype=dtype, seed=72), 8, True), id="qwen3")
+    yield Sample((randn(3, 60, dtype=dtype, seed=73), 4, False), id="not_normalised")
+    x = randn(9, 64, dtype=dtype, seed=74, scale=2.0)
+    bias = randn(64, seed=75, scale=0.3)
+    yield Sample((x, 6, False, "softmax", 8, 3, None, 16.0), id="deepseek_v2")
+    yield Sample((x, 8, True, "sigmoid", 8, 4, bias, 2.5), id="deepseek_v3")
+    yield Sample((x, 8, False, "sigmoid", 64, 8, bias), id="groups_of_one")
+    yield Sample((x, 8, True, "sigmoid", 1, 1, bias, 2.5), id="one_group")
+    yield Sample((x, 5, True, "sigmoid"), id="sigmoid")
+    yield Sample((x, 5, True, "softmax", 4, 2, bias), id="softmax_bias")
+    yield Sample((x, 64, True), id="all_experts")
+    yield Sample((x, 64, True, "sigmoid", 4, 4, bias), id="all_experts_groups")
+    yield Sample((torch.zeros(3, 40, dtype=dtype), 7, True), id="ties")
+    yield Sample((torch.zeros(3, 40, dtype=dtype), 7, True, "sigmoid", 5, 2), id="ties_groups")
+    yield Sample((randn(4, 1, dtype=dtype, seed=76), 1, True), id="one_expert")
+    yield Sample((strided(x), 6, True), id="noncontiguous")
+    yield Sample((randn(9, 96, dtype=dtype, seed=77)[:, 8:72], 6, True), id="rows_strided")
+    yield Sample((randn(0, 16, dtype=dtype), 2, True), id="no_tokens")
+    special = randn(6, 32, dtype=dtype, seed=78)
+    special[0, 3] = float("nan")
+    special[1, 5] = float("inf")
+    special[2, 7] = -float("inf")
+    special[3] = -float("inf")
+    special[4, 1:] = -float("inf")
+    yield Sample((special, 4, True), id="special_values")
+    yield Sample(
+        (special, 4, True, "sigmoid", 8, 2, randn(32, seed=79)), id="special_values_sigmoid"
+    )
+    yield Sample((special, 4, False, "sigmoid", 8, 2), id="special_values_groups")
+
+
+def _stock(
+    router_logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    scoring_func: str = "softmax",
+    num_expert_group: int = 0,
+    topk_group: int = 0,
+    e_score_correction_bias: Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """What a model of the Hugging Face library does."""
+    if scoring_func == "softmax":
+        scores = torch.softmax(router_logits, -1, dtype=torch.float32)
+    else:
+        scores = router_logits.float().sigmoid()
+    choice = scores
+    if e_score_correction_bias is not None:
+        choice = scores + e_score_correction_bias
+    if num_expert_group > 1:
+        size = choice.shape[1] // num_expert_group
+        grouped = choice.view(-1, num_expert_group, size)
+        if e_score_correction_bias is not None:
+            group_scores = grouped.topk(2, dim=-1)[0].sum(-1)
+        else:
+            group_scores = grouped.max(-1).values
+        groups = group_scores.topk(topk_group, dim=-1, sorted=False)[1]
+        mask = torch.zeros_like(group_scores).scatter_(1, groups, 1)
+        mask = mask.unsqueeze(-1).expand_as(grouped).reshape(choice.shape)
+        choice = choice.masked_fill(~mask.bool(), -float("inf"))
+    ids = choice.topk(top_k, dim=-1)[1]
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * routed_scaling_factor, ids.to(torch.int32)
+
+
+def _bench() -> Iterator[BenchCase]:
+    for tokens in (1, 512):
+        for name, experts, arguments in (
+            ("mixtral", 8, (2, True)),
+            ("qwen3", 128, (8, True)),
+            ("deepseek_v3", 256, (8, True, "sigmoid", 8, 4, randn(256, seed=1), 2.5)),
+        ):
+            top_k = arguments[0]
+            assert isinstance(top_k, int)
+            yield BenchCase(
+                f"{name}-{tokens}x{experts}",
+                lambda dtype, t=tokens, e=experts, a=arguments: (randn(t, e, dtype=dtype), *a),
+                lambda dtype, t=tokens, e=experts, k=top_k: t * (e * dtype.itemsize + 8 * k),
+            )
+
+
+register(
+    OpSpec(
+        name="moe_routing",
+        schema=(
+            '(Tensor router_logits, int top_k, bool renormalize, str scoring_func="softmax",'
+            " int num_expert_group=0, int topk_group=0, Tensor? e_score_correction_bias=None,"
+            " float routed_scaling_factor=1.0) -> (Tensor, Tensor)"
+        ),
+        reference=_moe_routing,
+        check=_check,
+        fake=_fake,
+        samples=_samples,
+        stock=_stock,
+        tolerance={torch.float32: (1e-5, 1e-6)},
+        # Which scores are equal depends on the type they are computed in.
+        lift=False,
+        bench=_bench,
+        summary="Experts of each token and their weights: softmax or sigmoid, groups, bias",
+    )
+)

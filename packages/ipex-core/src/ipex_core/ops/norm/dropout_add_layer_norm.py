@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout, residual addition and layer normalisation of a transformer block in training, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ipex_core.library.checks import (
+    acc,
+    check_like,
+    check_tensor,
+    check_vector,
+    fake_like,
+    randn,
+    row_bench,
+    row_samples,
+)
+from ipex_core.library.keep_mask import check_drop, drop
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, register
+
+Tensor = torch.Tensor
+
+OP = "dropout_add_layer_norm"
+BACKWARD = "dropout_add_layer_norm_backward"
+
+
+def _standardise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return rows with mean 0 and variance 1, and the factors for that."""
+    centred = x - x.mean(-1, keepdim=True)
+    factor = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return centred * factor, factor
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    p: float,
+    seed: Tensor,
+    stream: int = 0,
+    eps: float = 1e-12,
+) -> tuple[Tensor, Tensor]:
+    """Drop elements of ``x``, add ``residual`` and normalise the sum: the end of a block of BERT.
+
+    The sum is rounded to the dtype before it is normalised. Dropout is that of `dropout`.
+
+    Args:
+        x: ``[..., C]``, float32, bfloat16 or float16.
+        residual: Like ``x``.
+        weight: ``[C]`` in the dtype of ``x`` or float32.
+        bias: ``[C]`` in the dtype of ``x`` or float32.
+        p: Probability of dropout, in [0, 1).
+        seed: One int64 number in a tensor.
+        stream: Tells calls with one seed apart, 0 to 2^31 - 1.
+        eps: Added to the variance.
+
+    Returns:
+        The normalised sum and the sum, both contiguous and like ``x``.
+    """
+    total = (drop(acc(x), p, seed, stream) + acc(residual)).to(x.dtype)
+    y, _ = _standardise(acc(total), eps)
+    return (y * acc(weight) + acc(bias)).to(x.dtype), total
+
+
+def _backward_of_op(
+    grads: tuple[Tensor | None, ...],
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    p: float,
+    seed: Tensor,
+    stream: int = 0,
+    eps: float = 1e-12,
+) -> tuple[Tensor | None, ...]:
+    ops = torch.ops.ipex
+    total = ops.dropout(x, p, seed, stream) + residual
+    grad = torch.zeros_like(total) if grads[0] is None else grads[0]
+    dsum, dx, columns = ops.dropout_add_layer_norm_backward(
+        grad, total, weight, p, seed, stream, eps
+    )
+    if grads[1] is not None:
+        dsum = dsum + grads[1]
+        dx = dx + ops.dropout(grads[1], p, seed, stream)
+    dweight, dbias, _ = columns.unbind()
+    return dx, dsum, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None, None, None
+
+
+def _backward(
+    grad: Tensor,
+    sum: Tensor,
+    weight: Tensor,
+    p: float,
+    seed: Tensor,
+    stream: int = 0,
+    eps: float = 1e-12,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `dropout_add_layer_norm` for a gradient of the normalised sum.
+
+    Args:
+        grad: ``[..., C]``, gradient of the first result.
+        sum: Like ``grad``, the second result.
+        weight: ``[C]`` in the dtype of ``grad`` or float32.
+        p: As in the forward call.
+        seed: As in the forward call.
+        stream: As in the forward call.
+        eps: As in the forward call.
+
+    Returns:
+        The gradients of ``residual`` and of ``x``, both contiguous and like ``grad``, and float32 ``[3, C]``: the
+        gradients of ``weight`` and ``bias`` and the sum over all rows of the gradient of ``x``, which is that of the
+        bias of a linear layer before.
+    """
+    g = acc(grad)
+    y, factor = _standardise(acc(sum), eps)
+    d = g * acc(weight)
+    d = factor * (d - d.mean(-1, keepdim=True) - y * (d * y).mean(-1, keepdim=True))
+    dx = drop(d, p, seed, stream)
+    rows = [part.flatten(0, -2).sum(0) if part.dim() > 1 else part for part in (g * y, g, dx)]
+    columns = torch.stack(rows)
+    if grad.dtype != torch.float64:
+        columns = columns.float()
+    return d.to(grad.dtype), dx.to(grad.dtype), columns
+
+
+def _check(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    p: float,
+    seed: Tensor,
+    stream: int = 0,
+    eps: float = 1e-12,
+) -> None:
+    check_tensor(OP, "x", x)
+    check_like(OP, "residual", residual, x)
+    check_vector(OP, "weight", weight, x)
+    check_vector(OP, "bias", bias, x)
+    check_drop(OP, p, seed, stream, x)
+
+
+def _backward_check(
+    grad: Tensor,
+    sum: Tensor,
+    weight: Tensor,
+    p: float,
+    seed: Tensor,
+    stream: int = 0,
+    eps: float = 1e-12,
+) -> None:
+    check_tensor(BACKWARD, "grad", grad)
+    check_like(BACKWARD, "sum", sum, grad, of="grad")
+    check_vector(BACKWARD, "weight", weight, grad)
+    check_drop(BACKWARD, p, seed, stream, grad, "grad")
+
+
+def _fake(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return fake_like(x), fake_like(x)
+
+
+def _backward_fake(grad: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    columns = torch.empty(3, grad.shape[-1], dtype=torch.float32, device=grad.device)
+    return fake_like(grad), fake_like(grad), columns
+
+
+def _samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for number, (name, x) in enumerate(row_samples(dtype)):
+        columns = x.shape[-1]
+        wide = torch.float32 if number % 2 else dtype
+        args = (
+            x,
+            randn(*x.shape, dtype=dtype, seed=41),
+            randn(columns, dtype=wide, seed=42),
+            randn(columns, dtype=wide, seed=43),
+            0.2 * (number % 3),
+            torch.tensor(number),
+            number,
+            1e-5,
+        )
+        yield Sample(args, id=name)
+
+
+def _backward_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for sample in _samples(dtype):
+        x, total, weight, _, p, *rest = sample.args
+        yield Sample((x, total, weight, p, *rest), id=sample.id)
+
+
+def _stock(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, p: float, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    total = torch.nn.functional.dropout(x, p) + residual
+    return torch.nn.functional.layer_norm(total, weight.shape, weight, bias), total
+
+
+_SHAPES = ((256, 768), (1024, 768), (4096, 768))
+
+
+def _bench() -> Iterator[BenchCase]:
+    return row_bench(
+        lambda r, c, dtype: (
+            randn(r, c, dtype=dtype),
+            randn(r, c, dtype=dtype, seed=1),
+            randn(c),
+            randn(c, seed=2),
+            0.1,
+            torch.tensor(1),
+        ),
+        moves=4,
+        shapes=_SHAPES,
+    )
+
+
+def _backward_bench() -> Iterator[BenchCase]:
+    return row_bench(
+        lambda r, c, dtype: (
+            randn(r, c, dtype=dtype),
+            randn(r, c, dtype=dtype, seed=1),
+            randn(c),
+            0.1,
+            torch.tensor(1),
+        ),
+        moves=4,
+        shapes=_SHAPES,
+    )
+
+
+def _backward_stock(grad: Tensor, sum: Tensor, weight: Tensor, p: float, *rest: Any) -> Any:
+    mean, var = sum.float().mean(-1, keepdim=True), sum.float().var(-1, keepdim=True)
+    dsum, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+        grad, sum, weight.shape, mean, torch.rsqrt(var), weight, weight, [True, True, True]
+    )
+    keep = torch.empty_like(grad, dtype=torch.bool).bernoulli_(1 - p)
+    dx = torch.ops.aten.native_dropout_backward(dsum, keep, 1 / (1 - p))
+    return dsum, dx, dx.sum(0), dweight, dbias
+
+
+_TOLERANCE = {
+    torch.float32: (1e-4, 1e-4),
+    torch.bfloat16: (1.6e-2, 1e-2),
+    torch.float16: (2e-3, 2e-3),
+}
+
+register(
+    OpSpec(
+        name=OP,
+        schema=(
+            "(Tensor x, Tensor residual, Tensor weight, Tensor bias, float p, Tensor seed, int stream=0,"
+            " float eps=1e-12) -> (Tensor, Tensor)"
+        ),
+        reference=_forward,
+        check=_check,
+        fake=_fake,
+        samples=_samples,
+        stock=_stock,
+        backward=_backward_of_op,
+        tolerance=_TOLERANCE,
+        bench=_bench,
+        summary="Dropout, residual addition and layer normalisation",
+    )
+)
+register(
+    OpSpec(
+        name=BACKWARD,
+        schema=(
+            "(Tensor grad, Tensor sum, Tensor weight, float p, Tensor seed, int stream=0, float eps=1e-12)"
+            " -> (Tensor, Tensor, Tensor)"
+        ),
+        reference=_backward,
+        check=_backward_check,
+        fake=_backward_fake,
+        samples=_backward_samples,
+        stock=_backward_stock,
+        backward=None,
+        tolerance=_TOLERANCE,
+        bench=_backward_bench,
+        summary="Gradients of dropout_add_layer_norm",
+    )
+)

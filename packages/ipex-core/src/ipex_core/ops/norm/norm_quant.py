@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Normalisations fused with the quantisation of their result to int8, the input of an int8 linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ipex_core.library.checks import (
+    check_device,
+    check_like,
+    check_not_expanded,
+    check_tensor,
+    check_vector,
+    dtype_name,
+)
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register, specs
+from ipex_core.ops.int8.quantize import LEAST_SCALE, choose, codes
+from ipex_core.ops.norm.layer_norm import _normalise as normalise_layer
+from ipex_core.ops.norm.rms_norm import _normalise as normalise_rms
+
+Tensor = torch.Tensor
+
+
+def _quantise(op: str, y: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    if scale is None:
+        scale, zero = choose(y, True, -1)
+        return codes(y, scale, zero, True), scale
+    scale = scale.reshape(()).clone()
+    _check_scale_value(op, scale)
+    return codes(y, scale, torch.zeros_like(scale, dtype=torch.int32), True), scale
+
+
+def _check_scale_value(op: str, scale: Tensor) -> None:
+    usable = bool(scale.isfinite()) and scale.item() >= LEAST_SCALE
+    check(usable, op, "scale", "be finite and at least 2^-120", "another value")
+
+
+def _rms_norm_quant(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalise each row as `rms_norm` does and quantise the result to int8.
+
+    The same as `rms_norm` followed by `quantize_per_token`, or by `quantize_per_tensor` with a given scale, without
+    writing the normalised rows to memory.
+
+    Args:
+        x: ``[..., C]``, float32, bfloat16 or float16.
+        weight: ``[C]`` in the dtype of ``x`` or float32, or None.
+        eps: Added to the mean square.
+        weight_offset: Added to ``weight``; ignored without a weight.
+        scale: One element, float32: the scale of all rows (static quantisation). None: each row has its own,
+            ``max|y| / 127``.
+
+    Returns:
+        ``(codes, scale)``: int8 in the shape of ``x``, and float32 ``[..., 1]``, or 0-D for a given scale.
+    """
+    return _quantise("rms_norm_quant", normalise_rms(x, weight, eps, weight_offset), scale)
+
+
+def _add_rms_norm_quant(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add ``x`` to ``residual`` in place, then normalise and quantise the sum as `rms_norm_quant` does.
+
+    Args:
+        x: ``[..., C]``, float32, bfloat16 or float16.
+        residual: Like ``x``; becomes the sum.
+        weight: As for `rms_norm_quant`.
+        eps: As for `rms_norm_quant`.
+        weight_offset: As for `rms_norm_quant`.
+        scale: As for `rms_norm_quant`.
+
+    Returns:
+        ``(codes, scale)`` as `rms_norm_quant`.
+    """
+    if scale is not None:
+        _check_scale_value("add_rms_norm_quant_", scale.reshape(()))
+    residual.add_(x)
+    y = normalise_rms(residual, weight, eps, weight_offset)
+    return _quantise("add_rms_norm_quant_", y, scale)
+
+
+def _layer_norm_quant(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalise each row as `layer_norm` does and quantise the result to int8.
+
+    Args:
+        x: ``[..., C]``, float32, bfloat16 or float16.
+        weight: ``[C]`` in the dtype of ``x`` or float32, or None.
+        bias: ``[C]`` in the dtype of ``x`` or float32, or None.
+        eps: Added to the variance.
+        scale: As for `rms_norm_quant`.
+
+    Returns:
+        ``(codes, scale)`` as `rms_norm_quant`.
+    """
+    return _quantise("layer_norm_quant", normalise_layer(x, weight, bias, eps), scale)
+
+
+def _add_layer_norm_quant(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add ``x`` to ``residual`` in place, then normalise and quantise the sum as `layer_norm_quant` does.
+
+    Args:
+        x: ``[..., C]``, float32, bfloat16 or float16.
+        residual: Like ``x``; becomes the sum.
+        weight: As for `layer_norm_quant`.
+        bias: As for `layer_norm_quant`.
+        eps: As for `layer_norm_quant`.
+        scale: As for `rms_norm_quant`.
+
+    Returns:
+        ``(codes, scale)`` as `rms_norm_quant`.
+    """
+    if scale is not None:
+        _check_scale_value("add_layer_norm_quant_", scale.reshape(()))
+    residual.add_(x)
+    y = normalise_layer(residual, weight, bias, eps)
+    return _quantise("add_layer_norm_quant_", y, scale)
+
+
+def _checker(op: str) -> Callable[..., None]:
+    """Return the check of one of the ops; they differ in their arguments, not in what is wrong with one."""
+    names = {
+        "rms_norm_quant": ("x", "weight", "eps", "weight_offset", "scale"),
+        "add_rms_norm_quant_": ("x", "residual", "weight", "eps", "weight_offset", "scale"),
+        "layer_norm_quant": ("x", "weight", "bias", "eps", "scale"),
+        "add_layer_norm_quant_": ("x", "residual", "weight", "bias", "eps", "scale"),
+    }[op]
+
+    def check_all(*args: Any, **kwargs: Any) -> None:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        x = given["x"]
+        check_tensor(op, "x", x)
+        if "residual" in given:
+            check_like(op, "residual", given["residual"], x)
+            check_not_expanded(op, "residual", given["residual"])
+        check_vector(op, "weight", given.get("weight"), x)
+        check_vector(op, "bias", given.get("bias"), x)
+        scale = given.get("scale")
+        if scale is None:
+            return
+        check_device(op, "scale", scale, x)
+        dtype = dtype_name(scale.dtype)
+        check(scale.dtype == torch.float32, op, "scale", "have dtype float32", dtype)
+        check(scale.numel() == 1, op, "scale", "have one element", list(scale.shape))
+
+    return check_all
+
+
+def _fake_for(scale_position: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fake(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        static = kwargs.get("scale") is not None
+        if len(args) >= scale_position:
+            static = args[scale_position - 1] is not None
+        shape = () if static else (*x.shape[:-1], 1)
+        return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(shape, dtype=torch.float32)
+
+    return fake
+
+
+def _samples_of(norm: str, defaults: tuple[float, ...]) -> Callable[..., Iterator[Sample]]:
+    """Return samples of the fused op from those of the normalisation alone."""
+
+    def samples(dtype: torch.dtype) -> Iterator[Sample]:
+        for sample in specs()[norm].samples(dtype):
+            # Where all elements are equal up to rounding, the order of a sum decides about the codes.
+            if sample.args[0].numel() > 2**15 or sample.id == "large_mean":
+                continue
+            yield sample
+            if sample.id in ("4x129", "7x1024", "no_weight", "special_values", "no_rows"):
+                fixed = tuple(a for a in sample.args if not isinstance(a, float))
+                scale = torch.tensor([0.03])
+                yield Sample((*fixed, *defaults, scale), id=f"{sample.id}-static")
+
+    return samples
+
+
+def _stock_quant(y: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    if scale is None:
+        scale = y.abs().amax(-1, keepdim=True).float() / 127.0
+    return torch.round(y * (1.0 / scale)).clamp(-128, 127).to(torch.int8), scale
+
+
+def _stock_of(norm: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def stock(*args: Any) -> tuple[Tensor, Tensor]:
+        function = specs()[norm].stock
+        assert function is not None
+        return _stock_quant(function(*args))
+
+    return stock
+
+
+def _bench_of(norm: str) -> Callable[[], Iterator[BenchCase]]:
+    def bench() -> Iterator[BenchCase]:
+        bench_norm = specs()[norm].bench
+        assert bench_norm is not None
+        for case in bench_norm():
+            rows, columns = map(int, case.id.split("x"))
+            yield BenchCase(
+                case.id,
+                case.make,
+                lambda dtype, n=rows * columns, m=3 if "add" in norm else 1: (
+                    n * (m * dtype.itemsize + 1)
+                ),
+            )
+
+    return bench
+
+
+for _name, _norm, _reference, _schema, _defaults in (
+    (
+        "rms_norm_quant",
+        "rms_norm",
+        _rms_norm_quant,
+        "Tensor x, Tensor? weight, float eps=1e-6, float weight_offset=0.0",
+        (1e-6, 0.0),
+    ),
+    (
+        "add_rms_norm_quant_",
+        "add_rms_norm_",
+        _add_rms_norm_quant,
+        "Tensor x, Tensor(a!) residual, Tensor? weight, float eps=1e-6, float weight_offset=0.0",
+        (1e-6, 0.0),
+    ),
+    (
+        "layer_norm_quant",
+        "layer_norm",
+        _layer_norm_quant,
+        "Tensor x, Tensor? weight, Tensor? bias, float eps=1e-5",
+        (1e-5,),
+    ),
+    (
+        "add_layer_norm_quant_",
+        "add_layer_norm_",
+        _add_layer_norm_quant,
+        "Tensor x, Tensor(a!) residual, Tensor? weight, Tensor? bias, float eps=1e-5",
+        (1e-5,),
+    ),
+):
+    register(
+        OpSpec(
+            name=_name,
+            schema=f"({_schema}, Tensor? scale=None) -> (Tensor, Tensor)",
+            reference=_reference,
+            check=_checker(_name),
+            fake=_fake_for(_schema.count(",") + 1),
+            samples=_samples_of(_norm, _defaults),
+            stock=_stock_of(_norm),
+            backward=None,
+            lift=False,
+            # An element that rounds to its neighbour moves the scale by 2^-8 in bfloat16 and the codes by one.
+            tolerance={
+                torch.float32: (8e-3, 1e-5),
+                torch.bfloat16: (1.6e-2, 1e-2),
+                torch.float16: (2e-3, 2e-3),
+                torch.int8: (0.0, 1.0),
+            },
+            bench=_bench_of(_norm),
+            summary=f"`{_norm}` followed by quantisation to int8",
+        )
+    )

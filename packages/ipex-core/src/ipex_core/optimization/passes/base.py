@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes: the interface, the registry, and what they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from ipex_core.module_swap.state_dict import state_of
+from ipex_core.optimization.options import Options
+from ipex_core.optimization.records import Log
+
+__all__ = ["Context", "Pass", "passes", "register", "run_on", "swap_reason"]
+
+
+def run_on(model: nn.Module, sample: Any) -> None:
+    """Run a model without gradients on a tuple or list of arguments, or a dict of keyword arguments."""
+    with torch.no_grad():
+        if isinstance(sample, dict):
+            model(**sample)
+        else:
+            model(*sample)
+
+
+@dataclasses.dataclass
+class Context:
+    """What a pass works on.
+
+    Attributes:
+        model: The model, already copied if a copy was asked for.
+        options: Checked options.
+        log: Where each decision is recorded.
+        shapes: Module -> shape of its largest input, from ``sample_input``.
+        sample: ``sample_input``, a tuple of arguments or a dict of keyword arguments, or None.
+        owners: Parameter id -> the modules that hold it.
+        paths: Module id -> all paths of the module.
+        old: Ids of modules that an earlier call had already optimized.
+    """
+
+    model: nn.Module
+    options: Options
+    log: Log
+    shapes: dict[nn.Module, torch.Size] = dataclasses.field(default_factory=dict)
+    sample: Any = None
+    owners: dict[int, list[nn.Module]] = dataclasses.field(default_factory=dict)
+    paths: dict[int, list[str]] = dataclasses.field(default_factory=dict)
+    old: set[int] = dataclasses.field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            self.paths.setdefault(id(module), []).append(path)
+        for module in self.model.modules():
+            if state_of(module) is not None:
+                self.old.add(id(module))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self.owners.setdefault(id(parameter), []).append(module)
+
+    def modules(self, scripts: bool = False) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate over the modules that this call may change; with ``scripts``, over ScriptModules too."""
+        for path, module in self.model.named_modules():
+            script = isinstance(module, torch.jit.ScriptModule)
+            if id(module) not in self.old and (scripts or not script):
+                yield path, module
+
+    def shared(self, module: nn.Module) -> bool:
+        """Return whether a parameter of the module belongs to another module too."""
+        own = (p for p in module._parameters.values() if p is not None)
+        return any(len(self.owners[id(p)]) > 1 for p in own)
+
+
+class Pass:
+    """One step of the pipeline. Subclasses are registered with `register` and run in that order."""
+
+    name: ClassVar[str]
+
+    def applies(self, context: Context) -> bool:
+        """Return whether the options ask for this pass."""
+        raise NotImplementedError
+
+    def apply(self, context: Context) -> None:
+        """Change the model, or plan a change, and record each decision."""
+        raise NotImplementedError
+
+    def undo(self, model: nn.Module, log: Log) -> None:
+        """Take back what `apply` did beyond the module states, which are undone together."""
+
+
+_PASSES: list[Pass] = []
+_P = TypeVar("_P", bound=type[Pass])
+
+
+def register(kind: _P) -> _P:
+    """Add a pass to the end of the pipeline."""
+    _PASSES.append(kind())
+    return kind
+
+
+def passes() -> tuple[Pass, ...]:
+    """Return the passes in the order in which they run."""
+
+    order = {name: i for i, name in enumerate(ORDER)}
+    return tuple(sorted(_PASSES, key=lambda p: order[p.name]))
+
+
+#: Order of the passes; each is explained in its module.
+ORDER = (
+    "conv_bn_folding",
+    "linear_bn_folding",
+    "dropout",
+    "lstm",
+    "cast",
+    "channels_last",
+    "prepack",
+    "kernels",
+    "encoder",
+    "realize",
+    "fuse",
+    "attention",
+    "buffers",
+    "graph_mode",
+)
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def swap_reason(module: nn.Module) -> str | None:
+    """Return why the class of a stock layer must stay, or None if it may be exchanged."""
+    if "forward" in module.__dict__:
+        return "forward was replaced on this instance"
+    if torch._guards.detect_fake_mode() is not None:
+        return "tensors have no values under FakeTensorMode"
+    if "weight" in type(module).__dict__ or (
+        "weight" in module.__dict__ and "weight" not in module._parameters
+    ):
+        return "weight is computed by a hook or a parametrization"
+    for parameter in module._parameters.values():
+        if parameter is None:
+            continue
+        if isinstance(parameter, UninitializedParameter):
+            return "parameters are not initialized yet"
+        if type(parameter) is not nn.Parameter:
+            return f"a parameter is a {type(parameter).__name__}"
+        if parameter.device.type != "cpu":
+            return f"parameters are on {parameter.device}"
+        if parameter.dtype not in _FLOATS:
+            return f"a parameter has dtype {parameter.dtype}"
+    return None

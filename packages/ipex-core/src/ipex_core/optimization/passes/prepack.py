@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choice of the packed format of linear and convolution weights. The stock op is always a candidate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ipex_core import nn as inn
+from ipex_core.kernels.timing import fastest, numbers
+from ipex_core.library.spec import dtype_name
+from ipex_core.module_swap.base import has_kernel
+from ipex_core.module_swap.state_dict import attach, state_of, swap_class
+from ipex_core.nn.call import call
+from ipex_core.optimization.passes.base import Context, Pass, register, swap_reason
+from ipex_core.optimization.passes.cast import LEAVES
+from ipex_core.packing import onednn
+from ipex_core.packing.parameter import pack
+
+__all__ = [
+    "PACKED_LATER",
+    "LinearChoice",
+    "Prepack",
+    "choose_linear",
+    "measure_conv",
+    "measure_linear",
+]
+
+
+#: Attribute of modules whose weights a package on top of this one packs, once `optimize` has returned.
+PACKED_LATER = "_ipex_packed_later"
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearChoice:
+    """A format (``"mkldnn"``, ``"ipex"`` or None for the stock op) and why."""
+
+    form: str | None
+    reason: str
+
+
+#: Rows up to which the own kernel is preferred to oneDNN on a packed weight in float32; in 16 bits it always is.
+#: Measured as times stock, own (oneDNN): Zen 4, 1 and 2 threads, bfloat16, K and N from 384 to 5632: 1 row 2.7-2.9
+#: (1.4-2.0), 32 rows 1.3-1.5 (1.2-1.4), 128 rows 1.10-1.16 (1.05-1.13), 512 to 4096 rows 1.03-1.16 (1.02-1.18), float32
+#: the same or better. Xeon with AMX, 8 threads: 1 to 32 rows 1.4-2.7 (1.2-2.5), 128 rows 1.4-2.9 (1.3-2.7), encoders
+#: with 4096 rows 1.0-1.3 times oneDNN. Xeon with AVX512-VNNI, 1 thread: bfloat16, which has no instructions there,
+#: 2048 and 4096 rows 3.7-4.1 times oneDNN; float32: 1 row 0.8-1.0 (0.8 for 384 x 384), 16 to 64 rows 1.1-1.9, 128
+#: rows 1.05-1.27, 512 rows 0.97-1.05.
+SMALL_ROWS = 1024
+#: Weights below which the overhead of a packed call decides and the stock op is chosen. Measured on Zen 4: the oneDNN
+#: op costs 13 us a call; stock float32 (MKL) 3 us, so that packing pays from about 384 x 384 on; stock bfloat16 goes
+#: through oneDNN itself except for the smallest weights.
+MIN_WEIGHTS = {torch.float32: 131072, torch.bfloat16: 6144, torch.float16: 6144}
+
+
+def choose_linear(dtype: torch.dtype, n: int, k: int, m: int | None) -> LinearChoice:
+    """Choose the format of a linear weight from a table.
+
+    Args:
+        dtype: dtype of the weight in use.
+        n: out_features.
+        k: in_features.
+        m: Rows of the input, or None if unknown.
+    """
+    own = has_kernel("linear")  # packing itself has a reference in the same format
+    least = MIN_WEIGHTS[dtype]
+    if n * k < least:
+        return LinearChoice(None, f"the weight has fewer than {least} elements")
+    # With unknown rows too: at many rows it is not slower than stock anywhere, at few it is far ahead of oneDNN.
+    if own and (m is None or m <= SMALL_ROWS or dtype != torch.float32):
+        return LinearChoice(
+            "ipex", "own kernel, for any number of rows" if m is None else f"{m} rows: own kernel"
+        )
+    if onednn.supports(dtype):
+        rows = "any number of rows" if m is None else f"{m} rows"
+        return LinearChoice("mkldnn", f"{rows}: oneDNN on a prepacked weight")
+    return LinearChoice(None, f"oneDNN has no {dtype_name(dtype)} kernel on this CPU")
+
+
+_measured: dict[tuple[torch.dtype, int, int, int], LinearChoice] = {}
+
+
+@torch.no_grad()
+def measure_linear(dtype: torch.dtype, n: int, k: int, m: int) -> LinearChoice:
+    """Choose the format by timing all candidates on random data, once per shape and process."""
+    key = (dtype, n, k, m)
+    if key in _measured:
+        return _measured[key]
+    x, weight = numbers(m, k, dtype=dtype), numbers(n, k, dtype=dtype)
+    bias = torch.zeros(n, dtype=dtype)
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        "stock": lambda: torch.nn.functional.linear(x, weight, bias)
+    }
+    if onednn.supports(dtype):
+        one = pack(weight, "mkldnn")
+        runs["mkldnn"] = lambda: onednn.linear(x, one, bias)
+    if has_kernel("linear"):
+        two = pack(weight, "ipex")
+        runs["ipex"] = lambda: call(torch.ops.ipex.linear.default, x, two, n, bias, None, "none")
+    best, text = fastest(runs)
+    choice = LinearChoice(None if best == "stock" else best, f"measured at {m} rows: {text}")
+    _measured[key] = choice
+    return choice
+
+
+@torch.no_grad()
+def measure_conv(
+    module: nn.Conv2d | nn.Conv3d, dtype: torch.dtype, size: list[int], channels_last: bool
+) -> LinearChoice:
+    """Choose the format of a convolution weight by timing at one input size.
+
+    A weight packed for one size can be much slower than the stock op at another, and the stock op on a channels-last
+    weight is at most a few percent slower than a packed weight; so this is the only way to a packed convolution.
+    """
+    order = torch.contiguous_format
+    if channels_last:
+        order = torch.channels_last if len(size) == 4 else torch.channels_last_3d
+    x = numbers(*size, dtype=dtype).contiguous(memory_format=order)
+    weight = module.weight.detach().to(dtype).contiguous(memory_format=order)
+    bias = None if module.bias is None else module.bias.detach().to(dtype)
+    arguments = conv_arguments(module)
+    packed = pack(weight, "mkldnn", arguments, size)
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        "stock": lambda: module._conv_forward(x, weight, bias),
+        "mkldnn": lambda: onednn.conv(x, packed, bias, *arguments),
+    }
+    best, text = fastest(runs)
+    reason = f"measured at input {size}: {text}"
+    return LinearChoice(None if best == "stock" else best, reason)
+
+
+def conv_arguments(module: nn.Conv2d | nn.Conv3d) -> tuple[list[int], list[int], list[int], int]:
+    """Return ``(padding, stride, dilation, groups)`` as the packed op takes them."""
+    padding = [int(p) for p in module.padding]
+    return padding, list(module.stride), list(module.dilation), module.groups
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    """Return the dtype that a layer computes in."""
+    state = state_of(module)
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return state.dtype if state is not None and state.dtype is not None else weight.dtype
+
+
+@register
+class Prepack(Pass):
+    """Pack the weights of linear layers and convolutions."""
+
+    name = "prepack"
+
+    def applies(self, context: Context) -> bool:
+        """Return the knob."""
+        return context.options.weights_prepack
+
+    def apply(self, context: Context) -> None:
+        """Plan the format of each weight."""
+        for path, module in context.modules():
+            state = state_of(module)
+            kind = (state.original_class if state is not None else None) or type(module)
+            if kind not in (nn.Linear, nn.Conv2d, nn.Conv3d):
+                if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
+                    context.log.add(
+                        path, module, self.name, False, "a subclass with a forward of its own"
+                    )
+                continue
+            if module.__dict__.get(PACKED_LATER):
+                text = "packed together with its neighbours afterwards"
+                context.log.add(path, module, self.name, True, text, "ipex::linear")
+                continue
+            reason = swap_reason(module) if kind is type(module) else None
+            if reason is None and context.shared(module):
+                reason = "parameters are shared with another module"
+            if reason is None:
+                reason = (
+                    self._linear(context, path, module)
+                    if kind is nn.Linear
+                    else self._conv(context, path, module)
+                )
+            if reason is not None:
+                context.log.add(path, module, self.name, False, reason, "stock")
+
+    def _linear(self, context: Context, path: str, module: nn.Module) -> str | None:
+        assert isinstance(module, nn.Linear)
+        dtype = _dtype_of(module)
+        shape = context.shapes.get(module)
+        rows = None if shape is None else shape[:-1].numel()
+        n, k = module.out_features, module.in_features
+        if context.options.auto_kernel_selection:
+            sizes = [rows] if rows is not None else [1, 128]
+            choices = [measure_linear(dtype, n, k, m) for m in sizes]
+            choice = choices[-1]
+        else:
+            choice = choose_linear(dtype, n, k, rows)
+        if choice.form is None:
+            return choice.reason
+        swap_class(module, LEAVES[nn.Linear])
+        state = attach(module)
+        state.packing = choice.form
+        state.kernel_op = "linear" if choice.form == "ipex" else None
+        kernel = "ipex::linear" if choice.form == "ipex" else "mkldnn::_linear_pointwise"
+        context.log.add(path, module, self.name, True, choice.reason, kernel)
+        return None
+
+    def _conv(self, context: Context, path: str, module: nn.Module) -> str | None:
+        assert isinstance(module, (nn.Conv2d, nn.Conv3d))
+        dtype = _dtype_of(module)
+        if not onednn.supports(dtype):
+            return f"oneDNN has no {dtype_name(dtype)} kernel on this CPU"
+        if isinstance(module.padding, str) or module.padding_mode != "zeros":
+            return "padding is not a plain number of zeros"
+        if module.weight.numel() == 0:
+            return "the weight is empty"
+        size = context.shapes.get(module)
+        if size is None or len(size) != module.weight.dim():
+            return "the stock op on a channels-last weight; pass sample_input to try a packed one"
+        choice = measure_conv(module, dtype, list(size), context.options.channels_last)
+        if choice.form is None:
+            return choice.reason
+        kind = inn.OptimizedConv2d if isinstance(module, nn.Conv2d) else inn.OptimizedConv3d
+        swap_class(module, kind)
+        state = attach(module)
+        state.packing, state.conv, state.input_size = "mkldnn", conv_arguments(module), list(size)
+        kernel = "mkldnn::_convolution_pointwise"
+        context.log.add(path, module, self.name, True, choice.reason, kernel)
+        return None

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and optimizers that train: master weights, fused steps."""

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packed format of quantised linear weights, described in plain PyTorch.
+
+A packed weight is a 1-D ``uint8`` tensor: the 64-byte header that dense weights have too, a permutation of the input
+features if the weight has one, then *strips* of 16 output features. A strip is contiguous: its scales, zero points
+and sums, each ``[G][16]``, then its weights in blocks of 64 bytes, which hold 16 columns x 8 codes of 4 bits or
+16 columns x 4 codes of 8 bits. Each part is padded to 64 bytes, N to 32 and K to a whole block, with zeros.
+
+Within a block the codes lie in one of two orders. ``dot`` serves float activations: a 16-bit lane belongs to a column
+and a parity of k, and holds the codes of k = parity, parity + 2, ... from its low bits up. ``vnni`` serves int8
+activations: a byte holds k and k + 4 of a column (4-bit codes), or one k. There int8 codes are stored with 128 added,
+and the sums over each group of (code - zero) lie beside the scales.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ipex_core.library.spec import check, dtype_name
+from ipex_core.packing.dense import HEADER_BYTES
+from ipex_core.packing.quantize import (
+    CODEBOOKS,
+    FORMATS,
+    QWEIGHT_DTYPES,
+    expand_groups,
+    pack_nibbles,
+    quantize,
+    unpack_nibbles,
+)
+from ipex_core.packing.woq_layout import (
+    BLOCK,
+    ORDERS,
+    SCALE_DTYPES,
+    STRIP,
+    ZERO_DTYPES,
+    ZEROS,
+    Layout,
+    header,
+    is_nibble,
+    layout_of,
+    read_layout,
+    round_up,
+    stored_scale_dtype,
+)
+
+__all__ = [
+    "FORMATS",
+    "ORDERS",
+    "QWEIGHT_DTYPES",
+    "SCALE_DTYPES",
+    "ZEROS",
+    "Layout",
+    "check_woq_packed",
+    "dequantize",
+    "dequantize_codes",
+    "is_nibble",
+    "layout_of",
+    "pack",
+    "permutation",
+    "quantize",
+    "read_layout",
+    "stored_scale_dtype",
+    "unpack",
+]
+
+Tensor = torch.Tensor
+
+#: k of the low and of the high nibble (None for byte formats) of the four bytes of a column.
+_NIBBLE_K = {
+    "dot": ((0, 4, 1, 5), (2, 6, 3, 7)),
+    "vnni": ((0, 1, 2, 3), (4, 5, 6, 7)),
+}
+_BYTE_K = {"dot": (0, 2, 1, 3), "vnni": (0, 1, 2, 3)}
+
+
+def codes_of(qweight: Tensor, format: str, in_features: int) -> Tensor:
+    """Return one byte per weight, ``[N, K]``."""
+    if is_nibble(format):
+        return unpack_nibbles(qweight, in_features)
+    return qweight.contiguous().view(torch.uint8)
+
+
+def integer_values(codes: Tensor, layout: Layout, zeros: Tensor | None) -> Tensor:
+    """Return the integers that order ``vnni`` computes with, int32 ``[N, K]``."""
+    if layout.format in CODEBOOKS:
+        factor = 127 if layout.format == "nf4" else 2
+        table = torch.round(torch.tensor(CODEBOOKS[layout.format]) * factor).int()
+        return table.to(codes.device)[codes.int()]
+    values = codes.view(torch.int8).int() if layout.format == "int8" else codes.int()
+    if zeros is not None:
+        return values - expand_groups(zeros.int(), layout.k, layout.group)
+    return values - (8 if layout.format == "int4" else 0)
+
+
+def _in_strips(values: Tensor, layout: Layout) -> Tensor:
+    """Return ``[N, G]`` values as padded bytes of each strip, ``[S, bytes]``."""
+    padded = values.new_zeros(layout.strips * STRIP, values.shape[1])
+    padded[: layout.n] = values
+    strips = padded.view(layout.strips, STRIP, -1).transpose(1, 2).reshape(-1)
+    return _padded_rows(strips.view(torch.uint8).view(layout.strips, -1))
+
+
+def _padded_rows(rows: Tensor) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, round_up(rows.shape[1], BLOCK) - rows.shape[1]))
+
+
+def _blocks(codes: Tensor, layout: Layout) -> Tensor:
+    """Return the weight blocks of each strip, ``[S, bytes]``, for codes in packed order of K."""
+    if layout.format == "int8" and layout.order == "vnni":
+        codes = codes ^ 0x80
+    padded = codes.new_zeros(layout.strips * STRIP, layout.blocks * layout.block_k)
+    padded[: layout.n, : layout.k] = codes
+    view = padded.view(layout.strips, STRIP, layout.blocks, layout.block_k).transpose(1, 2)
+    if is_nibble(layout.format):
+        low, high = _NIBBLE_K[layout.order]
+        view = view[..., list(low)] | (view[..., list(high)] << 4)
+    else:
+        view = view[..., list(_BYTE_K[layout.order])]
+    return view.reshape(layout.strips, -1)
+
+
+def pack(
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    layout: Layout,
+    g_idx: Tensor | None = None,
+) -> Tensor:
+    """Pack codes, scales and zero points; ``layout`` says what they are."""
+    codes = codes_of(qweight, layout.format, layout.k)
+    least = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7C}.get(layout.format)
+    if least is not None and bool(((codes & 0x7F) >= least).any()):
+        layout = dataclasses.replace(layout, special=True)
+    parts = [header(layout)]
+    if g_idx is not None:
+        order = torch.argsort(g_idx, stable=True)
+        codes = codes[:, order]
+        parts.append(_padded_rows(order.int().view(1, -1).view(torch.uint8)).view(-1))
+    scales = scales.contiguous().view(layout.scale_dtype)
+    raw = scales.view(torch.uint8) if layout.scale_dtype.itemsize == 1 else scales
+    if layout.block_scales:
+        rows = (torch.arange(layout.strips) // (128 // STRIP)).clamp(max=scales.shape[0] - 1)
+        columns = [_padded_rows(raw[rows].view(-1).view(torch.uint8).view(layout.strips, -1))]
+    else:
+        columns = [_in_strips(raw, layout)]
+    if zeros is not None:
+        columns.append(_in_strips(zeros, layout))
+    if layout.order == "vnni":
+        values = integer_values(codes, layout, zeros).int()
+        tail = layout.groups * layout.group - layout.k
+        grouped = torch.nn.functional.pad(values, (0, tail)).view(layout.n, layout.groups, -1)
+        columns.append(_in_strips(grouped.sum(-1, dtype=torch.int32), layout))
+    columns.append(_blocks(codes, layout))
+    parts.append(torch.cat(columns, dim=1).view(-1))
+    return torch.cat([part.to(qweight.device) for part in parts])
+
+
+def _split(packed: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return codes in packed order of K, scales, zeros (empty without) and the permutation (empty without)."""
+    start = HEADER_BYTES + layout.permutation_bytes
+    permutation = packed[HEADER_BYTES : HEADER_BYTES + 4 * layout.k * layout.permuted]
+    # A copy puts the numbers on an address that is aligned for them.
+    permutation = permutation.clone().view(torch.int32)
+    strips = packed[start:].view(layout.strips, -1)
+    scale_part, zero_part, sum_part, _ = layout.parts
+    count = layout.groups * layout.scale_columns * layout.scale_dtype.itemsize
+    scales = strips[:, :count].reshape(-1).view(layout.scale_dtype)
+    if layout.block_scales:
+        scales = scales.view(layout.strips, -1)[:: 128 // STRIP].contiguous()
+    else:
+        scales = _out_of_strips(scales, layout)
+    zeros = packed.new_empty(0, dtype=torch.int8)
+    if layout.zeros != "none":
+        dtype = ZERO_DTYPES[layout.zeros]
+        raw = strips[:, scale_part : scale_part + layout.groups * STRIP * dtype.itemsize]
+        zeros = _out_of_strips(raw.reshape(-1).view(dtype), layout)
+    first = scale_part + zero_part + sum_part
+    words = strips[:, first:].reshape(layout.strips, layout.blocks, STRIP, 4)
+    if is_nibble(layout.format):
+        low, high = _NIBBLE_K[layout.order]
+        block = words.new_empty(*words.shape[:-1], 8)
+        block[..., list(low)] = words & 15
+        block[..., list(high)] = words >> 4
+    else:
+        block = torch.empty_like(words)
+        block[..., list(_BYTE_K[layout.order])] = words
+    codes = block.transpose(1, 2).reshape(layout.strips * STRIP, -1)[: layout.n, : layout.k]
+    if layout.format == "int8" and layout.order == "vnni":
+        codes = codes ^ 0x80
+    return _plain(codes), scales, zeros, permutation
+
+
+def _out_of_strips(values: Tensor, layout: Layout) -> Tensor:
+    view = values.view(layout.strips, layout.groups, STRIP)
+    if view.dtype.itemsize == 1:  # torch cannot move every 8-bit float
+        view = view.view(torch.uint8)
+    moved = view.transpose(1, 2).reshape(-1, layout.groups)[: layout.n]
+    return _plain(moved).view(values.dtype)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Return a copy with the strides of a new tensor; ``contiguous`` keeps odd ones of dimensions of size 1."""
+    return x.new_empty(x.shape).copy_(x)
+
+
+def unpack(packed: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ``(qweight, scales, zeros, g_idx)`` as they were packed; absent ones are empty."""
+    codes, scales, zeros, permutation = _split(packed, layout)
+    g_idx = permutation
+    if layout.permuted:
+        g_idx = torch.empty_like(permutation)
+        place = torch.arange(layout.k, dtype=torch.int32, device=packed.device)
+        g_idx[permutation.long()] = place // layout.group
+        codes = _unpermuted(codes, permutation)
+    if is_nibble(layout.format):
+        return pack_nibbles(codes), scales, zeros, g_idx
+    return codes.view(QWEIGHT_DTYPES[layout.format]), scales, zeros, g_idx
+
+
+def _unpermuted(values: Tensor, permutation: Tensor) -> Tensor:
+    result = torch.empty_like(values)
+    result[:, permutation.long()] = values
+    return result
+
+
+def dequantize_codes(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    layout: Layout,
+    dtype: torch.dtype,
+    rounded: bool = False,
+) -> Tensor:
+    """Return scale * value for codes ``[N, K]`` in packed order of K, computed in ``dtype``.
+
+    ``rounded``: with the values of nf4 as multiples of 1 / 127, as products of integers use them.
+    """
+    if layout.format in CODEBOOKS:
+        table = torch.tensor(CODEBOOKS[layout.format], dtype=torch.float32, device=codes.device)
+        values = table[codes.int()].to(dtype)
+        if rounded and layout.format == "nf4":
+            values = torch.round(values * 127) / 127
+    elif layout.format == "int8":
+        values = codes.view(torch.int8).to(dtype)
+    elif layout.format == "int4":
+        values = codes.to(dtype) - (8 if zeros is None else 0)
+    else:
+        values = codes.view(QWEIGHT_DTYPES[layout.format]).float().to(dtype)
+    if zeros is not None:
+        values = values - expand_groups(zeros.to(dtype), layout.k, layout.group)
+    wide = scales.float().to(dtype)
+    if layout.block_scales:
+        wide = wide.repeat_interleave(128, dim=0)[: layout.n]
+    return values * expand_groups(wide, layout.k, layout.group)
+
+
+def permutation(packed: Tensor, layout: Layout) -> Tensor:
+    """Return the input feature at each packed place of K, int64 ``[K]``."""
+    if not layout.permuted:
+        return torch.arange(layout.k, device=packed.device)
+    return _split(packed, layout)[3].long()
+
+
+def dequantize(
+    packed: Tensor, layout: Layout, dtype: torch.dtype = torch.float32, rounded: bool = False
+) -> Tensor:
+    """Return the ``[N, K]`` float weight of a packed one, in the order of the input features."""
+    codes, scales, zeros, places = _split(packed, layout)
+    some = zeros if zeros.numel() else None
+    weight = dequantize_codes(codes, scales, some, layout, dtype, rounded)
+    return _unpermuted(weight, places) if layout.permuted else weight
+
+
+def check_woq_packed(
+    op: str, name: str, packed: Tensor, out_features: int, in_features: int
+) -> Layout | None:
+    """Check that a tensor holds a packed quantised ``[out_features, in_features]`` weight; return its layout.
+
+    Only the data tell, so of tensors without data (fake tensors during a trace) just dtype and shape are checked.
+    """
+    expected = f"be a weight of shape [{out_features}, {in_features}] packed by pack_woq_weight"
+    check(
+        packed.dtype == torch.uint8 and packed.dim() == 1,
+        op,
+        name,
+        expected,
+        f"{dtype_name(packed.dtype)} {list(packed.shape)}",
+    )
+    if type(packed) is not torch.Tensor or packed.is_meta:
+        return None
+    layout = read_layout(packed)
+    check(
+        layout is not None and (layout.n, layout.k) == (out_features, in_features),
+        op,
+        name,
+        expected,
+        "a tensor with another header",
+    )
+    return layout

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instructions of a program that are no ops of ipex: views, lookups and a little arithmetic.
+
+Each is written down as an op is, by a schema and a reference in plain PyTorch; the native interpreter has its own
+versions. They have no entry in ``torch.ops.ipex``: stock PyTorch has an op for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ipex_core.library.checks import check_dtype, check_tensor, dtype_name
+from ipex_core.library.spec import FLOATS, check
+
+__all__ = ["BUILTINS", "Builtin"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Builtin:
+    """One built-in instruction.
+
+    Attributes:
+        schema: As in `OpSpec`.
+        reference: The instruction in plain PyTorch.
+        view: Whether the result may share the memory of the first argument.
+    """
+
+    schema: str
+    reference: Callable[..., Any]
+    view: bool = False
+
+
+def _check_ids(op: str, argument: str, ids: torch.Tensor, rows: int) -> None:
+    check(ids.dtype in (torch.int32, torch.int64), op, argument, "be int32 or int64", ids.dtype)
+    if ids.numel():
+        low, high = (int(bound) for bound in torch.aminmax(ids))
+        bad = low if low < 0 else high
+        check(0 <= bad < rows, op, argument, f"be in [0, {rows})", bad)
+
+
+def embedding(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the rows ``ids`` [...] of ``weight`` [V, H] as [..., H]; ids outside [0, V) are an error."""
+    check(weight.dim() == 2, "embedding", "weight", "be 2-D", f"{weight.dim()}-D")
+    _check_ids("embedding", "ids", ids, weight.shape[0])
+    return torch.nn.functional.embedding(ids, weight)
+
+
+def select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the rows ``index`` [R] of ``x`` [N, ...] as [R, ...]; an index outside [0, N) is an error."""
+    check(x.dim() >= 1, "select_rows", "x", "have at least 1 dimension(s)", f"{x.dim()}-D")
+    check(index.dim() == 1, "select_rows", "index", "be 1-D", f"{index.dim()}-D")
+    _check_ids("select_rows", "index", index, x.shape[0])
+    return x.index_select(0, index)
+
+
+def reshape(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Return ``x`` in another shape: 0 keeps the size at that place, one -1 is inferred. A view where possible."""
+    kept = all(size != 0 for size in sizes[x.dim() :])
+    check(kept, "reshape", "sizes", f"have 0 only below {x.dim()} (the dimensions of x)", sizes)
+    shape = [x.shape[i] if size == 0 else size for i, size in enumerate(sizes)]
+    known = math.prod(size for size in shape if size != -1)
+    positive = all(size >= 0 for size in shape if size != -1) and shape.count(-1) <= 1
+    check(positive, "reshape", "sizes", "not be negative but for one -1", sizes)
+    fits = (known > 0 and x.numel() % known == 0) if -1 in shape else known == x.numel()
+    check(fits, "reshape", "sizes", f"give the shape of {x.numel()} elements", sizes)
+    return x.reshape(shape)
+
+
+def narrow(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    """Return ``x[..., start : start + length, ...]`` along ``dim``, a view."""
+    check(-x.dim() <= dim < x.dim(), "narrow", "dim", f"be a dimension of x ({x.dim()}-D)", dim)
+    size = x.shape[dim]
+    fits = start >= 0 and length >= 0 and start + length <= size
+    check(fits, "narrow", "start, length", f"lie in [0, {size}]", f"{start}, {length}")
+    return x.narrow(dim, start, length)
+
+
+def transpose(x: torch.Tensor, a: int, b: int) -> torch.Tensor:
+    """Return ``x`` with the dimensions ``a`` and ``b`` swapped, a view."""
+    for name, dim in (("a", a), ("b", b)):
+        check(
+            -x.dim() <= dim < x.dim(), "transpose", name, f"be a dimension of x ({x.dim()}-D)", dim
+        )
+    return x.transpose(a, b)
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``x`` in ``dtype``; ``x`` itself if it has that dtype."""
+    return x.to(dtype)
+
+
+def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``a + b``, broadcast; float32, bfloat16, float16, int32 or int64, both of one dtype."""
+    _check_pair("add", a, b)
+    return a + b
+
+
+def mul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``a * b``, broadcast; float32, bfloat16, float16, int32 or int64, both of one dtype."""
+    _check_pair("mul", a, b)
+    return a * b
+
+
+def add_scalar(a: torch.Tensor, b: float) -> torch.Tensor:
+    """Return ``a + b`` for a number; ``a`` is float32, bfloat16 or float16."""
+    check_tensor("add", "a", a, min_dim=0)
+    return a + b
+
+
+def mul_scalar(a: torch.Tensor, b: float) -> torch.Tensor:
+    """Return ``a * b`` for a number; ``a`` is float32, bfloat16 or float16."""
+    check_tensor("mul", "a", a, min_dim=0)
+    return a * b
+
+
+def _check_pair(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    known = a.dtype in (*FLOATS, torch.int32, torch.int64)
+    check_dtype(op, "b", b, a, "a")
+    check(known, op, "a", "have dtype float32, bfloat16, float16", dtype_name(a.dtype))
+    pairs = zip(reversed(a.shape), reversed(b.shape), strict=False)
+    wanted = f"have a shape that broadcasts with that of a = {list(a.shape)}"
+    check(all(m in (n, 1) or n == 1 for m, n in pairs), op, "b", wanted, list(b.shape))
+
+
+def clamp(a: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Return ``a`` with elements below ``low`` or above ``high`` replaced by these; NaN stays."""
+    check_tensor("clamp", "a", a, min_dim=0)
+    check(low <= high, "clamp", "low", f"be at most high = {high}", low)
+    return a.clamp(low, high)
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    """Return a new contiguous tensor of the shape and dtype of ``x``, with any values."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def tanh(x: torch.Tensor) -> torch.Tensor:
+    """Return the hyperbolic tangent of each element."""
+    return x.tanh()
+
+
+def copy_(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Write ``src``, broadcast and converted, into ``dst``."""
+    pairs = zip(reversed(dst.shape), reversed(src.shape), strict=False)
+    fits = src.dim() <= dst.dim() and all(n in (m, 1) for m, n in pairs)
+    wanted = f"have a shape that broadcasts to the shape of dst = {list(dst.shape)}"
+    check(fits, "copy_", "src", wanted, list(src.shape))
+    dst.copy_(src)
+
+
+#: The built-ins by name. Those that end in ``_scalar`` are what ``add`` and ``mul`` become for a Python number.
+BUILTINS: Mapping[str, Builtin] = MappingProxyType(
+    {
+        "embedding": Builtin("(Tensor weight, Tensor ids) -> Tensor", embedding),
+        "select_rows": Builtin("(Tensor x, Tensor index) -> Tensor", select_rows),
+        "reshape": Builtin("(Tensor x, int[] sizes) -> Tensor", reshape, view=True),
+        "narrow": Builtin(
+            "(Tensor x, int dim, int start, int length) -> Tensor", narrow, view=True
+        ),
+        "transpose": Builtin("(Tensor x, int a, int b) -> Tensor", transpose, view=True),
+        "cast": Builtin("(Tensor x, ScalarType dtype) -> Tensor", cast, view=True),
+        "add": Builtin("(Tensor a, Tensor b) -> Tensor", add),
+        "add_scalar": Builtin("(Tensor a, float b) -> Tensor", add_scalar),
+        "mul": Builtin("(Tensor a, Tensor b) -> Tensor", mul),
+        "mul_scalar": Builtin("(Tensor a, float b) -> Tensor", mul_scalar),
+        "tanh": Builtin("(Tensor x) -> Tensor", tanh),
+        "clamp": Builtin("(Tensor a, float low, float high) -> Tensor", clamp),
+        "empty_like": Builtin("(Tensor x) -> Tensor", empty_like),
+        "copy_": Builtin("(Tensor(a!) dst, Tensor src) -> ()", copy_),
+    }
+)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program itself: what it holds, and its two interpreters. See `ipex_core.program`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+
+from ipex_core.errors import OpArgumentError
+from ipex_core.library.spec import specs
+from ipex_core.program.builtins import BUILTINS
+from ipex_core.program.native import NativeProgram
+
+__all__ = ["Instruction", "Program", "Register", "without_owner"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Register:
+    """The place of a value in a program: a tensor, or an integer input. Made by a `ProgramBuilder`."""
+
+    index: int
+    kind: Literal["tensor", "int"]
+    name: str = ""
+    owner: object = dataclasses.field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return f"%{self.index}" if self.kind == "tensor" else f"${self.name}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One op call.
+
+    Attributes:
+        op: Name of an op of ``torch.ops.ipex`` or of a built-in.
+        args: One value per parameter of the schema: a `Register`, a number, a string, a dtype, None, or a tuple of
+            them.
+        results: Tensor registers that get the results.
+        frees: Tensor registers that nothing reads afterwards.
+        recycles: Those of ``frees`` whose memory nothing can refer to any more.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    results: tuple[int, ...]
+    frees: tuple[int, ...] = ()
+    recycles: tuple[int, ...] = ()
+
+    def reads(self) -> Iterator[int]:
+        """Yield the tensor registers among the arguments."""
+        for value in self.args:
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, Register) and one.kind == "tensor":
+                    yield one.index
+
+    def __str__(self) -> str:
+        def text(value: Any) -> str:
+            if isinstance(value, tuple):
+                return f"[{', '.join(map(text, value))}]"
+            return str(value) if isinstance(value, Register) else repr(value)
+
+        left = ", ".join(f"%{index}" for index in self.results)
+        call = f"{self.op}({', '.join(map(text, self.args))})"
+        return f"{left} = {call}" if left else call
+
+
+class Program:
+    """A list of op calls that runs as one; made by `ProgramBuilder.build`.
+
+    A program has no derivative and ignores autocast: what it computes is fixed when it is built. It can be run by
+    several threads at once, as long as they do not write to the same caches.
+
+    Attributes:
+        instructions: The op calls, in order.
+        constants: The tensors that the program keeps, by register.
+        outputs: The registers that `run` returns.
+        registers: Number of tensor registers.
+        registers_of_inputs: The registers of the inputs, in the order of `run`.
+    """
+
+    def __init__(
+        self,
+        *,
+        inputs: tuple[Register, ...],
+        constants: Mapping[int, torch.Tensor],
+        instructions: tuple[Instruction, ...],
+        outputs: tuple[int, ...],
+        registers: int,
+    ) -> None:
+        self.instructions = instructions
+        self.constants = dict(constants)
+        self.outputs = outputs
+        self.registers = registers
+        self.registers_of_inputs = inputs
+        self._tensors = [i for i, r in enumerate(inputs) if r.kind == "tensor"]
+        self._ints = [i for i, r in enumerate(inputs) if r.kind == "int"]
+        self._native = NativeProgram()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy makes its own native program: a handle belongs to one object of one process.
+        parts = (
+            self.registers_of_inputs,
+            self.constants,
+            self.instructions,
+            self.outputs,
+            self.registers,
+        )
+        return _rebuild, parts
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the inputs in the order of `run`."""
+        return tuple(register.name for register in self.registers_of_inputs)
+
+    @property
+    def native(self) -> bool:
+        """Whether `run` uses the interpreter of a kernel package. Loads the kernel packages."""
+        return self._native.handle(self) is not None
+
+    def __repr__(self) -> str:
+        return (
+            f"Program({len(self.instructions)} instructions, inputs: {', '.join(self.inputs)},"
+            f" {len(self.constants)} constants, {len(self.outputs)} outputs)"
+        )
+
+    def __str__(self) -> str:
+        lines = [repr(self)]
+        lines += [f"  {number}: {one}" for number, one in enumerate(self.instructions)]
+        return "\n".join(lines)
+
+    def run(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Run the program and return its outputs.
+
+        Args:
+            inputs: One value per input, in the order of their declaration.
+
+        Raises:
+            TypeError: The number of inputs or the kind of one is wrong.
+            RuntimeError: An instruction failed; the message names it. Results of earlier instructions are lost, but
+                what they wrote to caches stays.
+        """
+        # A compiler sees the ops of the program, not one call that it knows nothing of.
+        handle = None if torch.compiler.is_compiling() else self._native.handle(self)
+        if handle is None:
+            return self.run_reference(*inputs)
+        if len(inputs) != len(self.registers_of_inputs):
+            self._check_inputs(inputs)
+        tensors = [inputs[i] for i in self._tensors]
+        try:
+            return tuple(self._native.run(handle, tensors, [inputs[i] for i in self._ints]))
+        except (RuntimeError, TypeError):
+            self._check_inputs(inputs)  # says what is wrong better than torch does
+            raise
+
+    def _check_inputs(self, inputs: tuple[Any, ...]) -> None:
+        if len(inputs) != len(self.registers_of_inputs):
+            names = ", ".join(self.inputs)
+            raise TypeError(
+                f"Program.run: takes {len(self.registers_of_inputs)} inputs ({names}), got {len(inputs)}"
+            )
+        for register, value in zip(self.registers_of_inputs, inputs, strict=True):
+            kind, wanted = (
+                (torch.Tensor, "a Tensor") if register.kind == "tensor" else (int, "an int")
+            )
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise TypeError(
+                    f"Program.run: {register.name} must be {wanted}, got {type(value).__name__}"
+                )
+
+    def run_reference(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Run the program as a sequence of calls of ``torch.ops.ipex`` and of stock PyTorch; else like `run`."""
+        self._check_inputs(inputs)
+        tensors: list[torch.Tensor | None] = [None] * self.registers
+        ints: list[int] = []
+        for index, tensor in self.constants.items():
+            tensors[index] = tensor
+        for register, value in zip(self.registers_of_inputs, inputs, strict=True):
+            if register.kind == "tensor":
+                tensors[register.index] = value
+            else:
+                ints.append(value)
+
+        def decoded(value: Any) -> Any:
+            if isinstance(value, Register):
+                return (tensors if value.kind == "tensor" else ints)[value.index]
+            return [decoded(one) for one in value] if isinstance(value, tuple) else value
+
+        with torch.no_grad(), _without_autocast():
+            for number, instruction in enumerate(self.instructions):
+                args = [decoded(value) for value in instruction.args]
+                try:
+                    output = _function(instruction.op)(*args)
+                except Exception as cause:
+                    raise _failure(cause, number, instruction.op) from cause
+                results = output if len(instruction.results) > 1 else (output,)
+                for index, result in zip(instruction.results, results, strict=False):
+                    tensors[index] = result
+                for index in instruction.frees:
+                    tensors[index] = None
+        return tuple(tensors[index] for index in self.outputs)  # type: ignore[misc]
+
+
+def _function(name: str) -> Callable[..., Any]:
+    builtin = BUILTINS.get(name)
+    function: Callable[..., Any] = (
+        builtin.reference if builtin is not None else specs()[name].op.default
+    )
+    return function
+
+
+def _failure(cause: Exception, number: int, op: str) -> Exception:
+    """Return the error of an instruction: of the cause's class where that can be told apart, with its place."""
+    kind = OpArgumentError if isinstance(cause, OpArgumentError) else RuntimeError
+    return kind(f"program: instruction {number} ({op}): {cause}")
+
+
+def _without_autocast() -> contextlib.AbstractContextManager[Any]:
+    if torch.is_autocast_enabled("cpu"):
+        return torch.autocast("cpu", enabled=False)
+    return contextlib.nullcontext()
+
+
+def without_owner(value: Any) -> Any:
+    """Return an argument without the builder in its registers, which would keep everything it knows alive."""
+    if isinstance(value, Register):
+        return Register(value.index, value.kind, value.name)
+    return tuple(map(without_owner, value)) if isinstance(value, tuple) else value
+
+
+def _rebuild(
+    inputs: tuple[Register, ...],
+    constants: dict[int, torch.Tensor],
+    instructions: tuple[Instruction, ...],
+    outputs: tuple[int, ...],
+    registers: int,
+) -> Program:
+    return Program(
+        inputs=inputs,
+        constants=constants,
+        instructions=instructions,
+        outputs=outputs,
+        registers=registers,
+    )

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks for authors of kernel packages: run an op on the samples of its spec and compare with the reference.
+
+Example:
+    >>> import torch, ipex_core
+    >>> from ipex_core.testing import assert_matches_reference, samples
+    >>> spec, sample = next(samples("rms_norm", torch.float32))
+    >>> assert_matches_reference(spec, sample)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ipex_core.errors import UnknownOpError
+from ipex_core.library.spec import FLOATS, OpSpec, Sample, specs
+from ipex_core.testing.ranks import run_ranks
+
+__all__ = [
+    "assert_inputs_unchanged",
+    "assert_matches_reference",
+    "assert_same_for_any_thread_count",
+    "reference_result",
+    "run_ranks",
+    "samples",
+]
+
+
+def samples(
+    op: str | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[OpSpec, Sample]]:
+    """Yield the samples of one op or of all ops, for one dtype or for all dtypes of the spec.
+
+    Raises:
+        UnknownOpError: ``op`` is not registered.
+    """
+    if op is not None and op not in specs():
+        raise UnknownOpError(f"no op is named {op!r}")
+    for spec in specs().values() if op is None else [specs()[op]]:
+        for one in spec.dtypes if dtype is None else [dtype]:
+            for sample in spec.samples(one):
+                yield spec, sample
+
+
+def _map(value: Any, function: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(v, function) for v in value)
+    if isinstance(value, dict):
+        return {k: _map(v, function) for k, v in value.items()}
+    return value
+
+
+def _wider(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if x.dtype in FLOATS else x
+
+
+def _argument_names(spec: OpSpec) -> list[str]:
+    return [argument.name for argument in spec.op.default._schema.arguments]
+
+
+def _with_copies(
+    spec: OpSpec, sample: Sample, lift: Any = None
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call, with copies of those the op writes to."""
+    names = _argument_names(spec)
+
+    def one(name: str, value: Any) -> Any:
+        if lift is not None:
+            value = _map(value, lift)
+        return _clone(value) if name in spec.mutates else value
+
+    # More values than names: let the call itself report it.
+    args = [one(names[i] if i < len(names) else "", value) for i, value in enumerate(sample.args)]
+    return args, {name: one(name, value) for name, value in sample.kwargs.items()}
+
+
+def _clone(value: Any) -> Any:
+    """Return a copy with the same strides, so that views of a larger tensor stay such."""
+    if isinstance(value, list):
+        return [_clone(v) for v in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() == 0 or value.is_contiguous():
+        return value.clone()
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return copy.copy_(value)
+
+
+def _results(spec: OpSpec, out: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what a call returned, followed by the arguments it wrote to."""
+    outputs = () if out is None else out if isinstance(out, tuple) else (out,)
+    by_name = {**dict(zip(_argument_names(spec), args, strict=False)), **kwargs}
+    written = (by_name.get(name) for name in spec.mutates)
+    return (*outputs, *_tensors(written))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the values and in lists among them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def reference_result(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of the reference, computed in float64 where the op computes at all.
+
+    The arguments the op writes to follow the outputs; the sample itself is not written to.
+    """
+    args, kwargs = _with_copies(spec, sample, _wider if spec.lift else None)
+    return _results(spec, spec.reference(*args, **kwargs), args, kwargs)  # type: ignore[no-any-return]
+
+
+def _call(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
+    args, kwargs = _with_copies(spec, sample)
+    return _results(spec, spec.op(*args, **kwargs), args, kwargs)  # type: ignore[no-any-return]
+
+
+def _promised(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
+    fake = spec.fake(*sample.args, **sample.kwargs)
+    return _results(spec, fake, list(sample.args), sample.kwargs)  # type: ignore[no-any-return]
+
+
+def assert_matches_reference(spec: OpSpec, sample: Sample) -> None:
+    """Compare the op with its reference in float64, and its result's shape, dtype and strides with its fake.
+
+    Raises:
+        AssertionError: They differ by more than the tolerance of the spec; NaN and infinities must agree.
+    """
+    got = _call(spec, sample)
+    want = reference_result(spec, sample)
+    fakes = _promised(spec, sample)
+    assert len(got) == len(want) == len(fakes)
+    for g, w, f in zip(got, want, fakes, strict=True):
+        assert g.dtype == f.dtype, f"dtype {g.dtype}, the fake says {f.dtype}"
+        assert g.shape == f.shape, f"shape {list(g.shape)}, the fake says {list(f.shape)}"
+        if g.numel():
+            assert g.stride() == f.stride(), f"strides {g.stride()}, the fake says {f.stride()}"
+        # Rounding the wide result to the dtype is the best any kernel can do, so infinities agree too.
+        w = w.to(g.dtype)
+        if g.is_floating_point():
+            rtol, atol = spec.tolerance.get(g.dtype, (1e-5, 1e-5))
+            if g.dtype not in (torch.float64, *FLOATS):  # no arithmetic in 8-bit types
+                g, w = g.float(), w.float()
+            torch.testing.assert_close(g, w, rtol=rtol, atol=atol, equal_nan=True)
+        elif g.dtype in spec.tolerance:
+            rtol, atol = spec.tolerance[g.dtype]
+            torch.testing.assert_close(g.double(), w.double(), rtol=rtol, atol=atol)
+        else:
+            assert torch.equal(g, w), "values differ"
+
+
+def assert_inputs_unchanged(spec: OpSpec, sample: Sample) -> None:
+    """Check that a call writes to no input but those of its schema, and that no output shares memory with one."""
+    args, kwargs = _with_copies(spec, sample)
+    named = {**dict(zip(_argument_names(spec), args, strict=False)), **kwargs}
+    everything = list(_tensors(named.values()))
+    tensors = list(_tensors(v for k, v in named.items() if k not in spec.mutates))
+    before = [t.clone() for t in tensors]
+    out = spec.op(*args, **kwargs)
+    outputs = () if out is None else out if isinstance(out, tuple) else (out,)
+    for tensor, copy in zip(tensors, before, strict=True):
+        assert (
+            torch.equal(tensor.reshape(-1).view(torch.uint8), copy.reshape(-1).view(torch.uint8))
+            if (tensor.is_contiguous())
+            else torch.allclose(tensor, copy, equal_nan=True)
+        ), "an input was written to"
+    for out in outputs:
+        for tensor in everything:
+            if out.numel() and tensor.numel():
+                shared = out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+                assert not shared, "an output shares memory with an input"
+
+
+def assert_same_for_any_thread_count(spec: OpSpec, sample: Sample) -> None:
+    """Check that one thread and all threads give equal bits."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = _call(spec, sample)
+        torch.set_num_threads(max(2, threads))
+        many = _call(spec, sample)
+    finally:
+        torch.set_num_threads(threads)
+    for a, b in zip(one, many, strict=True):
+        if a.is_floating_point() and a.dtype not in FLOATS:
+            a, b = a.float(), b.float()
+        same = torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+        assert same, "the result depends on the number of threads"

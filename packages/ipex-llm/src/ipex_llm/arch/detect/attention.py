@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a layer: found by the names of its projections, settled by its numbers.
+
+What names and configuration leave open (the layout of a fused projection, how heads are rotated, the scale, ...) is
+tried out: of the candidates that one is taken which gives what the layer gave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_llm.arch.detect.norm import match_norm
+from ipex_llm.arch.detect.rope import match_ropes
+from ipex_llm.arch.detect.trace import Config, Trace, distance, is_norm, linears, same, settle
+from ipex_llm.arch.reference import attend
+from ipex_llm.arch.types import AttentionPlan, LinearPlan, NormPlan, RopePlan
+
+__all__ = [
+    "ATTENTION_NAMES",
+    "find_attention",
+    "linear_plan",
+    "match_attention",
+    "scales_of",
+    "window_of",
+]
+
+Tensor = torch.Tensor
+
+ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn")
+_PARTS = {"q": r"^w?q(uery)?(_|$)", "k": r"^w?k(ey)?(_|$)", "v": r"^w?v(alue)?(_|$)"}
+
+
+def find_attention(layer: nn.Module) -> nn.Module | None:
+    """Return the module of a layer that is its self attention."""
+    for name in ATTENTION_NAMES:
+        child = getattr(layer, name, None)
+        if isinstance(child, nn.Module):
+            # Some keep it one level deeper.
+            return find_attention(child) or child
+    return None
+
+
+def linear_plan(*modules: nn.Module, order: Tensor | None = None) -> LinearPlan:
+    """Return the plan of linear layers; those with ``nf`` (Conv1D) hold their weights as ``[in, out]``."""
+    return LinearPlan(modules, transposed=hasattr(modules[0], "nf"), order=order)
+
+
+def window_of(config: Config, attention: nn.Module, index: int) -> int:
+    """Return how many keys to the left a layer sees, the own one not counted; -1: all."""
+    kinds = config.get("layer_types")
+    window = config.get("sliding_window")
+    if kinds is not None and index < len(kinds):
+        if kinds[index] != "sliding_attention":
+            return -1
+    elif hasattr(attention, "is_sliding"):
+        if not attention.is_sliding:
+            return -1
+    elif config.get("use_sliding_window") is False or (
+        config.get("use_sliding_window") and index < int(config.get("max_window_layers", default=0))
+    ):
+        return -1
+    elif hasattr(attention, "sliding_window"):
+        window = attention.sliding_window
+    return -1 if not window else int(window) - 1
+
+
+def _projections(
+    trace: Trace, attention: nn.Module
+) -> tuple[list[tuple[str, nn.Module]], nn.Module]:
+    """Return the layers that read what the attention reads, and the one behind it."""
+    found = list(linears(attention, trace))
+    if not found:
+        raise trace.error(attention, "has no linear layers that ran")
+    # The order of registration says nothing (Phi-3: the output first).
+    source = trace.inputs.get(attention)
+    if source is None or not any(same(trace.input(m), source) for _, m in found):
+        source = trace.input(found[0][1])
+    inner = [item for item in found if same(trace.input(item[1]), source)]
+    outer = [item for item in found if not same(trace.input(item[1]), source)]
+    if len(outer) != 1 or len(inner) not in (1, 3):
+        names = ", ".join(name for name, _ in found)
+        raise trace.error(
+            attention, f"has linear layers ({names}) that are not projections to q, k, v and out"
+        )
+    return inner, outer[0][1]
+
+
+def _order_parts(
+    trace: Trace, attention: nn.Module, inner: list[tuple[str, nn.Module]]
+) -> list[nn.Module]:
+    if len(inner) == 1:
+        return [inner[0][1]]
+    parts = []
+    for pattern in _PARTS.values():
+        matching = [m for name, m in inner if re.search(pattern, name.split(".")[-1])]
+        if len(matching) != 1:
+            names = ", ".join(name for name, _ in inner)
+            raise trace.error(attention, f"has projections whose part is not clear: {names}")
+        parts.append(matching[0])
+    return parts
+
+
+def _head_dim(config: Config, attention: nn.Module, width: int) -> int:
+    for owner in (attention, *attention.children()):
+        for name in (
+            "head_dim",
+            "head_size",
+            "hidden_size_per_attention_head",
+            "attention_head_size",
+        ):
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and value > 0 and width % value == 0:
+                return value
+    value = config.get("head_dim", "kv_channels")
+    if value and width % int(value) == 0:
+        return int(value)
+    heads = int(config.get("num_attention_heads", "n_head", "n_heads", "num_heads", default=1))
+    return width // heads
+
+
+def _layouts(heads: int, kv_heads: int, width: int) -> Iterator[Tensor | None]:
+    """Yield orders of the rows of a fused projection, the likeliest first."""
+    yield None
+    total = heads + 2 * kv_heads
+    group = heads // kv_heads
+    index = torch.arange(total * width)
+    if kv_heads > 1:
+        # For each key head: its query heads, the key, the value.
+        parts = index.view(kv_heads, group + 2, width)
+        yield torch.cat(
+            [parts[:, :group].flatten(), parts[:, -2].flatten(), parts[:, -1].flatten()]
+        )
+    if heads == kv_heads and heads % 4 == 0:
+        # Four blocks of queries, values, keys (CodeGen).
+        blocks = index.view(4, 3, -1)
+        yield torch.cat([blocks[:, 0].flatten(), blocks[:, 2].flatten(), blocks[:, 1].flatten()])
+        blocks = index.view(4, 3, -1)
+        yield blocks.transpose(0, 1).flatten()
+
+
+def _slopes(heads: int, most: float = 8.0) -> Tensor:
+    """Return ALiBi's slopes: a geometric series, filled up with every other one of the next finer series."""
+    power = 1 << (heads.bit_length() - 1)
+    first = [2.0 ** (-most * (i + 1) / power) for i in range(power)]
+    rest = [2.0 ** (-most * (2 * i + 1) / (2 * power)) for i in range(heads - power)]
+    return torch.tensor(first + rest)
+
+
+def scales_of(config: Config, attention: nn.Module, width: int, index: int) -> list[float]:
+    """Return the factors on scores that an attention may have, the likeliest first."""
+    found: list[float] = []
+    for name in ("scaling", "softmax_scale", "inv_norm_factor", "norm_factor", "scale"):
+        value = getattr(attention, name, None)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = float(value)
+        if isinstance(value, (int, float)) and value > 0:
+            found += [float(value), 1.0 / float(value)]
+    value = config.get("query_pre_attn_scalar")
+    if value:
+        found.append(float(value) ** -0.5)
+    found += [float(config.get("attention_multiplier", default=1.0)), width**-0.5]
+    found.append(width**-0.5 / (index + 1))  # GPT-2's option
+    return list(dict.fromkeys(found))
+
+
+def _norms(
+    trace: Trace, attention: nn.Module, head_dim: int
+) -> tuple[NormPlan | None, NormPlan | None, str]:
+    found: dict[str, nn.Module] = {}
+    for name, module in attention.named_modules():
+        leaf = name.split(".")[-1]
+        if not is_norm(module) or not trace.ran(module) or "." in name:
+            continue
+        if leaf.startswith("qk"):
+            found["q"] = found["k"] = module
+        elif leaf.startswith(("q", "k")):
+            found[leaf[0]] = module
+        else:
+            raise trace.error(module, "is a norm within attention that is not one of q or k")
+    if not found:
+        return None, None, "head"
+    query, key = (match_norm(trace, found[n]) if n in found else None for n in ("q", "k"))
+    first = next(iter(found.values()))
+    over = "head" if trace.inputs[first].shape[-1] == head_dim else "all"
+    return query, key, over
+
+
+def _number(config: Config, attention: nn.Module, *names: str) -> float | None:
+    for owner in (attention, config.raw, config.get("attn_config")):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+                return float(value)
+    return None
+
+
+def _softcap(config: Config, attention: nn.Module) -> float:
+    """Return the soft cap of scores, or -1."""
+    if getattr(config.raw, "_attn_implementation", None) == "sdpa":
+        return -1.0  # it has none: until 5.18 transformers left the cap out without a word, since then it refuses
+    return _number(config, attention, "attn_logit_softcapping") or -1.0
+
+
+def match_attention(
+    trace: Trace,
+    config: Config,
+    decoder: nn.Module,
+    attention: nn.Module,
+    index: int,
+    hint: list[AttentionPlan],
+) -> AttentionPlan:
+    """Return the plan of the attention of layer `index`.
+
+    Args:
+        trace: The observed forward.
+        config: Of the decoder.
+        decoder: The module that has the layers.
+        attention: The module.
+        index: Of the layer.
+        hint: Plans of layers before; their settings are tried first.
+
+    Raises:
+        MatchError: Projections are not understood, or no candidate gives what the module gave.
+    """
+    inner, output = _projections(trace, attention)
+    parts = _order_parts(trace, attention, inner)
+    expected = trace.inputs[output]
+    width = expected.shape[-1]
+    head_dim = _head_dim(config, attention, width)
+    heads = width // head_dim
+    qkv = torch.cat([trace.output(part) for part in parts], dim=-1)
+    rest, odd = divmod(qkv.shape[-1] - width, 2 * head_dim)
+    if odd or rest < 1 or heads % rest:
+        raise trace.error(
+            attention, f"{qkv.shape[-1]} rows of q, k and v do not make {heads} heads"
+        )
+    kinds = config.get("layer_types")
+    kind = kinds[index] if kinds is not None and index < len(kinds) else None
+    query_norm, key_norm, over = _norms(trace, attention, head_dim)
+    sinks = getattr(attention, "sinks", None)
+    base = AttentionPlan(
+        linear_plan(*parts),
+        linear_plan(output),
+        heads,
+        rest,
+        head_dim,
+        head_dim**-0.5,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        norm_over=over,  # type: ignore[arg-type]
+        window=window_of(config, attention, index),
+        softcap=_softcap(config, attention),
+        sinks=sinks if isinstance(sinks, Tensor) else None,
+        clip_qkv=_number(config, attention, "clip_qkv"),
+    )
+    ropes: list[RopePlan | None] = [
+        *match_ropes(trace, config, decoder, attention, kind, head_dim),
+        None,
+    ]
+    plan = _settle(trace, config, attention, base, ropes, qkv, expected, index, hint)
+    scales = plan.rope is None and getattr(attention, "attn_temperature_tuning", False)
+    if scales and plan.temperature is None:
+        raise trace.error(attention, "scales queries by position in an unknown way")
+    return plan
+
+
+def _temperature(config: Config, attention: nn.Module) -> tuple[float, float] | None:
+    """Return scale and floor of the factor that layers without rotation have on queries."""
+    if not getattr(attention, "attn_temperature_tuning", False):
+        return None
+    scale, floor = (_number(config, attention, name) for name in ("attn_scale", "floor_scale"))
+    return None if scale is None or floor is None else (scale, floor)
+
+
+def _settle(
+    trace: Trace,
+    config: Config,
+    attention: nn.Module,
+    base: AttentionPlan,
+    ropes: list[RopePlan | None],
+    qkv: Tensor,
+    expected: Tensor,
+    index: int,
+    hint: list[AttentionPlan],
+) -> AttentionPlan:
+    """Return the candidate that gives what the module gave."""
+    fused = len(base.qkv.modules) == 1
+    layouts = list(_layouts(base.heads, base.kv_heads, base.head_dim)) if fused else [None]
+    scales = scales_of(config, attention, base.head_dim, index)
+    after = [False, True] if base.query_norm is not None else [False]
+    most = getattr(config.get("attn_config"), "alibi_bias_max", None) or 8.0
+    slopes = _slopes(base.heads, float(most))
+    temperature = _temperature(config, attention)
+
+    def candidates() -> Iterator[AttentionPlan]:
+        for old in hint:
+            yield dataclasses.replace(
+                base,
+                qkv=dataclasses.replace(base.qkv, order=old.qkv.order),
+                rope=old.rope,
+                scale=old.scale,
+                alibi_slopes=old.alibi_slopes,
+                norm_after_rope=old.norm_after_rope,
+                temperature=old.temperature,
+            )
+        for order, late, rope, scale in itertools.product(layouts, after, ropes, scales):
+            plan = dataclasses.replace(
+                base,
+                qkv=dataclasses.replace(base.qkv, order=order),
+                rope=rope,
+                scale=scale,
+                norm_after_rope=late,
+            )
+            if rope is None and temperature is not None:  # it shows from position floor - 1 on only
+                plan = dataclasses.replace(plan, temperature=temperature)
+            yield plan
+            if rope is None:
+                yield dataclasses.replace(plan, alibi_slopes=slopes)
+                yield dataclasses.replace(plan, alibi_slopes=slopes * scale)
+
+    def error(plan: AttentionPlan) -> float:
+        if plan.rope is not None and plan.rope not in ropes:
+            return float("inf")  # of another kind of layer
+        order: Any = plan.qkv.order
+        rows = qkv if order is None else qkv[..., order.to(qkv.device)]
+        return distance(attend(plan, rows), expected)
+
+    settled = settle(candidates(), error, expected, sure=len(hint))
+    plan, off = settled
+    if plan is None:
+        name = type(attention).__name__
+        raise trace.error(attention, f"{name} computes something else (off by {off:.1e})")
+    return plan

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder around the layers: embedding, positions, last norm, head."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ipex_llm.arch.detect.attention import find_attention, linear_plan
+from ipex_llm.arch.detect.layer import Layer, match_layer
+from ipex_llm.arch.detect.norm import match_norm
+from ipex_llm.arch.detect.trace import (
+    Config,
+    MatchError,
+    Trace,
+    distance,
+    is_linear,
+    is_norm,
+    linears,
+    same,
+    tolerance,
+)
+from ipex_llm.arch.types import AttentionPlan, DecoderPlan, LayerPlan, LinearPlan, NormPlan
+
+__all__ = ["MatchedLayer", "match_decoder", "match_each", "match_layers"]
+
+Tensor = torch.Tensor
+
+
+def _holders(trace: Trace) -> list[tuple[str, nn.Module, nn.ModuleList]]:
+    """Return (name, owner, layers) of the stacks of layers that ran."""
+    found = []
+    for name, owner in trace.model.named_modules():
+        for child, layers in owner.named_children():
+            if not isinstance(layers, nn.ModuleList) or not len(layers):
+                continue
+            if any(find_attention(layer) and trace.ran(layer) for layer in layers):
+                found.append((f"{name}.{child}".lstrip("."), owner, layers))
+    return found
+
+
+def _embedding(trace: Trace, owner: nn.Module) -> nn.Module | None:
+    for _, module in owner.named_modules():
+        weight = getattr(module, "weight", None)
+        if not trace.ran(module) or not isinstance(weight, Tensor) or weight.ndim != 2:
+            continue
+        read = trace.inputs[module]
+        # The token table is what reads the tokens; that of positions reads other integers.
+        if not read.is_floating_point() and same(read, trace.ids):
+            return module
+    return None
+
+
+def _find(trace: Trace) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
+    """Return the module that has embedding and layers, the layers and the embedding.
+
+    Raises:
+        MatchError: There is no such module, or more than one.
+    """
+    holders = _holders(trace)
+    if not holders:
+        raise MatchError("", "has no list of layers with self attention that ran")
+    if len(holders) > 1:
+        names = ", ".join(name for name, _, _ in holders)
+        raise MatchError("", f"has more than one list of layers: {names}")
+    name, owner, layers = holders[0]
+    path = name.split(".")[:-1]
+    while True:
+        embedding = _embedding(trace, owner)
+        if embedding is not None:
+            return owner, layers, embedding
+        if not path:
+            raise MatchError(name, "has no token embedding around it")
+        path.pop()
+        owner = trace.model.get_submodule(".".join(path))
+
+
+def _config(trace: Trace, decoder: nn.Module, layers: nn.ModuleList) -> Config:
+    for owner in (decoder, *layers[0].modules(), trace.model):
+        config = getattr(owner, "config", None)
+        if config is not None:
+            return Config(config)
+    raise trace.error(decoder, "has no config")
+
+
+def match_layers(trace: Trace) -> Iterator[tuple[nn.Module, Layer | MatchError]]:
+    """Yield each layer with its plan, or with the reason why it has none."""
+    decoder, layers, _ = _find(trace)
+    config = _config(trace, decoder, layers)
+    hint: list[AttentionPlan] = []
+    for index, layer in enumerate(layers):
+        try:
+            found = match_layer(trace, config, decoder, layer, index, hint)
+        except MatchError as error:
+            yield layer, error
+            continue
+        attention = found.plan.attention
+        if attention.latent is None and not any(_alike(attention, old) for old in hint):
+            hint.append(attention)
+        yield layer, found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatchedLayer:
+    """A decoder layer as `match_each` finds it."""
+
+    name: str
+    module: nn.Module
+    plan: LayerPlan | MatchError
+    results: int  # see `Trace.counts`
+    config: object
+
+
+def match_each(trace: Trace) -> Iterator[MatchedLayer]:
+    """Yield each layer on its own; what is around them need not be understood.
+
+    Raises:
+        MatchError: There are no layers.
+    """
+    decoder, layers, _ = _find(trace)
+    config = _config(trace, decoder, layers)
+    for module, found in match_layers(trace):
+        plan: LayerPlan | MatchError
+        if isinstance(found, MatchError):
+            plan = found
+        elif found.last_norm is not None:
+            plan = trace.error(module, "ends in a norm")
+        else:
+            plan = _chain(config, [found])[0][0]
+        yield MatchedLayer(
+            trace.names[module], module, plan, trace.counts.get(module, 0), config.raw
+        )
+
+
+def _alike(a: AttentionPlan, b: AttentionPlan) -> bool:
+    return (
+        a.rope == b.rope
+        and a.scale == b.scale
+        and (a.qkv.order is None) == (b.qkv.order is None)
+        and (a.alibi_slopes is None) == (b.alibi_slopes is None)
+        and a.norm_after_rope == b.norm_after_rope
+    )
+
+
+def _chain(config: Config, layers: list[Layer]) -> tuple[tuple[LayerPlan, ...], NormPlan | None]:
+    """Return the layers with norms at their ends moved to the next one, and the norm at the very end."""
+    carried: NormPlan | None = None
+    plans = []
+    for layer in layers:
+        plan = layer.plan
+        if carried is not None:
+            plan = dataclasses.replace(plan, input_norm=carried)
+        carried = layer.last_norm
+        factor = config.get("residual_multiplier")
+        if factor and abs(plan.residual_scale - factor) < 2e-2 * abs(factor):
+            plan = dataclasses.replace(plan, residual_scale=float(factor))
+        plans.append(plan)
+    return tuple(plans), carried
+
+
+@dataclasses.dataclass
+class _Entry:
+    """What lies between the tokens and the first layer."""
+
+    scale: float = 1.0
+    norm: NormPlan | None = None
+    projection: LinearPlan | None = None
+    positions: nn.Module | None = None
+    offset: int = 0
+
+
+def _outside(trace: Trace, decoder: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+    """Return the modules of a decoder that ran and are not in its layers."""
+    inside = {id(m) for layer in layers for m in layer.modules()}
+    return [m for m in decoder.modules() if id(m) not in inside and trace.ran(m)]
+
+
+def _entry(
+    trace: Trace, config: Config, decoder: nn.Module, layers: nn.ModuleList, table: nn.Module
+) -> _Entry:
+    entry = _Entry()
+    others = _outside(trace, decoder, layers)
+    h = trace.input(layers[0])
+    given = trace.output(table).float()
+    for module in others:
+        if is_linear(module) and same(trace.inputs[module], trace.outputs[table]):
+            entry.projection = linear_plan(module)
+            given = trace.output(module).float()
+    if entry.projection is None:
+        rows: Tensor = table.weight[trace.ids].float()  # type: ignore[index,operator,union-attr]
+        given = rows.to(h.device)
+    for module in others:
+        weight = getattr(module, "weight", None)
+        if module is table or is_linear(module) or not isinstance(weight, Tensor):
+            continue
+        if weight.ndim == 2 and weight.shape[-1] == h.shape[-1]:
+            entry.positions = module
+            entry.offset = _offset(trace, module, weight)
+    target = h
+    for module in others:
+        if is_norm(module) and same(trace.outputs[module], h):
+            entry.norm = match_norm(trace, module)
+            target = trace.input(module)
+    positions = torch.zeros(())
+    if entry.positions is not None:
+        table_rows = entry.positions.weight  # type: ignore[union-attr]
+        rows = table_rows[entry.offset : entry.offset + len(trace.ids)]  # type: ignore[index]
+        positions = rows.float()
+    entry.scale = _scale(
+        trace, config, layers[0], given, target.float() - positions.to(h.device), h
+    )
+    return entry
+
+
+def _offset(trace: Trace, module: nn.Module, weight: Tensor) -> int:
+    seen = trace.output(module)
+    for offset in range(min(8, len(weight) - len(seen) + 1)):
+        if same(weight[offset : offset + len(seen)], seen):
+            return offset
+    raise trace.error(module, "is an embedding that is not one of positions from row 0 to 7 on")
+
+
+def _scale(
+    trace: Trace, config: Config, layer: nn.Module, x: Tensor, target: Tensor, like: Tensor
+) -> float:
+    """Return the factor between what the table gives and what the layers get."""
+    size = float(x.shape[-1]) ** 0.5
+    ratio = float((x.double() * target.double()).sum() / x.double().square().sum().clamp_min(1e-30))
+    # A factor that was rounded to the dtype of the model is the one that the model uses.
+    exact = [1.0, size, float(config.get("embedding_multiplier", "scale_emb", default=1.0))]
+    rounded = [float(torch.tensor(value).to(like.dtype)) for value in exact]
+    candidates = [*exact, *rounded, ratio]
+    errors = [distance(x * value, target) for value in candidates]
+    best = min(range(len(errors)), key=errors.__getitem__)
+    if errors[best] > tolerance(like) / 4:
+        raise trace.error(layer, "reads something that is not made of token and position rows")
+    return candidates[best]
+
+
+def _last(
+    trace: Trace,
+    decoder: nn.Module,
+    layers: nn.ModuleList,
+    table: nn.Module,
+    carried: NormPlan | None,
+) -> tuple[NormPlan | None, LinearPlan | None, Tensor]:
+    """Return the norm behind the layers, a projection behind that, and what comes out."""
+    others = _outside(trace, decoder, layers)
+    x = trace.output(layers[-1])
+    norm = carried
+    for module in others:
+        if is_norm(module) and same(trace.inputs[module], x):
+            if carried is not None:
+                raise trace.error(module, "is a second norm behind the last layer")
+            norm, x = match_norm(trace, module), trace.output(module)
+            break
+    projection = None
+    for module in others:
+        if (
+            is_linear(module)
+            and same(trace.inputs[module], x)
+            and not _is_head(trace, module, table)
+        ):
+            projection, x = linear_plan(module), trace.output(module)
+            break
+    return norm, projection, x
+
+
+def _logits(trace: Trace) -> Tensor | None:
+    """Return what the model gave if it has one number for each token of the vocabulary."""
+    return trace.outputs.get(trace.model)
+
+
+def _is_head(trace: Trace, module: nn.Module, table: nn.Module) -> bool:
+    """Return whether a linear layer gives what the model gives, and that is not as wide as the token table."""
+    logits = _logits(trace)
+    width = trace.outputs[module].shape[-1]
+    weight: Tensor = table.weight  # type: ignore[assignment]
+    table_width = weight.shape[-1]
+    return logits is not None and width == logits.shape[-1] and width != table_width
+
+
+def _head(trace: Trace, config: Config, x: Tensor) -> tuple[LinearPlan | None, float, float]:
+    """Return the head, the factor on its output and the soft cap."""
+    logits = _logits(trace)
+    if logits is None or same(logits, x):
+        return None, 1.0, 0.0
+    for _, module in linears(trace.model, trace):
+        if same(trace.inputs[module], x) and trace.outputs[module].numel() == logits.numel():
+            break
+    else:
+        raise MatchError("", "has no linear layer from the last hidden states to its output")
+    given = trace.output(module)
+    expected = logits.reshape(given.shape).float()
+    cap = float(config.get("final_logit_softcapping", default=0.0))
+    straight = cap * torch.atanh((expected / cap).double()) if cap else expected.double()
+    factor = float((straight * given.double()).sum() / given.double().square().sum())
+    known = [
+        1.0,
+        float(config.get("logit_scale", default=1.0)),
+        1.0 / float(config.get("logits_scaling", default=1.0)),
+    ]
+    factor = min(known, key=lambda value: abs(value - factor))
+    result = given.float() * factor
+    if cap:
+        result = cap * torch.tanh(result / cap)
+    if distance(result, expected) > tolerance(given):
+        raise trace.error(
+            module, "is followed by something that is neither a factor nor a soft cap"
+        )
+    return linear_plan(module), factor, cap
+
+
+def _positions(config: Config) -> int:
+    """Return how many positions the plan holds for."""
+    most = int(
+        config.get(
+            "max_position_embeddings",
+            "n_positions",
+            "max_seq_len",
+            "seq_length",
+            "model_max_length",
+            default=2048,
+        )
+    )
+    return min(most, _chunk(config) or most)
+
+
+def _chunk(config: Config) -> int:
+    """Return how many positions the layers with chunked attention see at most, 0 without such layers."""
+    kinds = config.get("layer_types", default=["chunked_attention"])
+    return int(config.get("attention_chunk_size", default=0)) * ("chunked_attention" in kinds)
+
+
+def match_decoder(trace: Trace) -> DecoderPlan:
+    """Return the plan of the decoder of a model whose forward was observed.
+
+    Raises:
+        MatchError: A part is not understood.
+    """
+    decoder, modules, table = _find(trace)
+    config = _config(trace, decoder, modules)
+    found = []
+    for _, layer in match_layers(trace):
+        if isinstance(layer, MatchError):
+            raise layer
+        found.append(layer)
+    for before, after in zip(modules, list(modules)[1:], strict=False):
+        if not same(trace.outputs[before], trace.inputs[after]):
+            raise trace.error(after, "does not read what the layer before gave")
+    layers, carried = _chain(config, found)
+    entry = _entry(trace, config, decoder, modules, table)
+    norm, projection, x = _last(trace, decoder, modules, table, carried)
+    head, factor, cap = _head(trace, config, x)
+    weight: Tensor = table.weight  # type: ignore[assignment]
+    return DecoderPlan(
+        decoder=decoder,
+        embedding=table,
+        layers=layers,
+        final_norm=norm,
+        head=head,
+        hidden_size=trace.input(modules[0]).shape[-1],
+        vocab_size=weight.shape[0],
+        max_positions=_positions(config),
+        attention_chunk=_chunk(config),
+        embedding_scale=entry.scale,
+        embedding_norm=entry.norm,
+        embedding_projection=entry.projection,
+        output_projection=projection,
+        position_embedding=entry.positions,
+        position_offset=entry.offset,
+        logit_scale=factor,
+        logit_softcap=cap,
+    )

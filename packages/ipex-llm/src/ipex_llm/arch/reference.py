@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a plan in plain PyTorch: what each value of `ipex_llm.arch.types` means, and the proof that a plan fits a model.
+
+No cache, no fusion, everything in float32; slow on purpose.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ipex_core  # noqa: F401  (registers the ops)
+from ipex_llm.arch.types import (
+    AttentionPlan,
+    DecoderPlan,
+    ExpertsPlan,
+    LatentPlan,
+    LayerPlan,
+    LinearPlan,
+    MlpPlan,
+    NormPlan,
+    RopePlan,
+)
+
+__all__ = [
+    "activate",
+    "attend",
+    "combine_gate",
+    "query_factors",
+    "run_attention",
+    "run_experts",
+    "run_linear",
+    "run_mlp",
+    "run_norm",
+    "run_plan",
+    "verify",
+]
+
+Tensor = torch.Tensor
+
+
+def activate(name: str, x: Tensor) -> Tensor:
+    """Apply an activation by its name in a plan.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    if name == "none":
+        return x
+    if name == "silu":
+        return functional.silu(x)
+    if name == "gelu":
+        return functional.gelu(x)
+    if name == "gelu_tanh":
+        return functional.gelu(x, approximate="tanh")
+    if name == "gelu_quick":
+        return x * torch.sigmoid(1.702 * x)
+    if name == "relu":
+        return functional.relu(x)
+    if name == "relu2":
+        return functional.relu(x).square()
+    raise ValueError(f"activate: name must be an activation of a plan, got {name!r}")
+
+
+def combine_gate(name: str, gate: Tensor, up: Tensor) -> Tensor:
+    """Return ``act(gate) * up``."""
+    return activate(name, gate) * up
+
+
+def run_norm(plan: NormPlan | None, x: Tensor) -> Tensor:
+    """Apply a norm to ``[..., width]`` (or ``[..., heads, head_dim]``); None: return `x`."""
+    if plan is None:
+        return x
+    x = x.float()
+    if plan.kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + plan.eps)
+    if plan.weight is not None:
+        x = x * (plan.weight.float() + plan.offset)
+    if plan.bias is not None:
+        x = x + plan.bias.float()
+    return x
+
+
+def run_linear(plan: LinearPlan, x: Tensor) -> Tensor:
+    """Apply the modules of a linear layer to ``[..., in]`` and put the outputs in the expected order."""
+    first = next(plan.modules[0].parameters(), None)
+    if first is not None and first.is_floating_point():
+        x = x.to(first.dtype)
+    y = torch.cat([module(x) for module in plan.modules], dim=-1).float()
+    return y if plan.order is None else y[..., plan.order.to(y.device)]
+
+
+def _rotate(rope: RopePlan, x: Tensor) -> Tensor:
+    """Rotate the first `rope.dim` elements of heads ``[T, heads, head_dim]``; row t is position t."""
+    cos, sin = (t.to(x.device).unsqueeze(1) for t in rope.tables(x.shape[0]))
+    turned, kept = x[..., : rope.dim], x[..., rope.dim :]
+    if rope.half:
+        first, second = turned.chunk(2, dim=-1)
+    else:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    a, b = first * cos - second * sin, second * cos + first * sin
+    turned = torch.cat([a, b], dim=-1) if rope.half else torch.stack([a, b], dim=-1).flatten(-2)
+    return torch.cat([turned, kept], dim=-1)
+
+
+def _head_norm(plan: AttentionPlan, norm: NormPlan | None, x: Tensor) -> Tensor:
+    if norm is None:
+        return x
+    return (
+        run_norm(norm, x) if plan.norm_over == "head" else run_norm(norm, x.flatten(-2)).view_as(x)
+    )
+
+
+def query_factors(positions: Tensor, temperature: tuple[float, float]) -> Tensor:
+    """Return the factor on the queries of each position, float32; see `AttentionPlan.temperature`."""
+    scale, floor = temperature
+    return 1.0 + scale * torch.log1p(torch.floor((positions.float() + 1.0) / floor))
+
+
+def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
+    """Return the input of the output projection, ``[T, heads * head_dim]``, for the rows ``[T, ...]`` of `plan.qkv`."""
+    qkv = qkv.float()
+    if plan.clip_qkv is not None:
+        qkv = qkv.clamp(-plan.clip_qkv, plan.clip_qkv)
+    if plan.latent is not None:
+        query, key, value = _from_latent(plan, plan.latent, qkv)
+        return _weigh(plan, query, key, value)
+    length, width = qkv.shape[0], plan.head_dim
+    heads = qkv.view(length, plan.heads + 2 * plan.kv_heads, width)
+    query, key, value = heads.split([plan.heads, plan.kv_heads, plan.kv_heads], dim=1)
+    if not plan.norm_after_rope:
+        query, key = _head_norm(plan, plan.query_norm, query), _head_norm(plan, plan.key_norm, key)
+    if plan.rope is not None:
+        query, key = _rotate(plan.rope, query), _rotate(plan.rope, key)
+    if plan.norm_after_rope:
+        query, key = _head_norm(plan, plan.query_norm, query), _head_norm(plan, plan.key_norm, key)
+    if plan.temperature is not None:
+        factors = query_factors(torch.arange(length, device=qkv.device), plan.temperature)
+        query = query * factors.view(-1, 1, 1)
+    return _weigh(plan, query, key, value)
+
+
+def _from_latent(
+    plan: AttentionPlan, latent: LatentPlan, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys ``[T, heads, head_dim]`` and values ``[T, heads, value_dim]``."""
+    rope = plan.rope
+    assert rope is not None
+    length, plain = rows.shape[0], plan.head_dim - rope.dim
+    width = rows.shape[-1] - latent.rank - rope.dim
+    query, low, turned = rows.split([width, latent.rank, rope.dim], dim=-1)
+    if latent.query is not None:
+        query = run_linear(latent.query, run_norm(latent.query_norm, query))
+    query = query.view(length, plan.heads, plan.head_dim)
+    query = torch.cat([query[..., :plain], _rotate(rope, query[..., plain:])], dim=-1)
+    both = run_linear(LinearPlan((latent.up,)), run_norm(latent.norm, low))
+    both = both.view(length, plan.heads, plain + latent.value_dim)
+    turned = _rotate(rope, turned.unsqueeze(1)).expand(-1, plan.heads, -1)
+    return query, torch.cat([both[..., :plain], turned], dim=-1), both[..., plain:]
+
+
+def _weigh(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return the values weighted by the scores of queries and keys ``[T, heads, ...]``, ``[T, heads * value_dim]``."""
+    length = query.shape[0]
+    groups = plan.heads // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * plan.scale
+    if plan.softcap > 0:
+        scores = plan.softcap * torch.tanh(scores / plan.softcap)
+    rows = torch.arange(length, device=query.device)
+    distance = rows.unsqueeze(1) - rows  # how far key k lies to the left of query q
+    if plan.alibi_slopes is not None:
+        scores = scores - plan.alibi_slopes.to(scores).view(-1, 1, 1) * distance
+    hidden = distance < 0
+    if plan.window >= 0:
+        hidden = hidden | (distance > plan.window)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if plan.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = plan.sinks.float().view(-1, 1, 1).expand(-1, length, 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
+
+
+def run_attention(plan: AttentionPlan, x: Tensor) -> Tensor:
+    """Attention of one sequence ``[T, hidden]``, causal."""
+    return run_linear(plan.output, attend(plan, run_linear(plan.qkv, x)))
+
+
+def run_mlp(plan: MlpPlan, x: Tensor) -> Tensor:
+    """A dense mlp on ``[T, hidden]``."""
+    up = run_linear(plan.up, x)
+    if plan.fused:
+        gate, up = up.chunk(2, dim=-1)
+        up = combine_gate(plan.activation, gate, up)
+    elif plan.gate is not None:
+        up = combine_gate(plan.activation, run_linear(plan.gate, x), up)
+    else:
+        up = activate(plan.activation, up)
+    return run_linear(plan.down, up)
+
+
+def _route(plan: ExpertsPlan, x: Tensor) -> tuple[Tensor, Tensor]:
+    bias = None if plan.router_bias is None else plan.router_bias.float()
+    logits = functional.linear(x, plan.router_weight.float(), bias)
+    weights, ids = torch.ops.ipex.moe_routing(
+        logits,
+        plan.top_k,
+        plan.renormalize,
+        plan.scoring,
+        plan.groups,
+        plan.top_groups,
+        None if plan.correction_bias is None else plan.correction_bias.float(),
+        plan.routed_scale,
+    )
+    return weights, ids
+
+
+def _product(x: Tensor, part: Tensor | tuple[nn.Module, ...], expert: int, flip: bool) -> Tensor:
+    if not isinstance(part, Tensor):
+        return run_linear(LinearPlan((part[expert],)), x)
+    weight = part[expert].float()
+    return x @ weight if flip else functional.linear(x, weight)
+
+
+def _expert(plan: ExpertsPlan, x: Tensor, expert: int) -> Tensor:
+    if isinstance(plan.gate_up, Tensor):
+        both = _product(x, plan.gate_up, expert, plan.transposed)
+        if plan.gate_up_bias is not None:
+            both = both + plan.gate_up_bias[expert].float()
+        if plan.interleaved:
+            gate, up = both[..., 0::2], both[..., 1::2]
+        else:
+            gate, up = both.chunk(2, dim=-1)
+    else:
+        # Gates of all experts, then the other projections of all.
+        gate = _product(x, plan.gate_up, expert, False)
+        up = _product(x, plan.gate_up, plan.experts + expert, False)
+    if plan.activation == "swigluoai":
+        gate = gate.clamp(max=plan.swiglu_limit)
+        up = up.clamp(-plan.swiglu_limit, plan.swiglu_limit)
+        inner = gate * torch.sigmoid(plan.swiglu_alpha * gate) * (up + 1.0)
+    else:
+        inner = combine_gate(plan.activation, gate, up)
+    y = _product(inner, plan.down, expert, plan.transposed)
+    return y if plan.down_bias is None else y + plan.down_bias[expert].float()
+
+
+def run_experts(plan: ExpertsPlan, x: Tensor) -> Tensor:
+    """A mixture of experts on ``[T, hidden]``."""
+    x = x.float()
+    weights, ids = _route(plan, x)
+    y = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        rows, places = torch.where(ids == expert)
+        scale = weights[rows, places].unsqueeze(-1)
+        if plan.scale_input:
+            y.index_add_(0, rows, _expert(plan, x[rows] * scale, expert))
+        else:
+            y.index_add_(0, rows, _expert(plan, x[rows], expert) * scale)
+    whole = getattr(plan.module, "sum_over_ranks", None)
+    if whole is not None and isinstance(plan.down, Tensor):  # seen from outside of a sharded model
+        y = whole(y)
+    if plan.shared is not None:
+        shared = run_mlp(plan.shared, x)
+        if plan.shared_gate is not None:
+            shared = torch.sigmoid(run_linear(LinearPlan((plan.shared_gate,)), x)) * shared
+        y = y + shared
+    return y
+
+
+def _sum(parallel: Any, y: Tensor) -> Tensor:
+    """Return the sum of the parts that the ranks of a sharded model have."""
+    return y if parallel is None else parallel.all_reduce(y.contiguous())  # type: ignore[no-any-return]
+
+
+def _feed_forward(plan: LayerPlan, x: Tensor, parallel: Any) -> Tensor:
+    y = run_mlp(plan.mlp, x) if isinstance(plan.mlp, MlpPlan) else run_experts(plan.mlp, x)
+    y = _sum(parallel, y)
+    return run_norm(plan.post_mlp_norm, y) * plan.residual_scale
+
+
+def _run_layer(plan: LayerPlan, h: Tensor, parallel: Any) -> Tensor:
+    x = run_norm(plan.input_norm, h)
+    attention = _sum(parallel, run_attention(plan.attention, x))
+    attention = run_norm(plan.post_attention_norm, attention) * plan.residual_scale
+    if plan.parallel:
+        mlp_input = x if plan.mlp_norm is None else run_norm(plan.mlp_norm, h)
+        return h + attention + _feed_forward(plan, mlp_input, parallel)
+    h = (x if plan.residual_after_norm else h) + attention
+    x = run_norm(plan.mlp_norm, h)
+    return (x if plan.residual_after_norm else h) + _feed_forward(plan, x, parallel)
+
+
+def _embed(plan: DecoderPlan, ids: Tensor) -> Tensor:
+    table: Any = plan.embedding.weight
+    h = functional.embedding(ids, table).float()
+    if plan.embedding_projection is not None:
+        h = run_linear(plan.embedding_projection, h)
+    h = h * plan.embedding_scale
+    if plan.position_embedding is not None:
+        rows: Any = plan.position_embedding.weight
+        h = h + rows[plan.position_offset : plan.position_offset + len(ids)].float()
+    return run_norm(plan.embedding_norm, h)
+
+
+@torch.no_grad()
+def run_plan(plan: DecoderPlan, input_ids: Tensor) -> Tensor:
+    """Return the logits of sequences, or the last hidden states if the plan has no head.
+
+    Args:
+        plan: The plan of a model.
+        input_ids: int64 ``[B, T]``, no padding.
+
+    Returns:
+        float32 ``[B, T, vocab]``, or ``[B, T, hidden]``.
+
+    Raises:
+        ValueError: `input_ids` is not 2-D.
+    """
+    if input_ids.ndim != 2:
+        raise ValueError(f"run_plan: input_ids must be [B, T], got {list(input_ids.shape)}")
+    return torch.stack([_run_sequence(plan, ids) for ids in input_ids])
+
+
+def _run_sequence(plan: DecoderPlan, ids: Tensor) -> Tensor:
+    h = _embed(plan, ids)
+    for layer in plan.layers:
+        h = _run_layer(layer, h, plan.parallel)
+    h = run_norm(plan.final_norm, h)
+    if plan.output_projection is not None:
+        h = run_linear(plan.output_projection, h)
+    if plan.head is None:
+        return h
+    logits = _head(plan, h) * plan.logit_scale
+    if plan.logit_softcap > 0:
+        logits = plan.logit_softcap * torch.tanh(logits / plan.logit_softcap)
+    return logits
+
+
+def _head(plan: DecoderPlan, h: Tensor) -> Tensor:
+    assert plan.head is not None
+    parallel = plan.parallel
+    shard = None if parallel is None else parallel.head
+    if parallel is None or shard is None:
+        return run_linear(plan.head, h)
+    sizes, rank = shard.sizes, parallel.rank
+    if shard.by == "vocabulary":
+        return parallel.gather(run_linear(plan.head, h), sizes)
+    part = h.narrow(-1, sum(sizes[:rank]), sizes[rank])
+    return parallel.all_reduce(run_linear(plan.head, part))
+
+
+@torch.no_grad()
+def verify(model: nn.Module, plan: DecoderPlan, *, length: int = 40, seed: int = 0) -> float:
+    """Compare a plan with the model's own forward on random tokens.
+
+    Args:
+        model: The model the plan was made from, in eval mode.
+        plan: Its plan.
+        length: Number of tokens; longer than a sliding window, to see it.
+        seed: Of the tokens.
+
+    Returns:
+        The largest difference of logits (or last hidden states), relative to the largest of them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    length = min(length, plan.max_positions)
+    ids = torch.randint(0, plan.vocab_size, (1, length), generator=generator)
+    device = next(plan.embedding.parameters()).device
+    output = model(input_ids=ids.to(device), use_cache=False)
+    expected = getattr(output, "logits", None)
+    if expected is None:
+        expected = output[0] if isinstance(output, tuple) else output.last_hidden_state
+    expected = expected.float()
+    difference = (run_plan(plan, ids.to(device)) - expected).abs().max() / expected.abs().max()
+    return float(difference)

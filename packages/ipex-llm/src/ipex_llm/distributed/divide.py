@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole models divided among the ranks of a group, and checked; and models that others have divided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_core.errors import OpArgumentError
+from ipex_llm.arch.types import DecoderPlan
+from ipex_llm.distributed.deepspeed import adopt_deepspeed
+from ipex_llm.distributed.group import TensorParallel
+from ipex_llm.distributed.shard import PARALLEL, shard_plan, wrap_outputs
+from ipex_llm.distributed.split import GRAINS
+from ipex_llm.distributed.transformers import adopt_transformers
+
+__all__ = ["adopt", "divide", "is_sharded", "shard_model"]
+
+Tensor = torch.Tensor
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model has been divided among ranks."""
+    return PARALLEL in model.__dict__
+
+
+def adopt(model: nn.Module) -> bool:
+    """Make a model that DeepSpeed or transformers have divided one of ours, in place.
+
+    Args:
+        model: A model.
+
+    Returns:
+        Whether it was divided by one of them.
+
+    Raises:
+        ValueError: It is divided in a way that is not understood, or its process group is not started.
+    """
+    return adopt_deepspeed(model) or adopt_transformers(model)
+
+
+@torch.no_grad()
+def divide(
+    model: nn.Module,
+    parallel: TensorParallel,
+    *,
+    head: bool = True,
+    grains: Sequence[int] = GRAINS,
+) -> DecoderPlan:
+    """Divide a model of transformers among the ranks of a group, in place, for inference.
+
+    Each rank calls with the same model. Afterwards its forward, called by all ranks with the same input, gives each
+    rank what the whole model gives, and a rank has about its share of the weights.
+
+    Args:
+        model: A causal language model in eval mode, with floating point weights, on the CPU.
+        parallel: The group.
+        head: Divide the head too, by vocabulary.
+        grains: Inner features of the mlp that stay together, as in `split_features`.
+
+    Returns:
+        The plan of this rank's part.
+
+    Raises:
+        ValueError: The structure of the model is not understood; it cannot be divided among so many ranks; or its own
+            forward does not work on a part of the heads (the model is not usable then).
+        RuntimeError: A rank is missing.
+    """
+    from ipex_llm.arch.detect import MatchError, match
+
+    if is_sharded(model):
+        raise OpArgumentError(
+            "optimize: model must be a whole one where tp_group is given, got one that is sharded already"
+        )
+    try:
+        plan = match(model)
+    except MatchError as error:
+        raise OpArgumentError(
+            f"optimize: model must have a structure that is understood where tp_group is given, got"
+            f" {type(model).__name__}: {error.reason}"
+        ) from error
+    if parallel.ranks == 1:
+        return plan
+    ids = torch.arange(3, 10).remainder(plan.vocab_size).unsqueeze(0)
+    before = _logits(model, ids)
+    _compare_ranks(parallel, before)
+    part = shard_plan(plan, parallel, head=head, grains=grains)
+    wrap_outputs(model, part)
+    needed = "optimize: model must have a forward that works on some of its heads where tp_group is given, got"
+    try:
+        after = _logits(model, ids)
+    except Exception as error:
+        text = str(error).strip().split("\n")[0]
+        raise OpArgumentError(
+            f"{needed} {type(model).__name__}: {type(error).__name__}: {text}"
+        ) from error
+    off = float((after - before).norm() / before.norm().clamp_min(1e-30))
+    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
+    if not off < limit:
+        raise OpArgumentError(f"{needed} {type(model).__name__}, whose logits are off by {off:.1e}")
+    return part
+
+
+def shard_model(model: nn.Module, group: Any = None, *, head: bool = True) -> nn.Module:
+    """Call `divide` with a process group (None: the default one) and return the model."""
+    divide(model, TensorParallel.of(group), head=head)
+    return model
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    output = model(input_ids=ids, use_cache=False)
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        logits = output[0] if isinstance(output, tuple) else output.last_hidden_state
+    return logits.float()  # type: ignore[no-any-return]
+
+
+def _compare_ranks(parallel: TensorParallel, logits: Tensor) -> None:
+    """Raise if the ranks have different models."""
+    total = parallel.all_reduce(logits.clone()) / parallel.ranks
+    off = (total - logits).norm() / logits.norm().clamp_min(1e-30)
+    # Summed again: either all ranks raise or none.
+    worst = float(parallel.all_reduce(off.reshape(1).clone()))
+    if not worst < 0.05 * parallel.ranks:
+        raise OpArgumentError(
+            "optimize: model must be the same on all ranks of tp_group, got different ones"
+        )

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that transformers has divided (``tp_plan``): its distributed parameters become plain ones with our modules.
+
+A layer by output features has parameters with the placement ``Shard(0)``, one by input features ``Shard(1)``; the
+collectives around them are in a ``forward`` that the module itself has. The head gathers what it gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ipex_core.errors import OpArgumentError
+from ipex_llm.distributed.group import HeadShard, TensorParallel
+from ipex_llm.distributed.modules import AllReduce, ShardedHead, ShardedModule, replace_child
+from ipex_llm.distributed.shard import PARALLEL
+
+__all__ = ["adopt_transformers"]
+
+_ADVICE = "load it whole and pass tp_group, which divides it"
+
+
+def _distributed(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters of a module that are parts of distributed ones."""
+    found = module._parameters.items()
+    return {name: value for name, value in found if hasattr(value, "device_mesh")}
+
+
+@torch.no_grad()
+def adopt_transformers(model: nn.Module) -> bool:
+    """Replace the distributed parameters of a model by the part that this rank has, in place.
+
+    Collective if there are any.
+
+    Args:
+        model: A model, as ``from_pretrained(..., tp_plan="auto")`` returns it.
+
+    Returns:
+        Whether it was one.
+
+    Raises:
+        ValueError: A module is divided in a way that is not known here (embeddings, experts, more than one
+            dimension of ranks), or the version of transformers divides by other means.
+    """
+    modules = {
+        module: found
+        for module in model.modules()
+        if not isinstance(module, ShardedModule) and (found := _distributed(module))
+    }
+    if not modules:
+        if any(hasattr(module, "_hf_tp_plan") for module in model.modules()):
+            raise OpArgumentError(
+                "optimize: model must be whole or have distributed parameters, got one that an older transformers"
+                f" has divided: {_ADVICE}"
+            )
+        return False
+    names = {module: name for name, module in model.named_modules()}
+    kinds = {module: _kind(module, found, names[module]) for module, found in modules.items()}
+    mesh = next(iter(next(iter(modules.values())).values())).device_mesh
+    parallel = TensorParallel.of(mesh.get_group())
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    if head is not None and kinds.get(head) == "rows":
+        sizes: list[Any] = [None] * parallel.ranks
+        own = int(modules[head]["weight"].to_local().shape[0])
+        dist.all_gather_object(sizes, own, group=parallel.group)
+        parallel = dataclasses.replace(parallel, head=HeadShard("vocabulary", tuple(sizes)))
+    for module, kind in kinds.items():
+        _localize(module, kind, parallel)
+        if kind == "columns":
+            replace_child(model, module, AllReduce(module, parallel))
+        elif module is head and kind == "rows":
+            assert parallel.head is not None
+            replace_child(model, module, ShardedHead(module, parallel, parallel.head))
+    for module in model.modules():  # those that only had gradients summed
+        module.__dict__.pop("forward", None)
+    model.__dict__[PARALLEL] = parallel
+    return True
+
+
+def _kind(module: nn.Module, found: dict[str, Any], name: str) -> str:
+    """Return what a module has of its weight: ``"rows"``, ``"columns"`` or ``"all"``."""
+    placements = {key: value.placements for key, value in found.items()}
+    if all(len(p) == 1 and p[0].is_replicate() for p in placements.values()):
+        return "all"
+    weight = placements.get("weight", ())
+    if len(weight) == 1 and isinstance(module, nn.Linear) and type(weight[0]).__name__ == "Shard":
+        return "rows" if weight[0].dim % 2 == 0 else "columns"
+    raise OpArgumentError(
+        "optimize: model must be divided in linear layers by one dimension, got"
+        f" {name} ({type(module).__name__}) with {placements}: {_ADVICE}"
+    )
+
+
+def _localize(module: nn.Module, kind: str, parallel: TensorParallel) -> None:
+    """Give a module plain parameters and its own forward."""
+    for name, value in _distributed(module).items():
+        module._parameters[name] = nn.Parameter(value.to_local().contiguous(), requires_grad=False)
+    module.__dict__.pop("forward", None)
+    if kind == "columns" and parallel.rank and module._parameters.get("bias") is not None:
+        module._parameters["bias"] = None
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape

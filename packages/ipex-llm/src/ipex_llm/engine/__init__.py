@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching: many requests share one model and one paged cache.
+
+Example::
+
+    engine = ipex.llm.Engine(model, tokenizer, max_num_seqs=16)
+    engine.add_request("The capital of France", SamplingParams(max_new_tokens=8))
+    while engine.has_work:
+        for output in engine.step():
+            print(output.request_id, output.text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ipex_llm.engine.batch import BlockTables
+from ipex_llm.engine.limits import cache_blocks, check_positive, check_prompt, prompt_ids
+from ipex_llm.engine.params import (
+    CacheMemoryError,
+    EngineStats,
+    GenerationOutput,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
+from ipex_llm.engine.request import Request
+from ipex_llm.engine.sampler import choose
+from ipex_llm.engine.scheduler import Scheduler
+from ipex_llm.engine.source import end_tokens, runner_of
+from ipex_llm.engine.text import TextStream
+from ipex_llm.kv_cache.blocks import BlockPool
+
+__all__ = [
+    "CacheMemoryError",
+    "Engine",
+    "EngineStats",
+    "GenerationOutput",
+    "SamplingParams",
+    "StepOutput",
+    "TokenLogprobs",
+]
+
+#: Tokens of the prompt that the text of the output is decoded with: blanks depend on what is in front.
+_TEXT_CONTEXT = 6
+
+
+class Engine:
+    """Runs many requests on one model, with one batch for all and a paged cache of bounded size.
+
+    Requests join and leave between steps. Prompts are computed in pieces beside the tokens of others. Requests that
+    begin with the same tokens share the blocks of the cache that hold them. The tokens of a request are those it would
+    get alone (the order of summation within a product depends on the size of the batch, which in bfloat16 may decide
+    between two tokens that are equally likely).
+
+    An engine belongs to one thread at a time.
+
+    Args:
+        model: A model that `ipex.llm.optimize` has prepared, or a runner.
+        tokenizer: For text in prompts and outputs and for stop strings; a tokenizer of transformers, or an object with
+            ``encode(text) -> list[int]`` and ``decode(ids, skip_special_tokens=...)``.
+        max_num_seqs: Most requests that run at the same time; others wait.
+        max_tokens_per_step: Most tokens that a step computes, prompts and new tokens together; at least
+            ``max_num_seqs`` are allowed.
+        max_model_len: Most tokens of prompt and output together; the context of the model if None.
+        block_size: Tokens in a block of the cache; whole blocks are shared.
+        num_blocks: Size of the cache in blocks.
+        cache_bytes: Size of the cache in bytes, instead of ``num_blocks``. With neither, half of the free memory, but
+            no more than ``max_num_seqs`` requests of the greatest length can use.
+        cache_dtype: Element type of the cache, that of the model if None.
+        prefix_reuse: Whether full blocks are shared and kept for later requests.
+        eos_token_ids: Tokens that end an output; those of the model's generation config or the tokenizer if None.
+
+    Raises:
+        TypeError: The model is neither of the two.
+        ValueError: A number is not as described.
+        CacheMemoryError: The cache does not fit the free memory, or holds no block.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        max_num_seqs: int = 32,
+        max_tokens_per_step: int = 1024,
+        max_model_len: int | None = None,
+        block_size: int = 32,
+        num_blocks: int | None = None,
+        cache_bytes: int | None = None,
+        cache_dtype: torch.dtype | None = None,
+        prefix_reuse: bool = True,
+        eos_token_ids: Iterable[int] | None = None,
+    ) -> None:
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_tokens_per_step", max_tokens_per_step),
+            ("block_size", block_size),
+        ):
+            check_positive(name, value)
+        for name, optional in (
+            ("max_model_len", max_model_len),
+            ("num_blocks", num_blocks),
+            ("cache_bytes", cache_bytes),
+        ):
+            if optional is not None:
+                check_positive(name, optional)
+        if num_blocks is not None and cache_bytes is not None:
+            raise ValueError("Engine: num_blocks and cache_bytes must not both be given, got both")
+        self.runner = runner_of(model)
+        self.tokenizer = tokenizer
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size: int = self.runner.vocab_size
+        context: int = self.runner.plan.max_positions
+        if max_model_len is not None and max_model_len > context:
+            raise ValueError(
+                f"Engine: max_model_len must be at most {context}, the context of the model, got {max_model_len}"
+            )
+        self.max_model_len = context if max_model_len is None else max_model_len
+        self.block_size = block_size
+        self.eos_token_ids = frozenset(
+            end_tokens(model, tokenizer) if eos_token_ids is None else eos_token_ids
+        )
+        longest = -(-self.max_model_len // block_size)
+        one = self.runner.cache_bytes(1, block_size, cache_dtype)
+        blocks = cache_blocks(one, num_blocks, cache_bytes, longest * max_num_seqs)
+        self._cache = self.runner.new_cache(blocks, block_size, cache_dtype)
+        self._pool = BlockPool(blocks, block_size, prefix_reuse)
+        budget = max(max_tokens_per_step, max_num_seqs)
+        switch: int | None = getattr(self.runner, "length_switch", None)
+        self._scheduler = Scheduler(self._pool, max_num_seqs, budget, switch)
+        self._tables = BlockTables(max_num_seqs, min(longest, blocks), block_size)
+        self._requests: dict[str, Request] = {}
+        self._ended: list[StepOutput] = []
+        self._ids = itertools.count()
+        self._counts = dict.fromkeys(
+            ("steps", "finished", "cancelled", "failed", "prompt", "cached", "generated"), 0
+        )
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int] | torch.Tensor,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request.
+
+        Args:
+            prompt: Token ids, or text for an engine with a tokenizer.
+            params: How to sample and when to end; the default is greedy, 128 tokens.
+            request_id: A name of its own; one is made if None.
+
+        Returns:
+            The id of the request.
+
+        Raises:
+            TypeError: The prompt is neither, or text without a tokenizer.
+            ValueError: The prompt is empty, longer than the context or has ids that are none; stop strings without a
+                tokenizer; the id is in use.
+            CacheMemoryError: Prompt and output could never fit the cache.
+        """
+        where = "Engine.add_request"
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"{where}: params must be SamplingParams, got {type(params).__name__}")
+        tokens = prompt_ids(prompt, self.tokenizer)
+        check_prompt(tokens, self.max_model_len, self.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"{where}: stop must be empty without a tokenizer, got {params.stop}")
+        if request_id is None:
+            request_id = next(i for n in self._ids if (i := f"r{n}") not in self._requests)
+        elif request_id in self._requests:
+            raise ValueError(f"{where}: request_id must not be in use, got {request_id!r}")
+        limit = min(len(tokens) + params.max_new_tokens, self.max_model_len)
+        # The last token ends the request: it is never put into the cache.
+        needed = -(-(limit - 1) // self.block_size)
+        if needed > self._pool.num_blocks:
+            raise CacheMemoryError(
+                f"{where}: prompt and output must fit the cache of {self._pool.num_blocks * self.block_size} tokens,"
+                f" got {len(tokens)} and up to {limit - len(tokens)}; ask for fewer, or give the engine more memory"
+            )
+        stream = None
+        if self.tokenizer is not None:
+            stream = TextStream(self.tokenizer, params.stop, tokens[-_TEXT_CONTEXT:])
+        ends = frozenset() if params.ignore_eos else self.eos_token_ids
+        request = Request(request_id, tokens, params, limit, ends, stream)
+        self._requests[request_id] = request
+        self._scheduler.waiting.append(request)
+        self._counts["prompt"] += len(tokens)
+        return request_id
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request and free its blocks; the next step reports it with the reason ``"cancelled"``.
+
+        Returns:
+            False if there is no such request (any more).
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        self._scheduler.remove(request)
+        self._counts["cancelled"] += 1
+        text = request.stream.finish() if request.stream else ""
+        self._ended.append(StepOutput(request_id, (), text, True, "cancelled"))
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to report."""
+        return bool(self._requests or self._ended)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Compute one batch.
+
+        Returns:
+            What is new, one entry for each request that got a token or ended. May be empty although there is work: a
+            long prompt takes several steps. A request whose logits are not finite ends with the reason ``"error"``;
+            the others go on.
+
+        Raises:
+            Exception: The model failed. Nothing has changed: the step can be repeated.
+        """
+        outputs, self._ended = self._ended, []
+        chosen = self._scheduler.plan()
+        if not chosen:
+            return outputs
+        done: list[tuple[Request, int | None]] = []
+        with torch.inference_mode():
+            found = [
+                self._forward(part)
+                for long in (False, True)
+                if (part := [one for one in chosen if one[0].long == long])
+            ]
+            for complete, logits in found:
+                if complete:
+                    done += zip(complete, choose(complete, logits), strict=True)
+        # Only now, so that after an error the step can be done again.
+        for request, count in chosen:
+            self._scheduler.advance(request, count)
+        self._counts["steps"] += 1
+        for request, token in done:
+            outputs.append(self._fail(request) if token is None else self._append(request, token))
+        return outputs
+
+    def _forward(self, chosen: list[tuple[Request, int]]) -> tuple[list[Request], torch.Tensor]:
+        """Compute tokens of requests on the same side of the switch; return those complete now and their logits."""
+        batch = self._tables.batch(chosen)
+        options = {}
+        if self._scheduler.switch is not None:
+            options["length"] = max(len(request.tokens) for request, _ in chosen)
+        logits = self.runner.forward(
+            self._cache,
+            batch.tokens,
+            batch.positions,
+            batch.slots,
+            batch.tables,
+            batch.starts,
+            batch.lengths,
+            batch.rows,
+            **options,
+        )
+        return batch.complete, logits
+
+    def _fail(self, request: Request) -> StepOutput:
+        """End a request that no token can be chosen for."""
+        # Its keys and values may be as bad; who has the same prompt computes them anew.
+        self._pool.hide(request.blocks)
+        del self._requests[request.id]
+        self._scheduler.remove(request)
+        self._counts["failed"] += 1
+        text = request.stream.finish() if request.stream else ""
+        place = len(request.tokens)
+        error = f"Engine.step: the logits after token {place} must be finite, got NaN or infinity"
+        return StepOutput(request.id, (), text, True, "error", error=error)
+
+    def _append(self, request: Request, token: int) -> StepOutput:
+        """Add a token to a request, which may end it."""
+        self._counts["generated"] += 1
+        if request.first_token_at is None:
+            request.first_token_at = time.monotonic()
+            self._counts["cached"] += request.cached_tokens
+        request.tokens.append(token)
+        reason = None
+        if token in request.ends or token in request.params.stop_token_ids:
+            reason = "stop"
+        elif len(request.tokens) >= request.limit:
+            reason = "length"
+        text = ""
+        if request.stream is not None:
+            # The token that stops is no part of the text.
+            if reason == "stop":
+                text = request.stream.finish()
+            else:
+                text = request.stream.add(token, last=reason is not None)
+            if request.stream.stopped:
+                reason = "stop"
+        logprobs = tuple(request.logprobs[-1:])
+        if reason is not None:
+            del self._requests[request.id]
+            self._scheduler.remove(request)
+            self._counts["finished"] += 1
+        return StepOutput(request.id, (token,), text, reason is not None, reason, logprobs)
+
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int] | torch.Tensor],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[GenerationOutput]:
+        """Run prompts to their ends, beside what the engine has already.
+
+        Args:
+            prompts: As for `add_request`.
+            params: For all, or for each of them.
+
+        Returns:
+            The outputs in the order of the prompts.
+
+        Raises:
+            ValueError: The numbers of prompts and params differ.
+            Exception: As `add_request`, before anything is computed.
+        """
+        prompts = list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(
+                f"Engine.generate: params must be one or {len(prompts)}, got {len(params)}"
+            )
+        ids: list[str] = []
+        try:
+            for prompt, each in zip(prompts, params, strict=True):
+                ids.append(self.add_request(prompt, each))
+        except BaseException:
+            for request_id in ids:
+                self.cancel(request_id)
+            raise
+        requests = {request_id: self._requests[request_id] for request_id in ids}
+        texts: dict[str, list[str]] = {request_id: [] for request_id in ids}
+        last: dict[str, StepOutput] = {}
+        others: list[StepOutput] = []
+        while len(last) < len(ids):
+            for output in self.step():
+                if output.request_id not in requests:
+                    others.append(output)
+                    continue
+                texts[output.request_id].append(output.text)
+                if output.finished:
+                    last[output.request_id] = output
+        self._ended += others
+        return [
+            GenerationOutput(
+                request_id=request_id,
+                prompt_tokens=request.prompt_length,
+                cached_tokens=request.cached_tokens,
+                tokens=tuple(request.tokens[request.prompt_length :]),
+                text="".join(texts[request_id]),
+                reason=last[request_id].reason or "",
+                logprobs=tuple(request.logprobs),
+                error=last[request_id].error,
+            )
+            for request_id, request in requests.items()
+        ]
+
+    def stream(
+        self, prompt: str | Sequence[int] | torch.Tensor, params: SamplingParams | None = None
+    ) -> Iterator[StepOutput]:
+        """Run one prompt and yield its outputs as they come. Leaving the loop early cancels the request.
+
+        The request is checked when the first output is asked for. Outputs of other requests are kept for `step`.
+        """
+        request_id = self.add_request(prompt, params)
+        others: list[StepOutput] = []
+        try:
+            finished = False
+            while not finished:
+                for output in self.step():
+                    if output.request_id == request_id:
+                        finished = output.finished
+                        yield output
+                    else:
+                        others.append(output)
+        finally:
+            if self.cancel(request_id):
+                self._ended = [o for o in self._ended if o.request_id != request_id]
+            self._ended += others
+
+    def stats(self) -> EngineStats:
+        """Return the numbers of this moment."""
+        counts = self._counts
+        return EngineStats(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            blocks=self._pool.num_blocks,
+            blocks_held=self._pool.held,
+            steps=counts["steps"],
+            finished=counts["finished"],
+            cancelled=counts["cancelled"],
+            failed=counts["failed"],
+            preemptions=self._scheduler.preemptions,
+            evictions=self._pool.evictions,
+            prompt_tokens=counts["prompt"],
+            cached_tokens=counts["cached"],
+            generated_tokens=counts["generated"],
+        )
+
+    def forget_prefixes(self) -> None:
+        """Keep no block for later requests, as after a change of the weights."""
+        self._pool.forget()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks before any work: sizes, memory, prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ipex_llm.engine.params import CacheMemoryError
+from ipex_llm.kv_cache.memory import available_memory, format_bytes
+
+__all__ = ["cache_blocks", "check_positive", "check_prompt", "prompt_ids"]
+
+#: Share of the free memory that the cache takes if nothing else is said.
+DEFAULT_MEMORY_SHARE = 0.5
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise a ValueError unless the argument of the engine is a positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"Engine: {name} must be a positive integer, got {value}")
+
+
+def cache_blocks(one: int, num_blocks: int | None, cache_bytes: int | None, most: int) -> int:
+    """Return the number of blocks of the cache, after a look at the memory that there is.
+
+    Args:
+        one: Bytes of a block.
+        num_blocks: What was asked for, or None.
+        cache_bytes: A budget, or None.
+        most: Blocks that could ever be used.
+
+    Raises:
+        CacheMemoryError: They do not fit the free memory, or the budget holds none.
+    """
+    free = available_memory()
+    if num_blocks is None:
+        budget = cache_bytes
+        if budget is None:
+            budget = int(DEFAULT_MEMORY_SHARE * free) if free is not None else most * one
+        num_blocks = budget // one if one else most
+        if cache_bytes is None:
+            num_blocks = min(num_blocks, most)
+        if num_blocks == 0:
+            source = "from the free memory" if cache_bytes is None else "as cache_bytes"
+            raise CacheMemoryError(
+                f"Engine: the cache must have at least one block of {format_bytes(one)}, got"
+                f" {format_bytes(budget)} {source}"
+            )
+    if free is not None and num_blocks * one > free:
+        raise CacheMemoryError(
+            f"Engine: the cache must fit the free memory of {format_bytes(free)}, got {num_blocks} blocks of"
+            f" {format_bytes(one)}, {format_bytes(num_blocks * one)}"
+        )
+    return num_blocks
+
+
+def prompt_ids(prompt: str | Sequence[int] | torch.Tensor, tokenizer: Any) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Raises:
+        TypeError: It is no prompt, or text without a tokenizer.
+    """
+    where = "Engine.add_request"
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise TypeError(f"{where}: prompt must be token ids without a tokenizer, got text")
+        return [int(token) for token in tokenizer.encode(prompt)]
+    if isinstance(prompt, torch.Tensor):
+        one = prompt.dim() == 1 or (prompt.dim() == 2 and prompt.shape[0] == 1)
+        if prompt.dtype not in (torch.int64, torch.int32) or not one:
+            got = f"{prompt.dtype} {list(prompt.shape)}"
+            raise TypeError(f"{where}: prompt must be integers [T] or [1, T], got {got}")
+        return [int(token) for token in prompt.flatten().tolist()]
+    tokens = list(prompt) if isinstance(prompt, Iterable) else [None]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        got = type(prompt).__name__
+        raise TypeError(f"{where}: prompt must be text or a list of integers, got {got}")
+    return tokens
+
+
+def check_prompt(tokens: Sequence[int], max_model_len: int, vocab_size: int) -> None:
+    """Raise a ValueError unless these are the ids of a prompt that leaves room for a token."""
+    where = "Engine.add_request"
+    if not tokens:
+        raise ValueError(f"{where}: prompt must have at least one token, got none")
+    if len(tokens) >= max_model_len:
+        raise ValueError(
+            f"{where}: prompt must have fewer than {max_model_len} tokens, the context of this engine, got"
+            f" {len(tokens)}"
+        )
+    wrong = [token for token in tokens if not 0 <= token < vocab_size]
+    if wrong:
+        raise ValueError(f"{where}: prompt must have ids in [0, {vocab_size}), got {wrong[0]}")

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ipex llm quantize``: a model folder with quantised weights from one with float weights."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from ipex_core.util.console import make_console
+from ipex_llm.entrypoints.cli.common import Model, Threads, errors, set_threads
+
+if TYPE_CHECKING:
+    from ipex_llm.model_loader import quantize as work
+
+__all__ = ["quantize"]
+
+
+def quantize(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.", show_default=False)],
+    scheme: Annotated[str, typer.Option(help="int4, int8, nf4, fp8 or mxfp4.")] = "int4",
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Input features that share a scale, -1 for all (default: what is usual for the scheme)."
+        ),
+    ] = None,
+    head: Annotated[bool, typer.Option("--head", help="Quantise the head (lm_head) too.")] = False,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(help="Regular expression: modules that stay as they are. Can be repeated."),
+    ] = None,
+    shard_size: Annotated[float, typer.Option(min=0.001, help="Largest file in GiB.")] = 2.0,
+    threads: Threads = None,
+) -> None:
+    """Quantise the linear layers of a model folder.
+
+    Weights are read, quantised and written a few rows at a time: no model is built, and little memory is needed. The
+    folder appears when it is complete. If the command is interrupted, the same command goes on where it stopped.
+    """
+    set_threads(threads)
+    console = make_console()
+    start = time.monotonic()
+    with errors():
+        from ipex_llm.kv_cache.memory import format_bytes, peak_memory, resident_memory
+        from ipex_llm.model_loader import quantize as work
+        from ipex_llm.model_loader.schemes import make_scheme
+
+        columns = (
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("memory {task.fields[memory]}"),
+            TextColumn("{task.description}"),
+        )
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=None, memory="")
+            resumed = 0
+
+            def show(progress: work.Progress) -> None:
+                nonlocal resumed
+                resumed += progress.resumed
+                bar.update(
+                    task,
+                    total=progress.total,
+                    completed=progress.done,
+                    description=progress.name,
+                    memory=format_bytes(resident_memory()),
+                )
+
+            summary = work.quantize_folder(
+                model,
+                out,
+                make_scheme(scheme, group_size),
+                skip=skip or (),
+                head=head,
+                shard_bytes=int(shard_size * (1 << 30)),
+                on_progress=show,
+            )
+    if resumed:
+        console.print("went on where an earlier run had stopped")
+    console.print(
+        f"wrote {out}: {summary.quantized} weights quantised, {summary.kept} tensors kept,"
+        f" {format_bytes(summary.source_bytes)} -> {format_bytes(summary.result_bytes)},"
+        f" {time.monotonic() - start:.1f} s, peak memory {format_bytes(peak_memory())}",
+        highlight=False,
+    )

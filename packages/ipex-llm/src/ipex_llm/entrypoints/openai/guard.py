@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Middleware in front of the application: who may ask, how much a request may send, and how fast it must come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from typing import Any
+
+from ipex_llm.entrypoints.openai.errors import ApiError
+from ipex_llm.entrypoints.openai.metrics import Metrics
+
+__all__ = ["Guard"]
+
+log = logging.getLogger("ipex")
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+#: Paths whose requests have a body; of others none is read.
+_BODIES = {"/v1/completions", "/v1/chat/completions"}
+#: Paths that are counted by name; others together, so that clients cannot fill the memory with names.
+_PATHS = {*_BODIES, "/v1/models", "/metrics", "/health"}
+#: Paths that need no key.
+_OPEN = {"/health"}
+#: A refused body up to this size is read and thrown away, so that the client sees the answer and no reset connection.
+_DRAIN = 64 << 10
+#: A number with more digits is larger than any limit.
+_DIGITS = 15
+
+
+class _ClientGone(Exception):
+    """The client closed the connection within the body."""
+
+
+class Guard:
+    """ASGI middleware. A request that is refused costs no more than its headers: its body is not kept.
+
+    Args:
+        app: The application.
+        max_body: Most bytes of a request; larger ones get the status 413.
+        metrics: Where responses are counted.
+        api_key: What clients have to send as bearer token, in UTF-8; None for no check.
+        hosts: Names that the header Host may have (without port); None for any.
+        timeout: Seconds in which the body must come; slower ones get the status 408.
+        max_requests: Most requests with a body that are read or answered at the same time; more get the status 429.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        max_body: int,
+        metrics: Metrics,
+        api_key: str | None = None,
+        hosts: Collection[str] | None = None,
+        timeout: float = 30.0,
+        max_requests: int = 1024,
+    ) -> None:
+        self.app = app
+        self.max_body = max_body
+        self.metrics = metrics
+        self.api_key = None if api_key is None else api_key.encode("utf-8")
+        self.hosts = None if hosts is None else {host.lower() for host in hosts}
+        self.timeout = timeout
+        self.max_requests = max_requests
+        self._requests = 0
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a WebSocket: there is none here
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        answer = _Answer(send, self.metrics, scope["path"] if scope["path"] in _PATHS else "other")
+        try:
+            await self._run(scope, receive, answer)
+        except _ClientGone:
+            pass
+        except asyncio.CancelledError:
+            # The server cancels what still runs when the time for its shutdown is over.
+            with contextlib.suppress(asyncio.CancelledError):
+                await answer.fail(ApiError(503, "the server is shutting down", "server_error"))
+        except Exception:
+            log.exception("a request failed")
+            await answer.fail(ApiError(500, "the server failed; see its log", "server_error"))
+
+    async def _run(self, scope: Message, receive: Receive, answer: _Answer) -> None:
+        headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+        try:
+            length = self._check(scope["path"], headers)
+        except ApiError as error:
+            await self._refuse(receive, answer, error, headers)
+            return
+        if scope["method"] != "POST" or scope["path"] not in _BODIES:
+            await self.app(scope, receive, answer.send)
+            return
+        if length > self.max_body:
+            text = f"the request must have at most {self.max_body} bytes"
+            await self._refuse(receive, answer, ApiError(413, text), headers)
+            return
+        if self._requests >= self.max_requests:
+            text = f"the queue is full: {self._requests} requests are read or answered"
+            await self._refuse(receive, answer, ApiError(429, text, "rate_limit_error"), headers)
+            return
+        self._requests += 1
+        try:
+            try:
+                body = await asyncio.wait_for(self._body(receive), self.timeout)
+            except asyncio.TimeoutError:
+                text = f"the request must come within {self.timeout:g} seconds"
+                await answer.fail(ApiError(408, text), close=True)
+            except ApiError as error:
+                await answer.fail(error, close=True)
+            else:
+                await self.app(scope, _Replay(body, receive), answer.send)
+        finally:
+            self._requests -= 1
+
+    def _check(self, path: str, headers: list[tuple[bytes, bytes]]) -> int:
+        """Return the length of the body that the headers tell, 0 for none.
+
+        Raises:
+            ApiError: The headers contradict each other, name a foreign host, or have no key.
+        """
+        lengths = {value for name, value in headers if name == b"content-length"}
+        chunked = any(name == b"transfer-encoding" for name, _ in headers)
+        if len(lengths) + chunked > 1:
+            # A proxy in front may have read the other one, and would take the rest for another request.
+            raise ApiError(400, "the request must have one Content-Length or Transfer-Encoding")
+        declared = next(iter(lengths), b"0")
+        if not declared.isdigit():
+            raise ApiError(400, "Content-Length must be a number")
+        if self.hosts is not None:
+            given = [value for name, value in headers if name == b"host"]
+            if len(given) != 1 or _host(given[0]) not in self.hosts:
+                # A page of another site whose name leads here would else talk to this server.
+                raise ApiError(403, "the header Host must name this server; see --allowed-host")
+        if self.api_key is not None and path not in _OPEN:
+            given = [value for name, value in headers if name == b"authorization"]
+            kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+            same = hmac.compare_digest(key.strip(), self.api_key)
+            if not same or kind.lower() != b"bearer":
+                raise ApiError(401, "the API key is missing or wrong", "authentication_error")
+        return int(declared) if len(declared) <= _DIGITS else self.max_body + 1
+
+    async def _body(self, receive: Receive) -> bytes:
+        body = bytearray()
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise _ClientGone
+            body += message.get("body", b"")
+            if len(body) > self.max_body:
+                raise ApiError(413, f"the request must have at most {self.max_body} bytes")
+            more = message.get("more_body", False)
+        return bytes(body)
+
+    async def _refuse(
+        self,
+        receive: Receive,
+        answer: _Answer,
+        error: ApiError,
+        headers: list[tuple[bytes, bytes]],
+    ) -> None:
+        """Answer a request whose body has not been read."""
+        found = dict(headers)
+        declared = found.get(b"content-length", b"0")
+        small = declared.isdigit() and len(declared) <= _DIGITS and int(declared) <= _DRAIN
+        close = b"transfer-encoding" in found or not small or error.status == 400
+        if not close:
+            try:
+                await asyncio.wait_for(_drain(receive), self.timeout)
+            except asyncio.TimeoutError:
+                close = True
+        await answer.fail(error, close)
+
+
+class _Replay:
+    """Gives the application a body that has been read, and then what the client does."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+class _Answer:
+    """The way to the client, which remembers how far the answer has come."""
+
+    def __init__(self, send: Send, metrics: Metrics, path: str) -> None:
+        self._send = send
+        self._metrics = metrics
+        self._path = path
+        self._started = self._done = self._events = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._started = True
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            self._events = kind.startswith(b"text/event-stream")
+            self._metrics.response(self._path, message["status"])
+        elif message["type"] == "http.response.body":
+            self._done = not message.get("more_body", False)
+        await self._send(message)
+
+    async def fail(self, error: ApiError, close: bool = False) -> None:
+        """Send an error: as the answer, or as the last event of a stream that has begun."""
+        if self._done:
+            return
+        if self._started:
+            body = f"data: {error.json()}\n\n".encode() if self._events else b""
+            await self.send({"type": "http.response.body", "body": body})
+            return
+        headers = [(k.lower().encode(), v.encode()) for k, v in error.headers.items()]
+        body = error.json().encode()
+        headers.append((b"content-length", str(len(body)).encode()))
+        if close:
+            headers.append((b"connection", b"close"))
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+
+def _host(value: bytes) -> str:
+    """Return the name in a Host header, without its port."""
+    text = value.decode("latin-1").strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0]
+
+
+async def _drain(receive: Receive) -> None:
+    """Read a body and forget it."""
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise _ClientGone
+        if not message.get("more_body", False):
+            return

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that owns the engine: it takes requests from the HTTP server's event loop and gives it their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ipex_llm.engine import Engine, SamplingParams, StepOutput
+from ipex_llm.entrypoints.openai.metrics import Metrics
+
+log = logging.getLogger("ipex")
+
+#: Threads that make tokens of prompts: a long prompt must not stop short ones, and must not take all cores either.
+TOKENIZERS = 2
+
+__all__ = ["Accepted", "Failed", "QueueFull", "RequestError", "StoppedError", "Ticket", "Worker"]
+
+
+class QueueFull(Exception):
+    """There are as many requests as the server takes."""
+
+
+class RequestError(Exception):
+    """One request failed inside the engine; the others go on."""
+
+
+class StoppedError(Exception):
+    """The server is shutting down."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accepted:
+    """The engine took a request."""
+
+    prompt_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine did not take a request, or failed while it ran.
+
+    Attributes:
+        error: What happened; ValueError, TypeError and MemoryError are mistakes of the request.
+    """
+
+    error: BaseException
+
+    @property
+    def of_the_request(self) -> bool:
+        """Whether the request is to blame."""
+        return isinstance(self.error, (ValueError, TypeError, MemoryError))
+
+
+Event = Accepted | Failed | StepOutput
+
+
+@dataclasses.dataclass(slots=True)
+class Ticket:
+    """A request from outside: where its events go."""
+
+    id: str
+    params: SamplingParams
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Event]
+    arrived: float
+    last: float | None = None
+    running: bool = False  # the engine has it
+
+    def send(self, event: Event) -> None:
+        """Hand an event over to the event loop of the server."""
+        # A loop that is closed raises: nobody waits any more.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+class Worker:
+    """Runs the engine in a thread of its own. Prompts are tokenized in others, so that no stream waits for that.
+
+    Args:
+        engine: The engine; nobody else may use it.
+        max_queue: Most requests that wait beside those that can run; more raise `QueueFull`.
+    """
+
+    def __init__(self, engine: Engine, max_queue: int = 64) -> None:
+        self.engine = engine
+        self.metrics = Metrics()
+        self.limit = max_queue + engine.max_num_seqs
+        self.errors = 0
+        self.rejected = 0
+        self._tickets: dict[str, Ticket] = {}
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self._commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ipex-llm-engine", daemon=True)
+        # No more prompts wait here than there are tickets.
+        self._pool = ThreadPoolExecutor(TOKENIZERS, "ipex-llm-tokenizer")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs and takes requests."""
+        return self._thread.is_alive() and not self._stopping
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that are here."""
+        return len(self._tickets)
+
+    def submit(
+        self, requests: Sequence[tuple[Callable[[], Sequence[int]], Sequence[SamplingParams]]]
+    ) -> list[Ticket]:
+        """Queue requests, all or none; called from an event loop.
+
+        Args:
+            requests: For each prompt a function that returns its tokens, which a thread of the tokenizer calls, and
+                the parameters of its choices.
+
+        Returns:
+            A ticket for each choice.
+
+        Raises:
+            QueueFull: There is no room for all of them.
+            StoppedError: The server is shutting down.
+        """
+        loop = asyncio.get_running_loop()
+        count = sum(len(params) for _, params in requests)
+        with self._lock:
+            if not self.alive:
+                raise StoppedError("the server is shutting down")
+            if len(self._tickets) + count > self.limit:
+                self.rejected += 1
+                raise QueueFull(f"{len(self._tickets)} requests are waiting or running")
+            now = time.monotonic()
+            groups = [
+                [Ticket(f"q{next(self._ids)}", p, loop, asyncio.Queue(), now) for p in params]
+                for _, params in requests
+            ]
+            tickets = [ticket for group in groups for ticket in group]
+            self._tickets |= {ticket.id: ticket for ticket in tickets}
+            # Within the lock: the pool must not have been stopped.
+            for (prompt, _), group in zip(requests, groups, strict=True):
+                self._pool.submit(self._tokenize, prompt, group)
+        return tickets
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request, which may have ended already. Its place is free at once."""
+        with self._lock:
+            found = self._tickets.pop(ticket.id, None)
+        if found is not None:
+            self._commands.put(("cancel", ticket.id))
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Fail what is still here, and end the thread."""
+        with self._lock:
+            self._stopping = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._commands.put(("stop", None))
+        self._thread.join(timeout)
+
+    # -- in the threads of the tokenizer -------------------------------------------------------------------------
+
+    def _tokenize(self, prompt: Callable[[], Sequence[int]], tickets: Sequence[Ticket]) -> None:
+        waiting = [ticket for ticket in tickets if ticket.id in self._tickets]
+        if not waiting:
+            return  # the client has gone meanwhile
+        try:
+            tokens = prompt()
+        except BaseException as error:  # a panic of a tokenizer written in Rust is no Exception
+            failed = Failed(error)
+            if not failed.of_the_request:
+                log.error("a prompt could not be tokenized", exc_info=error)
+            for ticket in waiting:
+                self._end(ticket, failed)
+            return
+        for ticket in waiting:
+            self._commands.put(("add", (ticket, tokens)))
+
+    # -- in the thread of the engine -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            # Without work it sleeps until a command comes; with work it takes what is there and goes on.
+            if not self._obey(block=not self.engine.has_work):
+                break
+            if not self.engine.has_work:
+                continue
+            try:
+                outputs = self.engine.step()
+            except Exception as error:
+                self.errors += 1
+                log.exception("the engine failed")
+                self._fail_all(error)
+                continue
+            now = time.monotonic()
+            for output in outputs:
+                self._deliver(output, now)
+        self._fail_all(StoppedError("the server is shutting down"))
+
+    def _obey(self, block: bool) -> bool:
+        """Carry out all commands that are there; return False at the end."""
+        while True:
+            try:
+                command, value = self._commands.get(block)
+            except queue.Empty:
+                return True
+            block = False
+            if command == "stop":
+                return False
+            if command == "cancel":
+                self.engine.cancel(value)
+            else:
+                self._add(*value)
+
+    def _add(self, ticket: Ticket, tokens: Sequence[int]) -> None:
+        if ticket.id not in self._tickets:
+            return  # cancelled before it came here
+        try:
+            self.engine.add_request(tokens, ticket.params, request_id=ticket.id)
+        except Exception as error:
+            self._end(ticket, Failed(error))
+            return
+        ticket.running = True
+        ticket.send(Accepted(len(tokens)))
+
+    def _deliver(self, output: StepOutput, now: float) -> None:
+        ticket = self._tickets.get(output.request_id)
+        if ticket is None:
+            return
+        if output.tokens:
+            if ticket.last is None:
+                self.metrics.observe("time_to_first_token_seconds", now - ticket.arrived)
+            else:
+                self.metrics.observe("time_per_output_token_seconds", now - ticket.last)
+            ticket.last = now
+        if output.error is not None:
+            self._end(ticket, Failed(RequestError(output.error)))
+        elif output.finished:
+            self.metrics.observe("request_seconds", now - ticket.arrived)
+            self._end(ticket, output)
+        else:
+            ticket.send(output)
+
+    def _end(self, ticket: Ticket, event: Event) -> None:
+        with self._lock:
+            self._tickets.pop(ticket.id, None)
+        ticket.send(event)
+
+    def _fail_all(self, error: Exception) -> None:
+        # What happened inside a batch cannot be blamed on one of its requests, whatever its type.
+        stopped = isinstance(error, StoppedError)
+        failure = error if stopped else RuntimeError(str(error))
+        with self._lock:
+            # Prompts that are being tokenized have no part in a failure of the engine.
+            tickets = [ticket for ticket in self._tickets.values() if stopped or ticket.running]
+        for ticket in tickets:
+            self.engine.cancel(ticket.id)
+            self._end(ticket, Failed(failure))

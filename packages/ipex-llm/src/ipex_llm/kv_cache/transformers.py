@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged cache as a cache of transformers, for its own generation loops.
+
+`IpexCache` is a `transformers.DynamicCache`, and an empty DynamicCache is turned into one in place, so whoever made it
+keeps a valid reference. Its length is that of the padded batch, as transformers counts; what is stored is unpadded.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ipex_llm.engine.params import CacheMemoryError
+from ipex_llm.kv_cache.memory import available_memory, format_bytes
+from ipex_llm.kv_cache.paged import PagedCache, Sequences, Step
+
+if TYPE_CHECKING:
+    from ipex_llm.model_runner.runner import Runner
+
+__all__ = ["CacheState", "adopt", "cache_class", "state_of_cache"]
+
+Tensor = torch.Tensor
+KEY = "_ipex_cache"
+
+#: Rows of a block: a beam that leaves its neighbours copies at most so many rows.
+BLOCK = 32
+
+
+class CacheState:
+    """What a batch of sequences has in the cache, with the padding that transformers counts.
+
+    Args:
+        runner: Runs the decoder.
+        batch: Number of sequences.
+        tokens: Tokens per sequence to make room for at first.
+        dtype: dtype of the cache, or None for the model's own.
+    """
+
+    def __init__(
+        self, runner: Runner, batch: int, tokens: int, dtype: torch.dtype | None = None
+    ) -> None:
+        per = -(-max(tokens, 1) // BLOCK) + 1
+        needed = runner.cache_bytes(max(batch, 1) * per, BLOCK, dtype)
+        free = available_memory()
+        if free is not None and needed > free:
+            raise CacheMemoryError(
+                f"IpexCache: the cache must fit the free memory of {format_bytes(free)}, got {batch} sequences of"
+                f" {tokens} tokens, {format_bytes(needed)}; ask for fewer, or give optimize kv_cache_dtype='int8'"
+            )
+        self.cache: PagedCache = runner.new_cache(max(batch, 1) * per, BLOCK, dtype)
+        self.sequences = Sequences(self.cache, batch)
+        self.dtype = runner.dtype
+        self.length = 0  # as transformers counts: with padding
+        #: bool [batch, length]: which places are tokens and not padding; None: all.
+        self.valid: Tensor | None = None
+        self._fallback: tuple[Step, Tensor | None] | None = None
+        self.next_valid: Tensor | None = None
+
+    def append(self, batch: int, count: int, new: Tensor | None) -> Step:
+        """Make room for ``count`` places of each sequence.
+
+        Args:
+            batch: Number of sequences; must be that of the cache.
+            count: New places of each sequence.
+            new: bool ``[batch, count]``, which of them are tokens; None: all.
+        """
+        if batch != len(self.sequences):
+            raise ValueError(
+                f"IpexCache: the batch must be that of the cache = {len(self.sequences)}, got {batch}"
+            )
+        if new is None:
+            step = self.sequences.append(count)
+        else:
+            step = self.sequences.append(new.sum(1).tolist())
+        if self.valid is not None or new is not None:
+            past = self.valid
+            if past is None:
+                past = torch.ones(batch, self.length, dtype=torch.bool)
+            if new is None:
+                new = torch.ones(batch, count, dtype=torch.bool)
+            self.valid = torch.cat([past, new], dim=1)
+        self.length += count
+        return step
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Let sequence i be what sequence ``indices[i]`` was."""
+        self.sequences.select(indices)
+        if self.valid is not None:
+            self.valid = self.valid[torch.tensor(indices, dtype=torch.int64)]
+
+    def cut(self, count: int) -> None:
+        """Remove the last ``count`` places."""
+        count = min(count, self.length)
+        if count <= 0:
+            return
+        if self.valid is None:
+            self.sequences.cut([count] * len(self.sequences))
+        else:
+            self.sequences.cut(self.valid[:, self.length - count :].sum(1).tolist())
+            self.valid = self.valid[:, : self.length - count]
+        self.length -= count
+
+    # ------------------------------------------------------------ for the own forward of a model (DynamicCache)
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Store padded keys and values ``[B, kv_heads, n, head_dim]`` of a layer and return all of it."""
+        batch, _, count, _ = key.shape
+        if layer == 0:
+            new, self.next_valid = self.next_valid, None
+            if new is not None and bool(new.all()):
+                new = None
+            self._fallback = self.append(batch, count, new), new
+        assert self._fallback is not None
+        step, new = self._fallback
+        shape, parts = self.cache.layers[layer], (key, value)
+        if shape.latent:
+            if key.shape[1] != 1 or key.shape[-1] != shape.latent:
+                raise NotImplementedError(
+                    "IpexCache: keys must be latents, got those of heads: this version of the model's own forward"
+                    " cannot go on with a cache of latents; pass use_cache=False"
+                )
+            both = torch.cat([key, value], dim=-1)
+            parts = (both, both)
+        rows = []
+        for part in parts:
+            flat = part.transpose(1, 2)
+            flat = flat.flatten(0, 1) if new is None else flat[new]
+            rows.append(flat.to(self.dtype).contiguous())
+        tensors = self.cache.tensors_of(layer)
+        scales: dict[str, Any] = {}
+        if self.cache.row_scales:
+            scales = {"key_scales": tensors[2], "value_scales": tensors[3]}
+        elif self.cache.scales is not None:
+            scales = dict(zip(("k_scale", "v_scale"), self.cache.scales[layer], strict=True))
+        torch.ops.ipex.reshape_and_cache(*rows, tensors[0], tensors[1], step.slots, **scales)
+        found = self.padded(layer)
+        return found[0].to(key.dtype), found[1].to(value.dtype)
+
+    def padded(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[B, kv_heads, length, head_dim]``, zeros at padding."""
+        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        shape = self.cache.layers[layer]
+        for i, (blocks, length) in enumerate(
+            zip(self.sequences.blocks, self.sequences.lengths, strict=True)
+        ):
+            for out, rows in zip(parts, self.cache.rows(layer, blocks, length), strict=True):
+                if self.valid is not None:
+                    wide = rows.new_zeros(shape.kv_heads, self.length, rows.shape[-1])
+                    wide[:, self.valid[i]] = rows
+                    rows = wide
+                out.append(rows)
+        return torch.stack(parts[0]), torch.stack(parts[1])
+
+
+def state_of_cache(cache: Any) -> CacheState | None:
+    """Return the state of an `IpexCache`, or None for other caches and for one that nobody has used yet."""
+    state = getattr(cache, KEY, None)
+    return state if isinstance(state, CacheState) else None
+
+
+@functools.cache
+def cache_class() -> Any:
+    """Return the class `IpexCache`; transformers is imported now."""
+    from transformers.cache_utils import Cache, DynamicCache
+
+    removes = (
+        "tokens_to_remove" in inspect.signature(Cache.crop).parameters
+        if hasattr(Cache, "crop")
+        else False
+    )
+
+    class IpexCache(DynamicCache):  # type: ignore[misc]
+        """Keys and values in blocks; see `ipex_llm`."""
+
+        _ipex_cache: CacheState
+
+        def __repr__(self) -> str:
+            state = self._ipex_cache
+            return f"IpexCache({len(state.sequences)} sequences, {state.length} tokens)"
+
+        def __len__(self) -> int:
+            return len(self._ipex_cache.cache.layers)
+
+        def __iter__(self) -> Any:
+            for layer in range(len(self)):
+                yield (*self._ipex_cache.padded(layer), None)
+
+        def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
+            return self._ipex_cache.padded(layer)
+
+        def to_legacy_cache(self) -> tuple[tuple[Tensor, Tensor], ...]:
+            return tuple(self._ipex_cache.padded(layer) for layer in range(len(self)))
+
+        def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
+            return self._ipex_cache.length
+
+        def get_max_length(self, *_: Any) -> int:
+            return -1
+
+        def get_max_cache_shape(self, *_: Any) -> int:
+            return -1
+
+        def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+            if isinstance(query_length, torch.Tensor):  # a cache_position, in older versions
+                query_length = query_length.shape[0]
+            return self._ipex_cache.length + query_length, 0
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+        ) -> tuple[Tensor, Tensor]:
+            return self._ipex_cache.update(key_states, value_states, layer_idx)
+
+        def reorder_cache(self, beam_idx: Tensor) -> None:
+            self._ipex_cache.select(beam_idx.tolist())
+
+        def batch_select_indices(self, indices: Tensor) -> None:
+            if indices.dtype == torch.bool:
+                indices = indices.nonzero().flatten()
+            self._ipex_cache.select(indices.tolist())
+
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            count = len(self._ipex_cache.sequences)
+            self._ipex_cache.select([i for i in range(count) for _ in range(repeats)])
+
+        def crop(self, max_length: int) -> None:
+            state = self._ipex_cache
+            max_length = int(max_length)  # a tensor where drafts are verified, in some releases
+            if max_length < 0:
+                state.cut(-max_length)
+            elif max_length > 0 or not removes:
+                state.cut(state.length - max_length)
+
+        def reset(self) -> None:
+            self._ipex_cache.cut(self._ipex_cache.length)
+
+        def activate_past_recording(self) -> None:
+            pass
+
+        @property
+        def batch_size(self) -> int:
+            return len(self._ipex_cache.sequences)
+
+        @property
+        def is_compileable(self) -> bool:
+            return False
+
+        @property
+        def is_initialized(self) -> bool:
+            return True
+
+        @property
+        def is_croppable(self) -> bool:
+            return True
+
+        @property
+        def is_sliding(self) -> list[bool]:
+            return [False] * len(self)
+
+        @property
+        def is_linear(self) -> list[bool]:
+            return [False] * len(self)
+
+        @property
+        def is_dummy(self) -> list[bool]:
+            return [False] * len(self)
+
+        @property
+        def seen_tokens(self) -> int:
+            return self._ipex_cache.length
+
+    IpexCache.__qualname__ = "IpexCache"
+    return IpexCache
+
+
+def adopt(
+    cache: Any, runner: Runner, batch: int, tokens: int, dtype: torch.dtype | None = None
+) -> tuple[Any, str | None]:
+    """Turn a cache of transformers into ours, or make one.
+
+    Args:
+        cache: None, an `IpexCache` or a DynamicCache.
+        runner: Runs the decoder.
+        batch: Sequences of the batch.
+        tokens: Tokens to make room for.
+        dtype: dtype of a new cache.
+
+    Returns:
+        The cache and None, or ``cache`` and why it cannot be used.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    kind = cache_class()
+    if cache is None:
+        cache = kind.__new__(kind)
+        DynamicCache.__init__(cache)
+    elif isinstance(cache, kind):
+        if state_of_cache(cache) is not None:
+            return cache, None
+    elif type(cache) is not DynamicCache:
+        return cache, f"past_key_values is a {type(cache).__name__}"
+    elif getattr(cache, "offloading", False):
+        return cache, "past_key_values is offloaded"
+    elif cache.get_seq_length() > 0:
+        return cache, "past_key_values was filled by another model or before optimize"
+    cache.__class__ = kind
+    cache.layers = []
+    setattr(cache, KEY, CacheState(runner, batch, tokens, dtype))
+    return cache, None

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights, programs and the runner of a decoder."""

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed weights of decoder layers: dense, weight-only, experts."""

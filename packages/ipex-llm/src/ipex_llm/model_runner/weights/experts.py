@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed experts of a plan: stacked weights or one module for each, in floating point or quantised."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_llm.arch.types import ExpertsPlan
+from ipex_llm.model_runner.weights import woq, woq_experts
+from ipex_llm.model_runner.weights.dense import UnsupportedPlan, WeightStore, _not_packable, _unpack
+from ipex_quant import combine_linears
+
+__all__ = ["Experts", "pack_experts"]
+
+Tensor = torch.Tensor
+Modules = tuple[nn.Module, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experts:
+    """Packed experts as a program calls them; see ``fused_experts``."""
+
+    w13: Tensor
+    w2: Tensor
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    lowp: str = "none"
+
+
+@torch.no_grad()
+def pack_experts(store: WeightStore, plan: ExpertsPlan) -> Experts:
+    """Pack the experts of a layer.
+
+    Raises:
+        UnsupportedPlan: They lie in memory in a way that is not known here.
+    """
+    gate_up, down = plan.gate_up, plan.down
+    if isinstance(gate_up, tuple) and isinstance(down, tuple):
+        modules = [*gate_up, *down]
+        quantised = [woq.is_quantized(module) for module in modules]
+        if not any(quantised):
+            return _pack_listed(store, plan.experts, gate_up, down)
+        if not all(quantised):
+            raise UnsupportedPlan("some experts are quantised, others are not")
+        return _join_quantised(store, plan.experts, gate_up, down)
+    stacks = woq_experts.packed(plan.module)
+    if stacks is not None:
+        store._own += [(plan.module, name, packed) for name, packed in stacks.packed.items()]
+        w13, w2 = stacks.packed.values()
+        return Experts(w13, w2, *_stacked_biases(store, plan), stacks.lowp)
+    return _pack_stacked(store, plan)
+
+
+def _stacked_biases(store: WeightStore, plan: ExpertsPlan) -> tuple[Tensor | None, Tensor | None]:
+    bias, down = plan.gate_up_bias, plan.down_bias
+    names = {id(p): n for n, p in plan.module._parameters.items() if p is not None}
+    for value in (bias, down):
+        if isinstance(value, nn.Parameter) and id(value) in names:
+            store._plain.append((plan.module, names[id(value)], value, value._version))
+    if bias is not None:
+        bias = bias.detach()
+        if plan.interleaved:
+            bias = torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1)
+        bias = bias.contiguous()
+    return bias, None if down is None else down.detach()
+
+
+def _pack_stacked(store: WeightStore, plan: ExpertsPlan) -> Experts:
+    gate_up, down = plan.gate_up, plan.down
+    owners = {  # the module itself, or one for each weight
+        id(parameter): (module, name)
+        for module in plan.module.modules()
+        for name, parameter in module._parameters.items()
+    }
+    if id(gate_up) not in owners or id(down) not in owners:
+        raise UnsupportedPlan("the weights of the experts are no parameters of their module")
+    made: list[Tensor] = []
+    for gated, parameter in ((True, gate_up), (False, down)):
+        assert isinstance(parameter, Tensor)
+        form = (plan.transposed, gated and plan.interleaved)
+        rows = woq_experts.as_rows(parameter.detach(), *form)
+        packed = torch.ops.ipex.pack_moe_weight(rows.to(store.dtype).contiguous(), gated)
+        shape = (rows.shape[1], rows.shape[2])
+        del rows
+        part = _StackPart(packed, shape, store.dtype, gated, form)
+        store._replace(*owners[id(parameter)], packed, part)
+        made.append(packed)
+    return Experts(made[0], made[1], *_stacked_biases(store, plan))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StackPart:
+    """Gives the stacked weights of experts back."""
+
+    packed: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    gated: bool
+    form: tuple[bool, bool]
+
+    def __call__(self) -> Tensor:
+        rows: Tensor = torch.ops.ipex.unpack_moe_weight(
+            self.packed, *self.shape, self.dtype, self.gated
+        )
+        return woq_experts.from_rows(rows, *self.form)
+
+
+# -------------------------------------------------------------------------------------------------- separate modules
+
+
+def _pack_listed(store: WeightStore, count: int, gate_up: Modules, down: Modules) -> Experts:
+    for module in (*gate_up, *down):
+        reason = _not_packable(module)
+        if reason is not None:
+            raise UnsupportedPlan(f"{type(module).__name__}: {reason}")
+        _unpack(module)
+    made: list[Tensor] = []
+    for parts in ((gate_up[:count], gate_up[count:]), (down,)):
+        gated = len(parts) == 2
+        rows = torch.stack(
+            [torch.cat([_value(m) for m in one]) for one in zip(*parts, strict=True)]
+        )
+        packed = torch.ops.ipex.pack_moe_weight(rows.to(store.dtype).contiguous(), gated)
+        shape = (rows.shape[1], rows.shape[2])
+        del rows
+        for index, modules in enumerate(parts):
+            for expert, module in enumerate(modules):
+                part = _ListPart(packed, shape, store.dtype, gated, expert, index)
+                store._replace(module, "weight", packed, part)
+        made.append(packed)
+    biases = _list_biases(store, count, gate_up, down)
+    return Experts(made[0], made[1], *biases)
+
+
+def _value(module: nn.Module) -> Tensor:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight.detach()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ListPart:
+    """Gives the weight of one module of one expert back."""
+
+    packed: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    gated: bool
+    expert: int
+    index: int
+
+    def __call__(self) -> Tensor:
+        one = self.packed[self.expert : self.expert + 1]
+        rows: Tensor = torch.ops.ipex.unpack_moe_weight(one, *self.shape, self.dtype, self.gated)[0]
+        return (rows.chunk(2)[self.index] if self.gated else rows).clone()
+
+
+def _list_biases(
+    store: WeightStore, count: int, gate_up: Modules, down: Modules
+) -> tuple[Tensor | None, Tensor | None]:
+    found: list[Tensor | None] = []
+    for parts in ((gate_up[:count], gate_up[count:]), (down,)):
+        modules: list[Any] = [module for one in parts for module in one]
+        if all(module.bias is None for module in modules):
+            found.append(None)
+            continue
+        for module in modules:
+            if module.bias is not None:
+                store._plain.append((module, "bias", module.bias, module.bias._version))
+        rows = [
+            torch.zeros(m.out_features) if m.bias is None else m.bias.detach().float()
+            for m in modules
+        ]
+        sides = [torch.stack(rows[at : at + count]) for at in range(0, len(rows), count)]
+        found.append(torch.cat(sides, dim=1).contiguous())
+    return found[0], found[1]
+
+
+def _join_quantised(store: WeightStore, count: int, gate_up: Any, down: Any) -> Experts:
+    """Put the packed weights of quantised modules together; the modules keep none of their own."""
+    made: list[Tensor] = []
+    biases = _list_biases(store, count, gate_up, down)
+    for parts in ((gate_up[:count], gate_up[count:]), (down,)):
+        gated = len(parts) == 2
+        rows = []
+        for one in zip(*parts, strict=True):
+            combined = combine_linears(one, gate=gated, codes_order="dot")
+            if combined is None:
+                raise UnsupportedPlan("gate and up of a quantised expert have different formats")
+            rows.append(combined[0])
+        if len({row.shape for row in rows}) != 1:
+            raise UnsupportedPlan("quantised experts have different formats")
+        packed: Tensor = torch.ops.ipex.pack_moe_stack(rows)
+        del rows
+        made.append(packed)
+        for expert, one in enumerate(zip(*parts, strict=True)):
+            store._lent += woq.lend(one, packed[expert], gated)
+    modes = {module.modes[0] for module in (*gate_up, *down)}
+    # Their products with int8 activations have no grouped form: those of the rows' own dtype are more exact.
+    lowp = modes.pop() if len(modes) == 1 else "none"
+    return Experts(made[0], made[1], *biases, "none" if lowp == "int8" else lowp)

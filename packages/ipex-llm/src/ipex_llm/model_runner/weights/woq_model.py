@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantising a model: its linear layers, and the experts of its mixtures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.ao.quantization import QConfig
+
+from ipex_core.library.spec import check
+from ipex_llm.arch.types import DecoderPlan, ExpertsPlan, LayerPlan, LinearPlan
+from ipex_llm.model_runner.weights import woq, woq_experts
+from ipex_llm.patch.layer_plans import Found
+from ipex_quant import quantize_linears
+from ipex_quant.qconfig.weight_only import QConfigWoq
+from ipex_quant.weight_only.convert import woq_qconfig_of, woq_qconfigs
+
+__all__ = ["quantize"]
+
+#: Name of the module with the experts, and why they were not quantised (None: they were).
+Notes = list[tuple[str, nn.Module, str | None]]
+Plan = TypeVar("Plan", DecoderPlan | None, LayerPlan | None)
+
+
+def quantize(
+    model: nn.Module, plan: DecoderPlan | None, config: Any, layers: Sequence[Found] = ()
+) -> tuple[DecoderPlan | None, list[Found], Notes]:
+    """Quantise a model in place.
+
+    Routers, which choose experts, stay in floating point.
+
+    Args:
+        model: The model.
+        plan: Of its decoder, or None; experts are looked for in the model then.
+        config: A `QConfigWoq`, or a mapping with one as global or for some modules.
+        layers: Its decoder layers, if they have plans of their own.
+
+    Returns:
+        The plan and the decoder layers with the new modules, and what was done about stacked experts.
+
+    Raises:
+        OpArgumentError: The configuration does not fit a layer.
+    """
+    given = getattr(config, "global_qconfig", config)
+    check(
+        not isinstance(given, QConfig),
+        "optimize",
+        "quantization_config",
+        "be for weights only; quantise activations before, with ipex.quantization.prepare and convert",
+        type(given).__name__,
+    )
+    first = woq_qconfigs("optimize", config)[0]
+    config = first if config is None else config
+    paths = {id(module): name for name, module in model.named_modules()}
+    found, notes = _mixtures(model, plan)
+    stacked: list[tuple[str, ExpertsPlan, QConfigWoq]] = []
+    for mixture in found:
+        name = paths.get(id(mixture.module), "")
+        if isinstance(mixture.gate_up, tuple) or woq_experts.weights(mixture.module):
+            continue  # linear layers as all others, or quantised already
+        reason = woq_experts.reason_against(mixture)
+        qconfig = woq_qconfig_of(config, name, mixture.module)
+        if qconfig is None:
+            reason = reason or "the configuration has nothing for it"
+        elif reason is None:
+            woq_experts.check_group(mixture, name, qconfig)
+            stacked.append((name, mixture, qconfig))
+        notes.append((name, mixture.module, reason))
+    kept = {m for one in found for m in (one.router, one.shared_gate) if m is not None}
+    names = dict(model.named_modules(remove_duplicate=False))
+    quantize_linears(model, config, tuple(n for n, m in names.items() if m in kept and _linear(m)))
+    for name, mixture, qconfig in stacked:
+        woq_experts.quantize(mixture, name, qconfig)
+    new = dict(model.named_modules(remove_duplicate=False))
+    changed = {id(old): new[name] for name, old in names.items() if new.get(name) is not old}
+    return (
+        _remap(plan, changed),
+        [dataclasses.replace(layer, plan=_remap(layer.plan, changed)) for layer in layers],
+        notes,
+    )
+
+
+def _linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _mixtures(model: nn.Module, plan: DecoderPlan | None) -> tuple[list[ExpertsPlan], Notes]:
+    """Return the mixtures of experts of a model, and those that are not understood."""
+    from ipex_llm.arch.detect import MatchError, find_mixtures
+
+    if plan is not None:
+        return [layer.mlp for layer in plan.layers if isinstance(layer.mlp, ExpertsPlan)], []
+    found: list[ExpertsPlan] = []
+    notes: Notes = []
+    for name, block, mixture in find_mixtures(model):
+        if isinstance(mixture, MatchError):
+            notes.append((name, block, mixture.reason))
+        else:
+            found.append(mixture)
+    return found, notes
+
+
+def _remap(plan: Plan, modules: dict[int, nn.Module]) -> Plan:
+    """Return a plan with other modules in the place of those whose id is a key, and quantised experts."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return modules.get(id(value), value)
+        if isinstance(value, tuple):
+            return tuple(walk(one) for one in value)
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return value
+        changes = {f.name: walk(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if isinstance(value, LinearPlan) and any(woq.is_quantized(m) for m in changes["modules"]):
+            changes["transposed"] = False
+        if isinstance(value, ExpertsPlan) and (names := woq_experts.weights(value.module)):
+            gate_up, down = (getattr(value.module, name) for name in names)
+            changes |= {"gate_up": gate_up, "down": down}
+        return dataclasses.replace(value, **changes)
+
+    result: Plan = walk(plan)
+    return result

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of a small model that programs must answer as the stock forward does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ipex_llm.arch.detect.trace import special_tokens
+from ipex_llm.patch.decoder import parameter_names
+
+__all__ = ["CALLS", "Probe", "distance", "outcome", "probes"]
+
+Tensor = torch.Tensor
+
+#: Calls that a forward can notice before it computes: where a probe of one fails, such calls run the stock forward.
+CALLS = frozenset({"padding", "padding without position_ids", "position_ids", "generate"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Probe:
+    """One call, or some that share a cache.
+
+    Attributes:
+        name: For readers of `ipex.explain`.
+        run: Model -> what is compared.
+        call: What kind of call it is, of `CALLS`; empty: one that every model must answer.
+    """
+
+    name: str
+    run: Callable[[Any], list[Tensor]]
+    call: str = ""
+
+
+def outcome(result: Any) -> Tensor:
+    """Return the logits of a model, or its last hidden states, float32."""
+    value = getattr(result, "logits", None)
+    if value is None:
+        value = result.last_hidden_state
+    return value.float()  # type: ignore[no-any-return]
+
+
+def distance(got: list[Tensor], want: list[Tensor]) -> float:
+    """Return the largest difference relative to the largest number; infinite for other shapes."""
+    if [t.shape for t in got] != [t.shape for t in want]:
+        return float("inf")
+    size = max((float(t.abs().max()) for t in want if t.numel()), default=0.0)
+    errors = [float((a - b).abs().max()) for a, b in zip(got, want, strict=True) if b.numel()]
+    worst = max(errors, default=0.0) / max(size, 1e-30)
+    return float("inf") if math.isnan(worst) else worst
+
+
+def _ids(config: Any, rows: int, length: int, seed: int) -> Tensor:
+    special = special_tokens(config)
+    vocab = int(getattr(config, "vocab_size", 64))
+    usable = torch.tensor([i for i in range(vocab) if i not in special] or [0])
+    generator = torch.Generator().manual_seed(seed)
+    return usable[torch.randint(len(usable), (rows, length), generator=generator)]
+
+
+def _cache(result: Any) -> Any:
+    """Return the cache of a result: ``cache`` from transformers 5.24 on."""
+    cache = getattr(result, "cache", None)
+    return result.past_key_values if cache is None else cache
+
+
+def _with(model: Any, cache: Any) -> dict[str, Any]:
+    """Return the argument that hands a cache to a model."""
+    kind = getattr(type(model), "_ipex_original", type(model))
+    return {"cache" if "cache" in parameter_names(kind) else "past_key_values": cache}
+
+
+def _steps(model: Any, ids: Tensor, cuts: list[int], **first: Any) -> list[Tensor]:
+    """Return what parts of texts give that share a cache; `first` goes with the first part."""
+    found, cache, start = [], None, 0
+    for end in cuts:
+        given = first if cache is None else _with(model, cache)
+        result = model(input_ids=ids[:, start:end], use_cache=True, **given)
+        cache = _cache(result)
+        found.append(outcome(result))
+        start = end
+    return found
+
+
+def _padded(ids: Tensor, left: bool, pad: int = 4) -> tuple[Tensor, Tensor]:
+    mask = torch.ones_like(ids)
+    mask[0, slice(0, pad) if left else slice(-pad, None)] = 0
+    return ids, mask
+
+
+def _places(mask: Tensor) -> Tensor:
+    return (mask.cumsum(1) - 1).clamp_min(0)
+
+
+def _plain(model: Any, ids: Tensor) -> list[Tensor]:
+    return [outcome(model(input_ids=ids, use_cache=False))]
+
+
+def _masked(model: Any, ids: Tensor, mask: Tensor, **more: Any) -> list[Tensor]:
+    result = outcome(model(input_ids=ids, attention_mask=mask, use_cache=False, **more))
+    return [result[mask.bool()]]
+
+
+def _continued(model: Any, ids: Tensor, mask: Tensor, start: int, positions: bool) -> list[Tensor]:
+    """Return what a padded prompt and steps after it give."""
+    places = _places(mask)
+    found, cache = [], None
+    for begin, end in [(0, start), *((i, i + 1) for i in range(start, ids.shape[1]))]:
+        more = {"position_ids": places[:, begin:end]} if positions else {}
+        result = model(
+            input_ids=ids[:, begin:end],
+            attention_mask=mask[:, :end],
+            use_cache=True,
+            **({} if cache is None else _with(model, cache)),
+            **more,
+        )
+        cache = _cache(result)
+        found.append(outcome(result)[mask[:, begin:end].bool()])
+    return found
+
+
+def _generated(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
+    made = model.generate(
+        ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0
+    )
+    return [made.float()]
+
+
+def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> Iterator[Probe]:
+    """Yield the probes of a small model.
+
+    Args:
+        config: Its configuration.
+        reach: How many tokens it takes to be beyond all that begins at a distance.
+        positions: The most positions that it has.
+        seeds: How many texts to read: enough of them for each expert to be taken.
+        loop: Whether ``generate`` runs a loop of ours.
+    """
+    length = max(2, min(reach, positions))
+    ids = _ids(config, 2, length, 0)
+    for seed in range(seeds):
+        text = _ids(config, 2, length, seed)
+        name = f"{length} tokens" if not seed else f"{length} tokens, text {seed}"
+        yield Probe(name, partial(_plain, ids=text))
+    yield Probe("one token", lambda m: [outcome(m(input_ids=ids[:, :1], use_cache=False))])
+    half = max(1, length // 4)
+    yield Probe(
+        "a cache, token by token", lambda m: _steps(m, ids, [half, *range(half + 1, length + 1)])
+    )
+    cuts = sorted({half, min(2 * half + 1, length), length - 1, length})
+    yield Probe("a prompt in chunks", lambda m: _steps(m, ids, cuts))
+    if length < 8:
+        return
+    ones = torch.ones_like(ids)
+    yield Probe("a mask that hides nothing", lambda m: _masked(m, ids, ones))
+    for left in (True, False):
+        side = "left" if left else "right"
+        _, mask = _padded(ids, left)
+        yield Probe(
+            f"padding on the {side}",
+            partial(_masked, ids=ids, mask=mask),
+            "padding without position_ids",
+        )
+        yield Probe(
+            f"padding on the {side} with position_ids",
+            partial(_masked, ids=ids, mask=mask, position_ids=_places(mask)),
+            "padding",
+        )
+    _, mask = _padded(ids, True)
+    yield Probe(
+        "padding on the left with position_ids, token by token",
+        lambda m: _continued(m, ids, mask, length - 3, True),
+        "padding",
+    )
+    yield Probe(
+        "padding on the left, token by token",
+        lambda m: _continued(m, ids, mask, length - 3, False),
+        "padding without position_ids",
+    )
+    shifted = (torch.arange(length - 3) + 3).unsqueeze(0)
+    yield Probe(
+        "position_ids from 3 on",
+        lambda m: [outcome(m(input_ids=ids[:, :-3], position_ids=shifted, use_cache=False))],
+        "position_ids",
+    )
+    own = torch.arange(length).unsqueeze(0).expand(2, -1)
+    yield Probe(
+        "position_ids from 0 on",
+        lambda m: _steps(m, ids, [length], position_ids=own),
+        "position_ids",
+    )
+    packed = torch.cat([torch.arange(length // 2), torch.arange(length - length // 2)]).unsqueeze(0)
+    yield Probe(
+        "packed texts",
+        lambda m: [outcome(m(input_ids=ids[:1], position_ids=packed, use_cache=False))],
+        "position_ids",
+    )
+    yield Probe(
+        "packed texts and a cache",
+        lambda m: _steps(m, ids, [length], position_ids=packed.expand(2, -1)),
+        "position_ids",
+    )
+    if loop:
+        yield Probe("generate", lambda m: _generated(m, ids[:, :6], mask[:, :6]), "generate")

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the probes on a small copy of a model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_llm.arch.types import DecoderPlan, ExpertsPlan, LayerPlan
+from ipex_llm.optimization.proof.probes import Probe, distance, outcome, probes
+from ipex_llm.optimization.proof.small import (
+    POSITIONS,
+    chosen_layers,
+    config_of,
+    kinds_of_layers,
+    reach,
+    small_model,
+)
+from ipex_llm.patch.decoder import silence
+
+__all__ = ["Key", "Verdict", "layer_key", "prove_layers", "prove_stack"]
+
+logger = logging.getLogger("ipex.llm")
+
+Key = tuple[object, ...]
+
+#: Seconds of a processor that a proof may take.
+BUDGET = 2.0
+#: Relative difference that is rounding.
+TOLERANCE = 1e-3
+#: Texts that are read at most until each expert was taken.
+TEXTS = 8
+#: Weights that a small copy may have.
+WEIGHTS = 8_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is proven of the models of a configuration.
+
+    Attributes:
+        keys: Kinds of layers that are proven (`layer_key`).
+        calls: Calls that must run the stock forward.
+        reason: Why something is not proven; empty if all is.
+    """
+
+    keys: frozenset[Key]
+    calls: frozenset[str] = frozenset()
+    reason: str = ""
+
+
+class _Failed(Exception):
+    """The probe that failed or was skipped."""
+
+
+def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
+    """Return what makes layers one kind: what the configuration says of them, and what the plan is made of."""
+    attention, mlp = plan.attention, plan.mlp
+    rope = attention.rope
+    parts: list[object] = [
+        kinds[index] if index < len(kinds) else (),
+        None if rope is None else (rope.kind, rope.half),
+        attention.alibi_slopes is None,
+        attention.window >= 0,
+        attention.softcap > 0,
+        attention.sinks is None,
+        attention.latent is None,
+        attention.query_norm is None,
+        attention.norm_after_rope,
+        attention.temperature is None,
+        plan.input_norm is None,
+        plan.mlp_norm is None,
+        plan.post_attention_norm is None,
+        plan.post_mlp_norm is None,
+        plan.parallel,
+        plan.residual_after_norm,
+    ]
+    if isinstance(mlp, ExpertsPlan):
+        parts += [mlp.scoring, mlp.renormalize, mlp.groups > 1, mlp.scale_input, mlp.activation]
+        parts += [mlp.correction_bias is None, mlp.shared is None, mlp.shared_gate is None]
+    else:
+        parts += [mlp.gate is None, mlp.fused]
+    return tuple(parts)
+
+
+_known: dict[tuple[object, ...], Verdict] = {}
+
+
+def _text(config: Any) -> str:
+    """Return a configuration as text, without what says nothing about the computation."""
+    values = config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"):
+        values.pop(name, None)
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+def _subject(model: nn.Module, decoder: nn.Module | None) -> tuple[type, Any] | None:
+    """Return the class and the configuration to prove: of the model, or of the decoder in a larger model."""
+    for module in (model, decoder):
+        if module is None:
+            continue
+        kind = getattr(type(module), "_ipex_original", type(module))
+        config = getattr(module, "config", None)
+        own = config is not None and hasattr(config, "to_dict") and hasattr(kind, "config_class")
+        if own and config_of(module) is config:
+            return kind, config
+    return None
+
+
+class _Case:
+    """A small copy and what its stock forward answers."""
+
+    def __init__(self, kind: type, config: Any, half: bool, limited: bool) -> None:
+        self.started = time.thread_time()
+        self.limited, self.half = limited, half
+        self.kinds = kinds_of_layers(config)
+        self.chosen = chosen_layers(config)
+        self.stock = self._make(kind, config)
+        self.config = config_of(self.stock)
+        self.reach = reach(self.config)
+        self.answers: dict[str, list[torch.Tensor] | None] = {}
+
+    def _make(self, kind: type, config: Any) -> nn.Module:
+        problem: Exception | None = None
+        for unknown in (True, False):
+            try:
+                model = small_model(kind, config, unknown)
+                if sum(p.numel() for p in model.parameters()) > WEIGHTS:
+                    raise ValueError("it has too many weights")
+                with torch.no_grad():
+                    size = reach(config_of(model))
+                    outcome(
+                        model(input_ids=torch.ones(1, size, dtype=torch.int64), use_cache=False)
+                    )
+            except Exception as error:  # whatever a model does with numbers that it does not expect
+                problem = error
+            else:
+                return model
+        text = str(problem).strip().split("\n")[0][:120]
+        raise _Failed(f"no small copy can be made: {type(problem).__name__}: {text}")
+
+    def positions(self) -> int:
+        for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+            value = getattr(self.config, name, None)
+            if isinstance(value, int) and value > 24:
+                return value
+        return POSITIONS
+
+    def answer(self, probe: Probe) -> list[torch.Tensor] | None:
+        """Return what the stock forward answers; None if it raises."""
+        if probe.name not in self.answers:
+            try:
+                self.answers[probe.name] = probe.run(self.stock)
+            except Exception:  # not a call of this model
+                self.answers[probe.name] = None
+        return self.answers[probe.name]
+
+    def check(self, fast: nn.Module, probe: Probe) -> str:
+        """Return why a probe fails, or an empty text."""
+        if self.limited and time.thread_time() - self.started > BUDGET:
+            raise _Failed(f"probe {probe.name!r} was skipped: the time for proofs is over")
+        want = self.answer(probe)
+        if want is None:
+            return ""
+        try:
+            got = probe.run(fast)
+        except Exception as error:
+            text = str(error).strip().split("\n")[0][:120]
+            return f"probe {probe.name!r} raises {type(error).__name__}: {text}"
+        off = distance(got, want)
+        return "" if off <= TOLERANCE else f"probe {probe.name!r} is off by {off:.1e}"
+
+    def check_half(self, fast: nn.Module) -> str:
+        """Compare in bfloat16, from which the stock forward in bfloat16 is as far away."""
+        from ipex_llm.optimization.proof.probes import _ids
+
+        ids = _ids(self.config, 2, min(self.reach, self.positions()), 0)
+        given = {"input_ids": ids, "use_cache": False}
+        want = outcome(self.stock(**given))
+        off, plain = (
+            float((1 - nn.functional.cosine_similarity(outcome(m(**given)), want, dim=-1)).median())
+            for m in (fast, copy.deepcopy(self.stock).bfloat16())
+        )
+        return "" if off < max(2e-3, 2 * plain) else f"probe 'bfloat16' is off by {off:.1e}"
+
+
+def _texts(case: _Case, plans: Sequence[LayerPlan]) -> int:
+    """Return how many texts are needed until each expert was taken."""
+    from ipex_llm.arch.reference import _route
+    from ipex_llm.optimization.proof.probes import _ids
+
+    mixtures = [plan.mlp for plan in plans if isinstance(plan.mlp, ExpertsPlan)]
+    if not mixtures:
+        return 1
+    taken: list[set[int]] = [set() for _ in mixtures]
+    rows: dict[nn.Module, torch.Tensor] = {}
+    blocks = {m: b for b in case.stock.modules() for m in b.children()}
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        first = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(first, torch.Tensor):
+            rows[module] = first.detach()
+
+    outer = [blocks.get(plan.router, plan.router) for plan in mixtures]
+    handles = [
+        module.register_forward_pre_hook(keep, with_kwargs=True)
+        for plan, block in zip(mixtures, outer, strict=True)
+        for module in {plan.router, block}
+    ]
+    length = min(case.reach, case.positions())
+    try:
+        for seed in range(TEXTS):
+            case.stock(input_ids=_ids(case.config, 2, length, seed), use_cache=False)
+            for plan, block, found in zip(mixtures, outer, taken, strict=True):
+                x = rows.get(plan.router, rows.get(block))
+                width = plan.router_weight.shape[-1]
+                if x is not None and x.shape[-1] == width:
+                    found.update(_route(plan, x.reshape(-1, width).float())[1].flatten().tolist())
+            if all(len(found) == plan.experts for found, plan in zip(taken, mixtures, strict=True)):
+                return max(2, seed + 1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return TEXTS
+
+
+def _run(
+    case: _Case, attach: Callable[[frozenset[str]], nn.Module], texts: int, loop: bool
+) -> frozenset[str]:
+    """Run all probes.
+
+    Args:
+        case: The small copy.
+        attach: Returns the copy with programs, for calls that run the stock forward.
+        texts: How many texts to read.
+        loop: Whether ``generate`` runs a loop of ours.
+
+    Returns:
+        The calls that must run the stock forward.
+
+    Raises:
+        _Failed: Something else differs.
+    """
+    calls: frozenset[str] = frozenset()
+    fast = attach(calls)
+    every = list(probes(case.config, case.reach, case.positions(), texts, loop))
+    for probe in every:
+        why = case.check(fast, probe)
+        if why and probe.call:
+            calls |= {probe.call}
+            fast = attach(calls)
+            why = case.check(fast, probe)
+        if why:
+            raise _Failed(why)
+    return calls
+
+
+def _stack(case: _Case) -> Verdict:
+    from ipex_llm.optimization.api import _optimize_rest
+    from ipex_llm.patch.attach import attach_decoder, find_plan
+
+    def make(calls: frozenset[str], dtype: torch.dtype = torch.float32) -> nn.Module:
+        fast = copy.deepcopy(case.stock)
+        plan, reason = find_plan(fast)
+        if plan is None:
+            raise _Failed(f"its small copy is not understood: {reason}")
+        plan = dataclasses.replace(plan, stock_calls=calls)
+        _optimize_rest(fast, dtype, [], plan)
+        reason = attach_decoder(fast, plan, None)
+        if reason is not None:
+            raise _Failed(reason)
+        return fast
+
+    from ipex_llm.arch.detect import match
+
+    plan: DecoderPlan = match(copy.deepcopy(case.stock))
+    loop = hasattr(case.stock, "generate") and plan.head is not None
+    calls = _run(case, make, _texts(case, match(case.stock).layers), loop)
+    if case.half and (why := case.check_half(make(calls, torch.bfloat16))):
+        raise _Failed(why)
+    keys = frozenset(_key(case, index, layer) for index, layer in enumerate(plan.layers))
+    return Verdict(keys, calls)
+
+
+def _key(case: _Case, index: int, plan: LayerPlan) -> Key:
+    real = case.chosen[index] if index < len(case.chosen) else len(case.kinds)
+    return layer_key(case.kinds, real, plan)
+
+
+def _layers(case: _Case) -> Verdict:
+    from ipex_llm.optimization.api import _optimize_rest
+    from ipex_llm.patch.attach import attach_layers
+    from ipex_llm.patch.layer_plans import layer_plans
+
+    found = layer_plans(case.stock)
+    keys = [
+        None if layer.plan is None else _key(case, index, layer.plan)
+        for index, layer in enumerate(found)
+    ]
+
+    def make(wanted: frozenset[Key | None], dtype: torch.dtype = torch.float32) -> nn.Module:
+        fast = copy.deepcopy(case.stock)
+        layers = [
+            layer if key in wanted else layer.without("not this one")
+            for layer, key in zip(layer_plans(fast), keys, strict=True)
+        ]
+        _optimize_rest(fast, dtype, layers)
+        attach_layers(fast, layers)
+        return fast
+
+    every = frozenset(key for key in keys if key is not None)
+    if not every:
+        return Verdict(every, reason="its small copy has no layer that is understood")
+    plans = [layer.plan for layer in found if layer.plan is not None]
+    texts = _texts(case, plans)
+
+    def works(wanted: frozenset[Key | None]) -> str:
+        fast = make(wanted)
+        for probe in probes(case.config, case.reach, case.positions(), texts, False):
+            if why := case.check(fast, probe):
+                return why
+        return case.check_half(make(wanted, torch.bfloat16)) if case.half else ""
+
+    reason = works(every)  # type: ignore[arg-type]
+    if not reason:
+        return Verdict(every)
+    if len(every) == 1:
+        return Verdict(frozenset(), reason=reason)
+    good = frozenset(key for key in sorted(every, key=str) if not works(frozenset({key})))
+    if good and (why := works(good)):  # type: ignore[arg-type]
+        return Verdict(frozenset(), reason=why)
+    return Verdict(good, reason=reason)
+
+
+def _verdict(
+    model: nn.Module, decoder: nn.Module | None, dtype: torch.dtype, limited: bool, whole: bool
+) -> tuple[Verdict, Sequence[Key]]:
+    subject = _subject(model, decoder)
+    if subject is None:
+        return Verdict(frozenset(), reason="it has no class and configuration of its own"), ()
+    kind, config = subject
+    half = dtype in (torch.bfloat16, torch.float16)
+    attention = getattr(config, "_attn_implementation", None)
+    known = (kind, _text(config), half, attention, whole)
+    kinds = kinds_of_layers(config)
+    verdict = _known.get(known)
+    if verdict is None:
+        began = time.perf_counter()
+        try:
+            with torch.no_grad(), silence():
+                case = _Case(kind, config, half, limited)
+                verdict = _stack(case) if whole else _layers(case)
+        except _Failed as error:
+            verdict = Verdict(frozenset(), reason=str(error))
+        except ValueError as error:  # a MatchError of the small copy
+            verdict = Verdict(frozenset(), reason=f"its small copy: {error}")
+        logger.debug("proof of %s: %.2f s", kind.__name__, time.perf_counter() - began)
+        _known[known] = verdict
+    return verdict, kinds
+
+
+def prove_stack(
+    model: nn.Module, plan: DecoderPlan, dtype: torch.dtype, limited: bool = True
+) -> tuple[DecoderPlan | None, str | None]:
+    """Return the plan of a whole decoder with the calls that it must leave alone, or None and what is not proven.
+
+    Args:
+        model: The model.
+        plan: Its plan.
+        dtype: That it will have.
+        limited: Whether the proof may only take `BUDGET` (not where several processes must come to one result).
+    """
+    verdict, kinds = _verdict(model, plan.decoder, dtype, limited, True)
+    if not verdict.keys:
+        return None, f"not proven: {verdict.reason}"
+    for index, layer in enumerate(plan.layers):
+        if layer_key(kinds, index, layer) not in verdict.keys:
+            return None, f"not proven: layer {index} is of a kind that its small copy does not have"
+    return dataclasses.replace(plan, stock_calls=verdict.calls), None
+
+
+def prove_layers(
+    model: nn.Module,
+    plans: Iterator[tuple[int, LayerPlan]] | Sequence[tuple[int, LayerPlan]],
+    dtype: torch.dtype,
+) -> dict[int, str]:
+    """Return the numbers of the layers that are not proven, each with the reason.
+
+    Args:
+        model: The model.
+        plans: Number and plan of each layer.
+        dtype: That the model will have.
+    """
+    plans = list(plans)
+    if not plans:
+        return {}
+    owner = _owner(model, plans[0][1].module)
+    verdict, kinds = _verdict(model, owner, dtype, True, False)
+    reason = verdict.reason or "its small copy has no layer of this kind"
+    return {
+        index: f"not proven: {reason}"
+        for index, plan in plans
+        if layer_key(kinds, index, plan) not in verdict.keys
+    }
+
+
+def _owner(model: nn.Module, layer: nn.Module) -> nn.Module | None:
+    """Return the innermost module around a layer that is a model of its own."""
+    found = None
+    for module in model.modules():
+        own = hasattr(type(module), "config_class") and hasattr(module, "config")
+        if own and module is not layer and any(part is layer for part in module.modules()):
+            found = module
+    return found

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`optimize` for the device xpu: the model layer by layer, with fused ops in the place of its norms and gated MLPs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_core.errors import MissingComponentError
+from ipex_core.optimization.api import _copy
+from ipex_llm.arch.types import MlpPlan, NormPlan
+from ipex_llm.model_runner.weights.woq_model import quantize
+from ipex_llm.patch.attach import find_plan
+
+logger = logging.getLogger("ipex.llm")
+
+
+def optimize_on_xpu(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    inplace: bool,
+    device: torch.device,
+    quantization_config: Any,
+    low_precision_checkpoint: Any,
+    load: Callable[[nn.Module], None],
+) -> nn.Module:
+    """Return the model on the device; the arguments are those of `ipex.llm.optimize`.
+
+    Args:
+        load: Puts the checkpoint into the model.
+
+    Raises:
+        MissingComponentError: There is no xpu device.
+    """
+    if not torch.xpu.is_available():
+        raise MissingComponentError(
+            "optimize: device 'xpu' needs a device: pip install 'ipex[xpu]', and IPEX_XPU_DEVICE=cpu for the CPU as one"
+        )
+    if not inplace:
+        model = _copy(model)
+    plan, reason = find_plan(model)
+    # Weights are packed on the host.
+    if low_precision_checkpoint is not None:
+        load(model)
+        plan, reason = find_plan(model)
+    elif quantization_config is not None:
+        plan, _, _ = quantize(model, plan, quantization_config)
+    if dtype is not None and dtype != torch.float32:
+        model.to(dtype)
+    model.to(device)
+    if plan is None:
+        logger.info("optimize: %s runs as it is on %s: %s", type(model).__name__, device, reason)
+        return model
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    norms = [plan.final_norm, plan.embedding_norm]
+    for layer in plan.layers:
+        norms += [
+            layer.input_norm,
+            layer.mlp_norm,
+            layer.post_attention_norm,
+            layer.post_mlp_norm,
+            layer.attention.query_norm,
+            layer.attention.key_norm,
+        ]
+        if isinstance(layer.mlp, MlpPlan):
+            _fuse_mlp(layer.mlp, parents)
+    for norm in norms:
+        if norm is not None and norm.kind == "rms" and norm.weight is not None:
+            _fuse_norm(norm)
+    return model
+
+
+def _fuse_norm(plan: NormPlan) -> None:
+    module, offset, eps = plan.module, plan.offset, plan.eps
+    weight = plan.weight
+    if weight is None or weight.dim() != 1 or plan.bias is not None:
+        return
+
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        current: Any = module._parameters["weight"]
+        scaled = current + offset if offset else current
+        normed: torch.Tensor = torch.ops.ipex.rms_norm(
+            hidden_states, scaled.to(hidden_states.dtype), eps
+        )
+        return normed
+
+    # Of this module, not of its class: the user's other models stay as they are.
+    module.forward = forward
+
+
+def _fuse_mlp(plan: MlpPlan, parents: dict[int, nn.Module]) -> None:
+    if plan.gate is None or plan.fused or plan.activation != "silu":
+        return
+    parts = (*plan.gate.modules, *plan.up.modules, *plan.down.modules)
+    if len(parts) != 3 or plan.gate.transposed or len({id(parents.get(id(p))) for p in parts}) != 1:
+        return
+    gate, up, down = parts
+    parent = parents[id(gate)]
+
+    def forward(hidden_states: torch.Tensor) -> Any:
+        return down(torch.ops.ipex.silu_mul(gate(hidden_states), up(hidden_states)))
+
+    parent.forward = forward

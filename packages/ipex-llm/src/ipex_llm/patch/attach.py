@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives a model, or its layers, the programs of its plan, and takes them back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ipex_core.module_swap.forward import FusedForward
+from ipex_core.packing.parameter import PackedWeight
+from ipex_llm.arch.types import DecoderPlan
+from ipex_llm.distributed import is_sharded, parallel_plan
+from ipex_llm.model_runner.runner import Rope, Runner
+from ipex_llm.model_runner.weights.dense import Owners, UnsupportedPlan
+from ipex_llm.patch.decoder import DecoderMixin
+from ipex_llm.patch.layer import LayerMixin, hooks_of
+from ipex_llm.patch.layer_plans import Found, layer_plans
+from ipex_llm.patch.subclass import subclass
+from ipex_quant.kv_cache import KVCacheScales
+
+__all__ = [
+    "attach_decoder",
+    "attach_layers",
+    "attach_runner",
+    "find_plan",
+    "reattach_layers",
+    "share_random",
+]
+
+_KEYS = (
+    "_ipex_runner",
+    "_ipex_top",
+    "_ipex_kv",
+    "_ipex_kv_scales",
+    "_ipex_undo",
+    "_ipex_stock_calls",
+    "_ipex_layer",
+    "_ipex_hooks",
+)
+
+
+def find_plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
+    """Return the plan of a model, or why there is none."""
+    from ipex_llm.arch.detect import MatchError, match
+
+    try:
+        return parallel_plan(model, match(model)), None
+    except MatchError as error:
+        return None, str(error)
+
+
+def share_random(model: nn.Module) -> None:
+    """Let ``generate`` of a sharded model that has no program draw the same random numbers on each rank."""
+    from ipex_llm.patch.generate import SameRandomMixin, can_generate
+
+    if can_generate(model):
+        model.__class__ = subclass(type(model), SameRandomMixin)
+
+
+def attach_decoder(
+    model: nn.Module,
+    plan: DecoderPlan,
+    kv: torch.dtype | None,
+    scales: KVCacheScales | None = None,
+) -> str | None:
+    """Make a model run its plan; return why it cannot."""
+    decoder = plan.decoder
+    try:
+        runner = Runner(plan, _dtype(plan), _shared(model), kv_scales=scales)
+    except UnsupportedPlan as reason:
+        return str(reason)
+    from ipex_llm.patch.generate import GenerationMixin, ParallelGenerationMixin, can_generate
+
+    for module in {id(m): m for m in (decoder, model)}.values():
+        module.__dict__["_ipex_runner"] = runner
+        module.__dict__["_ipex_top"] = model
+        module.__dict__["_ipex_kv"] = kv
+        module.__dict__["_ipex_kv_scales"] = scales
+        module.__dict__["_ipex_undo"] = _undo
+    decoder.__dict__["_ipex_stock_calls"] = plan.stock_calls
+    decoder.__class__ = subclass(type(decoder), DecoderMixin)
+    if model is not decoder and can_generate(model) and plan.head is not None:
+        mixin = GenerationMixin if plan.parallel is None else ParallelGenerationMixin
+        model.__class__ = subclass(type(model), mixin)
+    return None
+
+
+def _dtype(plan: DecoderPlan) -> torch.dtype:
+    weight = plan.layers[0].attention.output.modules[0]._parameters.get("weight")
+    if weight is None or not weight.is_floating_point():
+        weight = plan.embedding._parameters["weight"]
+        assert weight is not None
+    return weight.dtype
+
+
+def attach_layers(model: nn.Module, layers: Sequence[Found]) -> dict[str, str]:
+    """Make the layers of a model that have a plan run it.
+
+    Returns:
+        Names of those that cannot, with the reason.
+    """
+    ropes: dict[str, Rope] = {}
+    shared, dtype = _shared(model), _layer_dtype(model)
+    refused = {}
+    for layer in layers:
+        if layer.plan is not None:
+            reason = _attach_layer(model, layer, dtype, shared, ropes)
+            if reason is not None:
+                refused[layer.name] = reason
+    return refused
+
+
+def _attach_layer(
+    top: nn.Module,
+    layer: Found,
+    dtype: torch.dtype,
+    shared: Mapping[int, Owners],
+    ropes: dict[str, Rope],
+) -> str | None:
+    """Make a layer run its plan; return why it cannot."""
+    module, plan, facts = layer.module, layer.plan, layer.facts
+    assert plan is not None and facts is not None
+    positions = getattr(facts.config, "max_position_embeddings", None)
+    alone = DecoderPlan(
+        decoder=module,
+        embedding=module,
+        layers=(plan,),
+        final_norm=None,
+        head=None,
+        hidden_size=0,
+        vocab_size=0,
+        max_positions=positions if isinstance(positions, int) else 2048,
+    )
+    try:
+        runner = Runner(alone, dtype, shared, ropes)
+    except UnsupportedPlan as reason:
+        return str(reason)
+    module.__dict__["_ipex_runner"] = runner
+    module.__dict__["_ipex_top"] = top
+    module.__dict__["_ipex_layer"] = facts
+    module.__dict__["_ipex_hooks"] = [(m, hooks_of(m)) for m in module.modules() if m is not module]
+    if isinstance(module.__dict__.get("forward"), FusedForward):
+        del module.__dict__["forward"]  # it would hide that of the class
+    module.__dict__["_ipex_undo"] = _undo
+    if not isinstance(module, LayerMixin):
+        module.__class__ = subclass(type(module), LayerMixin)
+    return None
+
+
+def _layer_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the rows of a model: that of its token embedding."""
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def reattach_layers(top: nn.Module) -> None:
+    """Pack the layers of a model again whose parameters have changed, or of a copy."""
+    modules = [m for m in top.modules() if isinstance(m, LayerMixin)]
+    for module in modules:
+        former = module.__dict__.pop("_ipex_runner", None)
+        if isinstance(former, Runner):
+            former.store.undo()
+    with _original_classes(*modules):
+        found = {id(layer.module): layer for layer in layer_plans(top)}
+    ropes: dict[str, Rope] = {}
+    shared, dtype = _shared(top), _layer_dtype(top)
+    for module in modules:
+        layer = found.get(id(module))
+        if layer is not None and layer.plan is not None:
+            _attach_layer(top, layer, dtype, shared, ropes)
+
+
+def _shared(model: nn.Module) -> dict[int, Owners]:
+    """Return, by id, the owners of parameters that several modules have."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, PackedWeight):
+                owners.setdefault(id(parameter), []).append((module, name))
+    return {key: found for key, found in owners.items() if len(found) > 1}
+
+
+def _undo(module: nn.Module) -> None:
+    """Take back what `_attach` did to a module; called by `ipex.restore`."""
+    runner = module.__dict__.get("_ipex_runner")
+    if isinstance(runner, Runner):
+        runner.store.undo()
+    for key in _KEYS:
+        module.__dict__.pop(key, None)
+    original = getattr(type(module), "_ipex_original", None)
+    if original is not None:
+        module.__class__ = original
+    if is_sharded(module):  # still
+        share_random(module)
+
+
+@contextlib.contextmanager
+def _original_classes(*modules: nn.Module) -> Iterator[None]:
+    former = [type(module) for module in modules]
+    for module in modules:
+        module.__class__ = getattr(type(module), "_ipex_original", type(module))
+    try:
+        yield
+    finally:
+        for module, kind in zip(modules, former, strict=True):
+            module.__class__ = kind
+
+
+def attach_runner(decoder: nn.Module) -> Runner | None:
+    """Pack a decoder again whose parameters have changed, or a copy; return None if that is not possible."""
+    top = decoder.__dict__.get("_ipex_top")
+    if not isinstance(top, nn.Module):
+        return None
+    former = decoder.__dict__.pop("_ipex_runner", None)
+    top.__dict__.pop("_ipex_runner", None)
+    if isinstance(former, Runner):
+        former.store.undo()
+    with _original_classes(decoder, top):
+        plan, _ = find_plan(top)
+        if plan is None or plan.decoder is not decoder:
+            return None
+        proven = decoder.__dict__.get("_ipex_stock_calls", frozenset())
+        plan = dataclasses.replace(plan, stock_calls=proven)
+        try:
+            scales = top.__dict__.get("_ipex_kv_scales")
+            runner = Runner(plan, _dtype(plan), _shared(top), kv_scales=scales)
+        except UnsupportedPlan:
+            return None
+    decoder.__dict__["_ipex_runner"] = top.__dict__["_ipex_runner"] = runner
+    return runner

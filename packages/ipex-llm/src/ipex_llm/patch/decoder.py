@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward of a decoder that runs as programs.
+
+The class of the decoder is exchanged for a subclass whose ``forward`` runs the programs. What they cannot do - outputs
+of each layer, training, foreign caches - goes to the forward of the original class, and is told once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_llm.kv_cache.transformers import CacheState, adopt, state_of_cache
+from ipex_llm.model_runner.runner import Runner
+
+__all__ = [
+    "DecoderMixin",
+    "Reason",
+    "check_call",
+    "check_gaps",
+    "check_inference",
+    "given_cache",
+    "parameter_names",
+    "silence",
+    "tell",
+    "usable_runner",
+]
+
+Tensor = torch.Tensor
+logger = logging.getLogger("ipex.llm")
+_told: set[str] = set()
+_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("_silent", default=False)
+
+#: Arguments that say nothing about what is computed here.
+_IGNORED = frozenset(
+    {
+        "cache_position",
+        "last_cache_position",
+        "return_dict",
+        "use_cache",
+        "logits_to_keep",
+        "num_logits_to_keep",
+    }
+)
+#: Arguments that are understood.
+_KNOWN = frozenset(
+    {
+        "input_ids",
+        "inputs_embeds",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "cache",
+        "output_hidden_states",
+    }
+)
+#: Arguments of older versions that ask for something only if they are True.
+_FLAGS = ("output_attentions", "output_router_logits")
+
+
+def given_cache(kwargs: dict[str, Any]) -> Any:
+    """Return the cache among arguments: ``cache`` from transformers 5.24 on, ``past_key_values`` before."""
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
+
+
+class Reason(Exception):
+    """Why the programs cannot run a call."""
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Let `tell` say nothing: what small copies do is no news."""
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+def tell(text: str) -> None:
+    """Log a message once per process, at level INFO; not within `silence`."""
+    if text not in _told and not _silent.get():
+        _told.add(text)
+        logger.info("%s", text)
+
+
+@functools.cache
+def _output_class() -> Any:
+    """Return the class of what a decoder returns; it has all fields that models on top of one may ask for."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+    from transformers.utils.generic import ModelOutput
+
+    # From transformers 5.24 on the cache is called so.
+    stock = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
+    cache = "cache" if "cache" in stock else "past_key_values"
+    others = ("hidden_states", "attentions", "cross_attentions", "router_logits")
+    return dataclasses.make_dataclass(
+        "IpexDecoderOutput",
+        [(name, Any, None) for name in ("last_hidden_state", cache, *others)],
+        bases=(ModelOutput,),
+        namespace={"__module__": __name__},
+    )
+
+
+def _option(decoder: nn.Module, kwargs: dict[str, Any], name: str, default: bool) -> bool:
+    """Return an argument, or what the configuration says where it is not given."""
+    given = kwargs.get(name)
+    if given is None:
+        given = getattr(getattr(decoder, "config", None), name, default)
+    return bool(given)
+
+
+def _cache_of(
+    decoder: nn.Module, runner: Runner, kwargs: dict[str, Any], batch: int, count: int
+) -> tuple[Any, CacheState]:
+    """Return the cache to hand out, None if none is wanted, and its state."""
+    cache = given_cache(kwargs)
+    if cache is None and not _option(decoder, kwargs, "use_cache", True):
+        return None, CacheState(runner, batch, count)
+    cache, reason = adopt(cache, runner, batch, count + 64, getattr(decoder, "_ipex_kv", None))
+    if reason is not None:
+        raise Reason(reason)
+    state = state_of_cache(cache)
+    assert state is not None
+    return cache, state
+
+
+class DecoderMixin(nn.Module):
+    """Forward through programs; put in front of a decoder's class by `subclass`."""
+
+    _ipex_runner: Runner
+    _ipex_original: type[nn.Module]
+
+    def __getstate__(self) -> dict[str, Any]:
+        content = dict(self.__dict__)
+        content.pop(
+            "_ipex_runner", None
+        )  # belongs to this object; a copy is run by its own forward
+        return content
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the decoder."""
+        names = parameter_names(self._ipex_original)
+        kwargs.update(zip(names, args, strict=False))
+        try:
+            runner = usable_runner(self)
+            return self._run(runner, kwargs)
+        except Reason as reason:
+            tell(f"{type(self).__name__}: runs its own forward: {reason}")
+        state = state_of_cache(given_cache(kwargs))
+        mask = kwargs.get("attention_mask")
+        if state is not None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            first = kwargs.get("input_ids")
+            first = kwargs.get("inputs_embeds") if first is None else first
+            assert first is not None
+            state.next_valid = mask[:, -first.shape[1] :].bool()
+        return super().forward(**kwargs)
+
+    def _run(self, runner: Runner, kwargs: dict[str, Any]) -> Any:
+        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        self._check(runner, kwargs)
+        first = ids if embeds is None else embeds
+        assert first is not None
+        batch, count = first.shape[:2]
+        cache, state = _cache_of(self, runner, kwargs, batch, count)
+        if 0 < runner.plan.attention_chunk < state.length + count:
+            raise Reason(f"it is longer than a chunk of attention, {runner.plan.attention_chunk}")
+        new = self._new_tokens(state, kwargs.get("attention_mask"), batch, count)
+        positions = self._positions(state, kwargs, batch, count)
+        if runner.plan.stock_calls:
+            check_call(runner.plan.stock_calls, kwargs, state.length, count, new is not None)
+        if new is not None:
+            positions = positions.expand(batch, count)[new]
+            first = first[new]
+        else:
+            positions = positions.expand(batch, count).reshape(-1)
+            first = first.reshape(batch * count, *first.shape[2:])
+        if positions.numel() and runner.plan.position_embedding is not None:
+            limit = runner.plan.max_positions
+            if int(positions.max()) >= limit:
+                raise IndexError(
+                    f"{type(self).__name__}: position_ids must be below {limit}, the number of position embeddings,"
+                    f" got {int(positions.max())}"
+                )
+        if embeds is None:
+            hidden = runner.embed(first, positions)
+        else:
+            hidden = runner.place(first.to(runner.dtype), positions)
+        step = state.append(batch, count, new)
+        states: list[Tensor] | None = [] if self._wants_states(kwargs) else None
+        if hidden.shape[0]:
+            rows = runner.run(state.cache, hidden, positions, step, states=states)
+        else:
+            rows = hidden
+
+        def placed(rows: Tensor) -> Tensor:
+            if new is None:
+                return rows.view(batch, count, -1)
+            out = rows.new_zeros(batch, count, rows.shape[-1])
+            out[new] = rows
+            return out
+
+        out = placed(rows)
+        every = None if states is None else (*map(placed, states[:-1]), out)
+        if kwargs.get("return_dict") is False:
+            return tuple(one for one in (out, cache, every) if one is not None)
+        kind = _output_class()
+        result = kind(last_hidden_state=out, hidden_states=every)
+        if cache is not None:
+            result["cache" if "cache" in kind.__dataclass_fields__ else "past_key_values"] = cache
+        return result
+
+    def _wants_states(self, kwargs: dict[str, Any]) -> bool:
+        return _option(self, kwargs, "output_hidden_states", False)
+
+    def _check(self, runner: Runner, kwargs: dict[str, Any]) -> None:
+        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        if (ids is None) == (embeds is None):
+            raise Reason("exactly one of input_ids and inputs_embeds is needed")
+        first = ids if embeds is None else embeds
+        assert first is not None
+        if first.numel() == 0 or first.dim() != (2 if embeds is None else 3):
+            raise Reason("the input is empty or of another shape")
+        if embeds is not None and runner.plan.embedding_scale != 1.0:
+            raise Reason("inputs_embeds of a model that scales its embeddings")
+        if first.device.type != "cpu":
+            raise Reason(f"the input is on {first.device}")
+        if self._wants_states(kwargs):
+            plan = runner.plan
+            cut = any(layer.residual_after_norm for layer in plan.layers)
+            if cut or plan.output_projection is not None:
+                raise Reason(
+                    "output_hidden_states of layers that end in a norm, or of another width"
+                )
+        for name, value in kwargs.items():
+            if name in _KNOWN or name in _IGNORED or value is None or value is False:
+                continue
+            raise Reason(f"argument {name}")
+        config = getattr(self, "config", None)
+        for name in _FLAGS:
+            if kwargs.get(name) is None and getattr(config, name, False):
+                raise Reason(f"config.{name}")
+
+    def _new_tokens(self, state: CacheState, mask: Any, batch: int, count: int) -> Tensor | None:
+        """Return which of the new places are tokens, or None for all."""
+        past = state.length
+        if mask is None:
+            if state.valid is not None:
+                raise Reason("the attention mask of earlier calls is missing")
+            return None
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            raise Reason("the attention mask is not 2-D")
+        if mask.shape[0] != batch or mask.shape[1] not in (past + count, count):
+            raise Reason(f"the attention mask has shape {list(mask.shape)}")
+        if state.valid is None and bool(mask.all()):
+            return None
+        known = mask.bool()
+        before = state.valid
+        if mask.shape[1] == past + count and past:
+            same = known[:, :past].all() if before is None else torch.equal(known[:, :past], before)
+            if not same:
+                raise Reason("the attention mask of earlier tokens has changed")
+        new = known[:, -count:].contiguous()
+        if before is None:
+            before = known.new_ones(batch, past)
+        check_gaps(self._ipex_runner, torch.cat([before, new], dim=1))
+        return new
+
+    def _positions(
+        self, state: CacheState, kwargs: dict[str, Any], batch: int, count: int
+    ) -> Tensor:
+        given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        if given is not None:
+            if given.dim() != 2 or given.shape[1] != count or given.shape[0] not in (1, batch):
+                raise Reason(f"position_ids of shape {list(given.shape)}")
+            # One comparison of a prompt; steps of one token need none.
+            if count > 1 and mask is None and not bool((given.diff(dim=1) == 1).all()):
+                raise Reason("position_ids begin anew within a row, as those of packed texts")
+            return given.to(torch.int64)
+        past = state.length
+        if (
+            mask is not None
+            and self._ipex_runner.plan.position_offset
+            and mask.shape[1] >= past + count
+        ):
+            # OPT counts the tokens that the mask lets through.
+            places = (mask.long().cumsum(1) * mask.long()).long() - 1
+            return places[:, -count:].clamp_min(0)
+        return torch.arange(past, past + count).unsqueeze(0)
+
+
+def check_call(
+    stock_calls: frozenset[str], kwargs: dict[str, Any], past: int, count: int, padded: bool
+) -> None:
+    """Raise for a call that programs are not proven for.
+
+    Args:
+        stock_calls: Of the plan.
+        kwargs: Arguments of the call.
+        past: Number of tokens in the cache.
+        count: Number of new ones.
+        padded: Whether the mask hides any.
+
+    Raises:
+        Reason: What is not proven.
+    """
+    given = kwargs.get("position_ids")
+    kind = "padding" if given is not None else "padding without position_ids"
+    if padded and (kind in stock_calls or "padding" in stock_calls):
+        raise Reason(f"not proven: {kind}")
+    if given is None or padded or "position_ids" not in stock_calls:
+        return
+    if not bool((given == torch.arange(past, past + count)).all()):
+        raise Reason("not proven: position_ids that do not follow those in the cache")
+
+
+def check_gaps(runner: Runner, valid: Tensor) -> None:
+    """Raise if hidden places between tokens count: programs leave them out, windows and ALiBi count them.
+
+    Args:
+        runner: Runs the decoder.
+        valid: bool or int ``[batch, places]``, which of them are tokens.
+
+    Raises:
+        Reason: Why the programs would compute something else.
+    """
+    every = [layer.attention for layer in runner.plan.layers]
+    if all(one.window < 0 and one.alibi_slopes is None for one in every):
+        return
+    valid = valid.bool()
+    after = valid.flip(1).cummax(1).values.flip(1)
+    if bool((~valid & valid.cummax(1).values & after).any()):
+        raise Reason("the attention mask has gaps, which windows and ALiBi count")
+
+
+def check_inference(module: nn.Module) -> None:
+    """Raise if a program may not stand in for the forward of a module now.
+
+    Raises:
+        Reason: Why not.
+    """
+    if module.training:
+        raise Reason("the model is in training mode")
+    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        raise Reason("gradients are on: call it under torch.no_grad() or torch.inference_mode()")
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling():
+        raise Reason("the call is traced")
+
+
+def usable_runner(module: Any) -> Runner:
+    """Return the runner of a decoder if it may run now.
+
+    Raises:
+        Reason: Why not.
+    """
+    runner = module.__dict__.get("_ipex_runner")
+    if not isinstance(runner, Runner):
+        runner = _revive(module)
+    check_inference(module)
+    if not runner.fresh():
+        runner = _revive(module)
+    return runner
+
+
+def _revive(module: Any) -> Runner:
+    """Pack again: the parameters are others than those that were packed, or this is a copy."""
+    from ipex_llm.patch.attach import attach_runner
+
+    runner = attach_runner(module)
+    if runner is None:
+        raise Reason("its parameters have changed in a way that programs cannot follow")
+    return runner
+
+
+_names: dict[type[nn.Module], tuple[str, ...]] = {}
+
+
+def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the arguments of a class's forward."""
+    if kind not in _names:
+        _names[kind] = tuple(inspect.signature(kind.forward).parameters)[1:]
+    return _names[kind]

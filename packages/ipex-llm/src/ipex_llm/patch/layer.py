@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder layers that run as one program each, in a model whose stack as a whole is not understood.
+
+The model keeps its own forward, loop and cache. A layer's program writes keys and values to memory with room for more,
+and shows the model's cache views of the part that is filled; whoever exchanges those (beams, another layer's own
+forward) is noticed, and the views are copied once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_llm.kv_cache.paged import Step
+from ipex_llm.model_runner.runner import Runner
+from ipex_llm.patch.decoder import Reason, check_inference, given_cache, tell
+
+__all__ = ["Facts", "LayerMixin", "hooks_of"]
+
+Tensor = torch.Tensor
+
+#: Rows that a new cache has room for beyond those that are needed.
+ROOM = 64
+_KEY = "_ipex_rows"
+#: Caches of transformers 4 that have lists of keys and values.
+_LISTS = ("DynamicCache", "HybridMambaAttentionDynamicCache")
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """What a cache of transformers has of one layer: rows from ``start`` on; earlier ones have left the window."""
+
+    keys: Tensor
+    values: Tensor
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.keys.shape[2]
+
+
+@dataclasses.dataclass(slots=True)
+class _Rows:
+    """Keys and values of one layer, ``[B, kv_heads, capacity, head_dim]``; as programs see it, a block per sequence."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.keys, self.values]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[2]
+
+    def shows(self, part: _Part) -> bool:
+        """Return whether a part of a cache is a view of the rows from its place on."""
+        return all(
+            view.data_ptr() == whole[:, :, part.start :].data_ptr()
+            and view.stride() == whole.stride()
+            and view.shape[:2] == whole.shape[:2]
+            for view, whole in ((part.keys, self.keys), (part.values, self.values))
+        )
+
+    @staticmethod
+    def new(runner: Runner, batch: int, capacity: int) -> _Rows:
+        shape = runner.shapes[0]
+        size = (batch, shape.kv_heads, capacity, shape.head_dim)
+        return _Rows(torch.zeros(size, dtype=runner.dtype), torch.zeros(size, dtype=runner.dtype))
+
+
+class _Slot:
+    """The place of one layer in a cache of transformers, of either form that it has had."""
+
+    def __init__(self, cache: Any, index: int) -> None:
+        from transformers.cache_utils import DynamicCache
+
+        self.cache, self.index = cache, index
+        self.layer: Any = None
+        self.old = False
+        layers = getattr(cache, "layers", None)
+        if layers is not None:
+            if index < len(layers):
+                self.layer = layers[index]
+            kind = type(self.layer).__name__
+            if self.layer is not None and kind not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+                raise Reason(f"the cache of a layer is a {kind}")
+            if getattr(self.layer, "record_past", False):
+                raise Reason("the cache of a layer keeps what leaves its window")
+            if self.layer is None and type(cache) is not DynamicCache:
+                raise Reason(f"past_key_values is a {type(cache).__name__}")
+        elif type(cache).__name__ in _LISTS and hasattr(cache, "key_cache"):
+            self.old = True
+        else:
+            raise Reason(f"past_key_values is a {type(cache).__name__}")
+        if getattr(cache, "offloading", False):
+            raise Reason("past_key_values is offloaded")
+
+    def part(self) -> _Part | None:
+        """Return what there is of the layer, or None if there is nothing."""
+        if self.old:
+            if self.index >= len(self.cache.key_cache):
+                return None
+            keys, values = self.cache.key_cache[self.index], self.cache.value_cache[self.index]
+        elif self.layer is None or not self.layer.is_initialized:
+            return None
+        else:
+            keys, values = self.layer.keys, self.layer.values
+        if not keys.numel():
+            return None
+        seen = getattr(self.layer, "cumulative_length", keys.shape[2])
+        return _Part(keys, values, seen - keys.shape[2])
+
+    def show(self, rows: _Rows, past: int, new: int) -> None:
+        """Let the layer have rows, the last ``new`` of which are new."""
+        total = past + new
+        if self.part() is None:  # the cache's own way to begin
+            fresh = (whole[:, :, past:total] for whole in (rows.keys, rows.values))
+            self.cache.update(*fresh, self.index)
+            self.layer = None if self.old else self.cache.layers[self.index]
+        elif self.old:
+            if self.index == 0 and hasattr(self.cache, "_seen_tokens"):
+                self.cache._seen_tokens += new
+        elif hasattr(self.layer, "cumulative_length"):
+            self.layer.cumulative_length += new
+        window = getattr(self.layer, "sliding_window", None)
+        first = 0 if window is None else max(0, total - window + 1)
+        keys, values = rows.keys[:, :, first:total], rows.values[:, :, first:total]
+        if self.old:
+            self.cache.key_cache[self.index], self.cache.value_cache[self.index] = keys, values
+        else:
+            self.layer.keys, self.layer.values = keys, values
+
+
+def _room(
+    runner: Runner, slot: _Slot, part: _Part | None, batch: int, count: int, spare: int
+) -> _Rows:
+    """Return memory that has the rows of a layer and room for ``count`` more, and for ``spare`` that stay empty."""
+    past = 0 if part is None else part.end
+    kept: dict[int, _Rows] = slot.cache.__dict__.setdefault(_KEY, {})
+    rows = kept.get(slot.index)
+    if part is not None:
+        if part.keys.shape[0] != batch or part.keys.dtype != runner.dtype:
+            raise Reason("the cache was filled with another batch or dtype")
+        if rows is not None and rows.shows(part) and past + count + spare <= rows.block_size:
+            return rows
+    # Rows of a cache that was emptied may still be somebody's: they are not taken again.
+    needed = past + count + spare + ROOM
+    rows = kept[slot.index] = _Rows.new(runner, batch, max(needed, 2 * past))
+    if part is not None:
+        rows.keys[:, :, part.start : past] = part.keys
+        rows.values[:, :, part.start : past] = part.values
+    return rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    """Where the rows of one call go; the layers of one forward share it.
+
+    Attributes:
+        step: What a program must know.
+        positions: int64 ``[rows]``, the places of all rows, which count where no others are given.
+        spare: Rows at the end of the memory of a layer that stay empty.
+        real: The rows that are no padding, among all of the call; None: all.
+    """
+
+    step: Step
+    positions: Tensor
+    spare: int = 0
+    real: Tensor | None = None
+
+    def shifted(self, rows: _Rows) -> _Rows:
+        """Return the memory of a layer with a block that begins at each row, so that a sequence can begin anywhere."""
+        if not self.spare:
+            return rows
+        batch, heads, capacity, size = rows.keys.shape
+        count = (batch - 1) * heads * capacity + self.spare + 1
+        shape = (count, heads, capacity - self.spare, size)
+        strides = (size, capacity * size, size, 1)
+        return _Rows(rows.keys.as_strided(shape, strides), rows.values.as_strided(shape, strides))
+
+
+def _call(
+    holder: Any, batch: int, past: int, count: int, rows: _Rows, pads: tuple[int, ...] | None
+) -> _Call:
+    """Return where new rows go.
+
+    Args:
+        holder: What the layers of one forward have in common, which remembers it: the mask or the cache, or None.
+        batch: Number of sequences.
+        past: Rows that each has, with its padding.
+        count: New rows of each.
+        rows: Memory of the layer.
+        pads: Rows of padding that each sequence begins with, or None.
+    """
+    capacity = rows.block_size
+    if torch.compiler.is_compiling():
+        holder = None  # Dynamo knows no attributes of tensors
+    key = (batch, past, count, capacity, rows.keys.shape[1], pads)
+    known = None if holder is None else holder.__dict__.get("_ipex_step")
+    if known is not None and known[0] == key:
+        return known[1]  # type: ignore[no-any-return]
+    if pads is None:
+        first = torch.arange(batch, dtype=torch.int64).unsqueeze(1) * capacity + past
+        step = Step(
+            (first + torch.arange(count)).view(-1),
+            torch.arange(batch, dtype=torch.int32).unsqueeze(1),
+            torch.arange(batch + 1, dtype=torch.int32) * count,
+            torch.full((batch,), past + count, dtype=torch.int32),
+            past + count,
+            count,
+            count == 1,
+        )
+        made = _Call(step, _counted(batch, past, count))
+    else:
+        made = _padded(batch, past, count, rows, pads)
+    if holder is not None:
+        holder.__dict__["_ipex_step"] = key, made
+    return made
+
+
+def _padded(batch: int, past: int, count: int, rows: _Rows, pads: tuple[int, ...]) -> _Call:
+    spare, capacity = max(pads), rows.block_size
+    begin = torch.tensor(pads, dtype=torch.int64).unsqueeze(1)
+    blocks = torch.arange(batch).unsqueeze(1) * rows.keys.shape[1] * capacity + begin
+    places = torch.arange(past, past + count).unsqueeze(0) - begin  # in each sequence
+    slots = (blocks * (capacity - spare) + places).view(-1)
+    is_real = places >= 0
+    counts = is_real.sum(1)
+    starts = torch.zeros(batch + 1, dtype=torch.int32)
+    starts[1:] = counts.cumsum(0)
+    real = None
+    if not bool(is_real.all()):
+        real = is_real.view(-1).nonzero().view(-1)
+        slots = slots[real]
+    step = Step(
+        slots,
+        blocks.to(torch.int32),
+        starts,
+        (past + count - begin).view(-1).to(torch.int32),
+        past + count - min(pads),
+        int(counts.max()),
+        count == 1,
+    )
+    return _Call(step, _counted(batch, past, count), spare, real)
+
+
+def _counted(batch: int, past: int, count: int) -> Tensor:
+    return torch.arange(past, past + count).expand(batch, count).reshape(-1)
+
+
+def _pads(
+    mask: Tensor, batch: int, start: int, past: int, count: int, window: int
+) -> tuple[int, ...] | None:
+    """Return how many rows of padding each sequence begins with by a mask; None if there are none.
+
+    Args:
+        mask: ``[B or 1, heads, count, keys from start on]``; the layers of one forward share it.
+        batch: Number of sequences.
+        start: Place of the first key.
+        past: Rows that each sequence has.
+        count: New rows of each.
+        window: Keys before a row that it sees; negative: all.
+
+    Raises:
+        Reason: The mask says more than what comes later, is too far away, or is padding in front.
+    """
+    key = (batch, start, past, count, window)
+    # Nobody counts who writes to an inference tensor, and Dynamo knows no attributes of tensors.
+    if torch.compiler.is_compiling() or mask.is_inference():
+        found = _read(mask, *key)
+    else:
+        known = mask.__dict__.get("_ipex_pads")
+        if known is None or known[:2] != (key, mask._version):
+            known = key, mask._version, _read(mask, *key)
+            mask.__dict__["_ipex_pads"] = known
+        found = known[2]
+    if isinstance(found, str):
+        raise Reason(found)
+    return found
+
+
+def _read(
+    mask: Tensor, batch: int, start: int, past: int, count: int, window: int
+) -> tuple[int, ...] | str | None:
+    other = "the attention mask has more than what comes later and padding in front"
+    total = past + count
+    if mask.dim() != 4 or mask.shape[-2] != count or mask.shape[-1] < total - start:
+        return other
+    mask = mask[..., : total - start]  # transformers 4 makes one column too many
+    if mask.dtype == torch.bool:
+        seen = mask
+    elif mask.is_floating_point():
+        seen = mask == 0
+        if not bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+            return other  # something is added to the scores
+    else:
+        return other
+    queries, keys = torch.arange(past, total).unsqueeze(1), torch.arange(start, total)
+    distance = queries - keys
+    expected = distance >= 0
+    if window >= 0:
+        expected &= distance <= window
+    if bool((seen == expected).all()):
+        return None
+    # The first key that any row sees; earlier ones are padding, or have left the window of all rows.
+    some = seen[:, 0].any(1)
+    if not bool(some.any(1).all()) or mask.shape[0] not in (1, batch):
+        return other
+    first = (start + some.to(torch.int8).argmax(1)).view(-1, 1, 1)
+    expected = expected & (keys >= first)
+    # What a row of padding sees is nothing that anyone reads.
+    same = (seen == expected.unsqueeze(1)) | (queries < first).unsqueeze(1)
+    if not bool(same.all()):
+        return other
+    return tuple(first.view(-1).expand(batch).tolist())
+
+
+# ---------------------------------------------------------------------------------------------------------- the layer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """What a layer's forward must know of its model."""
+
+    index: int  # of the layer in the cache
+    names: tuple[str, ...]  # of the arguments of its forward
+    in_tuple: bool  # it returns ``(rows,)``
+    config: Any
+
+
+class LayerMixin(nn.Module):
+    """Forward through a program; put in front of a decoder layer's class by `subclass`."""
+
+    _ipex_runner: Runner
+    _ipex_original: type[nn.Module]
+
+    def __getstate__(self) -> dict[str, Any]:
+        content = dict(self.__dict__)
+        for key in ("_ipex_runner", "_ipex_hooks"):  # belong to this object
+            content.pop(key, None)
+        return content
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        facts: Facts = self.__dict__["_ipex_layer"]
+        kwargs.update(zip(facts.names, args, strict=False))
+        try:
+            return self._run(kwargs)
+        except Reason as reason:
+            tell(f"{type(self).__name__}: runs its own forward: {reason}")
+        return super().forward(**kwargs)
+
+    def _run(self, kwargs: dict[str, Any]) -> Any:
+        runner = _usable(self)
+        facts: Facts = self.__dict__["_ipex_layer"]
+        hidden = kwargs.get("hidden_states")
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3 or not hidden.numel():
+            raise Reason("hidden_states is not [batch, tokens, width]")
+        if hidden.dtype != runner.dtype or hidden.device.type != "cpu":
+            raise Reason(f"hidden_states is {hidden.dtype} on {hidden.device}")
+        for name in ("output_attentions", "output_router_logits"):
+            if kwargs.get(name) or getattr(facts.config, name, False):
+                raise Reason(f"argument {name}")
+        for module, known in self.__dict__["_ipex_hooks"]:
+            if hooks_of(module) != known:
+                raise Reason("a module in it has hooks")
+        batch, count = hidden.shape[:2]
+        cache = given_cache(kwargs)
+        cache = kwargs.get("past_key_value") if cache is None else cache
+        slot = None if cache is None else _Slot(cache, facts.index)
+        part = None if slot is None else slot.part()
+        start, past = (0, 0) if part is None else (part.start, part.end)
+        mask, pads = kwargs.get("attention_mask"), None
+        attention = runner.plan.layers[0].attention
+        if mask is not None:
+            pads = _pads(mask, batch, start, past, count, attention.window)
+        if pads is not None and (
+            attention.alibi_slopes is not None
+            or (attention.rope is not None and kwargs.get("position_ids") is None)
+        ):
+            raise Reason("there is padding, and the places of the tokens are not given")
+        spare = 0 if pads is None else max(pads)
+        if slot is None:
+            rows = _Rows.new(runner, batch, count + spare)
+        else:
+            rows = _room(runner, slot, part, batch, count, spare)
+        call = _call(cache if mask is None else mask, batch, past, count, rows, pads)
+        given = kwargs.get("position_ids")
+        positions = call.positions if given is None else _positions(given, batch, count)
+        x = hidden.reshape(batch * count, -1)
+        if call.real is None:
+            y = runner.run(call.shifted(rows), x, positions, call.step)
+        else:
+            y = torch.zeros_like(x)
+            real = call.real
+            y[real] = runner.run(call.shifted(rows), x[real], positions[real], call.step)
+        if slot is not None:
+            slot.show(rows, past, count)
+        y = y.view(batch, count, -1)
+        if not facts.in_tuple:
+            return y
+        return (y, cache) if kwargs.get("use_cache") else (y,)  # as some of transformers 4 do
+
+
+def hooks_of(module: nn.Module) -> tuple[int, int, int]:
+    """Return what is done around the forward of a module's class, to notice when that changes."""
+    found = module.__dict__
+    own = found.get("forward")
+    hooks, before = found["_forward_hooks"], found["_forward_pre_hooks"]
+    return len(hooks), len(before), 0 if own is None else id(own)
+
+
+def _usable(layer: Any) -> Runner:
+    check_inference(layer)
+    if torch.is_autocast_enabled("cpu"):
+        raise Reason("autocast is on")
+    runner = layer.__dict__.get("_ipex_runner")
+    if not isinstance(runner, Runner) or not runner.fresh():
+        top = layer.__dict__.get("_ipex_top")
+        if isinstance(top, nn.Module):
+            from ipex_llm.patch.attach import reattach_layers
+
+            reattach_layers(top)
+        runner = layer.__dict__.get("_ipex_runner")
+        if not isinstance(runner, Runner):
+            raise Reason("its parameters have changed in a way that programs cannot follow")
+    return runner
+
+
+def _positions(given: Tensor, batch: int, count: int) -> Tensor:
+    if given.dim() != 2 or given.shape[0] not in (1, batch) or given.shape[1] != count:
+        raise Reason(f"position_ids of shape {list(given.shape)}")
+    return given.to(torch.int64).expand(batch, count).reshape(-1)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of weights that other tools quantized."""

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files: metadata and tensors, mapped, so that nothing is read before it is used.
+
+A file (version 2 or 3, little-endian) is: ``GGUF``, version, number of tensors and of metadata entries; the entries
+(key, type, value); for each tensor its name, dimensions (of a row first), type and offset; then, aligned, the data.
+Every length in it is checked against the bytes that are left before it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ipex_core.errors import OpArgumentError
+from ipex_core.library.spec import check
+from ipex_quant.formats.gguf_blocks import BLOCKS, FLOATS, blocks_weight, type_name
+
+__all__ = ["GgufFile", "GgufTensor", "read_gguf"]
+
+Tensor = torch.Tensor
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+#: Codes of `struct` for the types of metadata; 8 is a string, 9 an array.
+_NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+#: Dimensions that a tensor can have, arrays in arrays, and the largest sensible alignment.
+_DIMENSIONS, _DEPTH, _ALIGNMENT = 4, 4, 1 << 20
+_SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of a file.
+
+    Attributes:
+        name: Its name.
+        type: Id of its type.
+        shape: As torch has it, rows first.
+        start: First byte in the file.
+        size: Bytes.
+    """
+
+    name: str
+    type: int
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+class _Cursor:
+    """Reads forward in a file that may be cut off or nonsense."""
+
+    def __init__(self, op: str, path: Path, data: mmap.mmap) -> None:
+        self.op, self.path, self.data, self.at = op, path, data, 0
+
+    def fail(self, got: str) -> OpArgumentError:
+        return OpArgumentError(f"{self.op}: {self.path} must be a complete GGUF file, got {got}")
+
+    def take(self, count: int, what: str) -> int:
+        """Return where ``count`` bytes begin, and go behind them."""
+        start = self.at
+        if count > len(self.data) - start:
+            raise self.fail(f"{len(self.data)} bytes, which end within {what}")
+        self.at += count
+        return start
+
+    def number(self, code: str, what: str) -> Any:
+        start = self.take(struct.calcsize(f"<{code}"), what)
+        return struct.unpack_from(f"<{code}", self.data, start)[0]
+
+    def text(self, what: str) -> str:
+        length = self.number("Q", what)
+        start = self.take(length, what)
+        return self.data[start : start + length].decode("utf-8", "replace")
+
+    def value(self, kind: int, what: str, depth: int = 0) -> Any:
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind], what)
+        if kind == _STRING:
+            return self.text(what)
+        if kind != _ARRAY or depth == _DEPTH:
+            raise self.fail(f"the unknown type {kind} of {what}")
+        inner, count = self.number("I", what), self.number("Q", what)
+        if inner in _NUMBERS:
+            code = _NUMBERS[inner]
+            start = self.take(count * struct.calcsize(f"<{code}"), what)
+            return list(struct.unpack_from(f"<{count}{code}", self.data, start))
+        if count > len(self.data) - self.at:  # each takes a byte at least
+            raise self.fail(f"{count} entries of {what} in {len(self.data)} bytes")
+        return [self.value(inner, what, depth + 1) for _ in range(count)]
+
+
+class GgufFile:
+    """A GGUF file.
+
+    Args:
+        path: The file.
+        op: Who asks, for messages.
+
+    Attributes:
+        metadata: Key -> value.
+        tensors: Name -> `GgufTensor`.
+
+    Raises:
+        OpArgumentError: It is no GGUF file, of another version, cut off, or has a tensor of an unknown type.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], op: str = "read_gguf") -> None:
+        self.path, self._op = Path(path), op
+        check(self.path.is_file(), op, "path", "be a GGUF file", str(path))
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        size = self.path.stat().st_size
+        with self.path.open("rb") as file:
+            head = file.read(4)
+            check(
+                head == _MAGIC, op, str(path), "be a GGUF file", f"a file that begins with {head!r}"
+            )
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                self._read(_Cursor(op, self.path, data))
+        # Private: nobody can write to the file through a tensor.
+        self._bytes = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
+
+    def _read(self, cursor: _Cursor) -> None:
+        cursor.take(4, "the magic number")
+        version = cursor.number("I", "the version")
+        if version not in _VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+            raise OpArgumentError(
+                f"{self._op}: {self.path} must be a little-endian GGUF file of version 2 or 3, got"
+                f" {'a big-endian one' if swapped else f'version {version}'}"
+            )
+        count, entries = cursor.number("Q", "the header"), cursor.number("Q", "the header")
+        for _ in range(entries):
+            key = cursor.text("the metadata")
+            self.metadata[key] = cursor.value(cursor.number("I", key), key)
+        alignment = self.metadata.get("general.alignment", 32)
+        sensible = isinstance(alignment, int) and 0 < alignment <= _ALIGNMENT
+        check(sensible, self._op, "general.alignment", "be a positive number", alignment)
+        found = [self._tensor(cursor) for _ in range(count)]
+        start = -(-cursor.at // alignment) * alignment
+        total = len(cursor.data)
+        for entry in found:
+            entry = dataclasses.replace(entry, start=start + entry.start)
+            if entry.start + entry.size > total:
+                missing = entry.start + entry.size - total
+                raise cursor.fail(f"{total} bytes, {missing} fewer than {entry.name} ends at")
+            if entry.name in self.tensors:
+                raise cursor.fail(f"{entry.name} twice")
+            self.tensors[entry.name] = entry
+
+    def _tensor(self, cursor: _Cursor) -> GgufTensor:
+        name = cursor.text("the table of tensors")
+        dimensions = cursor.number("I", name)
+        if not 0 < dimensions <= _DIMENSIONS:
+            raise cursor.fail(f"{dimensions} dimensions of {name}")
+        shape = tuple(reversed([cursor.number("Q", name) for _ in range(dimensions)]))
+        # A dimension of 0 makes the others free of charge: they must still be sizes that a file can have.
+        if 0 in shape and math.prod(max(1, size) for size in shape) > len(cursor.data):
+            raise cursor.fail(f"the shape {list(shape)} of {name}")
+        kind, start = cursor.number("I", name), cursor.number("Q", name)
+        if kind in FLOATS:
+            size = math.prod(shape) * FLOATS[kind].itemsize
+        else:
+            known = ", ".join(type_name(number) for number in (*FLOATS, *BLOCKS))
+            check(
+                kind in BLOCKS, self._op, f"type of {name}", f"be one of {known}", type_name(kind)
+            )
+            block = BLOCKS[kind]
+            if shape[-1] % block.weights:
+                raise cursor.fail(f"rows of {shape[-1]} weights of {name}, which is {block.name}")
+            size = math.prod(shape) // block.weights * block.size
+        return GgufTensor(name, kind, shape, start, size)
+
+    def raw(self, name: str) -> Tensor:
+        """Return a tensor as mapped bytes, uint8 ``[all rows, bytes of a row]``."""
+        entry = self.tensors[name]
+        rows = max(1, math.prod(entry.shape[:-1]))
+        return self._bytes[entry.start : entry.start + entry.size].view(rows, -1)
+
+    def floats(self, name: str) -> Tensor:
+        """Return a tensor as floats: mapped if it is stored so, else dequantised to float32."""
+        entry = self.tensors[name]
+        data = self.raw(name)
+        if entry.type in FLOATS:
+            dtype = FLOATS[entry.type]
+            if entry.start % dtype.itemsize:  # torch cannot look at such places
+                data = data.clone()
+            return data.reshape(-1).view(dtype).view(entry.shape)
+        return blocks_weight(data, entry.type, None, name).dequantize().view(entry.shape)
+
+
+def files_of(op: str, path: str | os.PathLike[str]) -> list[GgufFile]:
+    """Return a GGUF file, or all parts of one that was split, from any of its parts or the only one of a folder.
+
+    Raises:
+        OpArgumentError: There is none, there are several, a part is missing, or one is damaged.
+    """
+    place = Path(path)
+    if place.is_dir():
+        names = sorted(p.name for p in place.glob("*.gguf"))
+        stems = {match[1] if (match := _SHARD.match(n)) else n for n in names}
+        what = "have one GGUF file, or the parts of one"
+        check(len(stems) == 1, op, "pathname", what, ", ".join(names) or "none")
+        place = place / names[0]
+    match = _SHARD.match(place.name)
+    if match is None:
+        return [GgufFile(place, op)]
+    count = int(match[3])
+    parts = [place.with_name(f"{match[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    check(not missing, op, "pathname", f"have all parts of {place}", f"no {', '.join(missing[:3])}")
+    return [GgufFile(part, op) for part in parts]
+
+
+def entries(
+    file: GgufFile, name: str, target: str, order: Tensor | None = None, dense: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a tensor is in a state dict, under another name: ``TARGET.gguf_blocks`` and ``TARGET.gguf_type``.
+
+    Args:
+        file: The file.
+        name: Its name there, with ``.weight`` or ``.bias``.
+        target: The name in the state dict.
+        order: Rows in another order, or None.
+        dense: Dequantise it; what is no 2-D weight always is.
+    """
+    entry = file.tensors[name]
+    if entry.type in FLOATS or dense or len(entry.shape) != 2 or not target.endswith(".weight"):
+        values = file.floats(name)
+        yield target, values if order is None else values[order]
+        return
+    base = target.removesuffix(".weight")
+    data = file.raw(name)
+    yield f"{base}.gguf_blocks", data if order is None else data[order]
+    yield f"{base}.gguf_type", torch.tensor(entry.type)
+
+
+def read_gguf(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a GGUF file, with the names of tensors that it has.
+
+    Args:
+        path: The file, any part of one that was split, or a folder with one.
+
+    Returns:
+        ``(state_dict, quant_config)``, as `read_checkpoint` takes them. Quantised 2-D weights stay mapped bytes:
+        uint8 ``NAME.gguf_blocks`` and the id of their type, ``NAME.gguf_type``. Everything else is floats. The
+        metadata of the file is ``quant_config["metadata"]``.
+
+    Raises:
+        OpArgumentError: It is no GGUF file, of another version, cut off, or has a tensor of an unknown type.
+    """
+    state: dict[str, Tensor] = {}
+    files = files_of("read_gguf", path)
+    for file in files:
+        for name in file.tensors:
+            state.update(entries(file, name, name))
+    return state, {"quant_method": "gguf", "metadata": files[0].metadata}

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the quantisation configuration of a checkpoint says about one of its layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ipex_core.errors import OpArgumentError
+from ipex_core.library.spec import check
+
+__all__ = ["METHODS", "LayerScheme", "method_of", "scheme_of"]
+
+#: Spellings of methods -> the name used here.
+METHODS = {
+    "gptq": "gptq",
+    "gptq_v2": "gptq",
+    "awq": "awq",
+    "rtn": "rtn",
+    "auto-round": "auto-round",
+    "autoround": "auto-round",
+    "auto_round": "auto-round",
+    "intel/auto-round": "auto-round",
+    "int8": "int8",
+    "fp8": "fp8",
+    "compressed-tensors": "compressed-tensors",
+    "ipex": "compressed-tensors",
+    "bitsandbytes": "bitsandbytes",
+    "gguf": "gguf",
+}
+_FORMATS = {
+    "pack-quantized": "words",
+    "int-quantized": "bytes",
+    "naive-quantized": "bytes",
+    "float-quantized": "bytes",
+    "mxfp4-pack-quantized": "fp4",
+    "nf4-pack-quantized": "nf4",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerScheme:
+    """How one layer is stored.
+
+    Attributes:
+        method: One of the values of `METHODS`.
+        bits: Bits of a code.
+        group_size: Input features that share a scale, -1 for all, None if it follows from the shapes.
+        symmetric: There are no zero points, or they are all alike.
+        layout: ``"gptq"``, ``"awq"``, ``"any"`` (the shapes tell which), ``"words"``, ``"bytes"``, ``"fp4"`` or
+            ``"nf4"``.
+        offset: GPTQ's zero points are stored less one.
+        block: Rows and columns that share a scale, or None.
+    """
+
+    method: str
+    bits: int = 8
+    group_size: int | None = None
+    symmetric: bool = False
+    layout: str = "bytes"
+    offset: bool = True
+    block: tuple[int, int] | None = None
+
+
+def method_of(op: str, config: Mapping[str, Any] | None) -> str:
+    """Return the quantisation method that a configuration names."""
+    if config is None:
+        return "gptq"
+    kind = type(config).__name__
+    check(isinstance(config, Mapping), op, "quant_config", "be a mapping or None", kind)
+    name = config.get("quant_method")
+    if name is None and "config_groups" in config:
+        name = "compressed-tensors"
+    if name is None and "bits" in config:  # quantize_config.json of AutoGPTQ has none
+        name = "gptq"
+    known = isinstance(name, str) and name.lower() in METHODS
+    check(known, op, "quant_method", f"be one of {', '.join(sorted(METHODS))}", name)
+    return METHODS[str(name).lower()]
+
+
+def scheme_of(op: str, config: Mapping[str, Any] | None, name: str) -> LayerScheme:
+    """Return how the layer ``name`` is stored.
+
+    Raises:
+        OpArgumentError: The configuration names a method or has a value that is not supported.
+    """
+    method = method_of(op, config)
+    if config is None:
+        return LayerScheme("gptq", 4, None, False, "gptq")
+    try:
+        return _scheme(op, method, config, name)
+    except (AttributeError, KeyError, TypeError, re.error) as error:
+        what = f"be what {method} documents"
+        got = f"{type(error).__name__}: {error}"
+        raise OpArgumentError(f"{op}: quant_config must {what}, got {got}") from error
+
+
+def _scheme(op: str, method: str, config: Mapping[str, Any], name: str) -> LayerScheme:
+    if method == "compressed-tensors":
+        return _compressed(op, config, name)
+    if method in ("bitsandbytes", "gguf"):  # each tensor says all by itself
+        return LayerScheme(method)
+    if method in ("int8", "fp8"):
+        return LayerScheme(method, block=_block(op, config.get("weight_block_size")))
+    values = {**config, **_override(config, name)}
+    bits = values.get("bits", values.get("w_bit", 4))
+    group = values.get("group_size", values.get("q_group_size"))
+    _check_numbers(op, name, bits, group)
+    if method == "awq":
+        version = str(values.get("version", "gemm")).lower()
+        check(version == "gemm", op, "version", "be gemm for AWQ checkpoints", version)
+        check(bits == 4, op, "bits", "be 4 for AWQ checkpoints", bits)
+        symmetric = not values.get("zero_point", True)
+        return LayerScheme(method, bits, group, symmetric, "awq")
+    packing = str(values.get("packing_format", values.get("backend", ""))).lower()
+    version = str(values.get("checkpoint_format", packing)).lower()
+    layout = "gptq"
+    if method != "gptq":
+        layout = "awq" if "awq" in packing else "any"
+    second = "v2" in version or "gptqmodel" in version or config.get("quant_method") == "gptq_v2"
+    stated = values.get("checkpoint_format", "gptq")
+    check(stated in ("gptq", "gptq_v2"), op, "checkpoint_format", "be gptq or gptq_v2", stated)
+    symmetric = bool(values.get("sym", False))
+    return LayerScheme(method, bits, group, symmetric, layout, not second)
+
+
+def _check_numbers(op: str, name: str, bits: Any, group: Any) -> None:
+    """Check the bits of a code and how many weights share a scale, which come from a file: no 4.0, no text."""
+    known = type(bits) is int and bits in (2, 3, 4, 8)
+    check(known, op, f"bits of {name}", "be one of 2, 3, 4, 8", bits)
+    fits = group is None or (type(group) is int and (group > 0 or group == -1))
+    check(fits, op, f"group_size of {name}", "be -1 or positive", group)
+
+
+def _override(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return what a configuration says about single layers: by name (AutoRound) or pattern (GPTQModel)."""
+    extra = config.get("extra_config") or {}
+    found: dict[str, Any] = dict(extra.get(name) or {})
+    for pattern, values in extra.items():
+        if pattern != name and any(c in pattern for c in "*[(|\\") and _matches(pattern, name):
+            found = {**values, **found}
+    for pattern, values in (config.get("dynamic") or {}).items():
+        if not pattern.startswith("-") and re.match(pattern.removeprefix("+:"), name):
+            return {**found, **values}
+    return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def _block(op: str, block: Any) -> tuple[int, int] | None:
+    if block is None:
+        return None
+    known = isinstance(block, (list, tuple)) and len(block) == 2
+    known = known and all(isinstance(size, int) and size > 0 for size in block)
+    check(known, op, "weight_block_size", "be two positive numbers", block)
+    return block[0], block[1]
+
+
+def _compressed(op: str, config: Mapping[str, Any], name: str) -> LayerScheme:
+    groups = config.get("config_groups") or {}
+    check(bool(groups), op, "config_groups", "have a group", groups)
+    group = _target(groups, name)
+    weights = group.get("weights") or {}
+    form = group.get("format") or config.get("format") or "pack-quantized"
+    check(form in _FORMATS, op, "format", f"be one of {', '.join(_FORMATS)}", form)
+    bits = weights.get("num_bits", 8)
+    kind = weights.get("type", "int")
+    check(kind in ("int", "float"), op, f"type of {name}", "be int or float", kind)
+    size = weights.get("group_size")
+    _check_numbers(op, name, bits, size)
+    strategy = weights.get("strategy") or ("channel" if size is None else "group")
+    usual = ("tensor", "channel", "group", "block")
+    check(strategy in usual, op, f"strategy of {name}", f"be one of {', '.join(usual)}", strategy)
+    block = None
+    if strategy == "block":
+        block = _block(op, weights.get("block_structure"))
+    return LayerScheme(
+        "compressed-tensors",
+        bits,
+        size if strategy == "group" else -1,
+        bool(weights.get("symmetric", True)),
+        _FORMATS[form],
+        block=block,
+    )
+
+
+def _target(groups: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the group of settings that a layer belongs to: by name, by pattern, or as a linear layer."""
+    usual: Mapping[str, Any] | None = None
+    for group in groups.values():
+        for target in group.get("targets") or ["Linear"]:
+            pattern = target.startswith("re:") and re.match(target[3:], name)
+            if target == name or name.endswith(f".{target}") or pattern:
+                return group  # type: ignore[no-any-return]
+            if target == "Linear" and usual is None:
+                usual = group
+    return next(iter(groups.values())) if usual is None else usual

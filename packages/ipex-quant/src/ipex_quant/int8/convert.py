@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Putting INT8 layers into a model, in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconfig
+
+from ipex_core.library.spec import check
+from ipex_core.optimization.passes.layout import auto_channels_last
+from ipex_core.optimization.records import QUANTISATION, Quantisation
+from ipex_core.util.quiet import quiet
+from ipex_quant.int8.boundary import Fused, Scale, Start
+from ipex_quant.int8.dataflow import activation_of
+from ipex_quant.int8.modules.conv_transpose import Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules.embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
+from ipex_quant.int8.modules.linear import DynamicInt8Linear, Int8Conv, Int8Linear, share_input
+from ipex_quant.int8.modules.matmul import int8_product
+from ipex_quant.int8.modules.norm import SmoothNorm
+from ipex_quant.int8.modules.pool import Int8Mean, pool_for
+from ipex_quant.int8.modules.recurrent import with_bias
+from ipex_quant.int8.plan import Layer, Plan, float_layer, root
+from ipex_quant.int8.state import KEY, Prepared, detach, replan, scales_of_layers, state_of
+from ipex_quant.qconfig.static import default_dynamic_qconfig
+from ipex_quant.weight_only.convert import dtypes_of, keep_dtypes, quantize_linears, replace_module
+
+__all__ = ["Names", "convert_model"]
+
+Tensor = torch.Tensor
+
+#: Of each quantised layer: path of the float module and of the INT8 module that give the same output.
+Names = list[tuple[str, str, str]]
+
+_STEP = "int8"
+
+
+def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
+    """Replace what the plan names; return the model and which outputs can be compared."""
+    state = state_of(model)
+    assert state is not None
+    detach(model)
+    dtypes = dtypes_of(model)
+    conversion = _Conversion(model, state, replan(model, state), Quantisation(), [])
+    conversion.layers()
+    conversion.pools()
+    conversion.products()
+    conversion.tables()
+    conversion.dynamic_layers()
+    conversion.float_layers()
+    for name in (KEY, "q_config", "save_qconf_summary", "load_qconf_summary"):
+        model.__dict__.pop(name, None)
+    conversion.weight_only_layers()
+    conversion.nothing()
+    keep_dtypes(model, dtypes)
+    model.__dict__[QUANTISATION] = conversion.log
+    return model, conversion.names
+
+
+@dataclasses.dataclass
+class _Conversion:
+    """One call of `convert_model`: each method replaces one kind of module and writes down what became of it."""
+
+    model: nn.Module
+    state: Prepared
+    plan: Plan
+    log: Quantisation
+    names: Names
+
+    def layers(self) -> None:
+        """Replace the layers with static scales, and what they compute for others."""
+        model, state, plan = self.model, self.state, self.plan
+        scales = scales_of_layers(model, state, plan)
+        folded = _fold_into_norms(model, plan, scales)
+        built: dict[str, Any] = {}
+        for path, layer in plan.layers.items():
+            scale, factor = scales[path]
+            made = _build(layer, float_layer(model, layer), scale, factor)
+            if factor is not None:
+                made.smooth, made.norm = factor.clone(), folded.get(path, "")
+            if layer.codes:
+                made.output = state.watches[layer.result].get_scale()
+            if layer.residual_codes:
+                made.residual = _residual_scale(state, layer)
+                made.residual_free = layer.residual_free
+            built[path] = made
+        for group in _groups(state, plan, built):
+            share_input([built[path] for path in group])
+        for path, layer in plan.layers.items():
+            module = model.get_submodule(path)
+            _note(self.log, state, layer, module, built[path], path in folded)
+        for path, layer in plan.layers.items():
+            self._put(layer, built[path])
+
+    def _put(self, layer: Layer, made: nn.Module) -> None:
+        """Put an INT8 layer into its place, and what passes its results on into the places around it."""
+        model, path = self.model, layer.path
+        self.names.append((path, layer.fused[-1] if layer.fused else path, layer.place))
+        for other in layer.fused:
+            if other != layer.place:
+                _pass_on(model, other, path)
+        if layer.norm:
+            text = f"folded into {path}"
+            self.log.add(layer.norm, "BatchNorm", _STEP, True, text, "none (identity)")
+        if layer.before:
+            stood = model.get_submodule(path)
+            _replace(model, path, Start(path, layer.before, stood).eval())
+        _replace(model, layer.place, made)
+
+    def pools(self) -> None:
+        """Replace poolings between INT8 layers."""
+        for place in self.plan.pools:
+            pool = self.model.get_submodule(place.path)
+            watch = self.state.watches[place.value]
+            made = pool_for(pool, place.channels, watch.get_scale()).eval()
+            text = "uint8 codes in, float out" if isinstance(made, Int8Mean) else "on uint8 codes"
+            self.log.add(place.path, type(pool).__name__, _STEP, True, text)
+            _replace(self.model, place.path, made)
+
+    def products(self) -> None:
+        """Replace products of two activations."""
+        for path, product in self.plan.products.items():
+            watches = [self.state.watches[value] for value in product.sources]
+            output = self.state.watches[product.result].get_scale() if product.codes else Scale()
+            module = self.model.get_submodule(path)
+            made = int8_product(module, [it.get_scale() for it in watches], output, path).eval()
+            text = f"8-bit activations, {made.extra_repr()} ({_source_of(watches[0])})"
+            text += "; passes uint8 on" * product.codes
+            self.log.add(path, type(module).__name__, _STEP, True, text, made.kernel)
+            _replace(self.model, path, made)
+            self.names.append((path, path, path))
+
+    def tables(self) -> None:
+        """Replace embedding bags."""
+        for path in self.state.tables:
+            bag: Any = self.model.get_submodule(path)
+            text, op = "8-bit rows, each with its scale", "embedding_bag_byte"
+            made: nn.Module
+            if isinstance(bag, nn.EmbeddingBag):
+                made = Int8EmbeddingBag(bag.weight, bag.include_last_offset).eval()
+            else:
+                made, op = Int8MergedEmbeddingBag.from_float(bag), "merged_embeddingbag_int8"
+            self.log.add(path, type(bag).__name__, _STEP, True, text, op)
+            _replace(self.model, path, made)
+
+    def dynamic_layers(self) -> None:
+        """Replace the layers whose scales are measured at each call."""
+        for path in self.state.dynamic:
+            module = self.model.get_submodule(path)
+            made = _dynamic(path, module)
+            last, text = path, "uint8 activations, scale of each row at each call"
+            if path in self.state.activations:
+                last, made.activation = self.state.activations[path]
+                made.after = (last,)
+                _pass_on(self.model, last, path)
+                text += f"; computes {last} too"
+            _replace(self.model, path, made)
+            self.log.add(path, type(module).__name__, _STEP, True, text)
+            self.names.append((path, last, path))
+
+    def float_layers(self) -> None:
+        """Write down why the others stay as they are."""
+        for path, reason in self.plan.left.items():
+            kind = type(self.model.get_submodule(path)).__name__
+            self.log.add(path, kind, _STEP, False, f"stays float: {reason}")
+
+    def nothing(self) -> None:
+        """Write down that the model has no layers to quantize, if it has none."""
+        if not self.log.records:
+            text = "stays float: it has no layers that the configuration quantizes"
+            self.log.add("", type(self.model).__name__, _STEP, False, text)
+
+    def weight_only_layers(self) -> None:
+        """Quantise the weights of layers that a weight-only configuration names."""
+        if self.state.weight_only is None:
+            return
+        for path in quantize_linears(self.model, self.state.weight_only):
+            woq: Any = self.model.get_submodule(path)
+            self.log.add(path, "Linear", _STEP, True, f"weights {woq.dtype.name}", "woq_linear")
+
+
+def _groups(state: Prepared, plan: Plan, built: dict[str, Any]) -> list[list[str]]:
+    """Return linear layers that read one float value with one scale, in the order of their calls."""
+    flow = state.flow
+    if flow is None:
+        return []
+    coded = {layer.result for layer in plan.layers.values() if layer.codes}
+    found = []
+    for value in {layer.source: None for layer in plan.layers.values()}:
+        readers = flow.consumers.get(value, [])
+        members = [
+            event.path
+            for event in readers
+            if event.role == "linear"
+            and event.path in plan.layers
+            and len(flow.calls[event.path]) == 1
+            and built[event.path].smooth is None
+            # A sum computes where it stands, when the value may be another.
+            and plan.layers[event.path].residual is None
+        ]
+        inplace = any(e.role == "function" and e.name.strip("_") != e.name for e in readers)
+        same = {built[path].input for path in members}
+        if value not in coded and len(members) > 1 and len(same) == 1 and not inplace:
+            found.append(members)
+    return found
+
+
+def _residual_scale(state: Prepared, layer: Layer) -> Scale:
+    """Return the scale of the codes that are added."""
+    assert state.flow is not None
+    return state.watches[root(state.flow, layer.residual_value)].get_scale()
+
+
+def _pass_on(model: nn.Module, path: str, layer: str) -> None:
+    """Let a module pass on what a layer computes for it; activations can still compute for others."""
+    module = model.get_submodule(path)
+    original = module if activation_of(module) else None
+    _replace(model, path, Fused(path, layer, original).eval())
+
+
+def _fold_into_norms(model: nn.Module, plan: Plan, scales: dict[str, Any]) -> dict[str, str]:
+    """Let norms multiply by channel scales where all who read them want the same; return these and their norms."""
+    done: dict[str, str] = {}
+    for value, place in plan.norms.items():
+        layers = [path for path, layer in plan.layers.items() if layer.source == value]
+        factors = [scales[path][1] for path in layers]
+        if any(f is None or not torch.equal(f, factors[0]) for f in factors):
+            continue
+        _replace(model, place, SmoothNorm.of(place, model.get_submodule(place), factors[0]))
+        done.update(dict.fromkeys(layers, place))
+    return done
+
+
+def _build(layer: Layer, module: Any, scale: Scale, factor: Tensor | None) -> Any:
+    path = layer.path
+    weight = output_rows(module).float()
+    if factor is not None:
+        weight = weight / factor
+    codes, steps = _quantize_weight(path, layer.qconfig, weight)
+    made: Any
+    if layer.kind == "linear":
+        made = Int8Linear(codes, steps, module.bias)
+    elif module.transposed:
+        made = Int8ConvTranspose(module, codes, steps)
+    else:
+        made = Int8Conv(module, codes, steps)
+    made.float_dtype = module.weight.dtype
+    made.set_input(scale)
+    made.activation = layer.activation
+    made.name = path
+    made.contiguous = layer.kind != "linear" and not auto_channels_last()
+    made.residual_position = layer.residual
+    made.place, made.after = layer.place, layer.after
+    return made.eval()
+
+
+def _quantize_weight(path: str, qconfig: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and one scale for each output channel, as the observer of the weight says."""
+    finite = bool(weight.isfinite().all())
+    check(finite, "convert", f"the weight of {path}", "be finite", "another value")
+    observer: Any = qconfig.weight()
+    observer(weight)
+    scale, zero = observer.calculate_qparams()
+    symmetric = observer.dtype == torch.qint8 and not bool(zero.any())
+    what = f"the weight observer of {path}"
+    check(symmetric, "convert", what, "be symmetric with qint8 codes", observer.qscheme)
+    channels = weight.shape[0]
+    per_row = scale.numel() in (1, channels) and getattr(observer, "ch_axis", 0) == 0
+    check(per_row, "convert", what, "be per tensor or per output channel", list(scale.shape))
+    scale = scale.float().clamp(min=2.0**-100).expand(channels).contiguous()
+    steps = scale.view(-1, *[1] * (weight.dim() - 1))
+    low, high = getattr(observer, "quant_min", -128), getattr(observer, "quant_max", 127)
+    codes = torch.round(weight / steps).clamp(max(low, -128), min(high, 127)).to(torch.int8)
+    return codes, scale
+
+
+def _dynamic(path: str, module: Any) -> Any:
+    """Return the dynamic INT8 form of a layer."""
+    if isinstance(module, nn.Linear):
+        codes, steps = _quantize_weight(
+            path, default_dynamic_qconfig, module.weight.detach().float()
+        )
+        made = DynamicInt8Linear(codes, steps, module.bias)
+        made.name, made.float_dtype = path, module.weight.dtype
+        return made.eval()
+    recurrent = importlib.import_module("torch.ao.nn.quantized.dynamic")
+    module = with_bias(module)
+    module.qconfig = stock_dynamic_qconfig
+    with quiet():  # torch's note to itself about the tensors it keeps weights in
+        return getattr(recurrent, type(module).__name__).from_float(module)
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a module in all places of the one at ``path``."""
+    old = model.get_submodule(path)
+    for name, found in list(model.named_modules(remove_duplicate=False)):
+        if found is old:
+            replace_module(model, name, module)
+
+
+def _source_of(watch: Any) -> str:
+    """Return where a scale comes from."""
+    if watch.runs == 0:
+        return "from a file"
+    return f"{type(watch.observer).__name__}, {watch.runs} runs"
+
+
+def _note(
+    log: Quantisation, state: Prepared, layer: Layer, module: nn.Module, made: Any, folded: bool
+) -> None:
+    watch = state.watches[layer.source]
+    source = f"SmoothQuant, {watch.runs} runs" if layer.smooth and watch.runs else _source_of(watch)
+    text = f"uint8 activations, scale {made.input.scale:.4g} zero {made.input.zero} ({source})"
+    if layer.smooth:
+        text += ", channel scales in the norm before it" if folded else ", multiplies channels"
+    computed = [path for path in layer.fused if path != layer.norm]
+    if computed:
+        text += f"; computes {', '.join(computed)} too"
+    if getattr(made, "group", None) is not None:
+        text += f"; input quantised once for {', '.join(made.group.members)}"
+    if layer.codes:
+        text += "; passes uint8 on"
+    kernel = "int8_linear" if layer.kind == "linear" else "onednn qconv"
+    log.add(layer.path, type(module).__name__, _STEP, True, text, kernel)

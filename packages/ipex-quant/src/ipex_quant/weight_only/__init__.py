@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight-only quantization: layers, conversion of models, GPTQ, AWQ, checkpoints."""

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps from the arguments of `WeightOnlyQuantizedLinear`'s class methods to a `QuantizedWeight`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_core.library.spec import check
+from ipex_core.module_swap.state_dict import plain_weight
+from ipex_quant.qconfig.weight_only import (
+    QConfigWoq,
+    WoqLowpMode,
+    WoqWeightDtype,
+    WoqWeightQScheme,
+    _member,
+    weight_format,
+    woq_qconfig,
+)
+from ipex_quant.weight.layouts import unpack_words
+from ipex_quant.weight.primitives import quantize_in_parts, quantize_per_block
+from ipex_quant.weight.tensor import QuantizedWeight
+
+__all__ = ["as_qconfig", "dtype_of", "features_of", "plain_codes", "quantized"]
+
+Tensor = torch.Tensor
+
+
+def dtype_of(weight: QuantizedWeight) -> WoqWeightDtype:
+    """Return the weight dtype that a quantised weight has."""
+    if weight.format == "fp4":
+        power = weight.scales.dtype in (torch.float8_e8m0fnu, torch.uint8)
+        return WoqWeightDtype.MXFP4 if power else WoqWeightDtype.FP4
+    names = {"int8": "INT8", "int4": "INT4", "nf4": "NF4"}
+    return WoqWeightDtype[names.get(weight.format, "FP8")]
+
+
+def features_of(op: str, mod: nn.Module) -> tuple[int, int]:
+    """Return in_features and out_features of a layer."""
+    found = []
+    for name in ("in_features", "out_features"):
+        value = getattr(mod, name, None)
+        check(isinstance(value, int), op, f"mod.{name}", "be an int", value)
+        assert isinstance(value, int)
+        found.append(value)
+    return found[0], found[1]
+
+
+def as_qconfig(op: str, qconfig: Any) -> QConfigWoq:
+    """Return a configuration from itself, a mapping or None."""
+    if qconfig is None:
+        return woq_qconfig(weight_dtype=WoqWeightDtype.INT4, lowp_mode=WoqLowpMode.BF16)
+    qconfig = getattr(qconfig, "global_qconfig", qconfig)
+    check(
+        isinstance(qconfig, QConfigWoq),
+        op,
+        "qconfig",
+        "be a QConfigWoq, a mapping with one as global, or None",
+        type(qconfig).__name__,
+    )
+    assert isinstance(qconfig, QConfigWoq)
+    return qconfig
+
+
+def quantized(
+    op: str,
+    source: Tensor,
+    qconfig: QConfigWoq,
+    scales: Tensor | None,
+    zeros: Tensor | None,
+    scale_dtype: torch.dtype,
+) -> QuantizedWeight:
+    """Quantise a float weight as configured."""
+    dtype = qconfig.weight_dtype
+    form = weight_format(dtype)
+    symmetric = qconfig.weight_qscheme is WoqWeightQScheme.SYMMETRIC
+    source = plain_weight(source)
+    if scales is None:
+        floats = (torch.float32, torch.bfloat16, torch.float16)
+        check(scale_dtype in floats, op, "scale_dtype", "be a float dtype", scale_dtype)
+        if dtype is WoqWeightDtype.MXFP4:
+            scale_dtype = torch.float8_e8m0fnu
+        codes, found, points = quantize_in_parts(
+            source, form, qconfig.group_size, symmetric, scale_dtype
+        )
+    else:
+        codes, found, points = quantize_per_block(
+            source, dtype, qconfig.group_size, scales, zeros, symmetric
+        )
+        points = None if points is None else _zeros(points)
+    finite = found.dtype.itemsize == 1 or bool(found.isfinite().all())
+    check(finite, op, "mod.weight", "be finite", "NaN or infinity")
+    return QuantizedWeight(form, source.shape[1], codes, found, points, qconfig.group_size)
+
+
+def _zeros(zeros: Tensor) -> Tensor:
+    """Return zero points in the smallest dtype that holds them."""
+    small = zeros.to(torch.int8)
+    return small if bool((small == zeros).all()) else zeros.float()
+
+
+def plain_codes(
+    op: str,
+    qweight: Tensor,
+    dtype: Any,
+    scales: Tensor,
+    zeros: Tensor | None,
+    in_features: int,
+    group_size: int,
+    g_idx: Tensor | None,
+    bias: Tensor | None,
+) -> QuantizedWeight:
+    """Return a weight from codes in the plain layout."""
+    kind = _member(op, "dtype", WoqWeightDtype, dtype)
+    form = weight_format(kind)
+    scales = scales.unsqueeze(1) if scales.dim() == 1 else scales
+    if zeros is not None:
+        zeros = zeros.unsqueeze(1) if zeros.dim() == 1 else zeros
+        groups = scales.shape[-1]
+        if form == "int4" and zeros.dtype == torch.int32 and zeros.shape[-1] == -(-groups // 8):
+            # Eight in a word. Of one group's the word is the zero point itself.
+            zeros = unpack_words(zeros.t().contiguous(), 4, groups).t().contiguous()
+        zeros = _zeros(zeros)
+    g_idx = None if g_idx is None else g_idx.to(torch.int32)
+    return QuantizedWeight(form, in_features, qweight, scales, zeros, group_size, g_idx, bias, op)

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantising the linear layers of a model, in place and layer by layer."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.ao.quantization import QConfigMapping
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ipex_core.library.spec import check
+from ipex_core.module_swap.base import has_hooks
+from ipex_core.nn import OptimizedLinear
+from ipex_core.util.memory import return_free_memory
+from ipex_core.util.progress import progress as show_progress
+from ipex_quant.io.pretrained import describe_saved
+from ipex_quant.qconfig.static import qconfig_of
+from ipex_quant.qconfig.weight_only import QConfigWoq
+from ipex_quant.weight.tensor import packable_group
+from ipex_quant.weight_only.build import as_qconfig
+from ipex_quant.weight_only.linear import WeightOnlyQuantizedLinear
+
+__all__ = [
+    "call_encoder_layers",
+    "dtypes_of",
+    "keep_dtypes",
+    "matches",
+    "quantize_linears",
+    "replace_module",
+    "woq_qconfig_of",
+    "woq_qconfigs",
+]
+
+log = logging.getLogger("ipex")
+
+#: Called as ``progress(done, total, name)`` after each layer.
+Progress = Callable[[int, int, str], None]
+
+
+def quantize_linears(
+    model: nn.Module,
+    qconfig: Any,
+    modules_to_skip: Iterable[str] = (),
+    progress: bool | Progress = True,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+) -> tuple[str, ...]:
+    """Replace the linear layers of a model by `WeightOnlyQuantizedLinear`, in place.
+
+    One layer at a time is quantised and its float weight freed, so memory never exceeds that of the model by more than
+    one layer. Layers on the meta device become layers without a weight, ready for ``load_state_dict``. Subclasses of
+    `torch.nn.Linear` that compute something else are left alone; ``Conv1D`` of transformers is replaced.
+
+    Args:
+        model: The model; its class stays, its linear layers change.
+        qconfig: A `QConfigWoq`, or a ``QConfigMapping`` with one for each layer that is to be quantised: by its name
+            or the beginning of it, a pattern of names, its class, or as global.
+        modules_to_skip: Layers to leave as they are: their names, the ends of names (``"lm_head"``), names of modules
+            that contain them or their ends (``"model.vision"``, ``"self_attn"``), or patterns (``"*.router"``).
+        progress: Whether to show a progress bar if it takes long, or a function that is called with the number of
+            layers done, the number of all, and the name of the last one.
+        scale_dtype: What scales are rounded to before codes are computed: float32, bfloat16 or float16.
+
+    Returns:
+        The names of the layers that were replaced.
+
+    Raises:
+        TypeError: ``modules_to_skip`` is a single text.
+        OpArgumentError: The configuration does not fit a layer (nothing has changed then), or a weight is not finite.
+
+    Example:
+        >>> import torch
+        >>> from ipex_quant import WoqWeightDtype, quantize_linears, woq_qconfig
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+        >>> quantize_linears(model, woq_qconfig(weight_dtype=WoqWeightDtype.INT8), modules_to_skip=["2"])
+        ('0',)
+    """
+    op = "quantize_linears"
+    single = woq_qconfigs(op, qconfig)[0]
+    qconfig = qconfig if isinstance(qconfig, QConfigMapping) else single
+    check(not _is_linear(model), op, "model", "contain linear layers, not be one", "a linear layer")
+    skip = patterns_of(op, modules_to_skip)
+    names: dict[nn.Module, list[str]] = {}
+    qconfigs: dict[str, QConfigWoq] = {}
+    unused = set(skip)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not _is_linear(module):
+            continue
+        hits = [pattern for pattern in skip if matches(name, (pattern,))]
+        unused.difference_update(hits)
+        if hits:
+            continue
+        own = woq_qconfig_of(qconfig, name, module)
+        if module in names:
+            names[module].append(name)
+        elif own is not None:
+            names[module], qconfigs[name] = [name], own
+    for pattern in sorted(unused):
+        log.warning("%s: no linear layer matches %r in modules_to_skip", op, pattern)
+    for module, (name, *_) in names.items():
+        _check_group(op, module, name, qconfigs[name])
+    layers = list(names.items())
+    done: list[str] = []
+    for module, places in _with_progress(layers, progress):
+        replacement = _quantize(module, qconfigs[places[0]], places[0], scale_dtype)
+        for name in places:
+            replace_module(model, name, replacement)
+        done += places
+        return_free_memory()
+    describe_saved(model)
+    return tuple(done)
+
+
+def woq_qconfigs(op: str, qconfig: Any) -> list[QConfigWoq]:
+    """Return the configurations that a mapping has, or the one there is.
+
+    Raises:
+        OpArgumentError: There is none.
+    """
+    if not isinstance(qconfig, QConfigMapping):
+        return [as_qconfig(op, qconfig)]
+    values: list[Any] = [
+        qconfig.global_qconfig,
+        *qconfig.module_name_qconfigs.values(),
+        *qconfig.module_name_regex_qconfigs.values(),
+        *qconfig.object_type_qconfigs.values(),
+    ]
+    found = [value for value in values if isinstance(value, QConfigWoq)]
+    return found or [as_qconfig(op, qconfig)]
+
+
+def woq_qconfig_of(qconfig: Any, name: str, module: nn.Module) -> QConfigWoq | None:
+    """Return the configuration of a module: the one there is, or what a mapping has for it; None for others."""
+    if isinstance(qconfig, QConfigMapping):
+        qconfig = qconfig_of(qconfig, name, module)
+    return qconfig if isinstance(qconfig, QConfigWoq) else None
+
+
+def patterns_of(op: str, modules: Iterable[str], name: str = "modules_to_skip") -> tuple[str, ...]:
+    """Return names and patterns of layers to skip as a tuple.
+
+    Raises:
+        TypeError: A single text: its letters would be the patterns.
+    """
+    if isinstance(modules, str):
+        raise TypeError(f"{op}: {name} must be a list of texts, got {modules!r}")
+    return tuple(modules)
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a module is meant by one of the patterns: whole parts of its name, or ``*`` and ``?``."""
+    return any(f".{p}." in f".{name}." or fnmatch.fnmatchcase(name, p) for p in patterns)
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place that has this name."""
+    *above, last = name.split(".")
+    parents = [model.get_submodule(".".join(above[:i])) for i in range(len(above) + 1)]
+    for parent in parents:
+        _call_parts(parent)
+    setattr(parents[-1], last, module)
+
+
+#: What makes the encoder layers of torch read the weights of their parts instead of calling the parts.
+_SHORT_CUTS: tuple[tuple[type[nn.Module], str, Any], ...] = (
+    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
+    (nn.TransformerEncoder, "use_nested_tensor", False),
+)
+
+
+def call_encoder_layers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Let torch's encoder layers call their parts in inference too; return module, attribute and value before."""
+    return [change for module in model.modules() for change in _call_parts(module)]
+
+
+def _call_parts(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    found = [(name, value) for kind, name, value in _SHORT_CUTS if isinstance(module, kind)]
+    before = [(module, name, getattr(module, name, value)) for name, value in found]
+    for name, value in found:
+        setattr(module, name, value)
+    return before
+
+
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype of the modules that have a property for it, which reads their first floating parameter."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(getattr(type(module), "dtype", None), property):
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    found[name] = parameter.dtype
+                    break
+    return found
+
+
+def keep_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """Give modules that have no floating parameter any more one without elements, for their dtype and device."""
+    for name, dtype in sorted(dtypes.items(), key=lambda it: -it[0].count(".")):
+        module = model.get_submodule(name)
+        if not any(parameter.is_floating_point() for parameter in module.parameters()):
+            empty = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+            module.register_parameter("float_dtype", empty)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    kind: Any = type(module)
+    if kind is NonDynamicallyQuantizableLinear:  # multi-head attention reads its weight
+        return False
+    if kind in (nn.Linear, OptimizedLinear) or _is_conv1d(module):
+        return True
+    return isinstance(module, nn.Linear) and _has_only(module) and _computes_linear(kind)
+
+
+def _has_only(module: nn.Linear) -> bool:
+    """Return whether a layer consists of a weight and a bias, and nothing of its own changes what it computes."""
+    return (
+        set(module._parameters) == {"weight", "bias"}
+        and not module._buffers
+        and not module._modules
+        and not has_hooks(module)
+    )
+
+
+#: What the forward of a linear layer may read or call; whoever also sums over processes, or scales, reads more.
+_LINEAR_NAMES = frozenset(
+    {"weight", "bias", "T", "t", "matmul", "linear", "F", "functional", "nn", "torch"}
+)
+
+
+@functools.cache
+def _computes_linear(kind: Any) -> bool:
+    """Return whether a subclass computes what `torch.nn.Linear` does, in other words (``FalconLinear``)."""
+    code = getattr(kind.forward, "__code__", None)
+    if code is None or code.co_freevars or not _LINEAR_NAMES.issuperset(code.co_names):
+        return False
+    # Numbers of our own: those of torch's generator belong to the user.
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        layer = kind.__new__(kind)
+        nn.Linear.__init__(layer, 8, 16, device="meta")
+        layer.to_empty(device="cpu")
+        for values in (layer.weight, layer.bias, x := torch.empty(3, 8)):
+            values.normal_(generator=generator)
+        expected = nn.functional.linear(x, layer.weight, layer.bias)
+        found = layer.eval()(x)
+    return found.shape == expected.shape and torch.allclose(found, expected, 1e-4, 1e-5)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether it is transformers' ``Conv1D``, a linear layer with a transposed weight."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def _in_features(module: Any) -> int:
+    return int(module.weight.shape[0 if _is_conv1d(module) else 1])
+
+
+def _check_group(op: str, module: nn.Module, name: str, qconfig: QConfigWoq) -> None:
+    group, k = qconfig.group_size, _in_features(module)
+    fits = packable_group(k if group == -1 else group, k) is not None
+    check(fits, op, "qconfig.group_size", f"be -1 or at least 16 for {name}", group)
+
+
+def _with_progress(
+    layers: list[tuple[nn.Module, list[str]]], progress: bool | Progress
+) -> Iterator[tuple[nn.Module, list[str]]]:
+    if not callable(progress):
+        yield from show_progress(layers) if progress else layers
+        return
+    for done, layer in enumerate(layers, 1):
+        yield layer
+        progress(done, len(layers), layer[1][-1])
+
+
+def _quantize(
+    module: Any, qconfig: QConfigWoq, name: str, scale_dtype: torch.dtype
+) -> WeightOnlyQuantizedLinear:
+    source = module
+    if _is_conv1d(module):
+        rows, columns = module.weight.shape
+        source = nn.Linear(rows, columns, bias=False, device="meta")
+        source.weight = nn.Parameter(module.weight.detach().t(), requires_grad=False)
+        source.bias = module.bias
+        source.train(module.training)
+    before = source.__dict__.get("qconfig", module)
+    source.qconfig = qconfig
+    try:
+        result = WeightOnlyQuantizedLinear.from_float(source, scale_dtype=scale_dtype)
+    except ValueError as error:
+        error.args = (f"{name}: {error}",)
+        raise
+    finally:
+        if before is module:
+            del source.qconfig
+        else:
+            source.qconfig = before
+    assert isinstance(result, WeightOnlyQuantizedLinear)
+    if source is not module:
+        module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+    return result

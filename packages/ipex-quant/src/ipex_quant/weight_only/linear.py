@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The linear layer on a quantised weight.
+
+Example:
+    >>> import torch
+    >>> from ipex_quant import WeightOnlyQuantizedLinear, WoqWeightDtype, woq_qconfig
+    >>> linear = torch.nn.Linear(64, 32)
+    >>> linear.qconfig = woq_qconfig(weight_dtype=WoqWeightDtype.INT4, group_size=32)
+    >>> quantized = WeightOnlyQuantizedLinear.from_float(linear)
+    >>> quantized(torch.randn(2, 64)).shape
+    torch.Size([2, 32])
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_core.library.spec import check
+from ipex_quant.qconfig.weight_only import QConfigWoq, WoqWeightDtype, _member
+from ipex_quant.weight.layouts import (
+    QuantDtype,
+    QuantMethod,
+    WoqWeightFormat,
+    awq_weight,
+    gptq_weight,
+)
+from ipex_quant.weight.tensor import QuantizedWeight, packable_group
+from ipex_quant.weight_only.build import as_qconfig, dtype_of, features_of, plain_codes, quantized
+from ipex_quant.weight_only.module import WoqLinearModule
+
+__all__ = ["QuantDtype", "QuantMethod", "WeightOnlyQuantizedLinear", "WoqWeightFormat"]
+
+Tensor = torch.Tensor
+
+
+class WeightOnlyQuantizedLinear(WoqLinearModule):
+    """``y = x @ weight.T + bias`` with a weight of 4 or 8 bits.
+
+    It is made by one of the class methods; a module made by the constructor has no weight until a state dict is
+    loaded. The state dict holds codes, scales and zero points, and not the packed form, so it can be saved in any file
+    format and read anywhere. The layer has no gradient for its weight, but for its input.
+
+    Attributes:
+        in_features: K.
+        out_features: N.
+        packed_weight: The weight as ``torch.ops.ipex.woq_linear`` takes it, 1-D uint8, or None.
+        bias: ``[N]``, or None. A bias of zeros is dropped.
+        dtype: The `WoqWeightDtype` of the weight.
+        lowp_mode: The `WoqLowpMode`.
+        act_quant_mode: The `WoqActQuantMode`.
+        group_size: Input features that share a scale, or -1 for all.
+        weight_qscheme: The `WoqWeightQScheme` of the weight.
+        modes: ``(lowp_mode, act_quant_mode)`` as the op takes them.
+    """
+
+    @classmethod
+    def from_quantized(
+        cls, weight: QuantizedWeight, qconfig: QConfigWoq | None = None
+    ) -> WeightOnlyQuantizedLinear:
+        """Return a layer with this weight.
+
+        Args:
+            weight: Codes, scales and zero points.
+            qconfig: How to compute; only its modes matter. None: in the dtype of the input.
+
+        Raises:
+            OpArgumentError: The packed format cannot hold the weight.
+        """
+        result = cls(weight.in_features, weight.out_features, False, dtype_of(weight), qconfig)
+        result.set_weight(weight)
+        return result
+
+    @classmethod
+    def from_float(
+        cls,
+        mod: nn.Module,
+        scales: Tensor | None = None,
+        zero_points: Tensor | None = None,
+        *,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> nn.Module:
+        """Quantise a float linear layer and free its weight.
+
+        Args:
+            mod: `torch.nn.Linear` or a subclass with a float weight, and with an attribute ``qconfig``.
+            scales: ``[N, G]`` to use instead of those of the extremes (``[N]`` without groups), or None.
+            zero_points: Likewise.
+            scale_dtype: What scales are rounded to before codes are computed: float32, bfloat16 or float16.
+
+        Returns:
+            The quantised layer, without weight if that of ``mod`` is on the meta device; ``mod`` itself, unchanged, if
+            its ``qconfig`` is not a `QConfigWoq`.
+
+        Raises:
+            OpArgumentError: ``mod`` has no ``qconfig``, its weight is not finite, or the configuration does not fit.
+        """
+        op = f"{cls.__name__}.from_float"
+        check(hasattr(mod, "qconfig"), op, "mod", "have a qconfig", type(mod).__name__)
+        qconfig: Any = mod.qconfig
+        if not isinstance(qconfig, QConfigWoq):
+            return mod
+        source = getattr(mod, "weight", None)
+        check(isinstance(source, Tensor), op, "mod", "have a weight", type(mod).__name__)
+        assert isinstance(source, Tensor)
+        check(source.dim() == 2, op, "mod.weight", "be 2-D", list(source.shape))
+        check(source.is_floating_point(), op, "mod.weight", "be floating point", source.dtype)
+        n, k = source.shape
+        bias = getattr(mod, "bias", None)
+        dtype = qconfig.weight_dtype
+        check(
+            packable_group(k if qconfig.group_size == -1 else qconfig.group_size, k) is not None,
+            op,
+            "qconfig.group_size",
+            f"be -1, or at least 16, for {k} input features",
+            qconfig.group_size,
+        )
+        result = cls(k, n, bias is not None, dtype, qconfig)
+        result._float_dtype = source.dtype
+        if source.is_meta:
+            return result
+        check(source.device.type == "cpu", op, "mod.weight", "be on the CPU", source.device)
+        with torch.no_grad():
+            weight = quantized(op, source.detach(), qconfig, scales, zero_points, scale_dtype)
+            weight.bias = bias
+            result.set_weight(weight)
+        mod.weight = nn.Parameter(source.new_empty(0), requires_grad=False)  # type: ignore[assignment]
+        return result.train(mod.training)
+
+    @classmethod
+    def from_float_and_qweight(
+        cls,
+        mod: nn.Module,
+        qweight: Tensor,
+        dtype: int,
+        scales: Tensor,
+        zero_points: Tensor | None,
+        bias: Tensor | None = None,
+        group_size: int = -1,
+        g_idx: Tensor | None = None,
+        weight_format: int = WoqWeightFormat.PLAIN_FORMAT,
+    ) -> WeightOnlyQuantizedLinear:
+        """Return a layer for a float one whose weight was quantised elsewhere.
+
+        Args:
+            mod: The float layer. It says the shape, the bias if none is given, and how to compute, if it has a
+                ``qconfig``.
+            qweight: Codes in the layout that ``weight_format`` names.
+            dtype: The `WoqWeightDtype` of the codes.
+            scales: ``[N, G]``, or ``[N]`` for one group; GPTQ and AWQ: ``[G, N]``.
+            zero_points: ``[N, G]`` or ``[N]``, or for INT4 int32 ``[N, ceil(G / 8)]`` with eight in a word, the first
+                lowest; or None. GPTQ and AWQ: packed like the codes.
+            bias: ``[N]``, or None for that of ``mod``.
+            group_size: Input features that share a scale, or -1.
+            g_idx: int32 ``[K]``, the group of each input feature, or None.
+            weight_format: A `WoqWeightFormat`.
+
+        Raises:
+            OpArgumentError: The parts do not fit together.
+        """
+        op = f"{cls.__name__}.from_float_and_qweight"
+        form = _member(op, "weight_format", WoqWeightFormat, weight_format)
+        qconfig = getattr(mod, "qconfig", None)
+        in_features, out_features = features_of(op, mod)
+        bias = getattr(mod, "bias", None) if bias is None else bias
+        if form is not WoqWeightFormat.PLAIN_FORMAT:
+            method = QuantMethod(form - 1)
+            return cls.from_weight(
+                qweight,
+                scales,
+                zero_points,
+                in_features,
+                out_features,
+                qconfig if isinstance(qconfig, QConfigWoq) else None,
+                bias,
+                group_size,
+                g_idx,
+                method,
+            )
+        weight = plain_codes(
+            op, qweight, dtype, scales, zero_points, in_features, group_size, g_idx, bias
+        )
+        result = cls(
+            in_features,
+            out_features,
+            False,
+            dtype,
+            qconfig if isinstance(qconfig, QConfigWoq) else None,
+        )
+        result.set_weight(weight)
+        return result
+
+    @classmethod
+    def from_float_and_int4_weight(
+        cls,
+        mod: nn.Module,
+        qweight: Tensor,
+        scales: Tensor,
+        zero_points: Tensor | None,
+        bias: Tensor | None = None,
+        group_size: int = -1,
+        g_idx: Tensor | None = None,
+        weight_format: int = WoqWeightFormat.PLAIN_FORMAT,
+    ) -> WeightOnlyQuantizedLinear:
+        """`from_float_and_qweight` for INT4, under its deprecated name."""
+        warnings.warn(
+            f"{cls.__name__}.from_float_and_int4_weight is deprecated, use from_float_and_qweight",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return cls.from_float_and_qweight(
+            mod,
+            qweight,
+            WoqWeightDtype.INT4,
+            scales,
+            zero_points,
+            bias,
+            group_size,
+            g_idx,
+            weight_format,
+        )
+
+    @classmethod
+    def from_int4_weight(
+        cls,
+        qweight: Tensor,
+        scales: Tensor,
+        zero_points: Tensor | None,
+        in_features: int,
+        out_features: int,
+        quant_method: int = QuantMethod.GPTQ_GEMM,
+        qconfig: Any = None,
+        bias: Tensor | None = None,
+        group_size: int = -1,
+        g_idx: Tensor | None = None,
+    ) -> WeightOnlyQuantizedLinear:
+        """`from_weight` with another order of arguments."""
+        return cls.from_weight(
+            qweight,
+            scales,
+            zero_points,
+            in_features,
+            out_features,
+            qconfig,
+            bias,
+            group_size,
+            g_idx,
+            quant_method,
+        )
+
+    @classmethod
+    def from_weight(
+        cls,
+        qweight: Tensor,
+        scales: Tensor,
+        zero_points: Tensor | None,
+        in_features: int,
+        out_features: int,
+        qconfig: Any = None,
+        bias: Tensor | None = None,
+        group_size: int = -1,
+        g_idx: Tensor | None = None,
+        quant_method: int = QuantMethod.GPTQ_GEMM,
+        dtype: int = QuantDtype.INT4,
+        **kwargs: Any,
+    ) -> WeightOnlyQuantizedLinear:
+        """Return a layer for a 4-bit weight in the layout of GPTQ or AWQ.
+
+        Args:
+            qweight: int32 ``[K / 8, N]`` (GPTQ) or ``[K, N / 8]`` (AWQ).
+            scales: ``[G, N]``.
+            zero_points: int32 ``[G, N / 8]`` (GPTQ: less one), or None where all are 8.
+            in_features: K; for GPTQ also the rows of ``qweight``, which vLLM passes. For AWQ the tensors say it, as in
+                IPEX, and this number is not read.
+            out_features: N; for AWQ likewise.
+            qconfig: A `QConfigWoq`, or a mapping with one as global; None means ``lowp_mode=BF16``.
+            bias: ``[N]``, or None.
+            group_size: Input features that share a scale, or -1.
+            g_idx: ``[K]``, the group of each input feature (GPTQ's act-order), or None.
+            quant_method: A `QuantMethod`.
+            dtype: `QuantDtype.INT4`.
+            kwargs: ``zero_offset=False`` for GPTQ's second format, whose zero points are stored as they are. Others are
+                ignored.
+
+        Raises:
+            OpArgumentError: The parts do not fit together.
+        """
+        op = f"{cls.__name__}.from_weight"
+        method = _member(op, "quant_method", QuantMethod, quant_method)
+        _member(op, "dtype", QuantDtype, dtype)
+        qconfig = as_qconfig(op, qconfig)
+        if method is QuantMethod.GPTQ_GEMM:
+            if in_features == qweight.shape[0]:
+                in_features *= 8
+            weight = gptq_weight(
+                qweight,
+                scales,
+                zero_points,
+                g_idx,
+                group_size=group_size,
+                offset=kwargs.get("zero_offset", True),
+                in_features=in_features,
+                bias=bias,
+            )
+        else:
+            check(g_idx is None or not g_idx.numel(), op, "g_idx", "be None for AWQ", "a tensor")
+            weight = awq_weight(qweight, scales, zero_points, group_size=group_size, bias=bias)
+            in_features, out_features = weight.in_features, weight.out_features
+        result = cls(in_features, out_features, False, WoqWeightDtype.INT4, qconfig)
+        result.set_weight(weight)
+        return result
