@@ -97,7 +97,7 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def run_commands(lines: list[str]) -> None:
     """Run commands of a page: those of language models here, which saves a process each, then the others."""
-    from ipex.cli import app
+    from ipex_cli.app import app
 
     for line in lines:
         if line.startswith("ipex llm "):
@@ -153,7 +153,7 @@ def options_of(words: list[str]) -> set[str] | None:
     """Return the options of the command that words name; None if its package is not installed."""
     import typer.main
 
-    from ipex.cli import app
+    from ipex_cli.app import app
 
     if words[0] == "ipexrun" or words[:2] == ["ipex", "run"]:
         if importlib.util.find_spec("ipex_runtime") is None:
@@ -216,7 +216,7 @@ def test_options(page: Path) -> None:
 )
 def test_migrate(arguments: list[str], status: int, text: str) -> None:
     testing = pytest.importorskip("typer.testing")
-    from ipex.cli import app
+    from ipex_cli.app import app
 
     done = testing.CliRunner().invoke(app, ["migrate", *arguments])
     assert done.exit_code == status

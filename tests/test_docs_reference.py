@@ -76,7 +76,7 @@ def test_each_command_is_in_the_reference() -> None:
     typer = pytest.importorskip("typer.main")
     for name in ("ipex_llm", "ipex_runtime"):
         pytest.importorskip(name)
-    from ipex.cli import app
+    from ipex_cli.app import app
 
     pages = importlib.import_module("command_pages").pages()
     titles = re.findall(r"^## (?:ipex )?([\w-]+)", pages["options.md"], re.MULTILINE)

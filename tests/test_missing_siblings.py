@@ -33,7 +33,7 @@ CASES = {
     ),
     "command": (
         ["ipex"],
-        "sys.argv = ['ipex', '--help']; import ipex.cli",
+        "sys.argv = ['ipex', '--help']; import ipex_cli.app",
         "pip install rich typer",
     ),
     "ipex-runtime": (
@@ -89,7 +89,7 @@ def test_the_doctor_without_core_says_so_and_writes_its_report(tmp_path: Path) -
     report = tmp_path / "report.md"
     code = (
         f"sys.argv = ['ipex', 'doctor', '--report', {str(report)!r}]\n"
-        "from ipex.cli import main; main()"
+        "from ipex_cli.app import main; main()"
     )
     command = [sys.executable, "-c", HIDE_CORE + code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -152,6 +152,6 @@ def test_add_a_component(tmp_path: Path) -> None:
     entries = re.sub(r'\[project\.entry-points\."(.*?)"\]', r"[\1]", entries).replace('"', "")
     (info / "entry_points.txt").write_text(entries)
     code = "import ipex, sys; print(ipex.hello.greet()); sys.argv = ['ipex', 'hello', '--name', 'you'];"
-    out = run(f"{code} from ipex.cli import main; main()", tmp_path)
+    out = run(f"{code} from ipex_cli.app import main; main()", tmp_path)
     lines = out.strip().splitlines()
     assert lines[0].startswith("hello world") and lines[1].startswith("hello you")

@@ -5,7 +5,8 @@
     python tools/generate_stubs.py [--check]
 
 At run time a finder answers for ``ipex.llm.functional`` or ``intel_extension_for_pytorch.quantization``
-(`ipex._alias`). A type checker looks for files: each second name has a stub that takes everything from the real one.
+(`ipex.compat.finder`). A type checker looks for files: each second name has a stub that takes everything from the
+real one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rooms of the house: which files belong to which subject of a wheel, lowest layer first.
 
-A room imports only rooms that stand above it in this table, and rooms of wheels that its own wheel may import. The
-names are those that the folders will have. Until a file has moved, its present name stands in the row of its room.
+A room imports only rooms that stand above it in this table, and rooms of wheels that its own wheel may import.
 """
 
 from __future__ import annotations
@@ -50,53 +49,28 @@ ARROWS: dict[str, tuple[str, ...]] = {
 HOUSE: dict[str, tuple[Room, ...]] = {
     "ipex_core": (
         _room("errors", "exceptions, version", "errors _version"),
-        _room(
-            "util",
-            "files, console, memory, names of arguments",
-            "_files _console _memory _names _quiet _symbolic _optimize._progress",
-        ),
-        _room("config", "environment variables and what they switch", "config _variables _modes"),
-        _room(
-            "kernels",
-            "providers, ISA levels, thresholds",
-            "_plugins _machine _choice _fastest _sdk _spin",
-        ),
-        _room("library", "OpSpec, checks, derivatives", "_spec _derivatives ops._common _portable"),
-        _room(
-            "packing",
-            "packed weights: dense, INT8, weight-only, experts",
-            "_packed _packed_int8 _woq* woq _experts _fp8 nn._packed nn._mkldnn",
-        ),
+        _room("util", "files, console, memory, names of arguments", "util"),
+        _room("config", "environment variables and what they switch", "config"),
+        _room("kernels", "providers, ISA levels, thresholds", "kernels"),
+        _room("library", "OpSpec, checks, derivatives", "library _spec"),
+        _room("packing", "packed weights: dense, INT8, weight-only, experts", "packing woq"),
         _room("ops", "one file for each op", "ops"),
-        _room(
-            "module_swap",
-            "optimized layers in place of the user's, and back",
-            "nn._state nn._leaf nn._saved nn._scripting _optimize._fused_forward",
-        ),
+        _room("module_swap", "optimized layers in place of the user's, and back", "module_swap"),
         _room("nn", "optimized layers, nn.functional", "nn"),
         _room("optim", "fused optimizers", "optim"),
         _room("distributed", "collectives", "distributed"),
-        _room("program", "lists of op calls run at once", "program _program_*"),
+        _room("program", "lists of op calls run at once", "program"),
         _room("amp", "autocast", "amp"),
         _room("metrics", "scores", "metrics"),
-        _room(
-            "fusion",
-            "patterns of the three frontends",
-            "_compile jit._convs jit._editor jit._nodes jit._rewrite jit._spellings _optimize._trace"
-            " _optimize._patterns _optimize._concat _optimize._rms",
-        ),
-        _room("optimize", "ipex.optimize and restore", "_optimize"),
-        _room(
-            "compile",
-            "backend of torch.compile",
-            "compile_backend _compile._freeze _compile._options _compile._eager",
-        ),
+        _room("fusion", "patterns of the three frontends", "fusion"),
+        _room("optimization", "ipex.optimize and restore", "optimization _optimize"),
+        _room("compile", "backend of torch.compile", "compile_backend compiler"),
         _room("jit", "fusion of TorchScript graphs", "jit"),
-        _room("export", "ipex.export", "_export _export_checks"),
-        _room("diagnostics", "doctor, explain", "doctor _doctor_text _explain introspect"),
+        _room("exporter", "ipex.export", "exporter"),
+        _room("diagnostics", "doctor, explain", "diagnostics"),
         _room("benchmark", "timing of ops", "benchmark"),
-        _room("testing", "checks for authors of kernels", "testing _ranks"),
-        _room("models", "fast_bert", "_fast_bert"),
+        _room("testing", "checks for authors of kernels", "testing"),
+        _room("models", "fast_bert", "models"),
         _room("", "public names", "__init__"),
     ),
     "ipex_cpu_kernels": (
@@ -110,61 +84,29 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room("", "registration", "__init__ _autoload"),
     ),
     "ipex_quant": (
-        _room("util", "safetensors, JSON, folders", "_files _exchange _version"),
-        _room("qconfig", "configurations", "qconfig static_qconfig"),
-        _room(
-            "weight",
-            "one quantized weight, primitives, layouts",
-            "_weight _float_weight quantize _layouts _saved",
-        ),
-        _room("formats", "weights of other tools", "_formats _bnb _gguf _gguf_blocks _schemes"),
-        _room(
-            "weight_only",
-            "weight-only layers, GPTQ, AWQ, checkpoints",
-            "linear _module _combine _model _calibrate _gptq* _awq checkpoint _replace _build _fits",
-        ),
-        _room(
-            "int8",
-            "prepare and convert",
-            "_flow _int8_* int8_layers prepare_convert _smooth* _ops",
-        ),
+        _room("util", "safetensors, JSON, folders", "util _version"),
+        _room("qconfig", "configurations", "qconfig"),
+        _room("weight", "one quantized weight, primitives, layouts", "weight"),
+        _room("formats", "weights of other tools", "formats"),
+        _room("weight_only", "weight-only layers, GPTQ, AWQ, checkpoints", "weight_only linear"),
+        _room("int8", "prepare and convert", "int8"),
         _room("fp8", "FP8 training", "fp8"),
         _room("kv_cache", "scales of cached keys and values", "kv_cache"),
-        _room("autotune", "search for the fastest INT8 form", "_autotune _tune_*"),
-        _room("io", "save and load", "saving loading _pretrained"),
+        _room("tuning", "search for the fastest INT8 form", "tuning"),
+        _room("io", "save and load", "io"),
         _room("", "public names", "__init__"),
     ),
     "ipex_llm": (
-        _room(
-            "arch",
-            "structure of a decoder, found by probing",
-            "_plan _reference _match _seeded _version",
-        ),
-        _room(
-            "distributed",
-            "tensor parallelism, sharded checkpoints",
-            "_parallel _lowp_shards",
-        ),
-        _room(
-            "kv_cache",
-            "paged cache",
-            "_cache _hf_cache _kv_options _engine.memory _engine.blocks",
-        ),
-        _room(
-            "model_runner",
-            "weights, programs, runner",
-            "_runner _emit _weights _planned _woq _woq_model _experts _woq_experts",
-        ),
+        _room("arch", "structure of a decoder, found by probing", "arch _version"),
+        _room("distributed", "tensor parallelism, sharded checkpoints", "distributed"),
+        _room("kv_cache", "paged cache", "kv_cache"),
+        _room("model_runner", "weights, programs, runner", "model_runner"),
         _room("generation", "generation loops", "generation"),
-        _room(
-            "patch",
-            "mixins of decoders and layers",
-            "_attach _forward _layers _layer_plans _subclass",
-        ),
-        _room("optimize", "ipex.llm.optimize", "_optimize _xpu _static _proof"),
-        _room("engine", "continuous batching", "engine _engine"),
-        _room("model_loader", "model folders", "_checkpoint _lowp_files _lowp_gguf utils"),
-        _room("entrypoints", "commands and server", "_cli _serve"),
+        _room("patch", "mixins of decoders and layers", "patch"),
+        _room("optimization", "ipex.llm.optimize", "optimization"),
+        _room("engine", "continuous batching", "engine"),
+        _room("model_loader", "model folders", "model_loader utils"),
+        _room("entrypoints", "commands and server", "entrypoints"),
         _room("functional", "functions of IPEX", "functional"),
         _room("modules", "modules of IPEX", "modules"),
         _room("integrations", "transformers, vLLM", "integrations quantization"),
@@ -180,13 +122,9 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room("", "public names", "__init__"),
     ),
     "ipex": (
-        _room(
-            "compat",
-            "names of IPEX",
-            "intel_extension_for_pytorch _alias _migration _C _torch_ipex _on_device cpu utils",
-        ),
-        _room("ipex_bench", "benchmark and demo", "ipex_bench _bench _commands"),
-        _room("cli", "the command ipex", "ipex_cli cli _isa_help __main__"),
+        _room("cli", "the command ipex, the migration table", "ipex_cli __main__"),
+        _room("compat", "names of IPEX", "intel_extension_for_pytorch compat cpu utils"),
+        _room("ipex_bench", "benchmark and demo", "ipex_bench"),
         _room("", "public names", "__init__ _version"),
     ),
 }

@@ -8,7 +8,6 @@ from typing import Any
 
 import typer.main
 
-import ipex.cli
 from ipex_llm.entrypoints.cli import app
 
 __all__ = ["pages"]
@@ -29,6 +28,7 @@ def pages() -> dict[str, str]:
 
 def all_commands() -> str:
     """Return the page of the other commands of ``ipex``, and of ``ipexrun``."""
+    from ipex_cli import app as commands
     from ipex_runtime.codeless import __main__ as codeless
     from ipex_runtime.hypertune import __main__ as hypertune
     from ipex_runtime.launch import launch
@@ -40,7 +40,7 @@ def all_commands() -> str:
         "[those of `ipex llm`](llm_options.md) have a page of their own.",
         "",
     ]
-    group: Any = typer.main.get_command(ipex.cli.app)
+    group: Any = typer.main.get_command(commands.app)
     for name in sorted(PLAIN):
         lines += command_section("ipex", name, group.get_command(None, name))
     parser = launch.init_parser(argparse.ArgumentParser(prog="ipexrun", add_help=False))

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from ipex import _migration
-from ipex._migration import STATES, Row
+from ipex_cli import migration_table
+from ipex_cli.migration_table import STATES, Row
 
 __all__ = ["pages"]
 
@@ -32,7 +32,7 @@ TOGETHER = {
 def pages() -> dict[str, str]:
     """Return the page by file name."""
     groups: dict[str, list[Row]] = {key: [] for key in SECTIONS}
-    for row in _migration.rows().values():
+    for row in migration_table.rows().values():
         first = row.name.split(".")[0] if "." in row.name else ""
         groups[first if first in groups else TOGETHER.get(first, "frontend")].append(row)
     lines = [
@@ -54,7 +54,7 @@ def pages() -> dict[str, str]:
 
 def count() -> str:
     """Return how many rows there are of each state."""
-    states = [row.state for row in _migration.rows().values()]
+    states = [row.state for row in migration_table.rows().values()]
     parts = [f"{states.count(s)} {text}" for s, text in STATES.items() if states.count(s)]
     return f"{len(states)} rows: {', '.join(parts)}."
 

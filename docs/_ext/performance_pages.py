@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ipex._bench import peers
+from ipex_bench import peers
 from performance_charts import Bar, chart
 
 __all__ = ["pages", "tables"]

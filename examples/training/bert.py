@@ -15,7 +15,7 @@ from session import DTYPES, Session, parser
 from torch import nn
 
 import ipex
-from ipex._commands._demo_model import WEIGHTS, read_corpus
+from ipex_bench.commands.demo_model import WEIGHTS, read_corpus
 
 Tensor = torch.Tensor
 

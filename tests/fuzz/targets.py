@@ -316,7 +316,7 @@ def run_command(data: bytes, folder: Path) -> None:
 
             main(["--dry-run", *words[1:]])
         elif words[0] == "ipex":
-            from ipex.cli import app
+            from ipex_cli.app import app
 
             allowed = ("op-info", "show-config", "version", "topology", "hypertune", "--version")
             if len(words) > 1 and (words[1] in allowed or words[1].startswith("-")):

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import ipex
-from ipex._commands._demo_model import Encoder, passages, read_corpus
+from ipex_bench.commands.demo_model import Encoder, passages, read_corpus
 from ipex_core.benchmark import paired
 
 Inputs = dict[str, torch.Tensor]

@@ -253,12 +253,12 @@ def test_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_that_the_migration_table_says_are_here() -> None:
     pytest.importorskip("ipex")
-    from ipex import _migration
+    from ipex.compat import migration
 
-    names = [row.name for row in _migration.rows().values() if row.state == "xpu"]
+    names = [row.name for row in migration.rows().values() if row.state == "xpu"]
     assert len(names) > 100
     for name in names:
-        assert _migration.resolve(f"intel_extension_for_pytorch.{name}") is not None, name
+        assert migration.resolve(f"intel_extension_for_pytorch.{name}") is not None, name
     from intel_extension_for_pytorch.xpu.utils import set_compute_eng
 
     assert set_compute_eng is xpu.set_compute_eng

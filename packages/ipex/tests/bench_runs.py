@@ -8,10 +8,10 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from ipex._bench import shapes
-from ipex._bench.result import Row
-from ipex._bench.task import Task
-from ipex._commands import bench
+from ipex_bench import shapes
+from ipex_bench.commands import bench
+from ipex_bench.result import Row
+from ipex_bench.task import Task
 
 
 def task_in(folder: Path, kind: str, name: str, dtype: str = "float32") -> Task:

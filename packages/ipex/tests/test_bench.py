@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ipex._commands import bench
+from ipex_bench.commands import bench
 from ipex_core import benchmark
 from ipex_core.benchmark import Ratio, paired, quantile, ratio, run_bench
 from ipex_core.errors import UnknownOpError

@@ -16,11 +16,11 @@ import torch
 from bench_runs import row, run, task_in
 from rich.console import Console
 
-from ipex._bench import peers, report, torch_work, worker, workloads
-from ipex._bench import run as bench_run
-from ipex._bench.result import Run, interval
-from ipex._bench.task import Prepared, Task
-from ipex._commands import bench_peers
+from ipex_bench import peers, report, torch_work, worker, workloads
+from ipex_bench import run as bench_run
+from ipex_bench.commands import peers as bench_peers
+from ipex_bench.result import Run, interval
+from ipex_bench.task import Prepared, Task
 
 pytest.importorskip("numpy")
 needs_transformers = pytest.mark.skipif(
@@ -57,7 +57,7 @@ def test_ipex_gives_the_answer_of_float32(kind, name, dtype, tmp_path, monkeypat
         pytest.importorskip("ipex_llm")
     if dtype == "int8":
         pytest.importorskip("ipex_quant")
-    monkeypatch.setattr(worker, "ALIAS", "ipex._bench")
+    monkeypatch.setattr(worker, "ALIAS", "ipex_bench")
     # int8: as on a processor without bfloat16.
     rest = "float32" if dtype == "int8" else "bfloat16"
     task = dataclasses.replace(task_in(tmp_path, kind, name, dtype), rest=rest)
@@ -90,8 +90,8 @@ def test_what_is_not_quantised_is_what_the_processor_multiplies(reason, tmp_path
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("reorder", [False, True])
 def test_a_step_with_its_cache_as_tensors_decodes_as_the_model_does(reorder, tmp_path):
-    from ipex._bench import one_step
-    from ipex._bench.decoding import greedy
+    from ipex_bench import one_step
+    from ipex_bench.decoding import greedy
 
     task = task_in(tmp_path, "llm", "llama")
     workloads.make(task)
@@ -138,7 +138,7 @@ def test_engines_that_run_graphs_decode(engine, dtype, tmp_path, monkeypatch):
     pytest.importorskip(engine)
     if engine == "onnxruntime":
         pytest.importorskip("onnx_ir" if dtype == "int4" else "onnx")
-    monkeypatch.setattr(worker, "ALIAS", "ipex._bench")
+    monkeypatch.setattr(worker, "ALIAS", "ipex_bench")
     task = task_in(tmp_path, "llm", "llama", dtype)
     workloads.make(task)
     prepared, fact = worker.prepare(task, engine)
@@ -169,7 +169,7 @@ def wrong_caches():
 def test_an_engine_with_a_wrong_cache_is_not_timed(fault, dtype, tmp_path, monkeypatch):
     from transformers import DynamicCache
 
-    monkeypatch.setattr(worker, "ALIAS", "ipex._bench")
+    monkeypatch.setattr(worker, "ALIAS", "ipex_bench")
     task = dataclasses.replace(task_in(tmp_path, "llm", "llama", dtype), rest="float32")
     workloads.make(task)
     update, change = DynamicCache.update, wrong_caches()[fault]
@@ -204,7 +204,7 @@ def test_the_products_of_attention_are_counted(tmp_path):
 
 
 def test_wrong_answers_are_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker, "ALIAS", "ipex._bench")
+    monkeypatch.setattr(worker, "ALIAS", "ipex_bench")
     task = task_in(tmp_path, "ops", "linear")
     workloads.make(task)
     right = torch_work.prepare(task).answer()

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from bench_runs import run, task_in
 
-from ipex._bench import worker
-from ipex._bench.process import EngineError, Worker
-from ipex._bench.result import Run
-from ipex._bench.run import Plan, _rounds
-from ipex._bench.run import run as bench
+from ipex_bench import worker
+from ipex_bench.process import EngineError, Worker
+from ipex_bench.result import Run
+from ipex_bench.run import Plan, _rounds
+from ipex_bench.run import run as bench
 
 pytest.importorskip("numpy")
 
@@ -195,7 +195,7 @@ def test_rounds_end_with_the_time():
 
 
 def test_time_of_single_ops(monkeypatch):
-    monkeypatch.setattr("ipex._commands.bench.deadline", lambda minutes: time.monotonic())
+    monkeypatch.setattr("ipex_bench.commands.bench.deadline", lambda minutes: time.monotonic())
     options = ("--size", "tiny", "--dtype", "fp32", "--minutes", "1")
     done = run("ops", "softmax", "rms_norm", *options)
     assert done.exit_code == 0 and "not measured: 1 shapes" in done.output, done.output

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from bench_runs import row, run
 
-from ipex._bench import shapes
-from ipex._bench.result import Absent, Row, Run, interval, limit_percent, regressions, untold
-from ipex._commands import bench_peers
-from ipex._commands._bench_plan import arguments_of
+from ipex_bench import shapes
+from ipex_bench.commands import peers
+from ipex_bench.commands.plan import arguments_of
+from ipex_bench.result import Absent, Row, Run, interval, limit_percent, regressions, untold
 
 pytest.importorskip("numpy")
 
@@ -124,7 +124,7 @@ def test_a_damaged_file_is_refused_before_the_work(change, message, option, tmp_
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
 def test_a_full_disk_costs_one_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_peers, "run", lambda plan, found, say, keep: keep(found))
+    monkeypatch.setattr(peers, "run", lambda plan, found, say, keep: keep(found))
     markdown = tmp_path / "run.md"
     arguments = ("ops", "linear", "--peers", "--markdown", markdown)
     done = run(*arguments, "--json", "/dev/full")
@@ -136,8 +136,8 @@ def test_a_full_disk_costs_one_file(tmp_path, monkeypatch):
 
 
 def test_more_threads_than_cpus_are_told(monkeypatch):
-    monkeypatch.setattr(bench_peers, "run", lambda *_: None)
-    cpus = bench_peers.machine()["cpus"]
+    monkeypatch.setattr(peers, "run", lambda *_: None)
+    cpus = peers.machine()["cpus"]
     for count in (cpus, cpus + 1):
         done = run("ops", "linear", "--peers", "--threads", count)
         assert (f"{count} threads on {cpus} CPUs" in done.output) == (count > cpus)

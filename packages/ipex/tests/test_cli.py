@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner
 
-from ipex import cli
-from ipex._commands._doctor_report import private
+from ipex_cli import app as cli
+from ipex_cli.doctor_report import private
 from ipex_core import config
 from ipex_core.diagnostics.doctor import Report
 from ipex_core.kernels import machine, providers
@@ -289,8 +289,8 @@ def test_unknown_command():
 
 def test_own_commands_are_registered_as_entry_points():
     found = {e.name: e.value for e in importlib.metadata.entry_points(group="ipex.commands")}
-    assert found["bench"] == "ipex._commands.bench:app"
-    assert found["demo"] == "ipex._commands.demo:app"
+    assert found["bench"] == "ipex_bench.commands.bench:app"
+    assert found["demo"] == "ipex_bench.commands.demo:app"
 
 
 def test_a_command_that_takes_its_arguments_as_they_are(_commands):

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
-from ipex._commands import _demo_model as dm
-from ipex._commands import demo
+from ipex_bench.commands import demo
+from ipex_bench.commands import demo_model as dm
 
 needs_weights = pytest.mark.skipif(
     importlib.util.find_spec(dm.WEIGHTS) is None,

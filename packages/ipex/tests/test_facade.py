@@ -273,7 +273,7 @@ def test_old_name_has_everything_but_the_version():
     assert compiled(torch.ones(2, 8)).shape == (2, 9)
 
 
-@pytest.mark.parametrize("name", ["nn", "cpu", "config", "_C", "_isa_help", "errors", "cli"])
+@pytest.mark.parametrize("name", ["nn", "cpu", "config", "_C", "_isa_help", "errors"])
 def test_old_dotted_names_are_the_same_modules(name):
     old = importlib.import_module(f"intel_extension_for_pytorch.{name}")
     assert old is importlib.import_module(f"ipex.{name}")
@@ -330,7 +330,7 @@ def test_import_loads_core_and_nothing_optional():
         assert not [m for m in new if m.split(".")[0] in optional], new
         own = [m for m in new if m.split(".")[0].startswith("ipex")]
         assert "ipex_core" in own and "ipex_cpu_kernels" not in own, own
-        late = {"ipex.cli", "ipex_core.diagnostics.doctor", "ipex_core.compile_backend", "ipex_core.nn"}
+        late = {"ipex_cli.app", "ipex_core.diagnostics.doctor", "ipex_core.compile_backend", "ipex_core.nn"}
         assert not late & set(own), own
         assert torch.ops.ipex.rms_norm is not None
     """

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import ipex
-from ipex import _migration
-from ipex._torch_ipex._alias_op import alias_names
+from ipex.compat import migration
+from ipex.compat.torch_ops._alias_op import alias_names
+from ipex_cli import migration_table
 from ipex_core.errors import (
     MissingComponentError,
     NotOfferedError,
@@ -25,7 +26,7 @@ from ipex_core.errors import (
 
 OLD = "intel_extension_for_pytorch"
 OPS = "torch.ops."
-ROWS = _migration.rows()
+ROWS = migration_table.rows()
 
 #: First words of names -> the package they live in, where it is not always installed.
 NEEDS = {
@@ -48,9 +49,9 @@ def skip_without(name: str) -> None:
         pytest.skip(f"{package} is not installed")
 
 
-def groups() -> dict[str, list[_migration.Row]]:
+def groups() -> dict[str, list[migration_table.Row]]:
     """Return the rows by what stands before their last dot."""
-    found: dict[str, list[_migration.Row]] = {}
+    found: dict[str, list[migration_table.Row]] = {}
     for row in ROWS.values():
         found.setdefault(row.name.rpartition(".")[0], []).append(row)
     return found
@@ -63,7 +64,7 @@ def old(name: str) -> str:
 def test_no_row_is_unknown() -> None:
     assert len(ROWS) > 900
     for row in ROWS.values():
-        assert row.state in _migration.STATES, row
+        assert row.state in migration_table.STATES, row
         assert row.here, row
         assert row.note or row.state != "differs", row
         assert "|" not in row.here + row.note, row
@@ -78,29 +79,29 @@ def test_rows_are_true(module: str) -> None:
             check_absent(row)
             continue
         if row.state == "xpu":
-            assert _migration.resolve(old(row.name)) is not None, row
+            assert migration.resolve(old(row.name)) is not None, row
             continue
         if NEEDS.get(row.name) and importlib.util.find_spec(NEEDS[row.name]) is None:
             continue
         try:
-            found = _migration.resolve(old(row.name))
+            found = migration.resolve(old(row.name))
         except MissingComponentError:
             continue  # it is offered by a package that is not installed
         assert found is not None, row
         if has_xpu and str(getattr(found, "__module__", "")).startswith("ipex_xpu_kernels"):
             continue  # the row tells what it is without that package
-        here = _migration.resolve(row.here)
+        here = migration.resolve(row.here)
         assert found is here or found == here, row
 
 
-def check_absent(row: _migration.Row) -> None:
+def check_absent(row: migration_table.Row) -> None:
     if row.name.startswith(OPS):
         space, _, name = row.name.rpartition(".")
-        assert name == "*" or not hasattr(_migration.resolve(space), name), row
+        assert name == "*" or not hasattr(migration.resolve(space), name), row
         return
     module, _, name = row.name.rpartition(".")
     name = "anything" if name == "*" else name
-    parent = _migration.resolve(f"{OLD}.{module}" if module else OLD)
+    parent = migration.resolve(f"{OLD}.{module}" if module else OLD)
     alternative = re.escape(row.here)
     with pytest.raises(NotImplementedError, match=alternative) as caught:
         getattr(parent, name)
@@ -120,7 +121,7 @@ def test_names_of_ours_in_the_alternatives_exist() -> None:
                 package = NEEDS.get(words[1])
                 if package is not None and importlib.util.find_spec(package) is None:
                     continue
-            assert _migration.resolve(text) is not None, row
+            assert migration.resolve(text) is not None, row
 
 
 @pytest.mark.parametrize(
@@ -147,8 +148,8 @@ def test_names_of_ours_in_the_alternatives_exist() -> None:
 )
 def test_no_public_name_is_missing(module: str) -> None:
     skip_without(module or "ipex")
-    names = _migration.resolve(f"ipex.{module}" if module else "ipex").__all__
-    rows = {row for row in names if _migration.find(f"{module}.{row}" if module else row)}
+    names = migration.resolve(f"ipex.{module}" if module else "ipex").__all__
+    rows = {row for row in names if migration_table.find(f"{module}.{row}" if module else row)}
     modules = {name for name in names if _is_module(f"ipex.{module}.{name}".replace("..", "."))}
     assert sorted(set(names) - rows - modules - {"__version__"}) == []
 
@@ -195,7 +196,7 @@ def test_ops_that_are_not_offered() -> None:
 
 def test_calls_as_the_xpu_build_has_them() -> None:
     skip_without("llm")
-    intrinsic = _migration.resolve(f"{OLD}.xpu.intrinsic")
+    intrinsic = migration.resolve(f"{OLD}.xpu.intrinsic")
     q, k, v = torch.randn(3, 5, 4, 16)
     out, starts = torch.zeros_like(q), torch.tensor([0, 2, 5])
     got = intrinsic.varlen_fwd(
@@ -257,11 +258,11 @@ def test_names_that_the_xpu_package_lacks(monkeypatch: pytest.MonkeyPatch) -> No
     package = types.ModuleType("ipex_xpu_kernels")
     package.__spec__ = ModuleSpec("ipex_xpu_kernels", None)
     monkeypatch.setitem(sys.modules, "ipex_xpu_kernels", package)
-    _migration.teach(package, "xpu")
+    migration.teach(package, "xpu")
     with pytest.raises(AttributeError, match="no attribute 'has_onemkl'"):
         _ = package.has_onemkl
     package.__dict__["has_onemkl"] = len
-    assert package.has_onemkl is _migration.lookup("xpu", "has_onemkl") is len
+    assert package.has_onemkl is migration.lookup("xpu", "has_onemkl") is len
 
 
 def test_values_that_change_are_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +332,7 @@ def test_channels_last_1d() -> None:
 
 
 def test_switches_of_the_native_module() -> None:
-    native = ipex._C
+    native = ipex.compat.native_names
     native.disable_jit_linear_repack()  # called by servers before they load a model
     assert native.get_jit_linear_repack() is False
     native.enable_jit_linear_repack()

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
-import sys
 from typing import TYPE_CHECKING, Any
 
-from ipex import _alias, _migration, _version
+from ipex import _version
+from ipex.compat import finder, migration
 
 if TYPE_CHECKING:
     from ipex import cpu as cpu
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from ipex import runtime as runtime
     from ipex import utils as utils
     from ipex import xpu as xpu
-    from ipex._on_device import OnDevice as OnDevice
+    from ipex.compat.on_device import OnDevice as OnDevice
     from ipex_core import amp as amp
     from ipex_core import config as config
     from ipex_core import distributed as distributed
@@ -70,7 +69,7 @@ _BACKEND = "ipex_core.compile_backend"
 _NAMES = {
     "optimize": "ipex_core",
     "restore": "ipex_core",
-    "OnDevice": "ipex._on_device",
+    "OnDevice": "ipex.compat.on_device",
     "explain": "ipex_core",
     "export": "ipex_core",
     "fast_bert": "ipex_core",
@@ -96,7 +95,7 @@ _NAMES = {
     "_set_compiler_backend": _BACKEND,
 }
 
-_SUBMODULES = ("_C", "_isa_help", "cli", "cpu", "tpp", "utils", *_alias.SUBMODULES)
+_SUBMODULES = ("cpu", "tpp", "utils", *finder.SUBMODULES)
 
 __all__ = [
     "FP32MathMode",
@@ -151,11 +150,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ipex' has no attribute {name!r}")
     value: Any
     if name in _NAMES:
-        module = importlib.import_module(_NAMES[name])
-        value = getattr(module, name)
-        if isinstance(value, type(sys)):
-            # A function and the module it lives in share a name; the module may have been imported first.
-            value = getattr(value, name)
+        value = getattr(importlib.import_module(_NAMES[name]), name)
     elif _is_submodule(name):
         return importlib.import_module(f"ipex.{name}")
     else:
@@ -167,14 +162,14 @@ def __getattr__(name: str) -> Any:
 def _is_submodule(name: str) -> bool:
     if name in _SUBMODULES:
         return True
-    return not name.startswith("_") and name in _alias.component_names()
+    return not name.startswith("_") and name in finder.component_names()
 
 
 def _from_table(name: str) -> Any:
     from ipex_core.errors import NotOfferedNameError
 
     try:
-        return _migration.lookup("", name)
+        return migration.lookup("", name)
     except NotOfferedNameError:
         raise
     except AttributeError:
@@ -186,7 +181,7 @@ def _unknown(name: str) -> AttributeError:
 
     from ipex_core.errors import UnknownComponentError
 
-    known = [*__all__, *_alias.component_names()]
+    known = [*__all__, *finder.component_names()]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     hint = f"; did you mean {', '.join(close)}?" if close else ""
     return UnknownComponentError(f"ipex {_version.__version__} has no {name!r}{hint}")
@@ -199,23 +194,8 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *(c.name for c in providers.components() if c.state == "active")})
 
 
-def _is_command() -> bool:
-    argv = getattr(sys, "argv", None) or [""]
-    if argv[0] == "-m":
-        # The launcher under its old name starts without torch, too.
-        words = getattr(sys, "orig_argv", ())[1:]
-        launchers = [
-            f"{package}.{name}"
-            for package in (__name__, _alias.OLD_NAME)
-            for name in _alias.RUNTIME
-        ]
-        return "ipex" in words or any(word in launchers for word in words)
-    return os.path.basename(argv[0]) in ("ipex", "ipex.exe", "ipex-script.py")
-
-
-_alias.install()
-if not _is_command():
-    # The command decides by itself: it shows its help without torch, and runs the diagnosis when core cannot start.
+finder.install()
+if not finder.started_by_dash_m():
     try:
         import ipex_core  # noqa: F401
     except ModuleNotFoundError as error:
@@ -225,7 +205,7 @@ if not _is_command():
             f"ipex {_version.__version__} needs ipex-core, which is not installed: pip install ipex-core",
             name="ipex_core",
         ) from None
-    import ipex._torch_ipex  # noqa: F401
+    import ipex.compat.torch_ops  # noqa: F401
 
     # Programs in files call ops by name, which nothing but an import defines.
     with contextlib.suppress(ImportError):  # not installed, or broken: ipex.quantization says so

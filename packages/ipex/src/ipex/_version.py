@@ -5,7 +5,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> str:
-    from ipex import _migration
+    from ipex.compat import migration
 
-    _migration.refuse(f"_version.{name}")
+    migration.refuse(f"_version.{name}")
     raise AttributeError(f"module 'ipex._version' has no attribute {name!r}")

@@ -10,14 +10,16 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ipex import _migration
+from ipex.compat import migration
 
 if TYPE_CHECKING:
-    from ipex._C import _get_current_isa_level as _get_current_isa_level
-    from ipex._C import (
+    from ipex.compat.native_names import _get_current_isa_level as _get_current_isa_level
+    from ipex.compat.native_names import (
         _get_highest_binary_support_isa_level as _get_highest_binary_support_isa_level,
     )
-    from ipex._C import _get_highest_cpu_support_isa_level as _get_highest_cpu_support_isa_level
+    from ipex.compat.native_names import (
+        _get_highest_cpu_support_isa_level as _get_highest_cpu_support_isa_level,
+    )
     from ipex.cpu import runtime as runtime
     from ipex_core.config import FP32MathMode as FP32MathMode
     from ipex_core.config import get_fp32_math_mode as get_fp32_math_mode
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
 #: Public name -> module that has it.
 _NAMES = {
     "FP32MathMode": "ipex_core.config",
-    "_get_current_isa_level": "ipex._C",
-    "_get_highest_binary_support_isa_level": "ipex._C",
-    "_get_highest_cpu_support_isa_level": "ipex._C",
+    "_get_current_isa_level": "ipex.compat.native_names",
+    "_get_highest_binary_support_isa_level": "ipex.compat.native_names",
+    "_get_highest_cpu_support_isa_level": "ipex.compat.native_names",
     "get_fp32_math_mode": "ipex_core.config",
     "roc_auc_score": "ipex_core.metrics",
     "set_fp32_math_mode": "ipex_core.config",
@@ -57,4 +59,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_migration.teach(sys.modules[__name__], "cpu")
+migration.teach(sys.modules[__name__], "cpu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import sys
 
-from ipex import _migration
+from ipex.compat import migration
 from ipex_core.amp import GradScaler, autocast
 
 __all__ = ["GradScaler", "autocast"]
 
 
-_migration.teach(sys.modules[__name__], "cpu.autocast")
+migration.teach(sys.modules[__name__], "cpu.autocast")

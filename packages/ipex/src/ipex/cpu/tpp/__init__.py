@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import sys
 
-from ipex import _migration
+from ipex.compat import migration
 from ipex.cpu.tpp import fused_bert, optim
 
 __all__ = ["fused_bert", "optim"]
 
 
-_migration.teach(sys.modules[__name__], "cpu.tpp")
+migration.teach(sys.modules[__name__], "cpu.tpp")

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import sys
 
-from ipex import _migration
+from ipex.compat import migration
 from ipex_core.models.fast_bert import fast_bert
 
 __all__ = ["fast_bert"]
 
 
-_migration.teach(sys.modules[__name__], "cpu.tpp.fused_bert")
+migration.teach(sys.modules[__name__], "cpu.tpp.fused_bert")
