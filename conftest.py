@@ -42,9 +42,9 @@ def no_gradients() -> Iterator[None]:
 @pytest.fixture
 def small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack all but the tiniest layers, so that small models are treated as real ones are."""
-    from ipex_core.optimization.passes import prepack
+    from ipex_core.kernels import policy
 
-    monkeypatch.setattr(prepack, "MIN_WEIGHTS", dict.fromkeys(prepack.MIN_WEIGHTS, 64))
+    monkeypatch.setattr(policy, "MIN_WEIGHTS", dict.fromkeys(policy.MIN_WEIGHTS, 64))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let patterns fire without a kernel package too: the ops then run their reference."""
-    monkeypatch.setattr("ipex_core.module_swap.base.has_kernel", lambda op: True)
+    monkeypatch.setattr("ipex_core.kernels.native.has_kernel", lambda op: True)
 
 
 @pytest.fixture

@@ -282,9 +282,7 @@ def wheel_arrows() -> Iterator[Finding]:
 
 
 #: Files that may compute the name of what they import: helpers of ``__getattr__``, lists of a folder, names of IPEX.
-COMPUTED = re.compile(
-    r"__init__\.py$|/_lazy\.py$|/ipex/compat/|/ipex_bench/"
-)
+COMPUTED = re.compile(r"__init__\.py$|/_lazy\.py$|/ipex/compat/|/ipex_bench/")
 
 
 def hidden_imports() -> Iterator[Finding]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ipex_core.diagnostics.explain import explain
+from ipex_core.kernels.native import has_kernel
 from ipex_core.models.fast_bert import fast_bert
-from ipex_core.module_swap.base import has_kernel
 from ipex_core.optimization import optimize, restore
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")

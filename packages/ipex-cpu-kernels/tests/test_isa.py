@@ -212,8 +212,7 @@ def test_missing_modules_of_all_levels(tmp_path):
 
 def test_what_op_info_says_about_the_stock_op_is_what_core_does():
     from ipex_core.diagnostics.introspect import op_info
-    from ipex_core.kernels.policy import prefer_ipex_attention
-    from ipex_core.optimization.passes.prepack import MIN_WEIGHTS
+    from ipex_core.kernels.policy import MIN_WEIGHTS, prefer_ipex_attention
 
     words = op_info("linear")["stock_when"]
     assert f"{MIN_WEIGHTS[torch.float32]} elements in float32" in words

@@ -129,7 +129,7 @@ def compile(
     return ipex_backend(model, example_inputs, mode=mode, options=options)
 
 
-def _set_compiler_backend(backend: str = "inductor") -> None:
+def set_compiler_backend(backend: str = "inductor") -> None:
     """Choose the compiler behind `compile`: there is ``"inductor"``.
 
     ``"torchscript"``, which IPEX had, too, chooses it with a warning: it takes all that TorchScript took, and more.
@@ -152,9 +152,13 @@ def _set_compiler_backend(backend: str = "inductor") -> None:
     _compiler_backend = backend
 
 
-def _get_compiler_backend() -> str:
+def get_compiler_backend() -> str:
     """Return the name of the compiler behind `compile`."""
     return _compiler_backend
+
+
+#: The names that these functions have in IPEX.
+_set_compiler_backend, _get_compiler_backend = set_compiler_backend, get_compiler_backend
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core.ops.linear._epilogue import apply_epilogue, weight_rows
+from ipex_core.ops.linear.epilogue import apply_epilogue, weight_rows
 from ipex_core.packing import woq
 from ipex_core.packing.dense import HEADER_BYTES
 from ipex_core.packing.woq import check_woq_packed

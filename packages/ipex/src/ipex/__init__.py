@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from ipex_core import nn as nn
     from ipex_core import optim as optim
     from ipex_core import testing as testing
-    from ipex_core.compile_backend import _get_compiler_backend as _get_compiler_backend
-    from ipex_core.compile_backend import _set_compiler_backend as _set_compiler_backend
     from ipex_core.compile_backend import compile as compile
+    from ipex_core.compile_backend import get_compiler_backend as _get_compiler_backend  # noqa: F401
+    from ipex_core.compile_backend import set_compiler_backend as _set_compiler_backend  # noqa: F401
     from ipex_core.config import VERBOSE_OFF as VERBOSE_OFF
     from ipex_core.config import VERBOSE_ON as VERBOSE_ON
     from ipex_core.config import VERBOSE_ON_CREATION as VERBOSE_ON_CREATION

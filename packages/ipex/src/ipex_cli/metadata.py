@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 from ipex import _version
-from ipex.compat.finder import OLD_NAME
+from ipex_cli.migration_table import OLD_NAME
 
 __all__ = ["write_metadata_wheel"]
 

@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["STATES", "Row", "find", "rows", "search"]
+__all__ = ["OLD_NAME", "STATES", "Row", "find", "rows", "search"]
+
+#: The import name of Intel Extension for PyTorch.
+OLD_NAME = "intel_extension_for_pytorch"
 
 #: What a row can say, and how it is shown.
 STATES: Mapping[str, str] = {

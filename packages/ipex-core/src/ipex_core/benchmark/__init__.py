@@ -284,7 +284,7 @@ def _copies(arguments: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
         if value.dtype != torch.uint8 or value.dim() > 2 or not value.is_contiguous():
             return value.clone()
         # Packed weights lie on huge pages, and so do their copies.
-        memory = _huge_pages(value.nbytes).view(torch.uint8)[: value.nbytes]
+        memory = on_huge_pages(value.nbytes).view(torch.uint8)[: value.nbytes]
         return memory.view(value.shape).copy_(value)
 
     return [arguments, *(tuple(map(copy, arguments)) for _ in range(count - 1))]
@@ -306,7 +306,7 @@ def _memory_limits(n_bytes: int, copies: int) -> dict[str, Callable[[], object]]
     They have the footprint of the op under test, so a shape that fits a cache is compared with the rate of that cache.
     A copy is the limit of an op that writes as much as it reads, a read that of a product with a large weight.
     """
-    whole = _huge_pages(n_bytes * copies)[: n_bytes // 4 * copies]
+    whole = on_huge_pages(n_bytes * copies)[: n_bytes // 4 * copies]
     read = _in_turn(torch.sum, [(part,) for part in whole.view(copies, -1)])
     if copies > 1:
         return {"read": read}
@@ -315,7 +315,7 @@ def _memory_limits(n_bytes: int, copies: int) -> dict[str, Callable[[], object]]
     return {"copy": lambda: target.copy_(half), "read": read}
 
 
-def _huge_pages(n_bytes: int) -> torch.Tensor:
+def on_huge_pages(n_bytes: int) -> torch.Tensor:
     """Return random numbers on huge pages, where the system has them: a limit must not depend on page walks."""
     memory = mmap.mmap(-1, -(-n_bytes // 4096) * 4096)
     if hasattr(mmap, "MADV_HUGEPAGE"):

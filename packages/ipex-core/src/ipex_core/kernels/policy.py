@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an own kernel is the better choice, for ops whose stock counterpart wins at some shapes."""
+"""Every threshold: where an ipex kernel is the better choice, for ops whose stock counterpart wins at some shapes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
+from ipex_core.kernels.native import has_kernel, onednn_supports
+
 __all__ = [
+    "LinearChoice",
+    "choose_linear",
     "prefer_ipex_attention",
     "prefer_ipex_norm",
     "prefer_ipex_rotary",
@@ -107,3 +112,51 @@ def prefer_merged_bags(bags: int) -> bool:
         bags: bags of one table.
     """
     return bags <= 256
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearChoice:
+    """A format (``"mkldnn"``, ``"ipex"`` or None for the stock op) and why."""
+
+    form: str | None
+    reason: str
+
+
+#: Rows up to which the own kernel is preferred to oneDNN on a packed weight in float32; in 16 bits it always is.
+#: Measured as times stock, own (oneDNN): Zen 4, 1 and 2 threads, bfloat16, K and N from 384 to 5632: 1 row 2.7-2.9
+#: (1.4-2.0), 32 rows 1.3-1.5 (1.2-1.4), 128 rows 1.10-1.16 (1.05-1.13), 512 to 4096 rows 1.03-1.16 (1.02-1.18), float32
+#: the same or better. Xeon with AMX, 8 threads: 1 to 32 rows 1.4-2.7 (1.2-2.5), 128 rows 1.4-2.9 (1.3-2.7), encoders
+#: with 4096 rows 1.0-1.3 times oneDNN. Xeon with AVX512-VNNI, 1 thread: bfloat16, which has no instructions there,
+#: 2048 and 4096 rows 3.7-4.1 times oneDNN; float32: 1 row 0.8-1.0 (0.8 for 384 x 384), 16 to 64 rows 1.1-1.9, 128
+#: rows 1.05-1.27, 512 rows 0.97-1.05.
+SMALL_ROWS = 1024
+#: Weights below which the overhead of a packed call decides and the stock op is chosen. Measured on Zen 4: the oneDNN
+#: op costs 13 us a call; stock float32 (MKL) 3 us, so that packing pays from about 384 x 384 on; stock bfloat16 goes
+#: through oneDNN itself except for the smallest weights.
+MIN_WEIGHTS = {torch.float32: 131072, torch.bfloat16: 6144, torch.float16: 6144}
+
+
+def choose_linear(dtype: torch.dtype, n: int, k: int, m: int | None) -> LinearChoice:
+    """Choose the format of a linear weight from a table.
+
+    Args:
+        dtype: dtype of the weight in use.
+        n: out_features.
+        k: in_features.
+        m: Rows of the input, or None if unknown.
+    """
+    own = has_kernel("linear")  # packing itself has a reference in the same format
+    least = MIN_WEIGHTS[dtype]
+    if n * k < least:
+        return LinearChoice(None, f"the weight has fewer than {least} elements")
+    # With unknown rows too: at many rows it is not slower than stock anywhere, at few it is far ahead of oneDNN.
+    if own and (m is None or m <= SMALL_ROWS or dtype != torch.float32):
+        return LinearChoice(
+            "ipex", "own kernel, for any number of rows" if m is None else f"{m} rows: own kernel"
+        )
+    if onednn_supports(dtype):
+        rows = "any number of rows" if m is None else f"{m} rows"
+        return LinearChoice("mkldnn", f"{rows}: oneDNN on a prepacked weight")
+    return LinearChoice(
+        None, f"oneDNN has no {str(dtype).removeprefix('torch.')} kernel on this CPU"
+    )

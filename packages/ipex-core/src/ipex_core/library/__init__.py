@@ -7,6 +7,15 @@
 from __future__ import annotations
 
 from ipex_core.library.checks import *  # noqa: F403
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, define, register, schemas, specs
+from ipex_core.library.spec import (
+    BenchCase,
+    OpSpec,
+    Sample,
+    check,
+    define,
+    register,
+    schemas,
+    specs,
+)
 
 __all__ = ["BenchCase", "OpSpec", "Sample", "check", "define", "register", "schemas", "specs"]

@@ -22,40 +22,17 @@ from ipex_core.module_swap.state_dict import (
     state_of,
     unpack_weight,
 )
-from ipex_core.nn.torchscript import tracing
 from ipex_core.packing.parameter import PackedWeight
+from ipex_core.util.symbolic import tracing
 
 __all__ = [
     "OptimizedModule",
-    "find_kernels",
     "has_hooks",
-    "has_kernel",
     "is_stand_in",
     "needs_grad",
     "record_call",
     "usable_parameters",
 ]
-
-
-# A plain global and no functools.cache: Dynamo traces through this module and warns about caches.
-_native_ops: frozenset[str] | None = None
-
-
-def has_kernel(op: str) -> bool:
-    """Return whether a kernel package implements ``torch.ops.ipex.<op>`` for CPU tensors."""
-    find_kernels()
-    return _native_ops is not None and op in _native_ops
-
-
-def find_kernels() -> None:
-    """Look for the kernel package, if nobody has; Dynamo cannot follow that, so do it before something is compiled."""
-    global _native_ops
-    if _native_ops is not None:
-        return
-    from ipex_core.kernels import providers
-
-    provider = providers.provider_for("cpu")
-    _native_ops = frozenset(provider.ops) if provider is not None else frozenset()
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ipex_core.fusion.eager_fx.trace import Guard
-from ipex_core.module_swap.base import find_kernels, has_hooks
+from ipex_core.kernels.native import find_kernels
+from ipex_core.module_swap.base import has_hooks
 from ipex_core.module_swap.script import MethodOfClass
 
-__all__ = ["FusedForward", "InstanceForward", "generate"]
+__all__ = ["FusedForward", "Guard", "InstanceForward", "generate", "resolve"]
+
+#: What must not have changed: ``(child or "", attribute, attribute of that or "", value)``.
+Guard = tuple[str, str, str, Any]
 
 _MISSING: Any = object()
 
@@ -35,7 +38,7 @@ def _import_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
             return None
         names[name] = f"{module}:{attribute}"
         try:
-            if _resolve(names[name]) is not value:
+            if resolve(names[name]) is not value:
                 return None
         except (ImportError, AttributeError):
             return None
@@ -53,7 +56,7 @@ def generate(graph: fx.Graph) -> tuple[str, dict[str, str] | None]:
     return code.src, _import_names({k: v for k, v in code.globals.items() if k in words})
 
 
-def _resolve(name: str) -> Any:
+def resolve(name: str) -> Any:
     module, _, attributes = name.partition(":")
     value: Any = importlib.import_module(module)
     for attribute in filter(None, attributes.split(".")):
@@ -129,7 +132,7 @@ class FusedForward(MethodOfClass, InstanceForward):
         self.arguments = arguments
         self.children = children
         self.guards = guards
-        namespace = {name: _resolve(path) for name, path in names.items()}
+        namespace = {name: resolve(path) for name, path in names.items()}
         exec(compile(source, "<ipex fused forward>", "exec"), namespace)  # noqa: S102  (code that torch.fx made)
         self._off = False
         self._function: Callable[..., Any] = namespace["forward"]

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ipex_core.kernels.native import has_kernel
 from ipex_core.kernels.policy import prefer_ipex_attention
-from ipex_core.module_swap.base import has_hooks, has_kernel
+from ipex_core.module_swap.base import has_hooks
 from ipex_core.nn.call import call, stock_only
 from ipex_core.nn.fusable import finish, is_fusable
 from ipex_core.nn.ipex_api import roi_align_helper as _roi_align_helper
@@ -42,9 +43,10 @@ from ipex_core.nn.ipex_api.state_space import (
     selective_scan_fn,
     selective_state_update,
 )
-from ipex_core.nn.torchscript import function, tracing
+from ipex_core.nn.torchscript import function
 from ipex_core.ops.linear.linear import activate
 from ipex_core.packing.parameter import exporting
+from ipex_core.util.symbolic import hints, tracing
 
 __all__ = [
     "KERNEL_DTYPES",
@@ -254,8 +256,6 @@ def attention_supported(
 def _attention_preferred(query: Any, key: Any, mask: Any) -> bool:
     """Return whether the kernel is faster than the stock op at these shapes."""
     if exporting():
-        from ipex_core.fusion.aten.nodes import hints
-
         # Comparing symbolic sizes would limit the program to those on this side.
         return prefer_ipex_attention(hints(query.shape), hints(key.shape), query.dtype)
     return prefer_ipex_attention(query.shape, key.shape, query.dtype)

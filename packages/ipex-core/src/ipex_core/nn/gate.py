@@ -16,7 +16,7 @@ from torch import nn
 from ipex_core.module_swap.state_dict import state_of, unpack_weight
 from ipex_core.nn.call import call, stock_only
 from ipex_core.nn.merged_linear import LinearGroup, in_inference, may_merge
-from ipex_core.ops.linear._epilogue import GATES
+from ipex_core.ops.linear.epilogue import GATES
 from ipex_core.packing.dense import interleave_gate_up
 from ipex_core.packing.parameter import PackedWeight, captured, pack
 

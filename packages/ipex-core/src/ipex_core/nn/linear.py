@@ -20,9 +20,10 @@ from ipex_core.module_swap.base import (
 from ipex_core.module_swap.state_dict import state_of
 from ipex_core.nn.call import below_autograd, call, stock_only
 from ipex_core.nn.fusable import finish, fits
-from ipex_core.nn.torchscript import function, tracing
+from ipex_core.nn.torchscript import function
 from ipex_core.packing import onednn
 from ipex_core.packing.parameter import PackedWeight, captured, pack
+from ipex_core.util.symbolic import tracing
 
 __all__ = ["OptimizedLinear"]
 

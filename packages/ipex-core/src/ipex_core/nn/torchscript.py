@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ipex_core.util.quiet import quiet
 
-__all__ = ["function", "tracing"]
+__all__ = ["function"]
 
 
 def linear(
@@ -363,11 +363,6 @@ def sdpa(
     return torch.ops.aten.scaled_dot_product_attention(
         q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa
     )
-
-
-def tracing() -> bool:
-    """Return whether `torch.jit.trace` records."""
-    return torch._C._get_tracing_state() is not None
 
 
 @functools.cache

@@ -17,9 +17,9 @@ import torch
 from torch.nn import functional
 
 from ipex_core.kernels import providers
+from ipex_core.kernels.native import has_kernel
 from ipex_core.kernels.timing import fastest, numbers
 from ipex_core.library.checks import dtype_name
-from ipex_core.module_swap.base import has_kernel
 from ipex_core.nn.call import below_autograd
 
 __all__ = [

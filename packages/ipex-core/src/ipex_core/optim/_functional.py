@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.optim.plain import plain_step
+from ipex_core.optim.plain import plain_step, second
 
 __all__ = [
     "adagrad",
@@ -39,11 +39,6 @@ def _step(self: Any, closure: Callable[[], float] | None = None) -> Any:
 
 
 sgd_step = adagrad_step = adam_step = adamw_step = lamb_step = lars_step = _step
-
-
-def second(param: Tensor, param2: Tensor | None) -> Tensor | None:
-    """Return ``param2``, or None for an empty tensor that stands for none."""
-    return None if param2 is None or (param2.numel() == 0 and param.numel() != 0) else param2
 
 
 def _count(step: Any) -> float:

@@ -43,9 +43,9 @@ def optimizer_fusion(
         device_type: ``"cpu"`` or ``"xpu"``.
         user_explict_fuse: Whether to warn about an optimizer that stays.
     """
+    from ipex_core.optim.fused import adopt
+    from ipex_core.optim.master_weights import Masters
     from ipex_core.optim.steps import step_of
-    from ipex_core.optimization.training.master_weights import Masters
-    from ipex_core.optimization.training.optimizer import adopt
 
     if device_type not in ("cpu", "xpu"):
         raise ValueError(

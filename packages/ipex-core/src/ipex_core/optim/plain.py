@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from ipex_core.optim.dtensor import in_stock_operations
 from ipex_core.optim.steps import Calls, step_of
 
-__all__ = ["PlainOptimizer", "below_autograd", "check_numbers", "plain_step"]
+__all__ = ["PlainOptimizer", "below_autograd", "check_numbers", "plain_step", "second"]
 
 
 def check_numbers(name: str, betas: Any = (0.0, 0.0), **values: Any) -> None:
@@ -92,3 +92,8 @@ def plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | 
         calls.run()
     increment_version(written)
     return loss
+
+
+def second(param: torch.Tensor, param2: torch.Tensor | None) -> torch.Tensor | None:
+    """Return ``param2``, or None for an empty tensor that stands for none."""
+    return None if param2 is None or (param2.numel() == 0 and param.numel() != 0) else param2

@@ -115,7 +115,7 @@ def optimize(
     if optimizer is not None:
         return _training(model, optimizer, options, inplace)
     if not inplace:
-        model = _copy(model)
+        model = copy_model(model)
     return _inference(model, options, sample_input)
 
 
@@ -166,7 +166,7 @@ def restore(model: _M) -> _M:
     return model
 
 
-def _copy(what: Any) -> Any:
+def copy_model(what: Any) -> Any:
     # Weights that a hook computes (weight_norm) are not leaves of autograd, which torch refuses to copy.
     model = what[0] if isinstance(what, tuple) else what
     memo: dict[int, Any] = {}
@@ -206,7 +206,7 @@ def _training(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     if not inplace:
         # Together, so that the copied optimizer holds the copied parameters.
-        model, optimizer = _copy((model, optimizer))
+        model, optimizer = copy_model((model, optimizer))
     from ipex_core.optimization.training.api import train
 
     if log_of(model) is not None:

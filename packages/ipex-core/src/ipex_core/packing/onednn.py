@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ipex_core.kernels.native import onednn_supports as supports
+
 __all__ = ["conv", "linear", "supports"]
 
 Tensor = torch.Tensor
@@ -34,19 +36,6 @@ POST_OPS: dict[str, tuple[str, str]] = {
     "gelu_tanh": ("gelu", "tanh"),
     "silu": ("swish", ""),
 }
-
-
-def supports(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN has packed kernels for this dtype on this CPU."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.float32:
-        return True
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return False
 
 
 def linear(

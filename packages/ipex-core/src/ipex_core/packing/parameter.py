@@ -260,7 +260,7 @@ class PackedWeight(torch.Tensor):
         """Run an op on the unpacked weight; detaching keeps it packed."""
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if func in _KEEP and isinstance(first, PackedWeight):
+        if func in KEEPS_CLASS and isinstance(first, PackedWeight):
             return PackedWeight(
                 first.packed,
                 first.form,
@@ -283,4 +283,4 @@ class PackedWeight(torch.Tensor):
         )
 
 
-_KEEP = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+KEEPS_CLASS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}

@@ -14,7 +14,7 @@ import inspect
 import math
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -310,3 +310,13 @@ vars(_MATH).update(
         for name, value in vars(math).items()
     }
 )
+
+
+def tracing() -> bool:
+    """Return whether `torch.jit.trace` records."""
+    return torch._C._get_tracing_state() is not None
+
+
+def hints(shape: Sequence[Any]) -> list[int]:
+    """Return sizes as plain ints without specialising the graph on symbolic ones."""
+    return [s if isinstance(s, int) else int(s.node.hint or 1) for s in shape]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks of caches, block tables and lengths for the glue of attention ops. Everything that a
 // kernel will use as an index is checked here, before any memory is touched; the texts are those of
-// ipex_core.ops.kv_cache._common.
+// ipex_core.ops.kv_cache.checks.
 #pragma once
 
 #include <algorithm>

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ipex_core.errors import OpArgumentError
-from ipex_core.ops.kv_cache._common import QUANTISED
+from ipex_core.ops.kv_cache.checks import QUANTISED
 from ipex_llm.arch.types import DecoderPlan
 from ipex_llm.kv_cache.paged import CACHE_DTYPES
 from ipex_quant.kv_cache import KVCacheScales, read_kv_cache_scales

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.ops.kv_cache._common import QUANTISED
+from ipex_core.ops.kv_cache.checks import QUANTISED
 from ipex_llm.engine.params import CacheMemoryError
 from ipex_llm.kv_cache.memory import available_memory, format_bytes
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ipex_core.module_swap.base import OptimizedModule
 from ipex_core.nn.call import call
-from ipex_core.packing.parameter import _KEEP, PackedWeight, hollow
+from ipex_core.packing.parameter import KEEPS_CLASS, PackedWeight, hollow
 from ipex_core.woq import deinterleave_gate_up
 from ipex_llm.arch.types import LinearPlan
 
@@ -93,7 +93,7 @@ class PlannedWeight(PackedWeight):
     ) -> Any:
         """Run an op on the unpacked weight; detaching keeps it packed, an embedding reads rows of it."""
         first = args[0] if args else None
-        if func in _KEEP and isinstance(first, PlannedWeight):
+        if func in KEEPS_CLASS and isinstance(first, PlannedWeight):
             # Of its own shape: the parameter that it stands for is empty.
             return PlannedWeight._make(
                 first.former, first.packed, first.recover, first.shape, False

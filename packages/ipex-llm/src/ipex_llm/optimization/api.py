@@ -15,7 +15,7 @@ from torch import nn
 
 import ipex_core
 from ipex_core.errors import OpArgumentError
-from ipex_core.optimization.api import _copy
+from ipex_core.optimization.api import copy_model
 from ipex_core.optimization.options import DTYPES, check_model
 from ipex_core.optimization.passes.prepack import PACKED_LATER
 from ipex_core.optimization.records import log_of
@@ -154,7 +154,7 @@ def optimize(
         raise OpArgumentError(f"optimize: depth must be 1, 2 or 3, got {depth!r}")
     parallel = None if tp_group is None else TensorParallel.of(tp_group)
     if not inplace:
-        model = _copy(model)
+        model = copy_model(model)
     if any("_ipex_mixin" in vars(type(module)) for module in model.modules()):
         ipex_core.restore(model)  # begin anew: the arguments may be others
     if static:

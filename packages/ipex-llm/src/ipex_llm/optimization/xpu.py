@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ipex_core.errors import MissingComponentError
-from ipex_core.optimization.api import _copy
+from ipex_core.optimization.api import copy_model
 from ipex_llm.arch.types import MlpPlan, NormPlan
 from ipex_llm.model_runner.weights.woq_model import quantize
 from ipex_llm.patch.attach import find_plan
@@ -41,7 +41,7 @@ def optimize_on_xpu(
             "optimize: device 'xpu' needs a device: pip install 'ipex[xpu]', and IPEX_XPU_DEVICE=cpu for the CPU as one"
         )
     if not inplace:
-        model = _copy(model)
+        model = copy_model(model)
     plan, reason = find_plan(model)
     # Weights are packed on the host.
     if low_precision_checkpoint is not None:

@@ -15,11 +15,11 @@ from ipex_core.packing.parameter import PackedWeight
 from ipex_llm.arch.types import DecoderPlan
 from ipex_llm.distributed import is_sharded, parallel_plan
 from ipex_llm.model_runner.runner import Rope, Runner
+from ipex_llm.model_runner.subclass import subclass
 from ipex_llm.model_runner.weights.dense import Owners, UnsupportedPlan
 from ipex_llm.patch.decoder import DecoderMixin
 from ipex_llm.patch.layer import LayerMixin, hooks_of
 from ipex_llm.patch.layer_plans import Found, layer_plans
-from ipex_llm.patch.subclass import subclass
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ipex_core.module_swap.forward import InstanceForward, _resolve
+from ipex_core.module_swap.forward import InstanceForward, resolve
 
 __all__ = ["RewrittenForward"]
 
@@ -34,7 +34,7 @@ class RewrittenForward(InstanceForward):
         self.source = source
         self.names = names
         self.lines = lines
-        namespace = {name: _resolve(path) for name, path in names.items()}
+        namespace = {name: resolve(path) for name, path in names.items()}
         exec(compile(source, "<ipex rewritten forward>", "exec"), namespace)  # noqa: S102  (code that torch.fx made)
         self._function: Callable[..., Any] = namespace["forward"]
 

@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 
 from ipex.compat import migration
+from ipex_cli.migration_table import OLD_NAME
 
 __all__ = ["SUBMODULES", "AliasFinder", "component_names", "install"]
-
-OLD_NAME = "intel_extension_for_pytorch"
 
 #: Submodules of the facade that live in another package.
 SUBMODULES: Mapping[str, str] = {

@@ -18,8 +18,9 @@ from torch import fx
 from ipex_core.fusion.aten.attention_decomposed import Match, spelled
 from ipex_core.fusion.aten.attention_scores import VIEWS, sum_masks
 from ipex_core.fusion.aten.graph import Context
-from ipex_core.fusion.aten.nodes import FLOATS, describe, hints, is_call, items, same, shape_of, val
+from ipex_core.fusion.aten.nodes import FLOATS, describe, is_call, items, same, shape_of, val
 from ipex_core.kernels.policy import prefer_ipex_attention
+from ipex_core.util.symbolic import hints
 
 __all__ = ["fuse_attention"]
 

@@ -17,9 +17,10 @@ from torch import Tensor, fx
 
 from ipex_core.fusion.aten.epilogue import Activation, find_activations
 from ipex_core.fusion.aten.graph import Context
-from ipex_core.fusion.aten.nodes import FLOATS, binary, describe, hints, same, shape_of, val
+from ipex_core.fusion.aten.nodes import FLOATS, binary, describe, same, shape_of, val
 from ipex_core.fusion.aten.timing import against_ours
 from ipex_core.fusion.report import GraphReport
+from ipex_core.util.symbolic import hints
 
 __all__ = ["pack_convolutions"]
 
@@ -66,7 +67,7 @@ def pack_convolutions(
         kernels: Tells whether an op has a native kernel; None asks the installed kernel package.
     """
     if kernels is None:
-        from ipex_core.module_swap.base import has_kernel
+        from ipex_core.kernels.native import has_kernel
 
         kernels = has_kernel
     ctx = Context(graph, set(), report, always, frozenset(disabled), kernels)
@@ -257,7 +258,7 @@ def _runs(
     """Return the candidates, on as many of the images as make a call long enough to be timed."""
     from ipex_core.kernels.timing import numbers
     from ipex_core.ops.conv.convolution import pack_convolution
-    from ipex_core.ops.linear._epilogue import activate
+    from ipex_core.ops.linear.epilogue import activate
     from ipex_core.packing import onednn as _mkldnn
 
     ipex, last = torch.ops.ipex.convolution.default, torch.channels_last

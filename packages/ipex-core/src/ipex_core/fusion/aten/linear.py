@@ -26,7 +26,6 @@ from ipex_core.fusion.aten.nodes import (
     PURE,
     binary,
     describe,
-    hints,
     is_call,
     same,
     shape_of,
@@ -34,7 +33,9 @@ from ipex_core.fusion.aten.nodes import (
     val,
 )
 from ipex_core.fusion.aten.timing import measured_linear
+from ipex_core.kernels.policy import choose_linear
 from ipex_core.packing.dense import interleave_gate_up
+from ipex_core.util.symbolic import hints
 
 __all__ = [
     "VIEWS",
@@ -115,8 +116,6 @@ def _parameter_like(weight: fx.Node) -> bool:
 def _against_packing(
     ctx: Context, node: fx.Node, bias: Any, x: fx.Node, weight: fx.Node, activation: str
 ) -> str | None:
-    from ipex_core.optimization.passes.prepack import choose_linear
-
     left, right, out = val(x), val(weight), val(node)
     if left is None or right is None or out is None:
         return "shapes are unknown"

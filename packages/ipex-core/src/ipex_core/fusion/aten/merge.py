@@ -16,8 +16,9 @@ from torch._inductor.virtualized import V
 
 from ipex_core.fusion.aten.graph import Context
 from ipex_core.fusion.aten.linear import arguments
-from ipex_core.fusion.aten.nodes import FLOATS, VIEWING, hints, is_call, items, same, shape_of, val
+from ipex_core.fusion.aten.nodes import FLOATS, VIEWING, is_call, items, same, shape_of, val
 from ipex_core.kernels.policy import prefer_merged_bags, prefer_merged_linears
+from ipex_core.util.symbolic import hints
 
 __all__ = ["merge_bags", "merge_linears"]
 

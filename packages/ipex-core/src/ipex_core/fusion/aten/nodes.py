@@ -23,7 +23,6 @@ __all__ = [
     "between",
     "binary",
     "describe",
-    "hints",
     "is_call",
     "items",
     "module_of",
@@ -112,11 +111,6 @@ def same(left: Sequence[Any] | None, right: Sequence[Any] | None) -> bool:
     if left is None or right is None or len(left) != len(right):
         return False
     return all(statically_known_true(a == b) for a, b in zip(left, right, strict=True))
-
-
-def hints(shape: Sequence[Any]) -> list[int]:
-    """Return sizes as plain ints without specialising the graph on symbolic ones."""
-    return [s if isinstance(s, int) else int(s.node.hint or 1) for s in shape]
 
 
 def static(shape: Sequence[Any]) -> bool:

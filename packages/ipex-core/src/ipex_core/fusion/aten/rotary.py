@@ -21,13 +21,13 @@ from ipex_core.fusion.aten.nodes import (
     FLOATS,
     binary,
     describe,
-    hints,
     is_call,
     same,
     shape_of,
     val,
 )
 from ipex_core.kernels.policy import prefer_ipex_rotary
+from ipex_core.util.symbolic import hints
 
 __all__ = ["fuse_rotary"]
 

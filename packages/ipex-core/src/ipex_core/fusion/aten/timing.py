@@ -83,7 +83,7 @@ def _linears(
     n: int, k: int, rows: int, biased: bool, mkl: bool, activation: str
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Return what computes a linear layer in float32: Inductor's choice and ours."""
-    from ipex_core.ops.linear._epilogue import activate
+    from ipex_core.ops.linear.epilogue import activate
     from ipex_core.packing import onednn
     from ipex_core.packing.parameter import pack
 

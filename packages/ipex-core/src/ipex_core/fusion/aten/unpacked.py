@@ -17,7 +17,7 @@ from ipex_core.fusion.aten.graph import Context
 from ipex_core.fusion.aten.linear import arguments
 from ipex_core.fusion.aten.nodes import static, val
 from ipex_core.fusion.aten.timing import measured_linear
-from ipex_core.ops.linear._epilogue import activate, apply_epilogue, weight_rows
+from ipex_core.ops.linear.epilogue import activate, apply_epilogue, weight_rows
 from ipex_core.packing.dense import deinterleave_gate_up
 
 __all__ = ["unpack_linears"]

@@ -11,12 +11,12 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from ipex_core.module_swap.base import has_hooks, has_kernel
+from ipex_core.kernels.native import has_kernel
+from ipex_core.module_swap.base import has_hooks
 from ipex_core.module_swap.state_dict import state_of
 from ipex_core.nn import OptimizedLinear, functional
 from ipex_core.nn.layers import identity_dropout
 from ipex_core.nn.merged_linear import linears, may_merge, merge
-from ipex_core.optimization.options import Options
 
 __all__ = ["Rewriter"]
 
@@ -26,22 +26,40 @@ _RELU = (F.relu, torch.relu)
 
 
 class Rewriter:
-    """Matches and replaces; collects what was fused and which children are no longer called."""
+    """Matches and replaces; collects what was fused and which children are no longer called.
 
-    def __init__(self, graph: fx.Graph, root: nn.Module, options: Options) -> None:
+    Args:
+        graph: Trace of ``root``.
+        root: The module.
+        remove_dropout: Whether to replace calls of dropout by their inputs.
+        concat_linear: Whether to merge linear layers that read the same tensor.
+        fuse: Whether to apply the other patterns.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        root: nn.Module,
+        *,
+        remove_dropout: bool,
+        concat_linear: bool,
+        fuse: bool,
+    ) -> None:
         self.graph = graph
         self.root = root
-        self.options = options
+        self.remove_dropout = remove_dropout
+        self.concat_linear = concat_linear
+        self.fuse = fuse
         self.done: list[str] = []
         self.children: list[str] = []
 
     def run(self) -> tuple[list[str], list[str]]:
         """Apply all patterns; return what was fused and the children that are bypassed."""
-        if self.options.replace_dropout_with_identity:
+        if self.remove_dropout:
             self._each(self._dropout)
-        if self.options.concat_linear:
+        if self.concat_linear:
             self._each(self._concat)
-        if self.options.level == "O0":
+        if not self.fuse:
             return self.done, self.children
         self._each(self._gated)
         self._each(self._linear_activation)

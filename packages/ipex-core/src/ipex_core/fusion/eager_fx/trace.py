@@ -21,13 +21,11 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ipex_core.module_swap.base import has_hooks
+from ipex_core.module_swap.forward import Guard
 from ipex_core.util.quiet import quiet
 from ipex_core.util.symbolic import Tracer, names_in
 
-__all__ = ["Guard", "guards_of", "reason_against", "release", "trace", "untouched"]
-
-#: ``(child or "", attribute, attribute of that or "", value)``.
-Guard = tuple[str, str, str, Any]
+__all__ = ["guards_of", "reason_against", "release", "trace", "untouched"]
 
 _LIBRARY = ("torch.nn", "ipex_core.nn")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)

@@ -24,7 +24,7 @@ from ipex_core.fusion.torchscript.nodes import (
     weight,
 )
 from ipex_core.fusion.torchscript.variants import normalize, packs
-from ipex_core.module_swap.base import has_kernel
+from ipex_core.kernels.native import has_kernel
 from ipex_core.packing.parameter import pack
 
 __all__ = ["Rewriter"]

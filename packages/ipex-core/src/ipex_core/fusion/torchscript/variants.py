@@ -17,7 +17,7 @@ from ipex_core.fusion.torchscript.nodes import (
     only_use,
     weight,
 )
-from ipex_core.optimization.passes.prepack import choose_linear
+from ipex_core.kernels.policy import choose_linear
 
 __all__ = ["normalize", "packs"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from ipex_core.amp import warn_if_emulated
 from ipex_core.errors import OpArgumentError
 from ipex_core.models.fast_bert.model import bert_models, speed_up, unsupported
-from ipex_core.optimization.api import _copy, restore
+from ipex_core.optimization.api import copy_model, restore
 from ipex_core.optimization.options import ModelTypeError, parse
 from ipex_core.optimization.records import KEY, log_of
 from ipex_core.optimization.training.api import train
@@ -75,7 +75,7 @@ def fast_bert(
             stacklevel=2,
         )
         return model if optimizer is None else (model, optimizer)
-    model, optimizer = _copy((model, optimizer))
+    model, optimizer = copy_model((model, optimizer))
     if log_of(model) is not None:
         restore(model)
     if dtype == torch.bfloat16:

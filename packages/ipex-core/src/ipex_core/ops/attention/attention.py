@@ -19,7 +19,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops.attention._sequences import check_options
+from ipex_core.ops.attention.checks import check_options
 
 Tensor = torch.Tensor
 

@@ -21,7 +21,7 @@ from ipex_core.ops.attention._decode import (
     check_mask,
     check_window,
 )
-from ipex_core.ops.kv_cache._common import (
+from ipex_core.ops.kv_cache.checks import (
     check_caches,
     check_index_tensor,
     check_lengths,

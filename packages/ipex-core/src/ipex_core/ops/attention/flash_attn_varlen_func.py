@@ -13,14 +13,14 @@ from torch.nn import functional
 
 from ipex_core.library.checks import check_score_scale, randn
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops.attention._sequences import (
+from ipex_core.ops.attention.attention import attention_reference
+from ipex_core.ops.attention.checks import (
     check_offset_tensor,
     check_offsets,
     check_options,
     check_rows,
 )
-from ipex_core.ops.attention.attention import attention_reference
-from ipex_core.ops.kv_cache._common import (
+from ipex_core.ops.kv_cache.checks import (
     check_block_tables,
     check_cache_kind,
     check_caches,

@@ -29,7 +29,7 @@ from ipex_core.ops.attention._decode import (
     check_head_vector,
     check_mask,
 )
-from ipex_core.ops.kv_cache._common import check_caches, dequantize, quantize
+from ipex_core.ops.kv_cache.checks import check_caches, dequantize, quantize
 
 Tensor = torch.Tensor
 

@@ -20,7 +20,7 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
 from ipex_core.ops.attention._decode import TOLERANCE
-from ipex_core.ops.kv_cache._common import check_block_tables, check_index_tensor, check_lengths
+from ipex_core.ops.kv_cache.checks import check_block_tables, check_index_tensor, check_lengths
 
 Tensor = torch.Tensor
 

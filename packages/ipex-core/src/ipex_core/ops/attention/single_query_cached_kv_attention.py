@@ -26,7 +26,7 @@ from ipex_core.ops.attention._decode import (
     check_head_vector,
     check_window,
 )
-from ipex_core.ops.kv_cache._common import (
+from ipex_core.ops.kv_cache.checks import (
     check_block_tables,
     check_caches,
     check_index_tensor,

@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from ipex_core.library.checks import check_device, check_dtype, check_score_scale, randn
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops.attention._sequences import (
+from ipex_core.ops.attention.attention import attention_reference
+from ipex_core.ops.attention.checks import (
     check_offset_tensor,
     check_offsets,
     check_options,
     check_rows,
 )
-from ipex_core.ops.attention.attention import attention_reference
 
 Tensor = torch.Tensor
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ipex_core.library.checks import acc, check_device, check_dtype, check_tensor, randn
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops.linear._epilogue import activate, check_activation
+from ipex_core.ops.linear.epilogue import activate, check_activation
 from ipex_core.ops.linear.linear import stored_dtype
 from ipex_core.packing import dense
 from ipex_core.packing.dense import check_packed

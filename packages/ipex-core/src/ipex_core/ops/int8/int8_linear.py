@@ -13,7 +13,7 @@ from ipex_core.library.checks import check_device, check_tensor, dtype_name, ran
 from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check, register
 from ipex_core.ops.int8.pack_int8_weight import int8_randn
 from ipex_core.ops.int8.quantize import LEAST_SCALE, choose, codes
-from ipex_core.ops.linear._epilogue import (
+from ipex_core.ops.linear.epilogue import (
     ACTIVATIONS,
     apply_epilogue,
     check_activation,

@@ -19,7 +19,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops.kv_cache._common import (
+from ipex_core.ops.kv_cache.checks import (
     check_cache_kind,
     check_caches,
     check_row_scales,

@@ -16,7 +16,7 @@ from ipex_core.library.checks import (
     strided,
 )
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
-from ipex_core.ops.linear._epilogue import (
+from ipex_core.ops.linear.epilogue import (
     ACTIVATIONS,
     GATES,
     activate,

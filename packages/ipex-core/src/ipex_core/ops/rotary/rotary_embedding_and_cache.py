@@ -11,7 +11,7 @@ import torch
 
 from ipex_core.library.checks import check_like, check_not_expanded, randn
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name, register
-from ipex_core.ops.kv_cache._common import QUANTISED, check_caches, check_index_tensor, quantize
+from ipex_core.ops.kv_cache.checks import QUANTISED, check_caches, check_index_tensor, quantize
 from ipex_core.ops.rotary._common import (
     check_heads,
     check_position_ids,

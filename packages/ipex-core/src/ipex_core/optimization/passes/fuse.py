@@ -12,9 +12,9 @@ from torch import fx, nn
 from ipex_core.fusion.eager_fx.concat import merge_by_source
 from ipex_core.fusion.eager_fx.patterns import Rewriter
 from ipex_core.fusion.eager_fx.rms import find_rms_norm
-from ipex_core.fusion.eager_fx.trace import Guard, guards_of, reason_against, trace
-from ipex_core.module_swap.base import has_kernel
-from ipex_core.module_swap.forward import FusedForward, generate
+from ipex_core.fusion.eager_fx.trace import guards_of, reason_against, trace
+from ipex_core.kernels.native import has_kernel
+from ipex_core.module_swap.forward import FusedForward, Guard, generate
 from ipex_core.optimization.passes.base import Context, Pass, register
 from ipex_core.optimization.records import Log
 
@@ -81,7 +81,14 @@ class Fuse(Pass):
             graph, done = norm, ["ipex::rms_norm"]
             children: list[str] = []
         else:
-            rewriter = Rewriter(graph, module, context.options)
+            options = context.options
+            rewriter = Rewriter(
+                graph,
+                module,
+                remove_dropout=options.replace_dropout_with_identity,
+                concat_linear=options.concat_linear,
+                fuse=options.level != "O0",
+            )
             done, children = rewriter.run()
         if not done:
             return

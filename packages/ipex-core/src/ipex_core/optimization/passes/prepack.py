@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from ipex_core import nn as inn
+from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import LinearChoice, choose_linear
 from ipex_core.kernels.timing import fastest, numbers
 from ipex_core.library.spec import dtype_name
-from ipex_core.module_swap.base import has_kernel
 from ipex_core.module_swap.state_dict import attach, state_of, swap_class
 from ipex_core.nn.call import call
 from ipex_core.optimization.passes.base import Context, Pass, register, swap_reason
@@ -22,9 +22,7 @@ from ipex_core.packing.parameter import pack
 
 __all__ = [
     "PACKED_LATER",
-    "LinearChoice",
     "Prepack",
-    "choose_linear",
     "measure_conv",
     "measure_linear",
 ]
@@ -32,52 +30,6 @@ __all__ = [
 
 #: Attribute of modules whose weights a package on top of this one packs, once `optimize` has returned.
 PACKED_LATER = "_ipex_packed_later"
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearChoice:
-    """A format (``"mkldnn"``, ``"ipex"`` or None for the stock op) and why."""
-
-    form: str | None
-    reason: str
-
-
-#: Rows up to which the own kernel is preferred to oneDNN on a packed weight in float32; in 16 bits it always is.
-#: Measured as times stock, own (oneDNN): Zen 4, 1 and 2 threads, bfloat16, K and N from 384 to 5632: 1 row 2.7-2.9
-#: (1.4-2.0), 32 rows 1.3-1.5 (1.2-1.4), 128 rows 1.10-1.16 (1.05-1.13), 512 to 4096 rows 1.03-1.16 (1.02-1.18), float32
-#: the same or better. Xeon with AMX, 8 threads: 1 to 32 rows 1.4-2.7 (1.2-2.5), 128 rows 1.4-2.9 (1.3-2.7), encoders
-#: with 4096 rows 1.0-1.3 times oneDNN. Xeon with AVX512-VNNI, 1 thread: bfloat16, which has no instructions there,
-#: 2048 and 4096 rows 3.7-4.1 times oneDNN; float32: 1 row 0.8-1.0 (0.8 for 384 x 384), 16 to 64 rows 1.1-1.9, 128
-#: rows 1.05-1.27, 512 rows 0.97-1.05.
-SMALL_ROWS = 1024
-#: Weights below which the overhead of a packed call decides and the stock op is chosen. Measured on Zen 4: the oneDNN
-#: op costs 13 us a call; stock float32 (MKL) 3 us, so that packing pays from about 384 x 384 on; stock bfloat16 goes
-#: through oneDNN itself except for the smallest weights.
-MIN_WEIGHTS = {torch.float32: 131072, torch.bfloat16: 6144, torch.float16: 6144}
-
-
-def choose_linear(dtype: torch.dtype, n: int, k: int, m: int | None) -> LinearChoice:
-    """Choose the format of a linear weight from a table.
-
-    Args:
-        dtype: dtype of the weight in use.
-        n: out_features.
-        k: in_features.
-        m: Rows of the input, or None if unknown.
-    """
-    own = has_kernel("linear")  # packing itself has a reference in the same format
-    least = MIN_WEIGHTS[dtype]
-    if n * k < least:
-        return LinearChoice(None, f"the weight has fewer than {least} elements")
-    # With unknown rows too: at many rows it is not slower than stock anywhere, at few it is far ahead of oneDNN.
-    if own and (m is None or m <= SMALL_ROWS or dtype != torch.float32):
-        return LinearChoice(
-            "ipex", "own kernel, for any number of rows" if m is None else f"{m} rows: own kernel"
-        )
-    if onednn.supports(dtype):
-        rows = "any number of rows" if m is None else f"{m} rows"
-        return LinearChoice("mkldnn", f"{rows}: oneDNN on a prepacked weight")
-    return LinearChoice(None, f"oneDNN has no {dtype_name(dtype)} kernel on this CPU")
 
 
 _measured: dict[tuple[torch.dtype, int, int, int], LinearChoice] = {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import nn
 
 from ipex_core import nn as inn
-from ipex_core.module_swap.base import has_kernel
+from ipex_core.kernels.native import has_kernel
 from ipex_core.module_swap.state_dict import attach, realize, state_of, swap_class
 from ipex_core.nn.layers import identity_dropout
 from ipex_core.optimization.passes.base import Context, Pass, register, swap_reason

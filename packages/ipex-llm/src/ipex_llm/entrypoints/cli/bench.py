@@ -204,7 +204,7 @@ def _measure(
 ) -> Row:
     import torch
 
-    from ipex_core.benchmark import _huge_pages, paired, ratio
+    from ipex_core.benchmark import on_huge_pages, paired, ratio
 
     generator = torch.Generator().manual_seed(0)
     vocab = _text_config(config).get("vocab_size", 2)
@@ -213,7 +213,7 @@ def _measure(
     def run(model: Any, count: int) -> Callable[[], object]:
         return functools.partial(_generate, model, ids, count)
 
-    memory = _huge_pages(_READ)
+    memory = on_huge_pages(_READ)
     functions: dict[str, Callable[[], object]] = {"first": run(ours, 1), "all": run(ours, new)}
     if stock is not None:
         functions |= {"stock first": run(stock, 1), "stock all": run(stock, new)}

@@ -33,8 +33,8 @@ from ipex_core.packing.parameter import PackedWeight
 from ipex_core.woq import interleave_gate_up
 from ipex_llm.arch.types import LinearPlan
 from ipex_llm.model_runner.planned import Part, PlannedWeight, TiedEmbedding
+from ipex_llm.model_runner.subclass import subclass
 from ipex_llm.model_runner.weights import woq as _woq
-from ipex_llm.patch.subclass import subclass
 
 __all__ = ["Linear", "Owners", "PlannedWeight", "UnsupportedPlan", "WeightStore", "call_linear"]
 

@@ -7,7 +7,7 @@ import torch
 
 from ipex.compat.torch_ops._alias_op import alias_op
 from ipex_core.library.spec import specs
-from ipex_core.optim._functional import second
+from ipex_core.optim.plain import second
 
 Tensor = torch.Tensor
 

@@ -17,7 +17,7 @@ from ipex_core.library.checks import (
     check_tensor,
 )
 from ipex_core.library.spec import check
-from ipex_core.ops.kv_cache._common import check_index_tensor
+from ipex_core.ops.kv_cache.checks import check_index_tensor
 
 __all__ = ["check_offset_tensor", "check_offsets", "check_options", "check_rows"]
 

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from ipex_core.optim.dtensor import any_spread, is_spread
 from ipex_core.optim.foreach import laid_out_alike, stock_step
+from ipex_core.optim.master_weights import Masters
 from ipex_core.optim.plain import below_autograd, plain_step
 from ipex_core.optim.steps import Calls, step_of
-from ipex_core.optimization.training.master_weights import Masters
 
 __all__ = ["adopt", "needs_closure"]
 
