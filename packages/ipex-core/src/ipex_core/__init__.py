@@ -43,6 +43,7 @@ def _check_torch() -> None:
 _check_torch()
 
 from ipex_core import ops as _ops  # noqa: E402, F401  (registers the op schemas)
+from ipex_core.kernels import providers as _providers  # noqa: E402, F401  (registers the device xpu)
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_core import amp as amp

@@ -10,19 +10,35 @@ import dataclasses
 import logging
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ipex_core.config import values
+from ipex_core.config.variables import VARIABLES, FP32MathMode
 from ipex_core.errors import ConfigError, MissingComponentError
 
-if TYPE_CHECKING:
-    from ipex_core.config import FP32MathMode
+__all__ = [
+    "VERBOSE_OFF",
+    "VERBOSE_ON",
+    "VERBOSE_ON_CREATION",
+    "get_fp32_math_mode",
+    "set_fp32_math_mode",
+    "set_logging_level",
+    "verbose",
+]
 
-__all__ = ["get_fp32_math_mode", "set_fp32_math_mode", "set_logging_level", "verbose"]
+#: Levels of `verbose`, with the names and values of IPEX and of ``torch.backends.mkldnn``.
+VERBOSE_OFF = 0
+VERBOSE_ON = 1
+VERBOSE_ON_CREATION = 2
+
 
 #: All loggers of the ipex packages are children of this one.
 LOGGER = logging.getLogger("ipex")
+
+#: Device -> function that returns the module that has its modes; `ipex_core.kernels.providers` enters them.
+device_modules: dict[str, Callable[[], Any]] = {}
 
 _lock = threading.RLock()
 
@@ -132,10 +148,8 @@ def _check_device(function: str, device: str) -> None:
 
 def _xpu(function: str) -> Any:
     """Return the module of the device xpu."""
-    from ipex_core.kernels import providers
-
     try:
-        return providers.load_component("xpu")
+        return device_modules["xpu"]()
     except MissingComponentError:
         raise MissingComponentError(
             f"{function}: device 'xpu' needs the package ipex-xpu-kernels: pip install 'ipex[xpu]'"
@@ -164,19 +178,17 @@ def set_fp32_math_mode(mode: FP32MathMode | int | str = 0, device: str = "cpu") 
         'BF32'
         >>> config.set_fp32_math_mode(config.FP32MathMode.FP32)
     """
-    from ipex_core import config
-
     _check_device("set_fp32_math_mode", device)
-    parsed = config.VARIABLES["fp32_math_mode"].check(mode, "mode")
+    parsed = VARIABLES["fp32_math_mode"].check(mode, "mode")
     if device == "xpu":
         _xpu("set_fp32_math_mode").set_fp32_math_mode(parsed)
         return
     with _lock:
-        if parsed is config.FP32MathMode.TF32:
+        if parsed is FP32MathMode.TF32:
             _apply_math_mode(parsed)
             return
-        unchanged = config.get("fp32_math_mode") is parsed
-        config.set_value("fp32_math_mode", parsed)
+        unchanged = values.get("fp32_math_mode") is parsed
+        values.set_value("fp32_math_mode", parsed)
         if unchanged:
             # PyTorch's own switches may have been moved since: the call is a demand, not a hint.
             _apply_math_mode(parsed)
@@ -197,8 +209,6 @@ def get_fp32_math_mode(device: str = "cpu") -> FP32MathMode:
         >>> config.get_fp32_math_mode().name
         'FP32'
     """
-    from ipex_core.config import FP32MathMode
-
     _check_device("get_fp32_math_mode", device)
     if device == "xpu":
         return FP32MathMode(_xpu("get_fp32_math_mode").get_fp32_math_mode())
@@ -324,3 +334,6 @@ def _set_onednn_verbose(level: int) -> None:
         raise RuntimeError("verbose: this PyTorch was built without oneDNN")
     if not native._verbose.mkldnn_set_verbose(level):
         raise RuntimeError(f"verbose: oneDNN refused verbose level {level}")
+
+
+values.on_change(apply)

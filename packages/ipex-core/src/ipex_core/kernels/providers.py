@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 
+from ipex_core.config import effects
 from ipex_core.errors import (
     BrokenComponentError,
     ConfigError,
@@ -300,3 +301,6 @@ def load_component(name: str) -> Any:
         raise BrokenComponentError(
             f"ipex.{name}: the package {distribution} is installed but cannot be imported: {cause}"
         ) from cause
+
+
+effects.device_modules["xpu"] = functools.partial(load_component, "xpu")
