@@ -16,7 +16,7 @@ import torch
 from bench_runs import row, run, task_in
 from rich.console import Console
 
-from ipex_bench import peers, report, torch_work, worker, workloads
+from ipex_bench import peers, report, torch_work, worker
 from ipex_bench import run as bench_run
 from ipex_bench.commands import peers as bench_peers
 from ipex_bench.result import Run, interval
@@ -61,7 +61,7 @@ def test_ipex_gives_the_answer_of_float32(kind, name, dtype, tmp_path, monkeypat
     # int8: as on a processor without bfloat16.
     rest = "float32" if dtype == "int8" else "bfloat16"
     task = dataclasses.replace(task_in(tmp_path, kind, name, dtype), rest=rest)
-    workloads.make(task)
+    torch_work.make(task)
     prepared, fact = worker.prepare(task, "ipex_eager")
     assert prepared is not None, fact
     for call in prepared.calls.values():
@@ -94,7 +94,7 @@ def test_a_step_with_its_cache_as_tensors_decodes_as_the_model_does(reorder, tmp
     from ipex_bench.decoding import greedy
 
     task = task_in(tmp_path, "llm", "llama")
-    workloads.make(task)
+    torch_work.make(task)
     step = one_step.Step(one_step.load(task), reorder)
     tensors = step.example()
     assert len(tensors) == len(step.input_names)
@@ -140,7 +140,7 @@ def test_engines_that_run_graphs_decode(engine, dtype, tmp_path, monkeypatch):
         pytest.importorskip("onnx_ir" if dtype == "int4" else "onnx")
     monkeypatch.setattr(worker, "ALIAS", "ipex_bench")
     task = task_in(tmp_path, "llm", "llama", dtype)
-    workloads.make(task)
+    torch_work.make(task)
     prepared, fact = worker.prepare(task, engine)
     assert prepared is not None, fact
     for call in prepared.calls.values():
@@ -171,7 +171,7 @@ def test_an_engine_with_a_wrong_cache_is_not_timed(fault, dtype, tmp_path, monke
 
     monkeypatch.setattr(worker, "ALIAS", "ipex_bench")
     task = dataclasses.replace(task_in(tmp_path, "llm", "llama", dtype), rest="float32")
-    workloads.make(task)
+    torch_work.make(task)
     update, change = DynamicCache.update, wrong_caches()[fault]
 
     class Fake(peers.Peer):
@@ -197,7 +197,7 @@ def test_an_engine_with_a_wrong_cache_is_not_timed(fault, dtype, tmp_path, monke
 
 def test_the_products_of_attention_are_counted(tmp_path):
     task = task_in(tmp_path, "ops", "attention")
-    workloads.make(task)
+    torch_work.make(task)
     facts = json.loads((task.path / "facts.json").read_text())
     rows, width = task.shape["rows"], task.shape["width"]
     assert facts["flops"] == 2 * 2 * rows * rows * width
@@ -206,7 +206,7 @@ def test_the_products_of_attention_are_counted(tmp_path):
 def test_wrong_answers_are_not_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "ALIAS", "ipex_bench")
     task = task_in(tmp_path, "ops", "linear")
-    workloads.make(task)
+    torch_work.make(task)
     right = torch_work.prepare(task).answer()
 
     class Fake(peers.Peer):

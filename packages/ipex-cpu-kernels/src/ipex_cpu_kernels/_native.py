@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from pathlib import Path
 
 import torch
@@ -12,10 +13,9 @@ __all__ = ["Native", "NativeError", "load"]
 
 
 def _find_library() -> Path:
-    import ipex_cpu_kernels
-
     # An editable installation has two places: the sources and the built files.
-    places = [Path(place) / "lib" / "libipex_cpu.so" for place in ipex_cpu_kernels.__path__]
+    folders = sys.modules[__package__].__path__
+    places = [Path(place) / "lib" / "libipex_cpu.so" for place in folders]
     return next((place for place in places if place.is_file()), places[0])
 
 

@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package ipex, which is above this one: known by its name only, and needed by what optimises models."""
+"""The package that optimizes models: what the entry-point group ``ipex_runtime.optimizers`` names, which is ipex."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 from typing import Any
 
 __all__ = ["facade"]
 
-NAME = "ipex"
+GROUP = "ipex_runtime.optimizers"
 
 
-def facade(part: str = "") -> Any:
-    """Return the package, or a module of it.
-
-    Args:
-        part: Name of the module inside, empty for the package itself.
+def facade() -> Any:
+    """Return the package, with ``optimize``, ``restore``, ``quantization`` and ``xpu``.
 
     Raises:
-        ImportError: It is not installed, or has no such module.
+        ImportError: No installed package offers one.
     """
-    try:
-        return importlib.import_module(f"{NAME}.{part}" if part else NAME)
-    except ModuleNotFoundError as error:
-        if error.name != NAME:
-            raise
-        raise ImportError(f"the package {NAME} is not installed: pip install {NAME}") from error
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        return entry.load()
+    raise ImportError("the package ipex is not installed: pip install ipex")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from . import workloads
 from .shapes import LAST_STEPS
 from .task import Prepared, Task
 
-__all__ = ["GROUP", "generator", "inference", "prepare", "training"]
+__all__ = ["GROUP", "generator", "inference", "make", "prepare", "training"]
 
 #: Weights that share a scale, where they have four bits.
 GROUP = 32
@@ -193,3 +194,52 @@ def training(
         step.model = compile_with(step.model)
     first = torch.stack([step(next(turn)) for _ in range(LAST_STEPS)])
     return Prepared(precision, first.numpy, {"call": lambda: step(next(turn))}, note)
+
+
+def _decoded(task: Task) -> Any:
+    """Return the logits of each new token, [batch, new, vocabulary], of a model that knows no cache."""
+    ids = torch.from_numpy(task.inputs()["input_ids"])
+    text = torch.cat([ids, torch.from_numpy(task.forced())], 1)
+    with torch.no_grad():
+        logits = workloads.load(task)(input_ids=text, use_cache=False).logits
+    return logits[:, ids.shape[1] - 1 :].float().numpy()
+
+
+def make(task: Task) -> None:
+    """Write weights, inputs and the answer of float32 into the folder of a task, and facts about the work."""
+    import numpy
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    torch.manual_seed(0)
+    model: Any
+    model, inputs = workloads.build(task)
+    if task.kind == "llm":
+        model.save_pretrained(task.path / "model")
+        size = (task.shape["batch"], task.shape["new"] - 1)
+        forced = torch.randint(3, task.shape["vocab_size"], size)
+        numpy.savez(task.path / "forced.npz", ids=forced.numpy())
+    else:
+        torch.save(model.state_dict(), task.path / "weights.pt")
+    arrays: dict[str, Any] = {k: v.numpy() for k, v in inputs.items()}
+    numpy.savez(task.path / "inputs.npz", **arrays)
+    tables_of = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    weights = sum(p.numel() for p in model.parameters())
+    weights -= sum(m.weight.numel() for m in tables_of)  # only some of their rows are read
+    del model
+    exact = Task(**{**{f: getattr(task, f) for f in task.__slots__}, "dtype": "float32"})
+    reference = prepare(exact)
+    answer = _decoded(exact) if task.kind == "llm" else reference.answer()
+    call = next(iter(reference.calls.values()))
+    # The counter knows products, not the fused attention of CPUs.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        call()
+    flops = counter.get_total_flops()
+    moved = sum(v.numel() for v in inputs.values() if v.is_floating_point()) + answer.size
+    numpy.savez(task.path / "answer.npz", answer=answer)
+    facts = {
+        "flops": flops,
+        "weights": weights,
+        "activations": 0 if task.kind == "train" else moved,
+    }
+    (task.path / "facts.json").write_text(json.dumps(facts), encoding="utf-8")

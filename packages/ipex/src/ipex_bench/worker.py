@@ -137,7 +137,7 @@ def main() -> None:
         try:
             answer: dict[str, Any] = {}
             if request["do"] == "make":
-                importlib.import_module(f"{ALIAS}.workloads").make(task)
+                importlib.import_module(f"{ALIAS}.torch_work").make(task)
             elif request["do"] == "limits":
                 calls = importlib.import_module(f"{ALIAS}.limits").calls(request["bytes"])
             elif request["do"] == "prepare":

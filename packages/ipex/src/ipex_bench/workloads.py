@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 from .shapes import LAST_STEPS
 from .task import Task
 
-__all__ = ["Dlrm", "batches", "build", "load", "make", "tables"]
+__all__ = ["Dlrm", "batches", "build", "load", "tables"]
 
 Tensor = torch.Tensor
 
@@ -281,54 +280,3 @@ def load(task: Task, module: Callable[[], nn.Module] | None = None) -> nn.Module
     model = module() if module is not None else build(task)[0]
     model.load_state_dict(torch.load(task.path / "weights.pt", weights_only=True))
     return model
-
-
-def _decoded(task: Task) -> Any:
-    """Return the logits of each new token, [batch, new, vocabulary], of a model that knows no cache."""
-    ids = torch.from_numpy(task.inputs()["input_ids"])
-    text = torch.cat([ids, torch.from_numpy(task.forced())], 1)
-    with torch.no_grad():
-        logits = load(task)(input_ids=text, use_cache=False).logits
-    return logits[:, ids.shape[1] - 1 :].float().numpy()
-
-
-def make(task: Task) -> None:
-    """Write weights, inputs and the answer of float32 into the folder of a task, and facts about the work."""
-    import numpy
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from .torch_work import prepare
-
-    torch.manual_seed(0)
-    model: Any
-    model, inputs = build(task)
-    if task.kind == "llm":
-        model.save_pretrained(task.path / "model")
-        size = (task.shape["batch"], task.shape["new"] - 1)
-        forced = torch.randint(3, task.shape["vocab_size"], size)
-        numpy.savez(task.path / "forced.npz", ids=forced.numpy())
-    else:
-        torch.save(model.state_dict(), task.path / "weights.pt")
-    arrays: dict[str, Any] = {k: v.numpy() for k, v in inputs.items()}
-    numpy.savez(task.path / "inputs.npz", **arrays)
-    tables_of = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    weights = sum(p.numel() for p in model.parameters())
-    weights -= sum(m.weight.numel() for m in tables_of)  # only some of their rows are read
-    del model
-    exact = Task(**{**{f: getattr(task, f) for f in task.__slots__}, "dtype": "float32"})
-    reference = prepare(exact)
-    answer = _decoded(exact) if task.kind == "llm" else reference.answer()
-    call = next(iter(reference.calls.values()))
-    # The counter knows products, not the fused attention of CPUs.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        call()
-    flops = counter.get_total_flops()
-    moved = sum(v.numel() for v in inputs.values() if v.is_floating_point()) + answer.size
-    numpy.savez(task.path / "answer.npz", answer=answer)
-    facts = {
-        "flops": flops,
-        "weights": weights,
-        "activations": 0 if task.kind == "train" else moved,
-    }
-    (task.path / "facts.json").write_text(json.dumps(facts), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch.optim.optimizer import ParamsT
 
+from ipex_core.optim import steps
 from ipex_core.optim.plain import PlainOptimizer, check_numbers
 
 __all__ = ["Lamb"]
@@ -26,6 +27,8 @@ class Lamb(PlainOptimizer):
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019.
     """
+
+    _ipex_step = staticmethod(steps.lamb)
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
+from ipex_core.optim import steps
 from ipex_core.optim.plain import PlainOptimizer, check_numbers
 
 __all__ = ["Lars", "create_optimizer_lars"]
@@ -37,6 +38,8 @@ class Lars(PlainOptimizer):
 
     Source: You et al., "Large Batch Training of Convolutional Networks", 2017.
     """
+
+    _ipex_step = staticmethod(steps.lars)
 
     def __init__(
         self,

@@ -252,16 +252,11 @@ def step_of(optimizer: torch.optim.Optimizer) -> Step | None:
 
     A class derived from a stock one may do its step in another way; one of ours names it, ``_ipex_step``.
     """
-    from ipex_core.optim.lamb import Lamb
-    from ipex_core.optim.lars import Lars
-
     steps: dict[type[torch.optim.Optimizer], Step] = {
         torch.optim.SGD: sgd,
         torch.optim.Adagrad: adagrad,
         torch.optim.Adam: adam,
         torch.optim.AdamW: adamw,
-        Lamb: lamb,
-        Lars: lars,
     }
     kind = getattr(type(optimizer), "_ipex_original", type(optimizer))
     return steps.get(kind) or getattr(kind, "_ipex_step", None)

@@ -17,15 +17,47 @@ from ipex_core.jit._traced import TracedForward
 from ipex_core.library.spec import dtype_name
 from ipex_core.module_swap.state_dict import detach
 from ipex_core.optimization.options import Options, check_model, parse
-from ipex_core.optimization.passes.base import Context, passes, run_on
-from ipex_core.optimization.passes.layout import auto_channels_last
+from ipex_core.optimization.passes.base import Context, Pass, run_on
+from ipex_core.optimization.passes.buffers import Buffers
+from ipex_core.optimization.passes.cast import Cast
+from ipex_core.optimization.passes.folding import ConvBatchNorm, LinearBatchNorm
+from ipex_core.optimization.passes.fuse import Fuse
+from ipex_core.optimization.passes.layout import ChannelsLast, auto_channels_last
+from ipex_core.optimization.passes.prepack import Prepack
+from ipex_core.optimization.passes.swap import (
+    Dropout,
+    Encoder,
+    GraphMode,
+    Kernels,
+    Realize,
+    Recurrent,
+)
 from ipex_core.optimization.records import KEY, Log, log_of
 from ipex_core.optimization.saving import name_saved_dtype, undo_saved_dtype
+from ipex_core.optimization.transformers import HuggingFaceAttention
 from ipex_core.packing import onednn
 
 __all__ = ["optimize", "restore"]
 
 _M = TypeVar("_M", bound=nn.Module)
+
+#: The pipeline, in the order in which the passes run; each is explained in its file.
+PASSES: tuple[Pass, ...] = (
+    ConvBatchNorm(),
+    LinearBatchNorm(),
+    Dropout(),
+    Recurrent(),
+    Cast(),
+    ChannelsLast(),
+    Prepack(),
+    Kernels(),
+    Encoder(),
+    Realize(),
+    Fuse(),
+    HuggingFaceAttention(),
+    Buffers(),
+    GraphMode(),
+)
 
 
 def optimize(
@@ -151,12 +183,12 @@ def restore(model: _M) -> _M:
         undo = module.__dict__.get("_ipex_undo")  # of a package on top of this one
         if undo is not None:
             undo(module)
-    for step in reversed(passes()):
+    for step in reversed(PASSES):
         step.undo(model, log)
     for module in model.modules():
         inner = log_of(module)
         if inner is not None:  # a part that was optimized on its own before
-            for step in reversed(passes()):
+            for step in reversed(PASSES):
                 step.undo(module, inner)
             module.__dict__.pop(KEY)
     for module in model.modules():
@@ -232,7 +264,7 @@ def _inference(model: nn.Module, options: Options, sample_input: Any) -> nn.Modu
             context.log.add(path, module, "optimize", False, "already optimized by an earlier call")
     model.__dict__[KEY] = context.log
     try:
-        for step in passes():
+        for step in PASSES:
             if step.applies(context):
                 step.apply(context)
     except BaseException:

@@ -23,7 +23,7 @@ from ipex_core.kernels.native import find_kernels, has_kernel
 from ipex_core.nn.call import call
 from ipex_core.nn.functional import attention_supported
 from ipex_core.optimization import transformers_tables
-from ipex_core.optimization.passes.base import Context, Pass, register
+from ipex_core.optimization.passes.base import Context, Pass
 from ipex_core.optimization.records import Log
 
 __all__ = ["HuggingFaceAttention", "attention_forward", "register_interface"]
@@ -332,11 +332,8 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-@register
 class HuggingFaceAttention(Pass):
     """Run the attention of Hugging Face models in our op."""
-
-    name = "attention"
 
     def applies(self, context: Context) -> bool:
         """Return whether the model comes from transformers and the level asks for kernels."""

@@ -14,7 +14,7 @@ def main() -> None:
     import torch
 
     try:
-        overrides = facade("xpu.overrides")
+        overrides = facade().xpu.overrides
     except ImportError as error:
         sys.exit(f"ipexrun: --convert-fp64-to-fp32 needs ipex.xpu: {error}")
     overrides.convert_default_dtype(torch.float64, torch.float32, True)

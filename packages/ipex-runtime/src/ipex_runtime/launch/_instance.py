@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from ipex_runtime._lists import format_cpu_list
 from ipex_runtime.launch._bind import bound
+from ipex_runtime.topology.cpu_lists import format_cpu_list
 
 __all__ = ["Instance", "exit_code", "how_it_ended"]
 

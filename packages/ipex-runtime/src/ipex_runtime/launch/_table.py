@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ipex_runtime._lists import format_cpu_list
 from ipex_runtime.launch._instance import Instance, how_it_ended
+from ipex_runtime.topology.cpu_lists import format_cpu_list
 
 if TYPE_CHECKING:
     import psutil

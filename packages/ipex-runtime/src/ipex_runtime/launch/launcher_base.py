@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ipex_runtime._cgroup import crowded
 from ipex_runtime.launch import _options
 from ipex_runtime.launch._errors import LaunchArgumentError
 from ipex_runtime.launch._libraries import (
@@ -21,6 +20,7 @@ from ipex_runtime.launch._libraries import (
 )
 from ipex_runtime.launch._supervise import Instance
 from ipex_runtime.launch.cpu_info import CPUPool, CPUPoolList
+from ipex_runtime.topology.cgroup import crowded
 
 __all__ = ["Launcher"]
 

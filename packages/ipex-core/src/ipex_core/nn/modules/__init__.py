@@ -32,13 +32,13 @@ _NAMES = {
 
 #: Name -> module of `ipex_core.nn` that has it.
 _OWN = {
-    "DistMergeEmbeddingBagWithAdaGrad": "merged_embedding",
+    "DistMergeEmbeddingBagWithAdaGrad": "embedding",
     "FrozenBatchNorm2d": "frozen_batch_norm",
     "IPEXLinearEltwise": "linear_eltwise",
-    "MergedEmbeddingBag": "merged_embedding",
-    "MergedEmbeddingBagWithAdaGrad": "merged_embedding",
-    "MergedEmbeddingBagWithCat": "merged_embedding",
-    "MergedEmbeddingBagWithSGD": "merged_embedding",
+    "MergedEmbeddingBag": "embedding",
+    "MergedEmbeddingBagWithAdaGrad": "embedding",
+    "MergedEmbeddingBagWithCat": "embedding",
+    "MergedEmbeddingBagWithSGD": "embedding",
     "RoIAlign": "modules._roi_align",
 }
 

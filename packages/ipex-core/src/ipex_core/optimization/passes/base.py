@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes: the interface, the registry, and what they share."""
+"""Passes: the interface, and what they share."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from ipex_core.module_swap.state_dict import state_of
 from ipex_core.optimization.options import Options
 from ipex_core.optimization.records import Log
 
-__all__ = ["Context", "Pass", "passes", "register", "run_on", "swap_reason"]
+__all__ = ["Context", "Pass", "run_on", "swap_reason"]
 
 
 def run_on(model: nn.Module, sample: Any) -> None:
@@ -75,9 +75,7 @@ class Context:
 
 
 class Pass:
-    """One step of the pipeline. Subclasses are registered with `register` and run in that order."""
-
-    name: ClassVar[str]
+    """One step of the pipeline; `ipex_core.optimization.api.PASSES` has them in their order."""
 
     def applies(self, context: Context) -> bool:
         """Return whether the options ask for this pass."""
@@ -90,41 +88,6 @@ class Pass:
     def undo(self, model: nn.Module, log: Log) -> None:
         """Take back what `apply` did beyond the module states, which are undone together."""
 
-
-_PASSES: list[Pass] = []
-_P = TypeVar("_P", bound=type[Pass])
-
-
-def register(kind: _P) -> _P:
-    """Add a pass to the end of the pipeline."""
-    _PASSES.append(kind())
-    return kind
-
-
-def passes() -> tuple[Pass, ...]:
-    """Return the passes in the order in which they run."""
-
-    order = {name: i for i, name in enumerate(ORDER)}
-    return tuple(sorted(_PASSES, key=lambda p: order[p.name]))
-
-
-#: Order of the passes; each is explained in its module.
-ORDER = (
-    "conv_bn_folding",
-    "linear_bn_folding",
-    "dropout",
-    "lstm",
-    "cast",
-    "channels_last",
-    "prepack",
-    "kernels",
-    "encoder",
-    "realize",
-    "fuse",
-    "attention",
-    "buffers",
-    "graph_mode",
-)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

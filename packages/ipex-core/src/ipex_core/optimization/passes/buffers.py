@@ -16,7 +16,7 @@ from torch import nn
 
 from ipex_core.library.spec import dtype_name
 from ipex_core.module_swap.state_dict import attach, realize, revert
-from ipex_core.optimization.passes.base import Context, Pass, register, run_on
+from ipex_core.optimization.passes.base import Context, Pass, run_on
 from ipex_core.optimization.passes.cast import wide_names
 
 __all__ = ["Buffers"]
@@ -25,11 +25,8 @@ __all__ = ["Buffers"]
 _ROTARY = "inv_freq"
 
 
-@register
 class Buffers(Pass):
     """Cast buffers, if the model does not run otherwise."""
-
-    name = "buffers"
 
     def applies(self, context: Context) -> bool:
         """Return whether a reduced dtype was asked for."""

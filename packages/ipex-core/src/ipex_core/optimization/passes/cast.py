@@ -23,7 +23,7 @@ from ipex_core import nn as inn
 from ipex_core.library.spec import dtype_name
 from ipex_core.module_swap.script import refuse_hook
 from ipex_core.module_swap.state_dict import attach, swap_class
-from ipex_core.optimization.passes.base import Context, Pass, register, swap_reason
+from ipex_core.optimization.passes.base import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
 
 __all__ = ["Cast", "held_above", "wide_names"]
@@ -135,11 +135,8 @@ def _computes_weight(module: nn.Module) -> bool:
     )
 
 
-@register
 class Cast(Pass):
     """Cast parameters."""
-
-    name = "cast"
 
     def applies(self, context: Context) -> bool:
         """Return whether a reduced dtype was asked for."""

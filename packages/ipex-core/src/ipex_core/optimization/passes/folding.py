@@ -20,7 +20,7 @@ from ipex_core.nn.layers import (
     FoldedBatchNorm3d,
     scale_and_shift,
 )
-from ipex_core.optimization.passes.base import Context, Pass, register, swap_reason
+from ipex_core.optimization.passes.base import Context, Pass, swap_reason
 from ipex_core.util.symbolic import Tracer
 
 __all__ = ["ConvBatchNorm", "LinearBatchNorm"]
@@ -120,11 +120,8 @@ def _fold(context: Context, step: str, kinds: dict[type[nn.Module], type[nn.Modu
         context.log.add(norm_path, norm, step, True, f"folded into {path}", "none (identity)")
 
 
-@register
 class ConvBatchNorm(Pass):
     """Fold batch norms into convolutions."""
-
-    name = "conv_bn_folding"
 
     def applies(self, context: Context) -> bool:
         """Return the knob."""
@@ -135,11 +132,8 @@ class ConvBatchNorm(Pass):
         _fold(context, self.name, _CONVS)
 
 
-@register
 class LinearBatchNorm(Pass):
     """Fold batch norms into linear layers."""
-
-    name = "linear_bn_folding"
 
     def applies(self, context: Context) -> bool:
         """Return the knob."""

@@ -15,7 +15,7 @@ from ipex_core.fusion.eager_fx.rms import find_rms_norm
 from ipex_core.fusion.eager_fx.trace import guards_of, reason_against, trace
 from ipex_core.kernels.native import has_kernel
 from ipex_core.module_swap.forward import FusedForward, Guard, generate
-from ipex_core.optimization.passes.base import Context, Pass, register
+from ipex_core.optimization.passes.base import Context, Pass
 from ipex_core.optimization.records import Log
 
 __all__ = ["Fuse", "install"]
@@ -38,11 +38,8 @@ def install(
     return None
 
 
-@register
 class Fuse(Pass):
     """Fuse what the ops can compute together."""
-
-    name = "fuse"
 
     def applies(self, context: Context) -> bool:
         """Return whether the level asks for fusion."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import nn
 
 from ipex_core.module_swap.state_dict import attach
-from ipex_core.optimization.passes.base import Context, Pass, register, swap_reason
+from ipex_core.optimization.passes.base import Context, Pass, swap_reason
 
 __all__ = [
     "ChannelsLast",
@@ -44,11 +44,8 @@ def auto_channels_last() -> bool:
     return _auto
 
 
-@register
 class ChannelsLast(Pass):
     """Store convolution weights channels-last."""
-
-    name = "channels_last"
 
     def applies(self, context: Context) -> bool:
         """Return the process-wide preference."""

@@ -15,7 +15,7 @@ from ipex_core.kernels.timing import fastest, numbers
 from ipex_core.library.spec import dtype_name
 from ipex_core.module_swap.state_dict import attach, state_of, swap_class
 from ipex_core.nn.call import call
-from ipex_core.optimization.passes.base import Context, Pass, register, swap_reason
+from ipex_core.optimization.passes.base import Context, Pass, swap_reason
 from ipex_core.optimization.passes.cast import LEAVES
 from ipex_core.packing import onednn
 from ipex_core.packing.parameter import pack
@@ -98,11 +98,8 @@ def _dtype_of(module: nn.Module) -> torch.dtype:
     return state.dtype if state is not None and state.dtype is not None else weight.dtype
 
 
-@register
 class Prepack(Pass):
     """Pack the weights of linear layers and convolutions."""
-
-    name = "prepack"
 
     def applies(self, context: Context) -> bool:
         """Return the knob."""

@@ -9,7 +9,7 @@ from ipex_core import nn as inn
 from ipex_core.kernels.native import has_kernel
 from ipex_core.module_swap.state_dict import attach, realize, state_of, swap_class
 from ipex_core.nn.layers import identity_dropout
-from ipex_core.optimization.passes.base import Context, Pass, register, swap_reason
+from ipex_core.optimization.passes.base import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
 from ipex_core.util.memory import return_free_memory
 
@@ -27,11 +27,8 @@ _KERNELS: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
 }
 
 
-@register
 class Dropout(Pass):
     """Make dropout layers free in inference."""
-
-    name = "dropout"
 
     def applies(self, context: Context) -> bool:
         """Return the knob."""
@@ -53,11 +50,8 @@ class Dropout(Pass):
                 context.log.add(path, module, self.name, False, reason)
 
 
-@register
 class Recurrent(Pass):
     """LSTM layers: the stock op, whose oneDNN path is the fast one, made to accept any input dtype."""
-
-    name = "lstm"
 
     def applies(self, context: Context) -> bool:
         """Return the knob."""
@@ -80,11 +74,8 @@ class Recurrent(Pass):
                 context.log.add(path, module, self.name, False, reason)
 
 
-@register
 class Kernels(Pass):
     """Norms and activations with a kernel of ours."""
-
-    name = "kernels"
 
     def applies(self, context: Context) -> bool:
         """Return whether the level asks for kernels."""
@@ -121,11 +112,8 @@ class Kernels(Pass):
         return None
 
 
-@register
 class Encoder(Pass):
     """Encoders of `torch.nn.Transformer`, whose stock op would unpack each weight in each call."""
-
-    name = "encoder"
 
     def applies(self, context: Context) -> bool:
         """Return True: cast weights concern the op, too."""
@@ -152,11 +140,8 @@ class Encoder(Pass):
 RETURN_BYTES = 64 << 20
 
 
-@register
 class Realize(Pass):
     """Carry out the plans: one module at a time, so that at most one weight exists twice."""
-
-    name = "realize"
 
     def applies(self, context: Context) -> bool:
         """Return True: passes before this one only plan."""
@@ -178,11 +163,8 @@ class Realize(Pass):
                 freed = 0
 
 
-@register
 class GraphMode(Pass):
     """Let the model capture itself as a graph; its class and forward stay."""
-
-    name = "graph_mode"
 
     def applies(self, context: Context) -> bool:
         """Return the knob."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ipex_runtime._lists import CpuListError, parse_cpu_list
+from ipex_runtime.topology.cpu_lists import CpuListError, parse_cpu_list
 
 __all__ = ["cpuset", "crowded", "quota", "read_text"]
 

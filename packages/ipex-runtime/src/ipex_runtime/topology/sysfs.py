@@ -13,13 +13,10 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ipex_runtime._cgroup import read_text
-from ipex_runtime._lists import CpuListError, parse_cpu_list
-
-if TYPE_CHECKING:
-    from ipex_runtime.topology import Core, Node
+from ipex_runtime.topology.cgroup import read_text
+from ipex_runtime.topology.cpu_lists import CpuListError, parse_cpu_list
+from ipex_runtime.topology.types import Core, Node
 
 __all__ = ["Machine", "affinity", "allowed_memory", "read_machine"]
 
@@ -87,8 +84,6 @@ def _read_this_machine(online: tuple[int, ...]) -> Machine:
 
 
 def _read_machine(root: Path, online: list[int]) -> Machine:
-    from ipex_runtime.topology import Node
-
     node_of, nodes = _nodes(root, online)
     if not nodes:
         nodes = {0: Node(0, tuple(online))}
@@ -112,8 +107,6 @@ def _online(root: Path) -> list[int]:
 
 
 def _nodes(root: Path, online: Iterable[int]) -> tuple[dict[int, int], dict[int, Node]]:
-    from ipex_runtime.topology import Node
-
     wanted = set(online)
     numbers = _list(root / NODES / "online")
     if not numbers:
@@ -142,8 +135,6 @@ def _nodes(root: Path, online: Iterable[int]) -> tuple[dict[int, int], dict[int,
 
 
 def _cores(root: Path, online: list[int], node_of: Mapping[int, int]) -> tuple[Core, ...]:
-    from ipex_runtime.topology import Core
-
     wanted = set(online)
     groups: dict[int, set[int]] = {}
     for cpu in online:

@@ -1,37 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPUs of this machine are, and which of them this process may use.
-
-Read from sysfs, procfs and control groups, never from `lscpu` or the order of CPU numbers: virtual machines and
-containers number and hide CPUs in any way. Pure Python, without torch.
-
-Example:
-    >>> from ipex_runtime import topology
-    >>> machine = topology.read()
-    >>> len(machine.allowed) >= 1
-    True
-"""
+"""What the CPUs of a machine are: cores, NUMA nodes, the limits of a process, and what to say about them."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import math
-import os
-from collections.abc import Iterable
-from pathlib import Path
 
-from ipex_runtime import _cgroup, _sysfs
-from ipex_runtime._lists import CpuListError, format_cpu_list, parse_cpu_list
+from ipex_runtime.topology.cpu_lists import format_cpu_list
 
-__all__ = [
-    "Core",
-    "CpuListError",
-    "Node",
-    "Topology",
-    "format_cpu_list",
-    "parse_cpu_list",
-    "read",
-]
+__all__ = ["Core", "Node", "Topology"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,15 +131,11 @@ class Topology:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the facts as (title, text) pairs, for tables."""
-        from ipex_runtime._report import rows
-
-        return rows(self)
+        return _rows(self)
 
     def advice(self, threads: int | None = None) -> list[str]:
         """Return what could be better for a process that computes with ``threads`` threads."""
-        from ipex_runtime._report import advice
-
-        return advice(self, threads)
+        return _advice(self, threads)
 
     def to_dict(self) -> dict[str, object]:
         """Return nested dictionaries and lists of JSON types."""
@@ -171,39 +145,71 @@ class Topology:
         return "\n".join(f"{title:<22}{text}" for title, text in self.rows())
 
 
-def read(root: str | os.PathLike[str] = "/", affinity: Iterable[int] | None = None) -> Topology:
-    """Examine the machine.
+def _rows(machine: Topology) -> list[tuple[str, str]]:
+    """Return the facts as (title, text) pairs."""
+    cores = machine.cores
+    text = f"{len(cores)} in {len(machine.packages)} package(s), {machine.threads_per_core} hardware thread(s) each"
+    kinds = collections.Counter(core.kind for core in cores if core.kind)
+    if kinds:
+        text += "; " + ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds, reverse=True))
+    table = [("cores", text)]
+    for kind in sorted(kinds, reverse=True):
+        cpus = [cpu for core in cores if core.kind == kind for cpu in core.cpus]
+        table.append((f"  {kind}", f"CPUs {format_cpu_list(cpus)}"))
+    if machine.offline:
+        table.append(("offline CPUs", format_cpu_list(machine.offline)))
+    for node in machine.nodes:
+        own = [core for core in cores if core.node == node.id]
+        where = ",".join(str(p) for p in sorted({core.package for core in own}))
+        memory = "" if node.memory_bytes is None else f", {node.memory_bytes / 2**30:.1f} GiB"
+        shown = f"CPUs {format_cpu_list(node.cpus)}" if node.cpus else "no CPUs"
+        inside = f" of package {where}" if own else ""
+        table.append((f"NUMA node {node.id}", f"{shown}, {len(own)} cores{inside}{memory}"))
+    allowed = machine.allowed_cores()
+    text = f"CPUs {format_cpu_list(machine.allowed)} ({len(allowed)} cores)"
+    if machine.quota is not None:
+        text += f", time of {machine.quota:g} CPU(s)"
+    table.append(("allowed here", text))
+    return table
 
-    Args:
-        root: Root of the procfs and sysfs trees; other than ``/`` for tests and for recorded machines.
-        affinity: The CPUs of the process; default those of the calling thread, or under another root those in
-            ``proc/self/status``.
 
-    Returns:
-        The topology. Where the system tells nothing (not Linux, a sandbox without sysfs) each CPU is a core of its own
-        on one node.
-
-    Example:
-        >>> from ipex_runtime import topology
-        >>> topology.read().nodes[0].id >= 0
-        True
-    """
-    tree = Path(root)
-    machine = _sysfs.read_machine(tree)
-    if affinity is None:
-        affinity = _sysfs.affinity(tree)
-    online = {cpu for core in machine.cores for cpu in core.cpus}
-    allowed = (online & set(affinity)) or online
-    limit = _cgroup.cpuset(tree)
-    # A stale or foreign cpuset (a mount of the host seen from a container) cannot take the last CPU.
-    allowed = (allowed & limit if limit is not None else allowed) or allowed
-    nodes = {node.id for node in machine.nodes}
-    memory = nodes & set(_sysfs.allowed_memory(tree)) or nodes
-    return Topology(
-        cores=machine.cores,
-        nodes=machine.nodes,
-        offline=machine.offline,
-        allowed=tuple(sorted(allowed)),
-        quota=_cgroup.quota(tree),
-        memory_nodes=tuple(sorted(memory)),
-    )
+def _advice(machine: Topology, threads: int | None = None) -> list[str]:
+    """Return what could be better for a process that computes with ``threads`` threads."""
+    found = []
+    allowed = machine.allowed_cores()
+    nodes = sorted({core.node for core in allowed})
+    if len(nodes) > 1:
+        why = (
+            f" (sub-NUMA clusters: {machine.nodes_per_package} nodes in a package)"
+            if machine.nodes_per_package > 1
+            else ""
+        )
+        found.append(
+            f"the process may run on {len(nodes)} NUMA nodes{why}: keep a model and its memory on one, "
+            f"ipex_runtime.pin(ipex_runtime.CPUPool(node_id={nodes[0]})), or one stream per node"
+        )
+    kinds = {core.kind for core in allowed}
+    if {"performance", "efficiency"} <= kinds:
+        fast = format_cpu_list(machine.physical(kind="performance"))
+        found.append(
+            "performance and efficiency cores are mixed: equal shares of work wait for the slow cores; "
+            f"run on the performance cores alone, taskset -c {fast} or ipex_runtime.CPUPool"
+        )
+    if machine.quota is not None and machine.quota < len(allowed):
+        found.append(
+            f"the control group gives the time of {machine.quota:g} CPU(s), but {len(allowed)} cores are visible: "
+            f"more than {machine.usable_threads} threads are stopped by the quota"
+        )
+    pairs = [core for core in machine.cores if len(core.cpus) > 1]
+    if pairs and all(core.cpus[1] == core.cpus[0] + 1 for core in pairs) and len(pairs) > 1:
+        example = format_cpu_list(machine.physical()[:2])
+        found.append(
+            "neighbouring CPU numbers are hardware threads of one core: a range such as 0-3 is two cores; "
+            f"CPUs of different cores are {example} and so on"
+        )
+    if threads is not None and threads > machine.usable_threads:
+        found.append(
+            f"{threads} threads compute on {machine.usable_threads} usable core(s): set "
+            f"OMP_NUM_THREADS={machine.usable_threads}"
+        )
+    return found
