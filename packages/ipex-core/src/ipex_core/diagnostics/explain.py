@@ -14,7 +14,7 @@ from torch import nn
 from ipex_core.fusion.report import GraphReport, reports_of
 from ipex_core.library.spec import dtype_name
 from ipex_core.module_swap.state_dict import state_of
-from ipex_core.optimization.passes.base import ORDER
+from ipex_core.optimization.api import PASSES
 from ipex_core.optimization.records import (
     Quantisation,
     Record,
@@ -200,7 +200,7 @@ class _Function(nn.Module):
 
 def _ordered(model: nn.Module, records: list[Record]) -> tuple[Record, ...]:
     place = {path: i for i, (path, _) in enumerate(model.named_modules())}
-    steps = {name: i for i, name in enumerate((*ORDER, "concat_linear"))}
+    steps = {name: i for i, name in enumerate((*(step.name for step in PASSES), "concat_linear"))}
     return tuple(sorted(records, key=lambda r: (place.get(r.module, -1), steps.get(r.step, -1))))
 
 

@@ -335,6 +335,8 @@ def _configs(model: nn.Module) -> list[Any]:
 class HuggingFaceAttention(Pass):
     """Run the attention of Hugging Face models in our op."""
 
+    name = "attention"
+
     def applies(self, context: Context) -> bool:
         """Return whether the model comes from transformers and the level asks for kernels."""
         return context.options.level == "O1" and "transformers" in sys.modules

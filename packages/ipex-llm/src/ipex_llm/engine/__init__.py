@@ -22,7 +22,6 @@ import torch
 from ipex_llm.engine.batch import BlockTables
 from ipex_llm.engine.limits import cache_blocks, check_positive, check_prompt, prompt_ids
 from ipex_llm.engine.params import (
-    CacheMemoryError,
     EngineStats,
     GenerationOutput,
     SamplingParams,
@@ -35,6 +34,7 @@ from ipex_llm.engine.scheduler import Scheduler
 from ipex_llm.engine.source import end_tokens, runner_of
 from ipex_llm.engine.text import TextStream
 from ipex_llm.kv_cache.blocks import BlockPool
+from ipex_llm.kv_cache.memory import CacheMemoryError
 
 __all__ = [
     "CacheMemoryError",

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ipex_llm.engine.params import CacheMemoryError
-from ipex_llm.kv_cache.memory import available_memory, format_bytes
+from ipex_llm.kv_cache.memory import CacheMemoryError, available_memory, format_bytes
 
 __all__ = ["cache_blocks", "check_positive", "check_prompt", "prompt_ids"]
 

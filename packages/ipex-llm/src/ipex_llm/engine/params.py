@@ -7,10 +7,7 @@ import dataclasses
 import math
 from typing import Any
 
-from ipex_core.errors import IpexError
-
 __all__ = [
-    "CacheMemoryError",
     "EngineStats",
     "GenerationOutput",
     "SamplingParams",
@@ -29,10 +26,6 @@ MAX_STOP_CHARACTERS = 1000
 
 #: Most stop tokens of a request.
 MAX_STOP_TOKENS = 1000
-
-
-class CacheMemoryError(IpexError, MemoryError):
-    """The cache of keys and values does not fit the memory, or a request does not fit the cache."""
 
 
 def _check(condition: bool, name: str, wanted: str, got: object) -> None:

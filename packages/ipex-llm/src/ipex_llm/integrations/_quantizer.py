@@ -132,7 +132,7 @@ class IpexQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self.pre_quantized:
             return model
-        from ipex_quant.weight_only.convert import replace_module
+        from ipex_quant.util.modules import replace_module
 
         self._folder = _folder(model, kwargs.get("checkpoint_files"))
         settings: Any = self.quantization_config

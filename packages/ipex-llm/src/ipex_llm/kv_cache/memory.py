@@ -6,7 +6,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["available_memory", "format_bytes", "peak_memory", "resident_memory"]
+from ipex_core.errors import IpexError
+
+__all__ = ["CacheMemoryError", "available_memory", "format_bytes", "peak_memory", "resident_memory"]
+
+
+class CacheMemoryError(IpexError, MemoryError):
+    """The cache of keys and values does not fit the memory, or a request does not fit the cache."""
 
 
 def _number(path: str) -> int | None:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ipex_core.ops.kv_cache.checks import QUANTISED
-from ipex_llm.engine.params import CacheMemoryError
-from ipex_llm.kv_cache.memory import available_memory, format_bytes
+from ipex_llm.kv_cache.memory import CacheMemoryError, available_memory, format_bytes
 
 __all__ = ["CACHE_DTYPES", "LayerShape", "PagedCache", "Sequences", "Step", "cache_dtype"]
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ipex_llm.engine.params import CacheMemoryError
-from ipex_llm.kv_cache.memory import available_memory, format_bytes
+from ipex_llm.kv_cache.memory import CacheMemoryError, available_memory, format_bytes
 from ipex_llm.kv_cache.paged import PagedCache, Sequences, Step
 
 if TYPE_CHECKING:

@@ -52,3 +52,25 @@ __all__ = [
     "VarlenAttention",
     "utils",
 ]
+
+utils.CLASSES.update(
+    {
+        utils.IPEXCustomOpType.LINEAR_SILU: LinearSilu,
+        utils.IPEXCustomOpType.LINEAR_SILU_MUL: LinearSiluMul,
+        utils.IPEXCustomOpType.LINEAR2_SILU_MUL: Linear2SiluMul,
+        utils.IPEXCustomOpType.LINEAR_RELU: LinearRelu,
+        utils.IPEXCustomOpType.LINEAR_NEW_GELU: LinearNewGelu,
+        utils.IPEXCustomOpType.LINEAR_GELU: LinearGelu,
+        utils.IPEXCustomOpType.LINEAR_ADD: LinearAdd,
+        utils.IPEXCustomOpType.LINEAR_ADD_ADD: LinearAddAdd,
+        utils.IPEXCustomOpType.LINEAR_MUL: LinearMul,
+        utils.IPEXCustomOpType.ROPE: RotaryEmbedding,
+        utils.IPEXCustomOpType.RMS_NORM: RMSNorm,
+        utils.IPEXCustomOpType.PAGED_ATTENTION: PagedAttention,
+        utils.IPEXCustomOpType.FAST_LAYERNORM: FastLayerNorm,
+        utils.IPEXCustomOpType.VARLEN_ATTENTION: VarlenAttention,
+        utils.IPEXCustomOpType.INDIRECTACCESS_KVCACHE_ATTENTION: IndirectAccessKVCacheAttention,
+        utils.IPEXCustomOpType.LINEAR_MOE: GatedMLPMOE,
+        utils.IPEXCustomOpType.MAMBA_MIXER: MambaMixer,
+    }
+)

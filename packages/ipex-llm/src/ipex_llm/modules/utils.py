@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from enum import Enum
 from typing import Any
 
@@ -34,25 +33,8 @@ class IPEXCustomOpType(Enum):
     MAMBA_MIXER = 16
 
 
-_CLASSES = {
-    IPEXCustomOpType.LINEAR_SILU: "LinearSilu",
-    IPEXCustomOpType.LINEAR_SILU_MUL: "LinearSiluMul",
-    IPEXCustomOpType.LINEAR2_SILU_MUL: "Linear2SiluMul",
-    IPEXCustomOpType.LINEAR_RELU: "LinearRelu",
-    IPEXCustomOpType.LINEAR_NEW_GELU: "LinearNewGelu",
-    IPEXCustomOpType.LINEAR_GELU: "LinearGelu",
-    IPEXCustomOpType.LINEAR_ADD: "LinearAdd",
-    IPEXCustomOpType.LINEAR_ADD_ADD: "LinearAddAdd",
-    IPEXCustomOpType.LINEAR_MUL: "LinearMul",
-    IPEXCustomOpType.ROPE: "RotaryEmbedding",
-    IPEXCustomOpType.RMS_NORM: "RMSNorm",
-    IPEXCustomOpType.PAGED_ATTENTION: "PagedAttention",
-    IPEXCustomOpType.FAST_LAYERNORM: "FastLayerNorm",
-    IPEXCustomOpType.VARLEN_ATTENTION: "VarlenAttention",
-    IPEXCustomOpType.INDIRECTACCESS_KVCACHE_ATTENTION: "IndirectAccessKVCacheAttention",
-    IPEXCustomOpType.LINEAR_MOE: "GatedMLPMOE",
-    IPEXCustomOpType.MAMBA_MIXER: "MambaMixer",
-}
+#: Kind -> class; `ipex_llm.modules` fills it, whose files import this one.
+CLASSES: dict[IPEXCustomOpType, type] = {}
 
 
 class IPEXRuntimeCustomOps:
@@ -83,5 +65,5 @@ class IPEXRuntimeCustomOps:
         check(device_type in ("cpu", "xpu"), op, "device_type", "be one of cpu, xpu", device_type)
         if not isinstance(ops, IPEXCustomOpType):
             raise TypeError(f"{op}: ops must be an IPEXCustomOpType, got {type(ops).__name__}")
-        found = getattr(importlib.import_module("ipex_llm.modules"), _CLASSES[ops])
+        found = CLASSES[ops]
         return found(*args, **kwargs) if is_instance else found

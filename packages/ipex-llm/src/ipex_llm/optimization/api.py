@@ -17,8 +17,8 @@ import ipex_core
 from ipex_core.errors import OpArgumentError
 from ipex_core.optimization.api import copy_model
 from ipex_core.optimization.options import DTYPES, check_model
-from ipex_core.optimization.passes.prepack import PACKED_LATER
 from ipex_core.optimization.records import log_of
+from ipex_llm.arch.layers import Found, layer_plans
 from ipex_llm.arch.types import DecoderPlan
 from ipex_llm.distributed import (
     TensorParallel,
@@ -34,10 +34,10 @@ from ipex_llm.distributed.split import GRAINS
 from ipex_llm.kv_cache.options import cache_text, checkpoint_scales, fitting, kv_dtype, kv_scales
 from ipex_llm.model_runner.weights.woq_model import Notes, quantize
 from ipex_llm.optimization.proof import prove_layers, prove_stack
+from ipex_llm.optimization.rest import optimize_rest
 from ipex_llm.optimization.static import is_static, quantize_static
 from ipex_llm.optimization.xpu import optimize_on_xpu
 from ipex_llm.patch.attach import attach_decoder, attach_layers, find_plan, share_random
-from ipex_llm.patch.layer_plans import Found, layer_plans, planned_modules
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = ["optimize", "optimize_transformers"]
@@ -197,14 +197,14 @@ def optimize(
     if quantization_config is not None and low_precision_checkpoint is None:
         with uncovered(model):
             plan, layers, notes = quantize(model, plan, quantization_config, layers)
-    _optimize_rest(model, dtype, layers, plan)
+    optimize_rest(model, dtype, layers, plan)
     if plan is not None:
         scales = fitting(plan, scales, kv_cache_scales is not None)
         reason = attach_decoder(model, plan, kv, scales)
         if reason is not None:  # pack what was left to the plan
             ipex_core.restore(model)
             layers = _proven_layers(model, kept) if wants_layers else []
-            _optimize_rest(model, dtype, layers)
+            optimize_rest(model, dtype, layers)
     layers = _attach_layers(model, layers, dtype)
     if is_sharded(model) and reason is not None:
         share_random(model)
@@ -228,7 +228,7 @@ def _attach_layers(model: nn.Module, layers: list[Found], dtype: torch.dtype | N
     if refused:
         ipex_core.restore(model)
         layers = [layer.without(refused.get(layer.name)) for layer in layers]
-        _optimize_rest(model, dtype, layers)
+        optimize_rest(model, dtype, layers)
         attach_layers(model, layers)
     return layers
 
@@ -350,21 +350,3 @@ def _load(model: nn.Module, config: Any, checkpoint: Any, parallel: TensorParall
         load_parts(model, tensors, scheme, config, parallel)
     else:
         replace_linears_from_checkpoint(model, tensors, scheme, config)
-
-
-def _optimize_rest(
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    layers: Sequence[Found],
-    plan: DecoderPlan | None = None,
-) -> None:
-    """Optimize a model but for packing the linear layers that plans pack side by side."""
-    modules: list[nn.Module] = [] if plan is None else [*plan.linear_modules()]
-    modules += planned_modules(layers)
-    for module in modules:
-        module.__dict__[PACKED_LATER] = True
-    try:
-        ipex_core.optimize(model, dtype=dtype, inplace=True)
-    finally:
-        for module in modules:
-            module.__dict__.pop(PACKED_LATER, None)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ipex_core.module_swap.forward import FusedForward
 from ipex_core.packing.parameter import PackedWeight
+from ipex_llm.arch.layers import Found, layer_plans
 from ipex_llm.arch.types import DecoderPlan
 from ipex_llm.distributed import is_sharded, parallel_plan
 from ipex_llm.model_runner.runner import Rope, Runner
@@ -19,7 +20,7 @@ from ipex_llm.model_runner.subclass import subclass
 from ipex_llm.model_runner.weights.dense import Owners, UnsupportedPlan
 from ipex_llm.patch.decoder import DecoderMixin
 from ipex_llm.patch.layer import LayerMixin, hooks_of
-from ipex_llm.patch.layer_plans import Found, layer_plans
+from ipex_llm.patch.state import KEY, Patch, patch_of
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = [
@@ -27,20 +28,12 @@ __all__ = [
     "attach_layers",
     "attach_runner",
     "find_plan",
+    "reattach_layer",
     "reattach_layers",
     "share_random",
 ]
 
-_KEYS = (
-    "_ipex_runner",
-    "_ipex_top",
-    "_ipex_kv",
-    "_ipex_kv_scales",
-    "_ipex_undo",
-    "_ipex_stock_calls",
-    "_ipex_layer",
-    "_ipex_hooks",
-)
+_KEYS = ("_ipex_runner", "_ipex_undo", KEY)
 
 
 def find_plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
@@ -75,13 +68,9 @@ def attach_decoder(
         return str(reason)
     from ipex_llm.patch.generate import GenerationMixin, ParallelGenerationMixin, can_generate
 
+    patch = Patch(model, attach_runner, kv=kv, kv_scales=scales, stock_calls=plan.stock_calls)
     for module in {id(m): m for m in (decoder, model)}.values():
-        module.__dict__["_ipex_runner"] = runner
-        module.__dict__["_ipex_top"] = model
-        module.__dict__["_ipex_kv"] = kv
-        module.__dict__["_ipex_kv_scales"] = scales
-        module.__dict__["_ipex_undo"] = _undo
-    decoder.__dict__["_ipex_stock_calls"] = plan.stock_calls
+        module.__dict__.update({"_ipex_runner": runner, "_ipex_undo": _undo, KEY: patch})
     decoder.__class__ = subclass(type(decoder), DecoderMixin)
     if model is not decoder and can_generate(model) and plan.head is not None:
         mixin = GenerationMixin if plan.parallel is None else ParallelGenerationMixin
@@ -139,13 +128,11 @@ def _attach_layer(
         runner = Runner(alone, dtype, shared, ropes)
     except UnsupportedPlan as reason:
         return str(reason)
-    module.__dict__["_ipex_runner"] = runner
-    module.__dict__["_ipex_top"] = top
-    module.__dict__["_ipex_layer"] = facts
-    module.__dict__["_ipex_hooks"] = [(m, hooks_of(m)) for m in module.modules() if m is not module]
+    hooks = tuple((m, hooks_of(m)) for m in module.modules() if m is not module)
+    patch = Patch(top, reattach_layer, layer=facts, hooks=hooks)
+    module.__dict__.update({"_ipex_runner": runner, "_ipex_undo": _undo, KEY: patch})
     if isinstance(module.__dict__.get("forward"), FusedForward):
         del module.__dict__["forward"]  # it would hide that of the class
-    module.__dict__["_ipex_undo"] = _undo
     if not isinstance(module, LayerMixin):
         module.__class__ = subclass(type(module), LayerMixin)
     return None
@@ -154,6 +141,15 @@ def _attach_layer(
 def _layer_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of the rows of a model: that of its token embedding."""
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def reattach_layer(layer: nn.Module) -> Runner | None:
+    """Pack a layer again, and the others of its model; return None if that is not possible."""
+    patch = patch_of(layer)
+    if patch is not None:
+        reattach_layers(patch.top)
+    runner = layer.__dict__.get("_ipex_runner")
+    return runner if isinstance(runner, Runner) else None
 
 
 def reattach_layers(top: nn.Module) -> None:
@@ -211,9 +207,10 @@ def _original_classes(*modules: nn.Module) -> Iterator[None]:
 
 def attach_runner(decoder: nn.Module) -> Runner | None:
     """Pack a decoder again whose parameters have changed, or a copy; return None if that is not possible."""
-    top = decoder.__dict__.get("_ipex_top")
-    if not isinstance(top, nn.Module):
+    patch = patch_of(decoder)
+    if patch is None:
         return None
+    top = patch.top
     former = decoder.__dict__.pop("_ipex_runner", None)
     top.__dict__.pop("_ipex_runner", None)
     if isinstance(former, Runner):
@@ -222,11 +219,9 @@ def attach_runner(decoder: nn.Module) -> Runner | None:
         plan, _ = find_plan(top)
         if plan is None or plan.decoder is not decoder:
             return None
-        proven = decoder.__dict__.get("_ipex_stock_calls", frozenset())
-        plan = dataclasses.replace(plan, stock_calls=proven)
+        plan = dataclasses.replace(plan, stock_calls=patch.stock_calls)
         try:
-            scales = top.__dict__.get("_ipex_kv_scales")
-            runner = Runner(plan, _dtype(plan), _shared(top), kv_scales=scales)
+            runner = Runner(plan, _dtype(plan), _shared(top), kv_scales=patch.kv_scales)
         except UnsupportedPlan:
             return None
     decoder.__dict__["_ipex_runner"] = top.__dict__["_ipex_runner"] = runner

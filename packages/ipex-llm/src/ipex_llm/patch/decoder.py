@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import inspect
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -19,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_llm.arch.layers import parameter_names
 from ipex_llm.kv_cache.transformers import CacheState, adopt, state_of_cache
 from ipex_llm.model_runner.runner import Runner
+from ipex_llm.patch.state import kv_dtype, patch_of
 
 __all__ = [
     "DecoderMixin",
@@ -29,7 +30,6 @@ __all__ = [
     "check_gaps",
     "check_inference",
     "given_cache",
-    "parameter_names",
     "silence",
     "tell",
     "usable_runner",
@@ -127,7 +127,7 @@ def _cache_of(
     cache = given_cache(kwargs)
     if cache is None and not _option(decoder, kwargs, "use_cache", True):
         return None, CacheState(runner, batch, count)
-    cache, reason = adopt(cache, runner, batch, count + 64, getattr(decoder, "_ipex_kv", None))
+    cache, reason = adopt(cache, runner, batch, count + 64, kv_dtype(decoder))
     if reason is not None:
         raise Reason(reason)
     state = state_of_cache(cache)
@@ -374,19 +374,8 @@ def usable_runner(module: Any) -> Runner:
 
 def _revive(module: Any) -> Runner:
     """Pack again: the parameters are others than those that were packed, or this is a copy."""
-    from ipex_llm.patch.attach import attach_runner
-
-    runner = attach_runner(module)
+    patch = patch_of(module)
+    runner = None if patch is None else patch.rebuild(module)
     if runner is None:
         raise Reason("its parameters have changed in a way that programs cannot follow")
     return runner
-
-
-_names: dict[type[nn.Module], tuple[str, ...]] = {}
-
-
-def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the arguments of a class's forward."""
-    if kind not in _names:
-        _names[kind] = tuple(inspect.signature(kind.forward).parameters)[1:]
-    return _names[kind]

@@ -21,6 +21,7 @@ from ipex_llm.generation._loop import Loop, choose
 from ipex_llm.kv_cache.transformers import BLOCK, adopt, state_of_cache
 from ipex_llm.model_runner.runner import Runner
 from ipex_llm.patch.decoder import Reason, check_gaps, given_cache, tell, usable_runner
+from ipex_llm.patch.state import kv_dtype
 
 __all__ = [
     "GenerationMixin",
@@ -218,7 +219,7 @@ def start(
     known = state_of_cache(past)
     if known is not None and len(known.sequences) != batch:
         raise Reason("the cache is of another batch")
-    cache, reason = adopt(past, runner, batch, room, getattr(model, "_ipex_kv", None))
+    cache, reason = adopt(past, runner, batch, room, kv_dtype(model))
     if reason is not None:
         raise Reason(reason)
     kind = Loop if beams is None else BeamLoop

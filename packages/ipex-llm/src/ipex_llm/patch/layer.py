@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_llm.arch.layers import Facts
 from ipex_llm.kv_cache.paged import Step
 from ipex_llm.model_runner.runner import Runner
 from ipex_llm.patch.decoder import Reason, check_inference, given_cache, tell
+from ipex_llm.patch.state import KEY, Patch, patch_of
 
-__all__ = ["Facts", "LayerMixin", "hooks_of"]
+__all__ = ["LayerMixin", "hooks_of"]
 
 Tensor = torch.Tensor
 
@@ -330,16 +332,6 @@ def _read(
 # ---------------------------------------------------------------------------------------------------------- the layer
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Facts:
-    """What a layer's forward must know of its model."""
-
-    index: int  # of the layer in the cache
-    names: tuple[str, ...]  # of the arguments of its forward
-    in_tuple: bool  # it returns ``(rows,)``
-    config: Any
-
-
 class LayerMixin(nn.Module):
     """Forward through a program; put in front of a decoder layer's class by `subclass`."""
 
@@ -348,13 +340,20 @@ class LayerMixin(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         content = dict(self.__dict__)
-        for key in ("_ipex_runner", "_ipex_hooks"):  # belong to this object
-            content.pop(key, None)
+        content.pop("_ipex_runner", None)  # belongs to this object, as the hooks do
+        if KEY in content:
+            content[KEY] = dataclasses.replace(content[KEY], hooks=())
         return content
+
+    @property
+    def _facts(self) -> Facts:
+        patch: Patch = self.__dict__[KEY]
+        assert patch.layer is not None
+        return patch.layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
-        facts: Facts = self.__dict__["_ipex_layer"]
+        facts = self._facts
         kwargs.update(zip(facts.names, args, strict=False))
         try:
             return self._run(kwargs)
@@ -364,7 +363,7 @@ class LayerMixin(nn.Module):
 
     def _run(self, kwargs: dict[str, Any]) -> Any:
         runner = _usable(self)
-        facts: Facts = self.__dict__["_ipex_layer"]
+        facts = self._facts
         hidden = kwargs.get("hidden_states")
         if not isinstance(hidden, Tensor) or hidden.dim() != 3 or not hidden.numel():
             raise Reason("hidden_states is not [batch, tokens, width]")
@@ -373,7 +372,7 @@ class LayerMixin(nn.Module):
         for name in ("output_attentions", "output_router_logits"):
             if kwargs.get(name) or getattr(facts.config, name, False):
                 raise Reason(f"argument {name}")
-        for module, known in self.__dict__["_ipex_hooks"]:
+        for module, known in self.__dict__[KEY].hooks:
             if hooks_of(module) != known:
                 raise Reason("a module in it has hooks")
         batch, count = hidden.shape[:2]
@@ -428,13 +427,9 @@ def _usable(layer: Any) -> Runner:
         raise Reason("autocast is on")
     runner = layer.__dict__.get("_ipex_runner")
     if not isinstance(runner, Runner) or not runner.fresh():
-        top = layer.__dict__.get("_ipex_top")
-        if isinstance(top, nn.Module):
-            from ipex_llm.patch.attach import reattach_layers
-
-            reattach_layers(top)
-        runner = layer.__dict__.get("_ipex_runner")
-        if not isinstance(runner, Runner):
+        patch = patch_of(layer)
+        runner = None if patch is None else patch.rebuild(layer)
+        if runner is None:
             raise Reason("its parameters have changed in a way that programs cannot follow")
     return runner
 

@@ -15,7 +15,7 @@ from ipex_core.packing.fp8 import DTYPES, amax, to_fp8
 from ipex_core.util.arguments import also_named
 from ipex_quant.fp8.linear import EMULATED, FP8Linear
 from ipex_quant.fp8.tensors import Float8Format, FP8TensorMeta
-from ipex_quant.weight_only.convert import replace_module
+from ipex_quant.util.modules import replace_module
 
 __all__ = [
     "cast_from_fp8",

@@ -31,7 +31,7 @@ from ipex_quant.int8.state import KEY, Prepared, attach, detach, state_of
 from ipex_quant.int8.summary import load_summary, save_summary
 from ipex_quant.qconfig.static import QConfigSmoothQuant, qconfig_of
 from ipex_quant.qconfig.weight_only import QConfigWoq
-from ipex_quant.weight_only.convert import call_encoder_layers, replace_module
+from ipex_quant.util.modules import call_encoder_layers, replace_module
 
 __all__ = ["convert", "prepare"]
 

@@ -27,7 +27,8 @@ from ipex_quant.int8.modules.recurrent import with_bias
 from ipex_quant.int8.plan import Layer, Plan, float_layer, root
 from ipex_quant.int8.state import KEY, Prepared, detach, replan, scales_of_layers, state_of
 from ipex_quant.qconfig.static import default_dynamic_qconfig
-from ipex_quant.weight_only.convert import dtypes_of, keep_dtypes, quantize_linears, replace_module
+from ipex_quant.util.modules import dtypes_of, keep_dtypes, replace_module
+from ipex_quant.weight_only.convert import quantize_linears
 
 __all__ = ["Names", "convert_model"]
 

@@ -19,7 +19,7 @@ from ipex_quant.int8.dataflow import Add, Event, Flow, activation_of
 from ipex_quant.int8.forward import RewrittenForward
 from ipex_quant.int8.modules.matmul import PRODUCTS, Interaction, MatMul, why_float
 from ipex_quant.int8.modules.pool import Mean
-from ipex_quant.weight_only.convert import replace_module
+from ipex_quant.util.modules import replace_module
 
 __all__ = [
     "containers_to_rewrite",

@@ -46,7 +46,7 @@ from ipex_quant.int8.modules.matmul import Int8Interaction, Int8MatMul
 from ipex_quant.int8.modules.norm import SmoothNorm
 from ipex_quant.int8.modules.pool import Int8AvgPool, Int8MaxPool, Int8Mean
 from ipex_quant.int8.rewrite import lines_of, rewrite, rewrite_model
-from ipex_quant.weight_only.convert import dtypes_of, keep_dtypes, replace_module
+from ipex_quant.util.modules import dtypes_of, keep_dtypes, replace_module
 
 __all__ = ["describe", "is_int8", "rebuild", "records", "restore_records", "saved"]
 

@@ -25,9 +25,9 @@ from ipex_quant.qconfig.weight_only import (
     WoqWeightDtype,
     woq_qconfig,
 )
+from ipex_quant.util.modules import replace_module
 from ipex_quant.util.safetensors import DAMAGE, CheckpointError, mapped, read_config, weight_files
 from ipex_quant.weight_only.checkpoint import quantized_names
-from ipex_quant.weight_only.convert import replace_module
 from ipex_quant.weight_only.fits import building, check_fits
 from ipex_quant.weight_only.replace import (
     assign,

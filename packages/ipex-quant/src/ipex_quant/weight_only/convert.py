@@ -22,17 +22,14 @@ from ipex_core.util.progress import progress as show_progress
 from ipex_quant.io.pretrained import describe_saved
 from ipex_quant.qconfig.static import qconfig_of
 from ipex_quant.qconfig.weight_only import QConfigWoq
+from ipex_quant.util.modules import replace_module
 from ipex_quant.weight.tensor import packable_group
 from ipex_quant.weight_only.build import as_qconfig
 from ipex_quant.weight_only.linear import WeightOnlyQuantizedLinear
 
 __all__ = [
-    "call_encoder_layers",
-    "dtypes_of",
-    "keep_dtypes",
     "matches",
     "quantize_linears",
-    "replace_module",
     "woq_qconfig_of",
     "woq_qconfigs",
 ]
@@ -156,56 +153,6 @@ def patterns_of(op: str, modules: Iterable[str], name: str = "modules_to_skip") 
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a module is meant by one of the patterns: whole parts of its name, or ``*`` and ``?``."""
     return any(f".{p}." in f".{name}." or fnmatch.fnmatchcase(name, p) for p in patterns)
-
-
-def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place that has this name."""
-    *above, last = name.split(".")
-    parents = [model.get_submodule(".".join(above[:i])) for i in range(len(above) + 1)]
-    for parent in parents:
-        _call_parts(parent)
-    setattr(parents[-1], last, module)
-
-
-#: What makes the encoder layers of torch read the weights of their parts instead of calling the parts.
-_SHORT_CUTS: tuple[tuple[type[nn.Module], str, Any], ...] = (
-    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
-    (nn.TransformerEncoder, "use_nested_tensor", False),
-)
-
-
-def call_encoder_layers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Let torch's encoder layers call their parts in inference too; return module, attribute and value before."""
-    return [change for module in model.modules() for change in _call_parts(module)]
-
-
-def _call_parts(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    found = [(name, value) for kind, name, value in _SHORT_CUTS if isinstance(module, kind)]
-    before = [(module, name, getattr(module, name, value)) for name, value in found]
-    for name, value in found:
-        setattr(module, name, value)
-    return before
-
-
-def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype of the modules that have a property for it, which reads their first floating parameter."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(getattr(type(module), "dtype", None), property):
-            for parameter in module.parameters():
-                if parameter.is_floating_point():
-                    found[name] = parameter.dtype
-                    break
-    return found
-
-
-def keep_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Give modules that have no floating parameter any more one without elements, for their dtype and device."""
-    for name, dtype in sorted(dtypes.items(), key=lambda it: -it[0].count(".")):
-        module = model.get_submodule(name)
-        if not any(parameter.is_floating_point() for parameter in module.parameters()):
-            empty = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-            module.register_parameter("float_dtype", empty)
 
 
 def _is_linear(module: nn.Module) -> bool:

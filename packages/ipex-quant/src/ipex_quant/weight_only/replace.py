@@ -15,10 +15,10 @@ from ipex_quant import WoqWeightDtype
 from ipex_quant.formats.schemes import method_of
 from ipex_quant.io.pretrained import describe_saved
 from ipex_quant.qconfig.weight_only import QConfigWoq
+from ipex_quant.util.modules import replace_module
 from ipex_quant.weight.tensor import QuantizedWeight
 from ipex_quant.weight_only.build import as_qconfig, dtype_of
 from ipex_quant.weight_only.checkpoint import linear_from, quantized_names, read_linear
-from ipex_quant.weight_only.convert import replace_module
 
 __all__ = ["Replaced", "assign", "finish_meta", "load_rest", "replace_linears_from_checkpoint"]
 

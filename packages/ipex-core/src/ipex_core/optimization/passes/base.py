@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -75,7 +75,13 @@ class Context:
 
 
 class Pass:
-    """One step of the pipeline; `ipex_core.optimization.api.PASSES` has them in their order."""
+    """One step of the pipeline; `ipex_core.optimization.api.PASSES` has them in their order.
+
+    Attributes:
+        name: What records call the step.
+    """
+
+    name: ClassVar[str]
 
     def applies(self, context: Context) -> bool:
         """Return whether the options ask for this pass."""

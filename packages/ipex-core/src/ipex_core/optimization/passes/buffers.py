@@ -28,6 +28,8 @@ _ROTARY = "inv_freq"
 class Buffers(Pass):
     """Cast buffers, if the model does not run otherwise."""
 
+    name = "buffers"
+
     def applies(self, context: Context) -> bool:
         """Return whether a reduced dtype was asked for."""
         return context.options.reduced is not None

@@ -138,6 +138,8 @@ def _computes_weight(module: nn.Module) -> bool:
 class Cast(Pass):
     """Cast parameters."""
 
+    name = "cast"
+
     def applies(self, context: Context) -> bool:
         """Return whether a reduced dtype was asked for."""
         return context.options.reduced is not None

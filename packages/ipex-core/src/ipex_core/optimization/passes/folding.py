@@ -123,6 +123,8 @@ def _fold(context: Context, step: str, kinds: dict[type[nn.Module], type[nn.Modu
 class ConvBatchNorm(Pass):
     """Fold batch norms into convolutions."""
 
+    name = "conv_bn_folding"
+
     def applies(self, context: Context) -> bool:
         """Return the knob."""
         return context.options.conv_bn_folding
@@ -134,6 +136,8 @@ class ConvBatchNorm(Pass):
 
 class LinearBatchNorm(Pass):
     """Fold batch norms into linear layers."""
+
+    name = "linear_bn_folding"
 
     def applies(self, context: Context) -> bool:
         """Return the knob."""

@@ -41,6 +41,8 @@ def install(
 class Fuse(Pass):
     """Fuse what the ops can compute together."""
 
+    name = "fuse"
+
     def applies(self, context: Context) -> bool:
         """Return whether the level asks for fusion."""
         return context.options.level == "O1" or context.options.concat_linear

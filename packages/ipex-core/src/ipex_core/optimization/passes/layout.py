@@ -47,6 +47,8 @@ def auto_channels_last() -> bool:
 class ChannelsLast(Pass):
     """Store convolution weights channels-last."""
 
+    name = "channels_last"
+
     def applies(self, context: Context) -> bool:
         """Return the process-wide preference."""
         return context.options.channels_last

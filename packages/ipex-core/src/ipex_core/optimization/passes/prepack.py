@@ -101,6 +101,8 @@ def _dtype_of(module: nn.Module) -> torch.dtype:
 class Prepack(Pass):
     """Pack the weights of linear layers and convolutions."""
 
+    name = "prepack"
+
     def applies(self, context: Context) -> bool:
         """Return the knob."""
         return context.options.weights_prepack

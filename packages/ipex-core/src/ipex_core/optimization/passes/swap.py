@@ -30,6 +30,8 @@ _KERNELS: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
 class Dropout(Pass):
     """Make dropout layers free in inference."""
 
+    name = "dropout"
+
     def applies(self, context: Context) -> bool:
         """Return the knob."""
         return context.options.replace_dropout_with_identity
@@ -52,6 +54,8 @@ class Dropout(Pass):
 
 class Recurrent(Pass):
     """LSTM layers: the stock op, whose oneDNN path is the fast one, made to accept any input dtype."""
+
+    name = "lstm"
 
     def applies(self, context: Context) -> bool:
         """Return the knob."""
@@ -76,6 +80,8 @@ class Recurrent(Pass):
 
 class Kernels(Pass):
     """Norms and activations with a kernel of ours."""
+
+    name = "kernels"
 
     def applies(self, context: Context) -> bool:
         """Return whether the level asks for kernels."""
@@ -115,6 +121,8 @@ class Kernels(Pass):
 class Encoder(Pass):
     """Encoders of `torch.nn.Transformer`, whose stock op would unpack each weight in each call."""
 
+    name = "encoder"
+
     def applies(self, context: Context) -> bool:
         """Return True: cast weights concern the op, too."""
         return True
@@ -143,6 +151,8 @@ RETURN_BYTES = 64 << 20
 class Realize(Pass):
     """Carry out the plans: one module at a time, so that at most one weight exists twice."""
 
+    name = "realize"
+
     def applies(self, context: Context) -> bool:
         """Return True: passes before this one only plan."""
         return True
@@ -165,6 +175,8 @@ class Realize(Pass):
 
 class GraphMode(Pass):
     """Let the model capture itself as a graph; its class and forward stay."""
+
+    name = "graph_mode"
 
     def applies(self, context: Context) -> bool:
         """Return the knob."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ipex_llm.arch.detect.trace import special_tokens
-from ipex_llm.patch.decoder import parameter_names
+from ipex_llm.arch.layers import parameter_names
 
 __all__ = ["CALLS", "Probe", "distance", "outcome", "probes"]
 

@@ -264,7 +264,7 @@ def _run(
 
 
 def _stack(case: _Case) -> Verdict:
-    from ipex_llm.optimization.api import _optimize_rest
+    from ipex_llm.optimization.rest import optimize_rest
     from ipex_llm.patch.attach import attach_decoder, find_plan
 
     def make(calls: frozenset[str], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -273,7 +273,7 @@ def _stack(case: _Case) -> Verdict:
         if plan is None:
             raise _Failed(f"its small copy is not understood: {reason}")
         plan = dataclasses.replace(plan, stock_calls=calls)
-        _optimize_rest(fast, dtype, [], plan)
+        optimize_rest(fast, dtype, [], plan)
         reason = attach_decoder(fast, plan, None)
         if reason is not None:
             raise _Failed(reason)
@@ -296,9 +296,9 @@ def _key(case: _Case, index: int, plan: LayerPlan) -> Key:
 
 
 def _layers(case: _Case) -> Verdict:
-    from ipex_llm.optimization.api import _optimize_rest
+    from ipex_llm.arch.layers import layer_plans
+    from ipex_llm.optimization.rest import optimize_rest
     from ipex_llm.patch.attach import attach_layers
-    from ipex_llm.patch.layer_plans import layer_plans
 
     found = layer_plans(case.stock)
     keys = [
@@ -312,7 +312,7 @@ def _layers(case: _Case) -> Verdict:
             layer if key in wanted else layer.without("not this one")
             for layer, key in zip(layer_plans(fast), keys, strict=True)
         ]
-        _optimize_rest(fast, dtype, layers)
+        optimize_rest(fast, dtype, layers)
         attach_layers(fast, layers)
         return fast
 

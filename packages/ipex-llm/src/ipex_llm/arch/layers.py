@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -13,10 +15,18 @@ from ipex_core.optimization.passes.cast import cast_input
 from ipex_llm.arch.detect import MatchedLayer, MatchError, match_each
 from ipex_llm.arch.detect.attention import find_attention
 from ipex_llm.arch.types import LayerPlan, linear_modules
-from ipex_llm.patch.decoder import parameter_names
-from ipex_llm.patch.layer import Facts
 
-__all__ = ["Found", "layer_plans", "planned_modules"]
+__all__ = ["Facts", "Found", "parameter_names", "layer_plans", "planned_modules"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """What a layer's forward must know of its model."""
+
+    index: int  # of the layer in the cache
+    names: tuple[str, ...]  # of the arguments of its forward
+    in_tuple: bool  # it returns ``(rows,)``
+    config: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +42,16 @@ class Found:
     def without(self, reason: str | None) -> Found:
         """Return this layer with a reason instead of a plan, or as it is (None)."""
         return self if reason is None else Found(self.name, self.module, None, None, reason)
+
+
+_names: dict[type[nn.Module], tuple[str, ...]] = {}
+
+
+def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the arguments of a class's forward."""
+    if kind not in _names:
+        _names[kind] = tuple(inspect.signature(kind.forward).parameters)[1:]
+    return _names[kind]
 
 
 def layer_plans(model: nn.Module) -> list[Found]:

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules of a model: putting one in the place of another, and the dtypes that the outputs of layers have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["call_encoder_layers", "dtypes_of", "keep_dtypes", "replace_module"]
+
+#: What makes the encoder layers of torch read the weights of their parts instead of calling the parts.
+_SHORT_CUTS: tuple[tuple[type[nn.Module], str, Any], ...] = (
+    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
+    (nn.TransformerEncoder, "use_nested_tensor", False),
+)
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place that has this name."""
+    *above, last = name.split(".")
+    parents = [model.get_submodule(".".join(above[:i])) for i in range(len(above) + 1)]
+    for parent in parents:
+        _call_parts(parent)
+    setattr(parents[-1], last, module)
+
+
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype of the modules that have a property for it, which reads their first floating parameter."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(getattr(type(module), "dtype", None), property):
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    found[name] = parameter.dtype
+                    break
+    return found
+
+
+def keep_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """Give modules that have no floating parameter any more one without elements, for their dtype and device."""
+    for name, dtype in sorted(dtypes.items(), key=lambda it: -it[0].count(".")):
+        module = model.get_submodule(name)
+        if not any(parameter.is_floating_point() for parameter in module.parameters()):
+            empty = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+            module.register_parameter("float_dtype", empty)
+
+
+def call_encoder_layers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Let torch's encoder layers call their parts in inference too; return module, attribute and value before."""
+    return [change for module in model.modules() for change in _call_parts(module)]
+
+
+def _call_parts(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    found = [(name, value) for kind, name, value in _SHORT_CUTS if isinstance(module, kind)]
+    before = [(module, name, getattr(module, name, value)) for name, value in found]
+    for name, value in found:
+        setattr(module, name, value)
+    return before
