@@ -22,8 +22,8 @@ HEAD = """\
 
 def text() -> str:
     """Return what the file must contain."""
-    import ipex_core.program.native  # noqa: F401  (defines ops too)
-    from ipex_core.library.spec import schemas
+    import ipex_core.program.run  # noqa: F401  (defines ops too)
+    from ipex_core.library.kernels import schemas
 
     lines = []
     for _, schema in sorted(schemas().items()):

@@ -78,7 +78,7 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room("", "registration", "__init__"),
     ),
     "ipex_xpu_kernels": (
-        _room("runtime", "SYCL libraries and settings", "_load _settings _sycl _onednn _version"),
+        _room("runtime", "SYCL libraries", "_load _sycl _onednn _version"),
         _room("device", "the device xpu in torch", "*"),
         _room("kernels", "calls of kernels", "_kernel _attention _woq _fallback _ipex_ops _inline"),
         _room("", "registration", "__init__ _autoload"),

@@ -49,7 +49,7 @@ import ipex_runtime.multi_stream
 import ipex_runtime.runtime_utils
 import ipex_runtime.task
 import ipex_runtime.topology
-from ipex_core.diagnostics.doctor import Report
+from ipex_core.diagnostics.report import Report
 
 __all__ = ["pages"]
 

@@ -375,7 +375,7 @@ OP_ERRORS = (TypeError, ValueError, RuntimeError)
 @functools.cache
 def samples() -> list[tuple[str, Any]]:
     import ipex_core.ops  # noqa: F401  (registers)
-    from ipex_core.library.spec import specs
+    from ipex_core.library.kernels import specs
 
     found = []
     for name, spec in sorted(specs().items()):
@@ -386,7 +386,7 @@ def samples() -> list[tuple[str, Any]]:
 
 def run_op(data: bytes, folder: Path) -> None:
     """Call an op with arguments that are changed as the number in the input says."""
-    from ipex_core.library.spec import specs
+    from ipex_core.library.kernels import specs
 
     rng = random.Random(data)
     name, sample = rng.choice(samples())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 from ipex_core.nn import FrozenBatchNorm2d, functional, modules
 from ipex_core.nn.ipex_api.detection import intrinsic_nms
 from ipex_core.nn.ipex_api.roi_align_helper import roi_align

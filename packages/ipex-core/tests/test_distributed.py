@@ -165,7 +165,7 @@ def test_memory_must_be_that_of_a_group():
     with pytest.raises(RuntimeError, match="memory must be given where group is empty"):
         torch.ops.ipex.all_reduce_(x, None, 0)
     with pytest.raises(OpArgumentError, match="timeout must be positive"):
-        from ipex_core.library.spec import specs
+        from ipex_core.library.kernels import specs
 
         specs()["all_reduce_"].check(x, torch.zeros(640, dtype=torch.uint8), 0, 0.0)
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ipex_core import config
-from ipex_core.diagnostics.doctor import Report, doctor
-from ipex_core.diagnostics.doctor_text import advice
+from ipex_core.diagnostics.doctor import doctor
+from ipex_core.diagnostics.report import Report, advice
 from ipex_core.errors import IsaError
 from ipex_core.kernels import machine, providers
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import ipex_core as ipex
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 from ipex_core.nn.modules import MergedEmbeddingBag
 
 Tensor = torch.Tensor

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 from ipex_core.nn.functional import InteractionFunc, interaction
 
 

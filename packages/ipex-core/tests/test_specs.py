@@ -14,8 +14,9 @@ import torch
 import ipex_core  # noqa: F401
 from ipex_core.benchmark import select
 from ipex_core.errors import OpArgumentError
-from ipex_core.library import spec as _spec
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register, specs
+from ipex_core.library import kernels
+from ipex_core.library.kernels import register, specs
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.testing import reference_result, samples
 
 OPS = list(specs())
@@ -221,7 +222,7 @@ def test_registering_an_op_of_ones_own():
         with pytest.raises(ValueError, match="twice"):
             register(spec)
     finally:
-        _spec._SPECS.pop("test_double", None)
+        kernels._SPECS.pop("test_double", None)
 
 
 def test_op_without_a_derivative_raises_in_backward():
@@ -240,7 +241,7 @@ def test_op_without_a_derivative_raises_in_backward():
         with pytest.raises(RuntimeError, match="test_no_backward: is not differentiable"):
             out.sum().backward()
     finally:
-        _spec._SPECS.pop("test_no_backward", None)
+        kernels._SPECS.pop("test_no_backward", None)
 
 
 def test_op_that_writes_without_a_derivative():
@@ -275,7 +276,7 @@ def test_op_that_writes_without_a_derivative():
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
     finally:
-        _spec._SPECS.pop("test_writes", None)
+        kernels._SPECS.pop("test_writes", None)
 
 
 def test_strict_mode_forbids_the_reference():

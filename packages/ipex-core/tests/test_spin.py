@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from ipex_core.diagnostics import doctor, doctor_text
+from ipex_core.diagnostics import doctor
+from ipex_core.diagnostics import report as texts
 from ipex_core.kernels import machine, spin
 
 
@@ -75,7 +76,7 @@ def test_a_server_starts_again(monkeypatch, variable, crowded):
 def test_doctor_says_it(tmp_path, environment):
     write(tmp_path, proc__loadavg="3.50 1.0 1.0 3/80 9\n", proc__stat=CPUS)
     report = doctor(tmp_path, environment)
-    assert ("other programs", "the load is 3.5 on 2 CPUs") in doctor_text.rows(report)
+    assert ("other programs", "the load is 3.5 on 2 CPUs") in texts.rows(report)
     report = dataclasses.replace(report, openmp=("/lib/libgomp.so.1",))
-    said = any("GOMP_SPINCOUNT=3000" in line for line in doctor_text.advice(report))
+    said = any("GOMP_SPINCOUNT=3000" in line for line in texts.advice(report))
     assert said == (not environment)

@@ -12,7 +12,7 @@ from torch import nn
 from training_checks import OPTIMIZERS
 
 import ipex_core as ipex
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 from ipex_core.optim._optimizer_utils import optimizer_fusion
 from ipex_core.optim.steps import Calls
 

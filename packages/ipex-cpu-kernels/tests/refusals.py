@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ipex_core.errors import OpArgumentError
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 
 #: An op, its arguments, and a pattern for what is said of them.
 BadCall = tuple[str, tuple[Any, ...], str]

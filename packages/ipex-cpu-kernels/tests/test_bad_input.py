@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 import ipex_core  # noqa: F401
 from ipex_core.errors import OpArgumentError
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 
 ops = torch.ops.ipex
 X = torch.ones(3, 8)

@@ -11,7 +11,7 @@ import torch
 import ipex_core  # noqa: F401  (registers the ops)
 from ipex_core.diagnostics.introspect import op_info
 from ipex_core.kernels.providers import provider_for
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 from ipex_core.testing import (
     assert_inputs_unchanged,
     assert_matches_reference,

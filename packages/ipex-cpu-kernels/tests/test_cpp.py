@@ -50,7 +50,7 @@ library = sys.argv[1]
 
 def _schemas() -> list[str]:
     """Return the names of all ops, in a process in which no other test has defined any."""
-    code = "import json, ipex_core.program.native as _, ipex_core.library.spec as s; print(json.dumps([*s.schemas()]))"
+    code = "import json, ipex_core.program.run as _, ipex_core.library.spec as s; print(json.dumps([*s.schemas()]))"
     names: list[str] = json.loads(python(code))
     return names
 
@@ -93,7 +93,7 @@ x = torch.randn(3, 8, requires_grad=True)
 torch.ops.ipex.rms_norm(x, None).sum().backward()
 print(tuple(torch.ops.ipex.rms_norm(x.detach().to("meta"), None).shape), x.grad is not None)
 from ipex_core import program
-from ipex_core.program.native import NativeProgram
+from ipex_core.program.run import NativeProgram
 """,
         str(LIBRARY),
     )
@@ -106,7 +106,7 @@ def test_another_version_is_an_error() -> None:
         CHECK
         + """
 torch.ops.load_library(library)
-from ipex_core.library.spec import define
+from ipex_core.library.kernels import define
 try:
     define("rms_norm(Tensor x) -> Tensor")
 except ImportError as error:

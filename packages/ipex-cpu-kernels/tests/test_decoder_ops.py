@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 import ipex_core  # noqa: F401
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 
 ops = torch.ops.ipex
 X = torch.zeros(2, 5)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ipex_core  # noqa: F401
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 
 ops = torch.ops.ipex
 X = torch.randn(2, 3, 8, 9)

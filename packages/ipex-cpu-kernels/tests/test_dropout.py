@@ -10,7 +10,7 @@ import refusals
 import torch
 
 import ipex_core  # noqa: F401
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 
 ops = torch.ops.ipex
 X = torch.ones(3, 8)

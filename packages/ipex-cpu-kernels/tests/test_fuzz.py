@@ -16,7 +16,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ipex_core.library.spec import OpSpec, Sample, specs
+from ipex_core.library.kernels import specs
+from ipex_core.library.spec import OpSpec, Sample
 from ipex_core.testing import assert_matches_reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 
 ops = torch.ops.ipex
 A, B = torch.randn(2, 3, 4), torch.randn(2, 4, 5)

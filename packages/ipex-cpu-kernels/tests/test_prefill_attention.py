@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ipex_core  # noqa: F401
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 from ipex_core.testing import reference_result, samples
 
 ops = torch.ops.ipex

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 from ipex_core.program import ProgramBuilder
 from ipex_core.testing import samples
 

@@ -7,7 +7,7 @@ import refusals
 import torch
 
 import ipex_core  # noqa: F401
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 
 ops = torch.ops.ipex
 NAMES = [a.name for a in ops.rnnt_update.default._schema.arguments]

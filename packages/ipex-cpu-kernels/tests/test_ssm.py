@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ipex_core  # noqa: F401
 from ipex_core.errors import OpArgumentError
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 from ipex_core.nn import functional
 
 ops = torch.ops.ipex

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import ipex_xpu_kernels as xpu
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 from ipex_xpu_kernels._settings import XPUComputeEng, compute_eng
 
 pytestmark = pytest.mark.usefixtures("needs_device", "kernels_always")

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 import ipex_xpu_kernels
-from ipex_core.library.spec import Sample, specs
+from ipex_core.library.kernels import specs
+from ipex_core.library.spec import Sample
 from ipex_core.nn.functional import interaction
 from ipex_core.nn.modules import MergedEmbeddingBagWithAdaGrad, MergedEmbeddingBagWithSGD
 

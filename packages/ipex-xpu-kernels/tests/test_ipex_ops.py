@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from ipex_core.library.spec import Sample, specs
+from ipex_core.library.kernels import specs
+from ipex_core.library.spec import Sample
 
 pytestmark = pytest.mark.usefixtures("needs_device")
 

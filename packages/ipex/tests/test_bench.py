@@ -15,7 +15,7 @@ from ipex_core import benchmark
 from ipex_core.benchmark import Ratio, paired, quantile, ratio, run_bench
 from ipex_core.errors import UnknownOpError
 from ipex_core.kernels import providers
-from ipex_core.library import spec as _spec
+from ipex_core.library import BenchCase, kernels
 
 OP = "silu_mul"
 
@@ -25,19 +25,19 @@ def tiny(monkeypatch):
     """Give the op one small shape."""
     import dataclasses
 
-    spec = _spec.specs()[OP]
-    case = _spec.BenchCase(
+    spec = kernels.specs()[OP]
+    case = BenchCase(
         "4x64",
         lambda dtype: (torch.ones(4, 64, dtype=dtype), torch.ones(4, 64, dtype=dtype)),
         lambda dtype: 3 * 4 * 64 * dtype.itemsize,
     )
-    large = _spec.BenchCase(
+    large = BenchCase(
         "512x512",
         lambda dtype: (torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)),
         lambda dtype: 3 * 512 * 512 * dtype.itemsize,
         flops=20_000_000,
     )
-    monkeypatch.setitem(_spec._SPECS, OP, dataclasses.replace(spec, bench=lambda: [case, large]))
+    monkeypatch.setitem(kernels._SPECS, OP, dataclasses.replace(spec, bench=lambda: [case, large]))
 
 
 def run(*arguments):

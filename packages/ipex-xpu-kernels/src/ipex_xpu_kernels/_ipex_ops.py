@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 
 
 def _with_definition(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 if TYPE_CHECKING:
-    from ipex_core.diagnostics.doctor import Report
+    from ipex_core.diagnostics.report import Report
 
 __all__ = ["app", "main"]
 
@@ -275,7 +275,7 @@ def op_info(
 ) -> None:
     """Show which kernels stand behind an op, at which ISA level they run, and when the stock op is used."""
     from ipex_core.diagnostics import introspect
-    from ipex_core.library.spec import specs
+    from ipex_core.library.kernels import specs
 
     if name is not None:
         info = introspect.op_info(name)

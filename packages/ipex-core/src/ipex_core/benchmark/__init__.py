@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.spec import BenchCase, OpSpec, dtype_name, specs
+from ipex_core.library.kernels import specs
+from ipex_core.library.spec import BenchCase, OpSpec, dtype_name
 
 __all__ = ["Ratio", "Result", "busy", "machine", "paired", "quantile", "ratio", "run_bench"]
 

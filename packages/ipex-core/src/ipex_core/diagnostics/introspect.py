@@ -9,7 +9,8 @@ from typing import Any
 from ipex_core import ops as _ops  # noqa: F401  (registers all ops)
 from ipex_core.errors import IpexError, UnknownOpError
 from ipex_core.kernels import providers
-from ipex_core.library.spec import dtype_name, specs
+from ipex_core.library.kernels import specs
+from ipex_core.library.spec import dtype_name
 
 __all__ = ["op_info", "show_config"]
 

@@ -6,16 +6,50 @@
 
 from __future__ import annotations
 
-from ipex_core.library.checks import *  # noqa: F403
-from ipex_core.library.spec import (
-    BenchCase,
-    OpSpec,
-    Sample,
-    check,
-    define,
-    register,
-    schemas,
-    specs,
+from ipex_core.library.checks import (
+    acc,
+    check_broadcastable,
+    check_device,
+    check_dtype,
+    check_dtype_in,
+    check_like,
+    check_not_expanded,
+    check_one_of,
+    check_shape,
+    check_tensor,
+    check_vector,
+    fake_like,
+    randn,
+    row_bench,
+    row_samples,
+    strided,
 )
+from ipex_core.library.kernels import define, register, schemas, specs
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 
-__all__ = ["BenchCase", "OpSpec", "Sample", "check", "define", "register", "schemas", "specs"]
+__all__ = [
+    "BenchCase",
+    "OpSpec",
+    "Sample",
+    "acc",
+    "check",
+    "check_broadcastable",
+    "check_device",
+    "check_dtype",
+    "check_dtype_in",
+    "check_like",
+    "check_not_expanded",
+    "check_one_of",
+    "check_shape",
+    "check_tensor",
+    "check_vector",
+    "define",
+    "fake_like",
+    "randn",
+    "register",
+    "row_bench",
+    "row_samples",
+    "schemas",
+    "specs",
+    "strided",
+]

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-if TYPE_CHECKING:
-    from ipex_core.library.spec import OpSpec
+from ipex_core.library.spec import OpSpec
 
 __all__ = [
     "VjpOfReference",

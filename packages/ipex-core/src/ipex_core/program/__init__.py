@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 
 from ipex_core.errors import UnknownOpError
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 from ipex_core.program.builtins import BUILTINS
 from ipex_core.program.run import Instruction, Program, Register, without_owner
 

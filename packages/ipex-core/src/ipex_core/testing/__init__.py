@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ipex_core.errors import UnknownOpError
-from ipex_core.library.spec import FLOATS, OpSpec, Sample, specs
+from ipex_core.library.kernels import specs
+from ipex_core.library.spec import FLOATS, OpSpec, Sample
 from ipex_core.testing.ranks import run_ranks
 
 __all__ = [

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from ipex_llm.distributed import TensorParallel
+    from ipex_llm.distributed.group import TensorParallel
 
 __all__ = [
     "AttentionPlan",

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ipex_core.library.spec import check
-from ipex_quant import WoqWeightDtype
 from ipex_quant.formats.schemes import method_of
 from ipex_quant.io.pretrained import describe_saved
+from ipex_quant.qconfig import WoqWeightDtype
 from ipex_quant.qconfig.weight_only import QConfigWoq
 from ipex_quant.util.modules import replace_module
 from ipex_quant.weight.tensor import QuantizedWeight

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 from ipex_core.nn.call import check_recorded
 from ipex_core.nn.embedding.linearized import linearize, lookups_of_input
 from ipex_core.nn.embedding.memory import gather, on_huge_pages

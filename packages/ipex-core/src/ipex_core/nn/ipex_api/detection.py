@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 
 __all__ = [
     "batch_score_nms",

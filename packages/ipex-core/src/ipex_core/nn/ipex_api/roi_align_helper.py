@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 
 __all__ = ["roi_align"]
 

@@ -9,7 +9,8 @@ import torch
 
 from ipex_core.library.checks import acc, check_tensor, fake_like, randn, row_bench, row_samples
 from ipex_core.library.keep_mask import check_drop, drop
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 
 Tensor = torch.Tensor
 

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import acc, check_tensor, randn, row_samples
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.activation.gelu import APPROXIMATE, check_approximate
 
 Tensor = torch.Tensor

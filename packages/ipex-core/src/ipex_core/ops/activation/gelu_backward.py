@@ -16,7 +16,8 @@ from ipex_core.library.checks import (
     row_bench,
     row_samples,
 )
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 from ipex_core.ops.activation.gelu import APPROXIMATE, check_approximate
 
 Tensor = torch.Tensor

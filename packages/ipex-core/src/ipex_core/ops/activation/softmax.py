@@ -19,7 +19,8 @@ from ipex_core.library.checks import (
     row_samples,
     strided,
 )
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 
 Tensor = torch.Tensor
 

@@ -18,7 +18,8 @@ from ipex_core.library.checks import (
     dtype_name,
     randn,
 )
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.attention.checks import check_options
 
 Tensor = torch.Tensor

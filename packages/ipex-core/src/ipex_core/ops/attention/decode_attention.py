@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import check_score_scale, check_tensor, randn
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name
 from ipex_core.ops.attention._decode import (
     TOLERANCE,
     attend,

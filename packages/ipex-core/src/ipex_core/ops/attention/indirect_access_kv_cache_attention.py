@@ -20,7 +20,8 @@ from ipex_core.library.checks import (
     check_tensor,
     randn,
 )
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name
 from ipex_core.ops.attention._decode import (
     TOLERANCE,
     attend,

@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import check_device, check_dtype, check_score_scale, randn
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.attention.attention import attention_reference
 from ipex_core.ops.attention.checks import (
     check_offset_tensor,

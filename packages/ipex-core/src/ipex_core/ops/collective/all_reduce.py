@@ -16,7 +16,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.spec import _LIBRARY, OpSpec, Sample, check, define, register
+from ipex_core.library.kernels import LIBRARY, define, register
+from ipex_core.library.spec import OpSpec, Sample, check
 from ipex_core.ops.collective._exchange import (
     SharedBuffer,
     buffer_bytes,
@@ -45,7 +46,7 @@ def _sum_over_backend(x: Tensor, group: str) -> Tensor:
 
 # Kernels call it too: the stable ABI of torch has no way to name a group.
 define("_sum_over_backend(Tensor x, str group) -> Tensor")
-_LIBRARY.impl("_sum_over_backend", _sum_over_backend, "CompositeExplicitAutograd")
+LIBRARY.impl("_sum_over_backend", _sum_over_backend, "CompositeExplicitAutograd")
 
 
 def _all_reduce(

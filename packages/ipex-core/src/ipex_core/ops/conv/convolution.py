@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import acc, check_device, check_dtype, check_tensor, randn
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.linear.epilogue import activate, check_activation
 from ipex_core.ops.linear.linear import stored_dtype
 from ipex_core.packing import dense

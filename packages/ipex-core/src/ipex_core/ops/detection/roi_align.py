@@ -18,7 +18,8 @@ from ipex_core.library.checks import (
     check_tensor,
     randn,
 )
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.conv.frozen_batch_norm import channels_last
 
 Tensor = torch.Tensor

@@ -16,7 +16,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 
 Tensor = torch.Tensor
 

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from ipex_core.library.checks import acc, check_device, check_shape, check_tensor, randn, strided
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 from ipex_core.ops.embedding._bags import (
     bags_of,
     check_bags,

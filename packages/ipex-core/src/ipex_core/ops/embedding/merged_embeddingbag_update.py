@@ -17,7 +17,8 @@ from ipex_core.library.checks import (
     check_shape,
     dtype_name,
 )
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.embedding._bags import (
     bags_of,
     check_bags,

@@ -16,7 +16,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.embedding.interaction import _stock as _stock_interaction
 from ipex_core.ops.embedding.interaction import _width
 from ipex_core.ops.int8.pack_int8_weight import int8_randn

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from ipex_core.library.checks import check_device, check_tensor, dtype_name, randn, strided
-from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.int8.pack_int8_weight import int8_randn
 from ipex_core.ops.int8.quantize import LEAST_SCALE, choose, codes
 from ipex_core.ops.linear.epilogue import (

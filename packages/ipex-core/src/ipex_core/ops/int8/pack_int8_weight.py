@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from ipex_core.library.checks import check_tensor
-from ipex_core.library.spec import OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import OpSpec, Sample, check
 from ipex_core.packing import int8 as _packed_int8
 
 Tensor = torch.Tensor

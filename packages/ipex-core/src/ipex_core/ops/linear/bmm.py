@@ -16,7 +16,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.linear.grouped_linear import check_packed_rows, unpack_rows
 from ipex_core.ops.linear.linear import stored_dtype
 from ipex_core.packing import dense

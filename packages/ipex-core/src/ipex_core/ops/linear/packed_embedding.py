@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from ipex_core.library.checks import check_device, check_tensor, dtype_name, randn
-from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
 from ipex_core.packing import dense
 from ipex_core.packing.dense import check_packed
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ipex_core.library.checks import acc
-from ipex_core.library.spec import OpSpec, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import OpSpec
 from ipex_core.ops.lora._checks import adapter_of_rows, adapter_of_sequences, check_lora
 from ipex_core.ops.lora._samples import lora_bench, lora_samples, lora_stock
 

@@ -17,7 +17,8 @@ from ipex_core.library.checks import (
     check_shape,
     check_tensor,
 )
-from ipex_core.library.spec import OpSpec, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import OpSpec, check
 from ipex_core.ops.moe._samples import ACTIVATIONS, expert_bench, expert_samples
 from ipex_core.ops.moe.pack_moe_weight import (
     check_expert_header,

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from ipex_core.library.checks import acc, check_device, check_one_of, check_tensor, randn, strided
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name
 
 Tensor = torch.Tensor
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from ipex_core.library.checks import check_tensor, dtype_name, randn
-from ipex_core.library.spec import FLOATS, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import FLOATS, OpSpec, Sample, check
 from ipex_core.packing import experts as _experts
 from ipex_core.packing import woq
 from ipex_core.packing.dense import FORMATS, read_header

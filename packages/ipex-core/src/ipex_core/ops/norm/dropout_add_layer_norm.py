@@ -19,7 +19,8 @@ from ipex_core.library.checks import (
     row_samples,
 )
 from ipex_core.library.keep_mask import check_drop, drop
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 
 Tensor = torch.Tensor
 

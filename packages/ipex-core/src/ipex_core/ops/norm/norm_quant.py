@@ -16,7 +16,8 @@ from ipex_core.library.checks import (
     check_vector,
     dtype_name,
 )
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register, specs
+from ipex_core.library.kernels import register, specs
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.int8.quantize import LEAST_SCALE, choose, codes
 from ipex_core.ops.norm.layer_norm import _normalise as normalise_layer
 from ipex_core.ops.norm.rms_norm import _normalise as normalise_rms

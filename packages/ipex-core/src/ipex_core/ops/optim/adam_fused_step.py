@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ipex_core.library.checks import acc, randn
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.optim._common import (
     check_numbers,
     check_param,

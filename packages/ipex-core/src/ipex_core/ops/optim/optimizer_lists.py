@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.optim import (
     adagrad_fused_step,
     adam_fused_step,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ipex_core.library.checks import acc, randn
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 from ipex_core.ops.optim._common import (
     check_param,
     check_states,

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from ipex_core.library.checks import check_like, check_tensor, randn
-from ipex_core.library.spec import OpSpec, Sample, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import OpSpec, Sample
 from ipex_core.ops.optim._common import join, split
 
 Tensor = torch.Tensor

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ipex_core.library.checks import check_like, check_not_expanded, randn
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name
 from ipex_core.ops.kv_cache.checks import QUANTISED, check_caches, check_index_tensor, quantize
 from ipex_core.ops.rotary._common import (
     check_heads,

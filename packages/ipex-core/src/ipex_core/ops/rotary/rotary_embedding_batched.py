@@ -16,7 +16,8 @@ from ipex_core.library.checks import (
     dtype_name,
     randn,
 )
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.rotary._common import check_rotary_dim, rotate
 
 Tensor = torch.Tensor

@@ -10,7 +10,8 @@ import torch
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.checks import check_device, check_dtype, check_tensor, dtype_name, randn
-from ipex_core.library.spec import FLOATS, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import FLOATS, OpSpec, Sample, check
 from ipex_core.ops.state_space._common import check_writable
 
 Tensor = torch.Tensor

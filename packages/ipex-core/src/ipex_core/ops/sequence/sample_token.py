@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from ipex_core.library.checks import acc, check_device, check_tensor, dtype_name, randn, row_samples
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 
 Tensor = torch.Tensor
 

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from ipex_core.library.checks import acc, check_device, check_dtype, check_like, check_tensor, randn
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.state_space._common import check_float32, check_shaped, fake_sequence
 
 Tensor = torch.Tensor

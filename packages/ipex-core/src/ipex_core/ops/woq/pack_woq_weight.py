@@ -14,7 +14,8 @@ from ipex_core.library.checks import (
     check_shape,
     dtype_name,
 )
-from ipex_core.library.spec import OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import OpSpec, Sample, check
 from ipex_core.ops.woq._samples import woq_parts
 from ipex_core.packing import woq
 from ipex_core.packing.woq import Layout

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import torch
 
 from ipex_core.library.checks import check_one_of, dtype_name
-from ipex_core.library.spec import FLOATS, OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import FLOATS, OpSpec, Sample, check
 from ipex_core.ops.woq.pack_woq_weight import check_group_size, check_names, pack_samples
 from ipex_core.packing import woq
 from ipex_core.packing.woq import Layout, check_woq_packed

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import acc, check_device, check_one_of, check_tensor, randn, strided
-from ipex_core.library.spec import OpSpec, Sample, check, register
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import OpSpec, Sample, check
 from ipex_core.ops.int8.quantize import choose, codes
 from ipex_core.ops.linear.epilogue import (
     apply_epilogue,

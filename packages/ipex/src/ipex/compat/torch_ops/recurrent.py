@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ipex.compat.torch_ops._alias_op import alias_op
-from ipex_core.library.spec import specs
+from ipex_core.library.kernels import specs
 
 Tensor = torch.Tensor
 _OPS = torch.ops.ipex

@@ -1,18 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ipex_core.diagnostics.doctor` says about its findings: table rows, problems, advice."""
+"""What `ipex_core.doctor` returns: findings, table rows, problems, advice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ipex_core.kernels import machine
 from ipex_core.kernels.providers import xpu_wheel
 
-if TYPE_CHECKING:
-    from ipex_core.diagnostics.doctor import Report
+__all__ = [
+    "IsaReport",
+    "PackageReport",
+    "Report",
+    "ThreadReport",
+    "TorchReport",
+    "advice",
+    "problems",
+]
 
-__all__ = ["advice", "problems", "rows"]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IsaReport:
+    """Instruction-set level of the CPU kernels: in use, possible, built, asked for, and why nothing higher."""
+
+    current: str | None
+    available: tuple[str, ...]
+    built: tuple[str, ...]
+    request: str
+    request_source: str
+    not_higher: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TorchReport:
+    """The installed PyTorch."""
+
+    version: str
+    cpu_capability: str
+    onednn: bool
+    fp32_math_mode: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ThreadReport:
+    """CPUs this process can use and threads PyTorch starts."""
+
+    affinity: int | None
+    usable: int | None
+    intra_op: int
+    inter_op: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackageReport:
+    """A kernel package or component: ``state`` is ``active``, ``missing`` or ``broken`` (with ``cause``).
+
+    ``rows`` and ``advice`` are what a component itself found, in its function ``doctor(root) -> (rows, advice)``.
+    """
+
+    name: str
+    kind: str
+    distribution: str
+    state: str
+    version: str | None
+    cause: str | None
+    rows: tuple[tuple[str, str], ...] = ()
+    advice: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Everything `doctor` found. ``str(report)`` is a plain-text form, `to_dict` a form for JSON.
+
+    Attributes:
+        version: Version of ipex-core.
+        python: Version of Python.
+        system: Operating system and its release.
+        cpu: Model, counts and the features that matter for kernels.
+        numa_nodes: Number of NUMA nodes.
+        memory: Bytes of memory of the machine.
+        limits: CPU quota and memory limit of the control group.
+        threads: CPUs that are usable and threads PyTorch starts.
+        amx: Permission to use AMX: ``no AMX``, ``granted``, ``unsupported``, ``denied``, ``unknown``.
+        huge_pages: Mode of transparent huge pages.
+        governor: ``driver/governor`` of the frequency scaling.
+        torch: The installed PyTorch.
+        openmp: OpenMP runtimes mapped into this process (paths).
+        crowded: How it shows that programs wait for CPU time; empty if they do not.
+        waiting: The variables that say how long OpenMP threads spin, as ``NAME=value``.
+        allocator: Memory allocator: ``glibc``, ``jemalloc``, ``tcmalloc``, ``mimalloc`` ...
+        isa: Instruction-set level of the CPU kernels.
+        packages: Kernel packages and components.
+        settings: Configuration values with their sources.
+        problems: What is broken.
+        advice: What could be better.
+    """
+
+    version: str
+    python: str
+    system: str
+    cpu: machine.CpuInfo
+    numa_nodes: int | None
+    memory: machine.MemoryInfo
+    limits: machine.CgroupLimits
+    threads: ThreadReport
+    amx: str
+    huge_pages: str
+    governor: str
+    torch: TorchReport
+    openmp: tuple[str, ...]
+    allocator: str
+    isa: IsaReport
+    packages: tuple[PackageReport, ...]
+    settings: tuple[Mapping[str, Any], ...]
+    crowded: str = ""
+    waiting: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return nested dictionaries and lists of JSON types; ``schema`` changes when a key changes its meaning."""
+        return {"schema": 1, "ok": not self.problems, **_plain(dataclasses.asdict(self))}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the facts as (title, text) pairs, for tables."""
+        return rows(self)
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(title) for title, _ in rows)
+        lines = [f"{title:<{width}}  {text}" for title, text in rows]
+        lines += [f"PROBLEM: {text}" for text in self.problems]
+        lines += [f"advice: {text}" for text in self.advice]
+        return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
 
 
 def _size(count: int | None) -> str:
