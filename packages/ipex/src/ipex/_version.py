@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Version of ipex."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> str:

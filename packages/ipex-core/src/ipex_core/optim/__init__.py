@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch.optim import Adafactor, RMSprop
 
-from ipex_core.optim.lamb import Lamb
-from ipex_core.optim.lars import Lars, create_optimizer_lars
+from ipex_core.optim._lamb import Lamb
+from ipex_core.optim._lars import Lars, create_optimizer_lars
 
 __all__ = ["Adafactor", "Lamb", "Lars", "RMSprop", "create_optimizer_lars"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ipex_core.optim import _functional
-from ipex_core.optim.lamb import Lamb
-from ipex_core.optim.lars import Lars
+from ipex_core.optim._lamb import Lamb
+from ipex_core.optim._lars import Lars
 
 __all__ = [
     "IPEX_FUSED_OPTIMIZER_LIST_CPU",

@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ipex_core.optim import steps
-from ipex_core.optim.lamb import Lamb as _Lamb
+from ipex_core.optim._lamb import Lamb as _Lamb
 from ipex_core.optim.plain import PlainOptimizer, check_numbers, plain_step
 from ipex_core.optim.steps import Call
 
