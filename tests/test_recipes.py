@@ -68,7 +68,7 @@ def test_add_an_op(tmp_path: Path) -> None:
     # A copy of core as it is imported here, with one file more. Kernels for the op are not there: the reference runs.
     source = Path(ipex_core.__file__).parent
     shutil.copytree(source, tmp_path / "ipex_core", ignore=shutil.ignore_patterns("__pycache__"))
-    title = f"packages/ipex-core/src/ipex_core/ops/{OP}.py"
+    title = f"packages/ipex-core/src/ipex_core/ops/activation/{OP}.py"
     (tmp_path / "ipex_core" / "ops" / f"{OP}.py").write_text(blocks()[title])
     out = run(CONFORMS, tmp_path)
     assert int(out.split()[0]) > 20

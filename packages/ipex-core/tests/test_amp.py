@@ -336,10 +336,10 @@ def test_a_level_without_the_instructions_warns_once():
     """In a process of its own, with kernels if there are any: the doctor, the warning, and right results."""
     code = (
         "import logging, torch\n"
-        "from ipex_core import optimize, explain, doctor, amp, _plugins\n"
+        "from ipex_core import optimize, explain, doctor, amp\nfrom ipex_core.kernels import providers\n"
         "logging.basicConfig(format='LOG %(message)s')\n"
         "model, x = torch.nn.Linear(512, 512).eval(), torch.randn(2, 512)\n"
-        "provider = _plugins.provider_for('cpu')\n"
+        "provider = providers.provider_for('cpu')\n"
         "told = amp.native_reason(torch.bfloat16) is not None\n"
         "assert told or provider is None or provider.level() != 'default'\n"
         "for _ in range(2):\n"

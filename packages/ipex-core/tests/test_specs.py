@@ -92,7 +92,7 @@ def test_samples_are_valid_and_named(op):
     for dtype in specs()[op].dtypes:
         ids = []
         for spec, sample in samples(op, dtype):
-            spec.check(*sample.args, **sample.kwargs)
+            spec.check(spec.bind(*sample.args, **sample.kwargs))
             ids.append(sample.id)
         assert all(ids)
         assert len(set(ids)) == len(ids), "two samples have one name"
@@ -101,7 +101,7 @@ def test_samples_are_valid_and_named(op):
 @pytest.mark.parametrize("op", OPS)
 def test_fake_agrees_with_reference(op):
     for spec, sample in samples(op, torch.bfloat16):
-        fake = spec.fake(*sample.args, **sample.kwargs)
+        fake = spec.fake(spec.bind(*sample.args, **sample.kwargs))
         got = spec.reference(*sample.args, **sample.kwargs)
         if fake is None:  # an op that only writes to its arguments
             assert got is None, sample.id
@@ -200,8 +200,8 @@ def test_registering_an_op_of_ones_own():
         name="test_double",
         schema="(Tensor x) -> Tensor",
         reference=lambda x: x * 2,
-        check=lambda x: check(x.is_floating_point(), "test_double", "x", "be floating", x.dtype),
-        fake=lambda x: torch.empty_like(x),
+        check=lambda a: a.require(a.x.is_floating_point(), "x", "be floating", a.x.dtype),
+        fake=lambda a: torch.empty_like(a.x),
         samples=lambda dtype: [Sample((torch.ones(3, dtype=dtype),), id="ones")],
         autocast="float32",
         bench=lambda: [
@@ -230,8 +230,8 @@ def test_op_without_a_derivative_raises_in_backward():
         name="test_no_backward",
         schema="(Tensor x) -> Tensor",
         reference=lambda x: x * 2,
-        check=lambda x: None,
-        fake=lambda x: torch.empty_like(x),
+        check=lambda a: None,
+        fake=lambda a: torch.empty_like(a.x),
         samples=lambda dtype: [],
         backward=None,
     )
@@ -254,8 +254,8 @@ def test_op_that_writes_without_a_derivative():
         name="test_writes",
         schema="(Tensor(a!) to, Tensor x) -> ()",
         reference=reference,
-        check=lambda to, x: None,
-        fake=lambda to, x: None,
+        check=lambda a: None,
+        fake=lambda a: None,
         samples=lambda dtype: [],
         backward=None,
     )

@@ -128,7 +128,7 @@ def error_of(call: Any, *args: Any) -> str | None:
 
 def definition(spec: OpSpec, sample: Sample) -> None:
     sample = Sample(tuple(map(copy_of, sample.args)), sample.kwargs)
-    spec.check(*sample.args, **sample.kwargs)
+    spec.check(spec.bind(*sample.args, **sample.kwargs))
     spec.reference(*sample.args, **sample.kwargs)
 
 

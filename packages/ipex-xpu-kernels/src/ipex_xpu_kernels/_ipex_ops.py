@@ -17,7 +17,7 @@ def _with_definition(name: str, function: Callable[..., Any]) -> Callable[..., A
     spec = specs()[name]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        spec.check(*args, **kwargs)
+        spec.check(spec.bind(*args, **kwargs))
         result = function(*args, **kwargs)
         if result is None or result is False:
             result = spec.reference(*args, **kwargs)

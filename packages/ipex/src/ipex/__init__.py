@@ -135,14 +135,9 @@ __all__ = [
 
 def version() -> None:
     """Print the versions of ipex, of its installed packages and of torch."""
-    import importlib.metadata
+    from ipex_cli import print_versions
 
-    print(f"ipex {_version.__version__}")
-    for name in ("ipex-core", "ipex-cpu-kernels", "torch"):
-        try:
-            print(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            print(f"{name} not installed")
+    print_versions()
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,18 @@
 
 from __future__ import annotations
 
-__all__ = ["main"]
+import importlib.metadata
+
+__all__ = ["main", "print_versions"]
+
+
+def print_versions() -> None:
+    """Print the versions of ipex, of the packages of its kernels and of torch."""
+    for name in ("ipex", "ipex-core", "ipex-cpu-kernels", "torch"):
+        try:
+            print(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{name} not installed")
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+from ipex_cli import print_versions
+
 try:
     import typer
     import typer.core
@@ -118,7 +120,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        version()
+        print_versions()
         raise typer.Exit
 
 
@@ -237,9 +239,7 @@ def _print_report(report: Report) -> None:
 @app.command()
 def version() -> None:
     """Show the versions of the installed packages."""
-    import ipex
-
-    ipex.version()
+    print_versions()
 
 
 @app.command("show-config")

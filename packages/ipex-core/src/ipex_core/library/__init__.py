@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_broadcastable,
@@ -28,6 +29,7 @@ from ipex_core.library.kernels import define, register, schemas, specs
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 
 __all__ = [
+    "Arguments",
     "BenchCase",
     "OpSpec",
     "Sample",

@@ -116,12 +116,13 @@ def _first_call_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
             providers.load_providers()
             return overload(*args, **kwargs)
         _check_present(spec, args)
-        spec.check(*args, **kwargs)
+        bound = spec.bind(*args, **kwargs)
+        spec.check(bound)
         providers.note_reference_call(spec.name, args)
         output = spec.reference(*args, **kwargs)
         if output is None:
             return None
-        promised = spec.fake(*args, **kwargs)
+        promised = spec.fake(bound)
         if isinstance(output, tuple):
             return tuple(map(_with_layout, output, promised))
         return _with_layout(output, promised)
@@ -137,8 +138,9 @@ def _with_layout(output: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
 def _fake_kernel(spec: OpSpec) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
         _check_present(spec, args)
-        spec.check(*args, **kwargs)
-        return spec.fake(*args, **kwargs)
+        bound = spec.bind(*args, **kwargs)
+        spec.check(bound)
+        return spec.fake(bound)
 
     return fake
 
@@ -162,14 +164,14 @@ def _autograd_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
         if transformed() or forward_ad._current_level >= 0:
             if recorded or has_tangent(args):
                 _check_present(spec, args)
-                spec.check(*args)
+                spec.check(spec.bind(*args))
                 return differentiate_reference(
                     spec, args, lambda: redispatch(keyset & below, *args)
                 )
         elif recorded:
             if spec.mutates and spec.backward is not None:
                 _check_present(spec, args)
-                spec.check(*args)
+                spec.check(spec.bind(*args))
                 return spec.reference(*args)
             written = [args[i] for i in mutated if i < len(args)]
             check_not_leaf(spec.name, written)

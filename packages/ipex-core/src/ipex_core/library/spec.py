@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ipex_core.errors import OpArgumentError
+from ipex_core.library.arguments import Arguments, bind
 
 __all__ = ["FLOATS", "NAMESPACE", "BenchCase", "OpSpec", "Sample", "check", "dtype_name"]
 
@@ -71,8 +72,9 @@ class OpSpec:
         schema: Schema without the name: ``"(Tensor x, float eps) -> Tensor"``. An op that writes to an argument,
             ``"(Tensor(a!) cache, Tensor rows) -> ()"``, returns nothing or new tensors, never an alias.
         reference: The op in plain PyTorch, for any device. It is the meaning of the op.
-        check: Validates the arguments; raises `OpArgumentError`. Kernels repeat the same checks with the same text.
-        fake: Shapes, dtypes and strides of the result, without data.
+        check: Validates the arguments of a call, see `bind`; raises `OpArgumentError`. Kernels repeat the same checks
+            with the same text.
+        fake: Shapes, dtypes and strides of the result of a call, without data.
         samples: Calls on which every kernel is compared with the reference, for one dtype.
         stock: What a user of stock PyTorch would write; the baseline of the benchmark.
         stock_args: Turns arguments of the op into those of ``stock``, outside the timing (a packed weight into a plain
@@ -98,8 +100,8 @@ class OpSpec:
     name: str
     schema: str
     reference: Callable[..., Any]
-    check: Callable[..., None]
-    fake: Callable[..., Any]
+    check: Callable[[Arguments], None]
+    fake: Callable[[Arguments], Any]
     samples: Callable[[torch.dtype], Iterable[Sample]]
     stock: Callable[..., Any] | None = None
     stock_args: Callable[..., tuple[Any, ...]] | None = None
@@ -116,6 +118,14 @@ class OpSpec:
     lift: bool = True
     bench: Callable[[], Iterable[BenchCase]] | None = None
     summary: str = ""
+
+    def bind(self, *args: Any, **kwargs: Any) -> Arguments:
+        """Return the arguments of a call by the names of the schema, for `check` and `fake`.
+
+        Raises:
+            TypeError: There are too many, one is unknown, or one without a default is missing.
+        """
+        return bind(self.name, self.schema, args, kwargs)
 
     @property
     def mutates(self) -> tuple[str, ...]:

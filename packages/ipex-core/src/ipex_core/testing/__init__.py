@@ -124,7 +124,7 @@ def _call(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
 
 
 def _promised(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
-    fake = spec.fake(*sample.args, **sample.kwargs)
+    fake = spec.fake(spec.bind(*sample.args, **sample.kwargs))
     return _results(spec, fake, list(sample.args), sample.kwargs)  # type: ignore[no-any-return]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_tensor, fake_like, randn, row_bench, row_samples
 from ipex_core.library.keep_mask import check_drop, drop
 from ipex_core.library.kernels import register
@@ -41,13 +42,13 @@ def _backward(
     return torch.ops.ipex.dropout(grads[0], p, seed, stream), None, None, None
 
 
-def _check(x: Tensor, p: float, seed: Tensor, stream: int = 0) -> None:
-    check_tensor("dropout", "x", x)
-    check_drop("dropout", p, seed, stream, x)
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    check_drop(a.op, a.p, a.seed, a.stream, a.x)
 
 
-def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return fake_like(x)
+def _fake(a: Arguments) -> Tensor:
+    return fake_like(a.x)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_tensor, randn, row_samples
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
@@ -49,17 +50,17 @@ def _check_even(op: str, x: Tensor) -> None:
     check(columns % 2 == 0, op, "x", "have a last dimension of even size", columns)
 
 
-def _silu_check(x: Tensor) -> None:
-    _check_even("silu_and_mul", x)
+def _silu_check(a: Arguments) -> None:
+    _check_even(a.op, a.x)
 
 
-def _gelu_check(x: Tensor, approximate: str = "none") -> None:
-    _check_even("gelu_and_mul", x)
-    check_approximate("gelu_and_mul", approximate)
+def _gelu_check(a: Arguments) -> None:
+    _check_even(a.op, a.x)
+    check_approximate(a.op, a.approximate)
 
 
-def _fake(x: Tensor, approximate: str = "none") -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+def _fake(a: Arguments) -> Tensor:
+    return a.x.new_empty((*a.x.shape[:-1], a.x.shape[-1] // 2))
 
 
 def _inputs(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

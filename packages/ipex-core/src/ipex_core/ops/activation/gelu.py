@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_like,
@@ -60,19 +61,23 @@ def check_approximate(op: str, approximate: str) -> None:
     check(approximate in APPROXIMATE, op, "approximate", "be 'none' or 'tanh'", repr(approximate))
 
 
-def _check(x: Tensor, approximate: str = "none") -> None:
-    check_tensor("gelu", "x", x, min_dim=0)
-    check_approximate("gelu", approximate)
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x, min_dim=0)
+    check_approximate(a.op, a.approximate)
 
 
-def _mul_check(gate: Tensor, up: Tensor, approximate: str = "none") -> None:
-    check_tensor("gelu_mul", "gate", gate, min_dim=0)
-    check_like("gelu_mul", "up", up, gate, of="gate")
-    check_approximate("gelu_mul", approximate)
+def _mul_check(a: Arguments) -> None:
+    check_tensor(a.op, "gate", a.gate, min_dim=0)
+    check_like(a.op, "up", a.up, a.gate, of="gate")
+    check_approximate(a.op, a.approximate)
 
 
-def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return fake_like(x)
+def _fake(a: Arguments) -> Tensor:
+    return fake_like(a.x)
+
+
+def _mul_fake(a: Arguments) -> Tensor:
+    return fake_like(a.gate)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -143,7 +148,7 @@ register(
         schema='(Tensor gate, Tensor up, str approximate="none") -> Tensor',
         reference=_gelu_mul,
         check=_mul_check,
-        fake=_fake,
+        fake=_mul_fake,
         autocast="widest_type",
         samples=_mul_samples,
         stock=_stock_mul,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_like,
@@ -42,15 +43,15 @@ def _gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> tuple[
     return d.to(grad.dtype), columns if grad.dtype == torch.float64 else columns.float()
 
 
-def _check(grad: Tensor, x: Tensor, approximate: str = "none") -> None:
-    check_tensor(OP, "grad", grad)
-    check_like(OP, "x", x, grad, of="grad")
-    check_approximate(OP, approximate)
+def _check(a: Arguments) -> None:
+    check_tensor(OP, "grad", a.grad)
+    check_like(OP, "x", a.x, a.grad, of="grad")
+    check_approximate(OP, a.approximate)
 
 
-def _fake(grad: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-    columns = torch.empty(grad.shape[-1], dtype=torch.float32, device=grad.device)
-    return fake_like(grad), columns
+def _fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    columns = torch.empty(a.grad.shape[-1], dtype=torch.float32, device=a.grad.device)
+    return fake_like(a.grad), columns
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

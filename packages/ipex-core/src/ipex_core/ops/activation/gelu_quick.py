@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_tensor, fake_like, randn, row_bench, row_samples
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample
@@ -29,8 +30,12 @@ def _gelu_quick(x: Tensor) -> Tensor:
     return (y * torch.sigmoid(1.702 * y)).to(x.dtype)
 
 
-def _check(x: Tensor) -> None:
-    check_tensor("gelu_quick", "x", x, min_dim=0)
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x, min_dim=0)
+
+
+def _fake(a: Arguments) -> torch.Tensor:
+    return fake_like(a.x)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -53,7 +58,7 @@ register(
         schema="(Tensor x) -> Tensor",
         reference=_gelu_quick,
         check=_check,
-        fake=fake_like,
+        fake=_fake,
         samples=_samples,
         stock=lambda x: x * torch.sigmoid(1.702 * x),
         bench=_bench,

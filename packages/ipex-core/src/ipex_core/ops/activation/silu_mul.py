@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_like,
@@ -39,13 +40,13 @@ def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return (functional.silu(acc(gate)) * acc(up)).to(gate.dtype)
 
 
-def _check(gate: Tensor, up: Tensor) -> None:
-    check_tensor("silu_mul", "gate", gate, min_dim=0)
-    check_like("silu_mul", "up", up, gate, of="gate")
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "gate", a.gate, min_dim=0)
+    check_like(a.op, "up", a.up, a.gate, of="gate")
 
 
-def _fake(gate: Tensor, up: Tensor) -> Tensor:
-    return fake_like(gate)
+def _fake(a: Arguments) -> Tensor:
+    return fake_like(a.gate)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

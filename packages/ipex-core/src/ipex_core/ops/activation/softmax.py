@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_broadcastable,
@@ -44,17 +45,17 @@ def _softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tenso
     return torch.softmax(scores, -1).to(x.dtype)
 
 
-def _check(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> None:
-    check_tensor("softmax", "x", x)
-    if mask is None:
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    if a.mask is None:
         return
-    check_device("softmax", "mask", mask, x)
-    check_dtype("softmax", "mask", mask, x, or_float32=True)
-    check_broadcastable("softmax", "mask", mask, x.shape, "x")
+    check_device(a.op, "mask", a.mask, a.x)
+    check_dtype(a.op, "mask", a.mask, a.x, or_float32=True)
+    check_broadcastable(a.op, "mask", a.mask, a.x.shape, "x")
 
 
-def _fake(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    return fake_like(x)
+def _fake(a: Arguments) -> Tensor:
+    return fake_like(a.x)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_like,
@@ -48,16 +49,14 @@ def _backward(
     return (scale * acc(probs) * (g - total)).to(grad.dtype), dropped.to(grad.dtype)
 
 
-def _check(
-    grad: Tensor, probs: Tensor, scale: float, p: float, seed: Tensor, stream: int = 0
-) -> None:
-    check_tensor(OP, "grad", grad)
-    check_like(OP, "probs", probs, grad, of="grad")
-    check_drop(OP, p, seed, stream, grad, "grad")
+def _check(a: Arguments) -> None:
+    check_tensor(OP, "grad", a.grad)
+    check_like(OP, "probs", a.probs, a.grad, of="grad")
+    check_drop(OP, a.p, a.seed, a.stream, a.grad, "grad")
 
 
-def _fake(grad: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return fake_like(grad), fake_like(grad)
+def _fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    return fake_like(a.grad), fake_like(a.grad)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_broadcastable,
@@ -19,7 +20,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 from ipex_core.ops.attention.checks import check_options
 
 Tensor = torch.Tensor
@@ -112,79 +113,48 @@ def attention_reference(
     return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    scale: float = 0.0,
-    is_causal: bool = False,
-    alibi_slopes: Tensor | None = None,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    bottom_right: bool = False,
-) -> None:
-    op = "attention"
-    check_tensor(op, "query", query)
-    check(query.dim() == 4, op, "query", "be 4-D [B, H, S, D]", f"{query.dim()}-D")
-    check_score_scale(op, "scale", scale)
-    for name, tensor in (("key", key), ("value", value)):
-        check_device(op, name, tensor, query, "query")
-        check_dtype(op, name, tensor, query, "query")
-    batch, heads, q_length, size = query.shape
-    check(
-        key.dim() == 4 and key.shape[0] == batch and key.shape[3] == size,
-        op,
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "query", a.query)
+    a.require(a.query.dim() == 4, "query", "be 4-D [B, H, S, D]", f"{a.query.dim()}-D")
+    check_score_scale(a.op, "scale", a.scale)
+    for name, tensor in (("key", a.key), ("value", a.value)):
+        check_device(a.op, name, tensor, a.query, "query")
+        check_dtype(a.op, name, tensor, a.query, "query")
+    batch, heads, q_length, size = a.query.shape
+    a.require(
+        a.key.dim() == 4 and a.key.shape[0] == batch and a.key.shape[3] == size,
         "key",
         f"have shape [{batch}, H, S, {size}]",
-        list(key.shape),
+        list(a.key.shape),
     )
-    check(
-        list(value.shape) == list(key.shape),
-        op,
+    a.require(
+        list(a.value.shape) == list(a.key.shape),
         "value",
-        f"have the shape of key = {list(key.shape)}",
-        list(value.shape),
+        f"have the shape of key = {list(a.key.shape)}",
+        list(a.value.shape),
     )
-    check(
-        key.shape[1] > 0 and heads % key.shape[1] == 0,
-        op,
+    a.require(
+        a.key.shape[1] > 0 and heads % a.key.shape[1] == 0,
         "key",
         f"have a number of heads that divides the {heads} heads of query",
-        key.shape[1],
+        a.key.shape[1],
     )
-    if mask is not None:
-        check_device(op, "mask", mask, query, "query")
-        check(
-            mask.dtype in (torch.bool, torch.float32, query.dtype),
-            op,
+    if a.mask is not None:
+        check_device(a.op, "mask", a.mask, a.query, "query")
+        a.require(
+            a.mask.dtype in (torch.bool, torch.float32, a.query.dtype),
             "mask",
-            f"have dtype bool, float32 or the dtype of query = {dtype_name(query.dtype)}",
-            dtype_name(mask.dtype),
+            f"have dtype bool, float32 or the dtype of query = {dtype_name(a.query.dtype)}",
+            dtype_name(a.mask.dtype),
         )
-        scores = (batch, heads, q_length, key.shape[2])
-        check_broadcastable(op, "mask", mask, scores, "the scores")
-    check_options(op, query, batch, heads, alibi_slopes, sinks, softcap)
+        scores = (batch, heads, q_length, a.key.shape[2])
+        check_broadcastable(a.op, "mask", a.mask, scores, "the scores")
+    check_options(a.op, a.query, batch, heads, a.alibi_slopes, a.sinks, a.softcap)
 
 
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    scale: float = 0.0,
-    is_causal: bool = False,
-    alibi_slopes: Tensor | None = None,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    bottom_right: bool = False,
-) -> Tensor:
-    batch, heads, length, size = query.shape
-    return query.new_empty(batch, length, heads, size).transpose(1, 2)
+def _fake(a: Arguments) -> Tensor:
+    batch, heads, length, size = a.query.shape
+    return a.query.new_empty(batch, length, heads, size).transpose(1, 2)
 
 
 def _qkv(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_score_scale, check_tensor, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name
@@ -111,51 +112,36 @@ def _decode_attention(
     return out
 
 
-def _check(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    lengths: Tensor | None = None,
-    mask: Tensor | None = None,
-    scale: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    window_size: int = -1,
-    softcap: float = -1.0,
-    sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> None:
-    check_tensor(OP, "query", query)
-    check(query.dim() == 4, OP, "query", "be 4-D [B, H, Q, D]", f"{query.dim()}-D")
-    batch, heads, queries, size = query.shape
+def _check(a: Arguments) -> None:
+    check_tensor(OP, "query", a.query)
+    check(a.query.dim() == 4, OP, "query", "be 4-D [B, H, Q, D]", f"{a.query.dim()}-D")
+    batch, heads, queries, size = a.query.shape
     check_head_size(OP, size)
-    check_score_scale(OP, "scale", scale)
-    check_caches(OP, key_cache, value_cache, query, "query", "[B, kv_heads, S, D]")
+    check_score_scale(OP, "scale", a.scale)
+    check_caches(OP, a.key_cache, a.value_cache, a.query, "query", "[B, kv_heads, S, D]")
     check(
-        key_cache.shape[0] == batch and key_cache.shape[3] == size,
+        a.key_cache.shape[0] == batch and a.key_cache.shape[3] == size,
         OP,
         "key_cache",
         f"have shape [{batch}, kv_heads, S, {size}]",
-        list(key_cache.shape),
+        list(a.key_cache.shape),
     )
-    check_head_groups(OP, heads, key_cache.shape[1])
-    if lengths is not None:
-        check_index_tensor(OP, "lengths", lengths, 1, query)
-        have = lengths.shape[0]
+    check_head_groups(OP, heads, a.key_cache.shape[1])
+    if a.lengths is not None:
+        check_index_tensor(OP, "lengths", a.lengths, 1, a.query)
+        have = a.lengths.shape[0]
         check(have == batch, OP, "lengths", f"have size B = {batch}", have)
-    check_mask(OP, mask, query, (batch, heads, queries, key_cache.shape[2]))
-    check_window(OP, window_size)
-    check_head_vector(OP, "alibi_slopes", alibi_slopes, heads, query)
-    check_head_vector(OP, "sinks", sinks, heads, query)
-    check_row_scales(OP, "key_scales", key_scales, key_cache)
-    check_row_scales(OP, "value_scales", value_scales, value_cache)
+    check_mask(OP, a.mask, a.query, (batch, heads, queries, a.key_cache.shape[2]))
+    check_window(OP, a.window_size)
+    check_head_vector(OP, "alibi_slopes", a.alibi_slopes, heads, a.query)
+    check_head_vector(OP, "sinks", a.sinks, heads, a.query)
+    check_row_scales(OP, "key_scales", a.key_scales, a.key_cache)
+    check_row_scales(OP, "value_scales", a.value_scales, a.value_cache)
 
 
-def _fake(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    batch, heads, queries, size = query.shape
-    return query.new_empty(batch, queries, heads, size).transpose(1, 2)
+def _fake(a: Arguments) -> Tensor:
+    batch, heads, queries, size = a.query.shape
+    return a.query.new_empty(batch, queries, heads, size).transpose(1, 2)
 
 
 def _qkv(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_score_scale, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
@@ -136,64 +137,42 @@ def _flash_attn_varlen_func(
         out[begin:end] = result[0].transpose(0, 1).to(out.dtype)
 
 
-def _check(
-    out: Tensor,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    softmax_scale: float,
-    is_causal: bool,
-    block_table: Tensor,
-    alibi_slopes: Tensor | None = None,
-    window_left: int = -1,
-    window_right: int = -1,
-    kv_cache_dtype: str = "auto",
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    softcap: float = -1.0,
-    sinks: Tensor | None = None,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> None:
-    check_rows(OP, query, out)
-    check_score_scale(OP, "softmax_scale", softmax_scale)
-    heads, size = query.shape[1:]
+def _check(a: Arguments) -> None:
+    check_rows(OP, a.query, a.out)
+    check_score_scale(OP, "softmax_scale", a.softmax_scale)
+    heads, size = a.query.shape[1:]
     layout = "[num_blocks, kv_heads, block_size, head_size]"
-    check_caches(OP, key_cache, value_cache, query, "query", layout)
+    check_caches(OP, a.key_cache, a.value_cache, a.query, "query", layout)
     check(
-        key_cache.shape[2] > 0 and key_cache.shape[3] == size,
+        a.key_cache.shape[2] > 0 and a.key_cache.shape[3] == size,
         OP,
         "key_cache",
         f"have shape [num_blocks, kv_heads, block_size, {size}]",
-        list(key_cache.shape),
+        list(a.key_cache.shape),
     )
     check(
-        key_cache.shape[1] > 0 and heads % key_cache.shape[1] == 0,
+        a.key_cache.shape[1] > 0 and heads % a.key_cache.shape[1] == 0,
         OP,
         "key_cache",
         f"have a number of heads that divides the {heads} heads of query",
-        key_cache.shape[1],
+        a.key_cache.shape[1],
     )
-    check_offset_tensor(OP, "cu_seqlens_q", cu_seqlens_q, query)
-    check_offset_tensor(OP, "cu_seqlens_kv", cu_seqlens_kv, query, cu_seqlens_q.shape[0])
-    sequences = cu_seqlens_q.shape[0] - 1
-    check_index_tensor(OP, "block_table", block_table, 2, query)
-    have = block_table.shape[0]
+    check_offset_tensor(OP, "cu_seqlens_q", a.cu_seqlens_q, a.query)
+    check_offset_tensor(OP, "cu_seqlens_kv", a.cu_seqlens_kv, a.query, a.cu_seqlens_q.shape[0])
+    sequences = a.cu_seqlens_q.shape[0] - 1
+    check_index_tensor(OP, "block_table", a.block_table, 2, a.query)
+    have = a.block_table.shape[0]
     check(have == sequences, OP, "block_table", f"have {sequences} rows", have)
-    check_cache_kind(OP, kv_cache_dtype, key_cache)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    check_cache_kind(OP, a.kv_cache_dtype, a.key_cache)
+    for name, scale in (("k_scale", a.k_scale), ("v_scale", a.v_scale)):
         fine = scale > 0 and math.isfinite(scale)
         check(fine, OP, name, "be positive and finite", f"{scale:g}")
-    check_row_scales(OP, "key_scales", key_scales, key_cache)
-    check_row_scales(OP, "value_scales", value_scales, value_cache)
-    check_options(OP, query, sequences, heads, alibi_slopes, sinks, softcap)
+    check_row_scales(OP, "key_scales", a.key_scales, a.key_cache)
+    check_row_scales(OP, "value_scales", a.value_scales, a.value_cache)
+    check_options(OP, a.query, sequences, heads, a.alibi_slopes, a.sinks, a.softcap)
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
+def _fake(a: Arguments) -> None:
     return None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_dtype,
@@ -128,65 +129,51 @@ def _additive(mask: Tensor, zeros: Tensor) -> Tensor:
     return zeros.masked_fill(~mask, -float("inf"))
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    beam_idx: Tensor,
-    offset: int,
-    scale: float = 0.0,
-    mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    is_causal: bool = True,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    check_tensor(OP, "query", query)
+def _check(a: Arguments) -> None:
+    check_tensor(OP, "query", a.query)
     text = "be 4-D [sequences, Q, heads, head_size]"
-    check(query.dim() == 4, OP, "query", text, f"{query.dim()}-D")
-    sequences, queries, heads, size = query.shape
+    check(a.query.dim() == 4, OP, "query", text, f"{a.query.dim()}-D")
+    sequences, queries, heads, size = a.query.shape
     check_head_size(OP, size)
-    check_score_scale(OP, "scale", scale)
-    check_device(OP, "key", key, query, "query")
-    check_dtype(OP, "key", key, query, "query")
+    check_score_scale(OP, "scale", a.scale)
+    check_device(OP, "key", a.key, a.query, "query")
+    check_dtype(OP, "key", a.key, a.query, "query")
     check(
-        key.dim() == 4 and (*key.shape[:2], key.shape[3]) == (sequences, queries, size),
+        a.key.dim() == 4 and (*a.key.shape[:2], a.key.shape[3]) == (sequences, queries, size),
         OP,
         "key",
         f"have shape [{sequences}, {queries}, kv_heads, {size}]",
-        list(key.shape),
+        list(a.key.shape),
     )
-    check_like(OP, "value", value, key, "key")
+    check_like(OP, "value", a.value, a.key, "key")
     shape = "[max_positions, sequences, kv_heads, head_size]"
-    check_caches(OP, key_cache, value_cache, query, "query", shape, written=True)
-    kv_heads = key.shape[2]
+    check_caches(OP, a.key_cache, a.value_cache, a.query, "query", shape, written=True)
+    kv_heads = a.key.shape[2]
     check(
-        list(key_cache.shape[1:]) == [sequences, kv_heads, size],
+        list(a.key_cache.shape[1:]) == [sequences, kv_heads, size],
         OP,
         "key_cache",
         f"have shape [max_positions, {sequences}, {kv_heads}, {size}]",
-        list(key_cache.shape),
+        list(a.key_cache.shape),
     )
     check_head_groups(OP, heads, kv_heads)
-    positions = key_cache.shape[0]
-    check_device(OP, "beam_idx", beam_idx, query, "query")
-    check_dtype_in(OP, "beam_idx", beam_idx, torch.int64)
-    check_shape(OP, "beam_idx", beam_idx, [positions + 2, sequences])
+    positions = a.key_cache.shape[0]
+    check_device(OP, "beam_idx", a.beam_idx, a.query, "query")
+    check_dtype_in(OP, "beam_idx", a.beam_idx, torch.int64)
+    check_shape(OP, "beam_idx", a.beam_idx, [positions + 2, sequences])
     check(
-        0 <= offset <= positions - queries,
+        0 <= a.offset <= positions - queries,
         OP,
         "offset",
         f"be between 0 and max_positions - Q = {positions - queries}",
-        offset,
+        a.offset,
     )
-    check_mask(OP, mask, query, (sequences, heads, queries, offset + queries))
-    check_head_vector(OP, "alibi_slopes", alibi_slopes, heads, query)
+    check_mask(OP, a.mask, a.query, (sequences, heads, queries, a.offset + queries))
+    check_head_vector(OP, "alibi_slopes", a.alibi_slopes, heads, a.query)
 
 
-def _fake(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return query.new_empty(query.shape).transpose(1, 2)
+def _fake(a: Arguments) -> Tensor:
+    return a.query.new_empty(a.query.shape).transpose(1, 2)
 
 
 def _histories(

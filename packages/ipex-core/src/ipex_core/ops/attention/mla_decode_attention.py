@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -84,60 +85,44 @@ def _mla(
     return out
 
 
-def _check(
-    query: Tensor,
-    kv_cache: Tensor,
-    lengths: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    block_tables: Tensor | None = None,
-    new_rows: Tensor | None = None,
-) -> None:
-    check_tensor(OP, "query", query)
+def _check(a: Arguments) -> None:
+    check_tensor(OP, "query", a.query)
     text = "be 3-D [sequences, heads, width]"
-    check(query.dim() == 3, OP, "query", text, f"{query.dim()}-D")
-    sequences, _, width = query.shape
+    check(a.query.dim() == 3, OP, "query", text, f"{a.query.dim()}-D")
+    sequences, _, width = a.query.shape
     check(0 < width <= 4096, OP, "query", "have a width between 1 and 4096", width)
     text = f"be between 1 and the width of query = {width}"
-    check(0 < kv_lora_rank <= width, OP, "kv_lora_rank", text, kv_lora_rank)
-    check_score_scale(OP, "scale", scale)
-    check_device(OP, "kv_cache", kv_cache, query, "query")
-    check_dtype(OP, "kv_cache", kv_cache, query, "query")
-    shape = list(kv_cache.shape)
-    fits = kv_cache.dim() == 3 and shape[2] == width
+    check(0 < a.kv_lora_rank <= width, OP, "kv_lora_rank", text, a.kv_lora_rank)
+    check_score_scale(OP, "scale", a.scale)
+    check_device(OP, "kv_cache", a.kv_cache, a.query, "query")
+    check_dtype(OP, "kv_cache", a.kv_cache, a.query, "query")
+    shape = list(a.kv_cache.shape)
+    fits = a.kv_cache.dim() == 3 and shape[2] == width
     check(fits, OP, "kv_cache", f"have shape [blocks, rows, {width}]", shape)
-    stride = kv_cache.stride(2)
+    stride = a.kv_cache.stride(2)
     fine = stride == 1 or width == 1
     check(fine, OP, "kv_cache", "have a contiguous last dimension", f"stride {stride}")
-    check_not_expanded(OP, "kv_cache", kv_cache)
-    check_index_tensor(OP, "lengths", lengths, 1, query)
-    have = lengths.shape[0]
+    check_not_expanded(OP, "kv_cache", a.kv_cache)
+    check_index_tensor(OP, "lengths", a.lengths, 1, a.query)
+    have = a.lengths.shape[0]
     check(have == sequences, OP, "lengths", f"have size sequences = {sequences}", have)
-    if block_tables is not None:
-        check_index_tensor(OP, "block_tables", block_tables, 2, query)
-        have = block_tables.shape[0]
+    if a.block_tables is not None:
+        check_index_tensor(OP, "block_tables", a.block_tables, 2, a.query)
+        have = a.block_tables.shape[0]
         check(have == sequences, OP, "block_tables", f"have {sequences} rows", have)
         check(shape[1] > 0, OP, "kv_cache", "have rows in its blocks", shape)
     else:
         text = f"have {sequences} blocks where there are no block_tables"
         check(shape[0] == sequences, OP, "kv_cache", text, shape[0])
-    if new_rows is not None:
-        check_device(OP, "new_rows", new_rows, query, "query")
-        check_dtype(OP, "new_rows", new_rows, query, "query")
-        got = list(new_rows.shape)
+    if a.new_rows is not None:
+        check_device(OP, "new_rows", a.new_rows, a.query, "query")
+        check_dtype(OP, "new_rows", a.new_rows, a.query, "query")
+        got = list(a.new_rows.shape)
         check(got == [sequences, width], OP, "new_rows", f"have shape [{sequences}, {width}]", got)
 
 
-def _fake(
-    query: Tensor,
-    kv_cache: Tensor,
-    lengths: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    block_tables: Tensor | None = None,
-    new_rows: Tensor | None = None,
-) -> Tensor:
-    return query.new_empty(*query.shape[:2], kv_lora_rank)
+def _fake(a: Arguments) -> Tensor:
+    return a.query.new_empty(*a.query.shape[:2], a.kv_lora_rank)
 
 
 def _arguments(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_like,
     check_not_expanded,
@@ -125,67 +126,48 @@ def _single_query(
         ).squeeze(1)
 
 
-def _check(
-    output: Tensor,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    head_mapping: Tensor | None,
-    scale: float,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    block_size: int,
-    max_context_len: int,
-    alibi_slopes: Tensor | None,
-    window_size: int = -1,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    softcap: float = -1.0,
-    sinks: Tensor | None = None,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> None:
-    check_tensor(OP, "query", query)
+def _check(a: Arguments) -> None:
+    check_tensor(OP, "query", a.query)
     text = "be 3-D [sequences, heads, head_size]"
-    check(query.dim() == 3, OP, "query", text, f"{query.dim()}-D")
-    sequences, heads, size = query.shape
+    check(a.query.dim() == 3, OP, "query", text, f"{a.query.dim()}-D")
+    sequences, heads, size = a.query.shape
     check_head_size(OP, size)
-    check_score_scale(OP, "scale", scale)
-    check_like(OP, "output", output, query, "query")
-    check_not_expanded(OP, "output", output)
-    stride = output.stride(2)
+    check_score_scale(OP, "scale", a.scale)
+    check_like(OP, "output", a.output, a.query, "query")
+    check_not_expanded(OP, "output", a.output)
+    stride = a.output.stride(2)
     fine = stride == 1 or size <= 1
     check(fine, OP, "output", "have a contiguous last dimension", f"stride {stride}")
     shape = "[num_blocks, kv_heads, block_size, head_size]"
-    check_caches(OP, key_cache, value_cache, query, "query", shape)
+    check_caches(OP, a.key_cache, a.value_cache, a.query, "query", shape)
     check(
-        key_cache.shape[2] == block_size and key_cache.shape[3] == size,
+        a.key_cache.shape[2] == a.block_size and a.key_cache.shape[3] == size,
         OP,
         "key_cache",
-        f"have shape [num_blocks, kv_heads, {block_size}, {size}]",
-        list(key_cache.shape),
+        f"have shape [num_blocks, kv_heads, {a.block_size}, {size}]",
+        list(a.key_cache.shape),
     )
-    check(block_size > 0, OP, "block_size", "be positive", block_size)
-    check_head_groups(OP, heads, key_cache.shape[1])
-    if head_mapping is not None:
-        check_index_tensor(OP, "head_mapping", head_mapping, 1, query)
-        have = head_mapping.shape[0]
-        fits = have in (heads, key_cache.shape[1])
+    check(a.block_size > 0, OP, "block_size", "be positive", a.block_size)
+    check_head_groups(OP, heads, a.key_cache.shape[1])
+    if a.head_mapping is not None:
+        check_index_tensor(OP, "head_mapping", a.head_mapping, 1, a.query)
+        have = a.head_mapping.shape[0]
+        fits = have in (heads, a.key_cache.shape[1])
         check(fits, OP, "head_mapping", f"have size heads = {heads}", have)
-    check_index_tensor(OP, "block_tables", block_tables, 2, query)
-    check_index_tensor(OP, "context_lens", context_lens, 1, query)
-    have = block_tables.shape[0]
+    check_index_tensor(OP, "block_tables", a.block_tables, 2, a.query)
+    check_index_tensor(OP, "context_lens", a.context_lens, 1, a.query)
+    have = a.block_tables.shape[0]
     check(have == sequences, OP, "block_tables", f"have {sequences} rows", have)
-    have = context_lens.shape[0]
+    have = a.context_lens.shape[0]
     check(have == sequences, OP, "context_lens", f"have size sequences = {sequences}", have)
-    check_window(OP, window_size)
-    check_head_vector(OP, "alibi_slopes", alibi_slopes, heads, query)
-    check_head_vector(OP, "sinks", sinks, heads, query)
-    check_row_scales(OP, "key_scales", key_scales, key_cache)
-    check_row_scales(OP, "value_scales", value_scales, value_cache)
+    check_window(OP, a.window_size)
+    check_head_vector(OP, "alibi_slopes", a.alibi_slopes, heads, a.query)
+    check_head_vector(OP, "sinks", a.sinks, heads, a.query)
+    check_row_scales(OP, "key_scales", a.key_scales, a.key_cache)
+    check_row_scales(OP, "value_scales", a.value_scales, a.value_cache)
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
+def _fake(a: Arguments) -> None:
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_device, check_dtype, check_score_scale, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
@@ -103,51 +104,32 @@ def _varlen_attention(
         out[q0:q1] = result[0].transpose(0, 1)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    seqlen_q: Tensor,
-    seqlen_k: Tensor,
-    alibi_slopes: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    pdropout: float,
-    softmax_scale: float,
-    zero_tensors: bool,
-    is_causal: bool,
-    return_softmax: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = -1.0,
-    sinks: Tensor | None = None,
-) -> None:
-    check_rows(OP, query, out)
-    check_score_scale(OP, "softmax_scale", softmax_scale)
-    heads, size = query.shape[1:]
-    for name, tensor in (("key", key), ("value", value)):
-        check_device(OP, name, tensor, query, "query")
-        check_dtype(OP, name, tensor, query, "query")
+def _check(a: Arguments) -> None:
+    check_rows(OP, a.query, a.out)
+    check_score_scale(OP, "softmax_scale", a.softmax_scale)
+    heads, size = a.query.shape[1:]
+    for name, tensor in (("key", a.key), ("value", a.value)):
+        check_device(OP, name, tensor, a.query, "query")
+        check_dtype(OP, name, tensor, a.query, "query")
     text = f"have shape [tokens, kv_heads, {size}]"
-    check(key.dim() == 3 and key.shape[2] == size, OP, "key", text, list(key.shape))
-    text = f"have the shape of key = {list(key.shape)}"
-    check(list(value.shape) == list(key.shape), OP, "value", text, list(value.shape))
+    check(a.key.dim() == 3 and a.key.shape[2] == size, OP, "key", text, list(a.key.shape))
+    text = f"have the shape of key = {list(a.key.shape)}"
+    check(list(a.value.shape) == list(a.key.shape), OP, "value", text, list(a.value.shape))
     check(
-        key.shape[1] > 0 and heads % key.shape[1] == 0,
+        a.key.shape[1] > 0 and heads % a.key.shape[1] == 0,
         OP,
         "key",
         f"have a number of heads that divides the {heads} heads of query",
-        key.shape[1],
+        a.key.shape[1],
     )
-    check_offset_tensor(OP, "seqlen_q", seqlen_q, query)
-    check_offset_tensor(OP, "seqlen_k", seqlen_k, query, seqlen_q.shape[0])
-    check(pdropout == 0, OP, "pdropout", "be 0", f"{pdropout:g}")
-    check(not return_softmax, OP, "return_softmax", "be False", return_softmax)
-    check_options(OP, query, seqlen_q.shape[0] - 1, heads, alibi_slopes, sinks, softcap)
+    check_offset_tensor(OP, "seqlen_q", a.seqlen_q, a.query)
+    check_offset_tensor(OP, "seqlen_k", a.seqlen_k, a.query, a.seqlen_q.shape[0])
+    check(a.pdropout == 0, OP, "pdropout", "be 0", f"{a.pdropout:g}")
+    check(not a.return_softmax, OP, "return_softmax", "be False", a.return_softmax)
+    check_options(OP, a.query, a.seqlen_q.shape[0] - 1, heads, a.alibi_slopes, a.sinks, a.softcap)
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
+def _fake(a: Arguments) -> None:
     return None
 
 

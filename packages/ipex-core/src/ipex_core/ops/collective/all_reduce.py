@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_dtype_in,
@@ -157,46 +158,27 @@ def _check_group(
     check(timeout > 0, op, "timeout", "be positive", f"{timeout:g}")
 
 
-def _check_reduce(
-    x: Tensor, memory: Tensor | None, rank: int, timeout: float = 1800.0, group: str = ""
-) -> None:
-    check_tensor("all_reduce_", "x", x, min_dim=0)
-    check_not_expanded("all_reduce_", "x", x)
-    _check_group("all_reduce_", x, memory, rank, timeout, group)
+def _check_reduce(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x, min_dim=0)
+    check_not_expanded(a.op, "x", a.x)
+    _check_group(a.op, a.x, a.memory, a.rank, a.timeout, a.group)
 
 
-def _check_gather(
-    x: Tensor,
-    sizes: Sequence[int],
-    memory: Tensor | None,
-    rank: int,
-    timeout: float = 1800.0,
-    group: str = "",
-) -> None:
-    op = "all_gather_columns"
-    check_tensor(op, "x", x)
-    _check_group(op, x, memory, rank, timeout, group)
-    fine = rank < len(sizes) and all(0 <= size <= _MOST for size in sizes)
-    check(fine, op, "sizes", "have an entry in [0, 2^31) for each rank", list(sizes))
-    columns = sizes[rank]
-    check(x.shape[-1] == columns, op, "x", f"have sizes[rank] = {columns} columns", x.shape[-1])
+def _check_gather(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    _check_group(a.op, a.x, a.memory, a.rank, a.timeout, a.group)
+    fine = a.rank < len(a.sizes) and all(0 <= size <= _MOST for size in a.sizes)
+    a.require(fine, "sizes", "have an entry in [0, 2^31) for each rank", list(a.sizes))
+    columns = a.sizes[a.rank]
+    a.require(a.x.shape[-1] == columns, "x", f"have sizes[rank] = {columns} columns", a.x.shape[-1])
 
 
-def _fake_reduce(
-    x: Tensor, memory: Tensor | None, rank: int, timeout: float = 1800.0, group: str = ""
-) -> None:
+def _fake_reduce(a: Arguments) -> None:
     return None
 
 
-def _fake_gather(
-    x: Tensor,
-    sizes: Sequence[int],
-    memory: Tensor | None,
-    rank: int,
-    timeout: float = 1800.0,
-    group: str = "",
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], sum(sizes))
+def _fake_gather(a: Arguments) -> Tensor:
+    return a.x.new_empty(*a.x.shape[:-1], sum(a.sizes))
 
 
 def _prepared(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_device, check_dtype, check_tensor, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
@@ -120,67 +121,51 @@ def _out_size(
     ]
 
 
-def _check(
-    x: Tensor,
-    packed_weight: Tensor,
-    out_channels: int,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-) -> None:
-    op = "convolution"
-    check_tensor(op, "x", x)
-    shape = f"shape {list(x.shape)}"
-    check(x.dim() == 4 and x.shape[1] > 0, op, "x", "be 4-D [N, C, H, W] with C > 0", shape)
-    check_device(op, "packed_weight", packed_weight, x)
-    check(out_channels > 0, op, "out_channels", "be positive", out_channels)
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    shape = f"shape {list(a.x.shape)}"
+    a.require(a.x.dim() == 4 and a.x.shape[1] > 0, "x", "be 4-D [N, C, H, W] with C > 0", shape)
+    check_device(a.op, "packed_weight", a.packed_weight, a.x)
+    a.require(a.out_channels > 0, "out_channels", "be positive")
     for name, value, least in (
-        ("kernel_size", kernel_size, 1),
-        ("stride", stride, 1),
-        ("padding", padding, 0),
-        ("dilation", dilation, 1),
+        ("kernel_size", a.kernel_size, 1),
+        ("stride", a.stride, 1),
+        ("padding", a.padding, 0),
+        ("dilation", a.dilation, 1),
     ):
         _check_pair(name, value, least)
-    check_activation(op, activation)
-    size = _out_size(x, kernel_size, stride, padding, dilation)
+    check_activation(a.op, a.activation)
+    size = _out_size(a.x, a.kernel_size, a.stride, a.padding, a.dilation)
     fits = size[0] > 0 and size[1] > 0
-    check(fits, op, "x", "have at least the size of the window with its padding", shape)
-    check_packed(op, "packed_weight", packed_weight, out_channels, _depth(x, kernel_size), x.dtype)
+    a.require(fits, "x", "have at least the size of the window with its padding", shape)
+    check_packed(
+        a.op,
+        "packed_weight",
+        a.packed_weight,
+        a.out_channels,
+        _depth(a.x, a.kernel_size),
+        a.x.dtype,
+    )
     for name, tensor, wanted in (
-        ("bias", bias, [out_channels]),
-        ("residual", residual, [x.shape[0], out_channels, *size]),
+        ("bias", a.bias, [a.out_channels]),
+        ("residual", a.residual, [a.x.shape[0], a.out_channels, *size]),
     ):
         if tensor is not None:
-            check_device(op, name, tensor, x)
-            check_dtype(op, name, tensor, x, or_float32=name == "bias")
+            check_device(a.op, name, tensor, a.x)
+            check_dtype(a.op, name, tensor, a.x, or_float32=name == "bias")
             right = list(tensor.shape) == wanted
-            check(right, op, name, f"have shape {wanted}", list(tensor.shape))
+            a.require(right, name, f"have shape {wanted}", list(tensor.shape))
 
 
-def _fake(
-    x: Tensor,
-    packed_weight: Tensor,
-    out_channels: int,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-) -> Tensor:
-    size = _out_size(x, kernel_size, stride, padding, dilation)
+def _fake(a: Arguments) -> Tensor:
+    size = _out_size(a.x, a.kernel_size, a.stride, a.padding, a.dilation)
     # Not new_empty().to(): of one pixel, that keeps the strides of the other format.
     return torch.empty(
-        x.shape[0],
-        out_channels,
+        a.x.shape[0],
+        a.out_channels,
         *size,
-        dtype=x.dtype,
-        device=x.device,
+        dtype=a.x.dtype,
+        device=a.x.device,
         memory_format=torch.channels_last,
     )
 

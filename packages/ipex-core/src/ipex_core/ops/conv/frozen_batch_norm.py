@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_tensor, fake_like, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample
@@ -67,18 +68,15 @@ def _backward(grads: tuple[Tensor], *args: Any) -> tuple[Tensor | None, ...]:
     )
 
 
-def _check(
-    x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
-) -> None:
-    op = "frozen_batch_norm"
-    check_tensor(op, "x", x, min_dim=2)
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x, min_dim=2)
     for name, value in (
-        ("weight", weight),
-        ("bias", bias),
-        ("running_mean", running_mean),
-        ("running_var", running_var),
+        ("weight", a.weight),
+        ("bias", a.bias),
+        ("running_mean", a.running_mean),
+        ("running_var", a.running_var),
     ):
-        check_shaped(op, name, value, [x.shape[1]], x, "x", or_float32=True)
+        check_shaped(a.op, name, value, [a.x.shape[1]], a.x, "x", or_float32=True)
 
 
 def channels_last(x: Tensor) -> bool:
@@ -90,10 +88,10 @@ def channels_last(x: Tensor) -> bool:
     )
 
 
-def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
-    if channels_last(x):
-        return torch.empty_like(x, memory_format=torch.channels_last)
-    return fake_like(x)
+def _fake(a: Arguments) -> Tensor:
+    if channels_last(a.x):
+        return torch.empty_like(a.x, memory_format=torch.channels_last)
+    return fake_like(a.x)
 
 
 def _parameters(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_broadcastable,
@@ -18,7 +19,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 
 Tensor = torch.Tensor
 
@@ -53,20 +54,19 @@ def _locations_to_boxes(
     return torch.cat([center - size / 2, center + size / 2], -1).to(locations.dtype)
 
 
-def _check(locations: Tensor, priors: Tensor, center_variance: float, size_variance: float) -> None:
-    op = "locations_to_boxes"
-    check_tensor(op, "locations", locations)
-    shape = list(locations.shape)
-    check(shape[-1] == 4, op, "locations", "have shape [..., 4]", shape)
-    check_device(op, "priors", priors, locations, "locations")
-    check_dtype(op, "priors", priors, locations, "locations", or_float32=True)
-    fine = priors.dim() > 0 and priors.shape[-1] == 4
-    check(fine, op, "priors", "have shape [..., 4]", list(priors.shape))
-    check_broadcastable(op, "priors", priors, shape, "locations")
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "locations", a.locations)
+    shape = list(a.locations.shape)
+    a.require(shape[-1] == 4, "locations", "have shape [..., 4]", shape)
+    check_device(a.op, "priors", a.priors, a.locations, "locations")
+    check_dtype(a.op, "priors", a.priors, a.locations, "locations", or_float32=True)
+    fine = a.priors.dim() > 0 and a.priors.shape[-1] == 4
+    a.require(fine, "priors", "have shape [..., 4]", list(a.priors.shape))
+    check_broadcastable(a.op, "priors", a.priors, shape, "locations")
 
 
-def _fake(locations: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return fake_like(locations)
+def _fake(a: Arguments) -> Tensor:
+    return fake_like(a.locations)
 
 
 def _priors(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -18,7 +19,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 
 Tensor = torch.Tensor
 
@@ -98,29 +99,19 @@ def _nms_mask(
     return torch.stack(masks).view(scores.shape) if masks else scores.new_empty(scores.shape).bool()
 
 
-def _check(
-    boxes: Tensor,
-    scores: Tensor,
-    threshold: float,
-    is_sorted: bool = False,
-    offset: float = 1.0,
-    min_score: float | None = None,
-    max_candidates: int = 0,
-    max_output: int = 0,
-) -> None:
-    op = "nms_mask"
-    check_tensor(op, "boxes", boxes, min_dim=2)
-    check(boxes.shape[-1] == 4, op, "boxes", "have shape [..., N, 4]", list(boxes.shape))
-    check_device(op, "scores", scores, boxes, "boxes")
-    check_dtype(op, "scores", scores, boxes, "boxes", or_float32=True)
-    shape = list(boxes.shape[:-1])
-    check_shape(op, "scores", scores, shape)
-    check(math.isfinite(threshold), op, "threshold", "be finite", f"{threshold:g}")
-    check(math.isfinite(offset), op, "offset", "be finite", f"{offset:g}")
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "boxes", a.boxes, min_dim=2)
+    a.require(a.boxes.shape[-1] == 4, "boxes", "have shape [..., N, 4]", list(a.boxes.shape))
+    check_device(a.op, "scores", a.scores, a.boxes, "boxes")
+    check_dtype(a.op, "scores", a.scores, a.boxes, "boxes", or_float32=True)
+    shape = list(a.boxes.shape[:-1])
+    check_shape(a.op, "scores", a.scores, shape)
+    a.require(math.isfinite(a.threshold), "threshold", "be finite", f"{a.threshold:g}")
+    a.require(math.isfinite(a.offset), "offset", "be finite", f"{a.offset:g}")
 
 
-def _fake(boxes: Tensor, scores: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+def _fake(a: Arguments) -> Tensor:
+    return torch.empty(a.scores.shape, dtype=torch.bool, device=a.scores.device)
 
 
 def random_boxes(*shape: int, dtype: torch.dtype, seed: int, size: float = 300.0) -> Tensor:

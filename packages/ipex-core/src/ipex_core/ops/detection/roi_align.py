@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ipex_core.errors import OpArgumentError
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -212,65 +213,44 @@ def _check_boxes(
         check(0 < value <= MOST_BINS, op, name, f"be from 1 to {MOST_BINS}", value)
 
 
-def _check(
-    x: Tensor,
-    rois: Tensor,
-    spatial_scale: float,
-    pooled_height: int,
-    pooled_width: int,
-    sampling_ratio: int = -1,
-    aligned: bool = False,
-) -> None:
-    op = "roi_align"
-    check_tensor(op, "x", x)
-    check(x.dim() == 4, op, "x", "be 4-D [N, C, H, W]", f"{x.dim()}-D")
-    _check_boxes(op, rois, x, "x", spatial_scale, (pooled_height, pooled_width), sampling_ratio)
-
-
-def _backward_check(
-    grad: Tensor,
-    rois: Tensor,
-    spatial_scale: float,
-    pooled_height: int,
-    pooled_width: int,
-    batch_size: int,
-    channels: int,
-    height: int,
-    width: int,
-    sampling_ratio: int,
-    aligned: bool,
-    is_channels_last: bool,
-) -> None:
-    op = "roi_align_backward"
-    check_tensor(op, "grad", grad)
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    a.require(a.x.dim() == 4, "x", "be 4-D [N, C, H, W]", f"{a.x.dim()}-D")
     _check_boxes(
-        op, rois, grad, "grad", spatial_scale, (pooled_height, pooled_width), sampling_ratio
+        a.op, a.rois, a.x, "x", a.spatial_scale, (a.pooled_height, a.pooled_width), a.sampling_ratio
+    )
+
+
+def _backward_check(a: Arguments) -> None:
+    check_tensor(a.op, "grad", a.grad)
+    _check_boxes(
+        a.op,
+        a.rois,
+        a.grad,
+        "grad",
+        a.spatial_scale,
+        (a.pooled_height, a.pooled_width),
+        a.sampling_ratio,
     )
     for name, value, most in (
-        ("batch_size", batch_size, MOST_IMAGES),
-        ("height", height, MOST_PIXELS),
-        ("width", width, MOST_PIXELS),
+        ("batch_size", a.batch_size, MOST_IMAGES),
+        ("height", a.height, MOST_PIXELS),
+        ("width", a.width, MOST_PIXELS),
     ):
-        check(0 <= value <= most, op, name, f"be from 0 to {most}", value)
-    check(channels >= 0, op, "channels", "not be negative", channels)
-    shape = [rois.shape[0], channels, pooled_height, pooled_width]
-    check_shape(op, "grad", grad, shape)
+        a.require(0 <= value <= most, name, f"be from 0 to {most}", value)
+    a.require(a.channels >= 0, "channels", "not be negative")
+    shape = [a.rois.shape[0], a.channels, a.pooled_height, a.pooled_width]
+    check_shape(a.op, "grad", a.grad, shape)
 
 
-def _fake(
-    x: Tensor,
-    rois: Tensor,
-    spatial_scale: float,
-    pooled_height: int,
-    pooled_width: int,
-    *args: object,
-    **kwargs: object,
-) -> Tensor:
-    return _empty(x, (rois.shape[0], x.shape[1], pooled_height, pooled_width), channels_last(x))
+def _fake(a: Arguments) -> Tensor:
+    return _empty(
+        a.x, (a.rois.shape[0], a.x.shape[1], a.pooled_height, a.pooled_width), channels_last(a.x)
+    )
 
 
-def _backward_fake(grad: Tensor, rois: Tensor, *args: Any) -> Tensor:
-    return _empty(grad, args[3:7], args[9])
+def _backward_fake(a: Arguments) -> Tensor:
+    return _empty(a.grad, (a.batch_size, a.channels, a.height, a.width), a.is_channels_last)
 
 
 def _boxes(count: int, images: int, width: int, height: int, seed: int = 41) -> Tensor:

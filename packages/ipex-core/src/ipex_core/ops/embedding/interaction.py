@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -82,26 +83,26 @@ def _check_inputs(op: str, inputs: Sequence[Tensor]) -> None:
         check_like(op, f"inputs[{i}]", value, first, "inputs[0]")
 
 
-def _check(inputs: Sequence[Tensor]) -> None:
-    _check_inputs(_FORWARD, inputs)
+def _check(a: Arguments) -> None:
+    _check_inputs(_FORWARD, a.inputs)
 
 
-def _check_backward(grad: Tensor, inputs: Sequence[Tensor]) -> None:
-    _check_inputs(_BACKWARD, inputs)
-    first = inputs[0]
-    check_device(_BACKWARD, "grad", grad, first, "inputs[0]")
-    check_tensor(_BACKWARD, "grad", grad, (first.dtype,))
-    shape = [first.shape[0], _width(len(inputs), first.shape[1])]
-    check_shape(_BACKWARD, "grad", grad, shape)
+def _check_backward(a: Arguments) -> None:
+    _check_inputs(_BACKWARD, a.inputs)
+    first = a.inputs[0]
+    check_device(_BACKWARD, "grad", a.grad, first, "inputs[0]")
+    check_tensor(_BACKWARD, "grad", a.grad, (first.dtype,))
+    shape = [first.shape[0], _width(len(a.inputs), first.shape[1])]
+    check_shape(_BACKWARD, "grad", a.grad, shape)
 
 
-def _fake(inputs: Sequence[Tensor]) -> Tensor:
-    batch, dim = inputs[0].shape
-    return inputs[0].new_empty(batch, _width(len(inputs), dim))
+def _fake(a: Arguments) -> Tensor:
+    batch, dim = a.inputs[0].shape
+    return a.inputs[0].new_empty(batch, _width(len(a.inputs), dim))
 
 
-def _fake_backward(grad: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    return grad.new_empty(len(inputs), *inputs[0].shape)
+def _fake_backward(a: Arguments) -> Tensor:
+    return a.grad.new_empty(len(a.inputs), *a.inputs[0].shape)
 
 
 def _inputs(count: int, batch: int, dim: int, dtype: torch.dtype) -> list[Tensor]:

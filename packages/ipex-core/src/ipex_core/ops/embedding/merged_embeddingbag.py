@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_device, check_dtype, randn, strided
 from ipex_core.library.kernels import register
 from ipex_core.library.portable import PORTABLE
@@ -91,54 +92,32 @@ def _cat(
     return torch.cat([dense[None], bags]).transpose(0, 1).flatten(1)
 
 
-def _check(
-    weights: Sequence[Tensor],
-    indices: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    per_sample_weights: Sequence[Tensor],
-    pooling_mode: str = "sum",
-    include_last_offset: bool = False,
-) -> None:
+def _check(a: Arguments) -> None:
     check_bags(
-        _FORWARD, weights, indices, offsets, per_sample_weights, pooling_mode, include_last_offset
+        _FORWARD,
+        a.weights,
+        a.indices,
+        a.offsets,
+        a.per_sample_weights,
+        a.pooling_mode,
+        a.include_last_offset,
     )
 
 
-def _check_cat(
-    weights: Sequence[Tensor],
-    indices: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    dense: Tensor,
-    pooling_mode: str = "sum",
-    include_last_offset: bool = False,
-) -> None:
-    check_bags(_CAT, weights, indices, offsets, [], pooling_mode, include_last_offset)
-    check_device(_CAT, "dense", dense, weights[0], "weights[0]")
-    check_dtype(_CAT, "dense", dense, weights[0], "weights[0]")
-    check_dense(_CAT, dense, weights, offsets, include_last_offset)
+def _check_cat(a: Arguments) -> None:
+    check_bags(_CAT, a.weights, a.indices, a.offsets, [], a.pooling_mode, a.include_last_offset)
+    check_device(_CAT, "dense", a.dense, a.weights[0], "weights[0]")
+    check_dtype(_CAT, "dense", a.dense, a.weights[0], "weights[0]")
+    check_dense(_CAT, a.dense, a.weights, a.offsets, a.include_last_offset)
 
 
-def _fake(
-    weights: Sequence[Tensor],
-    indices: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    per_sample_weights: Sequence[Tensor],
-    pooling_mode: str = "sum",
-    include_last_offset: bool = False,
-) -> Tensor:
-    bags = bag_count(offsets, include_last_offset)
-    return weights[0].new_empty(len(weights), bags, weights[0].shape[1])
+def _fake(a: Arguments) -> Tensor:
+    bags = bag_count(a.offsets, a.include_last_offset)
+    return a.weights[0].new_empty(len(a.weights), bags, a.weights[0].shape[1])
 
 
-def _fake_cat(
-    weights: Sequence[Tensor],
-    indices: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    dense: Tensor,
-    pooling_mode: str = "sum",
-    include_last_offset: bool = False,
-) -> Tensor:
-    return weights[0].new_empty(dense.shape[0], (len(weights) + 1) * dense.shape[1])
+def _fake_cat(a: Arguments) -> Tensor:
+    return a.weights[0].new_empty(a.dense.shape[0], (len(a.weights) + 1) * a.dense.shape[1])
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

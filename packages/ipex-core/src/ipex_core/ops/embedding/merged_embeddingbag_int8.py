@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_device, check_shape, check_tensor, randn, strided
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample
@@ -80,32 +81,31 @@ def _forward(
     return torch.cat(results, 1)
 
 
-def _check(
-    dense: Tensor,
-    weights: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    indices: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    pooling_mode: str = "sum",
-    include_last_offset: bool = False,
-) -> None:
-    check_tensor(_NAME, "dense", dense)
+def _check(a: Arguments) -> None:
+    check_tensor(_NAME, "dense", a.dense)
     check_bags(
-        _NAME, weights, indices, offsets, [], pooling_mode, include_last_offset, (torch.int8,)
+        _NAME,
+        a.weights,
+        a.indices,
+        a.offsets,
+        [],
+        a.pooling_mode,
+        a.include_last_offset,
+        (torch.int8,),
     )
-    check_table_list(_NAME, "scales", scales, len(weights))
-    for i, scale in enumerate(scales):
+    check_table_list(_NAME, "scales", a.scales, len(a.weights))
+    for i, scale in enumerate(a.scales):
         name = f"scales[{i}]"
-        check_device(_NAME, name, scale, weights[0], "weights[0]")
+        check_device(_NAME, name, scale, a.weights[0], "weights[0]")
         check_tensor(_NAME, name, scale, (torch.float32,))
-        wanted = [weights[i].shape[0]]
+        wanted = [a.weights[i].shape[0]]
         check_shape(_NAME, name, scale, wanted)
-    check_device(_NAME, "dense", dense, weights[0], "weights[0]")
-    check_dense(_NAME, dense, weights, offsets, include_last_offset)
+    check_device(_NAME, "dense", a.dense, a.weights[0], "weights[0]")
+    check_dense(_NAME, a.dense, a.weights, a.offsets, a.include_last_offset)
 
 
-def _fake(dense: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], *rest: Any) -> Tensor:
-    return dense.new_empty(dense.shape[0], (len(weights) + 1) * dense.shape[1])
+def _fake(a: Arguments) -> Tensor:
+    return a.dense.new_empty(a.dense.shape[0], (len(a.weights) + 1) * a.dense.shape[1])
 
 
 def _quantized(tables: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -210,39 +211,16 @@ def _check_update(
         _check_table(op, f"trails[{i}]", trail, weight, torch.bfloat16)
 
 
-def _check_sgd(
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    trails: Sequence[Tensor],
-    indices: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    per_sample_weights: Sequence[Tensor],
-    pooling_mode: str,
-    include_last_offset: bool,
-    lr: float,
-    weight_decay: float,
-) -> None:
-    bags = (indices, offsets, per_sample_weights, pooling_mode, include_last_offset)
-    _check_update(_SGD, grads, weights, trails, *bags)
+def _check_sgd(a: Arguments) -> None:
+    bags = (a.indices, a.offsets, a.per_sample_weights, a.pooling_mode, a.include_last_offset)
+    _check_update(_SGD, a.grads, a.weights, a.trails, *bags)
 
 
-def _check_adagrad(
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    trails: Sequence[Tensor],
-    hessians: Sequence[Tensor],
-    indices: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    per_sample_weights: Sequence[Tensor],
-    pooling_mode: str,
-    include_last_offset: bool,
-    lr: float,
-    eps: float,
-) -> None:
-    bags = (indices, offsets, per_sample_weights, pooling_mode, include_last_offset)
-    _check_update(_ADAGRAD, grads, weights, trails, *bags)
-    check_table_list(_ADAGRAD, "hessians", hessians, len(weights))
-    for i, (weight, hessian) in enumerate(zip(weights, hessians, strict=True)):
+def _check_adagrad(a: Arguments) -> None:
+    bags = (a.indices, a.offsets, a.per_sample_weights, a.pooling_mode, a.include_last_offset)
+    _check_update(_ADAGRAD, a.grads, a.weights, a.trails, *bags)
+    check_table_list(_ADAGRAD, "hessians", a.hessians, len(a.weights))
+    for i, (weight, hessian) in enumerate(zip(a.weights, a.hessians, strict=True)):
         _check_table(_ADAGRAD, f"hessians[{i}]", hessian, weight, torch.float32)
 
 
@@ -408,7 +386,7 @@ register(
         ),
         reference=_sgd,
         check=_check_sgd,
-        fake=lambda *args: None,
+        fake=lambda a: None,
         samples=_samples_sgd,
         stock=_stock_step,
         stock_args=_sgd_stock_args,
@@ -428,7 +406,7 @@ register(
         ),
         reference=_adagrad,
         check=_check_adagrad,
-        fake=lambda *args: None,
+        fake=lambda a: None,
         samples=_samples_adagrad,
         stock=_stock_step,
         stock_args=_adagrad_stock_args,

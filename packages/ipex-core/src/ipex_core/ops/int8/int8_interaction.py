@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_like,
@@ -79,51 +80,41 @@ def _interaction(
     return y.to(result)
 
 
-def _check(
-    inputs: Sequence[Tensor],
-    scales: Tensor,
-    dtype: torch.dtype | None = None,
-    output_scale: float = 0.0,
-    output_zero: int = 0,
-) -> None:
-    check(len(inputs) > 0, OP, "inputs", "hold at least 1 tensor", len(inputs))
-    few = len(inputs) <= _MOST_INPUTS
-    check(few, OP, "inputs", f"hold at most {_MOST_INPUTS} tensors", len(inputs))
-    first = inputs[0]
+def _check(a: Arguments) -> None:
+    check(len(a.inputs) > 0, OP, "inputs", "hold at least 1 tensor", len(a.inputs))
+    few = len(a.inputs) <= _MOST_INPUTS
+    check(few, OP, "inputs", f"hold at most {_MOST_INPUTS} tensors", len(a.inputs))
+    first = a.inputs[0]
     check_tensor(OP, "inputs[0]", first, (*FLOATS, torch.int8))
     check(first.dim() == 2, OP, "inputs[0]", "be 2-D [B, D]", f"{first.dim()}-D")
     narrow = first.shape[1] <= _MOST_DIM
     check(narrow, OP, "inputs[0]", f"have at most {_MOST_DIM} columns", first.shape[1])
-    for i, value in enumerate(inputs):
+    for i, value in enumerate(a.inputs):
         check_like(OP, f"inputs[{i}]", value, first, "inputs[0]")
-    check_device(OP, "scales", scales, first, "inputs[0]")
-    is_float = scales.dtype == torch.float32
-    check(is_float, OP, "scales", "have dtype float32", dtype_name(scales.dtype))
-    shape = [len(inputs)]
-    check_shape(OP, "scales", scales, shape)
-    result = _result(inputs, dtype)
+    check_device(OP, "scales", a.scales, first, "inputs[0]")
+    is_float = a.scales.dtype == torch.float32
+    check(is_float, OP, "scales", "have dtype float32", dtype_name(a.scales.dtype))
+    shape = [len(a.inputs)]
+    check_shape(OP, "scales", a.scales, shape)
+    result = _result(a.inputs, a.dtype)
     known = result in (*FLOATS, *_CODES)
     text = "be float32, bfloat16, float16, int8 or uint8"
     check(known, OP, "dtype", text, dtype_name(result))
     fits = first.dtype == torch.int8 or result in (first.dtype, *_CODES)
     check(fits, OP, "dtype", "be that of inputs[0], int8 or uint8", dtype_name(result))
     if result in _CODES:
-        usable = LEAST_SCALE <= output_scale < 3.4028235e38
+        usable = LEAST_SCALE <= a.output_scale < 3.4028235e38
         check(usable, OP, "output_scale", "be finite and at least 2^-120", "another value")
         low = -128 if result == torch.int8 else 0
-        usable = low <= output_zero <= low + 255
-        check(usable, OP, "output_zero", f"be in [{low}, {low + 255}]", output_zero)
+        usable = low <= a.output_zero <= low + 255
+        check(usable, OP, "output_zero", f"be in [{low}, {low + 255}]", a.output_zero)
 
 
-def _fake(
-    inputs: Sequence[Tensor],
-    scales: Tensor,
-    dtype: torch.dtype | None = None,
-    output_scale: float = 0.0,
-    output_zero: int = 0,
-) -> Tensor:
-    batch, dim = inputs[0].shape
-    return inputs[0].new_empty(batch, _width(len(inputs), dim), dtype=_result(inputs, dtype))
+def _fake(a: Arguments) -> Tensor:
+    batch, dim = a.inputs[0].shape
+    return a.inputs[0].new_empty(
+        batch, _width(len(a.inputs), dim), dtype=_result(a.inputs, a.dtype)
+    )
 
 
 def _scales(count: int) -> Tensor:

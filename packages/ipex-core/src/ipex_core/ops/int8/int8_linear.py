@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_device, check_tensor, dtype_name, randn, strided
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
@@ -130,49 +131,31 @@ def _check_values(x: Tensor, x_scale: Tensor | None, x_zero: Tensor | None) -> N
         check(usable, _OP, "x_zero", f"be in [{low}, {low + 255}]", "another value")
 
 
-def _check(
-    x: Tensor,
-    packed_weight: Tensor,
-    out_features: int,
-    weight_scale: Tensor,
-    x_scale: Tensor | None = None,
-    x_zero: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-    mul: Tensor | None = None,
-    residual2: Tensor | None = None,
-    gate: str = "none",
-    act_quant: str = "per_token",
-    symmetric: bool = True,
-    dtype: torch.dtype | None = None,
-    output_scale: float = 0.0,
-    output_zero: int = 0,
-) -> None:
-    check_tensor(_OP, "x", x, (*FLOATS, *_CODES))
-    check(out_features > 0, _OP, "out_features", "be positive", out_features)
-    check_activation(_OP, activation, gate)
-    n = weight_rows(out_features, gate)
-    check_device(_OP, "packed_weight", packed_weight, x)
-    _packed_int8.check_packed(_OP, "packed_weight", packed_weight, n, x.shape[-1])
-    check_device(_OP, "weight_scale", weight_scale, x)
-    check_tensor(_OP, "weight_scale", weight_scale, (torch.float32,), min_dim=0)
+def _check(a: Arguments) -> None:
+    check_tensor(_OP, "x", a.x, (*FLOATS, *_CODES))
+    check(a.out_features > 0, _OP, "out_features", "be positive", a.out_features)
+    check_activation(_OP, a.activation, a.gate)
+    n = weight_rows(a.out_features, a.gate)
+    check_device(_OP, "packed_weight", a.packed_weight, a.x)
+    _packed_int8.check_packed(_OP, "packed_weight", a.packed_weight, n, a.x.shape[-1])
+    check_device(_OP, "weight_scale", a.weight_scale, a.x)
+    check_tensor(_OP, "weight_scale", a.weight_scale, (torch.float32,), min_dim=0)
     check(
-        weight_scale.numel() == 1 or (weight_scale.dim() == 1 and weight_scale.shape[0] == n),
+        a.weight_scale.numel() == 1 or (a.weight_scale.dim() == 1 and a.weight_scale.shape[0] == n),
         _OP,
         "weight_scale",
         f"have one element or one for each row of the weight = {n}",
-        list(weight_scale.shape),
+        list(a.weight_scale.shape),
     )
     check(
-        act_quant in ("per_token", "per_tensor"),
+        a.act_quant in ("per_token", "per_tensor"),
         _OP,
         "act_quant",
         "be per_token or per_tensor",
-        act_quant,
+        a.act_quant,
     )
-    _check_activations(x, x_scale, x_zero, symmetric)
-    result = _result_dtype(x, dtype)
+    _check_activations(a.x, a.x_scale, a.x_zero, a.symmetric)
+    result = _result_dtype(a.x, a.dtype)
     check(
         result in (*FLOATS, *_CODES),
         _OP,
@@ -181,21 +164,21 @@ def _check(
         dtype_name(result),
     )
     if result in _CODES:
-        usable = LEAST_SCALE <= output_scale < 3.4028235e38
+        usable = LEAST_SCALE <= a.output_scale < 3.4028235e38
         check(usable, _OP, "output_scale", "be finite and at least 2^-120", "another value")
         low = -128 if result == torch.int8 else 0
-        usable = low <= output_zero <= low + 255
-        check(usable, _OP, "output_zero", f"be in [{low}, {low + 255}]", output_zero)
+        usable = low <= a.output_zero <= low + 255
+        check(usable, _OP, "output_zero", f"be in [{low}, {low + 255}]", a.output_zero)
         result = torch.float32
     check_operands(
         _OP,
-        x,
-        out_features,
-        bias,
-        mul,
-        residual,
-        residual2,
-        gate,
+        a.x,
+        a.out_features,
+        a.bias,
+        a.mul,
+        a.residual,
+        a.residual2,
+        a.gate,
         dtype=result,
         of="the result",
     )
@@ -236,26 +219,8 @@ def _check_activations(
     )
 
 
-def _fake(
-    x: Tensor,
-    packed_weight: Tensor,
-    out_features: int,
-    weight_scale: Tensor,
-    x_scale: Tensor | None = None,
-    x_zero: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-    mul: Tensor | None = None,
-    residual2: Tensor | None = None,
-    gate: str = "none",
-    act_quant: str = "per_token",
-    symmetric: bool = True,
-    dtype: torch.dtype | None = None,
-    output_scale: float = 0.0,
-    output_zero: int = 0,
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], out_features, dtype=_result_dtype(x, dtype))
+def _fake(a: Arguments) -> Tensor:
+    return a.x.new_empty(*a.x.shape[:-1], a.out_features, dtype=_result_dtype(a.x, a.dtype))
 
 
 def _weight(n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -356,7 +321,7 @@ def _stock(
     """Stock: oneDNN's quantised linear for codes, the op for int8 weights for float activations."""
     if x_scale is None:
         return torch._weight_int8pack_mm(x, weight, scale)
-    return torch.ops.onednn.qlinear_pointwise(  # type: ignore[no-any-return]
+    return torch.ops.onednn.qlinear_pointwise(
         x, x_scale.item(), 0, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_device, check_dtype, check_tensor, randn, strided
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
@@ -56,33 +57,33 @@ def _matmul(
     return (product * scale.double().to(a.device)).to(a.dtype)
 
 
-def _check(a: Tensor, b: Tensor, a_scale: float, a_zero: int, b_scale: float, b_zero: int) -> None:
-    check_tensor(OP, "a", a, min_dim=2)
-    check_device(OP, "b", b, a, "a")
-    check_dtype(OP, "b", b, a, "a")
-    both = zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False)
-    fits = b.dim() >= 2 and b.shape[-2] == a.shape[-1]
+def _check(a: Arguments) -> None:
+    check_tensor(OP, "a", a.a, min_dim=2)
+    check_device(OP, "b", a.b, a.a, "a")
+    check_dtype(OP, "b", a.b, a.a, "a")
+    both = zip(reversed(a.a.shape[:-2]), reversed(a.b.shape[:-2]), strict=False)
+    fits = a.b.dim() >= 2 and a.b.shape[-2] == a.a.shape[-1]
     fits = fits and all(x in (y, 1) or y == 1 for x, y in both)
-    text = f"have a.shape[-1] rows and leading sizes that fit those of a = {list(a.shape)}"
-    check(fits, OP, "b", text, list(b.shape))
+    text = f"have a.shape[-1] rows and leading sizes that fit those of a = {list(a.a.shape)}"
+    check(fits, OP, "b", text, list(a.b.shape))
     check(
-        max(a.dim(), b.dim()) <= _MOST_DIMS,
+        max(a.a.dim(), a.b.dim()) <= _MOST_DIMS,
         OP,
         "a",
         f"have at most {_MOST_DIMS} dimensions",
-        a.dim(),
+        a.a.dim(),
     )
-    depth = a.shape[-1]
+    depth = a.a.shape[-1]
     check(depth <= MOST_DEPTH, OP, "a", f"have at most {MOST_DEPTH} columns", depth)
-    for name, scale, zero in (("a", a_scale, a_zero), ("b", b_scale, b_zero)):
+    for name, scale, zero in (("a", a.a_scale, a.a_zero), ("b", a.b_scale, a.b_zero)):
         usable = LEAST_SCALE <= scale < 3.4028235e38
         check(usable, OP, f"{name}_scale", "be finite and at least 2^-120", "another value")
         check(0 <= zero <= 255, OP, f"{name}_zero", "be in [0, 255]", zero)
 
 
-def _fake(a: Tensor, b: Tensor, a_scale: float, a_zero: int, b_scale: float, b_zero: int) -> Tensor:
-    lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return a.new_empty(*lead, a.shape[-2], b.shape[-1])
+def _fake(a: Arguments) -> Tensor:
+    lead = torch.broadcast_shapes(a.a.shape[:-2], a.b.shape[:-2])
+    return a.a.new_empty(*lead, a.a.shape[-2], a.b.shape[-1])
 
 
 _HEADS = 12  # of the benchmark

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_tensor
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import OpSpec, Sample, check
+from ipex_core.library.spec import OpSpec, Sample
 from ipex_core.packing import int8 as _packed_int8
 
 Tensor = torch.Tensor
@@ -34,21 +35,21 @@ def _pack(weight: Tensor) -> Tensor:
     return _packed_int8.pack(weight)
 
 
-def _pack_check(weight: Tensor) -> None:
-    op = "pack_int8_weight"
-    check_tensor(op, "weight", weight, (torch.int8,), min_dim=0)
-    check(
-        weight.dim() == 2 and 0 not in weight.shape and weight.shape[1] <= _packed_int8.MAX_DEPTH,
-        op,
+def _pack_check(a: Arguments) -> None:
+    check_tensor(a.op, "weight", a.weight, (torch.int8,), min_dim=0)
+    a.require(
+        a.weight.dim() == 2
+        and 0 not in a.weight.shape
+        and a.weight.shape[1] <= _packed_int8.MAX_DEPTH,
         "weight",
         f"be 2-D, not empty and of at most {_packed_int8.MAX_DEPTH} columns",
-        list(weight.shape),
+        list(a.weight.shape),
     )
 
 
-def _pack_fake(weight: Tensor) -> Tensor:
-    size = _packed_int8.packed_bytes(weight.shape[0], weight.shape[1])
-    return weight.new_empty(size, dtype=torch.uint8)
+def _pack_fake(a: Arguments) -> Tensor:
+    size = _packed_int8.packed_bytes(a.weight.shape[0], a.weight.shape[1])
+    return a.weight.new_empty(size, dtype=torch.uint8)
 
 
 def _pack_samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -72,15 +73,14 @@ def _unpack(packed: Tensor, out_features: int, in_features: int) -> Tensor:
     return _packed_int8.unpack(packed, out_features, in_features)
 
 
-def _unpack_check(packed: Tensor, out_features: int, in_features: int) -> None:
-    op = "unpack_int8_weight"
-    check(out_features > 0, op, "out_features", "be positive", out_features)
-    check(in_features > 0, op, "in_features", "be positive", in_features)
-    _packed_int8.check_packed(op, "packed", packed, out_features, in_features)
+def _unpack_check(a: Arguments) -> None:
+    a.require(a.out_features > 0, "out_features", "be positive")
+    a.require(a.in_features > 0, "in_features", "be positive")
+    _packed_int8.check_packed(a.op, "packed", a.packed, a.out_features, a.in_features)
 
 
-def _unpack_fake(packed: Tensor, out_features: int, in_features: int) -> Tensor:
-    return packed.new_empty(out_features, in_features, dtype=torch.int8)
+def _unpack_fake(a: Arguments) -> Tensor:
+    return a.packed.new_empty(a.out_features, a.in_features, dtype=torch.int8)
 
 
 def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:

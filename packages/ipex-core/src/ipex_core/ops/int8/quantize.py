@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_dtype_in,
@@ -78,20 +79,20 @@ def _per_token(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor, Tenso
     return codes(x, scale, zero, symmetric), scale, zero
 
 
-def _per_token_check(x: Tensor, symmetric: bool = True) -> None:
-    check_tensor("quantize_per_token", "x", x)
+def _per_token_check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
 
 
 def _new_codes(x: Tensor, symmetric: bool) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.int8 if symmetric else torch.uint8)
 
 
-def _per_token_fake(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    rows = (*x.shape[:-1], 1)
+def _per_token_fake(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    rows = (*a.x.shape[:-1], 1)
     return (
-        _new_codes(x, symmetric),
-        x.new_empty(rows, dtype=torch.float32),
-        x.new_empty(rows, dtype=torch.int32),
+        _new_codes(a.x, a.symmetric),
+        a.x.new_empty(rows, dtype=torch.float32),
+        a.x.new_empty(rows, dtype=torch.int32),
     )
 
 
@@ -186,26 +187,21 @@ def _check_one(op: str, name: str, value: Tensor, dtype: torch.dtype, x: Tensor)
     check(value.numel() == 1, op, name, "have one element", list(value.shape))
 
 
-def _per_tensor_check(
-    x: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, symmetric: bool = True
-) -> None:
-    op = "quantize_per_tensor"
-    check_tensor(op, "x", x, min_dim=0)
-    if scale is not None:
-        _check_one(op, "scale", scale, torch.float32, x)
-    if zero is not None:
-        check(scale is not None, op, "zero", "be None without scale", "a tensor")
-        check(not symmetric, op, "zero", "be None for symmetric codes", "a tensor")
-        _check_one(op, "zero", zero, torch.int32, x)
+def _per_tensor_check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x, min_dim=0)
+    if a.scale is not None:
+        _check_one(a.op, "scale", a.scale, torch.float32, a.x)
+    if a.zero is not None:
+        a.require(a.scale is not None, "zero", "be None without scale", "a tensor")
+        a.require(not a.symmetric, "zero", "be None for symmetric codes", "a tensor")
+        _check_one(a.op, "zero", a.zero, torch.int32, a.x)
 
 
-def _per_tensor_fake(
-    x: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, symmetric: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+def _per_tensor_fake(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        _new_codes(x, symmetric),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty((), dtype=torch.int32),
+        _new_codes(a.x, a.symmetric),
+        a.x.new_empty((), dtype=torch.float32),
+        a.x.new_empty((), dtype=torch.int32),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -154,70 +155,44 @@ def _reshape_and_cache_flash(
     )
 
 
-def _check(
-    op: str,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str = "auto",
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> None:
-    check_tensor(op, "key", key)
-    check(key.dim() == 3, op, "key", "be 3-D [tokens, kv_heads, head_size]", f"{key.dim()}-D")
-    check_like(op, "value", value, key, "key")
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "key", a.key)
+    a.require(a.key.dim() == 3, "key", "be 3-D [tokens, kv_heads, head_size]", f"{a.key.dim()}-D")
+    check_like(a.op, "value", a.value, a.key, "key")
     shape = "[num_blocks, kv_heads, block_size, head_size]"
-    check_caches(op, key_cache, value_cache, key, "key", shape, written=True)
-    check(
-        key_cache.shape[1] == key.shape[1] and key_cache.shape[3] == key.shape[2],
-        op,
+    check_caches(a.op, a.key_cache, a.value_cache, a.key, "key", shape, written=True)
+    a.require(
+        a.key_cache.shape[1] == a.key.shape[1] and a.key_cache.shape[3] == a.key.shape[2],
         "key_cache",
-        f"have shape [num_blocks, {key.shape[1]}, block_size, {key.shape[2]}]",
-        list(key_cache.shape),
+        f"have shape [num_blocks, {a.key.shape[1]}, block_size, {a.key.shape[2]}]",
+        list(a.key_cache.shape),
     )
-    check_device(op, "slot_mapping", slot_mapping, key, "key")
-    check_dtype_in(op, "slot_mapping", slot_mapping, torch.int32, torch.int64)
-    check(
-        slot_mapping.dim() == 1 and slot_mapping.shape[0] == key.shape[0],
-        op,
+    check_device(a.op, "slot_mapping", a.slot_mapping, a.key, "key")
+    check_dtype_in(a.op, "slot_mapping", a.slot_mapping, torch.int32, torch.int64)
+    a.require(
+        a.slot_mapping.dim() == 1 and a.slot_mapping.shape[0] == a.key.shape[0],
         "slot_mapping",
-        f"be 1-D of size key.shape[0] = {key.shape[0]}",
-        list(slot_mapping.shape),
+        f"be 1-D of size key.shape[0] = {a.key.shape[0]}",
+        list(a.slot_mapping.shape),
     )
-    check_cache_kind(op, kv_cache_dtype, key_cache)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    check_cache_kind(a.op, a.kv_cache_dtype, a.key_cache)
+    for name, scale in (("k_scale", a.k_scale), ("v_scale", a.v_scale)):
         fine = scale > 0 and math.isfinite(scale)
-        check(fine, op, name, "be positive and finite", f"{scale:g}")
-    check_row_scales(op, "key_scales", key_scales, key_cache)
-    check_row_scales(op, "value_scales", value_scales, key_cache)
-    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        a.require(fine, name, "be positive and finite", f"{scale:g}")
+    check_row_scales(a.op, "key_scales", a.key_scales, a.key_cache)
+    check_row_scales(a.op, "value_scales", a.value_scales, a.key_cache)
+    for name, scales in (("key_scales", a.key_scales), ("value_scales", a.value_scales)):
         if scales is not None:
-            check_not_expanded(op, name, scales)
-    check(
-        (key_scales is None) == (value_scales is None),
-        op,
+            check_not_expanded(a.op, name, scales)
+    a.require(
+        (a.key_scales is None) == (a.value_scales is None),
         "value_scales",
         "be given if and only if key_scales are",
         "one of them",
     )
 
 
-def _fake(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str = "auto",
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> None:
+def _fake(a: Arguments) -> None:
     return None
 
 
@@ -298,7 +273,7 @@ for _name, _reference in (
                 " Tensor(c!)? key_scales=None, Tensor(d!)? value_scales=None) -> ()"
             ),
             reference=_reference,
-            check=functools.partial(_check, _name),
+            check=_check,
             fake=_fake,
             samples=_samples,
             stock=_stock,

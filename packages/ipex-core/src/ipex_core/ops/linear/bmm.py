@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -59,35 +60,39 @@ def _bmm(
     return y.to(a.dtype)
 
 
-def _check(
-    a: Tensor, b: Tensor, add: Tensor | None = None, alpha: float = 1.0, out_features: int = 0
-) -> None:
-    check_tensor(OP, "a", a, min_dim=3)
-    check(a.dim() == 3, OP, "a", "be 3-D", list(a.shape))
-    batch, m, k = a.shape
-    check_device(OP, "b", b, a, "a")
-    if b.dtype == torch.uint8:
-        check(out_features > 0, OP, "out_features", "be positive where b is packed", out_features)
-        check_packed_rows(OP, "b", b, batch, out_features, k, a.dtype)
-        n = out_features
+def _check(a: Arguments) -> None:
+    check_tensor(OP, "a", a.a, min_dim=3)
+    check(a.a.dim() == 3, OP, "a", "be 3-D", list(a.a.shape))
+    batch, m, k = a.a.shape
+    check_device(OP, "b", a.b, a.a, "a")
+    if a.b.dtype == torch.uint8:
+        check(
+            a.out_features > 0, OP, "out_features", "be positive where b is packed", a.out_features
+        )
+        check_packed_rows(OP, "b", a.b, batch, a.out_features, k, a.a.dtype)
+        n = a.out_features
     else:
-        check_dtype(OP, "b", b, a, "a")
-        fits = b.dim() == 3 and list(b.shape[:2]) == [batch, k]
-        check(fits, OP, "b", f"have shape [{batch}, {k}, N]", list(b.shape))
-        n = b.shape[2]
-        check(out_features in (0, n), OP, "out_features", f"be b.shape[2] = {n} or 0", out_features)
-    if add is not None:
-        check_device(OP, "add", add, a, "a")
-        check_dtype(OP, "add", add, a, "a")
+        check_dtype(OP, "b", a.b, a.a, "a")
+        fits = a.b.dim() == 3 and list(a.b.shape[:2]) == [batch, k]
+        check(fits, OP, "b", f"have shape [{batch}, {k}, N]", list(a.b.shape))
+        n = a.b.shape[2]
+        check(
+            a.out_features in (0, n),
+            OP,
+            "out_features",
+            f"be b.shape[2] = {n} or 0",
+            a.out_features,
+        )
+    if a.add is not None:
+        check_device(OP, "add", a.add, a.a, "a")
+        check_dtype(OP, "add", a.add, a.a, "a")
         shape = [batch, m, n]
-        check_shape(OP, "add", add, shape)
+        check_shape(OP, "add", a.add, shape)
 
 
-def _fake(
-    a: Tensor, b: Tensor, add: Tensor | None = None, alpha: float = 1.0, out_features: int = 0
-) -> Tensor:
-    n = out_features if b.dtype == torch.uint8 else b.shape[2]
-    return a.new_empty(a.shape[0], a.shape[1], n)
+def _fake(a: Arguments) -> Tensor:
+    n = a.out_features if a.b.dtype == torch.uint8 else a.b.shape[2]
+    return a.a.new_empty(a.a.shape[0], a.a.shape[1], n)
 
 
 def _factors(dtype: torch.dtype, batch: int, m: int, k: int, n: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -123,55 +124,33 @@ def _grouped_linear(
     return y.to(x.dtype)
 
 
-def _check(
-    x: Tensor,
-    offsets: Tensor,
-    packed_weight: Tensor,
-    out_features: int,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-    mul: Tensor | None = None,
-    residual2: Tensor | None = None,
-    gate: str = "none",
-) -> None:
-    check_tensor(OP, "x", x)
-    check(x.dim() == 2, OP, "x", "be 2-D", list(x.shape))
-    check(out_features > 0, OP, "out_features", "be positive", out_features)
-    check_activation(OP, activation, gate)
-    n = weight_rows(out_features, gate)
-    check_device(OP, "offsets", offsets, x)
-    check_dtype_in(OP, "offsets", offsets, torch.int32, torch.int64)
+def _check(a: Arguments) -> None:
+    check_tensor(OP, "x", a.x)
+    check(a.x.dim() == 2, OP, "x", "be 2-D", list(a.x.shape))
+    check(a.out_features > 0, OP, "out_features", "be positive", a.out_features)
+    check_activation(OP, a.activation, a.gate)
+    n = weight_rows(a.out_features, a.gate)
+    check_device(OP, "offsets", a.offsets, a.x)
+    check_dtype_in(OP, "offsets", a.offsets, torch.int32, torch.int64)
     check(
-        offsets.dim() == 1 and offsets.shape[0] > 0,
+        a.offsets.dim() == 1 and a.offsets.shape[0] > 0,
         OP,
         "offsets",
         "be 1-D and not empty",
-        list(offsets.shape),
+        list(a.offsets.shape),
     )
-    groups = offsets.shape[0] - 1
-    check_device(OP, "packed_weight", packed_weight, x)
-    check_packed_rows(OP, "packed_weight", packed_weight, groups, n, x.shape[1], x.dtype)
-    if bias is not None:
-        check_device(OP, "bias", bias, x)
-        check_dtype(OP, "bias", bias, x, or_float32=True)
-        check_shape(OP, "bias", bias, [groups, n])
-    check_operands(OP, x, out_features, None, mul, residual, residual2, gate)
+    groups = a.offsets.shape[0] - 1
+    check_device(OP, "packed_weight", a.packed_weight, a.x)
+    check_packed_rows(OP, "packed_weight", a.packed_weight, groups, n, a.x.shape[1], a.x.dtype)
+    if a.bias is not None:
+        check_device(OP, "bias", a.bias, a.x)
+        check_dtype(OP, "bias", a.bias, a.x, or_float32=True)
+        check_shape(OP, "bias", a.bias, [groups, n])
+    check_operands(OP, a.x, a.out_features, None, a.mul, a.residual, a.residual2, a.gate)
 
 
-def _fake(
-    x: Tensor,
-    offsets: Tensor,
-    packed_weight: Tensor,
-    out_features: int,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-    mul: Tensor | None = None,
-    residual2: Tensor | None = None,
-    gate: str = "none",
-) -> Tensor:
-    return x.new_empty(x.shape[0], out_features)
+def _fake(a: Arguments) -> Tensor:
+    return a.x.new_empty(a.x.shape[0], a.out_features)
 
 
 def _case(

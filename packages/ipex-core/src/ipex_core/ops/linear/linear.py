@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -16,7 +17,7 @@ from ipex_core.library.checks import (
     strided,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 from ipex_core.ops.linear.epilogue import (
     ACTIVATIONS,
     GATES,
@@ -86,39 +87,18 @@ def _linear(
     return y.to(x.dtype)
 
 
-def _check(
-    x: Tensor,
-    packed_weight: Tensor,
-    out_features: int,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-    mul: Tensor | None = None,
-    residual2: Tensor | None = None,
-    gate: str = "none",
-) -> None:
-    op = "linear"
-    check_tensor(op, "x", x)
-    check_device(op, "packed_weight", packed_weight, x)
-    check(out_features > 0, op, "out_features", "be positive", out_features)
-    check_activation(op, activation, gate)
-    n = weight_rows(out_features, gate)
-    check_packed(op, "packed_weight", packed_weight, n, x.shape[-1], x.dtype)
-    check_operands(op, x, out_features, bias, mul, residual, residual2, gate)
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    check_device(a.op, "packed_weight", a.packed_weight, a.x)
+    a.require(a.out_features > 0, "out_features", "be positive")
+    check_activation(a.op, a.activation, a.gate)
+    n = weight_rows(a.out_features, a.gate)
+    check_packed(a.op, "packed_weight", a.packed_weight, n, a.x.shape[-1], a.x.dtype)
+    check_operands(a.op, a.x, a.out_features, a.bias, a.mul, a.residual, a.residual2, a.gate)
 
 
-def _fake(
-    x: Tensor,
-    packed_weight: Tensor,
-    out_features: int,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-    mul: Tensor | None = None,
-    residual2: Tensor | None = None,
-    gate: str = "none",
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
+def _fake(a: Arguments) -> Tensor:
+    return a.x.new_empty(*a.x.shape[:-1], a.out_features)
 
 
 def _case(

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_tensor, dtype_name, randn
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, OpSpec, Sample, check
+from ipex_core.library.spec import FLOATS, OpSpec, Sample
 from ipex_core.packing import dense
 from ipex_core.packing.dense import check_packed
 
@@ -29,21 +30,19 @@ def _pack(weight: Tensor) -> Tensor:
     return dense.pack(weight)
 
 
-def _pack_check(weight: Tensor) -> None:
-    op = "pack_linear_weight"
-    check_tensor(op, "weight", weight)
-    check(
-        weight.dim() == 2 and 0 not in weight.shape,
-        op,
+def _pack_check(a: Arguments) -> None:
+    check_tensor(a.op, "weight", a.weight)
+    a.require(
+        a.weight.dim() == 2 and 0 not in a.weight.shape,
         "weight",
         "be 2-D and not empty",
-        list(weight.shape),
+        list(a.weight.shape),
     )
 
 
-def _pack_fake(weight: Tensor) -> Tensor:
-    size = dense.packed_bytes(weight.shape[0], weight.shape[1], weight.dtype)
-    return weight.new_empty(size, dtype=torch.uint8)
+def _pack_fake(a: Arguments) -> Tensor:
+    size = dense.packed_bytes(a.weight.shape[0], a.weight.shape[1], a.weight.dtype)
+    return a.weight.new_empty(size, dtype=torch.uint8)
 
 
 def _pack_samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -71,22 +70,15 @@ def _unpack(packed: Tensor, out_features: int, in_features: int, dtype: torch.dt
     return dense.unpack(packed, out_features, in_features, dtype)
 
 
-def _unpack_check(packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype) -> None:
-    op = "unpack_linear_weight"
-    check(
-        dtype in FLOATS,
-        op,
-        "dtype",
-        "be float32, bfloat16 or float16",
-        dtype_name(dtype),
-    )
-    check(out_features > 0, op, "out_features", "be positive", out_features)
-    check(in_features > 0, op, "in_features", "be positive", in_features)
-    check_packed(op, "packed", packed, out_features, in_features, dtype)
+def _unpack_check(a: Arguments) -> None:
+    a.require(a.dtype in FLOATS, "dtype", "be float32, bfloat16 or float16", dtype_name(a.dtype))
+    a.require(a.out_features > 0, "out_features", "be positive")
+    a.require(a.in_features > 0, "in_features", "be positive")
+    check_packed(a.op, "packed", a.packed, a.out_features, a.in_features, a.dtype)
 
 
-def _unpack_fake(packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty(out_features, in_features, dtype=dtype)
+def _unpack_fake(a: Arguments) -> Tensor:
+    return a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype)
 
 
 def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:

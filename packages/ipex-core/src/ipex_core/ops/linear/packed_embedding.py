@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_device, check_tensor, dtype_name, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
@@ -45,21 +46,17 @@ def _embedding(
     return torch.nn.functional.embedding(ids, weight)
 
 
-def _check(
-    packed: Tensor, ids: Tensor, num_embeddings: int, embedding_dim: int, dtype: torch.dtype
-) -> None:
-    check(dtype in FLOATS, _OP, "dtype", "be float32, bfloat16 or float16", dtype_name(dtype))
-    check(num_embeddings > 0, _OP, "num_embeddings", "be positive", num_embeddings)
-    check(embedding_dim > 0, _OP, "embedding_dim", "be positive", embedding_dim)
-    check_packed(_OP, "packed", packed, num_embeddings, embedding_dim, dtype)
-    check_device(_OP, "ids", ids, packed, "packed")
-    check_tensor(_OP, "ids", ids, (torch.int32, torch.int64), min_dim=0)
+def _check(a: Arguments) -> None:
+    check(a.dtype in FLOATS, _OP, "dtype", "be float32, bfloat16 or float16", dtype_name(a.dtype))
+    check(a.num_embeddings > 0, _OP, "num_embeddings", "be positive", a.num_embeddings)
+    check(a.embedding_dim > 0, _OP, "embedding_dim", "be positive", a.embedding_dim)
+    check_packed(_OP, "packed", a.packed, a.num_embeddings, a.embedding_dim, a.dtype)
+    check_device(_OP, "ids", a.ids, a.packed, "packed")
+    check_tensor(_OP, "ids", a.ids, (torch.int32, torch.int64), min_dim=0)
 
 
-def _fake(
-    packed: Tensor, ids: Tensor, num_embeddings: int, embedding_dim: int, dtype: torch.dtype
-) -> Tensor:
-    return packed.new_empty(*ids.shape, embedding_dim, dtype=dtype)
+def _fake(a: Arguments) -> Tensor:
+    return a.packed.new_empty(*a.ids.shape, a.embedding_dim, dtype=a.dtype)
 
 
 def _ids(*shape: int, rows: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ipex_core.errors import OpArgumentError
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_dtype,
@@ -153,21 +152,19 @@ def _check_slice(op: str, out: Tensor, weights: Tensor, offset: int, size: int) 
     )
 
 
-def check_lora(op: str, *args: Any, **kwargs: Any) -> None:
+def check_lora(a: Arguments) -> None:
     """Check a call of any of the six ops."""
-    names = [argument.name for argument in getattr(torch.ops.ipex, op).default._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    out, weights = given["out"], given["weights"]
+    given = vars(a)
     _check(
-        op,
-        out,
-        given["input"],
-        weights,
-        given["indices"],
+        a.op,
+        a.out,
+        a.input,
+        a.weights,
+        a.indices,
         given.get("seq_lens"),
         given.get("seq_starts"),
     )
-    if op.endswith("_shrink"):
-        _check_shrink(op, out, weights)
-    elif op.endswith("_slice"):
-        _check_slice(op, out, weights, given["slice_offset"], given["slice_size"])
+    if a.op.endswith("_shrink"):
+        _check_shrink(a.op, a.out, a.weights)
+    elif a.op.endswith("_slice"):
+        _check_slice(a.op, a.out, a.weights, a.slice_offset, a.slice_size)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import OpSpec
@@ -227,7 +227,7 @@ def _sgmv_expand_slice(
     _apply(out.narrow(1, slice_offset, slice_size), input, part, numbers, 1.0, add_inputs)
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
+def _fake(a: Arguments) -> None:
     """Return nothing: all results are in ``out``."""
 
 
@@ -264,7 +264,7 @@ for _name, (_reference, _arguments, _summary) in _OPS.items():
             name=_name,
             schema=f"{_TENSORS}{_arguments}) -> ()",
             reference=_reference,
-            check=functools.partial(check_lora, _name),
+            check=check_lora,
             fake=_fake,
             samples=functools.partial(lora_samples, _name),
             stock=functools.partial(lora_stock, _name),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -168,69 +169,43 @@ def _stored_dtype(packed: Tensor, dtype: torch.dtype) -> torch.dtype:
     return next(d for d, f in FORMATS.items() if f == header[0])
 
 
-def _check(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    intermediate_size: int,
-    activation: str = "silu",
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    shared_w13: Tensor | None = None,
-    shared_w2: Tensor | None = None,
-    shared_weights: Tensor | None = None,
-    shared_intermediate_size: int = 0,
-    experts_start_id: int = 0,
-    num_experts: int = 0,
-    swiglu_alpha: float = 1.702,
-    swiglu_limit: float = 7.0,
-    lowp_mode: str = "none",
-) -> None:
-    op = "fused_experts"
-    x = hidden_states
-    check_tensor(op, "hidden_states", x)
-    check(x.dim() == 2, op, "hidden_states", "be 2-D", list(x.shape))
-    check(x.shape[1] > 0, op, "hidden_states", "have at least one feature", list(x.shape))
-    check(intermediate_size > 0, op, "intermediate_size", "be positive", intermediate_size)
+def _check(a: Arguments) -> None:
+    x = a.hidden_states
+    check_tensor(a.op, "hidden_states", x)
+    a.require(x.dim() == 2, "hidden_states", "be 2-D", list(x.shape))
+    a.require(x.shape[1] > 0, "hidden_states", "have at least one feature", list(x.shape))
+    a.require(a.intermediate_size > 0, "intermediate_size", "be positive")
     hidden = x.shape[1]
-    check_device(op, "w13", w13, x, "hidden_states")
-    quantised = has_data(w13) and is_quantised(w13)
-    _check_weights("w13", w13, 2 * intermediate_size, hidden, x.dtype, True, quantised)
-    check_device(op, "w2", w2, x, "hidden_states")
-    _check_weights("w2", w2, hidden, intermediate_size, x.dtype, False, quantised)
-    experts = w13.shape[0]
-    check(
-        w2.shape[0] == experts,
-        op,
-        "w2",
-        f"have as many experts as w13 = {experts}",
-        w2.shape[0],
+    check_device(a.op, "w13", a.w13, x, "hidden_states")
+    quantised = has_data(a.w13) and is_quantised(a.w13)
+    _check_weights("w13", a.w13, 2 * a.intermediate_size, hidden, x.dtype, True, quantised)
+    check_device(a.op, "w2", a.w2, x, "hidden_states")
+    _check_weights("w2", a.w2, hidden, a.intermediate_size, x.dtype, False, quantised)
+    experts = a.w13.shape[0]
+    a.require(
+        a.w2.shape[0] == experts, "w2", f"have as many experts as w13 = {experts}", a.w2.shape[0]
     )
-    _check_routing(x, topk_weights, topk_ids)
-    _check_bias(x, "w13_bias", w13_bias, [experts, 2 * intermediate_size])
-    _check_bias(x, "w2_bias", w2_bias, [experts, hidden])
-    _check_shared(x, shared_w13, shared_w2, shared_weights, shared_intermediate_size, quantised)
-    check_one_of(op, "activation", activation, ACTIVATIONS)
-    check_one_of(op, "lowp_mode", lowp_mode, ("none", "fp16", "bf16"))
-    check(
-        quantised or lowp_mode == "none" or not has_data(w13),
-        op,
+    _check_routing(x, a.topk_weights, a.topk_ids)
+    _check_bias(x, "w13_bias", a.w13_bias, [experts, 2 * a.intermediate_size])
+    _check_bias(x, "w2_bias", a.w2_bias, [experts, hidden])
+    _check_shared(
+        x, a.shared_w13, a.shared_w2, a.shared_weights, a.shared_intermediate_size, quantised
+    )
+    check_one_of(a.op, "activation", a.activation, ACTIVATIONS)
+    check_one_of(a.op, "lowp_mode", a.lowp_mode, ("none", "fp16", "bf16"))
+    a.require(
+        quantised or a.lowp_mode == "none" or not has_data(a.w13),
         "lowp_mode",
         "be none for weights that are not quantised",
-        lowp_mode,
     )
-    check(num_experts >= 0, op, "num_experts", "be 0 or more", num_experts)
-    total = num_experts or experts
-    check(
-        0 <= experts_start_id <= total - experts,
-        op,
+    a.require(a.num_experts >= 0, "num_experts", "be 0 or more")
+    total = a.num_experts or experts
+    a.require(
+        0 <= a.experts_start_id <= total - experts,
         "experts_start_id",
         f"be between 0 and num_experts - {experts} = {total - experts}",
-        experts_start_id,
     )
-    _check_ids(topk_ids, total)
+    _check_ids(a.topk_ids, total)
 
 
 def _check_routing(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
@@ -329,8 +304,8 @@ def _check_shared(
         )
 
 
-def _fake(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+def _fake(a: Arguments) -> Tensor:
+    return torch.empty_like(a.hidden_states, memory_format=torch.contiguous_format)
 
 
 def _stock_args(

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_device, check_one_of, check_tensor, randn, strided
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name
+from ipex_core.library.spec import BenchCase, OpSpec, Sample, dtype_name
 
 Tensor = torch.Tensor
 
@@ -86,73 +87,45 @@ def _moe_routing(
     return (weights * routed_scaling_factor).float(), ids.to(torch.int32)
 
 
-def _check(
-    router_logits: Tensor,
-    top_k: int,
-    renormalize: bool,
-    scoring_func: str = "softmax",
-    num_expert_group: int = 0,
-    topk_group: int = 0,
-    e_score_correction_bias: Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
-) -> None:
-    op = "moe_routing"
-    check_tensor(op, "router_logits", router_logits)
-    check(router_logits.dim() == 2, op, "router_logits", "be 2-D", list(router_logits.shape))
-    experts = router_logits.shape[1]
-    check_one_of(op, "scoring_func", scoring_func, SCORING)
-    check(
-        0 < top_k <= experts,
-        op,
-        "top_k",
-        f"be between 1 and the number of experts = {experts}",
-        top_k,
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "router_logits", a.router_logits)
+    a.require(a.router_logits.dim() == 2, "router_logits", "be 2-D", list(a.router_logits.shape))
+    experts = a.router_logits.shape[1]
+    check_one_of(a.op, "scoring_func", a.scoring_func, SCORING)
+    a.require(
+        0 < a.top_k <= experts, "top_k", f"be between 1 and the number of experts = {experts}"
     )
-    if num_expert_group > 1:
-        check(
-            experts % num_expert_group == 0,
-            op,
+    if a.num_expert_group > 1:
+        a.require(
+            experts % a.num_expert_group == 0,
             "num_expert_group",
             f"divide the number of experts = {experts}",
-            num_expert_group,
         )
-        check(
-            0 < topk_group <= num_expert_group,
-            op,
+        a.require(
+            0 < a.topk_group <= a.num_expert_group,
             "topk_group",
-            f"be between 1 and num_expert_group = {num_expert_group}",
-            topk_group,
+            f"be between 1 and num_expert_group = {a.num_expert_group}",
         )
-        most = topk_group * (experts // num_expert_group)
-        check(top_k <= most, op, "top_k", f"be at most the {most} experts of topk_group", top_k)
+        most = a.topk_group * (experts // a.num_expert_group)
+        a.require(a.top_k <= most, "top_k", f"be at most the {most} experts of topk_group")
     else:
-        check(num_expert_group >= 0, op, "num_expert_group", "be 0 or more", num_expert_group)
-    bias = e_score_correction_bias
+        a.require(a.num_expert_group >= 0, "num_expert_group", "be 0 or more")
+    bias = a.e_score_correction_bias
     if bias is not None:
-        check_device(op, "e_score_correction_bias", bias, router_logits, "router_logits")
-        check(
+        check_device(a.op, "e_score_correction_bias", bias, a.router_logits, "router_logits")
+        a.require(
             bias.dtype == torch.float32 and list(bias.shape) == [experts],
-            op,
             "e_score_correction_bias",
             f"be float32 of shape [{experts}]",
             f"{dtype_name(bias.dtype)} {list(bias.shape)}",
         )
 
 
-def _fake(
-    router_logits: Tensor,
-    top_k: int,
-    renormalize: bool,
-    scoring_func: str = "softmax",
-    num_expert_group: int = 0,
-    topk_group: int = 0,
-    e_score_correction_bias: Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    shape = (router_logits.shape[0], top_k)
+def _fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    shape = (a.router_logits.shape[0], a.top_k)
     return (
-        router_logits.new_empty(shape, dtype=torch.float32),
-        router_logits.new_empty(shape, dtype=torch.int32),
+        a.router_logits.new_empty(shape, dtype=torch.float32),
+        a.router_logits.new_empty(shape, dtype=torch.int32),
     )
 
 

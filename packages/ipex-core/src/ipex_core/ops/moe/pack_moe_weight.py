@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_tensor, dtype_name, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import FLOATS, OpSpec, Sample, check
@@ -118,23 +119,21 @@ def _check_shape(op: str, gated: bool, out_features: int, name: str) -> None:
     check(not gated or out_features % 2 == 0, op, name, "be even if gated", out_features)
 
 
-def _pack_check(weight: Tensor, gated: bool = False) -> None:
-    op = "pack_moe_weight"
-    check_tensor(op, "weight", weight)
-    check(
-        weight.dim() == 3 and 0 not in weight.shape,
-        op,
+def _pack_check(a: Arguments) -> None:
+    check_tensor(a.op, "weight", a.weight)
+    a.require(
+        a.weight.dim() == 3 and 0 not in a.weight.shape,
         "weight",
         "be 3-D and not empty",
-        list(weight.shape),
+        list(a.weight.shape),
     )
-    _check_shape(op, gated, weight.shape[1], "weight.shape[1]")
+    _check_shape(a.op, a.gated, a.weight.shape[1], "weight.shape[1]")
 
 
-def _pack_fake(weight: Tensor, gated: bool = False) -> Tensor:
-    experts, n, k = weight.shape
-    return weight.new_empty(
-        _experts.packed_shape(experts, n, k, weight.dtype, gated), dtype=torch.uint8
+def _pack_fake(a: Arguments) -> Tensor:
+    experts, n, k = a.weight.shape
+    return a.weight.new_empty(
+        _experts.packed_shape(experts, n, k, a.weight.dtype, a.gated), dtype=torch.uint8
     )
 
 
@@ -177,21 +176,16 @@ def _unpack(
     return _experts.unpack(packed, out_features, in_features, dtype, gated)
 
 
-def _unpack_check(
-    packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype, gated: bool = False
-) -> None:
-    op = "unpack_moe_weight"
-    check(dtype in FLOATS, op, "dtype", "be float32, bfloat16 or float16", dtype_name(dtype))
-    check(out_features > 0, op, "out_features", "be positive", out_features)
-    check(in_features > 0, op, "in_features", "be positive", in_features)
-    _check_shape(op, gated, out_features, "out_features")
-    check_experts(op, "packed", packed, out_features, in_features, dtype, gated)
+def _unpack_check(a: Arguments) -> None:
+    a.require(a.dtype in FLOATS, "dtype", "be float32, bfloat16 or float16", dtype_name(a.dtype))
+    a.require(a.out_features > 0, "out_features", "be positive")
+    a.require(a.in_features > 0, "in_features", "be positive")
+    _check_shape(a.op, a.gated, a.out_features, "out_features")
+    check_experts(a.op, "packed", a.packed, a.out_features, a.in_features, a.dtype, a.gated)
 
 
-def _unpack_fake(
-    packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype, gated: bool = False
-) -> Tensor:
-    return packed.new_empty(packed.shape[0], out_features, in_features, dtype=dtype)
+def _unpack_fake(a: Arguments) -> Tensor:
+    return a.packed.new_empty(a.packed.shape[0], a.out_features, a.in_features, dtype=a.dtype)
 
 
 def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -212,22 +206,20 @@ def _stack(packed: list[Tensor]) -> Tensor:
     return torch.stack(packed)
 
 
-def _stack_check(packed: list[Tensor]) -> None:
-    op = "pack_moe_stack"
-    check(len(packed) > 0, op, "packed", "hold at least one tensor", len(packed))
-    for one in packed:
-        same = one.dtype == torch.uint8 and one.dim() == 1 and one.shape == packed[0].shape
-        check(
+def _stack_check(a: Arguments) -> None:
+    a.require(len(a.packed) > 0, "packed", "hold at least one tensor", len(a.packed))
+    for one in a.packed:
+        same = one.dtype == torch.uint8 and one.dim() == 1 and one.shape == a.packed[0].shape
+        a.require(
             same and one.shape[0] > 0,
-            op,
             "packed",
             "hold packed weights of one size",
             f"{dtype_name(one.dtype)} {list(one.shape)}",
         )
 
 
-def _stack_fake(packed: list[Tensor]) -> Tensor:
-    return packed[0].new_empty(len(packed), packed[0].shape[0])
+def _stack_fake(a: Arguments) -> Tensor:
+    return a.packed[0].new_empty(len(a.packed), a.packed[0].shape[0])
 
 
 def _stack_samples(dtype: torch.dtype) -> Iterator[Sample]:

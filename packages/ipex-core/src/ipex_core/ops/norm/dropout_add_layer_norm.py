@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_like,
@@ -128,45 +129,28 @@ def _backward(
     return d.to(grad.dtype), dx.to(grad.dtype), columns
 
 
-def _check(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    p: float,
-    seed: Tensor,
-    stream: int = 0,
-    eps: float = 1e-12,
-) -> None:
-    check_tensor(OP, "x", x)
-    check_like(OP, "residual", residual, x)
-    check_vector(OP, "weight", weight, x)
-    check_vector(OP, "bias", bias, x)
-    check_drop(OP, p, seed, stream, x)
+def _check(a: Arguments) -> None:
+    check_tensor(OP, "x", a.x)
+    check_like(OP, "residual", a.residual, a.x)
+    check_vector(OP, "weight", a.weight, a.x)
+    check_vector(OP, "bias", a.bias, a.x)
+    check_drop(OP, a.p, a.seed, a.stream, a.x)
 
 
-def _backward_check(
-    grad: Tensor,
-    sum: Tensor,
-    weight: Tensor,
-    p: float,
-    seed: Tensor,
-    stream: int = 0,
-    eps: float = 1e-12,
-) -> None:
-    check_tensor(BACKWARD, "grad", grad)
-    check_like(BACKWARD, "sum", sum, grad, of="grad")
-    check_vector(BACKWARD, "weight", weight, grad)
-    check_drop(BACKWARD, p, seed, stream, grad, "grad")
+def _backward_check(a: Arguments) -> None:
+    check_tensor(BACKWARD, "grad", a.grad)
+    check_like(BACKWARD, "sum", a.sum, a.grad, of="grad")
+    check_vector(BACKWARD, "weight", a.weight, a.grad)
+    check_drop(BACKWARD, a.p, a.seed, a.stream, a.grad, "grad")
 
 
-def _fake(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return fake_like(x), fake_like(x)
+def _fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    return fake_like(a.x), fake_like(a.x)
 
 
-def _backward_fake(grad: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    columns = torch.empty(3, grad.shape[-1], dtype=torch.float32, device=grad.device)
-    return fake_like(grad), fake_like(grad), columns
+def _backward_fake(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    columns = torch.empty(3, a.grad.shape[-1], dtype=torch.float32, device=a.grad.device)
+    return fake_like(a.grad), fake_like(a.grad), columns
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

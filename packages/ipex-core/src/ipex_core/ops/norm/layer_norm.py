@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_like,
@@ -105,34 +105,27 @@ def _add_layer_norm_in_place(
     return _normalise(residual, weight, bias, eps)
 
 
-def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> None:
-    check_tensor("layer_norm", "x", x)
-    check_vector("layer_norm", "weight", weight, x)
-    check_vector("layer_norm", "bias", bias, x)
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    check_vector(a.op, "weight", a.weight, a.x)
+    check_vector(a.op, "bias", a.bias, a.x)
 
 
-def _add_check(
-    op: str,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float = 1e-5,
-) -> None:
-    check_tensor(op, "x", x)
-    check_like(op, "residual", residual, x)
-    check_vector(op, "weight", weight, x)
-    check_vector(op, "bias", bias, x)
-    if op == "add_layer_norm_":  # which writes it
-        check_not_expanded(op, "residual", residual)
+def _add_check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    check_like(a.op, "residual", a.residual, a.x)
+    check_vector(a.op, "weight", a.weight, a.x)
+    check_vector(a.op, "bias", a.bias, a.x)
+    if a.op == "add_layer_norm_":  # which writes it
+        check_not_expanded(a.op, "residual", a.residual)
 
 
-def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return fake_like(x)
+def _fake(a: Arguments) -> Tensor:
+    return fake_like(a.x)
 
 
-def _add_fake(x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-    return fake_like(x), fake_like(x)
+def _add_fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    return fake_like(a.x), fake_like(a.x)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -232,7 +225,7 @@ register(
             " -> (Tensor, Tensor)"
         ),
         reference=_add_layer_norm,
-        check=functools.partial(_add_check, "add_layer_norm"),
+        check=_add_check,
         fake=_add_fake,
         autocast="widest_type",
         samples=_add_samples,
@@ -250,7 +243,7 @@ register(
             " -> Tensor"
         ),
         reference=_add_layer_norm_in_place,
-        check=functools.partial(_add_check, "add_layer_norm_"),
+        check=_add_check,
         fake=_fake,
         samples=_add_samples,
         stock=_in_place_stock,

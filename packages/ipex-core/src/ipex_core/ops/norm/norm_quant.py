@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_like,
@@ -143,44 +144,26 @@ def _add_layer_norm_quant(
     return _quantise("add_layer_norm_quant_", y, scale)
 
 
-def _checker(op: str) -> Callable[..., None]:
-    """Return the check of one of the ops; they differ in their arguments, not in what is wrong with one."""
-    names = {
-        "rms_norm_quant": ("x", "weight", "eps", "weight_offset", "scale"),
-        "add_rms_norm_quant_": ("x", "residual", "weight", "eps", "weight_offset", "scale"),
-        "layer_norm_quant": ("x", "weight", "bias", "eps", "scale"),
-        "add_layer_norm_quant_": ("x", "residual", "weight", "bias", "eps", "scale"),
-    }[op]
-
-    def check_all(*args: Any, **kwargs: Any) -> None:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        x = given["x"]
-        check_tensor(op, "x", x)
-        if "residual" in given:
-            check_like(op, "residual", given["residual"], x)
-            check_not_expanded(op, "residual", given["residual"])
-        check_vector(op, "weight", given.get("weight"), x)
-        check_vector(op, "bias", given.get("bias"), x)
-        scale = given.get("scale")
-        if scale is None:
-            return
-        check_device(op, "scale", scale, x)
-        dtype = dtype_name(scale.dtype)
-        check(scale.dtype == torch.float32, op, "scale", "have dtype float32", dtype)
-        check(scale.numel() == 1, op, "scale", "have one element", list(scale.shape))
-
-    return check_all
+def _check(a: Arguments) -> None:
+    given = vars(a)  # the ops differ in their arguments, not in what is wrong with one
+    check_tensor(a.op, "x", a.x)
+    if "residual" in given:
+        check_like(a.op, "residual", a.residual, a.x)
+        check_not_expanded(a.op, "residual", a.residual)
+    check_vector(a.op, "weight", a.weight, a.x)
+    check_vector(a.op, "bias", given.get("bias"), a.x)
+    if a.scale is None:
+        return
+    check_device(a.op, "scale", a.scale, a.x)
+    a.require(
+        a.scale.dtype == torch.float32, "scale", "have dtype float32", dtype_name(a.scale.dtype)
+    )
+    a.require(a.scale.numel() == 1, "scale", "have one element", list(a.scale.shape))
 
 
-def _fake_for(scale_position: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    def fake(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        static = kwargs.get("scale") is not None
-        if len(args) >= scale_position:
-            static = args[scale_position - 1] is not None
-        shape = () if static else (*x.shape[:-1], 1)
-        return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(shape, dtype=torch.float32)
-
-    return fake
+def _fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    shape = () if a.scale is not None else (*a.x.shape[:-1], 1)
+    return a.x.new_empty(a.x.shape, dtype=torch.int8), a.x.new_empty(shape, dtype=torch.float32)
 
 
 def _samples_of(norm: str, defaults: tuple[float, ...]) -> Callable[..., Iterator[Sample]]:
@@ -267,8 +250,8 @@ for _name, _norm, _reference, _schema, _defaults in (
             name=_name,
             schema=f"({_schema}, Tensor? scale=None) -> (Tensor, Tensor)",
             reference=_reference,
-            check=_checker(_name),
-            fake=_fake_for(_schema.count(",") + 1),
+            check=_check,
+            fake=_fake,
             samples=_samples_of(_norm, _defaults),
             stock=_stock_of(_norm),
             backward=None,

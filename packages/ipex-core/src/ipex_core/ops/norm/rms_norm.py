@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_like,
@@ -104,32 +104,25 @@ def _add_rms_norm_in_place(
     return _normalise(residual, weight, eps, weight_offset)
 
 
-def _check(x: Tensor, weight: Tensor | None, eps: float = 1e-6, weight_offset: float = 0.0) -> None:
-    check_tensor("rms_norm", "x", x)
-    check_vector("rms_norm", "weight", weight, x)
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    check_vector(a.op, "weight", a.weight, a.x)
 
 
-def _add_check(
-    op: str,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-) -> None:
-    check_tensor(op, "x", x)
-    check_like(op, "residual", residual, x)
-    check_vector(op, "weight", weight, x)
-    if op == "add_rms_norm_":  # which writes it
-        check_not_expanded(op, "residual", residual)
+def _add_check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    check_like(a.op, "residual", a.residual, a.x)
+    check_vector(a.op, "weight", a.weight, a.x)
+    if a.op == "add_rms_norm_":  # which writes it
+        check_not_expanded(a.op, "residual", a.residual)
 
 
-def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return fake_like(x)
+def _fake(a: Arguments) -> Tensor:
+    return fake_like(a.x)
 
 
-def _add_fake(x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-    return fake_like(x), fake_like(x)
+def _add_fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    return fake_like(a.x), fake_like(a.x)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -215,7 +208,7 @@ register(
             " -> (Tensor, Tensor)"
         ),
         reference=_add_rms_norm,
-        check=functools.partial(_add_check, "add_rms_norm"),
+        check=_add_check,
         fake=_add_fake,
         autocast="widest_type",
         samples=_add_samples,
@@ -232,7 +225,7 @@ register(
             " float weight_offset=0.0) -> Tensor"
         ),
         reference=_add_rms_norm_in_place,
-        check=functools.partial(_add_check, "add_rms_norm_"),
+        check=_add_check,
         fake=_fake,
         samples=_in_place_samples,
         stock=_in_place_stock,

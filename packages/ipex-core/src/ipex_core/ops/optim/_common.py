@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_dtype_in,
@@ -95,7 +96,7 @@ def with_momentum(
     return g + b * momentum if nesterov else b
 
 
-def fake_step(*args: Any, **kwargs: Any) -> None:
+def fake_step(a: Arguments) -> None:
     """Fake kernel of all steps: they write to their arguments and return nothing."""
 
 

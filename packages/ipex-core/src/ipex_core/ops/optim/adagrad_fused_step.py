@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import OpSpec, Sample
@@ -67,22 +68,11 @@ def _adagrad_fused_step(
     write_param(param, param2, w - g / (root(total) + eps) * rate)
 
 
-def _check(
-    param: Tensor,
-    grad: Tensor,
-    state_sum: Tensor,
-    param2: Tensor | None,
-    step: float,
-    lr: float,
-    weight_decay: float,
-    lr_decay: float,
-    eps: float,
-    maximize: bool = False,
-) -> None:
-    check_step("adagrad_fused_step", step)
-    check_numbers("adagrad_fused_step", eps)
-    check_param("adagrad_fused_step", param, grad, param2)
-    check_states("adagrad_fused_step", param, state_sum=state_sum)
+def _check(a: Arguments) -> None:
+    check_step(a.op, a.step)
+    check_numbers(a.op, a.eps)
+    check_param(a.op, a.param, a.grad, a.param2)
+    check_states(a.op, a.param, state_sum=a.state_sum)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, randn
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 from ipex_core.ops.optim._common import (
     check_numbers,
     check_param,
@@ -94,32 +95,15 @@ def _divisor(value: float, dtype: torch.dtype) -> Tensor:
     return torch.tensor(value, dtype=dtype)
 
 
-def _check(
-    param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    grad: Tensor,
-    param2: Tensor | None,
-    amsgrad: bool,
-    step: float,
-    beta1: float,
-    beta2: float,
-    lr: float,
-    weight_decay: float,
-    eps: float,
-    decoupled: bool = False,
-    maximize: bool = False,
-) -> None:
-    op = "adam_fused_step"
-    check_step(op, step)
-    check_numbers(op, eps, beta1=beta1, beta2=beta2)
-    given = not amsgrad or max_exp_avg_sq is not None
-    check(given, op, "max_exp_avg_sq", "be given with amsgrad", None)
-    check_param(op, param, grad, param2)
-    check_states(op, param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    if amsgrad:
-        check_states(op, param, max_exp_avg_sq=max_exp_avg_sq)
+def _check(a: Arguments) -> None:
+    check_step(a.op, a.step)
+    check_numbers(a.op, a.eps, beta1=a.beta1, beta2=a.beta2)
+    given = not a.amsgrad or a.max_exp_avg_sq is not None
+    a.require(given, "max_exp_avg_sq", "be given with amsgrad", None)
+    check_param(a.op, a.param, a.grad, a.param2)
+    check_states(a.op, a.param, exp_avg=a.exp_avg, exp_avg_sq=a.exp_avg_sq)
+    if a.amsgrad:
+        check_states(a.op, a.param, max_exp_avg_sq=a.max_exp_avg_sq)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import OpSpec, Sample
@@ -78,23 +79,11 @@ def _lamb_fused_step(
     write_param(param, param2, w - u * (lr * ratio))
 
 
-def _check(
-    param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    param2: Tensor | None,
-    step: int,
-    beta1: float,
-    beta2: float,
-    lr: float,
-    weight_decay: float,
-    eps: float,
-) -> None:
-    check_step("lamb_fused_step", step)
-    check_numbers("lamb_fused_step", eps, beta1=beta1, beta2=beta2)
-    check_param("lamb_fused_step", param, grad, param2)
-    check_states("lamb_fused_step", param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+def _check(a: Arguments) -> None:
+    check_step(a.op, a.step)
+    check_numbers(a.op, a.eps, beta1=a.beta1, beta2=a.beta2)
+    check_param(a.op, a.param, a.grad, a.param2)
+    check_states(a.op, a.param, exp_avg=a.exp_avg, exp_avg_sq=a.exp_avg_sq)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

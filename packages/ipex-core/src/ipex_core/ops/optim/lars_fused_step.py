@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import OpSpec, Sample
@@ -75,23 +76,10 @@ def _lars_fused_step(
     write_param(param, param2, w - g * lr)
 
 
-def _check(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
-    param2: Tensor | None,
-    momentum: float,
-    lr: float,
-    eeta: float,
-    eps: float,
-    weight_decay: float,
-    dampening: float,
-    nesterov: bool,
-    first: bool = False,
-) -> None:
-    check_numbers("lars_fused_step", eps)
-    check_param("lars_fused_step", param, grad, param2)
-    check_states("lars_fused_step", param, momentum_buffer=momentum_buffer)
+def _check(a: Arguments) -> None:
+    check_numbers(a.op, a.eps)
+    check_param(a.op, a.param, a.grad, a.param2)
+    check_states(a.op, a.param, momentum_buffer=a.momentum_buffer)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 from ipex_core.ops.optim import (
     adagrad_fused_step,
     adam_fused_step,
@@ -43,6 +44,8 @@ class _Listed:
         self.optional = ["? " in a for a in tensors]
         #: Tensors come first, then numbers.
         self.count = len(tensors)
+        numbers = self.arguments[self.count :]
+        self.numbers = [a.partition("=")[0].split()[-1] for a in numbers]
 
     def spec(self) -> OpSpec:
         single = self.single
@@ -79,13 +82,14 @@ class _Listed:
         for row in self.rows(args):
             self.single.reference(*row)
 
-    def check(self, *args: Any) -> None:
-        expected = len(args[0])
-        for label, values, may_lack in zip(self.names, args, self.optional, strict=False):
-            enough = len(values) == expected or (may_lack and not values)
-            check(enough, self.name, label, f"hold {expected} tensor(s)", len(values))
-        for row in self.rows(args):
-            self.single.check(*row)
+    def check(self, a: Arguments) -> None:
+        values = tuple(vars(a)[name] for name in (*self.names, *self.numbers))
+        expected = len(values[0])
+        for label, tensors, may_lack in zip(self.names, values, self.optional, strict=False):
+            enough = len(tensors) == expected or (may_lack and not tensors)
+            a.require(enough, label, f"hold {expected} tensor(s)", len(tensors))
+        for row in self.rows(values):
+            self.single.check(self.single.bind(*row))
 
     def samples(self, dtype: torch.dtype) -> Iterator[Sample]:
         forms: dict[tuple[Any, ...], list[Sample]] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample
@@ -68,21 +69,9 @@ def _sgd_fused_step(
     write_param(param, param2, w - g * lr)
 
 
-def _check(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
-    param2: Tensor | None,
-    momentum: float,
-    lr: float,
-    weight_decay: float,
-    dampening: float,
-    nesterov: bool,
-    first: bool = False,
-    maximize: bool = False,
-) -> None:
-    check_param("sgd_fused_step", param, grad, param2)
-    check_states("sgd_fused_step", param, momentum_buffer=momentum_buffer)
+def _check(a: Arguments) -> None:
+    check_param(a.op, a.param, a.grad, a.param2)
+    check_states(a.op, a.param, momentum_buffer=a.momentum_buffer)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

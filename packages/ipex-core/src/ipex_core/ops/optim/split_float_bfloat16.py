@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_like, check_tensor, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import OpSpec, Sample
@@ -48,19 +49,19 @@ def _cat_bfloat16_float(top: Tensor, low: Tensor) -> Tensor:
     return join(top, low)
 
 
-def _check_split(x: Tensor) -> None:
-    check_tensor("split_float_bfloat16", "x", x, (torch.float32,), min_dim=0)
+def _check_split(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x, (torch.float32,), min_dim=0)
 
 
-def _check_cat(top: Tensor, low: Tensor) -> None:
-    check_tensor("cat_bfloat16_float", "top", top, (torch.bfloat16,), min_dim=0)
-    check_like("cat_bfloat16_float", "low", low, top, of="top")
+def _check_cat(a: Arguments) -> None:
+    check_tensor(a.op, "top", a.top, (torch.bfloat16,), min_dim=0)
+    check_like(a.op, "low", a.low, a.top, of="top")
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+def _halves(a: Arguments) -> tuple[Tensor, Tensor]:
     return (
-        torch.empty(x.shape, dtype=torch.bfloat16, device=x.device),
-        torch.empty(x.shape, dtype=torch.bfloat16, device=x.device),
+        torch.empty(a.x.shape, dtype=torch.bfloat16, device=a.x.device),
+        torch.empty(a.x.shape, dtype=torch.bfloat16, device=a.x.device),
     )
 
 
@@ -106,7 +107,7 @@ register(
         schema="(Tensor top, Tensor low) -> Tensor",
         reference=_cat_bfloat16_float,
         check=_check_cat,
-        fake=lambda top, low: torch.empty(top.shape, dtype=torch.float32, device=top.device),
+        fake=lambda a: torch.empty(a.top.shape, dtype=torch.float32, device=a.top.device),
         samples=_cat_samples,
         dtypes=(torch.bfloat16,),
         backward=None,

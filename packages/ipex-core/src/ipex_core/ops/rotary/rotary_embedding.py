@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_not_expanded, fake_like, randn, strided
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample
@@ -90,45 +91,25 @@ def _functional(
     return q, k
 
 
-def _check_functional(
-    query: Tensor,
-    key: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    rotary_dim: int,
-    rotary_half: bool,
-    position_ids: Tensor | None = None,
-    op: str = "rotary_embedding_functional",
-) -> None:
-    check_heads(op, query, key)
-    check_rotary_dim(op, "rotary_dim", rotary_dim, query.shape[-1])
-    check_tables(op, sin, cos, query, rotary_dim)
-    check_position_ids(op, query, sin, position_ids)
+def _check_functional(a: Arguments) -> None:
+    check_heads(a.op, a.query, a.key)
+    check_rotary_dim(a.op, "rotary_dim", a.rotary_dim, a.query.shape[-1])
+    check_tables(a.op, a.sin, a.cos, a.query, a.rotary_dim)
+    check_position_ids(a.op, a.query, a.sin, a.position_ids)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    rotary_dim: int,
-    rotary_half: bool,
-    position_ids: Tensor | None = None,
-) -> None:
-    op = "rotary_embedding"
-    _check_functional(query, key, sin, cos, rotary_dim, rotary_half, position_ids, op)
-    check_not_expanded(op, "query", query)
-    check_not_expanded(op, "key", key)
+def _check(a: Arguments) -> None:
+    _check_functional(a)
+    check_not_expanded(a.op, "query", a.query)
+    check_not_expanded(a.op, "key", a.key)
 
 
-def _fake(*args: object, **kwargs: object) -> None:
+def _fake(a: Arguments) -> None:
     return None
 
 
-def _functional_fake(
-    query: Tensor, key: Tensor, *args: object, **kwargs: object
-) -> tuple[Tensor, Tensor]:
-    return fake_like(query), fake_like(key)
+def _functional_fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    return fake_like(a.query), fake_like(a.key)
 
 
 def tables(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_like, check_not_expanded, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name
@@ -118,62 +119,48 @@ def _slots(
     return (starts + positions).flatten()
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    slot_mapping: Tensor | None,
-    rotary_dim: int,
-    rotary_half: bool,
-    position_ids: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    check_heads(_OP, query, key)
-    check_like(_OP, "value", value, key, "key")
-    check_rotary_dim(_OP, "rotary_dim", rotary_dim, query.shape[-1])
-    check_tables(_OP, sin, cos, query, rotary_dim)
+def _check(a: Arguments) -> None:
+    check_heads(_OP, a.query, a.key)
+    check_like(_OP, "value", a.value, a.key, "key")
+    check_rotary_dim(_OP, "rotary_dim", a.rotary_dim, a.query.shape[-1])
+    check_tables(_OP, a.sin, a.cos, a.query, a.rotary_dim)
     shape = "[num_blocks, kv_heads, block_size, head_dim]"
-    check_caches(_OP, key_cache, value_cache, query, "query", shape, written=True)
-    heads, size = key.shape[-2:]
+    check_caches(_OP, a.key_cache, a.value_cache, a.query, "query", shape, written=True)
+    heads, size = a.key.shape[-2:]
     check(
-        key_cache.shape[1] == heads and key_cache.shape[3] == size,
+        a.key_cache.shape[1] == heads and a.key_cache.shape[3] == size,
         _OP,
         "key_cache",
         f"have shape [num_blocks, {heads}, block_size, {size}]",
-        list(key_cache.shape),
+        list(a.key_cache.shape),
     )
-    check_not_expanded(_OP, "query", query)
-    check(k_scale > 0, _OP, "k_scale", "be positive", f"{k_scale:g}")
-    check(v_scale > 0, _OP, "v_scale", "be positive", f"{v_scale:g}")
-    check_position_ids(_OP, query, sin, position_ids)
-    tokens = math.prod(query.shape[:-2])
-    if slot_mapping is not None:
-        check_index_tensor(_OP, "slot_mapping", slot_mapping, 1, query)
+    check_not_expanded(_OP, "query", a.query)
+    check(a.k_scale > 0, _OP, "k_scale", "be positive", f"{a.k_scale:g}")
+    check(a.v_scale > 0, _OP, "v_scale", "be positive", f"{a.v_scale:g}")
+    check_position_ids(_OP, a.query, a.sin, a.position_ids)
+    tokens = math.prod(a.query.shape[:-2])
+    if a.slot_mapping is not None:
+        check_index_tensor(_OP, "slot_mapping", a.slot_mapping, 1, a.query)
         check(
-            slot_mapping.shape[0] == tokens,
+            a.slot_mapping.shape[0] == tokens,
             _OP,
             "slot_mapping",
             f"have an entry for each of {tokens} tokens",
-            list(slot_mapping.shape),
+            list(a.slot_mapping.shape),
         )
         return
-    check(query.dim() == 4, _OP, "query", "be 4-D without slot_mapping", f"{query.dim()}-D")
-    check(position_ids is not None, _OP, "position_ids", "be given without slot_mapping", None)
+    check(a.query.dim() == 4, _OP, "query", "be 4-D without slot_mapping", f"{a.query.dim()}-D")
+    check(a.position_ids is not None, _OP, "position_ids", "be given without slot_mapping", None)
     check(
-        key_cache.shape[0] >= query.shape[0],
+        a.key_cache.shape[0] >= a.query.shape[0],
         _OP,
         "key_cache",
-        f"have a block for each of {query.shape[0]} sequences without slot_mapping",
-        list(key_cache.shape),
+        f"have a block for each of {a.query.shape[0]} sequences without slot_mapping",
+        list(a.key_cache.shape),
     )
 
 
-def _fake(*args: object, **kwargs: object) -> None:
+def _fake(a: Arguments) -> None:
     return None
 
 

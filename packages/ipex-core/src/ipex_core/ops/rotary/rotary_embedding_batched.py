@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_dtype,
@@ -77,54 +78,45 @@ def _batched(
         x.copy_(rotated.flatten(-2) if flat else rotated)
 
 
-def _check(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool,
-    rot_dim: int,
-    cos_sin_cache_offsets: Tensor | None = None,
-) -> None:
-    dtype = dtype_name(positions.dtype)
-    check(positions.dtype in _INDEX, _OP, "positions", "have dtype int32, int64", dtype)
+def _check(a: Arguments) -> None:
+    dtype = dtype_name(a.positions.dtype)
+    check(a.positions.dtype in _INDEX, _OP, "positions", "have dtype int32, int64", dtype)
     check(
-        positions.dim() in (1, 2),
+        a.positions.dim() in (1, 2),
         _OP,
         "positions",
         "be 1-D [tokens] or 2-D [batch, positions]",
-        f"{positions.dim()}-D",
+        f"{a.positions.dim()}-D",
     )
-    check(head_size > 0, _OP, "head_size", "be positive", head_size)
-    for name, x in (("query", query), ("key", key)):
-        check_device(_OP, name, x, positions, "positions")
+    check(a.head_size > 0, _OP, "head_size", "be positive", a.head_size)
+    for name, x in (("query", a.query), ("key", a.key)):
+        check_device(_OP, name, x, a.positions, "positions")
         check_tensor(_OP, name, x)
-        _check_shape(name, x, positions, head_size)
+        _check_shape(name, x, a.positions, a.head_size)
         check_not_expanded(_OP, name, x)
-    check_dtype(_OP, "key", key, query, "query")
-    check_rotary_dim(_OP, "rot_dim", rot_dim, head_size)
-    cache = cos_sin_cache
-    check_device(_OP, "cos_sin_cache", cache, query, "query")
-    check_dtype(_OP, "cos_sin_cache", cache, query, "query", or_float32=True)
+    check_dtype(_OP, "key", a.key, a.query, "query")
+    check_rotary_dim(_OP, "rot_dim", a.rot_dim, a.head_size)
+    cache = a.cos_sin_cache
+    check_device(_OP, "cos_sin_cache", cache, a.query, "query")
+    check_dtype(_OP, "cos_sin_cache", cache, a.query, "query", or_float32=True)
     check(
-        cache.dim() == 2 and cache.shape[1] == rot_dim,
+        cache.dim() == 2 and cache.shape[1] == a.rot_dim,
         _OP,
         "cos_sin_cache",
-        f"be 2-D with rot_dim = {rot_dim} columns",
+        f"be 2-D with rot_dim = {a.rot_dim} columns",
         list(cache.shape),
     )
-    if cos_sin_cache_offsets is None:
+    if a.cos_sin_cache_offsets is None:
         return
-    offsets, name = cos_sin_cache_offsets, "cos_sin_cache_offsets"
-    check_device(_OP, name, offsets, query, "query")
+    offsets, name = a.cos_sin_cache_offsets, "cos_sin_cache_offsets"
+    check_device(_OP, name, offsets, a.query, "query")
     dtype = dtype_name(offsets.dtype)
     check(offsets.dtype in _INDEX, _OP, name, "have dtype int32, int64", dtype)
     check(
-        offsets.numel() == positions.numel(),
+        offsets.numel() == a.positions.numel(),
         _OP,
         name,
-        f"have an entry for each of {positions.numel()} tokens",
+        f"have an entry for each of {a.positions.numel()} tokens",
         list(offsets.shape),
     )
 
@@ -146,7 +138,7 @@ def _check_shape(name: str, x: Tensor, positions: Tensor, head_size: int) -> Non
     )
 
 
-def _fake(*args: object, **kwargs: object) -> None:
+def _fake(a: Arguments) -> None:
     return None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ipex_core.errors import OpArgumentError
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_device, check_dtype, check_tensor, dtype_name, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import FLOATS, OpSpec, Sample, check
@@ -174,59 +175,36 @@ def _check_integers(
     check(fine, op, name, f"have shape {list(shape)}", list(value.shape))
 
 
-def _embedding_check(table: Tensor, idx: Tensor, sos: int = -1) -> None:
-    op = "rnnt_embedding"
-    check_tensor(op, "table", table)
-    check(table.dim() == 2, op, "table", "be 2-D", f"{table.dim()}-D")
-    check(idx.dim() == 1, op, "idx", "be 1-D", f"{idx.dim()}-D")
-    _check_integers(op, "idx", idx, idx.shape, torch.int64, table, "table")
+def _embedding_check(a: Arguments) -> None:
+    check_tensor(a.op, "table", a.table)
+    a.require(a.table.dim() == 2, "table", "be 2-D", f"{a.table.dim()}-D")
+    a.require(a.idx.dim() == 1, "idx", "be 1-D", f"{a.idx.dim()}-D")
+    _check_integers(a.op, "idx", a.idx, a.idx.shape, torch.int64, a.table, "table")
 
 
-def _update_check(
-    k: Tensor,
-    out_lens: Tensor,
-    label_col: Tensor,
-    symbols_added: Tensor,
-    time_idxs: Tensor,
-    blankness: Tensor,
-    blankvec: Tensor,
-    not_blank: Tensor,
-    label_to_put: Tensor,
-    label_tensor: Tensor,
-    label_for_next_loop: Tensor,
-    hidden_0: Tensor,
-    hidden_1: Tensor,
-    hidden_prime_0: Tensor,
-    hidden_prime_1: Tensor,
-    x: Tensor,
-    f: Tensor,
-    max_symbols: int,
-    blank_id: int,
-    sos: int = -1,
-) -> None:
-    op = "rnnt_update"
-    given = locals()
-    check_tensor(op, "x", x)
-    check(x.dim() == 3, op, "x", "be 3-D [B, T, E]", f"{x.dim()}-D")
-    batch = x.shape[0]
+def _update_check(a: Arguments) -> None:
+    given = vars(a)
+    check_tensor(a.op, "x", a.x)
+    a.require(a.x.dim() == 3, "x", "be 3-D [B, T, E]", f"{a.x.dim()}-D")
+    batch = a.x.shape[0]
     for name in _COUNTERS:
-        _check_integers(op, name, given[name], [batch], torch.int32, x, "x")
+        _check_integers(a.op, name, given[name], [batch], torch.int32, a.x, "x")
     for name in _LABELS:
-        _check_integers(op, name, given[name], [batch], torch.int64, x, "x")
-    check(label_tensor.dim() == 2, op, "label_tensor", "be 2-D", f"{label_tensor.dim()}-D")
-    shape = [batch, label_tensor.shape[1]]
-    _check_integers(op, "label_tensor", label_tensor, shape, torch.int64, x, "x")
-    _check_values(op, "f", f, [batch, 1, x.shape[2]], x, "x")
+        _check_integers(a.op, name, given[name], [batch], torch.int64, a.x, "x")
+    a.require(a.label_tensor.dim() == 2, "label_tensor", "be 2-D", f"{a.label_tensor.dim()}-D")
+    shape = [batch, a.label_tensor.shape[1]]
+    _check_integers(a.op, "label_tensor", a.label_tensor, shape, torch.int64, a.x, "x")
+    _check_values(a.op, "f", a.f, [batch, 1, a.x.shape[2]], a.x, "x")
     for name, new in (("hidden_0", "hidden_prime_0"), ("hidden_1", "hidden_prime_1")):
         state = given[name]
-        check_device(op, name, state, x)
-        check(state.dtype in FLOATS, op, name, "be floating", dtype_name(state.dtype))
+        check_device(a.op, name, state, a.x)
+        a.require(state.dtype in FLOATS, name, "be floating", dtype_name(state.dtype))
         fine = state.dim() == 3 and state.shape[1] == batch
-        check(fine, op, name, f"have shape [layers, {batch}, H]", list(state.shape))
-        _check_values(op, new, given[new], state.shape, state, name)
+        a.require(fine, name, f"have shape [layers, {batch}, H]", list(state.shape))
+        _check_values(a.op, new, given[new], state.shape, state, name)
     for name in (*_COUNTERS[1:], *_LABELS[1:], "label_tensor", "f", "hidden_0", "hidden_1"):
-        check_writable(op, name, given[name])
-    check(max_symbols > 0, op, "max_symbols", "be positive", max_symbols)
+        check_writable(a.op, name, given[name])
+    a.require(a.max_symbols > 0, "max_symbols", "be positive")
 
 
 def _check_values(
@@ -238,12 +216,12 @@ def _check_values(
     check(fine, op, name, f"have shape {list(shape)}", list(value.shape))
 
 
-def _embedding_fake(table: Tensor, idx: Tensor, sos: int = -1) -> Tensor:
-    return table.new_empty(idx.shape[0], table.shape[1])
+def _embedding_fake(a: Arguments) -> Tensor:
+    return a.table.new_empty(a.idx.shape[0], a.table.shape[1])
 
 
-def _update_fake(k: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return torch.empty(1, dtype=torch.bool, device=k.device)
+def _update_fake(a: Arguments) -> Tensor:
+    return torch.empty(1, dtype=torch.bool, device=a.k.device)
 
 
 def _embedding_samples(dtype: torch.dtype) -> Iterator[Sample]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_device, check_tensor, dtype_name, randn, row_samples
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
@@ -89,33 +90,26 @@ def _sample_token(
     return torch.where(exceeds.any(-1), first, last)
 
 
-def _check(
-    logits: Tensor,
-    noise: Tensor,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> None:
-    check_tensor(_OP, "logits", logits)
-    columns = logits.shape[-1]
+def _check(a: Arguments) -> None:
+    check_tensor(_OP, "logits", a.logits)
+    columns = a.logits.shape[-1]
     wanted = "have between 1 and 2^31 - 1 columns"
-    check(0 < columns < 2**31, _OP, "logits", wanted, list(logits.shape))
-    check_device(_OP, "noise", noise, logits, "logits")
-    dtype = dtype_name(noise.dtype)
-    check(noise.dtype == torch.float32, _OP, "noise", "have dtype float32", dtype)
+    check(0 < columns < 2**31, _OP, "logits", wanted, list(a.logits.shape))
+    check_device(_OP, "noise", a.noise, a.logits, "logits")
+    dtype = dtype_name(a.noise.dtype)
+    check(a.noise.dtype == torch.float32, _OP, "noise", "have dtype float32", dtype)
     wanted = "have the shape of logits without its last dimension"
-    check(noise.shape == logits.shape[:-1], _OP, "noise", wanted, list(noise.shape))
+    check(a.noise.shape == a.logits.shape[:-1], _OP, "noise", wanted, list(a.noise.shape))
     # As floats of C++ are written, so that kernels say the same.
-    wanted, got = "be in [1e-06, 1e+06]", f"{temperature:g}"
-    check(1e-6 <= temperature <= 1e6, _OP, "temperature", wanted, got)
-    check(top_k >= 0, _OP, "top_k", "be at least 0", top_k)
-    check(0 <= top_p <= 1, _OP, "top_p", "be in [0, 1]", f"{top_p:g}")
-    check(0 <= min_p <= 1, _OP, "min_p", "be in [0, 1]", f"{min_p:g}")
+    wanted, got = "be in [1e-06, 1e+06]", f"{a.temperature:g}"
+    check(1e-6 <= a.temperature <= 1e6, _OP, "temperature", wanted, got)
+    check(a.top_k >= 0, _OP, "top_k", "be at least 0", a.top_k)
+    check(0 <= a.top_p <= 1, _OP, "top_p", "be in [0, 1]", f"{a.top_p:g}")
+    check(0 <= a.min_p <= 1, _OP, "min_p", "be in [0, 1]", f"{a.min_p:g}")
 
 
-def _fake(logits: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return logits.new_empty(logits.shape[:-1], dtype=torch.int64)
+def _fake(a: Arguments) -> Tensor:
+    return a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64)
 
 
 def _noise(*shape: int, seed: int) -> Tensor:
@@ -219,10 +213,14 @@ def _argmax(x: Tensor) -> Tensor:
     return x.argmax(-1)
 
 
-def _argmax_check(x: Tensor) -> None:
-    check_tensor("argmax", "x", x)
+def _argmax_check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
     wanted = "have a last dimension that is not empty"
-    check(x.shape[-1] > 0, "argmax", "x", wanted, list(x.shape))
+    a.require(a.x.shape[-1] > 0, "x", wanted, list(a.x.shape))
+
+
+def _argmax_fake(a: Arguments) -> Tensor:
+    return a.x.new_empty(a.x.shape[:-1], dtype=torch.int64)
 
 
 def _argmax_samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -252,7 +250,7 @@ register(
         schema="(Tensor x) -> Tensor",
         reference=_argmax,
         check=_argmax_check,
-        fake=_fake,
+        fake=_argmax_fake,
         samples=_argmax_samples,
         stock=lambda x: x.argmax(-1),
         backward=None,

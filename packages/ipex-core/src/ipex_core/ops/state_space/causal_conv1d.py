@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ipex_core.errors import OpArgumentError
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -92,30 +93,17 @@ def _check_filter(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> No
     check_shaped(op, "bias", bias, [x.shape[1]], x, "x", or_float32=True)
 
 
-def _fn_check(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    activation: str = "silu",
-) -> None:
-    op = "causal_conv1d_fn"
-    check_tensor(op, "x", x)
-    check(x.dim() == 3, op, "x", "be 3-D [B, D, L]", f"{x.dim()}-D")
-    _check_filter(op, x, weight, bias)
-    shape = [x.shape[0], x.shape[1], weight.shape[1] - 1]
-    check_shaped(op, "initial_states", initial_states, shape, x, "x")
-    check_activation(op, activation)
+def _fn_check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    a.require(a.x.dim() == 3, "x", "be 3-D [B, D, L]", f"{a.x.dim()}-D")
+    _check_filter(a.op, a.x, a.weight, a.bias)
+    shape = [a.x.shape[0], a.x.shape[1], a.weight.shape[1] - 1]
+    check_shaped(a.op, "initial_states", a.initial_states, shape, a.x, "x")
+    check_activation(a.op, a.activation)
 
 
-def _fn_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    activation: str = "silu",
-) -> tuple[Tensor, Tensor]:
-    return fake_sequence(x), x.new_empty(x.shape[0], x.shape[1], weight.shape[1] - 1)
+def _fn_fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    return fake_sequence(a.x), a.x.new_empty(a.x.shape[0], a.x.shape[1], a.weight.shape[1] - 1)
 
 
 def _causal_conv1d_update(
@@ -180,54 +168,37 @@ def _check_lengths(cache_seqlens: Tensor) -> None:
         )
 
 
-def _update_check(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str = "none",
-    cache_seqlens: Tensor | None = None,
-) -> None:
-    op = "causal_conv1d_update"
-    check_tensor(op, "x", x)
-    check(x.dim() in (2, 3), op, "x", "be 2-D [B, D] or 3-D [B, D, T]", f"{x.dim()}-D")
-    _check_filter(op, x, weight, bias)
-    check_device(op, "conv_state", conv_state, x)
-    check_dtype(op, "conv_state", conv_state, x)
-    batch, dim = x.shape[:2]
-    least = max(1, weight.shape[1] - 1)
-    check(
-        conv_state.dim() == 3
-        and list(conv_state.shape[:2]) == [batch, dim]
-        and conv_state.shape[2] >= least,
-        op,
+def _update_check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    a.require(a.x.dim() in (2, 3), "x", "be 2-D [B, D] or 3-D [B, D, T]", f"{a.x.dim()}-D")
+    _check_filter(a.op, a.x, a.weight, a.bias)
+    check_device(a.op, "conv_state", a.conv_state, a.x)
+    check_dtype(a.op, "conv_state", a.conv_state, a.x)
+    batch, dim = a.x.shape[:2]
+    least = max(1, a.weight.shape[1] - 1)
+    a.require(
+        a.conv_state.dim() == 3
+        and list(a.conv_state.shape[:2]) == [batch, dim]
+        and a.conv_state.shape[2] >= least,
         "conv_state",
         f"have shape [{batch}, {dim}, S] with S at least {least}",
-        list(conv_state.shape),
+        list(a.conv_state.shape),
     )
-    check_writable(op, "conv_state", conv_state)
-    check_activation(op, activation)
-    if cache_seqlens is not None:
-        check_device(op, "cache_seqlens", cache_seqlens, x)
-        check(
-            cache_seqlens.dtype in (torch.int32, torch.int64),
-            op,
+    check_writable(a.op, "conv_state", a.conv_state)
+    check_activation(a.op, a.activation)
+    if a.cache_seqlens is not None:
+        check_device(a.op, "cache_seqlens", a.cache_seqlens, a.x)
+        a.require(
+            a.cache_seqlens.dtype in (torch.int32, torch.int64),
             "cache_seqlens",
             "have dtype int32 or int64",
-            dtype_name(cache_seqlens.dtype),
+            dtype_name(a.cache_seqlens.dtype),
         )
-        check_shape(op, "cache_seqlens", cache_seqlens, [batch])
+        check_shape(a.op, "cache_seqlens", a.cache_seqlens, [batch])
 
 
-def _update_fake(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str = "none",
-    cache_seqlens: Tensor | None = None,
-) -> Tensor:
-    return fake_sequence(x) if x.dim() == 3 else x.new_empty(x.shape)
+def _update_fake(a: Arguments) -> Tensor:
+    return fake_sequence(a.x) if a.x.dim() == 3 else a.x.new_empty(a.x.shape)
 
 
 def _filter(dtype: torch.dtype, dim: int, width: int) -> tuple[Tensor, Tensor]:

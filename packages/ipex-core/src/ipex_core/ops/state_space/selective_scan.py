@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional as F
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_device, check_dtype, check_like, check_tensor, randn
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 from ipex_core.ops.state_space._common import check_float32, check_shaped, fake_sequence
 
 Tensor = torch.Tensor
@@ -93,69 +94,44 @@ def _selective_scan(
     return y.to(u.dtype), state.clone() if state is initial_state else state
 
 
-def _check(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-) -> None:
-    op = "selective_scan_fn"
-    check_tensor(op, "u", u)
-    check(u.dim() == 3, op, "u", "be 3-D [B, D, L]", f"{u.dim()}-D")
-    check_like(op, "delta", delta, u, "u")
-    check_device(op, "A", A, u, "u")
-    check_dtype(op, "A", A, u, "u", or_float32=True)
-    batch, dim, length = u.shape
-    check(
-        A.dim() == 2 and A.shape[0] == dim and A.shape[1] > 0,
-        op,
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "u", a.u)
+    a.require(a.u.dim() == 3, "u", "be 3-D [B, D, L]", f"{a.u.dim()}-D")
+    check_like(a.op, "delta", a.delta, a.u, "u")
+    check_device(a.op, "A", a.A, a.u, "u")
+    check_dtype(a.op, "A", a.A, a.u, "u", or_float32=True)
+    batch, dim, length = a.u.shape
+    a.require(
+        a.A.dim() == 2 and a.A.shape[0] == dim and a.A.shape[1] > 0,
         "A",
         f"have shape [{dim}, N]",
-        list(A.shape),
+        list(a.A.shape),
     )
-    size = A.shape[1]
-    for name, value in (("B", B), ("C", C)):
-        check_device(op, name, value, u, "u")
-        check_dtype(op, name, value, u, "u", or_float32=True)
+    size = a.A.shape[1]
+    for name, value in (("B", a.B), ("C", a.C)):
+        check_device(a.op, name, value, a.u, "u")
+        check_dtype(a.op, name, value, a.u, "u", or_float32=True)
         shape = list(value.shape)
         grouped = value.dim() == 4 and shape[1] > 0 and dim % shape[1] == 0
-        check(
+        a.require(
             shape in ([dim, size], [batch, size, length])
             or (grouped and shape == [batch, shape[1], size, length]),
-            op,
             name,
             f"have shape [{dim}, {size}], [{batch}, {size}, {length}] or [{batch}, G, {size}, {length}]"
             f" where G divides {dim}",
             shape,
         )
-    check_shaped(op, "D", D, [dim], u, "u", or_float32=True)
-    if z is not None:
-        check_like(op, "z", z, u, "u")
-    check_shaped(op, "delta_bias", delta_bias, [dim], u, "u", or_float32=True)
-    if initial_state is not None:
-        check_float32(op, "initial_state", initial_state, [batch, dim, size], u, "u")
+    check_shaped(a.op, "D", a.D, [dim], a.u, "u", or_float32=True)
+    if a.z is not None:
+        check_like(a.op, "z", a.z, a.u, "u")
+    check_shaped(a.op, "delta_bias", a.delta_bias, [dim], a.u, "u", or_float32=True)
+    if a.initial_state is not None:
+        check_float32(a.op, "initial_state", a.initial_state, [batch, dim, size], a.u, "u")
 
 
-def _fake(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    state = u.new_empty(u.shape[0], u.shape[1], A.shape[1], dtype=torch.float32)
-    return fake_sequence(u), state
+def _fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    state = a.u.new_empty(a.u.shape[0], a.u.shape[1], a.A.shape[1], dtype=torch.float32)
+    return fake_sequence(a.u), state
 
 
 def _inputs(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional as F
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -18,7 +19,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
 from ipex_core.ops.state_space._common import check_shaped, check_writable
 
 Tensor = torch.Tensor
@@ -92,67 +93,42 @@ def _with_head(value: Tensor, dims: int, at: int) -> Tensor:
     return wide if wide.dim() == dims else wide.unsqueeze(at)
 
 
-def _check(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-) -> None:
-    op = "selective_state_update"
-    check_tensor(op, "x", x)
-    check(
-        state.dim() in (3, 4),
-        op,
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    a.require(
+        a.state.dim() in (3, 4),
         "state",
         "be 3-D [B, D, N] or 4-D [B, H, D, N]",
-        f"{state.dim()}-D",
+        f"{a.state.dim()}-D",
     )
-    check_device(op, "state", state, x)
-    check_dtype(op, "state", state, x, or_float32=True)
-    shape = list(state.shape)
-    check(shape[-1] > 0, op, "state", "have a last dimension that is not empty", shape)
-    check_writable(op, "state", state)
-    check_shape(op, "x", x, shape[:-1])
-    check_shaped(op, "dt", dt, shape[:-1], x, "x", or_float32=True)
-    check_shaped(op, "A", A, shape[1:], x, "x", or_float32=True)
+    check_device(a.op, "state", a.state, a.x)
+    check_dtype(a.op, "state", a.state, a.x, or_float32=True)
+    shape = list(a.state.shape)
+    a.require(shape[-1] > 0, "state", "have a last dimension that is not empty", shape)
+    check_writable(a.op, "state", a.state)
+    check_shape(a.op, "x", a.x, shape[:-1])
+    check_shaped(a.op, "dt", a.dt, shape[:-1], a.x, "x", or_float32=True)
+    check_shaped(a.op, "A", a.A, shape[1:], a.x, "x", or_float32=True)
     heads = shape[1] if len(shape) == 4 else 1
     batch, size = shape[0], shape[-1]
-    for name, value in (("B", B), ("C", C)):
-        check_device(op, name, value, x)
-        check_dtype(op, name, value, x, or_float32=True)
+    for name, value in (("B", a.B), ("C", a.C)):
+        check_device(a.op, name, value, a.x)
+        check_dtype(a.op, name, value, a.x, or_float32=True)
         got = list(value.shape)
         grouped = value.dim() == 3 and got[1] > 0 and heads % got[1] == 0
-        check(
+        a.require(
             got == [batch, size] or (grouped and got == [batch, got[1], size]),
-            op,
             name,
             f"have shape [{batch}, {size}] or [{batch}, G, {size}] where G divides {heads}",
             got,
         )
-    check_shaped(op, "D", D, shape[1:-1], x, "x", or_float32=True)
-    check_shaped(op, "z", z, shape[:-1], x, "x", or_float32=True)
-    check_shaped(op, "dt_bias", dt_bias, shape[1:-1], x, "x", or_float32=True)
+    check_shaped(a.op, "D", a.D, shape[1:-1], a.x, "x", or_float32=True)
+    check_shaped(a.op, "z", a.z, shape[:-1], a.x, "x", or_float32=True)
+    check_shaped(a.op, "dt_bias", a.dt_bias, shape[1:-1], a.x, "x", or_float32=True)
 
 
-def _fake(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-) -> Tensor:
-    return fake_like(x)
+def _fake(a: Arguments) -> Tensor:
+    return fake_like(a.x)
 
 
 def _inputs(

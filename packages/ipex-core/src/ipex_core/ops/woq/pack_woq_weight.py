@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_dtype_in,
@@ -104,56 +105,43 @@ def _check_g_idx_values(op: str, g_idx: Tensor | None, layout: Layout) -> None:
     )
 
 
-def _pack_check(
-    qweight: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    format: str,
-    in_features: int,
-    group_size: int = -1,
-    g_idx: Tensor | None = None,
-    order: str = "dot",
-) -> None:
-    op = "pack_woq_weight"
-    check_names(op, format, order)
-    check(in_features > 0, op, "in_features", "be positive", in_features)
-    group = check_group_size(op, group_size, in_features)
-    dtype = woq.QWEIGHT_DTYPES[format]
-    check_dtype_in(op, "qweight", qweight, dtype)
-    columns = -(-in_features // 2) if woq.is_nibble(format) else in_features
-    check(
-        qweight.dim() == 2 and qweight.shape[0] > 0 and qweight.shape[1] == columns,
-        op,
+def _pack_check(a: Arguments) -> None:
+    check_names(a.op, a.format, a.order)
+    a.require(a.in_features > 0, "in_features", "be positive")
+    group = check_group_size(a.op, a.group_size, a.in_features)
+    dtype = woq.QWEIGHT_DTYPES[a.format]
+    check_dtype_in(a.op, "qweight", a.qweight, dtype)
+    columns = -(-a.in_features // 2) if woq.is_nibble(a.format) else a.in_features
+    a.require(
+        a.qweight.dim() == 2 and a.qweight.shape[0] > 0 and a.qweight.shape[1] == columns,
         "qweight",
         f"have shape [N, {columns}] with N > 0",
-        list(qweight.shape),
+        list(a.qweight.shape),
     )
-    n, groups = qweight.shape[0], -(-in_features // group)
-    for name, value in (("scales", scales), ("zeros", zeros), ("g_idx", g_idx)):
+    n, groups = a.qweight.shape[0], -(-a.in_features // group)
+    for name, value in (("scales", a.scales), ("zeros", a.zeros), ("g_idx", a.g_idx)):
         if value is not None:
-            check_device(op, name, value, qweight, "qweight")
-    check(
-        woq.stored_scale_dtype(scales) in woq.SCALE_DTYPES,
-        op,
+            check_device(a.op, name, value, a.qweight, "qweight")
+    a.require(
+        woq.stored_scale_dtype(a.scales) in woq.SCALE_DTYPES,
         "scales",
         f"have dtype {_SCALE_NAMES}",
-        dtype_name(scales.dtype),
+        dtype_name(a.scales.dtype),
     )
-    by_block = format.startswith("fp8") and group_size == 128
+    by_block = a.format.startswith("fp8") and a.group_size == 128
     block_shape = [-(-n // 128), groups]
     expected = f"have shape [{n}, {groups}]" + (f" or {block_shape}" if by_block else "")
-    check(
-        list(scales.shape) == [n, groups] or (by_block and list(scales.shape) == block_shape),
-        op,
+    a.require(
+        list(a.scales.shape) == [n, groups] or (by_block and list(a.scales.shape) == block_shape),
         "scales",
         expected,
-        list(scales.shape),
+        list(a.scales.shape),
     )
-    if zeros is not None:
-        _check_zeros(zeros, format, order, [n, groups])
-    if g_idx is not None:
-        check_dtype_in(op, "g_idx", g_idx, torch.int32)
-        check_shape(op, "g_idx", g_idx, [in_features])
+    if a.zeros is not None:
+        _check_zeros(a.zeros, a.format, a.order, [n, groups])
+    if a.g_idx is not None:
+        check_dtype_in(a.op, "g_idx", a.g_idx, torch.int32)
+        check_shape(a.op, "g_idx", a.g_idx, [a.in_features])
 
 
 def _check_zeros(zeros: Tensor, format: str, order: str, shape: list[int]) -> None:
@@ -170,18 +158,11 @@ def _check_zeros(zeros: Tensor, format: str, order: str, shape: list[int]) -> No
     check_shape(op, "zeros", zeros, shape)
 
 
-def _pack_fake(
-    qweight: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    format: str,
-    in_features: int,
-    group_size: int = -1,
-    g_idx: Tensor | None = None,
-    order: str = "dot",
-) -> Tensor:
-    layout = woq.layout_of(qweight, scales, zeros, format, in_features, group_size, g_idx, order)
-    return qweight.new_empty(layout.bytes, dtype=torch.uint8)
+def _pack_fake(a: Arguments) -> Tensor:
+    layout = woq.layout_of(
+        a.qweight, a.scales, a.zeros, a.format, a.in_features, a.group_size, a.g_idx, a.order
+    )
+    return a.qweight.new_empty(layout.bytes, dtype=torch.uint8)
 
 
 _BF16, _F16, _E8M0 = torch.bfloat16, torch.float16, torch.float8_e8m0fnu

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_one_of, dtype_name
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import FLOATS, OpSpec, Sample, check
@@ -82,67 +83,42 @@ def _layout(
     )
 
 
-def _unpack_check(
-    packed: Tensor,
-    out_features: int,
-    in_features: int,
-    format: str,
-    group_size: int,
-    scale_dtype: torch.dtype,
-    zeros: str = "none",
-    block_scales: bool = False,
-    g_idx: bool = False,
-    order: str = "dot",
-) -> None:
-    op = "unpack_woq_weight"
-    check_names(op, format, order)
-    check(out_features > 0, op, "out_features", "be positive", out_features)
-    check(in_features > 0, op, "in_features", "be positive", in_features)
-    check_group_size(op, group_size, in_features)
-    check(
-        scale_dtype in (torch.uint8, *woq.SCALE_DTYPES),
-        op,
+def _unpack_check(a: Arguments) -> None:
+    check_names(a.op, a.format, a.order)
+    a.require(a.out_features > 0, "out_features", "be positive")
+    a.require(a.in_features > 0, "in_features", "be positive")
+    check_group_size(a.op, a.group_size, a.in_features)
+    a.require(
+        a.scale_dtype in (torch.uint8, *woq.SCALE_DTYPES),
         "scale_dtype",
         "be float32, bfloat16, float16, float8_e8m0fnu or uint8",
-        dtype_name(scale_dtype),
+        dtype_name(a.scale_dtype),
     )
-    check_one_of(op, "zeros", zeros, woq.ZEROS)
+    check_one_of(a.op, "zeros", a.zeros, woq.ZEROS)
     layout = _layout(
-        *(out_features, in_features, format, group_size, scale_dtype),
-        *(zeros, block_scales, g_idx, order),
+        *(a.out_features, a.in_features, a.format, a.group_size, a.scale_dtype),
+        *(a.zeros, a.block_scales, a.g_idx, a.order),
     )
-    check(
-        packed.dtype == torch.uint8 and packed.dim() == 1 and packed.shape[0] == layout.bytes,
-        op,
+    a.require(
+        a.packed.dtype == torch.uint8 and a.packed.dim() == 1 and a.packed.shape[0] == layout.bytes,
         "packed",
         f"be packed with these arguments ({layout.bytes} bytes)",
-        f"{dtype_name(packed.dtype)} {list(packed.shape)}",
+        f"{dtype_name(a.packed.dtype)} {list(a.packed.shape)}",
     )
 
 
-def _unpack_fake(
-    packed: Tensor,
-    out_features: int,
-    in_features: int,
-    format: str,
-    group_size: int,
-    scale_dtype: torch.dtype,
-    zeros: str = "none",
-    block_scales: bool = False,
-    g_idx: bool = False,
-    order: str = "dot",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _unpack_fake(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layout = _layout(
-        *(out_features, in_features, format, group_size, scale_dtype),
-        *(zeros, block_scales, g_idx, order),
+        *(a.out_features, a.in_features, a.format, a.group_size, a.scale_dtype),
+        *(a.zeros, a.block_scales, a.g_idx, a.order),
     )
-    zero_dtype = torch.float32 if zeros == "float32" else torch.int8
-    zero_shape = [0] if zeros == "none" else [out_features, layout.groups]
+    zero_dtype = torch.float32 if a.zeros == "float32" else torch.int8
+    zero_shape = [0] if a.zeros == "none" else [a.out_features, layout.groups]
     return (
-        packed.new_empty(layout.qweight_shape, dtype=woq.QWEIGHT_DTYPES[format]),
-        packed.new_empty(layout.scale_shape, dtype=scale_dtype),
-        packed.new_empty(zero_shape, dtype=zero_dtype),
-        packed.new_empty([in_features if g_idx else 0], dtype=torch.int32),
+        a.packed.new_empty(layout.qweight_shape, dtype=woq.QWEIGHT_DTYPES[a.format]),
+        a.packed.new_empty(layout.scale_shape, dtype=a.scale_dtype),
+        a.packed.new_empty(zero_shape, dtype=zero_dtype),
+        a.packed.new_empty([a.in_features if a.g_idx else 0], dtype=torch.int32),
     )
 
 
@@ -181,20 +157,15 @@ def _dequantize(packed: Tensor, out_features: int, in_features: int, dtype: torc
     return woq.dequantize(packed, layout).to(dtype)
 
 
-def _dequantize_check(
-    packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype
-) -> None:
-    op = "dequantize_woq_weight"
-    check(dtype in FLOATS, op, "dtype", "be float32, bfloat16 or float16", dtype_name(dtype))
-    check(out_features > 0, op, "out_features", "be positive", out_features)
-    check(in_features > 0, op, "in_features", "be positive", in_features)
-    check_woq_packed(op, "packed", packed, out_features, in_features)
+def _dequantize_check(a: Arguments) -> None:
+    a.require(a.dtype in FLOATS, "dtype", "be float32, bfloat16 or float16", dtype_name(a.dtype))
+    a.require(a.out_features > 0, "out_features", "be positive")
+    a.require(a.in_features > 0, "in_features", "be positive")
+    check_woq_packed(a.op, "packed", a.packed, a.out_features, a.in_features)
 
 
-def _dequantize_fake(
-    packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype
-) -> Tensor:
-    return packed.new_empty(out_features, in_features, dtype=dtype)
+def _dequantize_fake(a: Arguments) -> Tensor:
+    return a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype)
 
 
 def _dequantize_samples(dtype: torch.dtype) -> Iterator[Sample]:

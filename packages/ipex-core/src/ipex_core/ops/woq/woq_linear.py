@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_device, check_one_of, check_tensor, randn, strided
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import OpSpec, Sample, check
+from ipex_core.library.spec import OpSpec, Sample
 from ipex_core.ops.int8.quantize import choose, codes
 from ipex_core.ops.linear.epilogue import (
     apply_epilogue,
@@ -134,69 +135,40 @@ def _woq_linear(
     return y.to(x.dtype)
 
 
-def _check(
-    x: Tensor,
-    packed_weight: Tensor,
-    out_features: int,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-    mul: Tensor | None = None,
-    residual2: Tensor | None = None,
-    gate: str = "none",
-    lowp_mode: str = "none",
-    act_quant_mode: str = "none",
-) -> None:
-    op = "woq_linear"
-    check_tensor(op, "x", x)
-    check_device(op, "packed_weight", packed_weight, x)
-    check(out_features > 0, op, "out_features", "be positive", out_features)
-    check_activation(op, activation, gate)
-    check_one_of(op, "lowp_mode", lowp_mode, LOWP_MODES)
-    check_one_of(op, "act_quant_mode", act_quant_mode, ACT_QUANT_MODES)
-    check(
-        (act_quant_mode != "none") == (lowp_mode == "int8"),
-        op,
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    check_device(a.op, "packed_weight", a.packed_weight, a.x)
+    a.require(a.out_features > 0, "out_features", "be positive")
+    check_activation(a.op, a.activation, a.gate)
+    check_one_of(a.op, "lowp_mode", a.lowp_mode, LOWP_MODES)
+    check_one_of(a.op, "act_quant_mode", a.act_quant_mode, ACT_QUANT_MODES)
+    a.require(
+        (a.act_quant_mode != "none") == (a.lowp_mode == "int8"),
         "act_quant_mode",
         "be given for lowp_mode int8"
-        if lowp_mode == "int8"
-        else f"be none for lowp_mode {lowp_mode}",
-        act_quant_mode,
+        if a.lowp_mode == "int8"
+        else f"be none for lowp_mode {a.lowp_mode}",
     )
-    n = weight_rows(out_features, gate)
-    layout = check_woq_packed(op, "packed_weight", packed_weight, n, x.shape[-1])
-    order = "vnni" if lowp_mode == "int8" else "dot"
-    check(
+    n = weight_rows(a.out_features, a.gate)
+    layout = check_woq_packed(a.op, "packed_weight", a.packed_weight, n, a.x.shape[-1])
+    order = "vnni" if a.lowp_mode == "int8" else "dot"
+    a.require(
         layout is None or layout.order == order,
-        op,
         "packed_weight",
-        f"be packed with order {order} for lowp_mode {lowp_mode}",
+        f"be packed with order {order} for lowp_mode {a.lowp_mode}",
         "" if layout is None else layout.order,
     )
-    check(
+    a.require(
         layout is None or order == "dot" or layout.groups == 1 or layout.group <= 65536,
-        op,
         "packed_weight",
         "have groups of at most 65536 features for lowp_mode int8",
         "" if layout is None else layout.group,
     )
-    check_operands(op, x, out_features, bias, mul, residual, residual2, gate)
+    check_operands(a.op, a.x, a.out_features, a.bias, a.mul, a.residual, a.residual2, a.gate)
 
 
-def _fake(
-    x: Tensor,
-    packed_weight: Tensor,
-    out_features: int,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-    mul: Tensor | None = None,
-    residual2: Tensor | None = None,
-    gate: str = "none",
-    lowp_mode: str = "none",
-    act_quant_mode: str = "none",
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
+def _fake(a: Arguments) -> Tensor:
+    return a.x.new_empty(*a.x.shape[:-1], a.out_features)
 
 
 #: id, rows, N, K, arguments of `woq_weight` behind the format
