@@ -87,9 +87,10 @@ def test_each_module_has_a_room() -> None:
 
 
 def test_the_longest_row_decides() -> None:
-    assert room_of("ipex_core", "ipex_core.module_swap.base") == "module_swap"
-    assert room_of("ipex_core", "ipex_core.nn._leaves") == "nn"
+    assert room_of("ipex_core", "ipex_core._spec") == "library"
+    assert room_of("ipex_core", "ipex_core._specs") is None
     assert room_of("ipex_core", "ipex_core.packing.woq_layout") == "packing"
+    assert room_of("ipex_runtime", "ipex_runtime.anything") == "pools"
     assert room_of("ipex_core", "ipex_core") == ""
     assert room_of("ipex_core", "ipex_core.no_such_room") is None
 
@@ -143,7 +144,7 @@ FAULTS = {
     "packages/ipex-core/src/ipex_core/__init__.py": "",
     "packages/ipex-core/src/ipex_core/config.py": "from ipex_core.nn import _leaf\n",
     "packages/ipex-core/src/ipex_core/nn/__init__.py": "def late():\n    from . import _leaf\n",
-    "packages/ipex-core/src/ipex_core/module_swap/base.py": (
+    "packages/ipex-core/src/ipex_core/nn/_leaf.py": (
         "import sys, importlib\n"
         "from typing import TYPE_CHECKING\n"
         "import ipex_core.nn\n"
@@ -159,16 +160,16 @@ FAULTS = {
         "# The size is that of the quantised weight, otherwise promised.\n"
     ),
     "packages/ipex-llm/src/ipex_llm/x.py": (
-        "from ipex_core.module_swap.base import f, g\nimport ipex_runtime\nfrom ipex_core.nn import h\n"
+        "from ipex_core.nn._leaf import f, g\nimport ipex_runtime\nfrom ipex_core.nn import h\n"
     ),
     "packages/ipex-cpu-kernels/cmake/IsaLevels.cmake": (
         ' "default|"\n "avx2|-m"\n "avx512|"\n "amx|"\n'
     ),
     "packages/ipex-cpu-kernels/csrc/a.h": '// those of a\nfail("x must be 1, got another value");\n',
     "packages/ipex/src/ipex/__init__.py": "x = 1\n",
-    "packages/ipex/src/ipex/cli/__init__.py": "x = 1\n" * 70,
-    "docs/page.md": "```python\n>>> from ipex_core.library.spec import (\n    a,\n    b as c,\n)\n```\n",
-    "packages/ipex-llm/tests/test_x.py": "    import ipex_llm.model_runner.runner\nfrom ipex_llm import _x, y\n",
+    "packages/ipex/src/ipex_cli/__init__.py": "x = 1\n" * 70,
+    "docs/page.md": "```python\n>>> from ipex_core._spec import (\n    a,\n    b as c,\n)\n```\n",
+    "packages/ipex-llm/tests/test_x.py": "    import ipex_llm._runner\nfrom ipex_llm import _x, y\n",
 }
 
 
@@ -194,7 +195,7 @@ def test_each_fault_is_found(faulty: Path) -> None:
     assert found == {
         "wheel_arrows": 1,
         "hidden_imports": 1,
-        "room_arrows": 2,  # config -> nn, module_swap -> nn
+        "room_arrows": 1,  # config -> nn
         "cycles": 1,
         "cycles_typing": 1,
         "modules_in_cycles": 2,
@@ -220,7 +221,7 @@ def test_each_fault_is_found(faulty: Path) -> None:
 
 
 def test_what_is_new_is_named(faulty: Path) -> None:
-    leaf = faulty / "packages/ipex-core/src/ipex_core/module_swap/base.py"
+    leaf = faulty / "packages/ipex-core/src/ipex_core/nn/_leaf.py"
     assert house.write(house.CHECKS)
     assert all(house.verdict(check, house.counts(check)) == "" for check in house.CHECKS)
     leaf.write_text(leaf.read_text() + "exec('x')\n")
@@ -253,7 +254,7 @@ def test_a_number_that_fell_asks_for_its_bound(faulty: Path) -> None:
     text = house.TABLE.read_text().replace("hacks\t1\t0", "hacks\t1\t1")
     house.TABLE.write_text(text)
     assert house.verdict("hacks", {}) == ""  # within the slack
-    (faulty / "packages/ipex-core/src/ipex_core/module_swap/base.py").write_text("")
+    (faulty / "packages/ipex-core/src/ipex_core/nn/_leaf.py").write_text("")
     house.forget()
     assert "hacks: 1 -> 0" in house.write()
 
