@@ -60,7 +60,7 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let patterns fire without a kernel package too: the ops then run their reference."""
-    monkeypatch.setattr("ipex_core.kernels.native.has_kernel", lambda op: True)
+    monkeypatch.setattr("ipex_core.kernels.policy.has_kernel", lambda op: True)
 
 
 @pytest.fixture

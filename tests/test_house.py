@@ -89,7 +89,7 @@ def test_each_module_has_a_room() -> None:
 def test_the_longest_row_decides() -> None:
     assert room_of("ipex_core", "ipex_core._spec") == "library"
     assert room_of("ipex_core", "ipex_core._specs") is None
-    assert room_of("ipex_core", "ipex_core.packing.woq_layout") == "packing"
+    assert room_of("ipex_core", "ipex_core.packing.woq") == "packing"
     assert room_of("ipex_runtime", "ipex_runtime.anything") == "pools"
     assert room_of("ipex_core", "ipex_core") == ""
     assert room_of("ipex_core", "ipex_core.no_such_room") is None

@@ -12,7 +12,7 @@ from torch import nn
 
 from ipex_core import amp, explain, optimize
 from ipex_core.kernels import machine, providers
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.library.kernels import specs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -241,7 +241,7 @@ def test_compiled(fresh_dynamo):
             assert got.stride() == expected.stride()
     (graph,) = ipex_core.explain(compiled).graphs
     found = [f for f in graph.fusions if f.pattern == "convolution"]
-    from ipex_core.kernels.native import has_kernel
+    from ipex_core.kernels.policy import has_kernel
 
     if has_kernel("convolution"):
         assert {(f.op, f.text) for f in found} == {

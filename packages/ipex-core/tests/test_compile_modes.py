@@ -220,7 +220,7 @@ def test_first_call_of_all(
     no_code_generation: None, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernel packages are found before Dynamo traces what asks for them."""
-    monkeypatch.setattr("ipex_core.kernels.native._native_ops", None)
+    monkeypatch.setattr("ipex_core.kernels.policy._native_ops", None)
     model, (x,) = optimize(Block().eval(), weights_prepack=False), MODELS["block"][1](torch.float32)
     with torch.no_grad():
         check(model, (x,))

@@ -142,7 +142,7 @@ class Int8Linear(nn.Module):
 def test_compiled(monkeypatch, tmp_path):
     """With code generation: the weights are packed once, as constants."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("ipex_core.kernels.native.has_kernel", lambda op: True)
+    monkeypatch.setattr("ipex_core.kernels.policy.has_kernel", lambda op: True)
     torch._dynamo.reset()
     model = nn.Sequential(Int8Linear(48, 64), nn.ReLU(), Int8Linear(32, 48)).eval()
     compiled = torch.compile(model, backend="ipex", fullgraph=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ipex_core import explain, optimize, restore
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.nn import OptimizedEmbeddingBag
 from ipex_core.nn.embedding import MergedEmbeddingBag
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.nn import FusableLinear, OptimizedLinear, PackedWeight
 from ipex_core.nn.functional import linear
 from ipex_core.nn.fusable import is_fusable

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipex_core import jit
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 kernels = pytest.mark.skipif(not has_kernel("linear"), reason="fuses only to kernels")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipex_core import jit, optimize, restore
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.nn import PackedWeight
 from ipex_core.optimization.passes import prepack
 

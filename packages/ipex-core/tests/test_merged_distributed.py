@@ -16,7 +16,7 @@ from ipex_core.nn.embedding import (
     EmbeddingSpec,
     MergedEmbeddingBagWithAdaGrad,
 )
-from ipex_core.nn.embedding import exchange as _exchange
+from ipex_core.nn.embedding import distributed as _exchange
 from ipex_core.testing import run_ranks
 
 ROWS, DIM = (20, 7, 2), 5

@@ -15,8 +15,8 @@ from ipex_core.nn.embedding import (
     MergedEmbeddingBagWithAdaGrad,
     MergedEmbeddingBagWithCat,
     MergedEmbeddingBagWithSGD,
-    memory,
 )
+from ipex_core.nn.embedding import tables as memory
 
 
 @pytest.mark.parametrize("kind", [MergedEmbeddingBagWithSGD, MergedEmbeddingBagWithAdaGrad])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ipex_core.diagnostics.explain import explain
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.optimization import optimize, restore
 from ipex_core.optimization.passes import prepack
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipex_core.diagnostics.explain import explain
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.optimization import optimize, restore
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ipex_core.diagnostics.explain import explain
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.models.fast_bert import fast_bert
 from ipex_core.optimization import optimize, restore
 

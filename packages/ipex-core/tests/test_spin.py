@@ -11,7 +11,8 @@ import pytest
 
 from ipex_core.diagnostics import doctor
 from ipex_core.diagnostics import report as texts
-from ipex_core.kernels import machine, spin
+from ipex_core.kernels import machine
+from ipex_core.kernels import machine as spin
 
 
 def write(root, **files):

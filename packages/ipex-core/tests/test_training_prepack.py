@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ipex_core import explain, optimize, restore
-from ipex_core.nn import training_linear, training_products
+from ipex_core.nn import training_linear
+from ipex_core.nn import training_linear as training_products
 from ipex_core.nn.training_linear import TrainingLinear
 from ipex_core.optimization.training import api
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ipex_core import woq
 from ipex_core.errors import OpArgumentError
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.nn import OptimizedLinear
 from ipex_llm import modules as M
 

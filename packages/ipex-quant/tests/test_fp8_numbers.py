@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ipex_quant
-from ipex_core.packing.fp8 import amax, power_of_two_scale, to_fp8
+from ipex_core.packing.quantize import amax, power_of_two_scale, to_fp8
 from ipex_quant.fp8 import (
     DelayedScaling,
     Float8Format,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from ipex_core import benchmark
-from ipex_core.nn.training_products import input_gradient, product, weight_gradient
+from ipex_core.nn.training_linear import input_gradient, product, weight_gradient
 
 Tensor = torch.Tensor
 WEIGHTS = (256, 256), (768, 768), (3072, 768), (768, 3072)

@@ -357,7 +357,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
         if sys.argv[1:3] == ["llm", "serve"] and "--help" not in sys.argv:
-            from ipex_core.kernels.spin import restart_if_crowded
+            from ipex_core.kernels.machine import restart_if_crowded
 
             restart_if_crowded()
         app()

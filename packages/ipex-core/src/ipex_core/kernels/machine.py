@@ -18,21 +18,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 __all__ = [
-    "LEVEL_FEATURES",
     "CgroupLimits",
     "CpuInfo",
+    "LEVEL_FEATURES",
     "MemoryInfo",
+    "SHORT_SPIN",
     "affinity",
     "amx_permission",
-    "SHORT_SPIN",
     "cgroup_limits",
-    "crowded",
     "cpu_info",
+    "crowded",
     "governor",
     "huge_pages",
     "loaded_libraries",
     "memory_info",
     "numa_nodes",
+    "restart_if_crowded",
 ]
 
 ROOT = Path("/")
@@ -350,3 +351,24 @@ def loaded_libraries(root: Path = ROOT) -> tuple[str, ...]:
         if len(parts) == 6 and re.search(r"\.so(\.|$)", parts[5]):
             found.add(parts[5].removesuffix(" (deleted)"))
     return tuple(sorted(found))
+
+
+# --- How long OpenMP threads of a server wait for each other before they sleep ---------------------------------------
+
+
+def restart_if_crowded() -> None:
+    """Start this command again with a short spin if programs wait for CPU time; else return.
+
+    libgomp reads ``GOMP_SPINCOUNT`` when it is loaded, which importing torch has done. Variables that the user has set
+    (``GOMP_SPINCOUNT``, ``OMP_WAIT_POLICY``) decide instead.
+    """
+    if os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY"):
+        return
+    reason = crowded() if sys.platform.startswith("linux") else None
+    gomp = any("libgomp" in path for path in loaded_libraries())
+    if reason is None or not gomp or not sys.orig_argv:
+        return
+    text = f"{reason}: starting with GOMP_SPINCOUNT={SHORT_SPIN}"
+    print(text, file=sys.stderr, flush=True)
+    environment = {**os.environ, "GOMP_SPINCOUNT": str(SHORT_SPIN)}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606

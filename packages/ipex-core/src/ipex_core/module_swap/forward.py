@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ipex_core.kernels.native import find_kernels
+from ipex_core.kernels.policy import find_kernels
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.module_swap.script import MethodOfClass
 

@@ -221,7 +221,7 @@ def revert(module: nn.Module) -> None:
 
 def set_runtime(module: nn.Module, state: ModuleState) -> None:
     """Set the attributes that the forward of an optimized layer reads, for the machine at hand."""
-    from ipex_core.kernels.native import has_kernel
+    from ipex_core.kernels.policy import has_kernel
 
     if state.kernel_op is not None:
         module.__dict__["_kernel"] = has_kernel(state.kernel_op)

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ipex_core.kernels.native import has_kernel
-from ipex_core.kernels.policy import prefer_ipex_attention
+from ipex_core.kernels.policy import has_kernel, prefer_ipex_attention
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.nn.call import call, stock_only
 from ipex_core.nn.fusable import finish, is_fusable

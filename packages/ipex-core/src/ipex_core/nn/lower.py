@@ -8,7 +8,7 @@ import threading
 import torch
 from torch import nn
 
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.module_swap.state_dict import attach, realize, state_of, swap_class
 from ipex_core.nn.linear import OptimizedLinear

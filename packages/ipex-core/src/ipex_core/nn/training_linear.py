@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layer in training whose products run on our kernels where that is a gain."""
+"""Linear layers in training, and their products with packed operands."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -10,24 +13,152 @@ from torch import nn
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 
-from ipex_core.nn.call import stock_only
-from ipex_core.nn.training_products import (
-    STOCK,
-    Choice,
-    choose,
-    input_gradient,
-    measure,
-    product,
-    weight_gradient,
-)
+from ipex_core.kernels import providers
+from ipex_core.kernels.policy import has_kernel
+from ipex_core.kernels.timing import fastest, numbers
+from ipex_core.library.checks import dtype_name
+from ipex_core.nn.call import below_autograd, stock_only
 
-__all__ = ["TrainingLinear"]
+__all__ = [
+    "Choice",
+    "STOCK",
+    "TrainingLinear",
+    "choose",
+    "input_gradient",
+    "measure",
+    "product",
+    "weight_gradient",
+    "why_not",
+]
 
 Tensor = torch.Tensor
 
 
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which of the three products run on our kernel."""
+
+    forward: bool
+    input: bool
+    weight: bool
+
+
+STOCK = Choice(False, False, False)
+
+#: Rows from which packing on the way pays. Measured on Zen 4 (AVX512-BF16), 2 threads, torch 2.13, 64 to 4096 rows,
+#: 256 x 256 to 3072 x 768 weights, as times stock: bfloat16, forward 1.02-1.60; gradient of the input 1.01-1.26, but
+#: 0.90-0.99 for 256 x 256 from 256 rows on; gradient of the weight 1.05-1.40 from 1024 rows and 512 x 512 on, else
+#: 0.79-1.07. float32 from 512 x 512 on: forward 1.08-1.59, gradient of the input 1.06-1.49, of the weight 1.01-1.42
+#: from 3072 x 768 on, else 0.99-1.10.
+LEAST_ROWS = 64
+#: Weights from which it pays. In float32 smaller ones gain as well (1.1), but then small networks would no longer give
+#: the bits of stock PyTorch.
+LEAST_WEIGHTS = {torch.bfloat16: 65536, torch.float32: 524288}
+
+
+def why_not(dtype: torch.dtype, n: int, k: int) -> str | None:
+    """Return why products with an ``[n, k]`` weight stay in stock PyTorch, whatever the rows; None if they do not."""
+    if not has_kernel("bmm"):
+        return "no kernel package is installed"
+    if dtype not in LEAST_WEIGHTS:
+        return f"products in {dtype_name(dtype)} stay in stock PyTorch"
+    if n * k < LEAST_WEIGHTS[dtype]:
+        return f"the weight has fewer than {LEAST_WEIGHTS[dtype]} elements"
+    level = providers.cpu_level()
+    if level not in _LEVELS:
+        return f"no gain was measured for {dtype_name(dtype)} at ISA level {level}; auto_kernel_selection=True measures"
+    return None
+
+
+#: Where the table holds. At avx512_vnni, on a Xeon without AVX512-BF16, float32 was 0.82-0.98 times stock forward and
+#: 0.41-1.01 for the gradient of the input: what stock reaches there is what its library has for that CPU.
+_LEVELS: Container[str] = ("avx512_bf16",)
+
+
+def choose(dtype: torch.dtype, rows: int, n: int, k: int) -> Choice:
+    """Choose from the table of what was measured.
+
+    Args:
+        dtype: Of the weight and the input.
+        rows: Of the input.
+        n: out_features.
+        k: in_features.
+    """
+    if rows < LEAST_ROWS or why_not(dtype, n, k) is not None:
+        return STOCK
+    if dtype == torch.float32:
+        return Choice(True, True, n * k >= 1048576)
+    large = n * k >= 262144
+    return Choice(True, large or rows < 256, large and rows >= 1024)
+
+
+def measure(dtype: torch.dtype, rows: int, n: int, k: int) -> Choice:
+    """Choose by timing, once per process for each weight and about the same number of rows."""
+    if not has_kernel("bmm") or dtype not in LEAST_WEIGHTS or rows < 2:
+        return STOCK
+    return _measure(dtype, 1 << (rows.bit_length() - 1), n, k)
+
+
+@functools.cache
+@torch.no_grad()
+def _measure(dtype: torch.dtype, rows: int, n: int, k: int) -> Choice:
+    x, grad, weight = (numbers(*size, dtype=dtype) for size in ((rows, k), (rows, n), (n, k)))
+    bias = torch.zeros(n, dtype=dtype)
+    return Choice(
+        _gains(lambda ours: product(x, weight, bias, ours)),
+        _gains(lambda ours: input_gradient(grad, weight, ours)),
+        _gains(lambda ours: weight_gradient(grad, x, ours)),
+    )
+
+
+def _gains(run: Callable[[bool], Tensor]) -> bool:
+    return fastest({"stock": lambda: run(False), "ipex": lambda: run(True)})[0] == "ipex"
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, ours: bool) -> Tensor:
+    """Compute ``x @ weight.T + bias``, below autograd.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[N, K]`` in the dtype of ``x``.
+        bias: ``[N]`` in the dtype of ``x``, or None.
+        ours: Whether on our kernel.
+    """
+    if not ours:
+        return functional.linear(x, weight, bias)
+    rows = x.reshape(1, -1, x.shape[-1])
+    n = weight.shape[0]
+    add = None if bias is None else bias.expand(1, rows.shape[1], n)
+    return _bmm(rows, weight.t().unsqueeze(0), add).view(*x.shape[:-1], n)
+
+
+def input_gradient(grad: Tensor, weight: Tensor, ours: bool) -> Tensor:
+    """Compute ``grad @ weight``, ``[..., K]`` for ``grad`` ``[..., N]``; below autograd if ``ours``."""
+    if not ours:
+        return grad @ weight
+    rows = grad.reshape(1, -1, grad.shape[-1])
+    return _bmm(rows, weight.unsqueeze(0), None).view(*grad.shape[:-1], weight.shape[1])
+
+
+def weight_gradient(grad: Tensor, x: Tensor, ours: bool) -> Tensor:
+    """Compute ``grad.T @ x``, ``[N, K]``, over all rows; below autograd if ``ours``."""
+    rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    if not ours:
+        return rows.t() @ inputs
+    return _bmm(rows.t().unsqueeze(0), inputs.unsqueeze(0), None)[0]
+
+
+def _bmm(a: Tensor, b: Tensor, add: Tensor | None) -> Tensor:
+    with below_autograd():
+        y: Tensor = torch.ops.ipex.bmm.default(a, b, add)
+    return y
+
+
+# --- Linear layer in training whose products run on our kernels where that is a gain ---------------------------------
+
+
 class TrainingLinear(nn.Linear):
-    """`torch.nn.Linear` that packs its weight on the way; see `ipex_core.nn.training_products`.
+    """`torch.nn.Linear` that packs its weight on the way; see `ipex_core.nn.training_linear`.
 
     The same object as the layer it stands for: only ``__class__`` changes. Calls that our kernels do not take, and
     programs recorded by ``torch.compile``, ``torch.jit`` and ``torch.func``, have the stock op.

@@ -32,8 +32,7 @@ from ipex_core.optimization.passes.swap import (
     Realize,
     Recurrent,
 )
-from ipex_core.optimization.records import KEY, Log, log_of
-from ipex_core.optimization.saving import name_saved_dtype, undo_saved_dtype
+from ipex_core.optimization.records import KEY, Log, log_of, name_saved_dtype, undo_saved_dtype
 from ipex_core.optimization.transformers import HuggingFaceAttention
 from ipex_core.packing import onednn
 

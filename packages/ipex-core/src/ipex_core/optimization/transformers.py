@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ipex_core.kernels.native import find_kernels, has_kernel
+from ipex_core.kernels.policy import find_kernels, has_kernel
 from ipex_core.nn.call import call
 from ipex_core.nn.functional import attention_supported
 from ipex_core.optimization import transformers_tables

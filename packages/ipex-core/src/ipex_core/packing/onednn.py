@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.kernels.native import onednn_supports as supports
+from ipex_core.kernels.policy import onednn_supports as supports
 
 __all__ = ["conv", "linear", "supports"]
 

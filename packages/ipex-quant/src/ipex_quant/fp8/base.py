@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ipex_core.library.spec import check
-from ipex_core.packing.fp8 import DTYPES, amax, power_of_two_scale, to_fp8
+from ipex_core.packing.quantize import DTYPES, amax, power_of_two_scale, to_fp8
 from ipex_quant.fp8 import fp8 as _fp8
 from ipex_quant.fp8.recipe import DelayedScaling, Format
 from ipex_quant.fp8.tensors import FP8TensorMeta

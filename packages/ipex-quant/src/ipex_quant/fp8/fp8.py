@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ipex_core.library.spec import check
-from ipex_core.packing.fp8 import power_of_two_scale
+from ipex_core.packing.quantize import power_of_two_scale
 from ipex_quant.fp8.recipe import DelayedScaling, Format
 from ipex_quant.fp8.tensors import Float8Format, FP8TensorMeta
 

@@ -31,9 +31,8 @@ from ipex_core.library.spec import check
 from ipex_core.optimization.records import QUANTISATION, Quantisation, Record, quantisation_of
 from ipex_quant.int8.boundary import Fused, Start
 from ipex_quant.int8.dataflow import activation_of
-from ipex_quant.int8.forward import RewrittenForward
 from ipex_quant.int8.modules import recurrent as _int8_recurrent
-from ipex_quant.int8.modules.conv_transpose import Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules.conv import Int8ConvTranspose, output_rows
 from ipex_quant.int8.modules.embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
 from ipex_quant.int8.modules.linear import (
     DynamicInt8Linear,
@@ -45,7 +44,7 @@ from ipex_quant.int8.modules.linear import (
 from ipex_quant.int8.modules.matmul import Int8Interaction, Int8MatMul
 from ipex_quant.int8.modules.norm import SmoothNorm
 from ipex_quant.int8.modules.pool import Int8AvgPool, Int8MaxPool, Int8Mean
-from ipex_quant.int8.rewrite import lines_of, rewrite, rewrite_model
+from ipex_quant.int8.rewrite import RewrittenForward, lines_of, rewrite, rewrite_model
 from ipex_quant.util.modules import dtypes_of, keep_dtypes, replace_module
 
 __all__ = ["describe", "is_int8", "rebuild", "records", "restore_records", "saved"]

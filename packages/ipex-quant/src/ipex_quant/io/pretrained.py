@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from ipex_core.errors import OpArgumentError
-from ipex_core.optimization.saving import SavePretrained
+from ipex_core.optimization.records import SavePretrained
 from ipex_quant.util.safetensors import CheckpointError, read_config, read_header, weight_files
-from ipex_quant.weight_only.module import WoqLinearModule
+from ipex_quant.weight_only.linear import WoqLinearModule
 
 __all__ = ["UNREADABLE", "describe_saved"]
 

@@ -37,7 +37,7 @@ from ipex_core.library.spec import check
 from ipex_quant.int8.serialize import describe, is_int8, records, saved
 from ipex_quant.util.folders import replacing
 from ipex_quant.util.safetensors import NAMES, ShardWriter, read_config
-from ipex_quant.weight_only.module import WoqLinearModule
+from ipex_quant.weight_only.linear import WoqLinearModule
 
 __all__ = [
     "VERSION",

@@ -10,7 +10,7 @@ import torch
 from ipex_core import woq
 from ipex_core.library.spec import check
 from ipex_quant.weight.tensor import QuantizedWeight, float_scales, movable
-from ipex_quant.weight_only.module import WoqLinearModule
+from ipex_quant.weight_only.linear import WoqLinearModule
 
 __all__ = ["combine_linears"]
 

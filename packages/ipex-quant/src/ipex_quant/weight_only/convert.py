@@ -17,8 +17,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ipex_core.library.spec import check
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.nn import OptimizedLinear
-from ipex_core.util.memory import return_free_memory
-from ipex_core.util.progress import progress as show_progress
+from ipex_core.util.console import progress as show_progress
+from ipex_core.util.files import return_free_memory
 from ipex_quant.io.pretrained import describe_saved
 from ipex_quant.qconfig.static import qconfig_of
 from ipex_quant.qconfig.weight_only import QConfigWoq

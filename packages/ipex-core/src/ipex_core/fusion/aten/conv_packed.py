@@ -67,7 +67,7 @@ def pack_convolutions(
         kernels: Tells whether an op has a native kernel; None asks the installed kernel package.
     """
     if kernels is None:
-        from ipex_core.kernels.native import has_kernel
+        from ipex_core.kernels.policy import has_kernel
 
         kernels = has_kernel
     ctx = Context(graph, set(), report, always, frozenset(disabled), kernels)

@@ -66,7 +66,7 @@ def run_passes(
         How many places were changed.
     """
     if kernels is None:
-        from ipex_core.kernels.native import has_kernel
+        from ipex_core.kernels.policy import has_kernel
 
         kernels = has_kernel
     before = report.count()

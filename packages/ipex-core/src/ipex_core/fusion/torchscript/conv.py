@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from ipex_core.fusion.torchscript.editor import Editor
-from ipex_core.fusion.torchscript.nodes import (
+from ipex_core.fusion.torchscript.graph import (
+    Editor,
     Node,
     Value,
     constant,

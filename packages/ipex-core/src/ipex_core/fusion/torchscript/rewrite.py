@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ipex_core.fusion.torchscript.conv import CONV, TRANSPOSED, Convolutions
-from ipex_core.fusion.torchscript.editor import Editor
-from ipex_core.fusion.torchscript.nodes import (
+from ipex_core.fusion.torchscript.graph import (
+    Editor,
     Node,
     Value,
     behind_cast,
@@ -24,7 +24,7 @@ from ipex_core.fusion.torchscript.nodes import (
     weight,
 )
 from ipex_core.fusion.torchscript.variants import normalize, packs
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.packing.parameter import pack
 
 __all__ = ["Rewriter"]

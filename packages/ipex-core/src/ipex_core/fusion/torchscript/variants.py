@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from ipex_core.fusion.torchscript.editor import Editor
-from ipex_core.fusion.torchscript.nodes import (
+from ipex_core.fusion.torchscript.graph import (
+    Editor,
     Node,
     Value,
     constant,

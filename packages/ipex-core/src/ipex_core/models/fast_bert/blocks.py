@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ipex_core.models.fast_bert.tokens import Tokens
-from ipex_core.nn.training_products import Choice, choose, input_gradient, product, weight_gradient
+from ipex_core.nn.training_linear import Choice, choose, input_gradient, product, weight_gradient
 
 __all__ = ["LinearDropoutAddNorm", "LinearGelu", "SelfAttention"]
 

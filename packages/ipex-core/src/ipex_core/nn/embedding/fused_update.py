@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipex_core.nn.embedding.memory import gather, on_huge_pages
 from ipex_core.nn.embedding.tables import (
     EmbeddingSpec,
     Lookups,
     MergedEmbeddingBag,
+    gather,
     no_trails,
+    on_huge_pages,
     run_op,
 )
 

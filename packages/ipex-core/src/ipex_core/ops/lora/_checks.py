@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arguments of the ops for low-rank adapters."""
+"""Samples and checks of the ops for low-rank adapters."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -13,13 +16,160 @@ from ipex_core.library.checks import (
     check_shape,
     check_tensor,
     dtype_name,
+    randn,
 )
-from ipex_core.library.spec import check
+from ipex_core.library.spec import BenchCase, Sample, check
 from ipex_core.ops.state_space._common import check_writable
 
-__all__ = ["adapter_of_rows", "adapter_of_sequences", "check_lora"]
+__all__ = [
+    "adapter_of_rows",
+    "adapter_of_sequences",
+    "check_lora",
+    "lora_bench",
+    "lora_samples",
+    "lora_stock",
+]
 
 Tensor = torch.Tensor
+
+
+def _operands(
+    dtype: torch.dtype, op: str, rows: int, adapters: int, rank: int, features: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, input, weights: shrink reads the dtype of the weights and writes float32, expand the other way."""
+    if op.endswith("_shrink"):
+        return (
+            randn(rows, rank, seed=91),
+            randn(rows, features, dtype=dtype, seed=92),
+            randn(adapters, rank, features, dtype=dtype, seed=93, scale=features**-0.5),
+        )
+    return (
+        randn(rows, features, dtype=dtype, seed=91),
+        randn(rows, rank, seed=92),
+        randn(adapters, features, rank, dtype=dtype, seed=93, scale=rank**-0.5),
+    )
+
+
+def _selection(op: str, numbers: list[int], lengths: list[int]) -> tuple[Tensor, ...]:
+    """Return indices, or indices and seq_lens."""
+    if op.startswith("bgmv"):
+        rows = [
+            number for number, length in zip(numbers, lengths, strict=True) for _ in range(length)
+        ]
+        return (torch.tensor(rows, dtype=torch.int64),)
+    return (
+        torch.tensor(numbers, dtype=torch.int64),
+        torch.tensor(lengths, dtype=torch.int32),
+    )
+
+
+def _rest(op: str, features: int, add: bool = True) -> tuple[Any, ...]:
+    if op.endswith("_shrink"):
+        return (0.5,)
+    return (features // 3, features // 2, add) if op.endswith("_slice") else (add,)
+
+
+def lora_samples(op: str, dtype: torch.dtype) -> Iterator[Sample]:
+    """Yield the samples of one of the six ops."""
+    for numbers, lengths, adapters, rank, features in (
+        ([0], [1], 1, 1, 1),
+        ([1, 0, -1], [2, 1, 2], 2, 4, 7),
+        ([2, 0, 2, 1], [1, 1, 1, 1], 3, 8, 40),
+        ([0, 1], [9, 3], 2, 16, 130),
+        ([1, -1, 1, 0], [37, 2, 5, 1], 2, 16, 64),
+        ([0, 2], [5, 6], 3, 21, 33),
+        ([1], [1], 2, 64, 300),
+        ([0, 1], [0, 3], 2, 5, 1030),
+    ):
+        rows = sum(lengths)
+        operands = _operands(dtype, op, rows, adapters, rank, features)
+        chosen = _selection(op, numbers, lengths)
+        name = f"{rows}x{adapters}x{rank}x{features}"
+        yield Sample((*operands, *chosen, *_rest(op, features)), id=name)
+    out, input, weights = _operands(dtype, op, 7, 3, 8, 48)
+    chosen = _selection(op, [2, -1, 0], [3, 1, 3])
+    yield Sample((out, input, weights, *chosen, *_rest(op, 48, add=False)), id="overwrite")
+    both = out.to(dtype), input.to(dtype)
+    yield Sample((*both, weights[:, None], *chosen, *_rest(op, 48)), id="one_dtype")
+    floats = out.float(), input.float()
+    yield Sample((*floats, weights, *chosen, *_rest(op, 48)), id="float32_around")
+    wide = randn(7, 100, dtype=out.dtype, seed=94)
+    yield Sample((wide[:, 20:80], input, weights, *chosen, *_rest(op, 48)), id="out_in_a_buffer")
+    yield Sample(
+        (
+            out,
+            torch.stack([input, input], -1)[..., 0],
+            weights.transpose(1, 2).contiguous().transpose(1, 2),
+            *chosen,
+            *_rest(op, 48),
+        ),
+        id="noncontiguous",
+    )
+    yield Sample(
+        (out.t().contiguous().t(), input, weights, *(i.int() for i in chosen), *_rest(op, 48)),
+        id="out_transposed",
+    )
+    special = input.clone()
+    special[1, 3] = float("nan")
+    special[5, 4] = float("inf")
+    yield Sample((out, special, weights, *chosen, *_rest(op, 48)), id="special_values")
+    none = _selection(op, [-1], [7])
+    yield Sample((out, input, weights[:0], *none, *_rest(op, 48)), id="no_adapters")
+    empty = _selection(op, [], [])
+    yield Sample((out[:0], input[:0], weights, *empty, *_rest(op, 48)), id="no_rows")
+    if op.startswith("sgmv"):
+        yield Sample(
+            (out, input, weights, *chosen, *_rest(op, 48), torch.tensor([0, 3, 4])), id="starts"
+        )
+        fewer = _selection(op, [2, 1], [2, 3])
+        yield Sample(
+            (out, input, weights, *fewer, *_rest(op, 48), torch.tensor([1, 4], dtype=torch.int32)),
+            id="starts_with_gaps",
+        )
+
+
+def lora_stock(op: str, out: Tensor, input: Tensor, weights: Tensor, *args: Any) -> None:
+    """Compute one of the six ops with one product of stock torch per adapter."""
+    indices = args[0]
+    rest = args[1:]
+    if op.startswith("sgmv"):
+        indices = torch.repeat_interleave(indices, rest[0])
+        rest = rest[1:]
+    if op.endswith("_slice"):
+        out, rest = out.narrow(1, rest[0], rest[1]), rest[2:]
+        weights = weights[:, : out.shape[1]]
+    for adapter in indices.unique().tolist():
+        rows = (indices == adapter).nonzero()[:, 0]
+        product = (input[rows].to(weights.dtype) @ weights[adapter].t()).to(out.dtype)
+        if op.endswith("_shrink"):
+            out[rows] = product * rest[0]
+        elif rest[0]:
+            out[rows] += product
+        else:
+            out[rows] = product
+
+
+def lora_bench(op: str) -> Iterator[BenchCase]:
+    """Yield the benchmark cases of one of the six ops."""
+    rank, features, adapters = 16, 4096, 8
+    lengths = ((1,), (1,) * 8, (1,) * 32) if op.startswith("bgmv") else ((64, 64), (256,) * 4)
+    for each in lengths:
+        rows, used = sum(each), min(adapters, len(each))
+        columns = features // 2 if op.endswith("_slice") else features
+        moved = rows * (features + rank) + used * rank * columns
+        yield BenchCase(
+            f"{len(each)}x{each[0]}-rank{rank}x{features}",
+            lambda dtype, each=each: (
+                *_operands(dtype, op, sum(each), adapters, rank, features),
+                *_selection(op, [i % adapters for i in range(len(each))], list(each)),
+                *_rest(op, features),
+            ),
+            lambda dtype, moved=moved: moved * dtype.itemsize,
+            flops=2 * rows * rank * columns,
+        )
+
+
+# --- Checks of the arguments of the ops for low-rank adapters --------------------------------------------------------
 
 
 def _values(tensor: Tensor) -> list[int]:

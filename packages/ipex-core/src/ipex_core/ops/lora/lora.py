@@ -16,8 +16,14 @@ from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import OpSpec
-from ipex_core.ops.lora._checks import adapter_of_rows, adapter_of_sequences, check_lora
-from ipex_core.ops.lora._samples import lora_bench, lora_samples, lora_stock
+from ipex_core.ops.lora._checks import (
+    adapter_of_rows,
+    adapter_of_sequences,
+    check_lora,
+    lora_bench,
+    lora_samples,
+    lora_stock,
+)
 
 Tensor = torch.Tensor
 

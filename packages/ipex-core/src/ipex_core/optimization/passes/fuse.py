@@ -10,10 +10,9 @@ from __future__ import annotations
 from torch import fx, nn
 
 from ipex_core.fusion.eager_fx.concat import merge_by_source
-from ipex_core.fusion.eager_fx.patterns import Rewriter
-from ipex_core.fusion.eager_fx.rms import find_rms_norm
+from ipex_core.fusion.eager_fx.patterns import Rewriter, find_rms_norm
 from ipex_core.fusion.eager_fx.trace import guards_of, reason_against, trace
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.module_swap.forward import FusedForward, Guard, generate
 from ipex_core.optimization.passes.base import Context, Pass
 from ipex_core.optimization.records import Log

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ipex_core import nn as inn
-from ipex_core.kernels.native import has_kernel
-from ipex_core.kernels.policy import LinearChoice, choose_linear
+from ipex_core.kernels.policy import LinearChoice, choose_linear, has_kernel
 from ipex_core.kernels.timing import fastest, numbers
 from ipex_core.library.spec import dtype_name
 from ipex_core.module_swap.state_dict import attach, state_of, swap_class

@@ -6,12 +6,12 @@ from __future__ import annotations
 from torch import nn
 
 from ipex_core import nn as inn
-from ipex_core.kernels.native import has_kernel
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.module_swap.state_dict import attach, realize, state_of, swap_class
 from ipex_core.nn.layers import identity_dropout
 from ipex_core.optimization.passes.base import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
-from ipex_core.util.memory import return_free_memory
+from ipex_core.util.files import return_free_memory
 
 __all__ = ["Dropout", "GraphMode", "Kernels", "Realize", "Recurrent"]
 
@@ -160,7 +160,7 @@ class Realize(Pass):
     def apply(self, context: Context) -> None:
         """Fold, cast, lay out and pack."""
         from ipex_core.module_swap.pickle import SavedTensor
-        from ipex_core.util.progress import progress
+        from ipex_core.util.console import progress
 
         registry: dict[int, SavedTensor] = {}
         todo = [(p, m) for p, m in context.modules() if "_ipex_state" in m.__dict__]

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core.nn.training_linear import TrainingLinear
-from ipex_core.nn.training_products import LEAST_ROWS, why_not
+from ipex_core.nn.training_linear import LEAST_ROWS, TrainingLinear, why_not
 from ipex_core.optim.dtensor import is_spread, is_wrapped
 from ipex_core.optim.fused import adopt, needs_closure
 from ipex_core.optim.master_weights import Masters, StateHook, announce_gradients
 from ipex_core.optim.steps import step_of
 from ipex_core.optimization.options import Options
 from ipex_core.optimization.passes.cast import cast_input, held_above
-from ipex_core.optimization.records import KEY, Log
-from ipex_core.optimization.saving import name_saved_dtype
+from ipex_core.optimization.records import KEY, Log, name_saved_dtype
 
 __all__ = ["train", "widen_input"]
 

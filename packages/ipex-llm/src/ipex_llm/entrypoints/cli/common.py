@@ -145,7 +145,7 @@ def load_stock(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False
 
     from ipex_quant.io.load import no_init
     from ipex_quant.util.safetensors import CheckpointError, read_config
-    from ipex_quant.weight_only.fits import building, check_fits
+    from ipex_quant.weight_only.build import building, check_fits
 
     quiet_transformers()
     with no_init():
@@ -236,7 +236,7 @@ def _load_quantized(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -
     import ipex_llm
     from ipex_quant.io.load import no_init
     from ipex_quant.util.safetensors import CheckpointError, read_config
-    from ipex_quant.weight_only.fits import building, check_fits
+    from ipex_quant.weight_only.build import building, check_fits
 
     make = functools.partial(_without_weights, folder, trust_remote_code)
     with no_init():

@@ -11,7 +11,7 @@ import torch
 
 from ipex_core.packing.parameter import PackedWeight
 from ipex_core.program import Program
-from ipex_core.util.memory import return_free_memory
+from ipex_core.util.files import return_free_memory
 from ipex_llm.arch.types import (
     AttentionPlan,
     DecoderPlan,

@@ -13,7 +13,7 @@ from ipex_core.woq import deinterleave_gate_up
 from ipex_llm.arch.types import LinearPlan
 from ipex_quant import combine_linears
 from ipex_quant.weight.tensor import QuantizedWeight, unpack
-from ipex_quant.weight_only.module import WoqLinearModule
+from ipex_quant.weight_only.linear import WoqLinearModule
 
 __all__ = ["combine", "give_back", "is_quantized", "lend", "taken"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from ipex_core.nn.embedding import MergedEmbeddingBagWithCat
 from ipex_core.ops.embedding.merged_embeddingbag_int8 import quantize_table
 from ipex_quant.int8.bag_op import TAIL, run
-from ipex_quant.weight.float_weight import ShowsFloatWeight
+from ipex_quant.weight.tensor import ShowsFloatWeight
 
 __all__ = ["TABLES", "Int8EmbeddingBag", "Int8MergedEmbeddingBag", "why_not"]
 

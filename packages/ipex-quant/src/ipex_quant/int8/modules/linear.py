@@ -19,7 +19,7 @@ from ipex_quant.int8.modules import conv as _int8_conv
 from ipex_quant.int8.modules import group as _int8_group
 from ipex_quant.int8.modules.conv import int8_conv, int8_conv_sum_
 from ipex_quant.int8.modules.group import InputGroup
-from ipex_quant.weight.float_weight import ShowsFloatWeight
+from ipex_quant.weight.tensor import ShowsFloatWeight
 
 __all__ = ["DynamicInt8Linear", "Int8Conv", "Int8Linear"]
 

@@ -8,7 +8,7 @@ import torch
 from ipex.compat.torch_ops._alias_op import alias_op
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
-from ipex_core.packing.fp8 import DTYPES, amax, to_fp8
+from ipex_core.packing.quantize import DTYPES, amax, to_fp8
 
 Tensor = torch.Tensor
 

@@ -154,7 +154,7 @@ class PackedLinear:
         scales: Tensor | None = None,
         zero_points: Tensor | None = None,
     ) -> None:
-        from ipex_core.packing.woq_layout import read_layout
+        from ipex_core.packing.woq import read_layout
 
         layout = read_layout(weight)
         if layout is None:
@@ -234,7 +234,7 @@ def weight_only_qlinear_prepack(
 )
 def _unpack_weight(W: Tensor, W_dtype: str, W_shape: list[int], lowp_mode: int) -> Tensor:
     from ipex_core.packing import woq
-    from ipex_core.packing.woq_layout import read_layout
+    from ipex_core.packing.woq import read_layout
 
     op = "woq_linear_unpack_weight"
     form = _format(op, W_dtype)
@@ -340,7 +340,7 @@ def _dequantize(
 
 def _fused(op: str, input: Tensor, packed: Tensor, activation: str, **operands: Tensor) -> Tensor:
     """Compute with a packed weight alone; IPEX's was the address of an object that had bias and modes, too."""
-    from ipex_core.packing.woq_layout import read_layout
+    from ipex_core.packing.woq import read_layout
 
     layout = read_layout(packed)
     if layout is None:
