@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import ipex_core
 from ipex_core.fusion.aten import timing
-from ipex_core.fusion.aten.conv_packed import pack_convolutions
+from ipex_core.fusion.aten.conv import pack_convolutions
 from ipex_core.fusion.report import GraphReport
 
 LAST = torch.channels_last

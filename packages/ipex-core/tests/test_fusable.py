@@ -12,8 +12,8 @@ from ipex_core.kernels.policy import has_kernel
 from ipex_core.nn import FusableLinear, OptimizedLinear, PackedWeight
 from ipex_core.nn.functional import linear
 from ipex_core.nn.fusable import is_fusable
-from ipex_core.nn.gate import GatedPair
 from ipex_core.nn.lower import lower_linear
+from ipex_core.nn.merged_linear import GatedPair
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

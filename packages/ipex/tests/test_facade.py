@@ -386,10 +386,10 @@ def test_modules_under_second_names_survive_threads():
 def test_the_command_starts_without_core():
     code = """
         import sys
-        import ipex_cli
+        from ipex_cli import app
         sys.argv = ["ipex", "version"]
         try:
-            ipex_cli.main()
+            app.main()
         except SystemExit:
             print("torch" in sys.modules)
     """

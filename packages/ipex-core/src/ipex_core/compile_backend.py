@@ -327,7 +327,7 @@ def _custom_passes(
 
 
 def _pack(asked: Options, also: Any, freezing: bool, report: GraphReport, graph: fx.Graph) -> None:
-    from ipex_core.fusion.aten.conv_packed import pack_convolutions
+    from ipex_core.fusion.aten.conv import pack_convolutions
 
     if freezing and report.frozen:
         pack_convolutions(graph, report, asked.disable, asked.always)

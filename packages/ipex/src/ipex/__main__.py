@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ipex_cli import main
+from ipex_cli.app import main
 
 if __name__ == "__main__":
     main()

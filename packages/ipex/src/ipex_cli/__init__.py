@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-__all__ = ["main", "print_versions"]
+__all__ = ["print_versions"]
 
 
 def print_versions() -> None:
@@ -15,11 +15,3 @@ def print_versions() -> None:
             print(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             print(f"{name} not installed")
-
-
-def main() -> None:
-    """Run the command ``ipex``."""
-    # Here, since `import ipex` reads the migration table in this package and must not load typer.
-    from ipex_cli import app
-
-    app.main()

@@ -15,7 +15,7 @@ from ipex_llm.distributed.group import TensorParallel
 from ipex_llm.distributed.modules import AllReduce
 from ipex_llm.distributed.shard import PARALLEL, set_numbers
 from ipex_llm.distributed.split import split_heads
-from ipex_quant.weight_only.checkpoint import replace_linears_from_checkpoint
+from ipex_quant.weight_only.replace import replace_linears_from_checkpoint
 
 __all__ = ["load_parts"]
 

@@ -331,7 +331,7 @@ def _is_float(module: nn.Module) -> bool:
 
 def _load(model: nn.Module, config: Any, checkpoint: Any, parallel: TensorParallel | None) -> None:
     """Replace linear layers by those of a checkpoint, and load what else it has."""
-    from ipex_quant.weight_only.checkpoint import replace_linears_from_checkpoint
+    from ipex_quant.weight_only.replace import replace_linears_from_checkpoint
 
     if isinstance(checkpoint, Mapping):
         warnings.warn(

@@ -26,8 +26,8 @@ from ipex_quant.int8.modules.embedding import why_not as why_not_bag
 from ipex_quant.int8.modules.matmul import NOT_NAMED, PRODUCTS, MatMul, named_in, why_float
 from ipex_quant.int8.modules.recurrent import why_no_form
 from ipex_quant.int8.modules.recurrent import why_not as why_not_lstm
-from ipex_quant.int8.observe import KEY, Prepared, attach, detach, state_of
 from ipex_quant.int8.plan import Plan, fusable_activations, make_plan
+from ipex_quant.int8.state import KEY, Prepared, attach, detach, state_of
 from ipex_quant.int8.summary import load_summary, save_summary
 from ipex_quant.qconfig.static import QConfigSmoothQuant, qconfig_of
 from ipex_quant.qconfig.weight_only import QConfigWoq

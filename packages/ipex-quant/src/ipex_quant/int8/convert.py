@@ -23,15 +23,16 @@ from ipex_core.util.quiet import quiet
 from ipex_quant.int8.boundary import Codes, Early, Fused, Scale, Start
 from ipex_quant.int8.dataflow import _tensors as tensors_of
 from ipex_quant.int8.dataflow import activation_of
-from ipex_quant.int8.modules.conv import Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules.conv_transpose import Int8ConvTranspose, output_rows
 from ipex_quant.int8.modules.embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
 from ipex_quant.int8.modules.linear import DynamicInt8Linear, Int8Conv, Int8Linear, share_input
 from ipex_quant.int8.modules.matmul import int8_product
 from ipex_quant.int8.modules.norm import SmoothNorm
 from ipex_quant.int8.modules.pool import Int8Mean, pool_for
 from ipex_quant.int8.modules.recurrent import with_bias
-from ipex_quant.int8.observe import KEY, Prepared, Watch, detach, replan, scales_of_layers, state_of
+from ipex_quant.int8.observe import Watch
 from ipex_quant.int8.plan import Layer, Plan, float_layer, root
+from ipex_quant.int8.state import KEY, Prepared, detach, replan, scales_of_layers, state_of
 from ipex_quant.qconfig.static import default_dynamic_qconfig
 from ipex_quant.util.modules import dtypes_of, keep_dtypes, replace_module
 from ipex_quant.weight_only.convert import quantize_linears
@@ -112,7 +113,7 @@ def collect_float(model: nn.Module, args: Any, kwargs: Any) -> _Outputs:
 
 def _candidates(model: nn.Module) -> list[str]:
     """Return the paths whose outputs a layer may have to be compared with."""
-    from ipex_quant.int8.observe import state_of
+    from ipex_quant.int8.state import state_of
 
     state = state_of(model)
     assert state is not None

@@ -32,7 +32,7 @@ from ipex_core.optimization.records import QUANTISATION, Quantisation, Record, q
 from ipex_quant.int8.boundary import Fused, Start
 from ipex_quant.int8.dataflow import activation_of
 from ipex_quant.int8.modules import recurrent as _int8_recurrent
-from ipex_quant.int8.modules.conv import Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules.conv_transpose import Int8ConvTranspose, output_rows
 from ipex_quant.int8.modules.embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
 from ipex_quant.int8.modules.linear import (
     DynamicInt8Linear,

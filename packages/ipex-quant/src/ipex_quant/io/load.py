@@ -28,11 +28,11 @@ from ipex_quant.qconfig.weight_only import (
 from ipex_quant.util.modules import replace_module
 from ipex_quant.util.safetensors import DAMAGE, CheckpointError, mapped, read_config, weight_files
 from ipex_quant.weight_only.build import building, check_fits
-from ipex_quant.weight_only.checkpoint import (
+from ipex_quant.weight_only.checkpoint import quantized_names
+from ipex_quant.weight_only.replace import (
     assign,
     finish_meta,
     load_rest,
-    quantized_names,
     replace_linears_from_checkpoint,
 )
 

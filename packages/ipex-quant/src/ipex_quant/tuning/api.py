@@ -22,7 +22,7 @@ from ipex_core.library.spec import check
 from ipex_quant.int8.api import _DYNAMIC, _STATIC
 from ipex_quant.int8.convert import as_call, cosine
 from ipex_quant.int8.dataflow import _tensors
-from ipex_quant.int8.observe import KEY, detach, state_of
+from ipex_quant.int8.state import KEY, detach, state_of
 from ipex_quant.tuning.neural_compressor import tuner_of
 from ipex_quant.tuning.report import Progress, Tuning
 from ipex_quant.tuning.search import Search

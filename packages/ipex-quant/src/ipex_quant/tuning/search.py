@@ -15,7 +15,7 @@ from torch import nn
 
 from ipex_core.benchmark import paired, ratio
 from ipex_quant.int8.api import convert, prepare
-from ipex_quant.int8.observe import leave_out, state_of
+from ipex_quant.int8.state import leave_out, state_of
 from ipex_quant.tuning.neural_compressor import Tuner
 from ipex_quant.tuning.space import Trial, configuration
 from ipex_quant.tuning.state import Result, State

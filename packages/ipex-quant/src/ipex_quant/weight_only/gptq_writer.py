@@ -16,7 +16,7 @@ from ipex_quant.io.save import Kinds, entries, identity, model_config, modules, 
 from ipex_quant.util.safetensors import ShardWriter
 from ipex_quant.weight_only.calibrate import stacks
 from ipex_quant.weight_only.convert import _is_conv1d, _is_linear, matches
-from ipex_quant.weight_only.gptq import Solved
+from ipex_quant.weight_only.gptq_solve import Solved
 
 __all__ = ["GptqWriter", "pack_words"]
 

@@ -1,30 +1,621 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: the stock op, and its spellings as two matrix products around a softmax.
-
-``softmax(q @ k.T * scale + mask) @ v`` as BERT, ViT, GPT-2, T5 and Llama write it in their eager form: the scale as a
-product or a quotient or not at all, a softcap, any number of added masks, ``where`` with a mask and a number, the
-softmax in float32, and what the stock op decomposes to where no kernel of torch takes it (one key head for all, as in
-Falcon). Heads that ``repeat_kv`` has copied are taken from where they were copied from.
-"""
+"""Attention in ATen graphs: the stock op, and its decomposed form, from scores to values."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from ipex_core.fusion.aten.attention_decomposed import Match, spelled
-from ipex_core.fusion.aten.attention_scores import VIEWS, sum_masks
-from ipex_core.fusion.aten.graph import Context
-from ipex_core.fusion.aten.nodes import FLOATS, describe, is_call, items, same, shape_of, val
+from ipex_core.fusion.aten.graph import (
+    CASTS,
+    FLOATS,
+    Context,
+    binary,
+    describe,
+    is_call,
+    items,
+    narrowed,
+    number,
+    same,
+    scaled,
+    shape_of,
+    uncast,
+    val,
+)
 from ipex_core.kernels.policy import prefer_ipex_attention
 from ipex_core.util.symbolic import hints
 
-__all__ = ["fuse_attention"]
+__all__ = [
+    "COPIES",
+    "Mask",
+    "Match",
+    "Scores",
+    "VIEWS",
+    "find_scores",
+    "fuse_attention",
+    "spelled",
+    "sum_masks",
+]
 
 aten = torch.ops.aten
+
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+COPIES = (aten.expand.default, aten.clone.default, aten.alias.default)
+_PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
+#: What may stand between a product and the softmax.
+_BETWEEN = (
+    *VIEWS,
+    *CASTS,
+    aten.clone.default,
+    aten.alias.default,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.add.Tensor,
+    aten.where.self,
+    aten.tanh.default,
+)
+#: What hides a score that it is added to: so much that nothing is left of the score.
+_HIDES = -1e30
+
+
+@dataclasses.dataclass
+class Mask:
+    """``kind``: ``"add"``, or ``"keep"`` and ``"drop"`` for ``where`` with ``fill`` in the place of what is hidden.
+
+    ``factor`` is what the masked scores are multiplied by afterwards; ``level`` a node of the shape that the scores
+    have there: ``[B, H, Sq, Sk]``, ``[B * H, Sq, Sk]``, or ``[B / W, W, H, Sq, Sk]`` of W windows.
+    """
+
+    kind: str
+    value: Any
+    fill: float
+    factor: float
+    level: fx.Node
+
+
+@dataclasses.dataclass
+class Scores:
+    """``product``, ``bmm`` or ``baddbmm``, scaled, capped and masked, in this order.
+
+    ``per_head`` is a tensor that the product is multiplied by and that is the same for all keys; ``sinks`` are scores
+    ``[1, H, 1, 1]`` without a value.
+    """
+
+    whole: tuple[Any, ...]
+    product: fx.Node | None = None
+    scale: float = 1.0
+    cap: float = 0.0
+    masks: list[Mask] = dataclasses.field(default_factory=list)
+    per_head: fx.Node | None = None
+    sinks: fx.Node | None = None
+
+
+def find_scores(
+    node: Any, whole: tuple[Any, ...], sink: bool, inside: list[fx.Node]
+) -> Scores | None:
+    """Step from the argument of a softmax to the first matrix product, over masks, a softcap and scales.
+
+    Args:
+        node: The argument.
+        whole: The shape ``[B, H, Sq, Sk]`` of the scores.
+        sink: Whether there is one column more, which has no value.
+        inside: Receives the nodes passed.
+    """
+    found = Scores(whole)
+    node = _over_shift(node, inside)
+    if sink:
+        node = _over_sinks(node, found, inside)
+    while isinstance(node, fx.Node):
+        if not _is_level(shape_of(node), whole):
+            return None
+        if is_call(node, *_PRODUCTS):
+            return found if _end(node, found) else None
+        step = _step(node, found, inside)
+        if step is None:
+            return None
+        inside.append(node)
+        node = step
+    return None
+
+
+def _is_level(shape: tuple[Any, ...] | None, whole: tuple[Any, ...]) -> bool:
+    """Whether the scores are seen in a shape that differs in how the batch and the heads are written only."""
+    if shape is None or len(shape) not in (3, 4, 5):
+        return False
+    return same(shape[-2:], whole[-2:]) if len(shape) == 3 else same(shape[-3:], whole[-3:])
+
+
+def _step(node: fx.Node, found: Scores, inside: list[fx.Node]) -> Any:
+    """Return what one op between the product and the softmax is applied to, or None."""
+    if uncast(node) is not node or is_call(node, *VIEWS):
+        return node.args[0]
+    capped = _capped(node)
+    if capped is not None:
+        if found.scale != 1.0 or found.cap or found.per_head is not None:
+            return None
+        inner, found.cap, passed = capped
+        inside += passed
+        return inner
+    part = scaled(node)
+    if part is not None:
+        found.scale *= part[1]
+        return part[0]
+    pair = binary(node, aten.mul.Tensor)
+    if pair is not None:
+        inner, factor = pair if _leads_to_product(pair[0]) else pair[::-1]
+        if found.per_head is not None or not _same_for_all_keys(node, inner, factor):
+            return None
+        found.per_head = factor
+        return inner
+    if found.cap or found.per_head is not None:
+        return None  # masks below a cap or a factor of each head
+    pair = binary(node, aten.add.Tensor)
+    if pair is not None:
+        inner, value = pair if _leads_to_product(pair[0]) else pair[::-1]
+        found.masks.append(Mask("add", value, 0.0, found.scale, node))
+        return inner
+    if is_call(node, aten.where.self):
+        condition, a, b = node.args
+        for kind, inner, fill in (("keep", a, number(b)), ("drop", b, number(a))):
+            if fill is not None:
+                found.masks.append(Mask(kind, condition, fill * found.scale, found.scale, node))
+                return inner
+    return None
+
+
+def _end(product: fx.Node, found: Scores) -> bool:
+    found.product = product
+    if is_call(product, aten.baddbmm.default):
+        beta, alpha = (product.kwargs.get(name, 1) for name in ("beta", "alpha"))
+        if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
+            return False
+        if beta:
+            if found.cap or found.per_head is not None:
+                return False
+            factor = found.scale * beta
+            found.masks.append(Mask("add", product.args[0], 0.0, factor, product))
+        found.scale *= alpha
+    # Scores that are hidden have to stay so, and finite numbers finite.
+    return all(0.0 < mask.factor <= 1.0 for mask in found.masks)
+
+
+def _same_for_all_keys(node: fx.Node, inner: Any, factor: Any) -> bool:
+    """Whether a factor of the scores can be one of the queries."""
+    shape, whole = shape_of(factor), shape_of(node)
+    if shape is None or whole is None or len(whole) != 4 or not 1 <= len(shape) <= 4:
+        return False
+    if not _leads_to_product(inner) or not same(shape_of(inner), whole):
+        return False
+    left, right = val(factor), val(inner)
+    if left is None or right is None or left.dtype != right.dtype:
+        return False
+    return same(shape[-1:], (1,))
+
+
+def _over_shift(node: Any, inside: list[fx.Node]) -> Any:
+    """Step over ``x - max(x)`` of each row, which a softmax does itself."""
+    while uncast(node) is not node:
+        inside.append(node)
+        node = node.args[0]
+    pair = binary(node, aten.sub.Tensor)
+    if pair is None:
+        return node
+    x, most = pair
+    passed = [node, most]
+    if is_call(most, operator.getitem) and most.args[1] == 0:
+        most = most.args[0]
+        passed.append(most)
+        if not is_call(most, aten.max.dim):
+            return node
+    elif not is_call(most, aten.amax.default):
+        return node
+    dims = most.args[1] if isinstance(most.args[1], list) else [most.args[1]]
+    if most.args[0] is not x or dims not in ([-1], [3]) or list(most.args[2:]) != [True]:
+        return node
+    inside += passed
+    return x
+
+
+def _over_sinks(node: Any, found: Scores, inside: list[fx.Node]) -> Any:
+    """Step from the scores with a column of sinks to those without."""
+    if not is_call(node, aten.cat.default) or len(node.args) < 2 or node.args[1] not in (-1, 3):
+        return None
+    parts = node.args[0]
+    if len(parts) != 2 or not same(shape_of(parts[1]), (*found.whole[:3], 1)):
+        return None
+    heads, column = found.whole[1], parts[1]
+    while column is not None and not any(
+        same(shape_of(column), shape) for shape in ((1, heads, 1, 1), (heads, 1, 1))
+    ):
+        known = is_call(column, *COPIES, *VIEWS) or uncast(column) is not column
+        column = column.args[0] if known else None
+    found.sinks = column
+    inside.append(node)
+    return parts[0] if column is not None else None
+
+
+def _capped(node: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
+    """Match ``tanh(x / cap) * cap``; return x, the cap and the nodes passed."""
+    outer = scaled(node)
+    if outer is None or not is_call(outer[0], aten.tanh.default) or outer[1] <= 0.0:
+        return None
+    divided: Any = outer[0].args[0]
+    inner = scaled(divided)
+    if inner is None or not math.isclose(inner[1] * outer[1], 1.0, rel_tol=1e-6):
+        return None
+    return inner[0], outer[1], [node, outer[0], divided]
+
+
+def _leads_to_product(node: Any, depth: int = 12) -> bool:
+    if is_call(node, *_PRODUCTS):
+        return True
+    if not depth or not is_call(node, *_BETWEEN):
+        return False
+    args = node.args[1:] if is_call(node, aten.where.self) else node.args
+    return any(_leads_to_product(arg, depth - 1) for arg in args)
+
+
+def sum_masks(
+    ctx: Context, root: fx.Node, scores: Scores, dtype: torch.dtype, safe: bool, made: list[fx.Node]
+) -> fx.Node | str | None:
+    """Return all masks as one that is added to the scores, or why that cannot be.
+
+    ``where(mask, scores, -1e4)`` becomes an addition of 0 and `_HIDES`: the scores vanish beside it, also in a row that
+    has no others.
+
+    Args:
+        ctx: The graph.
+        root: The node in front of which the mask is made.
+        scores: The scores.
+        dtype: The dtype of the query.
+        safe: Whether rows that are hidden as a whole give zeros.
+        made: Receives the new nodes.
+    """
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made.append(ctx.call(root, target, args, kwargs))
+        return made[-1]
+
+    total: fx.Node | None = None
+    for mask in reversed(scores.masks):
+        if val(mask.value) is None:
+            return f"{mask.value} is no mask"
+        value = _spread(call, mask, scores.whole)
+        if value is None:
+            return f"the mask {mask.value} is not one of batches and heads"
+        if mask.kind == "add":
+            if mask.factor != 1.0:
+                value = call(aten.mul.Tensor, value, mask.factor)
+            total = value if total is None else call(aten.add.Tensor, total, value)
+            continue
+        if mask.fill > -1e4:
+            return f"the scores do not vanish beside {mask.fill:g}"
+        # float16 does not hold the number.
+        held = torch.float32 if dtype == torch.float16 else dtype
+        low = max(min(mask.fill, _HIDES), torch.finfo(held).min)
+        if safe and mask.fill == -math.inf:
+            low = mask.fill
+        hidden = call(aten.full.default, [], low, dtype=held)
+        if total is None:
+            seen = call(aten.full.default, [], 0.0, dtype=held)
+        else:
+            seen = call(CASTS[0], total, held)
+        pair = (seen, hidden) if mask.kind == "keep" else (hidden, seen)
+        total = call(aten.where.self, value, *pair)
+    return total
+
+
+def _spread(call: Callable[..., fx.Node], mask: Mask, whole: tuple[Any, ...]) -> fx.Node | None:
+    """Return a mask of scores of another shape as one of scores ``[B, H, Sq, Sk]``."""
+    shape, level = shape_of(mask.value), shape_of(mask.level)
+    value: fx.Node = mask.value
+    if shape is None or level is None:
+        return None
+    given: tuple[Any, ...] = shape
+    if len(level) == 4 or len(shape) <= 2:
+        return value
+
+    def sizes(first: int) -> list[Any]:
+        return [
+            given[i] if isinstance(given[i], int) else call(aten.sym_size.int, value, i)
+            for i in range(first, len(given))
+        ]
+
+    if len(level) == 3:
+        if same(shape[:1], (1,)):
+            return call(aten.unsqueeze.default, value, 0)
+        if not isinstance(whole[1], int) or not same(shape[:1], level[:1]):
+            return None
+        return call(aten.reshape.default, value, [-1, whole[1], *sizes(1)])
+    if len(shape) == 3:
+        return value
+    if len(shape) == 4:
+        value, given = call(aten.unsqueeze.default, value, 0), (1, *shape)
+    groups = level[0] if isinstance(level[0], int) else _written(mask.level)
+    if not isinstance(groups, (int, fx.Node)) or not isinstance(level[1], int):
+        return None
+    value = call(aten.expand.default, value, [groups, level[1], -1, -1, -1])
+    return call(aten.reshape.default, value, [-1, *sizes(2)])
+
+
+def _written(level: Any) -> Any:
+    """Return the first size that the graph writes for scores of windows, if it does."""
+    while isinstance(level, fx.Node) and not is_call(level, *VIEWS):
+        level = level.args[0]
+    sizes: Any = level.args[1] if isinstance(level, fx.Node) else (-1,)
+    return sizes[0] if sizes[0] != -1 else None
+
+
+# --- Recognition of attentions written as two matrix products around a softmax; `attention` replace-------------------
+
+
+@dataclasses.dataclass
+class Match:
+    """``operands``: what lies in front of the products, where others may use it, too.
+
+    ``safe``: rows that are masked as a whole give zeros.
+    """
+
+    root: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    scores: Scores
+    interior: list[fx.Node]
+    operands: list[fx.Node]
+    transpose: bool
+    safe: bool
+
+
+@dataclasses.dataclass
+class _Operand:
+    """What stands behind an operand of ``bmm``: ``node * factor``, 4-D, with its last dimensions swapped or not."""
+
+    node: fx.Node
+    factor: float
+    swapped: bool
+    passed: list[fx.Node]
+
+
+def _unfold(node: Any, whole: tuple[Any, ...]) -> _Operand | None:
+    """Return the 4-D operand behind one of ``bmm``; ``whole`` is the shape of its 4-D result."""
+    flat = shape_of(node)
+    if flat is None or len(whole) != 4:
+        return None
+    passed: list[fx.Node] = []
+    rows, factor, swapped = flat[1:], 1.0, False
+    while isinstance(node, fx.Node):
+        shape = shape_of(node)
+        if passed and shape is not None and not is_call(node, *COPIES):
+            expanded = shape_of(passed[-1]) if is_call(passed[-1], aten.expand.default) else None
+            # Or one head that all heads of the query share.
+            if same(shape, (*whole[:2], *rows)) or (
+                same(expanded, (*whole[:2], *rows)) and same(shape, (whole[0], 1, *rows))
+            ):
+                return _Operand(node, factor, swapped, passed)
+        part = scaled(node) if same(shape, (flat[0], *rows)) else None
+        if part is not None and 0.0 < part[1] < math.inf and _same_dtype(node, part[0]):
+            factor *= part[1]
+            node, above = part[0], node
+        elif _swaps(node) and same(shape, (flat[0], *rows)):
+            rows, swapped = rows[::-1], not swapped
+            node, above = node.args[0], node
+        elif is_call(node, *VIEWS, *COPIES):
+            node, above = node.args[0], node
+        else:
+            return None
+        passed.append(above)
+    return None
+
+
+def _same_dtype(left: Any, right: Any) -> bool:
+    a, b = val(left), val(right)
+    return a is not None and b is not None and a.dtype == b.dtype
+
+
+def _swaps(node: Any) -> bool:
+    """Whether an op swaps the last two dimensions."""
+    shape = shape_of(node)
+    if shape is None:
+        return False
+    dims = list(range(len(shape)))
+    dims[-2:] = dims[:-3:-1]
+    if is_call(node, aten.permute.default):
+        return [int(d) % len(shape) for d in node.args[1]] == dims
+    if is_call(node, aten.transpose.int):
+        return sorted(int(d) % len(shape) for d in node.args[1:]) == sorted(dims[-2:])
+    return False
+
+
+def spelled(second: fx.Node) -> Match | None:
+    """Match from the second matrix product on upwards."""
+    if len(second.users) != 1:
+        return None
+    root = next(iter(second.users))
+    shape = shape_of(root)
+    if not is_call(root, *VIEWS) or shape is None or len(shape) != 4:
+        return None
+    left, right = _unfold_softmax(second.args[0], shape[:3]), _unfold(second.args[1], shape)
+    if left is None or right is None or right.swapped or right.factor != 1.0:
+        return None
+    division, inside, tested, sink = left
+    softmax = _softmax(division)
+    if softmax is None:
+        return None
+    scores, nodes = softmax
+    if tested is not None and tested is not scores:
+        return None
+    inside += [second, *nodes]
+    keys = shape_of(second.args[0])
+    assert keys is not None
+    found = find_scores(scores, (*shape[:3], keys[-1]), sink, inside)
+    if found is None or found.product is None:
+        return None
+    first, other = found.product.args[-2:]
+    q, k = _unfold(first, found.whole), _unfold(other, found.whole)
+    if q is None or k is None or q.swapped:
+        return None
+    inside.append(found.product)
+    operands = [*right.passed, *q.passed, *k.passed]
+    query, key, transpose = _query_and_key(q, k, found, operands)
+    value = val(right.node)
+    low = [uncast(x) for x in (query, key)]
+    if value is not None and all(_same_dtype(x, right.node) for x in low):
+        # Scores in float32 of what is narrower, which any kernel does inside (CodeGen).
+        operands += [x for x in (query, key) if x not in low]
+        query, key = low
+    safe = tested is not None
+    match = Match(root, query, key, right.node, found, inside, operands, transpose, safe)
+    if match.safe:
+        _narrow(match)
+    return match
+
+
+def _softmax(division: Any) -> tuple[fx.Node, list[fx.Node]] | None:
+    """Return what a division is the softmax of, over the last of four dimensions, and the nodes it is spelled with."""
+    pair = binary(division, aten.div.Tensor)
+    if pair is None or not is_call(pair[0], aten.exp.default):
+        return None
+    exp, total = pair
+    difference = binary(exp.args[0], aten.sub.Tensor)
+    if difference is None:
+        return None
+    scores, most = difference
+    if not _reduces(total, aten.sum.dim_IntList, exp) or not _reduces(
+        most, aten.amax.default, scores
+    ):
+        return None
+    return scores, [division, exp, total, exp.args[0], most]
+
+
+def _reduces(node: Any, op: Any, operand: Any) -> bool:
+    """Return whether a node reduces an operand over the last of four dimensions, which stays as one of size 1."""
+    if not is_call(node, op) or node.args[0] is not operand:
+        return False
+    return list(node.args[1]) in ([-1], [3]) and bool(node.args[2])
+
+
+def _query_and_key(
+    q: _Operand, k: _Operand, found: Scores, operands: list[fx.Node]
+) -> tuple[fx.Node, fx.Node, bool]:
+    """Return query and key without factors, which go into the scale, and whether the key is to be transposed."""
+    found.scale *= q.factor * k.factor
+    query = _without_factor(q.node, found, operands)
+    key, transpose = k.node, not k.swapped
+    if transpose:
+        key = _without_factor(key, found, operands)
+        if _swaps(key):
+            operands.append(key)
+            assert isinstance(key.args[0], fx.Node)
+            key, transpose = key.args[0], False
+    if not transpose:
+        key = _without_factor(key, found, operands)
+    return query, key, transpose
+
+
+def _without_factor(operand: fx.Node, scores: Scores, passed: list[fx.Node]) -> fx.Node:
+    """Move a number that an operand is multiplied by into the scale."""
+    part = scaled(operand)
+    whole, inner = val(operand), val(part[0]) if part is not None else None
+    if part is None or whole is None or inner is None or inner.dtype != whole.dtype:
+        return operand
+    if len(operand.users) != 1 or not 0.0 < part[1] < math.inf:
+        return operand
+    passed.append(operand)
+    scores.scale *= part[1]
+    return part[0]
+
+
+def _narrow(match: Match) -> None:
+    """Leave out the conversion to float32 and back around the stock op, which any kernel does inside."""
+    given = [uncast(x) for x in (match.q, match.k, match.v)]
+    wide, low = val(match.q), val(given[0])
+    if wide is None or low is None or low.dtype == wide.dtype or low.dtype not in FLOATS:
+        return
+    narrow = narrowed(match.root, low.dtype)
+    if narrow is not None and all(val(x).dtype == low.dtype for x in given):  # type: ignore[union-attr]
+        match.interior.append(match.root)
+        match.root, (match.q, match.k, match.v) = narrow, given
+
+
+def _unfold_softmax(
+    node: Any, rows: tuple[Any, ...]
+) -> tuple[fx.Node, list[fx.Node], fx.Node | None, bool] | None:
+    """Step from the first operand of the second product to the division of its softmax.
+
+    The third result are the scores whose fully masked rows become zeros, if that is so; the fourth tells whether a
+    last column is left out.
+    """
+    passed: list[fx.Node] = []
+
+    def over_copies(node: Any) -> Any:
+        while is_call(node, *VIEWS, *COPIES, torch.ops.prims.convert_element_type.default):
+            passed.append(node)
+            node = node.args[0]
+        return node
+
+    node = over_copies(node)
+    sink = _without_last(node)
+    if sink:
+        passed.append(node)
+        node = over_copies(node.args[0])
+    guarded = _guarded(node)
+    tested = None
+    if guarded is not None and not sink:
+        node, tested, steps = guarded
+        passed += steps
+    shape = shape_of(node)
+    if shape is None or len(shape) != 4 or not same(shape[:3], rows):
+        return None
+    return (node, passed, tested, sink) if is_call(node, aten.div.Tensor) else None
+
+
+def _without_last(node: Any) -> bool:
+    """Whether an op takes all of the last dimension but one."""
+    if not is_call(node, aten.slice.Tensor) or len(node.args) != 4 or node.kwargs:
+        return False
+    shape, given = shape_of(node), shape_of(node.args[0])
+    if shape is None or given is None or len(shape) != 4 or node.args[1] not in (3, -1):
+        return False
+    return node.args[2] in (0, None) and same((shape[-1] + 1,), given[-1:])
+
+
+def _guarded(node: Any) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
+    """Match ``where(all scores of the row are -inf, 0, softmax)``; return softmax, scores and the nodes passed."""
+    if not is_call(node, aten.where.self):
+        return None
+    condition, zero, division = node.args
+    if not (is_call(zero, aten.full.default) and zero.args[1] == 0) and number(zero) != 0.0:
+        return None
+    steps: list[fx.Node] = [node]
+    for target, *rest in (
+        (aten.logical_not.default,),
+        (aten.any.dim, -1, True),
+        (aten.logical_not.default,),
+        (aten.eq.Scalar, -math.inf),
+    ):
+        if not is_call(condition, target) or list(condition.args[1:]) != rest:
+            return None
+        steps.append(condition)
+        condition = condition.args[0]
+    return division, condition, steps
+
+
+# --- Attention: the stock op, and its spellings as two matrix products around a softmax ------------------------------
+# ``softmax(q @ k.T * scale + mask) @ v`` as BERT, ViT, GPT-2, T5 and Llama write it in their eager form: the scale as a
+# product or a quotient or not at all, a softcap, any number of added masks, ``where`` with a mask and a number, the
+# softmax in float32, and what the stock op decomposes to where no kernel of torch takes it (one key head for all, as in
+# Falcon). Heads that ``repeat_kv`` has copied are taken from where they were copied from.
+
+
 ipex = torch.ops.ipex
 
 _OP = "ipex::attention"

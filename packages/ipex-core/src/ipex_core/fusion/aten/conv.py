@@ -1,27 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions that are left to Inductor, which gives oneDNN what follows a frozen one.
-
-Nothing is replaced here; the report gets what was fused, and what was not and why. See packed_convolutions.py for those
-that become an op of ours.
-"""
+"""Convolutions in ATen graphs: with what follows them, and on packed weights."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from ipex_core.fusion.aten.nodes import describe, is_call, module_of
+from ipex_core.fusion.aten.epilogue import Activation, find_activations
+from ipex_core.fusion.aten.graph import (
+    FLOATS,
+    Context,
+    binary,
+    describe,
+    is_call,
+    module_of,
+    same,
+    shape_of,
+    val,
+)
+from ipex_core.fusion.aten.timing import against_ours
 from ipex_core.fusion.report import Fusion, GraphReport
+from ipex_core.util.symbolic import hints
 
-__all__ = ["report_convolutions"]
+__all__ = [
+    "pack_convolutions",
+    "report_convolutions",
+]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-_NAME = "convolution"
+_FOLLOWED = "convolution"
 _STOCK = "aten::convolution"
 #: Ops of a matched activation -> its name. What is in none of them is named op by op.
 _ACTIVATIONS: tuple[tuple[frozenset[str], str], ...] = (
@@ -46,13 +60,15 @@ def report_convolutions(report: GraphReport, graph: fx.Graph) -> None:
         found = _convolution(inside)
         if found is not None:
             op = _name(found)
-            report.add(Fusion(_NAME, True, op, _follows(inside), module_of(node), describe(node)))
+            report.add(
+                Fusion(_FOLLOWED, True, op, _follows(inside), module_of(node), describe(node))
+            )
         elif _convolution([node]) is not None:
             op, reason = _name(node), _reason(node)
-            report.add(Fusion(_NAME, False, op, reason, module_of(node), describe(node)))
+            report.add(Fusion(_FOLLOWED, False, op, reason, module_of(node), describe(node)))
         elif is_call(node, aten.convolution.default, aten._convolution.default):
             reason = "the weight is not frozen" if not report.frozen else "oneDNN does not take it"
-            report.add(Fusion(_NAME, False, _STOCK, reason, module_of(node), describe(node)))
+            report.add(Fusion(_FOLLOWED, False, _STOCK, reason, module_of(node), describe(node)))
 
 
 def _matched(node: fx.Node) -> list[fx.Node]:
@@ -96,3 +112,277 @@ def _reason(node: fx.Node) -> str:
     if other is not None:
         return "another convolution takes the result"
     return f"{_op(user)} reads the result, which is no part of a oneDNN convolution"
+
+
+# --- Convolutions with frozen weights become ``ipex::convolution`` where that is faster here and no-------------------
+# This runs on the frozen graph, in which batch norms are part of the weights and before Inductor gives oneDNN what
+# follows a convolution. oneDNN and our kernel win at different shapes, CPUs and numbers of threads, so that no table
+# decides but a measurement at the shape in question, once in a process.
+
+
+_PACKED = "convolution"
+_OP = "ipex::convolution"
+#: A measurement takes as many images as have this many multiplications, so that it lasts some milliseconds.
+_WORK = 2.5e8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Convolution:
+    """The arguments of a convolution of images, as nodes and numbers."""
+
+    x: fx.Node
+    weight: Tensor
+    bias: fx.Node | None
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    onednn: bool  # stock hands it to oneDNN with a packed weight
+
+    @property
+    def numbers(self) -> tuple[list[int], list[int], list[int]]:
+        """Stride, padding and dilation."""
+        return list(self.stride), list(self.padding), list(self.dilation)
+
+
+def pack_convolutions(
+    graph: fx.Graph,
+    report: GraphReport,
+    disabled: Iterable[str] = (),
+    always: bool = False,
+    kernels: Callable[[str], bool] | None = None,
+) -> None:
+    """Replace convolutions of a frozen graph, with what follows them, by ``ipex::convolution``.
+
+    Args:
+        graph: A functional graph with its weights as attributes, before Inductor's fusions.
+        report: Collects the decisions.
+        disabled: Names of patterns to leave out.
+        always: Replace those, too, that stock code computes as fast.
+        kernels: Tells whether an op has a native kernel; None asks the installed kernel package.
+    """
+    if kernels is None:
+        from ipex_core.kernels.policy import has_kernel
+
+        kernels = has_kernel
+    ctx = Context(graph, set(), report, always, frozenset(disabled), kernels)
+    if _PACKED in ctx.disabled or not kernels(_PACKED):
+        return
+    activations = {a.source: a for a in find_activations(ctx).values()}
+    before = {n.target for n in graph.find_nodes(op="get_attr")}
+    for node in ctx.nodes(aten.convolution.default, *_onednn()):
+        found = _read(ctx, node)
+        if isinstance(found, str):
+            ctx.reject(_PACKED, node, _OP, found)
+        elif found is not None:
+            _pack(ctx, node, found, activations)
+    for node in graph.find_nodes(op="get_attr"):
+        if not node.users:
+            graph.erase_node(node)
+    for name in before - {n.target for n in graph.find_nodes(op="get_attr")}:
+        # Not to keep a weight beside its packed form.
+        if graph.owning_module is not None and hasattr(graph.owning_module, str(name)):
+            delattr(graph.owning_module, str(name))
+
+
+def _onednn() -> tuple[Any, ...]:
+    if not torch.backends.mkldnn.is_available():
+        return ()
+    return (torch.ops.mkldnn._convolution_pointwise.default,)
+
+
+def _read(ctx: Context, node: fx.Node) -> _Convolution | str | None:
+    """Return the arguments of a convolution, a reason against it, or None if it is none with a frozen weight."""
+    onednn = node.target is not aten.convolution.default
+    x, weight, bias, *rest = node.args
+    if onednn:
+        padding, stride, dilation, groups, attribute = rest[:5]
+        if attribute != "none":
+            return None
+    else:
+        stride, padding, dilation, transposed, _, groups = rest
+        if transposed:
+            return None
+    left, out = val(x), val(node)
+    plain = _attribute(ctx, weight)
+    if plain is None or left is None or out is None or left.device.type != "cpu":
+        return None
+    assert isinstance(x, fx.Node)
+    if left.dim() != 4 or plain.dim() != 4:
+        return f"the images are {describe(x)}"
+    if groups != 1:
+        return f"it has {groups} groups"
+    if left.dtype not in FLOATS or not left.dtype == plain.dtype == out.dtype:
+        return f"the operands are {describe(x)} and {plain.dtype}"
+    if bias is not None:
+        value = val(bias)
+        if value is None or value.dtype not in (left.dtype, torch.float32) or value.dim() != 1:
+            return f"the bias is {describe(bias)}"
+    if left.dtype == torch.float32 and torch.backends.mkldnn.conv.fp32_precision != "none":  # type: ignore[attr-defined]
+        return "reduced precision of float32 convolutions is on"
+    if 0 in plain.shape:
+        return "the weight is empty"
+    pairs: list[tuple[int, ...]] = [
+        tuple(v) * (2 // len(v))  # type: ignore[arg-type]
+        for v in (stride, padding, dilation)
+    ]
+    return _Convolution(x, plain, bias, pairs[0], pairs[1], pairs[2], onednn)  # type: ignore[arg-type]
+
+
+def _attribute(ctx: Context, node: Any) -> Tensor | None:
+    """Return a frozen weight as it was before it was packed for oneDNN."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    value = getattr(ctx.graph.owning_module, str(node.target), None)
+    if not isinstance(value, Tensor) or isinstance(value, torch._subclasses.FakeTensor):
+        return None
+    with torch.utils._python_dispatch._disable_current_modes():
+        return value.to_dense() if value.is_mkldnn else value.detach()
+
+
+def _pack(
+    ctx: Context, node: fx.Node, conv: _Convolution, activations: dict[fx.Node, Activation]
+) -> None:
+    root, interior, residual = node, [], None
+    total = _addition(node)
+    if total is not None:
+        root, residual = total
+        interior = [node]
+    found = activations.get(root)
+    if found is not None and len(root.users) == _readers(found):
+        interior = [*interior, root, *found.interior]
+        root = found.root
+    kind = "none" if found is None or root is not found.root else found.kind
+    if ctx.outside_user(interior, root) is not None:
+        root, interior, residual, kind = node, [], None, "none"
+    reason = None if ctx.always else _against(conv, residual is not None, kind)
+    if reason is not None:
+        ctx.reject(_PACKED, node, _OP, reason)
+        return
+    weight = conv.weight
+    with torch.utils._python_dispatch._disable_current_modes():
+        from ipex_core.ops.conv.convolution import pack_convolution
+
+        packed = _constant(ctx, root, pack_convolution(weight))
+    operands = [_channels_last(ctx, root, n) for n in (conv.x, residual)]
+    args = (
+        operands[0],
+        packed,
+        weight.shape[0],
+        list(weight.shape[2:]),
+        *conv.numbers,
+        conv.bias,
+        operands[1],
+        kind,
+    )
+    names = [name for name, there in (("add", residual), (kind, kind != "none")) if there]
+    text = " + ".join(names) or "nothing"
+    new = ctx.replace(_PACKED, root, interior, torch.ops.ipex.convolution.default, args, text)
+    if new is None:
+        ctx.drop([n for n in (*operands, packed) if n is not None and not n.users])
+
+
+def _readers(found: Activation) -> int:
+    """Return how many nodes of an activation read its source."""
+    inside = {found.root, *found.interior}
+    return sum(user in inside for user in found.source.users)
+
+
+def _addition(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return the addition of another tensor of the same kind behind a node, and that tensor."""
+    if len(node.users) != 1:
+        return None
+    root = next(iter(node.users))
+    pair = binary(root, aten.add.Tensor)
+    if pair is None or pair[0] is pair[1]:
+        return None
+    other = pair[1] if pair[0] is node else pair[0]
+    value, own = val(other), val(node)
+    if value is None or own is None or value.dtype != own.dtype:
+        return None
+    return (root, other) if same(value.shape, own.shape) else None
+
+
+def _constant(ctx: Context, before: fx.Node, value: Tensor) -> fx.Node:
+    module = ctx.graph.owning_module
+    assert module is not None
+    number = 0
+    while hasattr(module, f"_ipex_convolution_{number}"):
+        number += 1
+    module.register_buffer(f"_ipex_convolution_{number}", value)
+    with ctx.graph.inserting_before(before):
+        node = ctx.graph.get_attr(f"_ipex_convolution_{number}")
+    mode: Any = ctx.fake_mode()
+    node.meta["val"] = mode.from_tensor(value) if hasattr(mode, "from_tensor") else value
+    return node
+
+
+def _channels_last(ctx: Context, before: fx.Node, node: fx.Node | None) -> fx.Node | None:
+    """Return the node itself if its channels lie side by side, else a copy in which they do."""
+    value, shape = val(node), shape_of(node)
+    if node is None or value is None or shape is None:
+        return node
+    _, c, h, w = shape
+    wanted = (h * w * c, 1, w * c, c)
+    fits = (
+        same((size,), (1,)) or same((have,), (want,))
+        for size, have, want in zip(shape, value.stride(), wanted, strict=True)
+    )
+    if all(fits):
+        return node
+    kwargs = {"memory_format": torch.channels_last}
+    return ctx.call(before, aten.clone.default, (node,), kwargs)
+
+
+# ---- measuring
+
+
+def _against(conv: _Convolution, residual: bool, kind: str) -> str | None:
+    """Return why stock code is to run, None if ours was measured to be faster."""
+    shape = hints(val(conv.x).shape)  # type: ignore[union-attr]
+    key = (
+        *(_OP, conv.weight.dtype, conv.weight.shape, *shape, conv.stride, conv.padding),
+        *(conv.dilation, conv.bias is None, conv.onednn, residual, kind),
+    )
+    return against_ours(key, lambda: _runs(conv, shape, residual, kind))
+
+
+def _runs(
+    conv: _Convolution, shape: list[int], residual: bool, kind: str
+) -> dict[str, Callable[[], Tensor]]:
+    """Return the candidates, on as many of the images as make a call long enough to be timed."""
+    from ipex_core.kernels.timing import numbers
+    from ipex_core.ops.conv.convolution import pack_convolution
+    from ipex_core.ops.linear.epilogue import activate
+    from ipex_core.packing import onednn as _mkldnn
+
+    ipex, last = torch.ops.ipex.convolution.default, torch.channels_last
+    weight = conv.weight.contiguous(memory_format=last)
+    stride, padding, dilation = conv.numbers
+    out, depth = weight.shape[0], weight[0].numel()
+    places = shape[2] * shape[3] // (stride[0] * stride[1])
+    shape = [min(shape[0], int(_WORK / (places * depth * out)) + 1), *shape[1:]]
+    x = numbers(*shape, dtype=weight.dtype).contiguous(memory_format=last)
+    bias = None if conv.bias is None else torch.zeros(out, dtype=weight.dtype)
+    packed, window = pack_convolution(weight), list(weight.shape[2:])
+    args = (packed, out, window, stride, padding, dilation, bias)
+    other = ipex(x, *args) if residual else None
+    runs = {"ipex": lambda: ipex(x, *args, other, kind)}
+    if conv.onednn:
+        op: Any = torch.ops.mkldnn._convolution_pointwise
+        for_onednn = torch.ops.mkldnn._reorder_convolution_weight(
+            weight, padding, stride, dilation, 1, shape
+        )
+        rest = (for_onednn, bias, padding, stride, dilation, 1)
+        name, algorithm = _mkldnn.POST_OPS[kind]
+        if other is None:
+            runs["stock"] = lambda: op.default(x, *rest, name, [], algorithm)
+        elif kind in ("none", "relu"):
+            then = None if kind == "none" else name
+            runs["stock"] = lambda: op.binary(x, other, *rest, "add", 1.0, then, [], "")
+        else:
+            # Inductor's code adds and activates in one pass; the copy stands for it.
+            runs["stock"] = lambda: op.default(x, *rest, "none", [], "").add_(other)
+    else:
+        plain = (weight, bias, stride, padding, dilation, False, [0, 0], 1)
+        runs["stock"] = lambda: activate(aten.convolution.default(x, *plain), kind)
+    return runs

@@ -9,9 +9,9 @@ import math
 import torch
 from torch import fx
 
-from ipex_core.fusion.aten.graph import Context
-from ipex_core.fusion.aten.nodes import (
+from ipex_core.fusion.aten.graph import (
     FLOATS,
+    Context,
     between,
     binary,
     is_call,

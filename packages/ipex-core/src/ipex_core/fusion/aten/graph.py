@@ -1,22 +1,256 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One graph while the passes work on it: replacing a matched part by one op."""
+"""Nodes and graphs of ATen operations: what they are, and how they are replaced."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._mode_utils import no_dispatch
 
-from ipex_core.fusion.aten.nodes import PURE, VIEWING, describe, module_of, same, val
 from ipex_core.fusion.report import Fusion, GraphReport
+from ipex_core.library.spec import dtype_name
 
-__all__ = ["Context"]
+__all__ = [
+    "CASTS",
+    "Context",
+    "DEVICES",
+    "FLOATS",
+    "PURE",
+    "VIEWING",
+    "between",
+    "binary",
+    "describe",
+    "is_call",
+    "items",
+    "module_of",
+    "narrowed",
+    "number",
+    "same",
+    "scaled",
+    "shape_of",
+    "shifted",
+    "static",
+    "uncast",
+    "val",
+]
 
 aten = torch.ops.aten
+prims = torch.ops.prims
+
+#: Where our ops run; what each device has of kernels is asked apart.
+DEVICES = ("cpu", "xpu")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+CASTS = (prims.convert_element_type.default, aten._to_copy.default)
+_FULL = (aten.full.default, aten.scalar_tensor.default)
+_OF_CONSTANTS: Mapping[Any, Callable[..., float]] = {
+    aten.lift_fresh_copy.default: lambda x: x,
+    aten.mul.Tensor: operator.mul,
+    aten.sqrt.default: lambda x: math.sqrt(x) if x >= 0 else math.nan,
+}
+
+#: Ops that make a constant of constants: layout and dtype changes of a weight.
+PURE = frozenset(
+    {
+        *CASTS,
+        aten.permute.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.view.default,
+        aten.reshape.default,
+        aten.clone.default,
+        aten.cat.default,
+        aten.slice.Tensor,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.detach.default,
+        aten.alias.default,
+    }
+)
+
+#: Ops whose result lies in the memory of their first argument.
+VIEWING = frozenset(
+    {
+        aten.view.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.alias.default,
+    }
+)
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """Return whether a node calls one of these ops."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def val(node: Any) -> Tensor | None:
+    """Return the fake tensor a node stands for, or None."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def shape_of(node: Any) -> tuple[Any, ...] | None:
+    """Return the shape of a tensor node; sizes may be symbolic."""
+    value = val(node)
+    return None if value is None else tuple(value.shape)
+
+
+def same(left: Sequence[Any] | None, right: Sequence[Any] | None) -> bool:
+    """Return whether sizes are known to be equal, without adding a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if left is None or right is None or len(left) != len(right):
+        return False
+    return all(statically_known_true(a == b) for a, b in zip(left, right, strict=True))
+
+
+def static(shape: Sequence[Any]) -> bool:
+    """Return whether all sizes are numbers."""
+    return all(isinstance(s, int) for s in shape)
+
+
+def uncast(node: Any) -> Any:
+    """Step over conversions to a wider floating dtype, which lose nothing, and over copies."""
+    while is_call(node, *CASTS, aten.clone.default, aten.alias.default):
+        inner, outer = val(node.args[0]), val(node)
+        if inner is None or outer is None or inner.dtype not in FLOATS or outer.dtype not in FLOATS:
+            break
+        if inner.dtype != outer.dtype and inner.dtype.itemsize >= outer.dtype.itemsize:
+            break
+        node = node.args[0]
+    return node
+
+
+def narrowed(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
+    """Return the conversion of a node to a dtype, if that is the only thing done with it."""
+    if len(node.users) != 1:
+        return None
+    user = next(iter(node.users))
+    value = val(user)
+    return user if is_call(user, *CASTS) and value is not None and value.dtype == dtype else None
+
+
+def between(node: Any, source: fx.Node) -> list[fx.Node]:
+    """Return a chain of first arguments from a node down to a source, without the source."""
+    chain = []
+    while node is not source:
+        chain.append(node)
+        node = node.args[0]
+    return chain
+
+
+def number(value: Any) -> float | None:
+    """Return a scalar argument: a Python number, or a 0-D tensor that the graph fills with one."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    value = uncast(value)
+    if shape_of(value) != ():
+        return None
+    if is_call(value, *_FULL):
+        fill = value.args[-1]
+        return float(fill) if isinstance(fill, (int, float)) else None
+    return _constant(value)
+
+
+def _constant(value: Any) -> float | None:
+    """Return what a 0-D node made of constants of the graph is, or None."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if is_call(value, *_OF_CONSTANTS) and not value.kwargs:
+        args = [_constant(arg) for arg in value.args]
+        return None if None in args else float(_OF_CONSTANTS[value.target](*args))
+    if is_call(value, *CASTS):
+        inner, cast = _constant(value.args[0]), val(value)
+        if inner is None or cast is None or cast.dtype not in FLOATS:
+            return None
+        with no_dispatch():
+            return float(torch.tensor(inner, dtype=torch.float64).to(cast.dtype))
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return None
+    tensor = getattr(value.graph.owning_module, str(value.target), None)
+    if not isinstance(tensor, Tensor) or tensor.dim() or tensor.dtype not in FLOATS:
+        return None
+    with no_dispatch():
+        return float(tensor.item())
+
+
+def binary(node: Any, *targets: Any) -> tuple[Any, Any] | None:
+    """Return the two operands of an op without further arguments (``alpha``)."""
+    if not is_call(node, *targets) or len(node.args) != 2 or node.kwargs:
+        return None
+    return node.args[0], node.args[1]
+
+
+def scaled(node: Any, *, of: Callable[[Any], bool] | None = None) -> tuple[fx.Node, float] | None:
+    """Match ``x * number`` or ``x / number``; return x and the factor."""
+    pair = binary(node, aten.mul.Tensor, aten.mul.Scalar)
+    if pair is not None:
+        for x, factor in (pair, pair[::-1]):
+            value = number(factor)
+            if value is not None and isinstance(x, fx.Node) and (of is None or of(x)):
+                return x, value
+    pair = binary(node, aten.div.Tensor, aten.div.Scalar)
+    if pair is not None and isinstance(pair[0], fx.Node):
+        value = number(pair[1])
+        if value:
+            return pair[0], 1.0 / value
+    return None
+
+
+def shifted(node: Any) -> tuple[fx.Node, float] | None:
+    """Match ``x + number``; return both."""
+    pair = binary(node, aten.add.Tensor, aten.add.Scalar)
+    if pair is not None:
+        for x, shift in (pair, pair[::-1]):
+            value = number(shift)
+            if value is not None and isinstance(x, fx.Node):
+                return x, value
+    return None
+
+
+def items(node: fx.Node, index: int) -> list[fx.Node]:
+    """Return the nodes that take one result of an op with several."""
+    return [u for u in node.users if u.target is operator.getitem and u.args[1] == index]
+
+
+def describe(node: Any) -> str:
+    """Return shape and dtype of a node for messages."""
+    value = val(node)
+    if value is None:
+        return str(node)
+    sizes = ", ".join(map(str, value.shape))
+    return f"{dtype_name(value.dtype)}[{sizes}]"
+
+
+def module_of(node: fx.Node) -> str:
+    """Return the path of the innermost module that a node comes from."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    return (
+        path.removeprefix("L['self']")
+        .replace("._modules['", ".")
+        .replace("']", "")
+        .replace("L['fn']", "")
+        .lstrip(".")
+    )
+
+
+# --- One graph while the passes work on it: replacing a matched part by one op ---------------------------------------
 
 
 @dataclasses.dataclass

@@ -19,11 +19,11 @@ import torch
 from torch import fx
 
 from ipex_core.fusion.aten.epilogue import Activation, find_activations
-from ipex_core.fusion.aten.graph import Context
-from ipex_core.fusion.aten.nodes import (
+from ipex_core.fusion.aten.graph import (
     DEVICES,
     FLOATS,
     PURE,
+    Context,
     binary,
     describe,
     is_call,

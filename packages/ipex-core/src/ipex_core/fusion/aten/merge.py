@@ -14,9 +14,17 @@ import torch
 from torch import fx
 from torch._inductor.virtualized import V
 
-from ipex_core.fusion.aten.graph import Context
+from ipex_core.fusion.aten.graph import (
+    FLOATS,
+    VIEWING,
+    Context,
+    is_call,
+    items,
+    same,
+    shape_of,
+    val,
+)
 from ipex_core.fusion.aten.linear import arguments
-from ipex_core.fusion.aten.nodes import FLOATS, VIEWING, is_call, items, same, shape_of, val
 from ipex_core.kernels.policy import prefer_merged_bags, prefer_merged_linears
 from ipex_core.util.symbolic import hints
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ipex_core.fusion.aten.graph import Context
-from ipex_core.fusion.aten.nodes import (
+from ipex_core.fusion.aten.graph import (
     DEVICES,
     FLOATS,
+    Context,
     between,
     binary,
     describe,

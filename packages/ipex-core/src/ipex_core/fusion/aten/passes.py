@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from ipex_core.fusion.aten.attention import fuse_attention
-from ipex_core.fusion.aten.graph import Context
+from ipex_core.fusion.aten.graph import CASTS, FLOATS, Context, is_call, same, shape_of, val
 from ipex_core.fusion.aten.linear import fuse_gated, fuse_post_ops, pack_linears
 from ipex_core.fusion.aten.merge import merge_bags, merge_linears
-from ipex_core.fusion.aten.nodes import CASTS, FLOATS, is_call, same, shape_of, val
 from ipex_core.fusion.aten.norm import fuse_add_norms, fuse_norms
 from ipex_core.fusion.aten.rotary import fuse_rotary
 from ipex_core.fusion.aten.unpacked import unpack_linears

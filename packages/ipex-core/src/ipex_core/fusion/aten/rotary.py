@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ipex_core.fusion.aten.graph import Context
-from ipex_core.fusion.aten.nodes import (
+from ipex_core.fusion.aten.graph import (
     DEVICES,
     FLOATS,
+    Context,
     binary,
     describe,
     is_call,

@@ -13,9 +13,8 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from ipex_core.fusion.aten.graph import Context
+from ipex_core.fusion.aten.graph import Context, static, val
 from ipex_core.fusion.aten.linear import arguments
-from ipex_core.fusion.aten.nodes import static, val
 from ipex_core.fusion.aten.timing import measured_linear
 from ipex_core.ops.linear.epilogue import activate, apply_epilogue, weight_rows
 from ipex_core.packing.dense import deinterleave_gate_up

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ipex_core.fusion.aten.graph import Context
-from ipex_core.fusion.aten.linear import VIEWS, unflattened
-from ipex_core.fusion.aten.nodes import (
+from ipex_core.fusion.aten.graph import (
     CASTS,
     DEVICES,
     FLOATS,
+    Context,
     binary,
     describe,
     is_call,
@@ -30,6 +29,7 @@ from ipex_core.fusion.aten.nodes import (
     static,
     val,
 )
+from ipex_core.fusion.aten.linear import VIEWS, unflattened
 
 __all__ = ["fuse_woq"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GELU, alone and as the gate of a gated MLP."""
+"""GELU: with erf, tanh and the sigmoid form, times another tensor, and its derivative."""
 
 from __future__ import annotations
 
@@ -154,5 +154,138 @@ register(
         stock=_stock_mul,
         bench=_mul_bench,
         summary="GELU of the gate times up",
+    )
+)
+
+
+# --- The sigmoid approximation of GELU -------------------------------------------------------------------------------
+
+
+def _gelu_quick(x: Tensor) -> Tensor:
+    """Approximate GELU by ``x * sigmoid(1.702 x)``, as CLIP and Qwen-VL do.
+
+    Args:
+        x: Any shape, float32, bfloat16 or float16.
+
+    Returns:
+        A contiguous tensor like ``x``; computed in float32 and rounded once.
+
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
+    """
+    y = acc(x)
+    return (y * torch.sigmoid(1.702 * y)).to(x.dtype)
+
+
+def _quick_check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x, min_dim=0)
+
+
+def _quick_fake(a: Arguments) -> torch.Tensor:
+    return fake_like(a.x)
+
+
+def _quick_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for name, x in row_samples(dtype):
+        yield Sample((x,), id=name)
+    yield Sample((torch.linspace(-60, 60, 4001).to(dtype),), id="dense")
+
+
+def _quick_bench() -> Iterator[BenchCase]:
+    return row_bench(
+        lambda r, c, dtype: (randn(r, c, dtype=dtype),),
+        moves=2,
+        shapes=((1, 11008), (512, 4096), (4096, 1536)),
+    )
+
+
+register(
+    OpSpec(
+        name="gelu_quick",
+        schema="(Tensor x) -> Tensor",
+        reference=_gelu_quick,
+        check=_quick_check,
+        fake=_quick_fake,
+        samples=_quick_samples,
+        stock=lambda x: x * torch.sigmoid(1.702 * x),
+        bench=_quick_bench,
+        summary="GELU by a sigmoid",
+    )
+)
+
+
+# --- Gradient of GELU and of the bias before it ----------------------------------------------------------------------
+
+
+OP = "gelu_backward"
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> tuple[Tensor, Tensor]:
+    """Gradient of `gelu`, and its sum over all rows.
+
+    Args:
+        grad: ``[..., C]``, float32, bfloat16 or float16: gradient of ``gelu(x)``.
+        x: Like ``grad``.
+        approximate: ``"none"`` (erf) or ``"tanh"``.
+
+    Returns:
+        The gradient of ``x``, contiguous and like ``grad``, and float32 ``[C]``: its sum over the rows, which is the
+        gradient of the bias of a linear layer before.
+    """
+    d = torch.ops.aten.gelu_backward(acc(grad), acc(x), approximate=approximate)
+    columns = d.flatten(0, -2).sum(0) if d.dim() > 1 else d
+    return d.to(grad.dtype), columns if grad.dtype == torch.float64 else columns.float()
+
+
+def _backward_check(a: Arguments) -> None:
+    check_tensor(OP, "grad", a.grad)
+    check_like(OP, "x", a.x, a.grad, of="grad")
+    check_approximate(OP, a.approximate)
+
+
+def _backward_fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    columns = torch.empty(a.grad.shape[-1], dtype=torch.float32, device=a.grad.device)
+    return fake_like(a.grad), columns
+
+
+def _backward_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for approximate in APPROXIMATE:
+        for name, x in row_samples(dtype):
+            grad = randn(*x.shape, dtype=dtype, seed=33)
+            yield Sample((grad, x, approximate), id=f"{approximate}-{name}")
+        dense = torch.linspace(-12, 12, 4001).to(dtype)
+        yield Sample((torch.ones_like(dense), dense, approximate), id=f"{approximate}-dense")
+
+
+def _stock(grad: Tensor, x: Tensor, approximate: str = "none") -> tuple[Tensor, Tensor]:
+    d = torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
+    return d, d.sum(0)
+
+
+def _backward_bench() -> Iterator[BenchCase]:
+    return row_bench(
+        lambda r, c, dtype: (randn(r, c, dtype=dtype), randn(r, c, dtype=dtype, seed=1)),
+        moves=3,
+        shapes=((256, 3072), (1024, 3072), (4096, 3072)),
+    )
+
+
+register(
+    OpSpec(
+        name=OP,
+        schema='(Tensor grad, Tensor x, str approximate="none") -> (Tensor, Tensor)',
+        reference=_gelu_backward,
+        check=_backward_check,
+        fake=_backward_fake,
+        samples=_backward_samples,
+        stock=_stock,
+        backward=None,
+        tolerance={
+            # Of sums over 300 rows of the short polynomials for 16-bit types, too.
+            torch.float32: (2e-3, 4e-3),
+            torch.bfloat16: (1.6e-2, 1e-2),
+            torch.float16: (2e-3, 2e-3),
+        },
+        bench=_backward_bench,
+        summary="Gradient of GELU and its column sums",
     )
 )
