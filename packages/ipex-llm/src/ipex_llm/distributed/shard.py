@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -268,6 +269,32 @@ def set_numbers(
     _replace_numbers(module, _HEADS, heads, part.heads)
     _replace_numbers(module, _KV_WIDTHS, kv_heads * head_dim, part.kv_heads * head_dim)
     _replace_numbers(module, _WIDTHS, heads * head_dim, part.heads * head_dim)
+    if part.kv_heads < kv_heads and _caches_count_by_configuration():
+        hook = functools.partial(_shrink_cache, kv_heads=part.kv_heads)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@functools.cache
+def _caches_count_by_configuration() -> bool:
+    """Return whether transformers, before 4.56, allocates static caches for all heads of a configuration."""
+    import transformers
+
+    return tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
+
+
+def _shrink_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, kv_heads: int
+) -> None:
+    """Before an attention runs: leave the heads of this rank in its layer of a static cache, which is empty then."""
+    layer = getattr(module, "layer_idx", None)
+    for cache in (*args, *kwargs.values()):
+        for name in ("key_cache", "value_cache"):
+            layers = getattr(cache, name, None)
+            if layer is None or layers is None or layer >= len(layers):
+                continue
+            tensor = layers[layer]
+            if isinstance(tensor, Tensor) and tensor.dim() == 4 and tensor.shape[1] > kv_heads:
+                layers[layer] = tensor[:, :kv_heads].clone()
 
 
 def _replace_numbers(module: Any, names: Sequence[str], old: int, new: int) -> None:
