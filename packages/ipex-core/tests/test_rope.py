@@ -87,20 +87,29 @@ def test_longrope_chooses_by_length():
 def test_equals_transformers(case, positions):
     utils = pytest.importorskip("transformers.modeling_rope_utils")
     transformers = pytest.importorskip("transformers")
-    kind = case.split("-")[0]
-    older = transformers.__version__.startswith("4.")
+    kind, scaling = case.split("-")[0], CASES[case]
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if "truncate" in scaling and version < (4, 55):
+        pytest.skip(f"yarn of transformers {transformers.__version__} always truncates")
     config = transformers.LlamaConfig(
         hidden_size=256,
         num_attention_heads=4,
         max_position_embeddings=2048,
         **{
-            "rope_scaling" if older else "rope_parameters": {
+            "rope_scaling" if version < (5, 0) else "rope_parameters": {
                 "rope_type": kind,
                 "rope_theta": 10000.0,
-                **CASES[case],
+                **scaling,
             }
         },
     )
+    original = scaling.get("original_max_position_embeddings")
+    if kind == "yarn" and scaling["factor"] and version < (4, 56):
+        # It ignores the factor where it knows the original positions.
+        config.max_position_embeddings = int(original * scaling["factor"])
+    if kind == "longrope" and version < (5, 0):
+        # It looks for them here, as Phi 3 has them, and takes the factor from both numbers of positions.
+        config.original_max_position_embeddings = original
     want, want_factor = utils.ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=positions)
     got, factor = rope_frequencies(
         kind,

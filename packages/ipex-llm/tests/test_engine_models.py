@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, OLD
 
 import ipex_llm
 from ipex_llm.engine import Engine, SamplingParams
@@ -57,6 +57,14 @@ def models():
 def prompts():
     draw = torch.Generator().manual_seed(1)
     return [torch.randint(1, 97, (n,), generator=draw).tolist() for n in PROMPTS]
+
+
+@torch.inference_mode()
+def greedy_without_cache(stock, prompt, count):
+    ids = torch.tensor([prompt])
+    for _ in range(count):
+        ids = torch.cat([ids, stock(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return tuple(ids[0, len(prompt) :].tolist())
 
 
 def greedy(stock, prompt, count):
@@ -153,5 +161,7 @@ def test_frequencies_that_change_with_the_length(options):
     asked.append((asked[2][0][:40], 30))  # begins as a long one does, and must not take its rows
     params = [SamplingParams(max_new_tokens=m, ignore_eos=True) for _, m in asked]
     found = engine.generate([prompt for prompt, _ in asked], params)
+    # generate of transformers 4 reads a text that gets long again, but then without a causal mask.
+    want = greedy_without_cache if OLD else greedy
     for (prompt, count), output in zip(asked, found, strict=True):
-        assert output.tokens == greedy(stock, prompt, count)
+        assert output.tokens == want(stock, prompt, count)

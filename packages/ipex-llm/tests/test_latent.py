@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, OLD, tokens
+from families import FAMILIES, OLD, randomize, tokens
 
 import ipex_core
 from ipex_llm.arch.detect import match
@@ -50,6 +50,9 @@ def test_parameters_come_back(name):
 @torch.no_grad()
 def test_own_forward_with_the_cache(name):
     model = FAMILIES[name]()
+    if OLD:  # it scores experts of other groups as 0, above negative scores, and is not proven: keep all groups
+        model.config.topk_group = model.config.n_group
+        model = randomize(type(model)(model.config))
     fast = optimize(model)
     first, second, third = tokens(2, 12), tokens(2, 2, seed=5), tokens(2, 1, seed=6)
     cache = fast(first, use_cache=True).past_key_values
