@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -282,19 +283,14 @@ def _caches_count_by_configuration() -> bool:
     return tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
 
 
-def _shrink_cache(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, kv_heads: int
-) -> None:
+def _shrink_cache(module: nn.Module, args: Any, kwargs: dict[str, Any], *, kv_heads: int) -> None:
     """Before an attention runs: leave the heads of this rank in its layer of a static cache, which is empty then."""
-    layer = getattr(module, "layer_idx", None)
-    for cache in (*args, *kwargs.values()):
-        for name in ("key_cache", "value_cache"):
-            layers = getattr(cache, name, None)
-            if layer is None or layers is None or layer >= len(layers):
-                continue
-            tensor = layers[layer]
-            if isinstance(tensor, Tensor) and tensor.dim() == 4 and tensor.shape[1] > kv_heads:
-                layers[layer] = tensor[:, :kv_heads].clone()
+    layer = getattr(module, "layer_idx", math.inf)
+    for cache in kwargs.values():
+        for layers in (getattr(cache, "key_cache", ()), getattr(cache, "value_cache", ())):
+            whole = layers[layer] if layer < len(layers) else None
+            if isinstance(whole, Tensor) and whole.dim() == 4 and whole.shape[1] > kv_heads:
+                layers[layer] = whole[:, :kv_heads].clone()
 
 
 def _replace_numbers(module: Any, names: Sequence[str], old: int, new: int) -> None:
