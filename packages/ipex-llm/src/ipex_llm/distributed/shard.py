@@ -285,9 +285,10 @@ def _caches_count_by_configuration() -> bool:
 
 def _shrink_cache(module: nn.Module, args: Any, kwargs: dict[str, Any], *, kv_heads: int) -> None:
     """Before an attention runs: leave the heads of this rank in its layer of a static cache, which is empty then."""
-    layer = getattr(module, "layer_idx", math.inf)
+    layer: Any = getattr(module, "layer_idx", math.inf)
     for cache in kwargs.values():
-        for layers in (getattr(cache, "key_cache", ()), getattr(cache, "value_cache", ())):
+        for name in ("key_cache", "value_cache"):
+            layers: Any = getattr(cache, name, ())
             whole = layers[layer] if layer < len(layers) else None
             if isinstance(whole, Tensor) and whole.dim() == 4 and whole.shape[1] > kv_heads:
                 layers[layer] = whole[:, :kv_heads].clone()
