@@ -15,8 +15,8 @@ from house_rooms import ARROWS
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The facade wheel ships two import names, which belong together.
-FACADE = {"ipex", "intel_extension_for_pytorch"}
+# The wheel of the facade ships four import names, which belong together.
+FACADE = {"ipex", "intel_extension_for_pytorch", "ipex_bench", "ipex_cli"}
 ALLOWED = {wheel: set(allowed) for wheel, allowed in ARROWS.items()}
 ALLOWED |= {name: ALLOWED["ipex"] | FACADE - {name} for name in FACADE}
 

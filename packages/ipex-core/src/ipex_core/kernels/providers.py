@@ -303,4 +303,4 @@ def load_component(name: str) -> Any:
         ) from cause
 
 
-effects.device_modules["xpu"] = functools.partial(load_component, "xpu")
+effects.device_modules["xpu"] = lambda: load_component("xpu")
