@@ -2,7 +2,7 @@
 """Seeds, the fixtures of all packages, and a report which ISA levels of the CPU kernels a test run has exercised, so
 that a level nobody ran is seen.
 
-A test counts for a level if it is parametrised with one (parameter ``level`` or ``isa``) and lies in the tests of
+A test counts for a level if it is parametrized with one (parameter ``level`` or ``isa``) and lies in the tests of
 ``ipex-cpu-kernels``.
 """
 

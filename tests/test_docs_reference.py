@@ -101,7 +101,7 @@ def messages(page: str, heading: str) -> list[str]:
     ("page", "heading"),
     [
         ("troubleshooting.md", "At import and installation"),
-        ("troubleshooting.md", "When a model is optimised or run"),
+        ("troubleshooting.md", "When a model is optimized or run"),
         ("install.md", "When something is wrong"),
         ("xpu.md", "Messages"),
     ],

@@ -135,7 +135,7 @@ PRINT_LEVELS = """
 from ipex_core.kernels.providers import provider_for
 print(*provider_for("cpu").isa_available)
 """
-#: Levels of the sanitised build: one per family of code. The others differ in single instructions.
+#: Levels of the sanitized build: one per family of code. The others differ in single instructions.
 ASAN_LEVELS = ("default", "avx2", "avx512_bf16")
 
 

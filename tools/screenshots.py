@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
         for screen, settings in SCREENS.items():
             for scheme in SCHEMES:
                 context = browser.new_context(color_scheme=scheme, **settings)
-                # Colours move nothing: the pages without a picture are opened in one scheme.
+                # Colors move nothing: the pages without a picture are opened in one scheme.
                 others = sorted({*every} - {*PAGES}) if scheme == SCHEMES[0] else []
                 for page in (*PAGES, *others):
                     name = f"{page.replace('/', '-')}-{screen}-{scheme}.png"

@@ -118,7 +118,7 @@ def author_page() -> str:
         ("Specifications", ipex_core.library.spec),
         ("Tests: `ipex_core.testing`", ipex_core.testing),
         ("Measurements: `ipex_core.benchmark`", ipex_core.benchmark),
-        ("Quantised weights: `ipex_core.woq`", ipex_core.woq),
+        ("Quantized weights: `ipex_core.woq`", ipex_core.woq),
         ("Programs: `ipex_core.program`", ipex_core.program),
     ):
         lines += section(title, members(module))
@@ -184,11 +184,11 @@ def engine_page() -> str:
 
 
 def quantization_page() -> str:
-    """Return the reference of quantisation."""
-    lines = ["# Quantisation: reference", ""]
+    """Return the reference of quantization."""
+    lines = ["# Quantization: reference", ""]
     lines += [
-        "`ipex.quantization`, and what `ipex.llm` has for quantised checkpoints, generated from the docstrings;"
-        " [INT8](../static_int8.md), [FP8](../fp8.md) and [Weight-only quantisation](../weight_only.md) show them at"
+        "`ipex.quantization`, and what `ipex.llm` has for quantized checkpoints, generated from the docstrings;"
+        " [INT8](../static_int8.md), [FP8](../fp8.md) and [Weight-only quantization](../weight_only.md) show them at"
         " work.",
         "",
     ]
@@ -233,7 +233,7 @@ def runtime_page() -> str:
     lines = ["# Runtime: reference", ""]
     lines += [
         "`ipex.runtime`, generated from the docstrings; [Cores, pools and streams](../runtime.md),"
-        " [Launcher](../launcher.md) and [Codeless optimisation](../codeless.md) show it at work.",
+        " [Launcher](../launcher.md) and [Codeless optimization](../codeless.md) show it at work.",
         "",
     ]
     for title, body in (
@@ -244,7 +244,7 @@ def runtime_page() -> str:
         ("Memory", members(ipex_runtime.memory)),
         ("Helpers", members(ipex_runtime.runtime_utils)),
         ("Launcher: `ipex_runtime.launch`", members(ipex_runtime.launch, ipex_runtime.cpupool)),
-        ("Codeless optimisation: `ipex_runtime.codeless`", members(ipex_runtime.codeless)),
+        ("Codeless optimization: `ipex_runtime.codeless`", members(ipex_runtime.codeless)),
     ):
         lines += section(title, body)
     return "\n".join(lines)

@@ -49,7 +49,7 @@ def all_commands() -> str:
     )
     lines += parser_section(
         "ipex auto",
-        "Run a script whose models are optimised; the options of `ipexrun` may be given, too.",
+        "Run a script whose models are optimized; the options of `ipexrun` may be given, too.",
         codeless.make_parser(),
     )
     lines += parser_section(

@@ -13,7 +13,7 @@ SECTIONS = {
     "": "Top level",
     "frontend": "Front end, launcher and helpers",
     "llm": "Language models",
-    "quantization": "Quantisation",
+    "quantization": "Quantization",
     "nn": "Layers",
     "optim": "Optimizers",
     "cpu": "CPU: runtime, launcher, fast BERT",

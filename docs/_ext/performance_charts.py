@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts of ratios as SVG inside the page: they take its colours, light or dark, and fit a phone."""
+"""Charts of ratios as SVG inside the page: they take its colors, light or dark, and fit a phone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OURS, OTHERS = "#3d97b8", "#929292"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bar:
-    """A ratio with the ends of its interval; ``ours`` decides the colour."""
+    """A ratio with the ends of its interval; ``ours`` decides the color."""
 
     label: str
     ratio: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script that knows nothing of ipex; its model is optimised without a change to it:
+"""A script that knows nothing of ipex; its model is optimized without a change to it:
 
 python -m intel_extension_for_pytorch.cpu.auto_ipex codeless.py
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inference with TorchScript: the optimised model is traced and frozen; saved, it is loaded by C++ as well."""
+"""Inference with TorchScript: the optimized model is traced and frozen; saved, it is loaded by C++ as well."""
 
 import io
 

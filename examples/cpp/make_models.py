@@ -13,7 +13,7 @@ import ipex
 
 
 class Block(nn.Module):
-    """A feed-forward block in front of which a kernel of ipex normalises."""
+    """A feed-forward block in front of which a kernel of ipex normalizes."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

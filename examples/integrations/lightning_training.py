@@ -43,7 +43,7 @@ class Network(lightning.LightningModule):
 
 
 def main() -> None:
-    """Train, then predict with the model optimised for inference."""
+    """Train, then predict with the model optimized for inference."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=4)
     options = parser.parse_args()

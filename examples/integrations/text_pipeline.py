@@ -34,7 +34,7 @@ def main() -> None:
         attention = AutoModelForCausalLM.from_pretrained(
             place, trust_remote_code=False, attn_implementation="ipex"
         )
-        # 2. Quantised while it is loaded.
+        # 2. Quantized while it is loaded.
         small = AutoModelForCausalLM.from_pretrained(
             place,
             trust_remote_code=False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small single-shot detector (SSD) to find coloured boxes in generated pictures."""
+"""Train a small single-shot detector (SSD) to find colored boxes in generated pictures."""
 
 from __future__ import annotations
 

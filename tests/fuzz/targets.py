@@ -130,7 +130,7 @@ def read_gguf(data: bytes, folder: Path) -> None:
         touch(load_low_precision_checkpoint(path)[0].values())
 
 
-# -- quantised checkpoints ------------------------------------------------------------------------------------
+# -- quantized checkpoints ------------------------------------------------------------------------------------
 
 
 def tensor_of(row: Any) -> torch.Tensor | None:
@@ -149,7 +149,7 @@ def tensor_of(row: Any) -> torch.Tensor | None:
         return None
 
 
-def read_quantised(data: bytes, folder: Path) -> None:
+def read_quantized(data: bytes, folder: Path) -> None:
     """Read ``{"config": quantization_config, "tensors": {name: row}}``."""
     from ipex_core.errors import OpArgumentError
     from ipex_quant.weight_only.checkpoint import linear_from, read_checkpoint
@@ -209,7 +209,7 @@ def calibrated() -> nn.Module:
 
 @functools.cache
 def saved_folders() -> tuple[dict[str, bytes], ...]:
-    """Return the files of folders with an INT8 and with a weight-only quantised model."""
+    """Return the files of folders with an INT8 and with a weight-only quantized model."""
     import tempfile
 
     import ipex_quant
@@ -415,7 +415,7 @@ def op_numbers(rng: random.Random, data: bytes) -> bytes:
 TARGETS = {
     "safetensors": Target(read_safetensors, change_safetensors, safetensors_seeds),
     "gguf": Target(read_gguf, mutate.change_bytes, gguf_seeds, ("ipex_llm",)),
-    "quantised": Target(read_quantised),
+    "quantized": Target(read_quantized),
     "folder": Target(read_folder, needs=("ipex_llm",)),
     "saved": Target(read_saved, seeds=lambda: [f["config.json"] for f in saved_folders()]),
     "summary": Target(read_summary, seeds=lambda: [summary()]),

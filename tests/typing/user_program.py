@@ -62,7 +62,7 @@ def language_model(model: nn.Module, ids: torch.Tensor) -> None:
     print(engine)
 
 
-def quantisation(model: nn.Module, x: torch.Tensor) -> None:
+def quantization(model: nn.Module, x: torch.Tensor) -> None:
     prepared = ipex_quant.prepare(model, ipex_quant.default_static_qconfig_mapping, x)
     prepared(x)
     ipex_quant.convert(prepared)

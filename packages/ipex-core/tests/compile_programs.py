@@ -115,8 +115,8 @@ def layer_norm(draw: Draw) -> Callable[[Run, Tensor], Tensor]:
             return run.step(y).to(x.dtype)
         mean = x.mean(-1, keepdim=True)
         if spelled == "hand":
-            centred = run.step(x - mean)
-            y = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+            centered = run.step(x - mean)
+            y = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + eps)
         elif spelled == "std":
             y = (x - mean) / (x.std(-1, keepdim=True) + eps)
         else:

@@ -336,9 +336,9 @@ def test_each_pattern_can_be_disabled(name):
     q, k, v, _ = attention_inputs(torch.float32)
     weights = [weight(*s, torch.float32) for s in ((96, 64), (96, 64), (64, 96))]
     tables = (randn(1, 6, 16), randn(1, 6, 16))
-    quantised = (torch.randint(-99, 99, (64, 64), dtype=torch.int8), torch.rand(64) * 1e-3)
+    quantized = (torch.randint(-99, 99, (64, 64), dtype=torch.int8), torch.rand(64) * 1e-3)
     bags = (torch.arange(9), torch.tensor([0, 4]))
-    inputs = (randn(2, 6, 64), *weights, *quantised, torch.rand(64), q, k, v, *tables, *bags)
+    inputs = (randn(2, 6, 64), *weights, *quantized, torch.rand(64), q, k, v, *tables, *bags)
     constants = range(1, 6)
     report, _ = fuse(Layer(), *inputs, constants=constants, disabled=[name])
     assert report.count() and name not in fired(report)
@@ -346,7 +346,7 @@ def test_each_pattern_can_be_disabled(name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_follows_quantised_layers(dtype):
+def test_what_follows_quantized_layers(dtype):
     x, y = randn(3, 64, dtype=dtype), randn(3, 32, dtype=dtype)
     codes, scales = torch.randint(-99, 99, (32, 64), dtype=torch.int8), torch.rand(32) * 1e-2
     ipex = torch.ops.ipex

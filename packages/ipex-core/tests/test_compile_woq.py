@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers on quantised weights as torch and torchao spell them, under torch.compile(backend="ipex")."""
+"""Linear layers on quantized weights as torch and torchao spell them, under torch.compile(backend="ipex")."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_torchao_int8(dtype, bias):
 @pytest.mark.parametrize("shape", [(N, 1), (N, K // 16, 1)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dequantised_weight(dtype, bias, shape):
+def test_dequantized_weight(dtype, bias, shape):
     def function(x, q, s, *bias):
         wide = q.view(N, -1, 16) if s.dim() == 3 else q
         weight = (wide.to(s.dtype) * s).reshape(N, K).to(x.dtype)

@@ -185,14 +185,14 @@ def test_hand_written_rms_norm(body):
 
 
 def test_what_only_looks_like_an_rms_norm():
-    def centred(self, x):
+    def centered(self, x):
         x = x - x.mean(-1, keepdim=True)
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
 
     def doubled(self, x):
         return 2 * self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
 
-    for body in (centred, doubled):
+    for body in (centered, doubled):
         assert not fused(optimize(rms_norm(body).eval()))
 
 

@@ -294,7 +294,7 @@ def test_only_packed_layers_still_have_parameters():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_special_values_are_given_back(dtype):
     patterns = torch.tensor(
-        [  # zeros, subnormals, infinities, NaNs, ties, neighbours of ties, overflow to infinity
+        [  # zeros, subnormals, infinities, NaNs, ties, neighbors of ties, overflow to infinity
             0,
             -2147483648,
             1,

@@ -46,7 +46,7 @@ def test_reference_means_what_stock_pytorch_does(op):
     """The stock chain of each bench case and the reference agree in float32."""
     spec = specs()[op]
     checked = 0
-    # Codes may round to the other neighbour, where the op allows that.
+    # Codes may round to the other neighbor, where the op allows that.
     codes = {"rtol": 0.0, "atol": spec.tolerance.get(torch.int8, (0.0, 0.0))[1]}
 
     def same(ours, theirs):

@@ -119,7 +119,7 @@ def test_distribution(limits, dtype, level):
 )
 @hypothesis.settings(max_examples=80, deadline=None)
 def test_any_limits(seed, columns, top_k, top_p, min_p, scale):
-    """The token of the reference, or where noise meets the border of two tokens a neighbour of it."""
+    """The token of the reference, or where noise meets the border of two tokens a neighbor of it."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(4, columns, generator=generator) * scale
     noise = torch.rand(4, generator=generator)

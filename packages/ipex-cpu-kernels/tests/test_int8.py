@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 8-bit integer family: quantisation of activations and linear layers on int8 weights."""
+"""The 8-bit integer family: quantization of activations and linear layers on int8 weights."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_custom_routing_and_shared_expert(level):
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 6, 90])
-def test_quantised_experts(level, format, group, symmetric, blocks, tokens):
+def test_quantized_experts(level, format, group, symmetric, blocks, tokens):
     experts, hidden, inner = 3, 256, 160
     w13, w2 = _weights(experts, hidden, inner)
     parts, plain = [], []
@@ -399,7 +399,7 @@ def bad_experts():
     yield (*good, *rest, 0, -1), "num_experts must be 0 or more"
 
 
-def bad_quantised():
+def bad_quantized():
     codes = quantize(torch.randn(64, 32), "int8")
     first = ops.pack_moe_stack([ops.pack_woq_weight(*codes, "int8", 32)] * 2)
     codes = quantize(torch.randn(32, 32), "int8")
@@ -408,16 +408,16 @@ def bad_quantised():
     broken = second.clone()
     broken[1, 8] = 5  # another format than its size says
     x, weights, ids = torch.ones(1, 32), torch.ones(1, 1), torch.ones(1, 1).int()
-    text = "w2 must be quantised weights of shape \\[E, 32, 32\\] packed with order dot, got others"
+    text = "w2 must be quantized weights of shape \\[E, 32, 32\\] packed with order dot, got others"
     yield (x, first, broken, weights, ids, 32), text
     yield (x, first, vnni, weights, ids, 32), text
     yield (x, first, ops.pack_moe_weight(torch.ones(2, 32, 32)), weights, ids, 32), text
-    yield (x, first, second, weights, ids, 40), "w13 must be quantised weights of shape"
-    yield (x[:, :31], first, second, weights, ids, 32), "w13 must be quantised weights of shape"
+    yield (x, first, second, weights, ids, 40), "w13 must be quantized weights of shape"
+    yield (x[:, :31], first, second, weights, ids, 32), "w13 must be quantized weights of shape"
     tail = ("silu", *[None] * 5, 0, 0, 0, 1.0, 1.0)
     yield (x, first, second, weights, ids, 32, *tail, "int8"), "lowp_mode must be one of none"
     dense = (X, P13, P2, TOPK_W, IDS, INNER)
-    yield (*dense, *tail, "bf16"), "lowp_mode must be none for weights that are not quantised"
+    yield (*dense, *tail, "bf16"), "lowp_mode must be none for weights that are not quantized"
 
 
 def bad_packing():
@@ -439,7 +439,7 @@ def bad_packing():
 CASES = [
     *(("moe_routing", *case) for case in bad_routing()),
     *(("fused_experts", *case) for case in bad_experts()),
-    *(("fused_experts", *case) for case in bad_quantised()),
+    *(("fused_experts", *case) for case in bad_quantized()),
     *bad_packing(),
 ]
 

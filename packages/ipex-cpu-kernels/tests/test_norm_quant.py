@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalisations in place and with quantisation: wrong arguments, and equality with the ops in a row."""
+"""Normalizations in place and with quantization: wrong arguments, and equality with the ops in a row."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def test_equals_the_ops_in_a_row(norm, static, dtype, level):
     params = [torch.randn(200).to(dtype) for _ in range(1 if norm == "rms_norm" else 2)]
     scale = torch.tensor(0.02) if static else None
 
-    def quantised(y):
+    def quantized(y):
         if static:
             return ops.quantize_per_tensor(y, scale)[:2]
         return ops.quantize_per_token(y)[:2]
 
     got = getattr(ops, f"{norm}_quant")(x, *params, scale=scale)
-    for g, w in zip(got, quantised(getattr(ops, norm)(x, *params)), strict=True):
+    for g, w in zip(got, quantized(getattr(ops, norm)(x, *params)), strict=True):
         assert torch.equal(g, w)
 
     y, total = getattr(ops, f"add_{norm}")(x, r, *params)
     in_place, in_place_quant = r.clone(), r.clone()
     assert torch.equal(getattr(ops, f"add_{norm}_")(x, in_place, *params), y)
     got = getattr(ops, f"add_{norm}_quant_")(x, in_place_quant, *params, scale=scale)
-    for g, w in zip(got, quantised(y), strict=True):
+    for g, w in zip(got, quantized(y), strict=True):
         assert torch.equal(g, w)
     assert torch.equal(in_place, total)
     assert torch.equal(in_place_quant, total)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised weights: exact packing in every format, all tiers of woq_linear, wrong arguments."""
+"""Quantized weights: exact packing in every format, all tiers of woq_linear, wrong arguments."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_float_weight_there_and_back():
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_quantisation_error_is_half_a_step(format, symmetric):
+def test_quantization_error_is_half_a_step(format, symmetric):
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     parts = _woq.quantize(weight, format, 32, symmetric)
     packed = ops.pack_woq_weight(*parts, format, 64, 32)

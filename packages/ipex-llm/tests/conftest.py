@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of ipex-llm share: ``from families import FAMILIES`` works in each of them.
 
-So does what writes tiny quantised checkpoints, ``packers`` and ``ggufs``, where the tests of ipex-quant lie beside
+So does what writes tiny quantized checkpoints, ``packers`` and ``ggufs``, where the tests of ipex-quant lie beside
 these.
 """
 

@@ -265,7 +265,7 @@ class QwenLayer(nn.Module):
 
 
 class YuanAttention(nn.Module):
-    """Yuan 2: a convolution over neighbouring tokens in front of queries and keys."""
+    """Yuan 2: a convolution over neighboring tokens in front of queries and keys."""
 
     def __init__(self, c: Any) -> None:
         super().__init__()

@@ -219,7 +219,7 @@ def small(meta: bool = False) -> Any:
 
 
 def loaded(rank: int, ranks: int, folder: str) -> dict[str, Any]:
-    """Quantised checkpoints, of which each rank loads its part."""
+    """Quantized checkpoints, of which each rank loads its part."""
     found: dict[str, Any] = {}
     for name in ("gptq", "awq"):
         path = f"{folder}/{name}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``model.generate`` of an optimised model says to input that cannot be used, and draft models."""
+"""What ``model.generate`` of an optimized model says to input that cannot be used, and draft models."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ def test_bad_sampling_parameters(llama, options):
     ],
 )
 def test_speculation_gives_the_greedy_tokens(name, options):
-    """With a good and with a bad draft model, both optimised, and from the prompt itself."""
+    """With a good and with a bad draft model, both optimized, and from the prompt itself."""
     if OLD and name == "gpt2":
         pytest.skip(
-            "not yet: transformers 4.51 refuses our cache for optimised drafts of this family"
+            "not yet: transformers 4.51 refuses our cache for optimized drafts of this family"
         )
     model = FAMILIES[name]()
     fast = optimize(copy.deepcopy(model))

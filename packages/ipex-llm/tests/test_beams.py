@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beams of optimised models against those of the stock model: tokens, scores and the beams they came from."""
+"""Beams of optimized models against those of the stock model: tokens, scores and the beams they came from."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised checkpoints divided among ranks."""
+"""Quantized checkpoints divided among ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_llama import AWQ, CONFIG, FORMATS, GPTQ, SIZES, P, checkpoint, write
+from quantized_llama import AWQ, CONFIG, FORMATS, GPTQ, SIZES, P, checkpoint, write
 from torch import nn
 
 from ipex_core.errors import OpArgumentError

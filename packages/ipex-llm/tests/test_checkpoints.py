@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised checkpoints: from folders into models."""
+"""Quantized checkpoints: from folders into models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_llama import CONFIG, FORMATS, GPTQ, SIZES, P, checkpoint, logits, make_model, write
+from quantized_llama import CONFIG, FORMATS, GPTQ, SIZES, P, checkpoint, logits, make_model, write
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
@@ -263,7 +263,7 @@ def test_does_not_fit_the_model() -> None:
     wide = state | {"lm_head.weight": torch.ones(51, 64)}
     with pytest.raises(OpArgumentError, match=r"lm_head\.weight must have shape \[50, 64\]"):
         replace_linears_from_checkpoint(make_model(), wide, GPTQ)
-    with pytest.raises(OpArgumentError, match="state_dict must have quantised layers"):
+    with pytest.raises(OpArgumentError, match="state_dict must have quantized layers"):
         replace_linears_from_checkpoint(make_model(), {}, GPTQ)
 
 

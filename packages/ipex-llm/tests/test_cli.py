@@ -69,7 +69,7 @@ def test_make_model_twice_is_the_same_and_never_overwrites(folder, tmp_path):
 def test_quantize(folder, tmp_path):
     done = run("quantize", "--model", folder, "--out", tmp_path / "q", "--scheme", "int8")
     assert done.exit_code == 0, done.output
-    assert "14 weights quantised" in said(done)
+    assert "14 weights quantized" in said(done)
     config = json.loads((tmp_path / "q/config.json").read_text())
     assert config["quantization_config"]["format"] == "int-quantized"
     done = run("quantize", "--model", folder, "--out", tmp_path / "q")
@@ -160,7 +160,7 @@ def test_shards_that_are_missing_or_damaged(folder, tmp_path):
         ({"num_bits": 8}, "bit"),
     ],
 )
-def test_quantised_folders_whose_config_says_something_else(folder, tmp_path, changes, message):
+def test_quantized_folders_whose_config_says_something_else(folder, tmp_path, changes, message):
     out = tmp_path / "q"
     done = run("quantize", "--model", folder, "--out", out, "--scheme", "int4", "--group-size", 32)
     assert done.exit_code == 0
@@ -224,7 +224,7 @@ def test_generate_and_stream_give_the_same_text(folder, dtype):
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int8", "nf4", "fp8", "mxfp4"])
-def test_quantised_folders_generate(folder, tmp_path, scheme):
+def test_quantized_folders_generate(folder, tmp_path, scheme):
     done = run("quantize", "--model", folder, "--out", tmp_path / "q", "--scheme", scheme)
     assert done.exit_code == 0
     done = run("generate", "--model", tmp_path / "q", "--prompt", "The sea", "--quiet")
@@ -232,7 +232,7 @@ def test_quantised_folders_generate(folder, tmp_path, scheme):
     assert done.stdout.strip()
 
 
-def test_a_quantised_folder_without_a_weight_is_refused(folder, tmp_path):
+def test_a_quantized_folder_without_a_weight_is_refused(folder, tmp_path):
     from safetensors.torch import load_file, save_file
 
     out = tmp_path / "q"
@@ -294,7 +294,7 @@ def changed(folder, target, **changes):
 
 
 @pytest.mark.parametrize("value", [[], "int4", 5])
-def test_quantisation_that_is_no_object(folder, tmp_path, value):
+def test_quantization_that_is_no_object(folder, tmp_path, value):
     wrong = changed(folder, tmp_path / "wrong", quantization_config=value)
     for arguments in (
         ["quantize", "--out", tmp_path / "q"],
@@ -307,7 +307,7 @@ def test_quantisation_that_is_no_object(folder, tmp_path, value):
 
 
 @pytest.mark.skipif(OLD, reason="transformers 4 does not read it")
-def test_quantisation_that_is_null_is_none(folder, tmp_path):
+def test_quantization_that_is_null_is_none(folder, tmp_path):
     plain = changed(folder, tmp_path / "plain", quantization_config=None)
     out = tmp_path / "q"
     assert run("quantize", "--model", plain, "--out", out, "--scheme", "int8").exit_code == 0
@@ -328,13 +328,13 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("name", BROKEN)
-def test_configs_that_do_not_fit(folder, tmp_path, name, quantised):
+def test_configs_that_do_not_fit(folder, tmp_path, name, quantized):
     if OLD and name == "rope_parameters":
         pytest.skip("transformers 4 has no such field")
     source = folder
-    if quantised:
+    if quantized:
         source = tmp_path / "q"
         done = run("quantize", "--model", folder, "--out", source, "--scheme", "int8")
         assert done.exit_code == 0
@@ -345,10 +345,10 @@ def test_configs_that_do_not_fit(folder, tmp_path, name, quantised):
         assert not isinstance(done.exception, Exception), done.exception
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-def test_more_layers_than_there_are_weights(folder, tmp_path, quantised):
+@pytest.mark.parametrize("quantized", [False, True])
+def test_more_layers_than_there_are_weights(folder, tmp_path, quantized):
     source = folder
-    if quantised:
+    if quantized:
         source = tmp_path / "q"
         run("quantize", "--model", folder, "--out", source, "--scheme", "int8")
     wrong = changed(source, tmp_path / "wrong", num_hidden_layers=3, layer_types=None)
@@ -365,12 +365,12 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("name", HUGE)
-def test_configs_that_ask_for_more_than_there_is(folder, tmp_path, name, quantised, monkeypatch):
+def test_configs_that_ask_for_more_than_there_is(folder, tmp_path, name, quantized, monkeypatch):
     """Terabytes that no file has are refused before anything is allocated."""
     source = folder
-    if quantised:
+    if quantized:
         source = tmp_path / "q"
         run("quantize", "--model", folder, "--out", source, "--scheme", "int8")
     wrong = changed(source, tmp_path / "wrong", **HUGE[name])

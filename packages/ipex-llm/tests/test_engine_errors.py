@@ -176,7 +176,7 @@ def test_bad_engine_arguments(options, message):
         Engine(FakeRunner(), **options)
 
 
-def test_only_runners_and_optimised_models():
+def test_only_runners_and_optimized_models():
     with pytest.raises(TypeError, match=r"ipex\.llm\.optimize"):
         Engine(torch.nn.Linear(2, 2))
     model = torch.nn.Linear(2, 2)

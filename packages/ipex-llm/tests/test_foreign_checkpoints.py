@@ -49,13 +49,13 @@ OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return rows as llama.cpp has them: row i of the halves of a head become neighbours."""
+    """Return rows as llama.cpp has them: row i of the halves of a head become neighbors."""
     shape = rows.shape
     return rows.reshape(heads, 2, shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(shape)
 
 
 def make_file(path: Path, model: nn.Module, architecture: str, metadata: Any = None) -> None:
-    """Write a model's shapes with random quantised weights, and give the model their values."""
+    """Write a model's shapes with random quantized weights, and give the model their values."""
     tensors = {}
     state = model.state_dict()
     for seed, (name, tensor) in enumerate(state.items()):

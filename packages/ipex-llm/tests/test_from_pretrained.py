@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised models in ``from_pretrained`` of transformers."""
+"""Quantized models in ``from_pretrained`` of transformers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_from_pretrained_loads_what_save_wrote(weights, tied, tmp_path, caplog):
         torch.testing.assert_close(third(**padded()).logits, wanted, rtol=0, atol=0)
 
 
-def test_from_pretrained_quantises_while_loading(tmp_path):
+def test_from_pretrained_quantizes_while_loading(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "float")
     config = IpexConfig("int8", group_size=-1)
@@ -101,7 +101,7 @@ def test_layers_by_the_name_of_a_module_around_them(tmp_path):
     assert left == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
 
 
-def test_models_whose_blocks_initialise_their_layers(tmp_path):
+def test_models_whose_blocks_initialize_their_layers(tmp_path):
     shape = {
         "vocab_size": 96,
         "d_model": 64,
@@ -137,8 +137,8 @@ def test_what_transformers_cannot_do_with_a_saved_model(tmp_path, caplog):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("optimized", [False, True])
-def test_save_pretrained_of_a_quantised_model(tied, optimized, tmp_path, caplog):
-    """It says that it is quantised: transformers made the weights up before, and told so in a log."""
+def test_save_pretrained_of_a_quantized_model(tied, optimized, tmp_path, caplog):
+    """It says that it is quantized: transformers made the weights up before, and told so in a log."""
     model = llama(tie_word_embeddings=tied)
     qconfig = ipex_quant.woq_qconfig(weight_dtype=ipex_quant.WoqWeightDtype.INT8)
     if optimized:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of optimised models against those of the stock model, through ``model.generate``."""
+"""Tokens of optimized models against those of the stock model, through ``model.generate``."""
 
 from __future__ import annotations
 

@@ -368,7 +368,7 @@ def test_copies_and_files(runs: list[int]) -> None:
     close(torch.load(file, weights_only=False)(tokens(1, 6)).logits, want)
 
 
-def test_quantised_layers(runs: list[int]) -> None:
+def test_quantized_layers(runs: list[int]) -> None:
     model = build("llama")
     config = ipex_quant.woq_qconfig(weight_dtype=ipex_quant.WoqWeightDtype.INT8)
     fast = optimize(model, depth=2, quantization_config=config)

@@ -32,7 +32,7 @@ ONE = {
 }
 
 
-class Quantised(nn.Module):
+class Quantized(nn.Module):
     """An int8 layer that offers what `FusableLinear` asks for and nothing else."""
 
     def __init__(self, plain):
@@ -124,8 +124,8 @@ def test_training_and_gradients_stay_with_the_stock_layer(kind):
 
 def test_wrapped_layers_of_other_kinds():
     plain, x, y = layer(), torch.randn(3, 64), torch.randn(3, 40)
-    quantised = Quantised(plain)
-    dense = torch.ops.ipex.dequantize_woq_weight(quantised.packed_weight, 40, 64, torch.float32)
+    quantized = Quantized(plain)
+    dense = torch.ops.ipex.dequantize_woq_weight(quantized.packed_weight, 40, 64, torch.float32)
     want = F.linear(x, dense, plain.bias)
 
     class Twice(nn.Linear):
@@ -137,13 +137,13 @@ def test_wrapped_layers_of_other_kinds():
     hooked = copy.deepcopy(plain)
     hooked.register_forward_hook(lambda module, args, output: 3 * output)
     with torch.no_grad():
-        close(M.LinearSiluMul(quantised).eval()(x, y), F.silu(want) * y, factor=10)
-        close(M.LinearAddAdd(quantised).eval()(x, y, y), want + 2 * y, factor=10)
-        assert quantised.calls == ["silu", "none"]
+        close(M.LinearSiluMul(quantized).eval()(x, y), F.silu(want) * y, factor=10)
+        close(M.LinearAddAdd(quantized).eval()(x, y, y), want + 2 * y, factor=10)
+        assert quantized.calls == ["silu", "none"]
         close(M.LinearRelu(twice).eval()(x), F.relu(2 * plain(x)))
         close(M.LinearRelu(hooked).eval()(x), F.relu(3 * plain(x)))
         close(M.LinearAdd(nn.Identity()).eval()(x, x), 2 * x)
-        one, two = Quantised(plain), Quantised(plain)
+        one, two = Quantized(plain), Quantized(plain)
         close(M.Linear2SiluMul(one, two).eval()(x), F.silu(want) * want, factor=10)
         assert (one.calls, two.calls) == (["silu"], ["none"])
         mixed = M.Linear2SiluMul(copy.deepcopy(plain), two).eval()
@@ -151,7 +151,7 @@ def test_wrapped_layers_of_other_kinds():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weight_only_quantised_layers(dtype):
+def test_weight_only_quantized_layers(dtype):
     from ipex_quant import (
         WeightOnlyQuantizedLinear,
         WoqWeightDtype,

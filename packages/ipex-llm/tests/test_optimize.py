@@ -168,7 +168,7 @@ def test_former_name():
 
 @pytest.mark.parametrize("lowp", ["NONE", "INT8"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "phi3"])
-def test_quantised_weights(name, lowp):
+def test_quantized_weights(name, lowp):
     import ipex_quant as q
 
     config = q.woq_qconfig(

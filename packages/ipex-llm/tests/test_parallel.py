@@ -31,7 +31,7 @@ pytest.importorskip("transformers")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> str:
     """Return a folder with models."""
-    from quantised_llama import AWQ, GPTQ, P, checkpoint, write
+    from quantized_llama import AWQ, GPTQ, P, checkpoint, write
 
     path = tmp_path_factory.mktemp("models")
     for name, config in (("gptq", GPTQ), ("awq", AWQ)):

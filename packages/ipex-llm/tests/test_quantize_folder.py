@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders: made, read, and quantised piece by piece."""
+"""Model folders: made, read, and quantized piece by piece."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def dequantize(scheme, name, found, shape):
         ("mxfp4", None, 0.16),
     ],
 )
-def test_quantised_weights_are_near_the_source(source, tmp_path, name, group, error):
+def test_quantized_weights_are_near_the_source(source, tmp_path, name, group, error):
     scheme = make_scheme(name, group)
     summary = quantize_folder(source, tmp_path / "out", scheme)
     assert summary.quantized == len(LINEAR)
@@ -261,13 +261,13 @@ def test_incomplete_and_damaged_folders(source, tmp_path):
     fails(folder, "JSON object")
 
 
-def test_what_cannot_be_quantised(source, tmp_path):
+def test_what_cannot_be_quantized(source, tmp_path):
     scheme = make_scheme("int8")
     out = tmp_path / "out"
     quantize_folder(source, out, scheme)
     with pytest.raises(FileExistsError, match="not an empty folder"):
         quantize_folder(source, out, scheme)
-    with pytest.raises(CheckpointError, match="not be quantised already, got method 'compressed"):
+    with pytest.raises(CheckpointError, match="not be quantized already, got method 'compressed"):
         quantize_folder(out, tmp_path / "again", scheme)
     folder = tmp_path / "plain"
     folder.mkdir()

@@ -95,7 +95,7 @@ def test_commands_do_not_run_the_code_of_a_folder(command, folder, marker):
     assert not marker.exists()
 
 
-def test_quantised_folders_are_not_asked_for_either(folder, marker, tmp_path):
+def test_quantized_folders_are_not_asked_for_either(folder, marker, tmp_path):
     add_code(folder, marker)
     out = tmp_path / "int8"
     done = run("quantize", "--model", folder, "--out", out, "--scheme", "int8")

@@ -62,7 +62,7 @@ def resnet50(batch: int) -> tuple[nn.Module, list[Inputs]]:
 
 
 def pictures(count: int, batch: int) -> Iterator[torch.Tensor]:
-    """Yield batches of images: blurred patches of three sizes and some noise, of different contrast and colour."""
+    """Yield batches of images: blurred patches of three sizes and some noise, of different contrast and color."""
     for _ in range(count):
         image = torch.randn(batch, 3, 224, 224) * 0.2
         for size in (3, 9, 27):
@@ -88,7 +88,7 @@ def candidates(model: nn.Module, inputs: list[Inputs]) -> dict[str, Any]:
     """Return the models to time; calibrated with all batches but the last."""
     q = ipex.quantization
 
-    def quantised(mapping: Any) -> nn.Module:
+    def quantized(mapping: Any) -> nn.Module:
         prepared = q.prepare(model, mapping, example_kwarg_inputs=inputs[0])
         if mapping is q.default_static_qconfig_mapping:
             for one in inputs[:-1]:
@@ -99,8 +99,8 @@ def candidates(model: nn.Module, inputs: list[Inputs]) -> dict[str, Any]:
         "stock fp32": model,
         "ipex fp32": ipex.optimize(model),
         "ipex bf16": ipex.optimize(model, dtype=torch.bfloat16),
-        "static INT8": quantised(q.default_static_qconfig_mapping),
-        "dynamic INT8": quantised(q.default_dynamic_qconfig_mapping),
+        "static INT8": quantized(q.default_static_qconfig_mapping),
+        "dynamic INT8": quantized(q.default_dynamic_qconfig_mapping),
     }
     if importlib.util.find_spec("torchao") is not None:
         static = torchao_int8(model, inputs)
@@ -111,7 +111,7 @@ def candidates(model: nn.Module, inputs: list[Inputs]) -> dict[str, Any]:
 
 
 def torchao_int8(model: nn.Module, inputs: list[Inputs], dynamic: bool = False) -> Any:
-    """Return INT8 of torchao's quantizer for x86 with Inductor; what is not quantised computes in bfloat16."""
+    """Return INT8 of torchao's quantizer for x86 with Inductor; what is not quantized computes in bfloat16."""
     from torch._inductor import config
     from torchao.quantization.pt2e import move_exported_model_to_eval
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e

@@ -59,9 +59,9 @@ def loader(count: int = 3) -> list[Tensor]:
 def speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timings that depend on nothing but the model: static INT8 is faster than dynamic, that than float."""
 
-    def speedup(_: nn.Module, quantised: nn.Module, *__: Any) -> float:
+    def speedup(_: nn.Module, quantized: nn.Module, *__: Any) -> float:
         cost = {"DynamicInt8Linear": 0.5, "Int8Linear": 0.3, "Int8Conv": 0.3}
-        kinds = [type(m).__name__ for m in quantised.modules()]
+        kinds = [type(m).__name__ for m in quantized.modules()]
         costs = [cost.get(k, 1.0) for k in kinds if k in cost or k in ("Linear", "Conv2d")]
         return len(costs) / sum(costs) if costs else 1.0
 
@@ -123,11 +123,11 @@ def test_layers_are_left_out(model: nn.Module, tmp_path: Path) -> None:
     assert best.met and not tuned.tuning.results[0].met
     assert best.trial.dynamic == ("bad",) and not best.trial.floats
     assert best.speedup == max(it.speedup for it in tuned.tuning.results if it.met)
-    quantised = convert(tuned)
+    quantized = convert(tuned)
     kinds = {"conv": "Int8Conv", "a": "Int8Linear", "bad": "DynamicInt8Linear", "c": "Int8Linear"}
-    assert kinds_of(quantised) == kinds
-    assert quality(model)(quantised) == pytest.approx(best.accuracy)
-    assert any(row.module == "bad" and row.done for row in explain(quantised).rows)
+    assert kinds_of(quantized) == kinds
+    assert quality(model)(quantized) == pytest.approx(best.accuracy)
+    assert any(row.module == "bad" and row.done for row in explain(quantized).rows)
     data = json.loads((tmp_path / "report/tuning.json").read_text())
     assert data["met"] and data["best"]["configuration"]["dynamic"] == ["bad"]
     assert len(data["results"]) == len(tuned.tuning.results)
@@ -177,9 +177,9 @@ def test_floats_and_reasons(model: nn.Module) -> None:
         return 1.0 - 0.01 * kinds.count("Int8Conv") if candidate is not convs else 1.0
 
     tuned = autotune(convs, batches, eval_func=evaluate, accuracy_criterion={"absolute": 0.021})
-    quantised = convert(tuned)
-    assert [type(m).__name__ for m in quantised].count("Int8Conv") == 2
-    left = [row.text for row in explain(quantised).rows if not row.done]
+    quantized = convert(tuned)
+    assert [type(m).__name__ for m in quantized].count("Int8Conv") == 2
+    left = [row.text for row in explain(quantized).rows if not row.done]
     assert left == ["stays float: autotune: the accuracy was not enough with it"] * 2
     with pytest.warns(UserWarning, match=f"no configuration has an accuracy of {wanted:.5g}"):
         tuned = autotune(convs, batches, eval_func=evaluate, accuracy_criterion={"absolute": 1e-4})
@@ -252,9 +252,9 @@ def test_choices_of_types(model: nn.Module) -> None:
         "add": {"weight": {"dtype": ["fp32"]}, "activation": {"dtype": ["fp32"]}},
     }
     tuned = autotune(model, loader(1), op_type_dict=types, accuracy_criterion=everything)
-    quantised = convert(tuned)
-    assert type(quantised.conv) is nn.Conv2d
-    layer: Any = quantised.a
+    quantized = convert(tuned)
+    assert type(quantized.conv) is nn.Conv2d
+    layer: Any = quantized.a
     assert layer.input.zero == 128 and layer.weight_scale.unique().numel() == 1
     prepared = prepare(model, ipex_quant.default_dynamic_qconfig_mapping)
     tuned = autotune(prepared, loader(1), accuracy_criterion=everything)

@@ -252,7 +252,7 @@ def test_uneven_groups_become_an_ordinary_layer(caplog: pytest.LogCaptureFixture
         layer: Any = linear_from(weight, dtype=torch.bfloat16)
     assert type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16
     assert torch.equal(layer.weight, wanted[:, :32].bfloat16())
-    assert "a: dequantised to torch.bfloat16, since the groups of g_idx" in caplog.text
+    assert "a: dequantized to torch.bfloat16, since the groups of g_idx" in caplog.text
 
 
 def test_small_groups_become_an_ordinary_layer(caplog: pytest.LogCaptureFixture) -> None:
@@ -395,8 +395,8 @@ def test_missing_tensors(part: str) -> None:
         read_linear(P.state_of("m.a", tensors), "m.a", GPTQ)
 
 
-def test_nothing_quantised() -> None:
-    with pytest.raises(OpArgumentError, match="state_dict must have quantised layers for method"):
+def test_nothing_quantized() -> None:
+    with pytest.raises(OpArgumentError, match="state_dict must have quantized layers for method"):
         list(read_checkpoint({"a.weight": torch.ones(2, 2)}, GPTQ))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised models under torch.compile(backend="ipex"): the results of eager execution in each context, one graph."""
+"""Quantized models under torch.compile(backend="ipex"): the results of eager execution in each context, one graph."""
 
 from __future__ import annotations
 

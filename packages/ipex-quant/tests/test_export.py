@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ipex.export` of quantised models: the same numbers, with ops that C++ has."""
+"""`ipex.export` of quantized models: the same numbers, with ops that C++ has."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 class Both(nn.Module):
-    """A model in static INT8 and one with quantised weights: compiled together, since compiling takes its time."""
+    """A model in static INT8 and one with quantized weights: compiled together, since compiling takes its time."""
 
     def __init__(self, int8: nn.Module, weight_only: nn.Module) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ def test_gguf_floats(kind: str, tmp_path: Path) -> None:
     G.write(tmp_path / "a.gguf", {"norm.weight": (kind, (3, 40), data)})
     state, config = read_gguf(tmp_path)
     assert torch.equal(state["norm.weight"].double(), torch.from_numpy(G.decode(kind, 3, 40, data)))
-    with pytest.raises(OpArgumentError, match="have quantised layers for method gguf, got none"):
+    with pytest.raises(OpArgumentError, match="have quantized layers for method gguf, got none"):
         list(read_checkpoint(state, config))
 
 
@@ -86,7 +86,7 @@ def test_gguf_groups_without_scale_are_constant(kind: str, tmp_path: Path) -> No
     assert bool(linear_from(weight)(torch.ones(1, 256)).isfinite().all())
 
 
-def test_gguf_of_three_dimensions_is_dequantised(tmp_path: Path) -> None:
+def test_gguf_of_three_dimensions_is_dequantized(tmp_path: Path) -> None:
     data = G.random_rows("Q8_0", 6, 64)
     G.write(tmp_path / "a.gguf", {"experts.weight": ("Q8_0", (2, 3, 64), data)})
     state, _ = read_gguf(tmp_path)

@@ -36,7 +36,7 @@ _BITS = {torch.float8_e4m3fn: fp8_bits.E4M3, torch.float8_e5m2: fp8_bits.E5M2}
 
 
 def _numbers() -> Tensor:
-    """Numbers of all magnitudes, ties and their neighbours, too large ones."""
+    """Numbers of all magnitudes, ties and their neighbors, too large ones."""
     exact = torch.tensor(
         [float(v) for v in fp8_bits.E4M3.values + fp8_bits.E5M2.values if v], dtype=torch.float32
     )

@@ -188,7 +188,7 @@ def test_model_and_checkpoint(options: dict[str, Any], tmp_path: Path, caplog: A
 
 
 @torch.no_grad()
-def test_blocks_see_what_quantised_blocks_give() -> None:
+def test_blocks_see_what_quantized_blocks_give() -> None:
     model = make()
     samples = samples_of("gptq", data(), 128, 2048, False)
     seen = []

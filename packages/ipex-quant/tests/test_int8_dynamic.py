@@ -49,16 +49,16 @@ def test_dynamic_linear() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(33, 40), nn.ReLU(), nn.Linear(40, 7))
     x = torch.randn(3, 5, 33)
-    quantised = convert(prepare(model, default_dynamic_qconfig_mapping))
-    assert isinstance(quantised[0], DynamicInt8Linear)
-    assert isinstance(quantised[0], nn.quantized.dynamic.Linear)  # as in IPEX
+    quantized = convert(prepare(model, default_dynamic_qconfig_mapping))
+    assert isinstance(quantized[0], DynamicInt8Linear)
+    assert isinstance(quantized[0], nn.quantized.dynamic.Linear)  # as in IPEX
     assert not issubclass(Int8Linear, nn.quantized.dynamic.Linear)
-    assert near(quantised(x), model(x))
-    other = copy.deepcopy(quantised)
+    assert near(quantized(x), model(x))
+    other = copy.deepcopy(quantized)
     other[0]._buffers["weight"].zero_()
-    other.load_state_dict(quantised.state_dict())
-    assert torch.equal(other(x), quantised(x))
-    assert "each call" in explain(quantised).rows[0].text
+    other.load_state_dict(quantized.state_dict())
+    assert torch.equal(other(x), quantized(x))
+    assert "each call" in explain(quantized).rows[0].text
 
 
 @torch.no_grad()
@@ -72,9 +72,9 @@ def test_dynamic_by_compute_dtype() -> None:
     activation = PlaceholderObserver.with_args(dtype=torch.float, compute_dtype=torch.quint8)
     mapping = QConfigMapping().set_global(QConfig(activation=activation, weight=weight))
     model, x = nn.Sequential(nn.Linear(16, 8)).eval(), torch.randn(3, 16)
-    quantised = convert(prepare(model, mapping, example_inputs=x))
-    assert isinstance(quantised[0], DynamicInt8Linear)
-    assert near(quantised(x), model(x))
+    quantized = convert(prepare(model, mapping, example_inputs=x))
+    assert isinstance(quantized[0], DynamicInt8Linear)
+    assert near(quantized(x), model(x))
 
 
 @torch.no_grad()
@@ -83,9 +83,9 @@ def test_dynamic_activation(activation: Any, capsys: pytest.CaptureFixture[str])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 24), activation(), nn.Linear(24, 8)).eval()
     x = torch.randn(5, 16)
-    quantised = convert(prepare(model, default_dynamic_qconfig_mapping, x), check=x)
-    assert near(quantised(x), model(x))
-    assert isinstance(quantised[1], nn.Identity) == (activation is not nn.Tanh)
+    quantized = convert(prepare(model, default_dynamic_qconfig_mapping, x), check=x)
+    assert near(quantized(x), model(x))
+    assert isinstance(quantized[1], nn.Identity) == (activation is not nn.Tanh)
     lines = capsys.readouterr().out.splitlines()
     assert all(float(line.split()[-1]) > 0.999 for line in lines[1:4])
 
@@ -95,7 +95,7 @@ def test_dynamic_activation(activation: Any, capsys: pytest.CaptureFixture[str])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
 def test_dynamic_recurrent(kind: Any) -> None:
     if "fbgemm" not in torch.backends.quantized.supported_engines:
-        pytest.skip("torch has no quantised recurrent layers here")
+        pytest.skip("torch has no quantized recurrent layers here")
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -108,10 +108,10 @@ def test_dynamic_recurrent(kind: Any) -> None:
 
     model = Model().eval()
     x = torch.randn(3, 8) if kind.__name__.endswith("Cell") else torch.randn(5, 3, 8)
-    quantised = convert(prepare(model, default_dynamic_qconfig_mapping))
-    assert type(quantised.layer) is not kind
-    assert near(quantised(x), model(x))
-    assert torch.equal(copy.deepcopy(quantised)(x), quantised(x))
+    quantized = convert(prepare(model, default_dynamic_qconfig_mapping))
+    assert type(quantized.layer) is not kind
+    assert near(quantized(x), model(x))
+    assert torch.equal(copy.deepcopy(quantized)(x), quantized(x))
 
 
 @torch.no_grad()
@@ -154,10 +154,10 @@ def test_dynamic_recurrent_without_int8_form(
     model = nn.Sequential(kind(8, 16, **options)).to(dtype).eval()
     shape = (3, 8) if kind.__name__.endswith("Cell") else (5, 3, 8)
     x = torch.randn(shape, dtype=dtype)
-    quantised = convert(prepare(model, default_dynamic_qconfig_mapping))
-    (row,) = explain(quantised).for_module("0")
+    quantized = convert(prepare(model, default_dynamic_qconfig_mapping))
+    (row,) = explain(quantized).for_module("0")
     assert not row.done and reason in row.text
-    torch.testing.assert_close(quantised(x), model(x))
+    torch.testing.assert_close(quantized(x), model(x))
 
 
 def test_dynamic_needs_layers_with_a_dynamic_form() -> None:
@@ -203,17 +203,17 @@ def test_smooth(alpha: Any, shared: bool, tmp_path: Path) -> None:
     assert error(mapping) < 0.5 * error(default_static_qconfig_mapping)
     prepared = prepare(model, mapping, x)
     prepared(x)
-    quantised = convert(prepared)
-    assert quantised.out.smooth is not None
+    quantized = convert(prepared)
+    assert quantized.out.smooth is not None
     if shared:  # the norm has the scales of both
-        assert quantised.q.norm == quantised.k.norm == "norm" and not quantised.out.norm
-        assert not torch.equal(quantised.norm.weight, model.norm.weight)
+        assert quantized.q.norm == quantized.k.norm == "norm" and not quantized.out.norm
+        assert not torch.equal(quantized.norm.weight, model.norm.weight)
     else:
-        assert not torch.equal(quantised.q.smooth, quantised.k.smooth)
+        assert not torch.equal(quantized.q.smooth, quantized.k.smooth)
     prepared.save_qconf_summary(tmp_path / "s.json")
     other = prepare(model, mapping, x)
     other.load_qconf_summary(tmp_path / "s.json")
-    assert torch.equal(convert(other)(x), quantised(x))
+    assert torch.equal(convert(other)(x), quantized(x))
     data = json.loads((tmp_path / "s.json").read_text())
     for group in data.values():  # as IPEX writes it: by the index of the op that reads the value
         for index, info in group["q_op_infos"].items():
@@ -224,8 +224,8 @@ def test_smooth(alpha: Any, shared: bool, tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text(json.dumps(data))
     other = prepare(model, mapping, x)
     other.load_qconf_summary(tmp_path / "s.json")
-    assert torch.equal(convert(other)(x), quantised(x))
-    assert "SmoothQuant" in {row.module: row.text for row in explain(quantised).rows}["q"]
+    assert torch.equal(convert(other)(x), quantized(x))
+    assert "SmoothQuant" in {row.module: row.text for row in explain(quantized).rows}["q"]
 
 
 @torch.no_grad()
@@ -264,11 +264,11 @@ def test_smooth_arguments() -> None:
 def test_weight_only_mapping() -> None:
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
     mapping = ipex_quant.get_weight_only_quant_qconfig_mapping()
-    quantised = convert(prepare(model, mapping))
-    assert isinstance(quantised[0], ipex_quant.WeightOnlyQuantizedLinear)
+    quantized = convert(prepare(model, mapping))
+    assert isinstance(quantized[0], ipex_quant.WeightOnlyQuantizedLinear)
     assert type(model[0]) is nn.Linear
     x = torch.randn(3, 64)
-    assert near(quantised(x), model(x))
+    assert near(quantized(x), model(x))
 
 
 @torch.no_grad()
@@ -375,21 +375,21 @@ def test_minilm(minilm: tuple[nn.Module, list[dict[str, Tensor]]], way: str) -> 
     prepared = prepare(model, mapping, example_kwarg_inputs=batches[0])
     for batch in batches:
         prepared(**batch)
-    quantised = convert(prepared)
+    quantized = convert(prepared)
 
     def embed(which: Any, batch: dict[str, Tensor]) -> Tensor:
         mask = batch["attention_mask"].unsqueeze(-1)
         return (which(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
 
     expected = embed(model, batches[1])
-    for which in (quantised, optimize(quantised)):
+    for which in (quantized, optimize(quantized)):
         found = embed(which, batches[1])
         assert nn.functional.cosine_similarity(found, expected).mean().item() >= 0.99
-    linears = [m for m in quantised.modules() if isinstance(m, Int8Linear)]
+    linears = [m for m in quantized.modules() if isinstance(m, Int8Linear)]
     assert len(linears) == 37
     if way == "static":
-        layer: Any = quantised.encoder.layer[0]
+        layer: Any = quantized.encoder.layer[0]
         assert layer.intermediate.dense.activation == "gelu" and layer.intermediate.dense.output
-    # Optimizing keeps the account of what was quantised.
-    rows = explain(optimize(quantised)).rows
+    # Optimizing keeps the account of what was quantized.
+    rows = explain(optimize(quantized)).rows
     assert sum(row.step == "int8" and row.done for row in rows) == 37

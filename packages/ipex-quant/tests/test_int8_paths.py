@@ -34,7 +34,7 @@ def images(sign: float = 1.0) -> Tensor:
     return sign * x * x.sum().sign()
 
 
-def quantised(
+def quantized(
     model: nn.Module, *samples: Any, mapping: Any = default_static_qconfig_mapping
 ) -> Any:
     samples = samples or (images(), images(-1))
@@ -113,7 +113,7 @@ def test_other_branch(body: Any) -> None:
         return body(self, y)
 
     model = variant(other)
-    converted = quantised(model)
+    converted = quantized(model)
     assert type(converted.act(converted.norm(converted.a(images())))) is Codes  # on the way seen
     for sign in (1.0, -1.0, 1.0):
         x = images(sign)
@@ -153,7 +153,7 @@ class Residual(nn.Module):
 @torch.no_grad()
 def test_operand_that_was_overwritten() -> None:
     model = Skips().eval()
-    converted = quantised(model)
+    converted = quantized(model)
     near(converted(images()), model(images()))
     with pytest.raises(OpArgumentError, match=r"block.body.2: its operand must not be read again"):
         converted(images(-1))
@@ -161,7 +161,7 @@ def test_operand_that_was_overwritten() -> None:
 
 @torch.no_grad()
 def test_sum_without_its_layer() -> None:
-    converted = quantised(Skips())
+    converted = quantized(Skips())
     y = converted.stem(images())
     early = converted.block.body(y)
     with pytest.raises(
@@ -177,7 +177,7 @@ def test_sum_without_its_layer() -> None:
 @torch.no_grad()
 def test_results_that_contain_what_follows() -> None:
     model = Branches().eval()
-    converted = quantised(model)
+    converted = quantized(model)
     early = converted.a(images())
     assert type(early) is Early and early.shape == (4, 8, 12, 12)
     text = "a: its result must go to norm, act, which it computes too"
@@ -193,7 +193,7 @@ def test_results_that_contain_what_follows() -> None:
 @torch.no_grad()
 def test_numbers_outside_of_the_model() -> None:
     model = Branches().eval()
-    converted = quantised(model)
+    converted = quantized(model)
     found: Any = converted.act(converted.norm(converted.a(images())))
     expected = model.act(model.norm(model.a(images())))
     near(found + 0, expected)
@@ -249,7 +249,7 @@ def rows(calls: int, leave: float) -> Tensor:
 def test_calls_and_exits(mapping: Any, tmp_path: Any) -> None:
     model = Stages().eval()
     samples = [rows(n, e) for n in (1, 0, 3) for e in (-1.0, 1.0)]
-    converted = quantised(model, *samples, mapping=mapping)
+    converted = quantized(model, *samples, mapping=mapping)
     save(converted, tmp_path / "m")
     for made in (converted, load(tmp_path / "m", Stages()), copy.deepcopy(converted)):
         for x in samples:
@@ -260,7 +260,7 @@ def test_calls_and_exits(mapping: Any, tmp_path: Any) -> None:
 def test_norms_with_channel_scales() -> None:
     model = Stages().eval()
     x = rows(1, -1)
-    converted = quantised(model, x, mapping=get_smooth_quant_qconfig_mapping(alpha=0.5))
+    converted = quantized(model, x, mapping=get_smooth_quant_qconfig_mapping(alpha=0.5))
     scaled = converted.norm(x)
     assert type(scaled) is Scaled
     torch.testing.assert_close(scaled + 0, model.norm(x), rtol=1e-5, atol=1e-5)
@@ -278,7 +278,7 @@ def test_ranges_on_other_paths() -> None:
     # What the other branch reads is twenty times as large as what the first one does.
     model = variant(lambda self, y, way: self.pool(y)).eval()
     samples = images(), 20 * images(-1)
-    converted = quantised(model, *samples)
+    converted = quantized(model, *samples)
     near(converted(samples[1]), model(samples[1]))
 
 
@@ -290,7 +290,7 @@ def test_sizes_of_what_is_part_of_a_sum() -> None:
             return (y + x).view(y.shape)
 
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Sizes(), nn.Conv2d(8, 4, 1)).eval()
-    near(quantised(model)(images()), model(images()))
+    near(quantized(model)(images()), model(images()))
 
 
 @torch.no_grad()
@@ -298,7 +298,7 @@ def test_batch_norms_of_float_layers_stay() -> None:
     # The configuration leaves the layer out, and another path has no batch norm.
     mapping = copy.deepcopy(default_static_qconfig_mapping).set_module_name("a", None)
     model = Branches().eval()
-    converted = quantised(model, mapping=mapping)
+    converted = quantized(model, mapping=mapping)
     assert type(converted.norm) is nn.BatchNorm2d and converted.a.weight is not model.a.weight
     assert torch.equal(converted.a(images()), model.a(images()))
 
@@ -306,7 +306,7 @@ def test_batch_norms_of_float_layers_stay() -> None:
 @torch.no_grad()
 def test_compiled_and_traced() -> None:
     model = variant(lambda self, y, way: times(self, y))
-    converted = quantised(model)
+    converted = quantized(model)
     compiled = torch.compile(converted, backend="eager")
     for sign in (1.0, -1.0):
         x = images(sign)

@@ -74,7 +74,7 @@ class Recommender(nn.Module):
         return self.top(interaction(x, *rows))
 
 
-def quantised(model, *inputs, mapping=ALL, **options):
+def quantized(model, *inputs, mapping=ALL, **options):
     prepared = prepare(model.eval(), mapping, example_inputs=inputs)
     with torch.no_grad():
         for _ in range(3):
@@ -93,7 +93,7 @@ def kinds(model, kind):
 @torch.no_grad()
 def test_attention():
     model, x = Attention().eval(), torch.randn(2, 40, 64)
-    fast = quantised(model, x, check=x)
+    fast = quantized(model, x, check=x)
     assert len(kinds(fast, Int8MatMul)) == 2 and len(kinds(fast, Int8Linear)) == 4
     close(fast(x), model(x))
     assert type(fast) is Attention
@@ -107,7 +107,7 @@ def test_attention():
 def test_large_products_are_int8_by_default():
     """As in IPEX, where that is faster."""
     model, x = Attention(128).eval(), torch.randn(2, 128, 128)
-    fast = quantised(nn.Sequential(model), x, mapping=default_static_qconfig_mapping)
+    fast = quantized(nn.Sequential(model), x, mapping=default_static_qconfig_mapping)
     assert len(kinds(fast, Int8MatMul)) == 2
     close(fast(x), model(x), 0.99)
     one = fast[0].matmul_1(x[:, :1], x.transpose(1, 2))  # one row: float is faster
@@ -119,13 +119,13 @@ def test_large_products_are_int8_by_default():
         (linears, "if the configuration names them"),
         (without, "the configuration leaves it out"),
     ):
-        plain = quantised(nn.Sequential(model), x, mapping=mapping)
+        plain = quantized(nn.Sequential(model), x, mapping=mapping)
         assert not kinds(plain, Int8MatMul) and len(kinds(plain, Int8Linear)) == 4
         texts = [row.text for row in ipex_core.explain(plain).rows if not row.done]
         assert any(text in it for it in texts)
     for rows in (127, 128):
         gram = nn.Sequential(nn.Linear(64, 64), Gram())
-        found = quantised(gram, torch.randn(2, rows, 64), mapping=default_static_qconfig_mapping)
+        found = quantized(gram, torch.randn(2, rows, 64), mapping=default_static_qconfig_mapping)
         assert bool(kinds(found, Int8MatMul)) == (rows == 128)
 
 
@@ -142,7 +142,7 @@ def test_interaction_by_another_name():
             return self.f(a.relu(), b.relu(), c.relu())
 
     inputs = [torch.randn(20, 32) for _ in range(3)]
-    fast = quantised(Model(), *inputs)
+    fast = quantized(Model(), *inputs)
     assert len(kinds(fast, Int8Interaction)) == 1
     close(fast(*inputs), Model()(*inputs))
 
@@ -162,7 +162,7 @@ def test_merged_embedding_bag_with_cat(tmp_path):
     model, dense = Model().eval(), torch.randn(5, 13)
     indices = [torch.randint(0, n, (10,)) for n in (20, 30, 7)]
     inputs = (dense, indices, [torch.arange(0, 10, 2)] * 3)
-    fast = quantised(model, *inputs, mapping=default_static_qconfig_mapping)
+    fast = quantized(model, *inputs, mapping=default_static_qconfig_mapping)
     tables = {n: b.dtype for n, b in fast.bags.named_buffers()}
     assert tables["weight_2"] == torch.int8 and tables["scale_2"] == torch.float32
     close(fast(*inputs), model(*inputs))
@@ -183,7 +183,7 @@ def test_nothing_but_a_product(product):
             return product(a, b)
 
     a, b = torch.randn(2, 40, 50), torch.randn(2, 50, 60)
-    fast = quantised(Model(), a, b)
+    fast = quantized(Model(), a, b)
     assert len(kinds(fast, Int8MatMul)) == 1
     close(fast(a, b), a @ b)
 
@@ -200,7 +200,7 @@ def test_module_of_users():
             return y if mask is None else y + mask
 
     model, x = Model().eval(), torch.randn(40, 64)
-    fast = quantised(model, x)
+    fast = quantized(model, x)
     assert isinstance(fast.product, Int8MatMul)
     close(fast(x, x @ x.T), model(x, x @ x.T))
     with pytest.raises(RuntimeError):
@@ -230,11 +230,11 @@ def test_left_alone():
             return x @ x.T if x.sum() > 0 else x
 
     x = torch.randn(6, 8)
-    fast = quantised(Model().eval(), x)
+    fast = quantized(Model().eval(), x)
     assert not kinds(fast, Int8MatMul)
     rows = {row.module: row.text for row in ipex_core.explain(fast).rows if not row.done}
     assert "scaled_dot_product_attention" in rows[""]
-    fast = quantised(nn.Sequential(nn.Linear(8, 8), Conditional()).eval(), x.abs())
+    fast = quantized(nn.Sequential(nn.Linear(8, 8), Conditional()).eval(), x.abs())
     rows = {row.module: row.text for row in ipex_core.explain(fast).rows if not row.done}
     assert "see MatMul" in rows["1"]
     without = QConfigMapping().set_global(default_static_qconfig)
@@ -244,7 +244,7 @@ def test_left_alone():
         (without, "the configuration leaves it out"),
         (default_static_qconfig_mapping, "if the configuration names them"),
     ):
-        fast = quantised(model, x, mapping=mapping)
+        fast = quantized(model, x, mapping=mapping)
         assert not kinds(fast, Int8MatMul)
         texts = [row.text for row in ipex_core.explain(fast).rows if not row.done]
         assert any(text in it for it in texts)
@@ -254,7 +254,7 @@ def test_left_alone():
 def test_recommender():
     model = Recommender().eval()
     args = torch.randn(10, 13), torch.randint(0, 20, (30,)), torch.arange(0, 30, 3)
-    fast = quantised(model, *args)
+    fast = quantized(model, *args)
     (made,) = kinds(fast, Int8Interaction)
     assert made.output and len(made.scales) == 4
     x = model.bottom(args[0])
@@ -263,7 +263,7 @@ def test_recommender():
     assert passed.codes.dtype == torch.uint8
     close(passed + 0, interaction(x, *rows))  # a reader that was not recorded gets numbers
     close(fast(*args), model(*args), 0.99)
-    plain = quantised(model, *args, mapping=default_static_qconfig_mapping)
+    plain = quantized(model, *args, mapping=default_static_qconfig_mapping)
     assert not kinds(plain, Int8Interaction)
     rows = {row.module: row.text for row in ipex_core.explain(plain).rows if not row.done}
     assert "if the configuration names them" in rows[""]
@@ -300,7 +300,7 @@ def test_saved_and_loaded(case, tmp_path):
 @torch.no_grad()
 def test_graphs():
     model, x = Attention().eval(), torch.randn(2, 40, 64)
-    fast = quantised(model, x)
+    fast = quantized(model, x)
     want = fast(x)
     traced = torch.jit.freeze(torch.jit.trace(fast, x))
     torch.testing.assert_close(traced(x), want, rtol=1e-3, atol=1e-3)
@@ -311,7 +311,7 @@ def test_graphs():
 @torch.no_grad()
 def test_few_rows_stay_float():
     x = torch.randn(2, 3, 64)
-    fast = quantised(nn.Sequential(nn.Linear(64, 64), Gram()), x)
+    fast = quantized(nn.Sequential(nn.Linear(64, 64), Gram()), x)
     assert not kinds(fast, Int8MatMul)
     texts = [row.text for row in ipex_core.explain(fast).rows if not row.done]
     assert any("fewer than 4 rows are faster in float" in text for text in texts)

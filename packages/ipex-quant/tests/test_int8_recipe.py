@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What static quantisation does with layers other than linear ones and plain convolutions."""
+"""What static quantization does with layers other than linear ones and plain convolutions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def near(found: Tensor, expected: Tensor, least: float = 0.999) -> bool:
     return found.shape == expected.shape and F.cosine_similarity(*rows).item() >= least
 
 
-def quantised(model: nn.Module, *args: Any) -> Any:
+def quantized(model: nn.Module, *args: Any) -> Any:
     with torch.no_grad():
         prepared = prepare(model, default_static_qconfig_mapping, args)
         prepared(*args)
@@ -73,7 +73,7 @@ def test_transposed(dims: int, groups: int, shape: tuple[int, ...]) -> None:
     middle = [norm] if groups == 1 else []
     model = nn.Sequential(first, *middle, nn.ReLU(), kind(6, 2, 2)).eval()
     x = torch.randn(2, 4, *(5, 4, 3)[:dims])
-    found = quantised(model, x)
+    found = quantized(model, x)
     assert type(found[0]) is Int8ConvTranspose is type(found[-1])
     assert found(x[:0]).shape == model(x[:0]).shape
     assert found[0].output and found[0].activation == "relu"
@@ -89,7 +89,7 @@ def test_transposed(dims: int, groups: int, shape: tuple[int, ...]) -> None:
 @torch.no_grad()
 def test_transposed_with_dilation_stays() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(3, 3, 3, dilation=2), nn.Conv2d(3, 2, 1)).eval()
-    found = quantised(model, torch.randn(1, 3, 6, 6))
+    found = quantized(model, torch.randn(1, 3, 6, 6))
     assert type(found[0]) is nn.ConvTranspose2d
     assert "stays float: its dilation" in texts(found)["0"]
 
@@ -125,10 +125,10 @@ def test_annotations_of_any_kind_and_graphs_of_several_models() -> None:
     x = torch.randn(1, 3, 8, 8)
     for annotation in ("Tensor | None", Tensor | None):
         Annotated.forward.__annotations__["return"] = annotation
-        found = quantised(Annotated().eval(), x)
+        found = quantized(Annotated().eval(), x)
         assert "add_1" in found.__dict__["forward"].source
     # Dynamo counts what it compiles by code object.
-    again = quantised(Annotated().eval(), x)
+    again = quantized(Annotated().eval(), x)
     forwards = [type(each.__dict__["forward"]).__call__ for each in (found, again)]
     assert forwards[0].__code__ is not forwards[1].__code__
 
@@ -138,7 +138,7 @@ def test_forward_of_the_model_itself(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Functional().eval()
     x = torch.randn(3, 3, 16, 16)
-    found = quantised(model, x)
+    found = quantized(model, x)
     assert type(found) is Functional and "forward" not in model.__dict__
     assert near(found(x), model(x), 0.998)
     kinds = [type(m) for m in found.modules()]
@@ -168,7 +168,7 @@ def test_pools_on_codes(dims: int) -> None:
         kind("AvgPool")(2), conv(8, 8, 1), kind("AdaptiveAvgPool")(1), nn.Flatten(), nn.Linear(8, 4),
     ).eval()  # fmt: skip
     x = torch.randn(2, 3, *[14] * dims)
-    found = quantised(model, x)
+    found = quantized(model, x)
     assert type(found[2]) is Int8MaxPool and type(found[6]) is Int8Mean
     assert (type(found[4]) is Int8AvgPool) == (dims < 3)
     assert found[0].output and found[5].output and bool(found[3].output) == (dims < 3)
@@ -192,7 +192,7 @@ def test_pools_without_a_form_for_codes_stay() -> None:
     x = torch.randn(2, 3, 9, 9)
     for pool in pools:
         model = nn.Sequential(nn.Conv2d(3, 4, 2), pool, nn.Conv2d(4, 2, 1)).eval()
-        found = quantised(model, x)
+        found = quantized(model, x)
         assert (type(found[1]) is Int8AvgPool) == (pool is pools[-1])
         assert near(found(x), model(x))
 
@@ -203,7 +203,7 @@ def test_average_of_a_wider_range() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.AvgPool2d(4), nn.Conv2d(8, 4, 1)).eval()
     x = torch.randn(2, 3, 32, 32)
-    found = quantised(model, x)
+    found = quantized(model, x)
     values = model[0](x)
     assert found[0].output.scale * 255 > 0.7 * (values.max() - values.min())
     assert near(found(x), model(x), 0.99)
@@ -217,7 +217,7 @@ def test_activations_after_other_convolutions(dims: int, activation: Any) -> Non
     conv = getattr(nn, f"Conv{dims}d")
     model = nn.Sequential(conv(3, 8, 3), activation(), conv(8, 4, 1), activation()).eval()
     x = torch.randn(2, 3, *[7] * dims) * 6
-    found = quantised(model, x)
+    found = quantized(model, x)
     assert found[0].activation != "none" and isinstance(found[1], nn.Identity) and found[0].output
     assert near(found(x), model(x))
     if activation is nn.ReLU6:
@@ -241,7 +241,7 @@ def test_residual_of_other_convolutions(dims: int) -> None:
     conv = getattr(nn, f"Conv{dims}d")
     model = nn.Sequential(Sum(conv), conv(4, 2, 1)).eval()
     x = torch.randn(2, 4, *[20, 6, 5][:dims])
-    found = quantised(model, x)
+    found = quantized(model, x)
     added = [m for m in found.modules() if isinstance(m, Int8Conv) and m.residual]
     assert len(added) == 1 and added[0].activation == "relu"
     assert near(found(x), model(x)) and near(found(x[0]), model(x[0]))
@@ -271,12 +271,12 @@ class Ranking(nn.Module):
 @torch.no_grad()
 def test_tables_and_recurrent_layers(tmp_path: Path) -> None:
     if "fbgemm" not in torch.backends.quantized.supported_engines:
-        pytest.skip("torch has no quantised recurrent layers here")
+        pytest.skip("torch has no quantized recurrent layers here")
     torch.manual_seed(0)
     model = Ranking().eval()
     ids = torch.randint(0, 100, (4, 10))
     offsets = torch.arange(0, 40, 10)
-    found = quantised(model, ids, offsets)
+    found = quantized(model, ids, offsets)
     assert type(found.bag) is Int8EmbeddingBag is type(found.open)
     assert type(found.lstm).__module__.startswith("torch.ao")
     assert (found.bag.num_embeddings, found.bag.embedding_dim, found.bag.mode) == (100, 16, "sum")
@@ -339,7 +339,7 @@ def test_tables_are_nearer_to_float_than_with_one_scale(merged: bool) -> None:
         table.copy_(one_scale(table))
     rest = (one_scale(args[-1]),) if merged else ()
     coarse = one_scale(other(*args[:2], *rest))
-    fine, exact = quantised(Call(layer).eval(), *args)(*args), layer(*args)
+    fine, exact = quantized(Call(layer).eval(), *args)(*args), layer(*args)
     assert (fine - exact).square().mean() < 0.7 * (coarse - exact).square().mean()
 
 
@@ -356,7 +356,7 @@ def test_views_pass_codes_on() -> None:
 
     torch.manual_seed(0)
     model, x = nn.Sequential(Views(), nn.Tanh()).eval(), torch.randn(2, 4, 16)
-    found = quantised(model, x)
+    found = quantized(model, x)
     assert found[0].a.output and near(found(x), model(x))
 
 
@@ -374,7 +374,7 @@ def test_forwards_that_cannot_be_rewritten() -> None:
 
     torch.manual_seed(0)
     model, x = Data().eval(), torch.randn(2, 3, 5, 5)
-    found = quantised(model, x)
+    found = quantized(model, x)
     assert "forward" not in found.__dict__ and type(found.a) is Int8Conv
     for more, sign in itertools.product((None, torch.ones(1)), (1, -1)):
         assert near(found(sign * x, more), model(sign * x, more), 0.99)
@@ -407,10 +407,10 @@ class Count(TorchDispatchMode):
 def test_layers_that_read_one_activation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Attention().eval(), torch.randn(3, 5, 16)
-    found = quantised(model, x)
+    found = quantized(model, x)
     assert found.q.group is found.k.group is found.v.group is not None
-    assert "input quantised once for q, k, v" in texts(found)["k"]
-    expected = found(x)  # too small: each layer quantises
+    assert "input quantized once for q, k, v" in texts(found)["k"]
+    expected = found(x)  # too small: each layer quantizes
     monkeypatch.setattr("ipex_quant.int8.modules.group.LEAST", 1)
     save(found, tmp_path / "m")
     for other in (found, copy.deepcopy(found), load(tmp_path / "m", Attention())):
@@ -425,7 +425,7 @@ def test_layers_that_read_one_activation(monkeypatch: pytest.MonkeyPatch, tmp_pa
     other = copy.deepcopy(found)
     for values in (y, y * 0.5, y * 0.25):
         y.copy_(values)
-        alone = [quantised_alone(layer, y) for layer in (found.q, found.k, found.v)]
+        alone = [quantized_alone(layer, y) for layer in (found.q, found.k, found.v)]
         for layers in ((other.q, other.v), (other.v, other.k), (other.k, other.q, other.v)):
             for layer in layers:
                 index = [other.q, other.k, other.v].index(layer)
@@ -439,7 +439,7 @@ def test_layers_that_read_one_activation(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "\n".join(sources).count("= torch.ops.ipex.quantize_per_tensor") == 1
 
 
-def quantised_alone(layer: Any, x: Tensor) -> Tensor:
+def quantized_alone(layer: Any, x: Tensor) -> Tensor:
     single = copy.deepcopy(layer)
     single.group = None
     result: Tensor = single(x)
@@ -450,7 +450,7 @@ def quantised_alone(layer: Any, x: Tensor) -> Tensor:
 def test_packed_sequences_stay_float() -> None:
     """As in IPEX; its test allows an error of 1e-3."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:
-        pytest.skip("torch has no quantised recurrent layers here")
+        pytest.skip("torch has no quantized recurrent layers here")
 
     class Packed(nn.Module):
         def __init__(self) -> None:
@@ -464,7 +464,7 @@ def test_packed_sequences_stay_float() -> None:
 
     torch.manual_seed(0)
     model, args = Packed().eval(), (torch.randn(2, 5, 32), torch.tensor([5, 3]))
-    found = quantised(model, *args)
+    found = quantized(model, *args)
     assert type(found.lstm) is nn.LSTM and torch.equal(found(*args), model(*args))
     assert "PackedSequence" in texts(found)["lstm"]
     fast = convert(prepare(model, default_dynamic_qconfig_mapping, args))

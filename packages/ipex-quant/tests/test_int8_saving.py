@@ -84,7 +84,7 @@ class Text(nn.Module):
 
 X = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(3))
 IDS = torch.arange(14).view(2, 7)
-#: What is saved: the float model, its input, how it is quantised.
+#: What is saved: the float model, its input, how it is quantized.
 CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Any]] = {
     "static": (images, X, default_static_qconfig_mapping),
     "dynamic": (functools.partial(Text, True), IDS, default_dynamic_qconfig_mapping),
@@ -95,7 +95,7 @@ quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.q
 
 
 def make(kind: str, seed: int = 0) -> Any:
-    """Return a quantised model with the ties and dtypes of a real one."""
+    """Return a quantized model with the ties and dtypes of a real one."""
     torch.manual_seed(seed)
     model = CASES[kind][0]().eval()
     for module in model.modules():
@@ -174,7 +174,7 @@ def test_layers_that_stay_float(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_optimised_models(tmp_path: Path) -> None:
+def test_optimized_models(tmp_path: Path) -> None:
     model = make("smooth")
     expected = model(IDS)
     save(optimize(model), tmp_path / "m")

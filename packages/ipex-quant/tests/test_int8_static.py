@@ -128,10 +128,10 @@ def test_sum_written_in_a_forward() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), Sum(), nn.Conv2d(4, 2, 1)).eval()
     x = images()
-    quantised = convert(calibrated(model, x))
-    added = [m for m in quantised.modules() if isinstance(m, Int8Conv) and m.residual]
+    quantized = convert(calibrated(model, x))
+    added = [m for m in quantized.modules() if isinstance(m, Int8Conv) and m.residual]
     assert len(added) == 1 and added[0].activation == "relu" and added[0].output
-    assert near(quantised(x), model(x))
+    assert near(quantized(x), model(x))
 
 
 @torch.no_grad()
@@ -175,14 +175,14 @@ def test_convolutions(dims: int, groups: int) -> None:
         kind(6, 4, 3, padding="same", dilation=2),
     ).eval()  # fmt: skip
     x = torch.randn(2, 4, *[9] * dims)
-    quantised = convert(calibrated(model, x))
-    assert near(quantised(x), model(x))
-    assert near(quantised(x[0]), model(x[0]))
-    assert isinstance(quantised[0], Int8Conv) and isinstance(quantised[3], Int8Conv)
-    assert isinstance(quantised[2], kind)  # uneven padding
-    assert any(row.module == "2" and not row.done for row in explain(quantised).rows)
-    compiled = torch.compile(quantised, backend="aot_eager", fullgraph=True)
-    assert compiled(x).stride() == quantised(x).stride()
+    quantized = convert(calibrated(model, x))
+    assert near(quantized(x), model(x))
+    assert near(quantized(x[0]), model(x[0]))
+    assert isinstance(quantized[0], Int8Conv) and isinstance(quantized[3], Int8Conv)
+    assert isinstance(quantized[2], kind)  # uneven padding
+    assert any(row.module == "2" and not row.done for row in explain(quantized).rows)
+    compiled = torch.compile(quantized, backend="aot_eager", fullgraph=True)
+    assert compiled(x).stride() == quantized(x).stride()
 
 
 @torch.no_grad()
@@ -224,15 +224,15 @@ def test_linear_chain(activation: Any) -> None:
         nn.Linear(24, 5),
     ).eval()
     x = torch.randn(3, 7, 24)
-    quantised = convert(calibrated(model, x))
-    first, second = quantised[0], quantised[3]
+    quantized = convert(calibrated(model, x))
+    first, second = quantized[0], quantized[3]
     assert isinstance(first, Int8Linear) and first.output and not second.output
     assert first(x).value.codes.dtype == torch.uint8
-    assert isinstance(quantised[1], nn.Identity)
-    assert near(quantised(x), model(x))
+    assert isinstance(quantized[1], nn.Identity)
+    assert near(quantized(x), model(x))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert quantised(x).dtype == torch.bfloat16
-    assert quantised(x.bfloat16()).dtype == torch.bfloat16  # after codes too
+        assert quantized(x).dtype == torch.bfloat16
+    assert quantized(x.bfloat16()).dtype == torch.bfloat16  # after codes too
 
 
 @torch.no_grad()
@@ -249,9 +249,9 @@ def test_values_that_others_see_stay_float() -> None:
 
     model = Two().eval()
     x = torch.randn(4, 16)
-    quantised = convert(calibrated(model, x))
-    assert not any(m.output for m in (quantised.a, quantised.b, quantised.c))
-    for found, expected in zip(quantised(x), model(x), strict=True):
+    quantized = convert(calibrated(model, x))
+    assert not any(m.output for m in (quantized.a, quantized.b, quantized.c))
+    for found, expected in zip(quantized(x), model(x), strict=True):
         assert near(found, expected)
 
 
@@ -260,9 +260,9 @@ def test_layer_called_twice() -> None:
     layer = nn.Linear(16, 16)
     model = nn.Sequential(layer, nn.ReLU(), layer).eval()
     x = torch.randn(4, 16)
-    quantised = convert(calibrated(model, x))
-    assert quantised[0] is quantised[2] and isinstance(quantised[0], Int8Linear)
-    assert near(quantised(x), model(x), 0.99)
+    quantized = convert(calibrated(model, x))
+    assert quantized[0] is quantized[2] and isinstance(quantized[0], Int8Linear)
+    assert near(quantized(x), model(x), 0.99)
 
 
 @torch.no_grad()
@@ -278,9 +278,9 @@ def test_other_observers_and_signed_codes() -> None:
     mapping = QConfigMapping().set_global(qconfig).set_module_name("2", None)
     prepared = prepare(model, mapping, x)
     prepared(x)
-    quantised = convert(prepared)
-    assert quantised[0].input.zero == 128 and isinstance(quantised[2], nn.Linear)
-    assert near(quantised(x), model(x))
+    quantized = convert(prepared)
+    assert quantized[0].input.zero == 128 and isinstance(quantized[2], nn.Linear)
+    assert near(quantized(x), model(x))
 
 
 @torch.no_grad()
@@ -326,9 +326,9 @@ def test_summary_of_ipex(net: nn.Module, tmp_path: Path) -> None:
     file.write_text(json.dumps(data))
     other = prepare(net, default_static_qconfig_mapping, x)
     other.load_qconf_summary(file)
-    quantised = convert(other)
-    assert isinstance(quantised.get_submodule("blocks.0.conv1"), nn.Conv2d)
-    assert near(quantised(x), net(x)) and not torch.equal(quantised(x), net(x))
+    quantized = convert(other)
+    assert isinstance(quantized.get_submodule("blocks.0.conv1"), nn.Conv2d)
+    assert near(quantized(x), net(x)) and not torch.equal(quantized(x), net(x))
 
 
 @torch.no_grad()
@@ -408,7 +408,7 @@ def test_model_without_layers_to_quantize(inplace: bool) -> None:
     model, x = nn.Sequential(nn.ReLU()), images()
     for mapping in (default_static_qconfig_mapping, default_dynamic_qconfig_mapping):
         with pytest.warns(
-            UserWarning, match="no layers that the configuration quantises, got none"
+            UserWarning, match="no layers that the configuration quantizes, got none"
         ):
             prepared = prepare(model.eval(), mapping, x, inplace=inplace)
         converted = convert(prepared)
@@ -532,15 +532,15 @@ def test_residuals_that_may_be_overwritten() -> None:
     for late in (False, True):
         torch.manual_seed(0)
         model, x = Sums(late).eval(), torch.randn(2, 4, 9, 9)
-        quantised = convert(calibrated(model, x))
-        assert near(quantised(x), model(x))
-        first, second = quantised.add1, quantised.add2
+        quantized = convert(calibrated(model, x))
+        assert near(quantized(x), model(x))
+        first, second = quantized.add1, quantized.add2
         assert isinstance(second, Int8Conv) and second.residual and second.residual_free != late
         assert not getattr(first, "residual_free", False)
-        before = quantised(x)
-        for module in quantised.modules():
+        before = quantized(x)
+        for module in quantized.modules():
             if isinstance(module, Int8Conv):
                 module.residual_free = False
-        assert torch.equal(quantised(x), before)
+        assert torch.equal(quantized(x), before)
         compiled = torch.compile(convert(calibrated(model, x)), backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x), before)

@@ -20,7 +20,7 @@ from ipex_quant import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-#: What IPEX documented behind a quantised layer.
+#: What IPEX documented behind a quantized layer.
 POSTS = {
     "abs": torch.abs,
     "elu": F.elu,
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Max pooling on codes, and scores of attention behind quantised layers."""
+    """Max pooling on codes, and scores of attention behind quantized layers."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class Pooled(nn.Module):
         return torch.matmul(torch.softmax(scores, -1), self.v(y))
 
 
-def quantised(model, shape):
+def quantized(model, shape):
     torch.manual_seed(0)
     prepared = prepare(
         model.eval(), default_static_qconfig_mapping, example_inputs=torch.randn(2, *shape)
@@ -102,20 +102,20 @@ def test_documented_patterns(layer):
     # Preparing takes a second: all of them where there are kernels of their own, some elsewhere.
     names = POSTS if layer in ("conv2d", "linear") else ("elu", "relu")
     for post in (POSTS[name] for name in names):
-        graph = check(quantised(Net(kind, post), shape), shape)
+        graph = check(quantized(Net(kind, post), shape), shape)
         assert graph.count(op) == 2
         assert "aten::_convolution" not in graph and "aten::linear" not in graph
         assert "PythonOp" not in graph
 
 
 def test_pooling_and_products():
-    graph = check(quantised(Pooled(), (4, 8, 8)), (4, 8, 8))
+    graph = check(quantized(Pooled(), (4, 8, 8)), (4, 8, 8))
     assert "quantized::max_pool2d" in graph
     assert graph.count("aten::matmul") == 2  # of activations: these stay float
 
 
 def test_weights_are_stored_once():
-    model = quantised(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), (512,))
+    model = quantized(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), (512,))
     program = torch.jit.trace(model, torch.randn(2, 512))
     for found in (program, torch.jit.freeze(program)):
         buffer = io.BytesIO()
@@ -125,7 +125,7 @@ def test_weights_are_stored_once():
 
 def test_a_saved_program_needs_one_import(tmp_path):
     pytest.importorskip("ipex")
-    model = quantised(Net(nn.Conv2d, F.relu), (4, 9, 9))
+    model = quantized(Net(nn.Conv2d, F.relu), (4, 9, 9))
     x = torch.randn(2, 4, 9, 9)
     with torch.no_grad():
         torch.jit.save(torch.jit.freeze(torch.jit.trace(model, x)), tmp_path / "program.pt")
@@ -142,7 +142,7 @@ def test_a_saved_program_needs_one_import(tmp_path):
 def test_scripted_parts_stay_as_they_are():
     inner = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
     model = nn.Sequential(nn.Linear(8, 16), torch.jit.script(inner), nn.Linear(16, 8))
-    graph = check(quantised(model, (8,)), (8,))
+    graph = check(quantized(model, (8,)), (8,))
     assert graph.count("ipex::int8_linear(") == 2
 
 

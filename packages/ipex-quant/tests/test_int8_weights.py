@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-def quantised(model: nn.Module, x: Tensor, mapping: Any = default_static_qconfig_mapping) -> Any:
+def quantized(model: nn.Module, x: Tensor, mapping: Any = default_static_qconfig_mapping) -> Any:
     prepared = prepare(model, mapping, example_inputs=x)
     prepared(x)
     return convert(prepared)
@@ -56,7 +56,7 @@ def test_weight_is_the_float_one(case: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     make, shape = CASES[case]
     model, x = Casting(make()).eval(), torch.randn(shape)
-    fast, want = quantised(model, x), model(x)
+    fast, want = quantized(model, x), model(x)
     # Activations cast to int8 would lose all but some integers.
     assert nn.functional.cosine_similarity(fast(x).flatten(), want.flatten(), dim=0) > 0.999
     weight, float_weight = fast.layer.weight, model.layer.weight
@@ -81,7 +81,7 @@ def test_in_graphs() -> None:
     torch.manual_seed(0)
     model = Casting(nn.Linear(16, 8)).eval()
     x = torch.randn(5, 16)
-    fast = quantised(model, x)
+    fast = quantized(model, x)
     traced = torch.jit.freeze(torch.jit.trace(fast, x))
     torch.testing.assert_close(traced(x), fast(x))
     assert "unpack_int8_weight" not in str(traced.graph)
@@ -96,7 +96,7 @@ def test_dynamic_and_smoothed() -> None:
     model, x = Casting(nn.Linear(16, 8)).eval(), torch.randn(40, 16)
     x[:, 3] *= 30
     for mapping in (default_dynamic_qconfig_mapping, get_smooth_quant_qconfig_mapping(alpha=0.5)):
-        fast = quantised(model, x, mapping)
+        fast = quantized(model, x, mapping)
         assert fast.layer.weight.dtype == torch.float32
         torch.testing.assert_close(
             fast.layer.weight + 0, model.layer.weight.detach(), rtol=0.05, atol=0.02
@@ -116,5 +116,5 @@ def test_image_tower_of_transformers() -> None:
         patch_size=8,
     )
     model, x = transformers.CLIPVisionModel(config).eval(), torch.randn(2, 3, 32, 32)
-    found, want = quantised(model, x)(x)[0], model(x)[0]
+    found, want = quantized(model, x)(x)[0], model(x)[0]
     assert nn.functional.cosine_similarity(found.flatten(), want.flatten(), dim=0) > 0.999

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of quantised caches: observed, read from checkpoints, saved."""
+"""Scales of quantized caches: observed, read from checkpoints, saved."""
 
 from __future__ import annotations
 

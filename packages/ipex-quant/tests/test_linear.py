@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantised linear layer: numbers, operands, saving, copying, moving, errors."""
+"""The quantized linear layer: numbers, operands, saving, copying, moving, errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("dtype", list(D))
 @pytest.mark.parametrize("group", [-1, 32])
-def test_equals_the_dequantised_weight(
+def test_equals_the_dequantized_weight(
     dtype: D, group: int, rows: int, x_dtype: torch.dtype
 ) -> None:
     m = layer(weight_dtype=dtype, group_size=-1 if dtype is D.MXFP4 else group)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantising all linear layers of a model in place."""
+"""Quantizing all linear layers of a model in place."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_conv1d() -> None:
 
 
 def test_originals_are_freed_one_by_one() -> None:
-    """While layer i is quantised, the float weights of the layers before it are gone."""
+    """While layer i is quantized, the float weights of the layers before it are gone."""
     m = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     originals = list(m)
     seen: list[int] = []

@@ -149,7 +149,7 @@ def test_given_parameters(dtype: D, symmetric: bool) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_round_trip_is_stable(data: st.DataObject) -> None:
-    """What was dequantised quantises to the same values with the same parameters."""
+    """What was dequantized quantizes to the same values with the same parameters."""
     dtype = data.draw(st.sampled_from([D.INT8, D.INT4, D.NF4, D.FP8, D.FP4]))
     symmetric = data.draw(st.booleans()) or dtype not in (D.INT8, D.INT4)
     n, k = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 50))
@@ -185,7 +185,7 @@ W = torch.randn(4, 32)
         (lambda: quantize_per_channel(W[0], D.INT8), "t must be 2-D"),
         (lambda: quantize_per_channel(W.int(), D.INT8), "t must be floating point"),
         (lambda: quantize_per_channel(W, 17), "weight_dtype must"),
-        (lambda: quantize_per_channel(W, D.MXFP4), "quantised per block"),
+        (lambda: quantize_per_channel(W, D.MXFP4), "quantized per block"),
         (lambda: quantize_per_block(W, D.INT8, 0), "group_size must be -1 or positive"),
         (lambda: quantize_per_block(W, D.MXFP4, 16), "group_size must be 32"),
         (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantisation does to a real model: sentence embeddings of all-MiniLM-L6-v2 and what a search finds with them."""
+"""What quantization does to a real model: sentence embeddings of all-MiniLM-L6-v2 and what a search finds with them."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def test_search_finds_the_same(way: str) -> None:
     if way == "static":
         for batch in batches[::3]:
             prepared(**batch)
-    quantised = convert(prepared)
+    quantized = convert(prepared)
     sentences, queries = search.expected
     best = (queries @ sentences.T).argmax(1)
-    for model in (quantised, optimize(quantised, dtype=torch.bfloat16)):
+    for model in (quantized, optimize(quantized, dtype=torch.bfloat16)):
         found = search.embed(model)
         cosine = torch.cat([(a * b).sum(1) for a, b in zip(found, search.expected, strict=True)])
         same = ((found[1] @ found[0].T).argmax(1) == best).float().mean().item()
@@ -90,7 +90,7 @@ def test_search_finds_the_same(way: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("asymmetric", [False, True])
-def test_int4_is_exactly_its_dequantised_weight(asymmetric: bool) -> None:
+def test_int4_is_exactly_its_dequantized_weight(asymmetric: bool) -> None:
     """Codes and scales of real layers: the layer computes with just the weight that they stand for."""
     layers = {n: m for n, m in load().model.named_modules() if isinstance(m, nn.Linear)}
     assert len(layers) == 37
@@ -110,7 +110,7 @@ def test_int4_is_exactly_its_dequantised_weight(asymmetric: bool) -> None:
             group_size=64,
             weight_qscheme=ipex_quant.WoqWeightQScheme[scheme],
         )
-        quantised = convert(prepare(nn.Sequential(layer), qconfig))
+        quantized = convert(prepare(nn.Sequential(layer), qconfig))
         rows = torch.eye(weight.shape[1])  # what comes out is the weight itself
-        found = quantised(rows) - layer.bias
+        found = quantized(rows) - layer.bias
         torch.testing.assert_close(found.T, back, rtol=0, atol=2e-6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised models to folders and back: equal tensors and outputs, and nothing half-written."""
+"""Quantized models to folders and back: equal tensors and outputs, and nothing half-written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ipex_quant.util.safetensors import CheckpointError, ShardWriter, mapped
 
 
 class Net(nn.Module):
-    """Quantised and other layers, a buffer, and tensors that have two names."""
+    """Quantized and other layers, a buffer, and tensors that have two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_folders_of_others_stay(tmp_path: Path) -> None:
 
 
 def test_models_that_cannot_be_saved(tmp_path: Path) -> None:
-    with pytest.raises(OpArgumentError, match="save: model must have quantised layers, got Net"):
+    with pytest.raises(OpArgumentError, match="save: model must have quantized layers, got Net"):
         save(Net(), tmp_path / "m")
     with pytest.raises(OpArgumentError, match="save: model must be a module, got str"):
         save("model", tmp_path / "m")  # type: ignore[arg-type]
@@ -249,7 +249,7 @@ def test_damaged_and_other_folders(tmp_path: Path) -> None:
     row = {**about["layers"]["a"], "lowp_mode": "FP7"}
     fails("lowp_mode of a must be one of NONE, FP16", layers={**about["layers"], "a": row})
     fails(
-        "must have quantised layers of this model only, got b",
+        "must have quantized layers of this model only, got b",
         nn.ModuleDict({"a": nn.Linear(64, 96)}),
     )
     larger = Net()

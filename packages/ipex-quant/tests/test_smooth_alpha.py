@@ -107,8 +107,8 @@ def test_grid_and_criterion(model: nn.Module) -> None:
         auto = {"shared_criterion": criterion, "alpha_step": 0.05}
         changed = copy.deepcopy(model)
         changed.blocks[0].b.weight[:, 3] *= 20  # its best alpha is another than that of a
-        quantised = convert(prepared_with(changed, alpha="auto", auto_alpha_args=auto))
-        made[criterion] = factors(quantised)["blocks.0.a"]
+        quantized = convert(prepared_with(changed, alpha="auto", auto_alpha_args=auto))
+        made[criterion] = factors(quantized)["blocks.0.a"]
     # The channel with the largest activation is multiplied by less, the larger alpha is.
     ratio = {key: (factor[3] / factor[5]).item() for key, factor in made.items()}
     assert ratio["max"] < ratio["min"]

@@ -34,7 +34,7 @@ TOKENS = torch.randint(0, 30000, (1, 128), generator=torch.Generator().manual_se
 
 
 def encoder(kind: str) -> Callable[[torch.Tensor], Any]:
-    """Return the model: eager, as TorchScript program, or optimised by ipex (bfloat16)."""
+    """Return the model: eager, as TorchScript program, or optimized by ipex (bfloat16)."""
     import transformers
 
     config = transformers.BertConfig(**SIZES)

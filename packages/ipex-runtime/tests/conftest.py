@@ -113,7 +113,7 @@ def amd_nps4(m: Machine) -> Topology:
 
 
 def vm_interleaved(m: Machine) -> Topology:
-    """A cloud machine whose neighbouring CPUs are threads of one core, dealt to two nodes in turn."""
+    """A cloud machine whose neighboring CPUs are threads of one core, dealt to two nodes in turn."""
     m.cores([(0, 1), (4, 5)], package=0)
     m.cores([(2, 3), (6, 7)], package=1)
     m.node(0, [0, 1, 4, 5])
@@ -166,7 +166,7 @@ def arm_big_little(m: Machine) -> Topology:
 
 
 def frequency_hybrid(m: Machine) -> Topology:
-    """A hybrid client under an old kernel: only the frequencies tell, and favoured cores are a little faster."""
+    """A hybrid client under an old kernel: only the frequencies tell, and favored cores are a little faster."""
     m.cores([(0, 1), (2, 3), (4,), (5,)])
     for cpu, mhz in enumerate((5200, 5200, 5000, 5000, 3900, 3900)):
         m.cpu(cpu, "cpufreq/cpuinfo_max_freq", mhz * 1000)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codeless optimisation: scripts run as the interpreter runs them, and their models become faster ones."""
+"""Codeless optimization: scripts run as the interpreter runs them, and their models become faster ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SECONDS = 180
 #: Tells how the script was run.
 SELF = """
 import sys
-import neighbour
+import neighbor
 print(sys.argv, __name__, __file__, sys.path[0], sys.modules["__main__"].__dict__ is globals())
-print(neighbour.NAME, "torch" in sys.modules, __package__, __doc__, getattr(__spec__, "name", None))
+print(neighbor.NAME, "torch" in sys.modules, __package__, __doc__, getattr(__spec__, "name", None))
 """
 
 NET = """
@@ -56,20 +56,20 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
 
 def test_a_script_sees_what_it_sees_without(tmp_path):
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "neighbour.py").write_text("NAME = 'next door'")
+    (tmp_path / "sub" / "neighbor.py").write_text("NAME = 'next door'")
     script(tmp_path / "sub", SELF)
     found = both(tmp_path, "sub/script.py", "-a", "--dtype", "b c")
     assert "next door False" in found.stdout and found.stderr == ""
     # No temporary copy beside it.
-    assert sorted(p.name for p in (tmp_path / "sub").glob("*.py")) == ["neighbour.py", "script.py"]
+    assert sorted(p.name for p in (tmp_path / "sub").glob("*.py")) == ["neighbor.py", "script.py"]
 
 
 def test_a_module_of_a_package(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     script(package, "", "__init__.py")
-    script(package, "NAME = 'next door'", "neighbour.py")
-    script(package, SELF.replace("import neighbour", "from . import neighbour"), "tool.py")
+    script(package, "NAME = 'next door'", "neighbor.py")
+    script(package, SELF.replace("import neighbor", "from . import neighbor"), "tool.py")
     script(package, "from .tool import *", "__main__.py")
     plain = run("-m", "package.tool", "-a", cwd=tmp_path, codeless=False).stdout
     found = run("-m", "package.tool", "-a", cwd=tmp_path)
@@ -164,7 +164,7 @@ def optimized(model) -> bool:
     return bool(ipex.explain(model).optimized)
 
 
-def test_the_first_call_optimises_and_the_result_is_the_same(hook, capsys):
+def test_the_first_call_optimizes_and_the_result_is_the_same(hook, capsys):
     import torch
 
     model, x = net()
@@ -173,7 +173,7 @@ def test_the_first_call_optimises_and_the_result_is_the_same(hook, capsys):
     found = model(x)
     assert optimized(model) and not found.requires_grad
     torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-5)
-    assert "Sequential optimised in" in capsys.readouterr().err
+    assert "Sequential optimized in" in capsys.readouterr().err
     model(x)
     assert capsys.readouterr().err == ""
 
@@ -188,7 +188,7 @@ def test_the_first_call_optimises_and_the_result_is_the_same(hook, capsys):
         ({"graph_mode": True}, 1e-4),
     ],
 )
-def test_ways_to_optimise(settings, error, hook):
+def test_ways_to_optimize(settings, error, hook):
     import torch
 
     model, x = net()
@@ -247,7 +247,7 @@ def test_training_after_inference_undoes_it(hook, capsys):
     y = model(x)
     assert y.requires_grad and not optimized(model) and model.training
     torch.testing.assert_close(model[0].weight, weight, atol=0, rtol=0)
-    assert "trained now: its optimisation was undone" in capsys.readouterr().err
+    assert "trained now: its optimization was undone" in capsys.readouterr().err
 
 
 def test_what_else_is_left_alone(hook, capsys):
@@ -262,14 +262,14 @@ def test_what_else_is_left_alone(hook, capsys):
     assert x.grad is not None and "needs a gradient" in capsys.readouterr().err
 
 
-def test_a_model_that_the_script_has_optimised(hook, capsys):
+def test_a_model_that_the_script_has_optimized(hook, capsys):
     import ipex
 
     model, x = net()
     model = ipex.optimize(model)
     hook()
     model(x)
-    assert "is optimised by the script and is left alone" in capsys.readouterr().err
+    assert "is optimized by the script and is left alone" in capsys.readouterr().err
 
 
 def test_language_models(hook):
@@ -308,7 +308,7 @@ def test_tracing_sees_the_original(hook):
     assert optimized(model)
 
 
-def test_threads_optimise_once(hook, capsys):
+def test_threads_optimize_once(hook, capsys):
     import threading
 
     model, x = net()
@@ -318,7 +318,7 @@ def test_threads_optimise_once(hook, capsys):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert capsys.readouterr().err.count("optimised in") == 1
+    assert capsys.readouterr().err.count("optimized in") == 1
 
 
 def test_a_failure_leaves_the_model_as_it_was(hook, capsys, monkeypatch):
@@ -332,7 +332,7 @@ def test_a_failure_leaves_the_model_as_it_was(hook, capsys, monkeypatch):
     hook()
     monkeypatch.setattr(ipex, "optimize", broken, raising=False)
     assert (model(x) == expected).all()
-    assert "cannot be optimised and is left alone: RuntimeError: no luck" in capsys.readouterr().err
+    assert "cannot be optimized and is left alone: RuntimeError: no luck" in capsys.readouterr().err
 
 
 def test_models_are_not_kept_alive(hook):
@@ -371,7 +371,7 @@ def test_as_a_command(_ipex, tmp_path):
     options = ("--dtype", "bfloat16", "--disable-ipex-graph-mode", "--auto-ipex-verbose")
     found = run(*options, script(tmp_path, text), cwd=tmp_path)
     assert found.stdout == "torch.float32 False (4, 8)\n", found.stderr
-    assert "auto-ipex: Sequential optimised in" in found.stderr
+    assert "auto-ipex: Sequential optimized in" in found.stderr
 
 
 def test_every_option_is_in_the_documentation():

@@ -20,7 +20,7 @@ from ipex_core.nn.modules import MergedEmbeddingBagWithAdaGrad, MergedEmbeddingB
 pytestmark = pytest.mark.usefixtures("always")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: Samples with weights that the kernels do not have.
-QUANTISED = ("int8_", "int4_", "fp4_", "nf4_", "quantised_")
+QUANTIZED = ("int8_", "int4_", "fp4_", "nf4_", "quantized_")
 NAMES = (
     "fused_experts",
     "grouped_linear",
@@ -73,7 +73,7 @@ def test_samples(name: str, dtype: torch.dtype) -> None:
     spec = specs()[name]
     rtol, atol = spec.tolerance.get(dtype, (0, 0))
     for sample in spec.samples(dtype):
-        if sample.id.startswith(QUANTISED):
+        if sample.id.startswith(QUANTIZED):
             continue
         expected = run(name, sample, "cpu")
         for actual, wanted in zip(run(name, sample, "xpu"), expected, strict=True):

@@ -339,7 +339,7 @@ def test_dropout_repeats_with_the_seed_and_keeps_the_share() -> None:
     assert torch.equal(grad, first)
     assert set(first.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     kept = first != 0
-    # 5 standard deviations of the share, and of the share of neighbours that are both kept
+    # 5 standard deviations of the share, and of the share of neighbors that are both kept
     assert abs(kept.float().mean() - 0.75) < 5 * (0.75 * 0.25 / kept.numel()) ** 0.5
     assert abs((kept[1:] & kept[:-1]).float().mean() - 0.75**2) < 0.01
     assert abs((kept & (second != 0)).float().mean() - 0.75**2) < 0.01

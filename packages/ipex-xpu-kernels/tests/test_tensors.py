@@ -244,7 +244,7 @@ def test_fake_tensors_and_tracing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_sparse_quantised_and_strided_nested_tensors_are_refused() -> None:
+def test_sparse_quantized_and_strided_nested_tensors_are_refused() -> None:
     x = torch.eye(3, device="xpu")
     refused: list[Callable[[], object]] = [
         x.to_sparse,
@@ -254,7 +254,7 @@ def test_sparse_quantised_and_strided_nested_tensors_are_refused() -> None:
         lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
     ]
     for make in refused:
-        with pytest.raises(NotImplementedError, match="sparse and quantised tensors are not"):
+        with pytest.raises(NotImplementedError, match="sparse and quantized tensors are not"):
             make()
     parts = [torch.ones(3, 2, device="xpu"), torch.ones(1, 2, device="xpu")]
     with pytest.raises(NotImplementedError, match=r"use layout=torch\.jagged"):

@@ -70,7 +70,7 @@ def test_ipex_gives_the_answer_of_float32(kind, name, dtype, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("reason", ["", "no instructions"])
-def test_what_is_not_quantised_is_what_the_processor_multiplies(reason, tmp_path, monkeypatch):
+def test_what_is_not_quantized_is_what_the_processor_multiplies(reason, tmp_path, monkeypatch):
     monkeypatch.setattr("ipex_core.amp.native_reason", lambda dtype: reason)
     plans = []
     monkeypatch.setattr(bench_peers, "run", lambda plan, *_: plans.append(plan))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What projects call that optimise a model through the front door."""
+"""What projects call that optimize a model through the front door."""
 
 from __future__ import annotations
 

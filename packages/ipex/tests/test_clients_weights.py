@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What projects that quantise, or read quantised weights, call."""
+"""What projects that quantize, or read quantized weights, call."""
 
 from __future__ import annotations
 

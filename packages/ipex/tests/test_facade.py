@@ -155,10 +155,10 @@ def _entry_points(monkeypatch):
 
 
 def test_unknown_name():
-    with pytest.raises(UnknownComponentError, match=r"no 'optimise'; did you mean optimize"):
-        ipex.optimise  # noqa: B018
+    with pytest.raises(UnknownComponentError, match=r"no 'optimize'; did you mean optimize"):
+        ipex.optimize  # noqa: B018
     with pytest.raises(UnknownComponentError, match="quantization"):
-        ipex.quantisation  # noqa: B018
+        ipex.quantization  # noqa: B018
     assert not hasattr(ipex, "bogus_name")
     assert not hasattr(ipex, "__wrapped__")
     assert not hasattr(ipex, "_private")
@@ -260,7 +260,7 @@ def test_old_name_has_everything_but_the_version():
         assert getattr(old, name) is getattr(ipex, name)
     assert dir(old) == dir(ipex) and set(old.__all__) == set(ipex.__all__)
     with pytest.raises(AttributeError, match="did you mean optimize"):
-        old.optimise  # noqa: B018
+        old.optimize  # noqa: B018
     # Least versions that vLLM, neural-compressor and ITREX ask for, as text or parsed.
     assert old.__version__ >= "2.4.0" and old.__version__ >= "2.1.0+cpu"
     release = tuple(int(part) for part in old.__version__.removesuffix("+cpu").split("."))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised linear weights: from a float weight to a packed one and back.
+"""Quantized linear weights: from a float weight to a packed one and back.
 
 Example:
     >>> import torch
@@ -41,7 +41,7 @@ def pack_weight(
     scale_dtype: torch.dtype = torch.float32,
     order: str = "dot",
 ) -> Tensor:
-    """Quantise and pack a ``[N, K]`` float weight; see `quantize` and the op ``pack_woq_weight``.
+    """Quantize and pack a ``[N, K]`` float weight; see `quantize` and the op ``pack_woq_weight``.
 
     Raises:
         OpArgumentError: An argument is not as described there.
@@ -54,7 +54,7 @@ def pack_weight(
 
 
 def describe(packed: Tensor) -> Layout:
-    """Return format, shape, group size and the other properties of a packed quantised weight.
+    """Return format, shape, group size and the other properties of a packed quantized weight.
 
     Raises:
         OpArgumentError: The tensor is not one.
@@ -70,7 +70,7 @@ def unpack(packed: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None
     """Return ``(qweight, scales, zeros, g_idx)`` as they were packed, None for those there were not.
 
     Raises:
-        OpArgumentError: The tensor is not a packed quantised weight.
+        OpArgumentError: The tensor is not a packed quantized weight.
     """
     at = describe(packed)
     qweight, scales, zeros, g_idx = torch.ops.ipex.unpack_woq_weight(

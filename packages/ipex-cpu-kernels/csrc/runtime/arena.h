@@ -9,7 +9,7 @@
 
 namespace ipex::arena {
 
-// A new uninitialised 1-D uint8 tensor, 64-byte aligned. Large ones get a mapping of their own;
+// A new uninitialized 1-D uint8 tensor, 64-byte aligned. Large ones get a mapping of their own;
 // small ones share one, so that many small layers do not each waste most of a huge page.
 Tensor allocate(int64_t bytes);
 

@@ -6,7 +6,7 @@
 namespace ipex::program {
 namespace {
 
-// Filled by static initialisers, in any order; only read afterwards.
+// Filled by static initializers, in any order; only read afterwards.
 std::unordered_map<std::string, Entry>& table() {
   static std::unordered_map<std::string, Entry> entries;
   return entries;

@@ -46,7 +46,7 @@ float half_value(uint16_t bits) {
   return sign * std::ldexp(static_cast<float>(mantissa + 1024), exponent - 25);
 }
 
-// Rounds by comparing with the two neighbours in the 16-bit format; `value` maps patterns to
+// Rounds by comparing with the two neighbors in the 16-bit format; `value` maps patterns to
 // numbers.
 template <typename Value>
 uint16_t nearest_even(float a, Value value, uint16_t infinity) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLM inference: fused functions and modules, optimisation of Hugging Face models, generation.
+"""LLM inference: fused functions and modules, optimization of Hugging Face models, generation.
 
 Names are imported from the module they live in when they are first used.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers on weights that GPTQ and AWQ have quantised, in the form in which other libraries ask for them.
+"""Linear layers on weights that GPTQ and AWQ have quantized, in the form in which other libraries ask for them.
 
 Example:
     >>> import torch
@@ -26,7 +26,7 @@ __all__ = ["IPEXWeightOnlyQuantizedLinear", "QuantDtype", "QuantMethod"]
 
 
 class IPEXWeightOnlyQuantizedLinear(WeightOnlyQuantizedLinear):
-    """`WeightOnlyQuantizedLinear` under the name that serving engines and quantisers use.
+    """`WeightOnlyQuantizedLinear` under the name that serving engines and quantizers use.
 
     It is made with `from_weight`, whose positional order is (qweight, scales, zero_points, in_features, out_features,
     qconfig, bias, group_size, g_idx, quant_method, dtype).

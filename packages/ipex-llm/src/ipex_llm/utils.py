@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised checkpoints from model folders, whole or each rank's part, and into models.
+"""Quantized checkpoints from model folders, whole or each rank's part, and into models.
 
 Example:
     >>> from ipex_llm.utils import load_low_precision_checkpoint
@@ -41,7 +41,7 @@ _GRAIN = 64
 def load_low_precision_checkpoint(
     pathname: str | os.PathLike[str], rank: int = 0, world_size: int = 1
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Load a quantised checkpoint from a folder in the layout of Hugging Face.
+    """Load a quantized checkpoint from a folder in the layout of Hugging Face.
 
     Weights are ``*.safetensors`` or ``*.bin``, one file or several with an index. The configuration is
     ``quantization_config`` in ``config.json``, or a ``quantize_config.json``. Tensors of safetensors files are mapped
@@ -62,7 +62,7 @@ def load_low_precision_checkpoint(
 
     Raises:
         OpArgumentError: The folder is not complete, a file is damaged, the method is not supported, no layer is
-            quantised, or the model cannot be split among so many ranks.
+            quantized, or the model cannot be split among so many ranks.
     """
     op = "load_low_precision_checkpoint"
     if is_gguf(pathname):
@@ -98,7 +98,7 @@ def shard_low_precision_checkpoint(
     desc_act: bool = False,
     bits: int = 4,
 ) -> dict[str, Tensor]:
-    """Return one rank's part of a quantised checkpoint for tensor parallelism.
+    """Return one rank's part of a quantized checkpoint for tensor parallelism.
 
     ``q_proj``, ``k_proj``, ``v_proj`` (or ``qkv_proj``), ``gate_proj``, ``up_proj`` (or ``gate_up_proj``), ``fc1``,
     ``fc_in``, ``w1`` and ``w3`` are split by output features; ``o_proj``, ``out_proj``, ``down_proj``, ``fc2``,

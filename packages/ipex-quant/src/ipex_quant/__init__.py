@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantisation: INT8 layers, weight-only configurations, quantised layers and checkpoint readers.
+"""Quantization: INT8 layers, weight-only configurations, quantized layers and checkpoint readers.
 
 Names are imported from the module they live in when they are first used.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of quantised caches of keys and values: from calibration, or from checkpoints of other tools."""
+"""Scales of quantized caches of keys and values: from calibration, or from checkpoints of other tools."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def calibrate_kv_cache(
 ) -> KVCacheScales:
     """Observe the keys and values that a language model caches for typical texts.
 
-    The model runs as it is, optimised or not; what it returns as ``past_key_values`` is looked at, so keys are those
+    The model runs as it is, optimized or not; what it returns as ``past_key_values`` is looked at, so keys are those
     behind the rotary embedding. Padding does not count.
 
     Args:

@@ -158,7 +158,7 @@ class MultiStreamModule(_Streams):
     all streams. Streams see grad mode, inference mode, CPU autocast and context variables of the caller.
 
     Args:
-        model: Module (eager, compiled, TorchScript, optimised) or callable that may run in several threads at once.
+        model: Module (eager, compiled, TorchScript, optimized) or callable that may run in several threads at once.
         num_streams: Number of streams, or ``"AUTO"``: one per core of the pool. More than the pool has threads is too
             many, and reduced with a warning. If they do not share the cores evenly the first ones have one more.
         cpu_pool: The cores; default: all that this process may use.

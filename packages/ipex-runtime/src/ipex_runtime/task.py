@@ -105,7 +105,7 @@ class Task:
     the first call and ends when the task is closed or no longer referenced and its queue is empty.
 
     Args:
-        module: Module (eager, compiled, TorchScript, optimised) or any callable.
+        module: Module (eager, compiled, TorchScript, optimized) or any callable.
         cpu_pool: The cores.
 
     Raises:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Autograd's threads of the devices: started with the device, and ended before Python finalises.
+// Autograd's threads of the devices: started with the device, and ended before Python finalizes.
 // Left alone they would take the interpreter's lock when there is no interpreter any more:
 // "terminate called without an active exception".
 #include <torch/csrc/autograd/engine.h>

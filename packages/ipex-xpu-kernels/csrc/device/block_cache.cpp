@@ -280,14 +280,14 @@ void BlockCache::give_back(Block* block) {
   }
 }
 
-Block* BlockCache::join(Block* block, Block* neighbour) {
+Block* BlockCache::join(Block* block, Block* neighbor) {
   // Not a block that waits for other streams, nor one that has waited and is given back next.
-  if (neighbour == nullptr || !neighbour->cached) return block;
-  pool(block->small()).erase(neighbour);
+  if (neighbor == nullptr || !neighbor->cached) return block;
+  pool(block->small()).erase(neighbor);
   subtract(stats_.inactive_split, block->small(), 1);
-  subtract(stats_.inactive_split_bytes, block->small(), neighbour->size);
-  Block* first = neighbour->pointer < block->pointer ? neighbour : block;
-  Block* second = first == block ? neighbour : block;
+  subtract(stats_.inactive_split_bytes, block->small(), neighbor->size);
+  Block* first = neighbor->pointer < block->pointer ? neighbor : block;
+  Block* second = first == block ? neighbor : block;
   first->cached = false;
   first->size += second->size;
   first->after = second->after;

@@ -33,7 +33,7 @@ struct Block {
   std::size_t requested = 0;
   bool allocated = false;
   bool cached = false;      // in a pool: free to be taken or joined
-  Block* before = nullptr;  // neighbours in the segment
+  Block* before = nullptr;  // neighbors in the segment
   Block* after = nullptr;
   std::set<c10::StreamId> other_streams;
   std::vector<sycl::event> pending;  // of other streams, after the tensor was freed
@@ -108,8 +108,8 @@ class BlockCache {
 
   void give_back(Block* block);
 
-  // Both blocks as one, if the neighbour is free; the later one goes.
-  Block* join(Block* block, Block* neighbour);
+  // Both blocks as one, if the neighbor is free; the later one goes.
+  Block* join(Block* block, Block* neighbor);
 
   void process_pending();
 

@@ -5,6 +5,6 @@
 namespace ipex::xpu {
 
 inline constexpr const char* kStridedOnly =
-    "sparse and quantised tensors are not offered on xpu: keep them on the host";
+    "sparse and quantized tensors are not offered on xpu: keep them on the host";
 
 }  // namespace ipex::xpu

@@ -110,7 +110,7 @@ bool gather_out(const Tensor& x, std::int64_t dim, const Tensor& index, bool, Te
 // x[..., i, j, ...]: where the indexed dimensions begin, of what shape they become, and where the
 // elements lie.
 struct Advanced {
-  Tensor x;  // permuted so that indexed dimensions are neighbours
+  Tensor x;  // permuted so that indexed dimensions are neighbors
   std::int64_t before = 0;
   std::vector<std::int64_t> shape;  // of the indices
   std::vector<Indexed> parts;
@@ -184,10 +184,10 @@ optional<Advanced> advanced(const Tensor& x, const c10::List<optional<Tensor>>& 
     }
     if (!a.equals(b)) given = at::expand_outplace(given);
   }
-  const bool neighbours =
+  const bool neighbors =
       indexed.back() - indexed.front() + 1 == static_cast<std::int64_t>(indexed.size());
-  result.before = neighbours ? indexed.front() : 0;
-  if (neighbours) {
+  result.before = neighbors ? indexed.front() : 0;
+  if (neighbors) {
     result.x = x;
   } else {
     std::vector<std::int64_t> order = indexed;

@@ -162,7 +162,7 @@ void multiply_packed(const Tensor& a, const Tensor& b, const Product& p) {
       p.c.defined() ? p.beta : 0.f);
 }
 
-// A matrix and a vector, y having one column; false unless the steps of the matrix are neighbours.
+// A matrix and a vector, y having one column; false unless the steps of the matrix are neighbors.
 bool multiply_vector(const Product& p) {
   if (p.y.size(2) != 1 || p.a.stride(2) != 1) return false;
   const Tensor x = p.b.stride(2) == 1 ? p.b : p.b.contiguous();
@@ -175,7 +175,7 @@ bool multiply_vector(const Product& p) {
   return true;
 }
 
-// Few products, of operands where they are; false unless columns of the right one are neighbours.
+// Few products, of operands where they are; false unless columns of the right one are neighbors.
 bool multiply_small(const Product& p) {
   const Tensor& y = p.y;
   const std::int64_t steps = p.a.size(2);
@@ -238,7 +238,7 @@ bool matmul_kernel(const Tensor& out, const Tensor& a, const Tensor& b, const Te
       multiply_small(transposed))
     return true;
   // The transposed product, if that takes fewer cycles: what fills panels is multiplied, too, and
-  // operands are transposed where the wrong numbers are neighbours, as is a result by columns.
+  // operands are transposed where the wrong numbers are neighbors, as is a result by columns.
   const auto cycles = [k = left.size(2)](const Tensor& first, const Tensor& second,
                                          std::int64_t column) {
     const std::int64_t rows = parts(first.size(1), kRows) * kRows;

@@ -35,7 +35,7 @@ std::string last_error() {
 }
 
 // The library's wheel does not say where the libraries are that it needs: next to it.
-void* open_with_neighbours(const std::string& path) {
+void* open_with_neighbors(const std::string& path) {
   void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle != nullptr) return handle;
   const std::string folder = path.substr(0, path.rfind('/') + 1);
@@ -46,7 +46,7 @@ void* open_with_neighbours(const std::string& path) {
 
 void load(Loaded& to) {
   if (to.path.empty()) return;
-  void* handle = open_with_neighbours(to.path);
+  void* handle = open_with_neighbors(to.path);
   if (handle == nullptr) {
     to.why = last_error();
     return;

@@ -85,7 +85,7 @@ Shape weight_shape(const Tensor& weight, std::int64_t groups) {
   return shape;
 }
 
-// Steps between taps are 0 where taps are neighbours; padding after the last element is what the
+// Steps between taps are 0 where taps are neighbors; padding after the last element is what the
 // sizes ask for.
 struct Window {
   Dims strides{}, gaps{}, before{}, after{};

@@ -30,7 +30,7 @@ bool fits(const Tensor& query, const Tensor& key, std::int64_t rotary_dim) {
   }
   return true;
 }
-// Written to in place, with neighbouring elements in a head.
+// Written to in place, with neighboring elements in a head.
 bool writable(const Tensor& x) {
   for (std::int64_t d = 0; d < x.dim(); ++d) {
     if (x.stride(d) == 0 && x.size(d) > 1) return false;

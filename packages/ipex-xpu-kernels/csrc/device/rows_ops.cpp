@@ -98,7 +98,7 @@ Tensor dense(const optional<Tensor>& tensor) {
   return tensor && tensor->defined() ? tensor->contiguous() : Tensor();
 }
 
-// The op of ipex: x and residual of one shape, normalised over the last dimension.
+// The op of ipex: x and residual of one shape, normalized over the last dimension.
 bool fits(const Tensor& x, const Tensor* residual, const optional<Tensor>& weight) {
   if (x.dim() == 0 || (weight && weight->dim() != 1)) return false;
   return !residual ||

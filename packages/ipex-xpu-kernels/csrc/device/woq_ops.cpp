@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products with packed quantised weights, for Python, which knows the format.
+// Products with packed quantized weights, for Python, which knows the format.
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 

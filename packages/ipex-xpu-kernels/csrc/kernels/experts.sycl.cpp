@@ -19,7 +19,7 @@ struct Tile {
   int count;
 };
 
-// How many neighbours along the input lie side by side in a packed weight.
+// How many neighbors along the input lie side by side in a packed weight.
 template <typename T>
 constexpr Index kInner = std::is_same_v<T, bf16> ? 2 : 1;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of all pairs of vectors of a sample, and their derivative. `x` holds the address of each
-// input and `rows` the distance of its samples; numbers within a sample are neighbours.
+// input and `rows` the distance of its samples; numbers within a sample are neighbors.
 #include "names.h"
 
 namespace here = sycl::ext::oneapi;
@@ -24,7 +24,7 @@ inline const T* vector_of(const T* const* x, const long* rows, Index i, Index co
 inline Index pair(Index a, Index b) { return a > b ? a * (a - 1) / 2 + b : b * (b - 1) / 2 + a; }
 
 // A work-group multiplies 16 vectors, one for each item, with those that follow. An item keeps its
-// numbers where its neighbours' lie next to them: it reads them often.
+// numbers where its neighbors' lie next to them: it reads them often.
 template <typename T>
 IPEX_KERNEL(2)
 void interaction(T* y, const T* const* x, const long* rows, Index count, Index dim) {

@@ -2,14 +2,14 @@
 // Products of matrices. Both operands are packed first, to panels in float32 whose numbers lie in
 // the order in which they are used: that costs one pass, and no stride of the operands makes the
 // lines of a cache collide afterwards. An item makes kRows x kStrips elements of the result:
-// neighbouring items have neighbouring columns, so that a compiler for a CPU turns items into
+// neighboring items have neighboring columns, so that a compiler for a CPU turns items into
 // lanes, elements of the left operand into broadcasts and the sums into registers, of which AVX-512
 // has 32.
 #include "names.h"
 
 namespace here = sycl::ext::oneapi;
 
-// As wide as positions are: a compiler for a CPU does not see that neighbours stay neighbours when
+// As wide as positions are: a compiler for a CPU does not see that neighbors stay neighbors when
 // a position is cut to 32 bits.
 using Index = unsigned long;
 
@@ -48,7 +48,7 @@ struct Block {
   bool whole() const { return rows == kWidth && steps == kSteps; }
 };
 
-// Blocks of the left operand, whose steps are neighbours, hold a row after the other.
+// Blocks of the left operand, whose steps are neighbors, hold a row after the other.
 template <typename T>
 IPEX_KERNEL(3)
 void pack_left(const T* x, float* panels, long count, long all_steps, long x_batch, long along) {
@@ -152,7 +152,7 @@ void matmul(const float* a, const float* b, const T* c, T* y, long m, long n, lo
 }
 
 // The same of operands where they are, which small ones need not leave: to pack them takes longer
-// than their product. Neighbouring columns of the right one are neighbours.
+// than their product. Neighboring columns of the right one are neighbors.
 template <typename T>
 IPEX_KERNEL(3)
 void matmul_small(const T* a, const T* b, const T* c, T* y, long m, long n, long steps,
@@ -198,7 +198,7 @@ void matmul_small(const T* a, const T* b, const T* c, T* y, long m, long n, long
   }
 }
 
-// The product of a matrix, whose steps are neighbours, and a vector: y[i] = alpha * a[i] x +
+// The product of a matrix, whose steps are neighbors, and a vector: y[i] = alpha * a[i] x +
 // beta * c[i]. A group sums a row.
 template <typename T>
 IPEX_KERNEL(1)

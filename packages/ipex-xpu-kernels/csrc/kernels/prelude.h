@@ -100,7 +100,7 @@ struct Place {
   }
 };
 
-// The row of a work-group. Its work-items take neighbouring elements, and each step of the loops
+// The row of a work-group. Its work-items take neighboring elements, and each step of the loops
 // but the last is whole, so that a compiler for CPUs makes plain vectors of them.
 struct Row {
   sycl::group<1> group = sycl::ext::oneapi::this_work_item::get_work_group<1>();

@@ -35,7 +35,7 @@ struct Random {
   static constexpr float kStep = 5.9604644775390625e-8f;  // 2^-24
 };
 
-// One work-item for each quarter of the elements: neighbours take neighbouring elements.
+// One work-item for each quarter of the elements: neighbors take neighboring elements.
 template <typename T>
 IPEX_KERNEL(1)
 void dropout(const T* x, T* y, unsigned char* mask, unsigned long n, unsigned long quarter, float p,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norms and softmax: one work-group for each row, whose work-items take neighbouring elements. The
+// Norms and softmax: one work-group for each row, whose work-items take neighboring elements. The
 // passes over a row find it in the cache.
 #include "names.h"
 
@@ -64,7 +64,7 @@ void softmax_backward(const T* grad, const T* y, T* out, unsigned long columns) 
 // Norms: weight and bias are of the dtype of the rows or float; either may be missing (null).
 // ----------------------------------------------------------------------------
 
-// With a residual, x + residual is rounded to the dtype, kept in `sum` and normalised.
+// With a residual, x + residual is rounded to the dtype, kept in `sum` and normalized.
 template <typename T, typename W, bool with_residual>
 IPEX_KERNEL(1)
 void rms_norm(const T* x, const T* residual, const W* weight, T* y, T* sum, unsigned long columns,

@@ -28,7 +28,7 @@ def _float(x: Tensor | None) -> Tensor | None:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return ``x`` with neighbouring numbers of a head side by side."""
+    """Return ``x`` with neighboring numbers of a head side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -73,7 +73,7 @@ def _run(
 
 
 def _supported(query: Tensor, key: Tensor, value: Tensor, *factors: Any) -> bool:
-    """Return whether the kernel has these dtypes and sizes; quantised caches it has not."""
+    """Return whether the kernel has these dtypes and sizes; quantized caches it has not."""
     plain = all(factor is None or factor == 1.0 for factor in factors)
     return plain and bool(_native().attention_supported(query, key, value))
 

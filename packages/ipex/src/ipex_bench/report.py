@@ -65,8 +65,8 @@ def _cell(row: Row) -> str:
     last = f"{row.share}, {row.peak_mb:.0f} MB"
     if row.engine == peers.BASELINE:
         return f"{first}\n1\n\n{last}"
-    colour = "green" if row.low > 1 else "yellow" if row.high < 1 else "default"
-    return f"{first}\n[{colour}]{row.ratio:.2f}x[/]\n{row.low:.2f}-{row.high:.2f}\n{last}"
+    color = "green" if row.low > 1 else "yellow" if row.high < 1 else "default"
+    return f"{first}\n[{color}]{row.ratio:.2f}x[/]\n{row.low:.2f}-{row.high:.2f}\n{last}"
 
 
 _CAPTION = (
@@ -221,7 +221,7 @@ def write_plot(path: Path, run: Run, figure_class: Any) -> None:
                 [max(row.high - row.ratio, 0) for _, row in drawn],
             ],
             label=peers.load(engine).title,
-            color=_COLOURS[engine],
+            color=_COLORS[engine],
             error_kw={"elinewidth": 0.8},
         )
     axes.set_yticks(range(len(cases)), cases, fontsize=8)
@@ -247,7 +247,7 @@ def ratio_axis(axes: Any, ends: list[float]) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-_COLOURS = {
+_COLORS = {
     "stock_eager": "#999999",
     "stock_compile": "#666666",
     "torchao": "#c9a227",

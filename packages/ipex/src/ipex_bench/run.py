@@ -44,7 +44,7 @@ class Plan:
         names: The workloads.
         engines: The engines; the baseline is always among them.
         dtype: The precision asked for.
-        rest: The element type of what is not quantised.
+        rest: The element type of what is not quantized.
         size: ``"tiny"``, ``"small"`` or ``"full"``.
         threads: Threads of each engine.
         seconds: Time of the rounds of a case, without preparation.

@@ -56,7 +56,7 @@ class Task:
         dtype: ``"float32"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``.
         threads: Threads of each engine.
         folder: Where its files are.
-        rest: Of ``"int8"`` and ``"int4"``: the element type of what is not quantised.
+        rest: Of ``"int8"`` and ``"int4"``: the element type of what is not quantized.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Task:
 
     @property
     def float_dtype(self) -> str:
-        """The element type of what is not quantised."""
+        """The element type of what is not quantized."""
         return self.rest if self.dtype in {"int8", "int4"} else self.dtype
 
     def write(self) -> None:

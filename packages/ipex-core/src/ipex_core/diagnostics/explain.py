@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`explain`: what was optimized, quantised and compiled in a model, and what was not and why."""
+"""`explain`: what was optimized, quantized and compiled in a model, and what was not and why."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ipex_core.library.spec import dtype_name
 from ipex_core.module_swap.state_dict import state_of
 from ipex_core.optimization.api import PASSES
 from ipex_core.optimization.records import (
-    Quantisation,
+    Quantization,
     Record,
     class_name,
     log_of,
-    quantisation_of,
+    quantization_of,
 )
 
 __all__ = ["Explanation", "explain"]
@@ -39,7 +39,7 @@ _CANDIDATES = (
     nn.EmbeddingBag,
 )
 
-#: Layers of some weight for which passes may have nothing; what fuses with a neighbour is not among them.
+#: Layers of some weight for which passes may have nothing; what fuses with a neighbor is not among them.
 _OFTEN_LEFT = (
     nn.modules.conv._ConvNd,
     nn.modules.batchnorm._NormBase,
@@ -91,7 +91,7 @@ class Explanation:
 
     def __str__(self) -> str:
         quantized = any(row.done for row in self.rows)
-        state = "optimized" if self.optimized else "quantised" if quantized else "not optimized"
+        state = "optimized" if self.optimized else "quantized" if quantized else "not optimized"
         state += ", compiled" if self.graphs else ""
         head = f"{self.model}: {state}"
         if self.optimized:
@@ -176,7 +176,7 @@ def explain(model: nn.Module | Callable[..., Any]) -> Explanation:
         "isa": providers.cpu_level(),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
-    more = quantisation_of(model) or Quantisation()
+    more = quantization_of(model) or Quantization()
     if log is None:
         advice = () if isinstance(model, _Function) else _advice(model)
         rows, notes = tuple(more.records), (*more.notes, *advice)

@@ -2,7 +2,7 @@
 """What is remembered of a tensor that was changed, so that its exact original can be given back.
 
 float32 -> bfloat16 keeps, next to the 16-bit value, the 16-bit difference of the bit patterns: together they are as
-large as the original and rebuild it bit by bit. The difference of two neighbouring patterns fits 16 bits except at
+large as the original and rebuild it bit by bit. The difference of two neighboring patterns fits 16 bits except at
 rounding ties and NaNs, which are listed. Other changes (float16, folding) keep the original itself.
 """
 
@@ -71,7 +71,7 @@ class SavedTensor:
         low, high = halves[_LOW::2].contiguous(), halves[1 - _LOW :: 2]
         if not bool(low.any()):
             return
-        # As a signed number the low half is the distance to the neighbour that rounding to nearest picks: a negative
+        # As a signed number the low half is the distance to the neighbor that rounding to nearest picks: a negative
         # one means that the high half was rounded up.
         wrong = (high + (low < 0)) != replacement.contiguous().view(-1).view(torch.int16)
         self.form, self.rest = "split", low

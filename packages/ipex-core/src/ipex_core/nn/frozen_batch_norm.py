@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation with fixed statistics, as detection models use it."""
+"""Batch normalization with fixed statistics, as detection models use it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FrozenBatchNorm2d(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x [N, C, H, W]``, float32, bfloat16 or float16; the result has its dtype and memory format."""
+        """Normalize ``x [N, C, H, W]``, float32, bfloat16 or float16; the result has its dtype and memory format."""
         return torch.ops.ipex.frozen_batch_norm(  # type: ignore[no-any-return]
             x, self.weight, self.bias, self.running_mean, self.running_var, self.eps
         )

@@ -134,7 +134,7 @@ def act_mul(gate: Tensor, up: Tensor, post: str) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalise over the last dimension."""
+    """Normalize over the last dimension."""
     if _native("layer_norm", x, weight, bias):
         y: Tensor = call(torch.ops.ipex.layer_norm.default, x, weight, bias, eps)
         return y
@@ -142,7 +142,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-    """Normalise over the last dimension by the root mean square, in float32."""
+    """Normalize over the last dimension by the root mean square, in float32."""
     if _native("rms_norm", x, weight):
         y: Tensor = call(torch.ops.ipex.rms_norm.default, x, weight, eps, offset)
         return y

@@ -16,10 +16,10 @@ Tensor = torch.Tensor
 
 
 class FusableLinear(Protocol):
-    """A linear layer, dense or quantised, that can finish its result before it is stored.
+    """A linear layer, dense or quantized, that can finish its result before it is stored.
 
-    It is recognised by its attributes, not by its class: a module that has both ``packed_weight`` and ``fused`` is one.
-    `OptimizedLinear` is one, and so is any layer with a packed quantised weight that wants to take part.
+    It is recognized by its attributes, not by its class: a module that has both ``packed_weight`` and ``fused`` is one.
+    `OptimizedLinear` is one, and so is any layer with a packed quantized weight that wants to take part.
 
     Attributes:
         in_features: Size of the last dimension of the input.

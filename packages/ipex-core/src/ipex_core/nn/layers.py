@@ -46,7 +46,7 @@ class OptimizedLayerNorm(OptimizedModule, nn.LayerNorm):
     _stock = stock_forward(nn.LayerNorm)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise over the last dimensions."""
+        """Normalize over the last dimensions."""
         if is_scripting():
             x = self._cast(input, self.weight) if self._dtype is not None else input
             y: Tensor = self._stock(x)
@@ -69,7 +69,7 @@ class OptimizedRMSNorm(OptimizedModule, nn.RMSNorm):
     """`torch.nn.RMSNorm`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise over the last dimensions."""
+        """Normalize over the last dimensions."""
         if is_scripting():
             x = self._cast(x, self.weight) if self._dtype is not None else x
             if self._kernel:
@@ -323,7 +323,7 @@ class _FoldedBatchNorm(OptimizedModule):
             recorded: Tensor = record_call(self, input)
             return recorded
         if isinstance(self._folded_into, nn.Linear) and input.dim() > 2:
-            # Channels are dimension 1 here, but the fold scaled the last one: take it back and normalise.
+            # Channels are dimension 1 here, but the fold scaled the last one: take it back and normalize.
             scale, shift = scale_and_shift(self)
             plain = ((input.float() - shift) / scale).to(input.dtype)
             return self._stock(plain)

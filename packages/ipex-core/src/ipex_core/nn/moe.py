@@ -87,7 +87,7 @@ def pack_woq_experts(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> PackedExperts:
-    """Pack the quantised weights of all experts. Each pair belongs to ``w13`` and ``w2``.
+    """Pack the quantized weights of all experts. Each pair belongs to ``w13`` and ``w2``.
 
     Args:
         qweights: Codes ``[E, 2 I, ...]``, gate rows first, and ``[E, H, ...]``, as `pack_woq_weight` takes them.
@@ -173,7 +173,7 @@ def gated_mlp_moe(
         shared: One more expert (E = 1) that every token goes to.
         shared_weights: ``[T]``, factors on its result.
         experts_start_id: Id of the first expert in ``experts``; the others are skipped.
-        lowp_mode: Of quantised weights; see `fused_experts`.
+        lowp_mode: Of quantized weights; see `fused_experts`.
 
     Returns:
         A tensor like ``hidden_states``.

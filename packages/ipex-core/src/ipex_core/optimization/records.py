@@ -12,16 +12,16 @@ from ipex_core.optimization.options import Options
 
 __all__ = [
     "Log",
-    "Quantisation",
+    "Quantization",
     "Record",
     "log_of",
     "name_saved_dtype",
-    "quantisation_of",
+    "quantization_of",
     "undo_saved_dtype",
 ]
 
 KEY = "_ipex_log"
-QUANTISATION = "_ipex_quantisation"
+QUANTIZATION = "_ipex_quantization"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Log:
 
 
 @dataclasses.dataclass
-class Quantisation:
-    """What was quantised in a model; `optimize` and `restore` leave it alone."""
+class Quantization:
+    """What was quantized in a model; `optimize` and `restore` leave it alone."""
 
     records: list[Record] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -89,10 +89,10 @@ def log_of(model: nn.Module) -> Log | None:
     return log if isinstance(log, Log) else None
 
 
-def quantisation_of(model: nn.Module) -> Quantisation | None:
-    """Return what was quantised in a model, or None."""
-    found = model.__dict__.get(QUANTISATION)
-    return found if isinstance(found, Quantisation) else None
+def quantization_of(model: nn.Module) -> Quantization | None:
+    """Return what was quantized in a model, or None."""
+    found = model.__dict__.get(QUANTIZATION)
+    return found if isinstance(found, Quantization) else None
 
 
 # --- ``save_pretrained`` of models of transformers whose parameters are cast and whose state dict i-------------------

@@ -41,7 +41,7 @@ _HEADER = struct.Struct("<IIIIqq")  # magic, version, format, panel width, N, K
 
 
 def _inner(dtype: torch.dtype) -> int:
-    """Return how many neighbours along K lie side by side."""
+    """Return how many neighbors along K lie side by side."""
     return 2 if dtype == torch.bfloat16 else 1
 
 

@@ -6,7 +6,7 @@ form of a single linear layer's (see `ipex_core.packing.dense`), header included
 
 The two halves of a gated layer, ``[2 I, H]`` with the gate's rows first, are interleaved in blocks of 32 rows before
 packing: gate rows 0..31, up rows 0..31, gate rows 32..63, and so on, I padded to a multiple of 32 with zero rows. Two
-neighbouring panels then give the gate and the up value of the same 32 features.
+neighboring panels then give the gate and the up value of the same 32 features.
 """
 
 from __future__ import annotations

@@ -98,9 +98,9 @@ def quantize(
     symmetric: bool = True,
     scale_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Quantise a ``[N, K]`` float weight for `pack_woq_weight`.
+    """Quantize a ``[N, K]`` float weight for `pack_woq_weight`.
 
-    The extremes of each group of ``group_size`` neighbours along K set its scale; the range always contains zero.
+    The extremes of each group of ``group_size`` neighbors along K set its scale; the range always contains zero.
 
     Args:
         weight: ``[N, K]``, any float dtype.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packed format of quantised linear weights, described in plain PyTorch.
+"""The packed format of quantized linear weights, described in plain PyTorch.
 
 A packed weight is a 1-D ``uint8`` tensor: the 64-byte header that dense weights have too, a permutation of the input
 features if the weight has one, then *strips* of 16 output features. A strip is contiguous: its scales, zero points
@@ -267,7 +267,7 @@ def dequantize(
 def check_woq_packed(
     op: str, name: str, packed: Tensor, out_features: int, in_features: int
 ) -> Layout | None:
-    """Check that a tensor holds a packed quantised ``[out_features, in_features]`` weight; return its layout.
+    """Check that a tensor holds a packed quantized ``[out_features, in_features]`` weight; return its layout.
 
     Only the data tell, so of tensors without data (fake tensors during a trace) just dtype and shape are checked.
     """
@@ -292,7 +292,7 @@ def check_woq_packed(
     return layout
 
 
-# --- Layout of the packed format of quantised weights: header and sizes. `ipex_core.packing.woq` de-------------------
+# --- Layout of the packed format of quantized weights: header and sizes. `ipex_core.packing.woq` de-------------------
 
 
 STRIP = 16
@@ -448,7 +448,7 @@ def header(layout: Layout) -> Tensor:
 
 
 def read_layout(packed: Tensor) -> Layout | None:
-    """Return the layout of a packed quantised weight, or None if the tensor is not one."""
+    """Return the layout of a packed quantized weight, or None if the tensor is not one."""
     if packed.dim() != 1 or packed.dtype != torch.uint8 or not packed.is_contiguous():
         return None
     if packed.numel() < HEADER_BYTES:

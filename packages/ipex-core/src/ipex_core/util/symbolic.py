@@ -318,5 +318,5 @@ def tracing() -> bool:
 
 
 def hints(shape: Sequence[Any]) -> list[int]:
-    """Return sizes as plain ints without specialising the graph on symbolic ones."""
+    """Return sizes as plain ints without specializing the graph on symbolic ones."""
     return [s if isinstance(s, int) else int(s.node.hint or 1) for s in shape]

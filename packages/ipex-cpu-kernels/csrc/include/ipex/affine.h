@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Optional weight and bias of a normalisation, in one type.
+// Optional weight and bias of a normalization, in one type.
 #pragma once
 
 #include "ipex/op_loops.h"

@@ -2,7 +2,7 @@
 // Integer matrix product with a packed right-hand side: C[rows][columns] = A[rows][K] * W, A uint8,
 // W int8, C int32 and exact for K up to kMaxDepth8.
 //
-// W lies in panels of 32 columns, [K / 4][32][4]: four neighbours along K side by side, the operand
+// W lies in panels of 32 columns, [K / 4][32][4]: four neighbors along K side by side, the operand
 // order of the dot-product and tile instructions. K is a multiple of 4; callers pad A and W. Signed
 // activations are passed as code + 128 and the product with 128 is taken off again with the sums of
 // the columns of W.

@@ -79,7 +79,7 @@ inline void check_cache_kind(const char* op, const Tensor& cache, const std::str
              " for kv_cache_dtype ", kind, ", got ", dtype_name(dtype));
 }
 
-// The pair of caches: same device, dtype of x or quantised, 4-D, consecutive elements, equal
+// The pair of caches: same device, dtype of x or quantized, 4-D, consecutive elements, equal
 // shapes; no shared elements where they are written to.
 inline void check_caches(const char* op, const Tensor& key_cache, const Tensor& value_cache,
                          const Tensor& x, const char* of, const char* shape, bool written = false) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loads and conversions of quantised cache elements, for kernels: the counterpart of vec.h for
+// Loads and conversions of quantized cache elements, for kernels: the counterpart of vec.h for
 // Int8, E5m2 and E4m3.
 //
 // load, load_n, load2 give the stored numbers; the scale of the row (kv_scale) is the caller's.
@@ -149,9 +149,9 @@ IPEX_INLINE Int8 to_int8(float value) {
   return {static_cast<int8_t>(_mm_cvtss_si32(_mm_set_ss(limited)))};
 }
 
-IPEX_INLINE void quantise(float value, Int8* to) { *to = to_int8(value); }
-IPEX_INLINE void quantise(float value, E5m2* to) { *to = to_e5m2(value); }
-IPEX_INLINE void quantise(float value, E4m3* to) { *to = to_e4m3(value); }
+IPEX_INLINE void quantize(float value, Int8* to) { *to = to_int8(value); }
+IPEX_INLINE void quantize(float value, E5m2* to) { *to = to_e5m2(value); }
+IPEX_INLINE void quantize(float value, E4m3* to) { *to = to_e4m3(value); }
 
 }  // namespace
 }  // namespace ipex

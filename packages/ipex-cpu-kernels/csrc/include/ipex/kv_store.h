@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes a row of keys or values into a cache, quantised if the cache is. For kernels.
+// Writes a row of keys or values into a cache, quantized if the cache is. For kernels.
 #pragma once
 
 #include <cstring>
@@ -56,7 +56,7 @@ IPEX_INLINE void store_kv_row(const T* from, int64_t size, KvType type, const Kv
   with_cache_type<Int8>(type, [&]<class E>() IPEX_LAMBDA {
     E* to = static_cast<E*>(const_cast<void*>(part.data)) + at;
     for_elements_of(from, size,
-                    [&](int64_t i, float x) IPEX_LAMBDA { quantise(x * inverse, to + i); });
+                    [&](int64_t i, float x) IPEX_LAMBDA { quantize(x * inverse, to + i); });
   });
 }
 

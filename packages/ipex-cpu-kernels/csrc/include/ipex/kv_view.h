@@ -21,7 +21,7 @@ enum class KvLayout : int32_t { kContiguous, kPaged, kIndirect };
 // What a cache holds: the type of the query, int8, float8_e5m2 or float8_e4m3fn.
 enum class KvType : int32_t { kSame, kInt8, kE5m2, kE4m3 };
 
-// Storage types of quantised caches, beside float, BFloat16 and Half.
+// Storage types of quantized caches, beside float, BFloat16 and Half.
 struct Int8 {
   int8_t bits;
 };

@@ -57,7 +57,7 @@ struct Entry {
 
 // The entry of an op, or nullptr.
 const Entry* find(const std::string& name);
-// For static initialisers only. `name` must be a literal.
+// For static initializers only. `name` must be a literal.
 void add(const char* name, Entry entry);
 
 // How an argument of type T is described and read.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantisation of rows to 8 bits: the range of a row, scale and zero point, codes.
+// Quantization of rows to 8 bits: the range of a row, scale and zero point, codes.
 //
 //   symmetric:   code = round(x / scale), int8 in [-127, 127], scale = max|x| / 127
 //   asymmetric:  code = round(x / scale) + zero, uint8, scale = (max - min) / 255, min <= 0 <= max

@@ -122,7 +122,7 @@ class Runner {
                      [](const Task& a, const Task& b) { return a.cost > b.cost; });
   }
 
-  // The items of a task, appended. A head with few queries shares an item with its neighbours.
+  // The items of a task, appended. A head with few queries shares an item with its neighbors.
   void add_items(const Task& task, int64_t rows, int64_t packed, std::vector<Planned>& to) const {
     const AttentionSequence& s = sequences_[static_cast<size_t>(task.sequence)];
     const int64_t together = std::min(group_, std::max<int64_t>(1, rows / s.queries));

@@ -194,7 +194,7 @@ struct Product {
     for (int c = 0; c < kColumns; ++c) to[c] = sum[c];
   }
 
-  // Adds the lanes of neighbours, so that lane i of sum[0] becomes the sum of sum[i].
+  // Adds the lanes of neighbors, so that lane i of sum[0] becomes the sum of sum[i].
   template <int kBit = 1>
   static IPEX_INLINE void add_lanes(f32v (&sum)[kLanes]) {
 #pragma GCC unroll 16

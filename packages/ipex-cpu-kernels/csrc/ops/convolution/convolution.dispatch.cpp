@@ -22,7 +22,7 @@ void gather_line(const ConvolutionArgs& args, const T* line, int64_t column, T* 
   const auto bytes = [&](int64_t pixels) {
     return static_cast<size_t>(pixels * channels) * sizeof(T);
   };
-  if (args.dilation_x == 1) {  // neighbouring taps see neighbouring pixels
+  if (args.dilation_x == 1) {  // neighboring taps see neighboring pixels
     const int64_t left = std::clamp<int64_t>(-column, 0, args.taps_x);
     const int64_t end = std::clamp<int64_t>(args.width - column, left, args.taps_x);
     std::memset(to, 0, bytes(left));

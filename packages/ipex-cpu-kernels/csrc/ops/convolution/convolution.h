@@ -34,7 +34,7 @@ struct ConvolutionArgs {
 // apart share few places of L1.
 inline int64_t convolution_stride(int64_t k) { return (k + 31) / 32 * 32 + 32; }
 
-// Whether tiles can read lines: whole groups of 32 channels, neighbouring windows, and few pixels
+// Whether tiles can read lines: whole groups of 32 channels, neighboring windows, and few pixels
 // that y lacks.
 inline bool convolution_has_lines(const ConvolutionArgs& args) {
   return !args.in_place() && args.stride_y == 1 && args.stride_x == 1 && args.channels % 32 == 0 &&

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A convolution of bfloat16 with stride 1 on AMX tiles that read x itself. In lines with their
-// padding, what a tap sees of neighbouring pixels of y lies a pixel apart, and so do the ends of
+// padding, what a tap sees of neighboring pixels of y lies a pixel apart, and so do the ends of
 // one line and the start of the next: all pixels of the lines are rows of the product, and those
 // that y lacks are dropped. Instead of every tap, a pixel is copied once.
 #pragma once

@@ -168,7 +168,7 @@ struct FloatProducts {
 
 IPEX_INLINE __m512bh as_pairs(__m512i a) { return reinterpret_cast<__m512bh>(a); }
 
-// Products of pairs of bfloat16: along the row for scores, of two neighbouring rows for values.
+// Products of pairs of bfloat16: along the row for scores, of two neighboring rows for values.
 struct PairProducts {
   using Query = BFloat16;
   using Weight = BFloat16;

@@ -36,20 +36,20 @@ inline void check_expert_header(const char* op, const char* name, const void* ex
              "] packed by pack_moe_weight, got a tensor with another header");
 }
 
-// The header of the first expert if the tensor holds quantised weights, else null.
-inline const PackedHeader* quantised_header(const Tensor& packed) {
+// The header of the first expert if the tensor holds quantized weights, else null.
+inline const PackedHeader* quantized_header(const Tensor& packed) {
   if (!packed.is_cpu() || packed.scalar_type() != ScalarType::Byte || packed.dim() != 2 ||
       !packed.is_contiguous() || packed.size(0) == 0 ||
       packed.size(1) < static_cast<int64_t>(sizeof(PackedHeader)))
     return nullptr;
   const auto* header = static_cast<const PackedHeader*>(packed.const_data_ptr());
-  const bool quantised = header->magic == kPackedMagic && header->version == kPackedVersion &&
+  const bool quantized = header->magic == kPackedMagic && header->version == kPackedVersion &&
                          header->format >= kFormatInt8 && header->format <= kFormatFp8E5M2;
-  return quantised ? header : nullptr;
+  return quantized ? header : nullptr;
 }
 
-// Whether an expert of `bytes` bytes holds a quantised [n, k] weight for float activations.
-inline bool is_quantised_expert(const void* expert, int64_t bytes, int64_t n, int64_t k) {
+// Whether an expert of `bytes` bytes holds a quantized [n, k] weight for float activations.
+inline bool is_quantized_expert(const void* expert, int64_t bytes, int64_t n, int64_t k) {
   const auto* header = static_cast<const PackedHeader*>(expert);
   const bool sensible =
       header->magic == kPackedMagic && header->version == kPackedVersion &&
@@ -69,15 +69,15 @@ inline bool is_quantised_expert(const void* expert, int64_t bytes, int64_t n, in
   return inside;
 }
 
-inline void check_quantised_expert(const char* op, const char* name, const Tensor& packed,
+inline void check_quantized_expert(const char* op, const char* name, const Tensor& packed,
                                    int64_t e, int64_t n, int64_t k, bool gated) {
   const bool shape = packed.scalar_type() == ScalarType::Byte && packed.dim() == 2 &&
                      packed.is_contiguous() && packed.size(0) > 0 &&
                      packed.size(1) >= static_cast<int64_t>(sizeof(PackedHeader));
-  const bool good = shape && is_quantised_expert(static_cast<const char*>(packed.const_data_ptr()) +
+  const bool good = shape && is_quantized_expert(static_cast<const char*>(packed.const_data_ptr()) +
                                                      e * packed.size(1),
                                                  packed.size(1), expert_rows(n, gated), k);
-  IPEX_CHECK(good, op, ": ", name, " must be quantised weights of shape [E, ", n, ", ", k,
+  IPEX_CHECK(good, op, ": ", name, " must be quantized weights of shape [E, ", n, ", ", k,
              "] packed with order dot, got others");
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Experts of quantised weights: the products of woq_linear, for each expert and its rows. For glue
+// Experts of quantized weights: the products of woq_linear, for each expert and its rows. For glue
 // only.
 #pragma once
 
@@ -29,11 +29,11 @@ constexpr int kWoqMemory = 73;  // use of Scratch
 // Rows that share decoded panels.
 constexpr int64_t kWoqRows = 768;
 
-WoqCompute parse_lowp(const std::string& mode, ScalarType dtype, bool quantised) {
+WoqCompute parse_lowp(const std::string& mode, ScalarType dtype, bool quantized) {
   const bool known = mode == "none" || mode == "fp16" || mode == "bf16";
   IPEX_CHECK(known, kWoqOp, ": lowp_mode must be one of none, fp16, bf16, got ", mode);
-  IPEX_CHECK(quantised || mode == "none", kWoqOp,
-             ": lowp_mode must be none for weights that are not quantised, got ", mode);
+  IPEX_CHECK(quantized || mode == "none", kWoqOp,
+             ": lowp_mode must be none for weights that are not quantized, got ", mode);
   if (mode == "fp16" || (mode == "none" && dtype == ScalarType::Half)) return WoqCompute::kHalf;
   if (mode == "bf16" || (mode == "none" && dtype == ScalarType::BFloat16))
     return WoqCompute::kBFloat16;

@@ -68,7 +68,7 @@ struct Call {
   const OptionalTensor& shared_weights;
   int64_t shared_inner;
   int64_t start, total;
-  bool quantised;
+  bool quantized;
 
   int64_t tokens() const { return x.size(0); }
   int64_t hidden() const { return x.size(1); }
@@ -79,8 +79,8 @@ struct Call {
 void check_weights(const Call& c, const char* name, const Tensor& packed, int64_t n, int64_t k,
                    bool gated) {
   check_device(name, packed);
-  if (c.quantised)
-    check_quantised_expert(kOp, name, packed, 0, n, k, gated);
+  if (c.quantized)
+    check_quantized_expert(kOp, name, packed, 0, n, k, gated);
   else
     check_experts(kOp, name, packed, n, k, c.x.scalar_type(), gated);
 }
@@ -200,9 +200,9 @@ class Jobs {
     const char* second = static_cast<const char*>(w2.const_data_ptr()) + e * w2.size(1);
     ExpertJob job{};
     job.inner = inner;
-    if (c.quantised) {
-      check_quantised_expert(kOp, w13_name, w13, e, 2 * inner, c.hidden(), true);
-      check_quantised_expert(kOp, w2_name, w2, e, c.hidden(), inner, false);
+    if (c.quantized) {
+      check_quantized_expert(kOp, w13_name, w13, e, 2 * inner, c.hidden(), true);
+      check_quantized_expert(kOp, w2_name, w2, e, c.hidden(), inner, false);
       job.w13 = first;
       job.w2 = second;
       job.middle_stride = inner;
@@ -281,7 +281,7 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
   const auto contiguous = [](const OptionalTensor& value) {
     return value ? OptionalTensor(as_contiguous(*value)) : std::nullopt;
   };
-  const bool quantised = quantised_header(w13) != nullptr;
+  const bool quantized = quantized_header(w13) != nullptr;
   const Call given{x,
                    w13,
                    w2,
@@ -296,13 +296,13 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
                    shared_intermediate_size,
                    experts_start_id,
                    num_experts,
-                   quantised};
+                   quantized};
   check_routed(given);
   check_shared(given);
   ExpertsArgs args{};
   args.activation = parse_activation(activation);
   const Tensor ids = as_contiguous(topk_ids), weights = as_contiguous(topk_weights);
-  const WoqCompute compute = parse_lowp(lowp_mode, x.scalar_type(), quantised);
+  const WoqCompute compute = parse_lowp(lowp_mode, x.scalar_type(), quantized);
   const ExpertIds checked = check_ids(given, ids);
 
   Tensor y = new_contiguous_like(x);
@@ -311,7 +311,7 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
   const OptionalTensor shared = contiguous(shared_weights);
   const Jobs jobs(
       {x, w13, w2, weights, ids, intermediate_size, bias13, bias2, shared_w13, shared_w2, shared,
-       shared_intermediate_size, experts_start_id, num_experts, quantised},
+       shared_intermediate_size, experts_start_id, num_experts, quantized},
       checked);
   args.jobs = jobs.list.data();
   args.job_count = static_cast<int64_t>(jobs.list.size());
@@ -322,7 +322,7 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
   args.w13_bias_is_f32 = bias13 && bias13->scalar_type() == ScalarType::Float;
   args.w2_bias_is_f32 = bias2 && bias2->scalar_type() == ScalarType::Float;
   const Rows rows = as_rows(x);
-  if (quantised) {
+  if (quantized) {
     run_woq(args, jobs.list, rows, x.scalar_type(), compute);
     return y;
   }

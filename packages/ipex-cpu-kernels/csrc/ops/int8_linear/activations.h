@@ -16,7 +16,7 @@ inline bool is_code_dtype(ScalarType dtype) {
   return dtype == ScalarType::Char || dtype == ScalarType::Byte;
 }
 
-// What the caller says about the quantisation of x.
+// What the caller says about the quantization of x.
 struct ActivationArguments {
   const OptionalTensor& scale;
   const OptionalTensor& zero;
@@ -53,7 +53,7 @@ inline void check_activations(const char* op, const Tensor& x, int64_t count,
              shape_text(*a.zero));
 }
 
-// Handles of the kernels that quantise.
+// Handles of the kernels that quantize.
 template <class Rows8, class Static8, class Copy8, class Ranges>
 struct ActivationKernels {
   const Rows8& rows;
@@ -90,14 +90,14 @@ class Activations {
       }
       copy(kernels.copy.get());
     } else if (!a.scale && a.per_token) {
-      quantise(kernels.rows, a.symmetric);
+      quantize(kernels.rows, a.symmetric);
     } else {
       if (!a.scale) {
         const TensorScale found = find_tensor_scale(kernels.range, x_, dtype_, a.symmetric);
         scale_[0] = found.scale;
         zero_[0] = found.zero;
       }
-      quantise_with(kernels.fixed, a.symmetric);
+      quantize_with(kernels.fixed, a.symmetric);
       if (a.symmetric) zero_[0] = 128;
     }
     data_ = codes_;
@@ -155,7 +155,7 @@ class Activations {
   }
 
   template <class Kernels>
-  void quantise(const Kernels& kernels, bool symmetric) {
+  void quantize(const Kernels& kernels, bool symmetric) {
     kernels.visit(dtype_, [&]<class T>(auto* kernel) {
       for_rows(static_cast<const T*>(x_.data), [&](const T* from, int64_t row, int64_t rows) {
         kernel(from, x_.stride, rows, x_.columns, symmetric, codes_ + row * stride_, stride_,
@@ -165,7 +165,7 @@ class Activations {
   }
 
   template <class Kernels>
-  void quantise_with(const Kernels& kernels, bool symmetric) {
+  void quantize_with(const Kernels& kernels, bool symmetric) {
     kernels.visit(dtype_, [&]<class T>(auto* kernel) {
       for_rows(static_cast<const T*>(x_.data), [&](const T* from, int64_t row, int64_t rows) {
         kernel(from, x_.stride, rows, x_.columns, scale_[0], zero_[0], symmetric,

@@ -53,8 +53,8 @@ Tensor int8_linear(const Tensor& x, const Tensor& packed_weight, int64_t out_fea
              ": act_quant must be per_token or per_tensor, got ", act_quant);
   int64_t rows = 1;
   for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
-  const ActivationArguments quantisation{x_scale, x_zero, act_quant == "per_token", symmetric};
-  check_activations(kOp, x, rows, quantisation);
+  const ActivationArguments quantization{x_scale, x_zero, act_quant == "per_token", symmetric};
+  check_activations(kOp, x, rows, quantization);
   const ScalarType out = dtype ? *dtype : codes ? ScalarType::Float : x.scalar_type();
   IPEX_CHECK(is_kernel_dtype(out) || is_code_dtype(out), kOp,
              ": dtype must be float32, bfloat16, float16, int8 or uint8, got ", dtype_name(out));
@@ -74,7 +74,7 @@ Tensor int8_linear(const Tensor& x, const Tensor& packed_weight, int64_t out_fea
   Tensor y = new_contiguous(sizes.data(), x.dim(), out);
   const Int8Layout at(n, k);
   const Activations activations(
-      kOp, x, at.k, quantisation,
+      kOp, x, at.k, quantization,
       ActivationKernels{row_kernels, static_kernels, copy_kernel, range_kernels});
   const char* packed = static_cast<const char*>(packed_weight.const_data_ptr());
   Int8LinearArgs args{};

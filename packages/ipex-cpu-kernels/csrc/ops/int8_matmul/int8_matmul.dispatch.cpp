@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Both factors are quantised on the way in: rows of a to uint8, columns of b to int8 (codes less
+// Both factors are quantized on the way in: rows of a to uint8, columns of b to int8 (codes less
 // 128) in the panels of gemm_int8.h.
 //
 // With a' = a - az, b' = b - bz the sum of a'b' is  ab - az * sum(b) + (K az - sum(a)) bz. For

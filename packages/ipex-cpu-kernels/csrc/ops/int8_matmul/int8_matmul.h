@@ -5,7 +5,7 @@
 
 namespace ipex {
 
-// y = dequantise(codes(a)) * dequantise(codes(b)) for one pair of matrices; strides in elements.
+// y = dequantize(codes(a)) * dequantize(codes(b)) for one pair of matrices; strides in elements.
 struct Int8MatmulArgs {
   const void* a;  // [m, k], consecutive along k
   const void* b;  // [k, n], consecutive along n, or along k if by_column

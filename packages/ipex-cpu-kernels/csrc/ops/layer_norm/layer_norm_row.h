@@ -88,7 +88,7 @@ IPEX_INLINE Moments add_and_measure(const T* x, const T* residual, T* sum, int64
 
 // y = (x - mean) * factor * weight + bias
 template <typename T, typename W, typename B>
-__attribute__((noinline)) void normalise_row(const T* x, const W* weight, const B* bias, float mean,
+__attribute__((noinline)) void normalize_row(const T* x, const W* weight, const B* bias, float mean,
                                              float factor, T* y, int64_t n) {
   const f32v m = set1(mean);
   const f32v f = set1(factor);
@@ -109,15 +109,15 @@ __attribute__((noinline)) void normalise_row(const T* x, const W* weight, const 
 }
 
 template <typename T, typename P>
-IPEX_INLINE void normalise_with(const T* x, const void* weight, const void* bias, float mean,
+IPEX_INLINE void normalize_with(const T* x, const void* weight, const void* bias, float mean,
                                 float factor, T* y, int64_t n) {
   const P* w = static_cast<const P*>(weight);
   const P* b = static_cast<const P*>(bias);
   const None* none = nullptr;
-  if (w != nullptr && b != nullptr) return normalise_row(x, w, b, mean, factor, y, n);
-  if (w != nullptr) return normalise_row(x, w, none, mean, factor, y, n);
-  if (b != nullptr) return normalise_row(x, none, b, mean, factor, y, n);
-  normalise_row(x, none, none, mean, factor, y, n);
+  if (w != nullptr && b != nullptr) return normalize_row(x, w, b, mean, factor, y, n);
+  if (w != nullptr) return normalize_row(x, w, none, mean, factor, y, n);
+  if (b != nullptr) return normalize_row(x, none, b, mean, factor, y, n);
+  normalize_row(x, none, none, mean, factor, y, n);
 }
 
 template <typename T>
@@ -127,8 +127,8 @@ IPEX_INLINE void finish_layer_norm(const T* x, Moments& moments, const void* wei
   moments.finish();
   const float mean = moments.mean();
   const float factor = 1.0f / sqrt_of(moments.variance() + eps);
-  if (params_are_f32) return normalise_with<T, float>(x, weight, bias, mean, factor, y, n);
-  normalise_with<T, T>(x, weight, bias, mean, factor, y, n);
+  if (params_are_f32) return normalize_with<T, float>(x, weight, bias, mean, factor, y, n);
+  normalize_with<T, T>(x, weight, bias, mean, factor, y, n);
 }
 
 }  // namespace

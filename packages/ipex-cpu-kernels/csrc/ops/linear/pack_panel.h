@@ -58,7 +58,7 @@ inline void square(const char* from, int64_t stride, uint16_t* to, int64_t to_st
 }
 
 // `words` words W of each column, which lie side by side, become rows `to_stride` words apart. A
-// word is a number, or a pair of neighbours along K.
+// word is a number, or a pair of neighbors along K.
 template <class W>
 void pack_columns(const char* from, int64_t stride, int64_t columns, int64_t words, W* to,
                   int64_t to_stride = kPackedPanel) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The packed format of linear weights; ipex_core.packing.dense describes the same format in Python.
 //
-// 64-byte header, the same for dense and quantised weights. Dense weights: ceil(N / 32) panels
+// 64-byte header, the same for dense and quantized weights. Dense weights: ceil(N / 32) panels
 // follow. Panel: [K][32] for float and Half, [ceil(K / 2)][32][2] for BFloat16. Padding is zero.
-// Quantised weights: see woq_linear/woq_format.h. The format does not depend on the ISA level.
+// Quantized weights: see woq_linear/woq_format.h. The format does not depend on the ISA level.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@ namespace ipex {
 struct PackedHeader {
   uint32_t magic;
   uint32_t version;
-  uint32_t format;  // 0 float, 1 BFloat16, 2 Half, 3 and above: quantised
+  uint32_t format;  // 0 float, 1 BFloat16, 2 Half, 3 and above: quantized
   uint32_t panel;
   int64_t n;
   int64_t k;
-  // Quantised weights only, zero in a dense one.
+  // Quantized weights only, zero in a dense one.
   int32_t group;  // elements of K that share a scale
   uint8_t scale_type;
   uint8_t zero_kind;
@@ -32,7 +32,7 @@ inline constexpr uint32_t kPackedMagic = 0x57585049;  // "IPXW"
 inline constexpr uint32_t kPackedVersion = 1;
 inline constexpr int64_t kPackedPanel = 32;
 
-// Neighbours along K that lie side by side.
+// Neighbors along K that lie side by side.
 inline int64_t packed_inner(uint32_t format) { return format == 1 ? 2 : 1; }
 
 inline int64_t packed_bytes(int64_t n, int64_t k, uint32_t format) {

@@ -8,10 +8,10 @@
 namespace ipex {
 namespace {
 
-// The normalised row is rounded to T before it is quantised, as the two operations in a row would
+// The normalized row is rounded to T before it is quantized, as the two operations in a row would
 // do; it stays in the cache.
 template <typename T>
-IPEX_INLINE void quantise(const NormQuant& work, const T* row, int64_t r) {
+IPEX_INLINE void quantize(const NormQuant& work, const T* row, int64_t r) {
   uint8_t* q = work.q + r * work.cols;
   if (work.static_scale > 0.0f) {
     Quantizer by;
@@ -39,7 +39,7 @@ IPEX_INLINE void run_rms(const NormQuant& work, T* row, int64_t begin, int64_t e
     }
     finish_rms_norm(x, squares, work.weight, work.params_are_f32, work.eps, work.weight_offset, row,
                     n);
-    quantise(work, row, r);
+    quantize(work, row, r);
   }
 }
 
@@ -53,7 +53,7 @@ IPEX_INLINE void run_layer(const NormQuant& work, T* row, int64_t begin, int64_t
     Moments moments = adds ? add_and_measure(x, sum, sum, n) : measure(x, n);
     finish_layer_norm(adds ? sum : x, moments, work.weight, work.bias, work.params_are_f32,
                       work.eps, row, n);
-    quantise(work, row, r);
+    quantize(work, row, r);
   }
 }
 

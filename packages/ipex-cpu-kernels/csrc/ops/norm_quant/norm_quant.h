@@ -24,7 +24,7 @@ struct NormQuant {
 
 }  // namespace ipex
 
-// Codes of the normalised rows [begin, end). `row` has room for one row of the type of x.
+// Codes of the normalized rows [begin, end). `row` has room for one row of the type of x.
 #define IPEX_DECLARE_NORM_QUANT(suffix, T)                                                   \
   IPEX_KERNEL_API void ipex_k_rms_norm_quant_##suffix(const ipex::NormQuant* work, T* row,   \
                                                       int64_t begin, int64_t end);           \

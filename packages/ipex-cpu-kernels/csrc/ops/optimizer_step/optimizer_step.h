@@ -30,7 +30,7 @@ struct StepArrays {
   }
 };
 
-// g = sign * factor * grad + weight_decay * w. `sign` is -1 to maximise.
+// g = sign * factor * grad + weight_decay * w. `sign` is -1 to maximize.
 struct SgdStep {                                         // state: momentum buffer, if there is one
   float sign, factor, weight_decay, momentum, keep, lr;  // keep = 1 - dampening
   bool nesterov, first;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packing of quantised weights. Pure data movement that is done once per weight: one version for
+// Packing of quantized weights. Pure data movement that is done once per weight: one version for
 // all levels.
 #include <algorithm>
 #include <atomic>

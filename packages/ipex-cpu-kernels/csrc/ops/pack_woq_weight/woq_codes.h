@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the codes of a quantised weight lie, plain and packed. For the glue that moves them.
+// Where the codes of a quantized weight lie, plain and packed. For the glue that moves them.
 #pragma once
 
 #include <cstdint>

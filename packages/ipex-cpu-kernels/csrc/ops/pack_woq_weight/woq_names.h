@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names and dtypes of quantised formats, with the checks that packing and unpacking share. The
+// Names and dtypes of quantized formats, with the checks that packing and unpacking share. The
 // texts are those of ipex_core.ops.pack_woq_weight.
 #pragma once
 

@@ -157,7 +157,7 @@ Tensor clamp(const Tensor& x, double low, double high) {
   return unary("clamp", x, [=](float v) { return v < least ? least : v > most ? most : v; });
 }
 
-// torch's own, which is vectorised.
+// torch's own, which is vectorized.
 Tensor tanh(const Tensor& x) {
   StableIValue stack[1] = {torch::stable::detail::from(x)};
   IPEX_SHIM_CALL(torch_call_dispatcher("aten::tanh", "", stack, TORCH_ABI_VERSION));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scale of a whole tensor, found in parallel; for the glue of ops that quantise per tensor.
+// The scale of a whole tensor, found in parallel; for the glue of ops that quantize per tensor.
 #pragma once
 
 #include <algorithm>

@@ -164,7 +164,7 @@ IPEX_INLINE void store_row(const T* x, int64_t n, float inverse_scale, E* to) {
     const int64_t count = n - i < kLanes ? n - i : kLanes;
     float lanes[kLanes];
     storeu(lanes, load_n(x + i, count) * factor);
-    for (int64_t k = 0; k < count; ++k) quantise(lanes[k], to + i + k);
+    for (int64_t k = 0; k < count; ++k) quantize(lanes[k], to + i + k);
   }
 }
 template <typename T>
@@ -181,7 +181,7 @@ IPEX_INLINE void store_token(const RotaryWork& work, const Factors& f, int64_t b
     if constexpr (sizeof(E) == sizeof(T)) {
       rotate(work, key, f, to);
     } else {
-      // Rounded to T before it is quantised, as the two operations in a row would do.
+      // Rounded to T before it is quantized, as the two operations in a row would do.
       T rotated[kMaxRotaryDim];
       rotate_part(work, key, f, rotated);
       const int64_t n = work.rotary_dim;

@@ -22,7 +22,7 @@ struct RotaryCache {
   void* data = nullptr;
   int64_t block_size = 1;
   KvStrides strides = {};
-  float inverse_scale = 1.0f;  // on the elements of a quantised cache
+  float inverse_scale = 1.0f;  // on the elements of a quantized cache
 };
 
 struct RotaryTables {
@@ -45,7 +45,7 @@ struct RotaryWork {
   int64_t positions = 1;
   int64_t head_dim = 0;
   int64_t rotary_dim = 0;
-  bool half_split = true;  // else pairs of neighbours are rotated
+  bool half_split = true;  // else pairs of neighbors are rotated
 
   // For a call that fills a cache: the key goes there instead of to[1], and so does the value.
   RotaryCache key_cache;

@@ -39,7 +39,7 @@ inline int64_t selective_scan_scratch_bytes(int64_t size) {
 
 }  // namespace ipex
 
-// Tasks [begin, end), counted through the batches: kScanChannels neighbouring channels each.
+// Tasks [begin, end), counted through the batches: kScanChannels neighboring channels each.
 #define IPEX_DECLARE_SELECTIVE_SCAN(suffix)                                                \
   IPEX_KERNEL_API void ipex_k_selective_scan_##suffix(const ipex::SelectiveScanArgs* args, \
                                                       int64_t begin, int64_t end, char* scratch)

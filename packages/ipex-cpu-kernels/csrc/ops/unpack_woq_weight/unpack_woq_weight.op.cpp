@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a packed quantised weight was made of. Pure data movement: one version for all levels.
+// What a packed quantized weight was made of. Pure data movement: one version for all levels.
 #include <algorithm>
 #include <cstring>
 #include <tuple>

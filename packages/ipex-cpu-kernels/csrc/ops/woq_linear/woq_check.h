@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of packed quantised weights, shared by the glue of the ops that take one.
+// Checks of packed quantized weights, shared by the glue of the ops that take one.
 #pragma once
 
 #include "ipex/dispatch.h"
@@ -7,7 +7,7 @@
 
 namespace ipex {
 
-// The header of a tensor that says it is a packed quantised weight, has sensible numbers in it and
+// The header of a tensor that says it is a packed quantized weight, has sensible numbers in it and
 // is as long as they ask; else null. `packed` must be a tensor on the CPU.
 inline const PackedHeader* woq_header(const Tensor& packed) {
   if (packed.scalar_type() != ScalarType::Byte || packed.dim() != 1 || !packed.is_contiguous() ||

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The packed format of quantised linear weights; ipex_core.packing.woq describes the same in Python.
+// The packed format of quantized linear weights; ipex_core.packing.woq describes the same in Python.
 //
 // PackedHeader, the permutation of K if there is one (int32 [K]: packed position -> input feature),
 // then strips of 16 output features, an even number of them. A strip is contiguous:
@@ -53,7 +53,7 @@ inline constexpr int64_t kStrip = 16;
 inline constexpr int64_t kBlockBytes = 64;
 
 // The values of 4-bit codes. Plain arrays of constants: usable in kernels, which have no
-// initialisers.
+// initializers.
 inline constexpr float kNf4Values[16] = {-1.0f,
                                          -0.6961928009986877f,
                                          -0.5250730514526367f,

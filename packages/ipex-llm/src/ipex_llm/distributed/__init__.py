@@ -8,9 +8,9 @@ are not divided. The head is divided by vocabulary, and its logits are gathered.
 How the parts fit together:
 
 1. `shard_plan` cuts the weights in place and returns a plan of the part: fewer heads, fewer features, the same modules,
-   and `DecoderPlan.parallel`. Its modules are plain, so they can be quantised or packed like any other.
+   and `DecoderPlan.parallel`. Its modules are plain, so they can be quantized or packed like any other.
 2. `wrap_outputs` puts `AllReduce` and `ShardedHead` around the modules that give parts; the model's own forward is
-   right again then. Between 1 and 2 modules may be replaced (quantisation, a checkpoint that was sharded itself).
+   right again then. Between 1 and 2 modules may be replaced (quantization, a checkpoint that was sharded itself).
 3. `ipex_llm.model_runner.program` takes the modules inside, which do not reduce, and appends
    ``plan.parallel.emit_all_reduce(builder, y)`` behind output and down projections and experts - before the residual is
    added, which every rank has - and ``emit_head_input`` and ``emit_head_output`` around the head. The native op
@@ -19,7 +19,7 @@ How the parts fit together:
 4. A biased projection has its bias on rank 0 only, so nobody needs to know about it.
 5. A model that is sharded already is matched like any other; `parallel_plan` turns what is found into a plan as in 1.
    `adopt` makes such a model of one that DeepSpeed or transformers have divided, `load_parts` of one that takes its
-   weights from a quantised checkpoint.
+   weights from a quantized checkpoint.
 """
 
 from __future__ import annotations

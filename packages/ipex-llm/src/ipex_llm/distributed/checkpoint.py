@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank's part of a quantised checkpoint for tensor parallelism.
+"""Each rank's part of a quantized checkpoint for tensor parallelism.
 
 Projections to heads and into the MLP are split by output features, those out of them by input features, so that the
 sum over the ranks is the result. The unit is a key/value head with its query heads, or a piece of the MLP; where units
@@ -82,7 +82,7 @@ class Splitter:
         world_size: Number of ranks.
         heads: Query heads of the model.
         kv_heads: Key/value heads of the model.
-        method: The quantisation method.
+        method: The quantization method.
         grain: Input features of the MLP that stay together.
         group_size: Input features that share a scale, or -1.
         desc_act: Whether input features are grouped in another order than theirs.

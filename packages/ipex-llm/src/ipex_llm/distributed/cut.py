@@ -21,7 +21,7 @@ def _weight(module: nn.Module) -> nn.Parameter:
     if weight is None or weight.dim() != 2 or not weight.is_floating_point():
         raise OpArgumentError(
             f"optimize: model must have floating point weights, got a {type(module).__name__} without:"
-            " shard first and quantise then, or load a checkpoint that is sharded itself"
+            " shard first and quantize then, or load a checkpoint that is sharded itself"
             " (ipex.llm.utils.load_low_precision_checkpoint)"
         )
     return weight

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that becomes a rank's part by loading it: from a quantised checkpoint that has been divided."""
+"""A model that becomes a rank's part by loading it: from a quantized checkpoint that has been divided."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def load_parts(
     config: Any,
     parallel: TensorParallel,
 ) -> None:
-    """Load a rank's part of a quantised checkpoint into a whole model, in place, and make its forward right.
+    """Load a rank's part of a quantized checkpoint into a whole model, in place, and make its forward right.
 
     Args:
         model: The model; on the meta device, or with any weights.
         tensors: What ``load_low_precision_checkpoint(path, rank, world_size)`` returns for this rank; or the whole
             checkpoint, which is divided then.
-        scheme: Its quantisation config.
+        scheme: Its quantization config.
         config: How to compute, or None.
         parallel: The group.
 

@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 class ShardedModule(nn.Module):
     """Base: holds a module as ``linear``, and shows its attributes and its state dict as if it were that module.
 
-    The one inside is what is packed, quantised or fused.
+    The one inside is what is packed, quantized or fused.
     """
 
     def __init__(self, linear: nn.Module, parallel: TensorParallel) -> None:

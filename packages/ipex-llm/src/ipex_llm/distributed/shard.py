@@ -308,7 +308,7 @@ def wrap_outputs(model: nn.Module, plan: DecoderPlan) -> None:
 
     Args:
         model: The model.
-        plan: A plan of `shard_plan`, whose modules may have been replaced in between (quantised).
+        plan: A plan of `shard_plan`, whose modules may have been replaced in between (quantized).
     """
     parallel = plan.parallel
     if parallel is None:

@@ -141,7 +141,7 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def penalised(self) -> bool:
+    def penalized(self) -> bool:
         """Whether logits depend on the tokens before."""
         return (
             self.repetition_penalty != 1

@@ -66,7 +66,7 @@ def _group(params: SamplingParams) -> tuple[float, int, float, float] | None:
 
 
 def _changed(request: Request) -> bool:
-    return request.params.penalised or request.new_tokens < request.params.min_new_tokens
+    return request.params.penalized or request.new_tokens < request.params.min_new_tokens
 
 
 def _change(request: Request, row: Tensor) -> None:

@@ -12,7 +12,7 @@ _RUNNER = ("forward", "new_cache", "cache_bytes", "plan", "vocab_size")
 
 
 def runner_of(model: Any) -> Any:
-    """Return the runner of an optimised model, or the runner itself.
+    """Return the runner of an optimized model, or the runner itself.
 
     Raises:
         TypeError: The model has none.

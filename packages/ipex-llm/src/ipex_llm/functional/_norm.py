@@ -17,7 +17,7 @@ _OPS = torch.ops.ipex
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Normalise over the last dimension by the root mean square, computed in float32.
+    """Normalize over the last dimension by the root mean square, computed in float32.
 
     Args:
         hidden_states: ``[..., N]``, float32, bfloat16 or float16.
@@ -45,7 +45,7 @@ def fast_layer_norm(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Normalise over the last dimensions by mean and variance, computed in float32.
+    """Normalize over the last dimensions by mean and variance, computed in float32.
 
     Args:
         hidden_states: ``[..., *normalized_shape]``, float32, bfloat16 or float16.

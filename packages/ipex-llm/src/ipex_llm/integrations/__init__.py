@@ -4,7 +4,7 @@
 ==========================  ==========================================================================================
 `register_transformers`     ``attn_implementation="ipex"`` and folders of ``ipex.quantization.save`` in
                             ``from_pretrained``
-`IpexConfig`                the configuration of the latter, to quantise while loading
+`IpexConfig`                the configuration of the latter, to quantize while loading
 ``vllm``                    the plug-in of vLLM, active with ``VLLM_PLUGINS=ipex``
 ==========================  ==========================================================================================
 """

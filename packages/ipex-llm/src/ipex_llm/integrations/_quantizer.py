@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of `ipex_quant.save` in ``from_pretrained`` of transformers, and quantisation while loading."""
+"""Folders of `ipex_quant.save` in ``from_pretrained`` of transformers, and quantization while loading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("ipex")
 
 
 class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """How `from_pretrained` quantises a float model, or what a folder of ``ipex.quantization.save`` says about itself.
+    """How `from_pretrained` quantizes a float model, or what a folder of ``ipex.quantization.save`` says about itself.
 
     Args:
         weight_dtype: ``"int8"``, ``"int4"``, ``"nf4"``, ``"fp4"``, ``"mxfp4"`` or ``"fp8"``.
@@ -75,7 +75,7 @@ class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.qconfig()  # raises before anything is loaded
 
     def qconfig(self) -> Any:
-        """Return how linear layers are quantised, as `ipex_quant.quantize_linears` takes it.
+        """Return how linear layers are quantized, as `ipex_quant.quantize_linears` takes it.
 
         Raises:
             ValueError: The values do not fit together.
@@ -97,13 +97,13 @@ class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class _Place(nn.Module):
-    """Where a quantised layer will be: without tensors, so that transformers has none to load or to make up."""
+    """Where a quantized layer will be: without tensors, so that transformers has none to load or to make up."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.in_features = getattr(layer, "in_features", None)
         self.out_features = getattr(layer, "out_features", None)
-        # Blocks that initialise the layers inside them look for these; a tensor that is no parameter is none to load.
+        # Blocks that initialize the layers inside them look for these; a tensor that is no parameter is none to load.
         for name in ("weight", "bias"):
             value = getattr(layer, name, None)
             if value is not None:
@@ -113,7 +113,7 @@ class _Place(nn.Module):
 
 
 class IpexQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Loads what `ipex_quant.save` wrote, or quantises the linear layers of a float model after loading."""
+    """Loads what `ipex_quant.save` wrote, or quantizes the linear layers of a float model after loading."""
 
     requires_calibration = False
 

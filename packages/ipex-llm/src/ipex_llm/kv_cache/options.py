@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ipex_core.errors import OpArgumentError
-from ipex_core.ops.kv_cache.checks import QUANTISED
+from ipex_core.ops.kv_cache.checks import QUANTIZED
 from ipex_llm.arch.types import DecoderPlan
 from ipex_llm.kv_cache.paged import CACHE_DTYPES
 from ipex_quant.kv_cache import KVCacheScales, read_kv_cache_scales
@@ -25,8 +25,8 @@ def kv_dtype(value: Any) -> torch.dtype | None:
             names = ", ".join(map(repr, CACHE_DTYPES))
             raise OpArgumentError(f"optimize: kv_cache_dtype must be one of {names}, got {value!r}")
         return CACHE_DTYPES[value]
-    if value not in (None, *QUANTISED):
-        names = ", ".join(map(str, QUANTISED))
+    if value not in (None, *QUANTIZED):
+        names = ", ".join(map(str, QUANTIZED))
         raise OpArgumentError(
             f"optimize: kv_cache_dtype must be None or one of {names}, got {value!r}"
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.ops.kv_cache.checks import QUANTISED
+from ipex_core.ops.kv_cache.checks import QUANTIZED
 from ipex_llm.kv_cache.memory import CacheMemoryError, available_memory, format_bytes
 
 __all__ = ["CACHE_DTYPES", "LayerShape", "PagedCache", "Sequences", "Step", "cache_dtype"]
@@ -41,8 +41,8 @@ def cache_dtype(value: Any, own: torch.dtype) -> torch.dtype:
         value = CACHE_DTYPES[value]
     if value is None:
         return own
-    if value not in (own, *QUANTISED):
-        names = ", ".join(map(str, (own, *QUANTISED)))
+    if value not in (own, *QUANTIZED):
+        names = ", ".join(map(str, (own, *QUANTIZED)))
         raise ValueError(f"PagedCache: dtype must be one of {names} or None, got {value!r}")
     assert isinstance(value, torch.dtype)
     return value
@@ -109,7 +109,7 @@ class PagedCache:
         start = 0
         while start < len(
             self.layers
-        ):  # neighbours of one shape share an allocation: one copy moves a block
+        ):  # neighbors of one shape share an allocation: one copy moves a block
             shape = self.layers[start]
             end = start
             while end < len(self.layers) and self.layers[end] == shape:
@@ -192,7 +192,7 @@ class PagedCache:
                 picked = picked.float() * tensors[2 + part][index].unsqueeze(-1)
             elif self.scales is not None:
                 picked = picked.float() * self.scales[layer][part]
-            elif self.dtype in QUANTISED:
+            elif self.dtype in QUANTIZED:
                 picked = picked.float()
             found.append(picked.transpose(0, 1).flatten(1, 2)[:, :length])
         latent = self.layers[layer].latent
@@ -203,7 +203,7 @@ class PagedCache:
 
 def _raw(store: Tensor) -> Tensor:
     """Bytes instead of 8-bit numbers: torch cannot index floats of them."""
-    return store.view(torch.uint8) if store.dtype in QUANTISED else store
+    return store.view(torch.uint8) if store.dtype in QUANTIZED else store
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ __all__ = ["CacheState", "adopt", "cache_class", "state_of_cache"]
 Tensor = torch.Tensor
 KEY = "_ipex_cache"
 
-#: Rows of a block: a beam that leaves its neighbours copies at most so many rows.
+#: Rows of a block: a beam that leaves its neighbors copies at most so many rows.
 BLOCK = 32
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders: reading, writing and quantising safetensors files piece by piece."""
+"""Model folders: reading, writing and quantizing safetensors files piece by piece."""

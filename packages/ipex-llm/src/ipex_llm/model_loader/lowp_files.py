@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a quantised checkpoint: which there are, and their tensors one at a time."""
+"""The files of a quantized checkpoint: which there are, and their tensors one at a time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model_config(op: str, folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def quantization_config(op: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return what config.json or a file beside it says about the quantisation."""
+    """Return what config.json or a file beside it says about the quantization."""
     for source in (config, config.get("text_config") or {}):
         found = source.get("quantization_config") or source.get("compression_config")
         if isinstance(found, dict):

@@ -104,7 +104,7 @@ def _add(
 def _order(op: str, name: str, rows: int, heads: int) -> Tensor:
     """Return where row i of Hugging Face's weight is in llama.cpp's.
 
-    In a head llama.cpp rotates neighbours, Hugging Face's models rotate a row and the one half a head away.
+    In a head llama.cpp rotates neighbors, Hugging Face's models rotate a row and the one half a head away.
     """
     check(rows % (2 * heads) == 0, op, name, f"have rows for {heads} heads of even size", rows)
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()

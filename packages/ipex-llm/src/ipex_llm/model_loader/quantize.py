@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantising a model folder, a few rows at a time: no model is built, and no tensor is ever whole in memory."""
+"""Quantizing a model folder, a few rows at a time: no model is built, and no tensor is ever whole in memory."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def quantize_folder(
     shard_bytes: int = 2 << 30,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Summary:
-    """Write a model folder with quantised weights.
+    """Write a model folder with quantized weights.
 
     Work goes on in ``TARGET.partial``, which becomes the target when it is complete. If a run is killed, the next one
     with the same arguments and source goes on behind the last tensor that was written.
@@ -104,7 +104,7 @@ def quantize_folder(
         target: Must not exist, or be empty.
         scheme: See `make_scheme`.
         skip: Regular expressions; weights whose module name contains one stay as they are.
-        head: Quantise the head too.
+        head: Quantize the head too.
         shard_bytes: Most bytes of an output file.
         on_progress: Called for each tensor, and some times within large ones.
 
@@ -112,7 +112,7 @@ def quantize_folder(
         What was done.
 
     Raises:
-        CheckpointError: The source is incomplete, damaged, already quantised or of a kind that is not supported.
+        CheckpointError: The source is incomplete, damaged, already quantized or of a kind that is not supported.
         FileExistsError: The target exists.
         re.error: One of ``skip`` is no regular expression.
     """
@@ -120,7 +120,7 @@ def quantize_folder(
     about = stored_quantization(source, config)
     if about is not None:
         method = about.get("quant_method", "unknown")
-        raise CheckpointError(f"{source} must not be quantised already, got method {method!r}")
+        raise CheckpointError(f"{source} must not be quantized already, got method {method!r}")
     if config.get("model_type") in _TRANSPOSED:
         raise CheckpointError(
             f"{source} must store linear weights as [out, in], got model type {config['model_type']!r}"
@@ -167,7 +167,7 @@ def _plan(source: Path, scheme: Scheme, skip: Sequence[re.Pattern[str]], head: b
             items[name] = _Item(name, entry, outputs, quantized)
     if not any(item.quantized for item in items.values()):
         raise CheckpointError(
-            f"{source} must have 2-D float weights of linear layers to quantise, got none"
+            f"{source} must have 2-D float weights of linear layers to quantize, got none"
         )
     # By name, with numbers as numbers: the same order in each run, and layers one after the other.
     return sorted(items.values(), key=lambda item: _natural(item.name))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a quantised weight is stored, scheme by scheme, and what ``config.json`` says about it.
+"""How a quantized weight is stored, scheme by scheme, and what ``config.json`` says about it.
 
 In place of ``NAME.weight`` ``[N, K]`` there are, with G groups of K,
 

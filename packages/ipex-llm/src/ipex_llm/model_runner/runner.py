@@ -11,7 +11,7 @@ import torch
 
 from ipex_core.library.spec import FLOATS
 from ipex_core.nn.rope import rope_frequencies
-from ipex_core.ops.kv_cache.checks import QUANTISED
+from ipex_core.ops.kv_cache.checks import QUANTIZED
 from ipex_core.program import Program
 from ipex_llm.arch.reference import query_factors
 from ipex_llm.arch.types import AttentionPlan, DecoderPlan, RopePlan
@@ -110,7 +110,7 @@ class Runner:
 
     def _scales(self, dtype: torch.dtype | None) -> tuple[tuple[float, float], ...] | None:
         """Return the scales of the layers of a cache, if it has them."""
-        if self.kv_scales is None or dtype not in QUANTISED:
+        if self.kv_scales is None or dtype not in QUANTIZED:
             return None
         return self.kv_scales.of(dtype)
 

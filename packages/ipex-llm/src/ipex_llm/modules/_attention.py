@@ -113,7 +113,7 @@ class PagedAttention:
                 What is behind the last token is not read.
             kv_cache_dtype: ``"auto"`` (what the caches are), or a demand: ``"fp8"`` or ``"fp8_e5m2"``,
                 ``"fp8_e4m3"``, ``"int8"``.
-            k_scale: Value of 1 in a quantised key cache.
+            k_scale: Value of 1 in a quantized key cache.
             v_scale: The same for the values.
 
         Raises:
@@ -180,7 +180,7 @@ class PagedAttention:
             max_context_len: At least the largest of ``context_lens``.
             alibi_slopes: ``[heads]`` float32 or None.
             rest: ``kv_cache_dtype``: as for `reshape_and_cache`; the cache itself says it. ``window_size``: Keys that
-                the query sees, its own included; -1: all. ``k_scale``: Factor on the numbers of a quantised key cache.
+                the query sees, its own included; -1: all. ``k_scale``: Factor on the numbers of a quantized key cache.
                 ``v_scale``: The same for the values. ``softcap``: If positive, scores become
                 ``softcap * tanh(scores / softcap)``.
             named: The same by name.
@@ -271,7 +271,7 @@ class PagedAttention:
             window_size_left: How many earlier keys a token sees; negative: all.
             window_size_right: How many later keys; negative: all.
             kv_cache_dtype: As for `reshape_and_cache`.
-            k_scale: Factor on the numbers of a quantised key cache.
+            k_scale: Factor on the numbers of a quantized key cache.
             v_scale: The same for the values.
             softcap: If positive, scores become ``softcap * tanh(scores / softcap)``.
 

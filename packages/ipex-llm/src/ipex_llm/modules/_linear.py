@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers with what follows them, in one op.
 
-Any module can be wrapped. A `torch.nn.Linear`, one that `ipex.optimize` has packed and a quantised layer (any
+Any module can be wrapped. A `torch.nn.Linear`, one that `ipex.optimize` has packed and a quantized layer (any
 `ipex_core.nn.FusableLinear`) run fused; others run as they are, with the rest behind them. The weight of a plain
 `torch.nn.Linear` is packed at the first call that needs no gradient, in evaluation mode; the layer stays the same
 object with the same state dict. In training mode, and where a gradient is required, the operations run one by one.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantised weights that `GatedMLPMOE` takes."""
+"""The quantized weights that `GatedMLPMOE` takes."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(hidden_states, weight, eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[..., hidden_size]``."""
+        """Normalize ``[..., hidden_size]``."""
         return functional.rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
@@ -115,7 +115,7 @@ class FastLayerNorm(nn.Module):
         return functional.fast_layer_norm(hidden_states, normalized_shape, weight, bias, eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise ``[..., *normalized_shape]``."""
+        """Normalize ``[..., *normalized_shape]``."""
         arguments: Any = (self.normalized_shape, self.weight, self.bias, self.eps)
         return functional.fast_layer_norm(hidden_states, *arguments)
 

@@ -69,7 +69,7 @@ def optimize(
     before, with the same tokens in float32. If the structure of its decoder is understood, the whole stack runs as one
     program per step over a paged cache (depth 3); otherwise each decoder layer that is understood runs as one program
     (depth 2), and the layers of the rest are made faster one by one (depth 1). `ipex.explain` tells which, and
-    `ipex.restore` undoes it (but for quantised weights).
+    `ipex.restore` undoes it (but for quantized weights).
 
     Args:
         model: Model in inference mode. A ``torch.jit.ScriptModule`` is returned untouched.
@@ -78,13 +78,13 @@ def optimize(
         inplace: Change ``model`` itself. Otherwise a deep copy is changed and ``model`` stays as it is.
         device: ``"cpu"``, or ``"xpu"``: the model is moved there and runs layer by layer, with fused ops for its norms
             and gated MLPs; ``tp_group`` and ``kv_cache_dtype`` must be None.
-        quantization_config: Weight-only quantisation, of ``ipex.quantization.get_weight_only_quant_qconfig_mapping``,
+        quantization_config: Weight-only quantization, of ``ipex.quantization.get_weight_only_quant_qconfig_mapping``,
             or static INT8 of activations and weights, of ``get_smooth_quant_qconfig_mapping`` or another mapping for
             ``ipex.quantization.prepare``. A static model runs layer by layer; the options of caches and depths are not
             for it.
         qconfig_summary_file: For static INT8: the scales that ``save_qconf_summary`` of the calibrated model wrote.
             None: the model is returned as it is, to be calibrated.
-        low_precision_checkpoint: Quantised weights, of ``ipex.llm.utils.load_low_precision_checkpoint``.
+        low_precision_checkpoint: Quantized weights, of ``ipex.llm.utils.load_low_precision_checkpoint``.
         sample_inputs: For static INT8: inputs to run the model once, a tuple or a dict. None: those that transformers
             has for each model. Nothing else needs them.
         deployment_mode: True: run the whole decoder as a program. False: only make layers faster, so that
@@ -223,7 +223,7 @@ def _proven_layers(model: nn.Module, dtype: torch.dtype) -> list[Found]:
 
 
 def _attach_layers(model: nn.Module, layers: list[Found], dtype: torch.dtype | None) -> list[Found]:
-    """Let layers run as their plans and return them; where a plan fails, its layer is optimised as the others are."""
+    """Let layers run as their plans and return them; where a plan fails, its layer is optimized as the others are."""
     refused = attach_layers(model, layers)
     if refused:
         ipex_core.restore(model)
@@ -249,7 +249,7 @@ def _report(
         return text
     op = "ipex::program_run"
     for name, module, problem in notes:
-        said = "quantised" if problem is None else f"experts are not quantised: {problem}"
+        said = "quantized" if problem is None else f"experts are not quantized: {problem}"
         target = "ipex::fused_experts" if problem is None else ""
         log.add(name, module, "experts", problem is None, said, target)
     log.add("", model, "llm", reason is None, text, op if reason is None or whole else "")
@@ -315,7 +315,7 @@ def _grains(config: Any) -> tuple[int, ...]:
 
 
 def _divide_head(model: nn.Module, plan: DecoderPlan | None) -> DecoderPlan | None:
-    """Divide the head of a model whose layers were divided by loading them, if it is not quantised."""
+    """Divide the head of a model whose layers were divided by loading them, if it is not quantized."""
     if plan is None or plan.head is None or not _is_float(plan.head.modules[0]):
         return plan
     with torch.no_grad():

@@ -2,7 +2,7 @@
 """Our loops in the place of those of transformers, behind ``model.generate``.
 
 ``generate`` prepares everything as ever: generation config, processors of logits, stopping criteria, streamer. Only the
-loop itself is exchanged, and only where it can honour all of that; otherwise the loop of transformers runs on our
+loop itself is exchanged, and only where it can honor all of that; otherwise the loop of transformers runs on our
 forward, which is told once.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that bitsandbytes has quantised, read into `QuantizedWeight`.
+"""Weights that bitsandbytes has quantized, read into `QuantizedWeight`.
 
 4 bits: ``weight`` is one stream of codes over all rows, the first in the high nibble; ``weight.absmax`` has a scale for
 each block of it, as floats, or as indices of ``weight.nested_quant_map`` in blocks of their own; ``weight.quant_map``

@@ -398,7 +398,7 @@ class GgufFile:
         return self._bytes[entry.start : entry.start + entry.size].view(rows, -1)
 
     def floats(self, name: str) -> Tensor:
-        """Return a tensor as floats: mapped if it is stored so, else dequantised to float32."""
+        """Return a tensor as floats: mapped if it is stored so, else dequantized to float32."""
         entry = self.tensors[name]
         data = self.raw(name)
         if entry.type in FLOATS:
@@ -442,7 +442,7 @@ def entries(
         name: Its name there, with ``.weight`` or ``.bias``.
         target: The name in the state dict.
         order: Rows in another order, or None.
-        dense: Dequantise it; what is no 2-D weight always is.
+        dense: Dequantize it; what is no 2-D weight always is.
     """
     entry = file.tensors[name]
     if entry.type in FLOATS or dense or len(entry.shape) != 2 or not target.endswith(".weight"):
@@ -462,7 +462,7 @@ def read_gguf(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
         path: The file, any part of one that was split, or a folder with one.
 
     Returns:
-        ``(state_dict, quant_config)``, as `read_checkpoint` takes them. Quantised 2-D weights stay mapped bytes:
+        ``(state_dict, quant_config)``, as `read_checkpoint` takes them. Quantized 2-D weights stay mapped bytes:
         uint8 ``NAME.gguf_blocks`` and the id of their type, ``NAME.gguf_type``. Everything else is floats. The
         metadata of the file is ``quant_config["metadata"]``.
 

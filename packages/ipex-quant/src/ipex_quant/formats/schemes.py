@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the quantisation configuration of a checkpoint says about one of its layers."""
+"""What the quantization configuration of a checkpoint says about one of its layers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LayerScheme:
 
 
 def method_of(op: str, config: Mapping[str, Any] | None) -> str:
-    """Return the quantisation method that a configuration names."""
+    """Return the quantization method that a configuration names."""
     if config is None:
         return "gptq"
     kind = type(config).__name__

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ipex_core.library.spec import check
-from ipex_core.optimization.records import QUANTISATION, Quantisation, quantisation_of
+from ipex_core.optimization.records import QUANTIZATION, Quantization, quantization_of
 from ipex_core.packing.quantize import DTYPES, amax, to_fp8
 from ipex_core.util.arguments import also_named
 from ipex_quant.fp8.linear import EMULATED, FP8Linear
@@ -87,7 +87,7 @@ def convert_rec(m: nn.Module, optimizer: Any = None, device: str = "cpu") -> nn.
         device: ``"cpu"``.
     """
     check(str(device) == "cpu", "convert_rec", "device", "be 'cpu'", repr(device))
-    log = quantisation_of(m) or Quantisation()
+    log = quantization_of(m) or Quantization()
     made: dict[int, FP8Linear] = {}
     for path, module in list(m.named_modules(remove_duplicate=False)):
         if type(module) is not nn.Linear:
@@ -100,7 +100,7 @@ def convert_rec(m: nn.Module, optimizer: Any = None, device: str = "cpu") -> nn.
             m = new
         else:
             replace_module(m, path, new)
-    m.__dict__[QUANTISATION] = log
+    m.__dict__[QUANTIZATION] = log
     return m
 
 

@@ -66,7 +66,7 @@ def prepare(
     `convert` at once.
 
     A model that is prepared already is prepared anew, without what was observed. A model without a layer that the
-    configuration quantises gives a warning, and `convert` returns it as it is.
+    configuration quantizes gives a warning, and `convert` returns it as it is.
 
     Args:
         model: A float model. With a static configuration the result is in evaluation mode; a warning tells so where
@@ -227,7 +227,7 @@ def _what_is_asked(model: nn.Module, mapping: QConfigMapping, has_examples: bool
 
 
 def _what_there_is(model: nn.Module, mapping: QConfigMapping) -> str:
-    """Return what an error says of a model without a layer that the configuration quantises."""
+    """Return what an error says of a model without a layer that the configuration quantizes."""
     named = any(
         type(module) in _CONVS and qconfig_of(mapping, name, module) is not None
         for name, module in model.named_modules()
@@ -237,7 +237,7 @@ def _what_there_is(model: nn.Module, mapping: QConfigMapping) -> str:
 
 def _warn_of_nothing(there: str) -> None:
     warnings.warn(
-        f"prepare: the model has no layers that the configuration quantises, got {there}; it stays as it is",
+        f"prepare: the model has no layers that the configuration quantizes, got {there}; it stays as it is",
         stacklevel=3,
     )
 

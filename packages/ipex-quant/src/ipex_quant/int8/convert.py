@@ -18,7 +18,7 @@ from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconf
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.optimization.passes.layout import auto_channels_last
-from ipex_core.optimization.records import QUANTISATION, Quantisation, quantisation_of
+from ipex_core.optimization.records import QUANTIZATION, Quantization, quantization_of
 from ipex_core.util.quiet import quiet
 from ipex_quant.int8.boundary import Codes, Early, Fused, Scale, Start
 from ipex_quant.int8.dataflow import _tensors as tensors_of
@@ -176,7 +176,7 @@ def compare(
         print(f"{row[0]:<{width}}  {row[1]:>7}  {row[2]:>8}")
     for note in notes:
         print(note)
-    log = quantisation_of(model)
+    log = quantization_of(model)
     if log is not None:
         log.notes += [f"check: cosine of the outputs {worst:.5f}", *notes]
     if worst < min_cosine:
@@ -192,7 +192,7 @@ def compare(
 # --- Putting INT8 layers into a model, in place ----------------------------------------------------------------------
 
 
-#: Of each quantised layer: path of the float module and of the INT8 module that give the same output.
+#: Of each quantized layer: path of the float module and of the INT8 module that give the same output.
 Names = list[tuple[str, str, str]]
 
 _STEP = "int8"
@@ -204,7 +204,7 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
     assert state is not None
     detach(model)
     dtypes = dtypes_of(model)
-    conversion = _Conversion(model, state, replan(model, state), Quantisation(), [])
+    conversion = _Conversion(model, state, replan(model, state), Quantization(), [])
     conversion.layers()
     conversion.pools()
     conversion.products()
@@ -216,7 +216,7 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
     conversion.weight_only_layers()
     conversion.nothing()
     keep_dtypes(model, dtypes)
-    model.__dict__[QUANTISATION] = conversion.log
+    model.__dict__[QUANTIZATION] = conversion.log
     return model, conversion.names
 
 
@@ -227,7 +227,7 @@ class _Conversion:
     model: nn.Module
     state: Prepared
     plan: Plan
-    log: Quantisation
+    log: Quantization
     names: Names
 
     def layers(self) -> None:
@@ -334,7 +334,7 @@ class _Conversion:
             self.log.add("", type(self.model).__name__, _STEP, False, text)
 
     def weight_only_layers(self) -> None:
-        """Quantise the weights of layers that a weight-only configuration names."""
+        """Quantize the weights of layers that a weight-only configuration names."""
         if self.state.weight_only is None:
             return
         for path in quantize_linears(self.model, self.state.weight_only):
@@ -469,7 +469,7 @@ def _source_of(watch: Any) -> str:
 
 
 def _note(
-    log: Quantisation, state: Prepared, layer: Layer, module: nn.Module, made: Any, folded: bool
+    log: Quantization, state: Prepared, layer: Layer, module: nn.Module, made: Any, folded: bool
 ) -> None:
     watch = state.watches[layer.source]
     source = f"SmoothQuant, {watch.runs} runs" if layer.smooth and watch.runs else _source_of(watch)
@@ -480,7 +480,7 @@ def _note(
     if computed:
         text += f"; computes {', '.join(computed)} too"
     if getattr(made, "group", None) is not None:
-        text += f"; input quantised once for {', '.join(made.group.members)}"
+        text += f"; input quantized once for {', '.join(made.group.members)}"
     if layer.codes:
         text += "; passes uint8 on"
     kernel = "int8_linear" if layer.kind == "linear" else "onednn qconv"

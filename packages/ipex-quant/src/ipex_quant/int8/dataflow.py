@@ -27,7 +27,7 @@ __all__ = ["Add", "Event", "Flow", "activation_of", "record", "role_of"]
 
 
 class Add(nn.Module):
-    """``a + b`` as a module; stands in a forward that was rewritten, so that it can be quantised."""
+    """``a + b`` as a module; stands in a forward that was rewritten, so that it can be quantized."""
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Return the sum."""
@@ -160,7 +160,7 @@ def activation_of(module: nn.Module) -> str:
 
 
 def role_of(module: nn.Module) -> str:
-    """Return what a module means to quantisation, or an empty string to look at what its forward does."""
+    """Return what a module means to quantization, or an empty string to look at what its forward does."""
     kind = type(module)
     if kind is nn.Linear:
         return "linear"

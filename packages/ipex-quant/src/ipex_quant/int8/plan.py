@@ -132,7 +132,7 @@ def make_plan(
     bn_folding: bool = True,
     named: frozenset[str] = frozenset(),
 ) -> Plan:
-    """Decide what to quantise from one recorded run, and which functions of products are among it."""
+    """Decide what to quantize from one recorded run, and which functions of products are among it."""
     modules = dict(model.named_modules())
     plan = Plan({}, {}, {}, {})
     for path, module in modules.items():
@@ -362,7 +362,7 @@ def _takes_codes(
     sums: dict[str, Layer],
     value: int,
 ) -> bool:
-    """Return whether everyone who reads a value is a quantised layer."""
+    """Return whether everyone who reads a value is a quantized layer."""
     events = flow.consumers.get(value, [])
     if value in flow.results or not events:
         return False

@@ -288,7 +288,7 @@ def _module_for(node: fx.Node) -> nn.Module | None:
         return Interaction() if len(operands) == len(node.args) > 1 else None
     if (by_function and node.target in _PRODUCT_TARGETS) or (by_method and node.target in PRODUCTS):
         plain = len(operands) == len(node.args) == 2 and not node.kwargs
-        # A parameter is no activation: it would be quantised at each call.
+        # A parameter is no activation: it would be quantized at each call.
         return MatMul() if plain and all(it.op != "get_attr" for it in operands) else None
     kind = _FUNCTIONS.get(node.target) if by_function else _MODULES.get(str(node.target))
     options = {name: value for name, value in node.kwargs.items() if name != "inplace"}

@@ -28,7 +28,7 @@ from torch import fx, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
-from ipex_core.optimization.records import QUANTISATION, Quantisation, Record, quantisation_of
+from ipex_core.optimization.records import QUANTIZATION, Quantization, Record, quantization_of
 from ipex_quant.int8.boundary import Fused, Start
 from ipex_quant.int8.dataflow import activation_of
 from ipex_quant.int8.modules import recurrent as _int8_recurrent
@@ -113,8 +113,8 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
 
 
 def records(model: nn.Module) -> dict[str, Any]:
-    """Return what ``ipex.explain`` shows of the quantisation, for ``quantization_config``."""
-    log = quantisation_of(model)
+    """Return what ``ipex.explain`` shows of the quantization, for ``quantization_config``."""
+    log = quantization_of(model)
     if log is None:
         return {}
     return {"records": [dataclasses.astuple(it) for it in log.records], "notes": log.notes}
@@ -128,7 +128,7 @@ def restore_records(op: str, model: nn.Module, about: Mapping[str, Any]) -> None
         found = [Record(*row) for row in about["records"]]
     except TypeError as error:
         raise OpArgumentError(f"{op}: records must have rows of 6, got {error}") from error
-    model.__dict__[QUANTISATION] = Quantisation(found, list(about.get("notes", ())))
+    model.__dict__[QUANTIZATION] = Quantization(found, list(about.get("notes", ())))
 
 
 def rebuild(
@@ -186,7 +186,7 @@ def rebuild(
 
 
 def _share_inputs(entries: Mapping[str, Any], made: dict[str, nn.Module]) -> None:
-    """Put layers that quantise their input together into groups again."""
+    """Put layers that quantize their input together into groups again."""
     layers = {m.name: m for m in made.values() if isinstance(m, Int8Linear)}
     for members in {tuple(it["group"]) for it in entries.values() if it.get("group")}:
         if all(name in layers for name in members):

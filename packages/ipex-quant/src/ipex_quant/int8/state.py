@@ -48,7 +48,7 @@ class Prepared:
         loaded: Scale and channel scales of layers from a file.
         blocks: What the blocks are called with whose layers get one alpha.
         named: Functions of products of activations that the configuration names.
-        weight_only: The mapping, if it says of which layers the weights alone are quantised.
+        weight_only: The mapping, if it says of which layers the weights alone are quantized.
     """
 
     qconfigs: dict[str, Any]

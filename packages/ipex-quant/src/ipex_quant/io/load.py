@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised models from the folders that `ipex_quant.io.save` writes."""
+"""Quantized models from the folders that `ipex_quant.io.save` writes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load(
         folder: The folder.
         model: A float model of the same structure, with any weights or on the meta device; it is changed in place.
             None for models of transformers, whose class ``config.json`` names.
-        progress: Called with the number of quantised layers done, of all, and the name of the last one.
+        progress: Called with the number of quantized layers done, of all, and the name of the last one.
         trust_remote_code: Run the Python code that ``config.json`` names (``auto_map``) as the model's class or
             configuration. Nobody is ever asked: without it such a folder is an error.
 
@@ -208,7 +208,7 @@ def _make(op: str, folder: Path, config: Mapping[str, Any], trusted: bool) -> nn
         del settings.quantization_config
     with no_init():
         check_fits(folder, config, lambda: kind(settings), quantized=True)
-    # Not on the meta device: buffers that no file has (of rotary embeddings) must be computed. Without initialisation
+    # Not on the meta device: buffers that no file has (of rotary embeddings) must be computed. Without initialization
     # the weights that are replaced are never touched, so they take no memory.
     with no_init(), building(folder):
         model: Any = kind(settings).eval()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``save_pretrained`` of models of transformers with weight-only quantised layers."""
+"""``save_pretrained`` of models of transformers with weight-only quantized layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["UNREADABLE", "describe_saved"]
 _NAME = "save_pretrained"
 _UPLOAD = "_upload_modified_files"
 
-#: The format of folders that only ``load_state_dict`` of a model with the same quantised layers can read.
+#: The format of folders that only ``load_state_dict`` of a model with the same quantized layers can read.
 UNREADABLE = "state_dict"
 
 
@@ -55,7 +55,7 @@ class SaveQuantized:
 
 
 def describe_saved(model: nn.Module) -> None:
-    """Let the models of transformers in a model say which of the layers that they save are quantised."""
+    """Let the models of transformers in a model say which of the layers that they save are quantized."""
     for module in model.modules():
         if hasattr(type(module), _NAME) and hasattr(getattr(module, "config", None), "to_dict"):
             module.__dict__[_NAME] = SaveQuantized(module)
@@ -76,7 +76,7 @@ def _describe(model: nn.Module, folder: Path) -> None:
 
 
 def _about(model: nn.Module, folder: Path) -> dict[str, Any] | None:
-    """Return what `ipex_quant.load` has to know about the files of a folder, None if nothing is quantised."""
+    """Return what `ipex_quant.load` has to know about the files of a folder, None if nothing is quantized."""
     from ipex_quant.int8.serialize import is_int8
     from ipex_quant.io.save import VERSION, about, ties
     from ipex_quant.weight_only.checkpoint import quantized_names
@@ -86,7 +86,7 @@ def _about(model: nn.Module, folder: Path) -> dict[str, Any] | None:
     try:
         saved: Any = {name for path in weight_files(folder) for name in read_header(path)}
         tied = ties(_NAME, model)
-    except (CheckpointError, OpArgumentError):  # other files than safetensors, or quantised experts
+    except (CheckpointError, OpArgumentError):  # other files than safetensors, or quantized experts
         return unreadable
     if any(is_int8(module) for module in model.modules()):
         return unreadable

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised models in folders: safetensors and JSON, written module by module, complete or not there at all.
+"""Quantized models in folders: safetensors and JSON, written module by module, complete or not there at all.
 
 ===================================  =================================================================================
 file                                 content
 ===================================  =================================================================================
-``model.safetensors``, or shards     all tensors by the names of ``model.state_dict()``; those of a quantised layer are
+``model.safetensors``, or shards     all tensors by the names of ``model.state_dict()``; those of a quantized layer are
 with ``model.safetensors.index...``  its codes, scales and zero points, and not the packed form
 ``config.json``                      the model's configuration, if it has one; ``quantization_config`` says how each
-                                     quantised layer computes, what shares its weight, and what else of the model
-                                     static quantisation changed
+                                     quantized layer computes, what shares its weight, and what else of the model
+                                     static quantization changed
 ``generation_config.json``           as ``transformers`` writes it, if the model has one
 ===================================  =================================================================================
 
@@ -17,8 +17,8 @@ Example:
     >>> from ipex_quant import load, quantize_linears, save, woq_qconfig
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).eval()
     >>> _ = quantize_linears(model, woq_qconfig(weight_dtype=2, group_size=32))
-    >>> _ = save(model, "quantised")  # doctest: +SKIP
-    >>> again = load("quantised", model=torch.nn.Sequential(...))  # doctest: +SKIP
+    >>> _ = save(model, "quantized")  # doctest: +SKIP
+    >>> again = load("quantized", model=torch.nn.Sequential(...))  # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _FORMATS = ("woq", "int8")
 def save(
     model: nn.Module, folder: str | os.PathLike[str], *, shard_bytes: int = 4 << 30
 ) -> tuple[str, ...]:
-    """Write a model with weight-only quantised or INT8 layers to a folder.
+    """Write a model with weight-only quantized or INT8 layers to a folder.
 
     What is written does not depend on the processor. One module at a time is unpacked. The folder appears when all is
     written; until then an older one of the same name stays as it is, and after an error or a kill too. What a killed
@@ -76,10 +76,10 @@ def save(
         shard_bytes: Most bytes of a file.
 
     Returns:
-        The names of the quantised layers, INT8 ones last.
+        The names of the quantized layers, INT8 ones last.
 
     Raises:
-        OpArgumentError: The model has no quantised layer, or something that safetensors cannot hold.
+        OpArgumentError: The model has no quantized layer, or something that safetensors cannot hold.
         FileExistsError: The folder has other things in it.
         OSError: Writing failed, for instance because the disk is full.
     """
@@ -93,7 +93,7 @@ def save(
     names = {n: m for n, m in model.named_modules() if isinstance(m, WoqLinearModule)}
     int8 = describe(model)
     known = bool(names) or int8 is not None
-    check(known, op, "model", "have quantised layers", type(model).__name__)
+    check(known, op, "model", "have quantized layers", type(model).__name__)
     shards, tied = _plan(op, model, shard_bytes)
     description = about(model, names, tied)
     if int8 is not None:
@@ -126,7 +126,7 @@ def is_saved(config: Mapping[str, Any] | None) -> bool:
 
 
 def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that have tensors of their own, each once; quantised layers have nothing below them."""
+    """Yield the modules that have tensors of their own, each once; quantized layers have nothing below them."""
     inside: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inside:
@@ -157,7 +157,7 @@ def entries(op: str, name: str, module: nn.Module) -> dict[str, Tensor]:
         check(value.dtype in NAMES, op, key, "have a dtype of safetensors", value.dtype)
         check(not value.is_meta, op, key, "have values", "a tensor on the meta device")
         other = key.endswith(".woq") and not isinstance(module, WoqLinearModule)
-        check(not other, op, "model", "have no quantised layers but linear ones", name)
+        check(not other, op, "model", "have no quantized layers but linear ones", name)
     return found  # type: ignore[no-any-return]
 
 
@@ -167,7 +167,7 @@ def identity(value: Tensor) -> tuple[Any, ...]:
 
 
 def ties(op: str, model: nn.Module) -> dict[str, str]:
-    """Return which names of tensors that are not quantised share the tensor of another."""
+    """Return which names of tensors that are not quantized share the tensor of another."""
     seen: dict[tuple[Any, ...], str] = {}
     tied: dict[str, str] = {}
     for name, module in modules(model):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of INT8 quantisation with IPEX's names: static, dynamic and SmoothQuant.
+"""Configurations of INT8 quantization with IPEX's names: static, dynamic and SmoothQuant.
 
 They are made of the observers of ``torch.ao.quantization``, so any other observer of it can be put in their place.
 """
@@ -111,7 +111,7 @@ def get_smooth_quant_qconfig_mapping(
     *,
     auto_alpha_args: Mapping[str, Any] | None = None,
 ) -> QConfigMapping:
-    """Return a mapping that quantises linear layers after moving outliers of activations into the weights.
+    """Return a mapping that quantizes linear layers after moving outliers of activations into the weights.
 
     Each input channel j of the activation is multiplied by
     ``(max|W_j| + 1e-6) ** (1 - alpha) / (max|X_j| + 1e-6) ** alpha`` and its weights are divided by it.

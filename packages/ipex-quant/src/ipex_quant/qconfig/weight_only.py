@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of weight-only quantisation, with IPEX's names and values.
+"""Configurations of weight-only quantization, with IPEX's names and values.
 
 Example:
     >>> from ipex_quant.qconfig.weight_only import WoqWeightDtype, get_weight_only_quant_qconfig_mapping
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class WoqLowpMode(IntEnum):
-    """What products with a quantised weight are computed in."""
+    """What products with a quantized weight are computed in."""
 
     NONE = 0  #: The dtype of the input.
     FP16 = 1  #: float16.
@@ -125,7 +125,7 @@ class _Fields(NamedTuple):
 
 
 class QConfigWoq(_Fields):
-    """How linear layers are quantised and computed. Made by `get_weight_only_quant_qconfig_mapping` or `woq_qconfig`.
+    """How linear layers are quantized and computed. Made by `get_weight_only_quant_qconfig_mapping` or `woq_qconfig`.
 
     Attributes:
         activation: Unused; torch expects it.
@@ -237,7 +237,7 @@ def get_weight_only_quant_qconfig_mapping(
     group_size: int = -1,
     weight_qscheme: int = WoqWeightQScheme.UNDEFINED,
 ) -> WoqQConfigMapping:
-    """Return a mapping that quantises the weights of all linear layers.
+    """Return a mapping that quantizes the weights of all linear layers.
 
     Args:
         weight_dtype: A `WoqWeightDtype`; ``torch.qint8`` and ``torch.quint4x2`` are deprecated names of INT8 and INT4.

@@ -29,11 +29,11 @@ class OutOfTime(Exception):
     """The budget is used up."""
 
 
-def speedup_of(model: nn.Module, quantised: nn.Module, args: Any, kwargs: Any) -> float:
+def speedup_of(model: nn.Module, quantized: nn.Module, args: Any, kwargs: Any) -> float:
     """Return how many times faster a model is than the float one on one batch, from paired timings."""
     functions = {
         "float": functools.partial(model, *args, **kwargs),
-        "int8": functools.partial(quantised, *args, **kwargs),
+        "int8": functools.partial(quantized, *args, **kwargs),
     }
     with torch.no_grad():
         times = paired(functions, seconds=0.5, min_rounds=3, warmup=1)
@@ -110,9 +110,9 @@ class Search:
             if self.results and self.expired():
                 raise OutOfTime
             self.on_trial(trial)
-            quantised = convert(self.prepared(trial), inplace=True)
-            accuracy = self.evaluate(quantised)
-            speedup = speedup_of(self.model, quantised, self.args, self.kwargs)
+            quantized = convert(self.prepared(trial), inplace=True)
+            accuracy = self.evaluate(quantized)
+            speedup = speedup_of(self.model, quantized, self.args, self.kwargs)
             known = self.state.results[trial.key] = (accuracy, speedup)
             self.state.save()
         result = Result(trial, *known, met=known[0] >= self.least)
@@ -197,17 +197,17 @@ class Search:
         return True
 
     def _noise(self, base: Trial, layers: Sequence[str], path: str) -> float:
-        """Return the squared error of the output when only one layer is quantised, from the file if it is there."""
+        """Return the squared error of the output when only one layer is quantized, from the file if it is there."""
         key = f"{base.key} {path}"
         if key not in self.state.noise:
             if self.expired():
                 raise OutOfTime
             others = tuple(name for name in layers if name != path)
             self.on_trial(dataclasses.replace(base, floats=others))
-            quantised = convert(self.prepared(dataclasses.replace(base, floats=others)), True)
+            quantized = convert(self.prepared(dataclasses.replace(base, floats=others)), True)
             noise = 0.0
             with torch.no_grad():
-                pairs = zip(self._outputs(self.model), self._outputs(quantised), strict=True)
+                pairs = zip(self._outputs(self.model), self._outputs(quantized), strict=True)
                 for expected, found in pairs:
                     noise += (expected - found).double().square().sum().item()
             self.state.noise[key] = noise if math.isfinite(noise) else 3e38

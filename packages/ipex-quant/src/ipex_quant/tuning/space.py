@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `autotune` chooses from: ways to quantise a model, and how each of them is prepared."""
+"""What `autotune` chooses from: ways to quantize a model, and how each of them is prepared."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = ["Criterion", "Trial", "configuration", "type_options"]
 
 log = logging.getLogger("ipex")
 _OP = "autotune"
-#: IPEX's examples name these; here they are never quantised on their own.
+#: IPEX's examples name these; here they are never quantized on their own.
 _NEVER_ALONE = frozenset({"add", "relu", "flatten", "matmul", "bmm", "embedding", "layernorm"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One way to quantise a model.
+    """One way to quantize a model.
 
     Attributes:
         method: ``"static"``, ``"min-max"``, ``"smooth"``, ``"dynamic"`` or ``"as prepared"``.
@@ -191,7 +191,7 @@ def _types(name: str, floating: bool) -> tuple[type[nn.Module], ...]:
     for kind in {*_STATIC, *_DYNAMIC}:
         kinds[kind.__name__.lower()] = (kind,)
     if name.lower() in _NEVER_ALONE and floating:
-        log.info("autotune: %s is not quantised on its own anyway", name)
+        log.info("autotune: %s is not quantized on its own anyway", name)
         return ()
     known = name.lower() in kinds
     check(known, _OP, "op_type_dict", f"have types out of {', '.join(kinds)}", name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How other quantisers lay out the codes of a weight in 32-bit words, read into one form."""
+"""How other quantizers lay out the codes of a weight in 32-bit words, read into one form."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class WoqWeightFormat(IntEnum):
 
 
 class QuantMethod(IntEnum):
-    """The quantiser whose layout a weight is in."""
+    """The quantizer whose layout a weight is in."""
 
     GPTQ_GEMM = 0
     AWQ_GEMM = 1
 
 
 class QuantDtype(IntEnum):
-    """What a weight from another quantiser is stored as."""
+    """What a weight from another quantizer is stored as."""
 
     INT4 = 0
 

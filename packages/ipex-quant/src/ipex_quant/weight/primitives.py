@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantising weights, per output channel or per block of input channels, and back: IPEX's functions and numbers.
+"""Quantizing weights, per output channel or per block of input channels, and back: IPEX's functions and numbers.
 
 Rows of a weight are output channels. The extremes of a row, or of a block of a row, set its scale; the range always
 contains zero, and a scale is never below the spacing of float32 at 1.
@@ -50,7 +50,7 @@ __all__ = [
 
 Tensor = torch.Tensor
 
-#: Weights quantised at a time: float32 copies of more than that would be larger than the layer.
+#: Weights quantized at a time: float32 copies of more than that would be larger than the layer.
 _PART = 1 << 18
 
 
@@ -66,7 +66,7 @@ def quantize_per_channel(
     zero_points: Tensor | None = None,
     sym_quant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Quantise a weight with one scale for each output channel.
+    """Quantize a weight with one scale for each output channel.
 
     Args:
         t: ``[N, K]``, float.
@@ -84,7 +84,7 @@ def quantize_per_channel(
     """
     op = "quantize_per_channel"
     kind = _checked(op, "t", t, dtype)
-    check(kind is not WoqWeightDtype.MXFP4, op, "dtype", "be quantised per block", "MXFP4")
+    check(kind is not WoqWeightDtype.MXFP4, op, "dtype", "be quantized per block", "MXFP4")
     codes, found, zeros = _quantize(op, t, kind, -1, scales, zero_points, sym_quant)
     return codes, found.flatten(), None if zeros is None else zeros.flatten()
 
@@ -97,7 +97,7 @@ def quantize_per_block(
     zero_points: Tensor | None = None,
     sym_quant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Quantise a weight with one scale for each block of ``group_size`` input channels of an output channel.
+    """Quantize a weight with one scale for each block of ``group_size`` input channels of an output channel.
 
     Args:
         input: ``[N, K]``, float.

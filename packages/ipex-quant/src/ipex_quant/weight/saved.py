@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a quantised layer is in a state dict: plain tensors, which every file format can hold.
+"""What a quantized layer is in a state dict: plain tensors, which every file format can hold.
 
 =========  ==================================================================================================
 key        tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One quantised weight, whatever it was made or read from."""
+"""One quantized weight, whatever it was made or read from."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def packable_group(group: int, in_features: int) -> int | None:
 
 
 def unpack(packed: Tensor) -> QuantizedWeight:
-    """Return the quantised weight that a packed one holds."""
+    """Return the quantized weight that a packed one holds."""
     layout = woq.describe(packed)
     codes, scales, zeros, g_idx = woq.unpack(packed)
     group = -1 if layout.group == layout.k else layout.group

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight-only quantisation with calibration data: AWQ, scales that protect the weights of large inputs.
+"""Weight-only quantization with calibration data: AWQ, scales that protect the weights of large inputs.
 
 A weight column times s, and its input divided by s, give the same output; a column that is large within its group is
 rounded more finely. The division is folded into what makes the input: a norm, or the rows of a linear layer in front.
@@ -51,7 +51,7 @@ def awq(
     qconfig: Any = None,
     progress: bool = True,
 ) -> nn.Module:
-    """Quantise the linear layers of a model's blocks by AWQ, in place.
+    """Quantize the linear layers of a model's blocks by AWQ, in place.
 
     For layers that see the same tensor ``n_grid`` powers of the mean magnitude of its features are tried as scales. The
     one with the smallest change of the outputs is folded into what makes the tensor, and weights are rounded to
@@ -69,7 +69,7 @@ def awq(
         pad_max_length: Longer samples are cut to so many tokens.
         n_grid: Powers to try, from 0 to 1.
         scale_dtype: float16, bfloat16 or float32.
-        modules_to_skip: Names, ends or patterns of layers that are not quantised.
+        modules_to_skip: Names, ends or patterns of layers that are not quantized.
         qconfig: How the layers compute, as for `gptq`.
         progress: Whether to show a progress bar if it takes long.
 
@@ -100,10 +100,10 @@ def awq(
 
     for block in blocks(model, samples, progress):
         layers = linears_of(block)
-        quantised = {n: m for n, m in layers.items() if not matches(n, skip)}
-        if quantised:
-            _scale(block, layers, set(quantised), rounded, n_grid)
-        for name, layer in quantised.items():
+        quantized = {n: m for n, m in layers.items() if not matches(n, skip)}
+        if quantized:
+            _scale(block, layers, set(quantized), rounded, n_grid)
+        for name, layer in quantized.items():
             codes, scales, zeros, _ = rounded(matrix_of(layer).float().t().contiguous(), name)
             k = codes.shape[0]
             index = torch.arange(k, dtype=torch.int32) // (k if group_size == -1 else group_size)
@@ -117,7 +117,7 @@ def awq(
 def _scale(
     block: Block,
     layers: dict[str, nn.Module],
-    quantised: set[str],
+    quantized: set[str],
     rounded: Callable[..., Any],
     n_grid: int,
 ) -> None:
@@ -125,7 +125,7 @@ def _scale(
     inputs = Inputs(layers)
     inputs.collect(block)
     with _wide(block.module):
-        _fold(block, layers, quantised, inputs, rounded, n_grid)
+        _fold(block, layers, quantized, inputs, rounded, n_grid)
 
 
 @contextlib.contextmanager
@@ -145,14 +145,14 @@ def _wide(module: nn.Module) -> Iterator[None]:
 def _fold(
     block: Block,
     layers: dict[str, nn.Module],
-    quantised: set[str],
+    quantized: set[str],
     inputs: Inputs,
     rounded: Callable[..., Any],
     n_grid: int,
 ) -> None:
     trace = _Trace(block, layers)
     for leader, names in inputs.groups().items():
-        members = [name for name in names if name in quantised]
+        members = [name for name in names if name in quantized]
         if not members or not inputs.seen(leader) or trace.expected is None:
             continue
         consumers = [layers[name] for name in names]

@@ -113,7 +113,7 @@ Tensor = torch.Tensor
 
 
 def dtype_of(weight: QuantizedWeight) -> WoqWeightDtype:
-    """Return the weight dtype that a quantised weight has."""
+    """Return the weight dtype that a quantized weight has."""
     if weight.format == "fp4":
         power = weight.scales.dtype in (torch.float8_e8m0fnu, torch.uint8)
         return WoqWeightDtype.MXFP4 if power else WoqWeightDtype.FP4
@@ -156,7 +156,7 @@ def quantized(
     zeros: Tensor | None,
     scale_dtype: torch.dtype,
 ) -> QuantizedWeight:
-    """Quantise a float weight as configured."""
+    """Quantize a float weight as configured."""
     dtype = qconfig.weight_dtype
     form = weight_format(dtype)
     symmetric = qconfig.weight_qscheme is WoqWeightQScheme.SYMMETRIC

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the quantised linear layers of checkpoints that other tools made.
+"""Reading the quantized linear layers of checkpoints that other tools made.
 
 =====================  ==============================================================================================
 ``quant_method``       tensors of a layer
@@ -10,7 +10,7 @@ int8                   ``weight``, ``weight_scale``
 fp8                    ``weight``, ``weight_scale_inv`` for blocks of 128 x 128 or others; ``weight_scale``
 compressed-tensors     ``pack-quantized`` (2, 3, 4, 8 bits), ``int-quantized``, ``float-quantized``,
                        ``mxfp4-pack-quantized``
-ipex                   as compressed-tensors, and ``nf4-pack-quantized``; what ``state_dict`` of a quantised layer has
+ipex                   as compressed-tensors, and ``nf4-pack-quantized``; what ``state_dict`` of a quantized layer has
 bitsandbytes           ``weight`` with ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``), ``weight.absmax``, also
                        nested; int8 ``weight`` with ``SCB``
 gguf                   ``gguf_blocks`` and ``gguf_type``, which `read_gguf` makes
@@ -58,12 +58,12 @@ __all__ = ["linear_from", "quantized_names", "read_checkpoint", "read_linear"]
 Tensor = torch.Tensor
 log = logging.getLogger("ipex")
 
-#: What tells that a layer is quantised.
+#: What tells that a layer is quantized.
 _MARKS = (
     *("qweight", "weight_packed", "weight_scale_inv", "weight_scale"),
     *("gguf_blocks", "SCB", "absmax"),
 )
-#: Everything that belongs to a quantised layer.
+#: Everything that belongs to a quantized layer.
 _PARTS = (
     *("qweight", "scales", "qzeros", "g_idx", "bias", "weight", "weight_scale", "weight_scale_inv"),
     *("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"),
@@ -74,7 +74,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def quantized_names(state_dict: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the quantised linear layers, in the order of the state dict."""
+    """Return the names of the quantized linear layers, in the order of the state dict."""
     names: dict[str, None] = {}
     for key in state_dict:
         name, _, last = key.rpartition(".")
@@ -91,7 +91,7 @@ def read_checkpoint(
     *,
     take: bool = False,
 ) -> Iterator[QuantizedWeight]:
-    """Yield the quantised linear layers of a checkpoint, one at a time.
+    """Yield the quantized linear layers of a checkpoint, one at a time.
 
     Args:
         state_dict: All tensors of the checkpoint.
@@ -100,13 +100,13 @@ def read_checkpoint(
         take: Remove what has been read from ``state_dict``, so that its memory is freed.
 
     Raises:
-        OpArgumentError: The method is unknown, there is no quantised layer, or tensors do not fit the configuration;
+        OpArgumentError: The method is unknown, there is no quantized layer, or tensors do not fit the configuration;
             the message names the key.
     """
     op = "read_checkpoint"
     method = method_of(op, quant_config)
     names = quantized_names(state_dict)
-    check(bool(names), op, "state_dict", f"have quantised layers for method {method}", "none")
+    check(bool(names), op, "state_dict", f"have quantized layers for method {method}", "none")
     for name in names:
         yield read_linear(state_dict, name, quant_config)
         if take:
@@ -118,7 +118,7 @@ def read_checkpoint(
 def read_linear(
     state_dict: Mapping[str, Tensor], name: str, quant_config: Mapping[str, Any] | None = None
 ) -> QuantizedWeight:
-    """Return the quantised weight of one layer, with its bias.
+    """Return the quantized weight of one layer, with its bias.
 
     Args:
         state_dict: Tensors of the checkpoint; those of this layer are enough.
@@ -158,13 +158,13 @@ def linear_from(
     become of different sizes) becomes an ordinary linear layer, and a warning is logged.
 
     Args:
-        weight: A quantised weight.
+        weight: A quantized weight.
         qconfig: How to compute, or None: in the dtype of the input.
-        dtype: The dtype of an ordinary layer, and the one that ``weight`` of a quantised one shows.
+        dtype: The dtype of an ordinary layer, and the one that ``weight`` of a quantized one shows.
     """
     reason = weight.not_packable()
     if reason is not None:
-        log.warning("%s: dequantised to %s, since %s", weight.name or "linear", dtype, reason)
+        log.warning("%s: dequantized to %s, since %s", weight.name or "linear", dtype, reason)
         linear = nn.Linear(weight.in_features, weight.out_features, bias=False, device="meta")
         linear.weight = nn.Parameter(weight.dequantize(dtype), requires_grad=False)
         if weight.bias is not None:

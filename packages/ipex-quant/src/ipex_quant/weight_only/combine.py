@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several quantised linear layers that read one input, as one packed weight."""
+"""Several quantized linear layers that read one input, as one packed weight."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantising the linear layers of a model, in place and layer by layer."""
+"""Quantizing the linear layers of a model, in place and layer by layer."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def quantize_linears(
 ) -> tuple[str, ...]:
     """Replace the linear layers of a model by `WeightOnlyQuantizedLinear`, in place.
 
-    One layer at a time is quantised and its float weight freed, so memory never exceeds that of the model by more than
+    One layer at a time is quantized and its float weight freed, so memory never exceeds that of the model by more than
     one layer. Layers on the meta device become layers without a weight, ready for ``load_state_dict``. Subclasses of
     `torch.nn.Linear` that compute something else are left alone; ``Conv1D`` of transformers is replaced.
 
     Args:
         model: The model; its class stays, its linear layers change.
-        qconfig: A `QConfigWoq`, or a ``QConfigMapping`` with one for each layer that is to be quantised: by its name
+        qconfig: A `QConfigWoq`, or a ``QConfigMapping`` with one for each layer that is to be quantized: by its name
             or the beginning of it, a pattern of names, its class, or as global.
         modules_to_skip: Layers to leave as they are: their names, the ends of names (``"lm_head"``), names of modules
             that contain them or their ends (``"model.vision"``, ``"self_attn"``), or patterns (``"*.router"``).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight-only quantisation with calibration data: GPTQ for the layers of a model, block by block."""
+"""Weight-only quantization with calibration data: GPTQ for the layers of a model, block by block."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def gptq(
     qconfig: Any = None,
     progress: bool = True,
 ) -> nn.Module:
-    """Quantise the linear layers of a model's blocks by GPTQ, in place, and write a checkpoint.
+    """Quantize the linear layers of a model's blocks by GPTQ, in place, and write a checkpoint.
 
     Blocks are the layers of an encoder or decoder; what is outside of them (embeddings, the head) stays as it is, if
-    the model has a list of blocks. Each one is run on the calibration data as the quantised blocks before it give
+    the model has a list of blocks. Each one is run on the calibration data as the quantized blocks before it give
     them; its inputs, and one ``K x K`` matrix for each tensor that its layers see, are in memory. A layer for which
     rounding to nearest changes the outputs less, or that sees no data (an expert), is rounded to nearest.
 
@@ -67,13 +67,13 @@ def gptq(
         wbits: 2, 3, 4 or 8.
         sym: Without zero points.
         percdamp: What is added to the diagonal of H, as a part of its mean.
-        act_order: Round the features with the largest inputs first; groups are then not neighbours.
+        act_order: Round the features with the largest inputs first; groups are then not neighbors.
         nsamples: Rows of the data to use.
         use_max_length: Use only samples of at least ``pad_max_length`` tokens.
         pad_max_length: Longer samples are cut to so many tokens.
         layer_wise: Has no effect: it always works block by block.
         compression_dtype: ``torch.int32``, the words that codes are packed in.
-        compression_dim: 1: codes that share a word are neighbours along the input features.
+        compression_dim: 1: codes that share a word are neighbors along the input features.
         scale_dtype: float16, bfloat16 or float32.
         save_dir: Folder for ``model.safetensors``, ``config.json`` and ``quantize_config.json``, which
             ``ipex.llm.utils.load_low_precision_checkpoint`` reads; None: nothing is written.
@@ -187,7 +187,7 @@ def replace_layer(
     group_size: int,
     qconfig: QConfigWoq | None,
 ) -> None:
-    """Put the quantised layer in every place where a model has this one."""
+    """Put the quantized layer in every place where a model has this one."""
     dtype = layer.weight.dtype
     weight = unsigned_weight(
         solved.codes,

@@ -2,7 +2,7 @@
 """Rounding of one weight so that what the layer computes changes little: GPTQ.
 
 Columns of a weight W ``[N, K]`` are rounded one after the other, and the error of each is spread over the columns that
-are still to come, weighted by the inverse of H = X^T X, where X are inputs of the layer. What is minimised is
+are still to come, weighted by the inverse of H = X^T X, where X are inputs of the layer. What is minimized is
 ``trace((W - Q) H (W - Q)^T)``, the squared change of the outputs.
 """
 

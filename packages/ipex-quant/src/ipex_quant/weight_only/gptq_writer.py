@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in GPTQ's format, written layer by layer while a model is quantised."""
+"""Checkpoints in GPTQ's format, written layer by layer while a model is quantized."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 class GptqWriter:
     """Writes ``model.safetensors``, ``config.json`` and ``quantize_config.json``.
 
-    The quantised layers come first, in the order in which they are done, then everything else.
+    The quantized layers come first, in the order in which they are done, then everything else.
 
     Args:
         folder: Where.
-        model: The model before anything is quantised.
+        model: The model before anything is quantized.
         settings: The ``quantization_config``.
         skip: Layers that stay as they are.
         scale_dtype: Of the scales.
@@ -130,7 +130,7 @@ class GptqWriter:
         for name, keys in self._rest.items():
             values = entries("gptq", name, places[name])
             for key in keys:
-                value = values.get(key)  # a quantised layer drops a bias of zeros
+                value = values.get(key)  # a quantized layer drops a bias of zeros
                 dtype, shape = self._about[key]
                 self._writer.write(torch.zeros(shape, dtype=dtype) if value is None else value)
         self._writer.close(True)
@@ -150,7 +150,7 @@ class GptqWriter:
 
 
 def _targets(model: nn.Module, skip: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the layers that will be quantised, in the order in which they will be."""
+    """Return the layers that will be quantized, in the order in which they will be."""
     found: dict[str, nn.Module] = {}
     for stack in stacks(model):
         for name, block in stack:

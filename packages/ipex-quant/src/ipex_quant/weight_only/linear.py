@@ -46,7 +46,7 @@ Tensor = torch.Tensor
 
 
 class WoqLinearModule(nn.Module):
-    """A linear layer on a quantised weight: computing, saving, loading, moving."""
+    """A linear layer on a quantized weight: computing, saving, loading, moving."""
 
     packed_weight: Tensor | None
     bias: Tensor | None
@@ -166,7 +166,7 @@ class WoqLinearModule(nn.Module):
 
     @property
     def weight(self) -> Tensor | None:
-        """The float weight: it has shape and dtype, and is dequantised when somebody computes with it."""
+        """The float weight: it has shape and dtype, and is dequantized when somebody computes with it."""
         packed = self._buffers["packed_weight"]
         if packed is None:
             return None
@@ -278,7 +278,7 @@ class WoqLinearModule(nn.Module):
         )
 
 
-# --- The linear layer on a quantised weight --------------------------------------------------------------------------
+# --- The linear layer on a quantized weight --------------------------------------------------------------------------
 
 
 class WeightOnlyQuantizedLinear(WoqLinearModule):
@@ -327,7 +327,7 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
         *,
         scale_dtype: torch.dtype = torch.float32,
     ) -> nn.Module:
-        """Quantise a float linear layer and free its weight.
+        """Quantize a float linear layer and free its weight.
 
         Args:
             mod: `torch.nn.Linear` or a subclass with a float weight, and with an attribute ``qconfig``.
@@ -336,7 +336,7 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
             scale_dtype: What scales are rounded to before codes are computed: float32, bfloat16 or float16.
 
         Returns:
-            The quantised layer, without weight if that of ``mod`` is on the meta device; ``mod`` itself, unchanged, if
+            The quantized layer, without weight if that of ``mod`` is on the meta device; ``mod`` itself, unchanged, if
             its ``qconfig`` is not a `QConfigWoq`.
 
         Raises:
@@ -387,7 +387,7 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
         g_idx: Tensor | None = None,
         weight_format: int = WoqWeightFormat.PLAIN_FORMAT,
     ) -> WeightOnlyQuantizedLinear:
-        """Return a layer for a float one whose weight was quantised elsewhere.
+        """Return a layer for a float one whose weight was quantized elsewhere.
 
         Args:
             mod: The float layer. It says the shape, the bias if none is given, and how to compute, if it has a

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantised checkpoint put into a model, layer by layer."""
+"""A quantized checkpoint put into a model, layer by layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Replaced:
     """What `replace_linears_from_checkpoint` has done.
 
     Attributes:
-        layers: Names of the layers that are quantised now.
+        layers: Names of the layers that are quantized now.
         dense: Those of them that had to become ordinary linear layers; the log says why.
         loaded: Names of the other tensors that were loaded.
         unused: Keys of the checkpoint that the model has no place for.
@@ -57,7 +57,7 @@ def replace_linears_from_checkpoint(
     exact: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Replaced:
-    """Replace the linear layers of a model by those of a quantised checkpoint, in place, and load its other tensors.
+    """Replace the linear layers of a model by those of a quantized checkpoint, in place, and load its other tensors.
 
     The model may be on the meta device, have other weights, or have layers of another library that hold the same
     tensors (then ``state_dict`` is ``model.state_dict()``). One layer at a time is unpacked.
@@ -86,7 +86,7 @@ def replace_linears_from_checkpoint(
     config = None if qconfig is None or not single else as_qconfig(_OP, qconfig)
     method = method_of(_OP, quant_config)
     names = quantized_names(state_dict)
-    check(bool(names), _OP, "state_dict", f"have quantised layers for method {method}", "none")
+    check(bool(names), _OP, "state_dict", f"have quantized layers for method {method}", "none")
     places = _places(model, names)
     dtype = _float_dtype(model)
     consumed: set[str] = set()
@@ -140,7 +140,7 @@ def _renamed(model: nn.Module, name: str) -> list[str]:
 
 
 def _places(model: nn.Module, names: list[str]) -> dict[str, str]:
-    """Return the module of each quantised layer."""
+    """Return the module of each quantized layer."""
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     places: dict[str, str] = {}
     strangers: list[str] = []
@@ -155,7 +155,7 @@ def _places(model: nn.Module, names: list[str]) -> dict[str, str]:
         not strangers,
         _OP,
         "state_dict",
-        "have quantised layers of this model only",
+        "have quantized layers of this model only",
         f"{strangers[0] if strangers else ''}{more}",
     )
     return places
@@ -183,7 +183,7 @@ def _check_shape(module: nn.Module, weight: QuantizedWeight, place: str, parts: 
 
 
 def _make_room(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Give linear layers that are not quantised the shape of their part; return those with fewer input features."""
+    """Give linear layers that are not quantized the shape of their part; return those with fewer input features."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = []
     for key, value in state.items():
@@ -231,7 +231,7 @@ def _check_config(config: QConfigWoq, weight: QuantizedWeight) -> None:
 def load_rest(
     model: nn.Module, state: Mapping[str, Tensor], exact: bool = False
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Load what is not quantised; return the names in the model and the keys without a place there."""
+    """Load what is not quantized; return the names in the model and the keys without a place there."""
     places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     places.update(model.named_buffers(remove_duplicate=False))
     loaded, unused = [], []

@@ -16,7 +16,7 @@ def run(argv: list[str]) -> None:
 
 
 def auto(argv: list[str]) -> None:
-    """Run a script whose models are optimised for inference, without changing it."""
+    """Run a script whose models are optimized for inference, without changing it."""
     from ipex_runtime.launch.launch import main
 
     # Through the launcher, which starts the script in a process of its own: here, torch may be imported already.

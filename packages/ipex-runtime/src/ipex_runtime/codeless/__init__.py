@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codeless optimisation: runs a script whose models are optimised at their first call, without changing the script.
+"""Codeless optimization: runs a script whose models are optimized at their first call, without changing the script.
 
 ``ipexrun --auto-ipex script.py``, ``ipex auto script.py`` and ``python -m ipex_runtime.codeless script.py`` do it.
 """

@@ -16,7 +16,7 @@ def make_parser(prog: str = "ipex auto") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} [options] script.py [arguments]\n       {prog} [options] -m module [arguments]",
-        description="Run a Python script whose models are optimised for inference at their first call.",
+        description="Run a Python script whose models are optimized for inference at their first call.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -34,7 +34,7 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "ipex auto") -> ar
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "ipex auto") -> None:
-    """Run a script with codeless optimisation.
+    """Run a script with codeless optimization.
 
     Args:
         argv: Options, script and its arguments; by default those of the process.

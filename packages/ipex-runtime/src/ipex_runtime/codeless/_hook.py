@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps the call of modules of this process, so that the first outermost call of a model optimises it.
+"""Wraps the call of modules of this process, so that the first outermost call of a model optimizes it.
 
 torch is not imported here: a finder on ``sys.meta_path`` waits for the module that has ``nn.Module``. So a script may
 set its environment variables before it imports torch, and one that does not need torch stays as light as it is.
@@ -64,7 +64,7 @@ class _Loader(importlib.abc.Loader):
 
 
 def enable(settings: Settings) -> None:
-    """Optimise models of this process from now on; a second call changes the settings of models not yet seen."""
+    """Optimize models of this process from now on; a second call changes the settings of models not yet seen."""
     global _finder
     disable()
     loaded = sys.modules.get(_TARGET)
@@ -76,7 +76,7 @@ def enable(settings: Settings) -> None:
 
 
 def disable() -> None:
-    """Take the wrapper away. Models that were optimised stay so."""
+    """Take the wrapper away. Models that were optimized stay so."""
     global _finder, _original
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)

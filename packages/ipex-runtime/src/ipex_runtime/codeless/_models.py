@@ -37,7 +37,7 @@ TRANSFORMATIONS = (
 
 @dataclasses.dataclass
 class _Record:
-    """What became of one module: optimised (with what surrounds its calls), or the reason why not."""
+    """What became of one module: optimized (with what surrounds its calls), or the reason why not."""
 
     optimized: bool
     root: weakref.ref[nn.Module] | None = None
@@ -128,7 +128,7 @@ class Models:
             with contextlib.suppress(Exception):
                 facade().restore(module)
             self._say(
-                f"{name} cannot be optimised and is left alone: {type(error).__name__}: {error}"
+                f"{name} cannot be optimized and is left alone: {type(error).__name__}: {error}"
             )
             return self._keep(module, _Record(False))
         record = _Record(True, weakref.ref(module), dtype, first)
@@ -137,7 +137,7 @@ class Models:
             self._keep(part, record)
         if settings.verbose:
             done.append(settings.dtype + (", as a graph" if graph else ""))
-            self._say(f"{name} optimised in {time.monotonic() - start:.1f} s: {', '.join(done)}")
+            self._say(f"{name} optimized in {time.monotonic() - start:.1f} s: {', '.join(done)}")
             if not graph and settings.graph_mode:
                 self._say(f"{name} generates token by token and is not captured as a graph")
             with contextlib.suppress(Exception):
@@ -145,7 +145,7 @@ class Models:
         return record
 
     def _give_up(self, record: _Record) -> None:
-        """Undo the optimisation of a model that the script trains after all."""
+        """Undo the optimization of a model that the script trains after all."""
         with self._lock:
             if not record.optimized:
                 return
@@ -157,7 +157,7 @@ class Models:
             facade().restore(root)
             for part, training in mode.items():
                 part.training = training
-            self._say(f"{type(root).__name__} is trained now: its optimisation was undone")
+            self._say(f"{type(root).__name__} is trained now: its optimization was undone")
 
     def _say(self, text: str) -> None:
         if text not in self._told:
@@ -181,7 +181,7 @@ def _in_transformation() -> bool:
 
 
 def _why_not(module: nn.Module, args: Any, kwargs: Any) -> str | None:
-    """Return why a module is not optimised; an empty text for what nobody would expect to be, None to optimise it."""
+    """Return why a module is not optimized; an empty text for what nobody would expect to be, None to optimize it."""
     parameters = list(module.parameters())
     if not parameters:
         return ""
@@ -195,7 +195,7 @@ def _why_not(module: nn.Module, args: Any, kwargs: Any) -> str | None:
     if not any(p.is_floating_point() for p in parameters):
         return "has no floating-point parameters"
     if any(name.startswith("_ipex") for name in module.__dict__):
-        return "is optimised by the script"
+        return "is optimized by the script"
     if torch.is_grad_enabled() and _has_gradient([args, kwargs]):
         return "is called with an input that needs a gradient"
     own = {id(p) for p in parameters}

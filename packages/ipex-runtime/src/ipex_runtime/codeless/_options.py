@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of codeless optimisation, for its own command and for the launcher."""
+"""The options of codeless optimization, for its own command and for the launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_auto_ipex_params(
         parser: The parser.
         auto_ipex_default_enabled: Whether ``--auto-ipex`` is on without being named.
     """
-    group = parser.add_argument_group("Codeless optimisation")
+    group = parser.add_argument_group("Codeless optimization")
 
     def add(name: str, **settings: object) -> None:
         names = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
@@ -30,14 +30,14 @@ def add_auto_ipex_params(
         "--auto-ipex",
         action="store_true",
         default=auto_ipex_default_enabled,
-        help="optimise the models of a script for inference with ipex, without changing it",
+        help="optimize the models of a script for inference with ipex, without changing it",
     )
-    add("--dtype", choices=DTYPES, default="float32", help="data type of the optimised models")
+    add("--dtype", choices=DTYPES, default="float32", help="data type of the optimized models")
     add(
         "--auto-ipex-quantization",
         choices=QUANTIZATIONS,
         default="none",
-        help="quantise linear layers: activations and weights, or weights only",
+        help="quantize linear layers: activations and weights, or weights only",
     )
     add("--auto-ipex-verbose", action="store_true", help="print what was done, on stderr")
     add("--disable-ipex-graph-mode", action="store_true", help="do not capture models as graphs")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What codeless optimisation does with models."""
+"""What codeless optimization does with models."""
 
 from __future__ import annotations
 

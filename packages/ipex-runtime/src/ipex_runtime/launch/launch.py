@@ -32,7 +32,7 @@ examples:
   ipexrun --latency-mode script.py                   as many instances of 4 cores as there is room for
   ipexrun --throughput-mode --dry-run script.py      show what one instance per NUMA node would be
   ipexrun --nnodes 1 --nprocs-per-node 2 train.py    two ranks of one torch.distributed group
-  ipexrun --auto-ipex --dtype bfloat16 script.py     optimise the models of a script for inference
+  ipexrun --auto-ipex --dtype bfloat16 script.py     optimize the models of a script for inference
 """
 
 

@@ -25,7 +25,7 @@ NODES = "sys/devices/system/node"
 ROOT = Path("/")
 
 #: Cores whose highest frequency is this much below the fastest are efficiency cores, where the kernel does not say what
-#: they are. Favoured cores of one kind differ by less.
+#: they are. Favored cores of one kind differ by less.
 FREQUENCY_GAP = 0.15
 
 

@@ -204,7 +204,7 @@ def _advice(machine: Topology, threads: int | None = None) -> list[str]:
     if pairs and all(core.cpus[1] == core.cpus[0] + 1 for core in pairs) and len(pairs) > 1:
         example = format_cpu_list(machine.physical()[:2])
         found.append(
-            "neighbouring CPU numbers are hardware threads of one core: a range such as 0-3 is two cores; "
+            "neighboring CPU numbers are hardware threads of one core: a range such as 0-3 is two cores; "
             f"CPUs of different cores are {example} and so on"
         )
     if threads is not None and threads > machine.usable_threads:

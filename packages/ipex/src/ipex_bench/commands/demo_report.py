@@ -148,8 +148,8 @@ def slower(value: Ratio) -> bool:
 def _ratio_text(value: Ratio | None, has_stock: bool) -> str:
     if value is None:
         return "-" if has_stock else ""
-    colour = "yellow" if slower(value) else "green" if value.low > 1 else "default"
-    return f"[{colour}]{value.median:.2f}x[/]\n{value.low:.2f}-{value.high:.2f}"
+    color = "yellow" if slower(value) else "green" if value.low > 1 else "default"
+    return f"[{color}]{value.median:.2f}x[/]\n{value.low:.2f}-{value.high:.2f}"
 
 
 def _number(value: float, digits: int) -> str:

@@ -50,7 +50,7 @@ def results_table(results: list[Result], width: int = PLAIN_WIDTH) -> Table:
         if last and r.op != last:
             table.add_section()
         last = r.op
-        colour = "yellow" if r.slower else "green" if r.ratio_low > 1.0 else "default"
+        color = "yellow" if r.slower else "green" if r.ratio_low > 1.0 else "default"
         limit = "call" if r.limit_percent is None else f"{r.limit_percent:.0f} {r.limit[:3]}"
         table.add_row(
             r.op,
@@ -60,7 +60,7 @@ def results_table(results: list[Result], width: int = PLAIN_WIDTH) -> Table:
             *([r.level] if several_levels else []),
             f"{r.stock_us:,.1f}",
             f"{r.ipex_us:,.1f}",
-            f"[{colour}]{r.ratio:.2f}x[/]",
+            f"[{color}]{r.ratio:.2f}x[/]",
             *([f"{r.ratio_low:.2f}-{r.ratio_high:.2f}"] if spread else []),
             *(
                 [f"{r.gb_per_s:.1f}", f"{r.gflop_per_s:.0f}" if r.gflop_per_s else ""]

@@ -34,7 +34,7 @@ class Engine(Peer):
         return importlib.metadata.version("intel_extension_for_pytorch")
 
     def prepare(self, task: Task) -> Prepared:
-        """Optimise the model as its documentation says: inside autocast, traced and frozen for inference."""
+        """Optimize the model as its documentation says: inside autocast, traced and frozen for inference."""
         import intel_extension_for_pytorch as original
 
         return prepare(task, original, traced=True)

@@ -24,7 +24,7 @@ class Engine(Peer):
         import torch
 
         if task.dtype in {"int8", "int4"}:
-            raise UnsupportedError("quantised models run eagerly; see the column of ipex eager")
+            raise UnsupportedError("quantized models run eagerly; see the column of ipex eager")
         if task.kind == "train":
             import ipex
 

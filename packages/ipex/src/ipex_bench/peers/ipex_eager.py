@@ -17,7 +17,7 @@ class Engine(Peer):
     module = "ipex"
 
     def prepare(self, task: Task) -> Prepared:
-        """Optimise the model."""
+        """Optimize the model."""
         import ipex
 
         return prepare(task, ipex)

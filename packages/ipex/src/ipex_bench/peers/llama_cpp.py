@@ -123,7 +123,7 @@ def _write(task: Task, form: str) -> Path:
             writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
 
     def halves(array: Any, count: int) -> Any:
-        # transformers rotates the halves of a head, llama.cpp pairs of neighbours: the rows change places.
+        # transformers rotates the halves of a head, llama.cpp pairs of neighbors: the rows change places.
         rows, columns = array.shape
         return array.reshape(count, 2, rows // count // 2, columns).swapaxes(1, 2).reshape(rows, -1)
 

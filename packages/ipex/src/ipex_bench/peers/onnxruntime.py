@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ONNX Runtime: the model exported by torch, all graph optimisations, the CPU provider."""
+"""ONNX Runtime: the model exported by torch, all graph optimizations, the CPU provider."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Engine(Peer):
     kinds = ("ops", "models", "llm")
 
     def prepare(self, task: Task) -> Prepared:
-        """Export, quantise if asked, and open a session."""
+        """Export, quantize if asked, and open a session."""
         if importlib.util.find_spec("onnx") is None:
             raise UnsupportedError("the export needs onnx (pip install onnx)")
         if task.kind == "llm":

@@ -45,7 +45,7 @@ class Engine(Peer):
         converted.validate_nodes_and_infer_types()
         precision = task.dtype
         if task.dtype == "int8":
-            converted, precision = _quantise(converted, arrays), "int8"
+            converted, precision = _quantize(converted, arrays), "int8"
         request = _compiled(task, converted).create_infer_request()
 
         def call() -> object:
@@ -64,7 +64,7 @@ def _compiled(task: Task, model: Any) -> Any:
     precision = "f32" if task.float_dtype == "float32" else "bf16"
     hints = {
         "INFERENCE_PRECISION_HINT": precision,
-        "KV_CACHE_PRECISION": precision,  # 8 bits by default; the caches of the others are not quantised
+        "KV_CACHE_PRECISION": precision,  # 8 bits by default; the caches of the others are not quantized
         "INFERENCE_NUM_THREADS": task.threads,
         "NUM_STREAMS": 1,
         "PERFORMANCE_HINT": "LATENCY",
@@ -129,7 +129,7 @@ def _few_bits(task: Task, model: Any) -> Any:
     return nncf.compress_weights(model, mode=four, group_size=GROUP, all_layers=True)
 
 
-def _quantise(model: object, arrays: list) -> object:
+def _quantize(model: object, arrays: list) -> object:
     """Return the model with static int8 of its own tool, calibrated with the inputs of the task."""
     try:
         import nncf

@@ -13,7 +13,7 @@ __all__ = ["Engine"]
 
 
 class Engine(Peer):
-    """Quantisation by torchao. It has no other form, so it runs int8 where the others run floating point."""
+    """Quantization by torchao. It has no other form, so it runs int8 where the others run floating point."""
 
     title = "torchao"
     module = "torchao"
@@ -21,9 +21,9 @@ class Engine(Peer):
     kinds = ("ops", "models", "llm")
 
     def prepare(self, task: Task) -> Prepared:
-        """Quantise the linear layers and compile."""
+        """Quantize the linear layers and compile."""
         if task.dtype == "float32":
-            raise UnsupportedError("torchao quantises: compare it with --dtype bfloat16 or int8")
+            raise UnsupportedError("torchao quantizes: compare it with --dtype bfloat16 or int8")
         import torch
         import torch._inductor.config as inductor
         from torchao import quantization as ao
@@ -34,7 +34,7 @@ class Engine(Peer):
         inductor.freezing = True
         int4 = task.kind == "llm" and task.dtype == "int4"
 
-        def quantise(model: Any) -> Any:
+        def quantize(model: Any) -> Any:
             if int4:
                 config = PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
             elif task.kind == "llm":
@@ -44,11 +44,11 @@ class Engine(Peer):
             before = _linears(model)
             ao.quantize_(model, config)
             if not before:
-                raise UnsupportedError("the model has no linear layer to quantise")
+                raise UnsupportedError("the model has no linear layer to quantize")
             return model
 
         return prepare(
-            task, change=quantise, compile_with=torch.compile, precision="int4" if int4 else "int8"
+            task, change=quantize, compile_with=torch.compile, precision="int4" if int4 else "int8"
         )
 
 

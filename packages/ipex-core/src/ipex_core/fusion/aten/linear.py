@@ -354,7 +354,7 @@ def _follow(ctx: Context, node: fx.Node, activations: dict[fx.Node, Activation])
     while True:
         given = arguments(node)
         if given.get("output_scale"):
-            return  # the result is quantised
+            return  # the result is quantized
         idle = given["residual"] is None and given["residual2"] is None
         found = activations.get(node)
         new: fx.Node | None = None
@@ -398,7 +398,7 @@ def _follow(ctx: Context, node: fx.Node, activations: dict[fx.Node, Activation])
 
 
 def _is_bias(node: fx.Node, given: dict[str, Any], root: fx.Node, value: Tensor) -> bool:
-    """Return whether an addend is the bias that quantised layers of other libraries add themselves."""
+    """Return whether an addend is the bias that quantized layers of other libraries add themselves."""
     own = val(node)
     if node.target is not ipex.woq_linear.default or root.target is not aten.add.Tensor:
         return False

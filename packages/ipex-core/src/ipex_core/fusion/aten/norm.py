@@ -147,18 +147,18 @@ def _layer(rsqrt: fx.Node) -> _Norm | None:
     if both.kwargs.get("correction", 1) != 0 or not _last_dim(both, wide):
         return None
     means = items(both, 1)
-    centred = [u for m in means for u in m.users]
-    if len(means) != 1 or len(centred) != 1:
+    centered = [u for m in means for u in m.users]
+    if len(means) != 1 or len(centered) != 1:
         return None
     source = uncast(wide)
-    pair = binary(centred[0], aten.sub.Tensor)
+    pair = binary(centered[0], aten.sub.Tensor)
     product = next(iter(rsqrt.users), None)
     if pair is None or uncast(pair[0]) is not source or pair[1] is not means[0]:
         return None
     factors = binary(product, aten.mul.Tensor)
-    if product is None or factors is None or {*factors} != {centred[0], rsqrt}:
+    if product is None or factors is None or {*factors} != {centered[0], rsqrt}:
         return None
-    interior = [rsqrt, rsqrt.args[0], variance, both, *means, *centred, *between(wide, source)]
+    interior = [rsqrt, rsqrt.args[0], variance, both, *means, *centered, *between(wide, source)]
     interior += between(pair[0], source)
     match = _Norm(product, source, interior, eps)  # type: ignore[arg-type]
     return _affine(match, with_bias=True)
@@ -179,7 +179,7 @@ def _last_dim(node: fx.Node, x: Any) -> bool:
 
 
 def _affine(match: _Norm, with_bias: bool) -> _Norm | None:
-    """Follow the result of the normalisation over weight, bias and the conversion back."""
+    """Follow the result of the normalization over weight, bias and the conversion back."""
     source = val(match.source)
     assert source is not None
     columns = source.shape[-1:]

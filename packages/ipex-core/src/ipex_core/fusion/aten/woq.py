@@ -104,7 +104,7 @@ class _Match:
 
 
 def fuse_woq(ctx: Context) -> None:
-    """Replace products with constant quantised weights by ``ipex::woq_linear``."""
+    """Replace products with constant quantized weights by ``ipex::woq_linear``."""
     for node in ctx.nodes(aten._weight_int8pack_mm.default):
         x, codes, scales = node.args
         _replace(ctx, _Match(node, [], x, codes, scales, None, "_weight_int8pack_mm"))  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def _scaled_weight(node: fx.Node) -> _Match | None:
         if not _is_codes(codes) or not same(shape_of(codes), rows):
             continue
         if same(shape_of(scales), (*grouped[:-1], 1)) and rows[1] % grouped[-1] == 0:
-            text = "dequantised int8 weight" + (" in groups" if len(grouped) > 2 else "")
+            text = "dequantized int8 weight" + (" in groups" if len(grouped) > 2 else "")
             return _Match(node, [], x, codes, scales, bias, text)
     return None
 

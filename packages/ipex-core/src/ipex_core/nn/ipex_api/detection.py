@@ -255,8 +255,8 @@ def locations_to_boxes(
 
     Args:
         locations: ``[..., 4]``, float32, bfloat16 or float16.
-        priors: Prior boxes as centre and size; broadcasts to ``locations``.
-        center_variance: Factor on the predicted centres.
+        priors: Prior boxes as center and size; broadcasts to ``locations``.
+        center_variance: Factor on the predicted centers.
         size_variance: Factor on the predicted sizes.
 
     Returns:
@@ -276,8 +276,8 @@ def parallel_scale_back_batch(
     Args:
         bboxes: ``[B, N, 4]``, float32, bfloat16 or float16, or float64 without a kernel.
         scores: ``[B, N, C]``, logits.
-        dboxes_xywh: Prior boxes as centre and size, ``[1, N, 4]`` or ``[N, 4]``.
-        scale_xy: Factor on the predicted centres.
+        dboxes_xywh: Prior boxes as center and size, ``[1, N, 4]`` or ``[N, 4]``.
+        scale_xy: Factor on the predicted centers.
         scale_wh: Factor on the predicted sizes.
 
     Returns:

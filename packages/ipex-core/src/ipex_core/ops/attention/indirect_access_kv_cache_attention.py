@@ -76,8 +76,8 @@ def _attention(
             of ``query`` or float32; or None.
         alibi_slopes: ``[heads]`` float32: ``slope * (key position - query position)`` is added to the scores; or None.
         is_causal: Whether a query sees only positions up to its own.
-        k_scale: Value of 1 in a quantised ``key_cache``.
-        v_scale: Value of 1 in a quantised ``value_cache``.
+        k_scale: Value of 1 in a quantized ``key_cache``.
+        v_scale: Value of 1 in a quantized ``value_cache``.
 
     Returns:
         ``[sequences, heads, Q, head_size]``, stored as ``[sequences, Q, heads, head_size]``.

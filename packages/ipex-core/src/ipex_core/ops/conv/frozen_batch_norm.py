@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation with fixed statistics: a scale and a shift of each channel."""
+"""Batch normalization with fixed statistics: a scale and a shift of each channel."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _frozen_batch_norm(
 ) -> Tensor:
     """Scale and shift each channel: ``(x - mean) / sqrt(var + eps) * weight + bias``.
 
-    The statistics are constants, so the result is that of batch normalisation in evaluation mode. Computed in float32
+    The statistics are constants, so the result is that of batch normalization in evaluation mode. Computed in float32
     and rounded once.
 
     Args:
         x: ``[N, C, ...]``, float32, bfloat16 or float16.
         weight: ``[C]`` in the dtype of ``x`` or float32, like ``bias``, ``running_mean`` and ``running_var``.
-        bias: Added to the normalised values.
+        bias: Added to the normalized values.
         running_mean: Mean of each channel.
         running_var: Variance of each channel.
         eps: Added to the variance.
@@ -171,6 +171,6 @@ register(
             torch.float16: (2e-3, 2e-3),
         },
         bench=_bench,
-        summary="Batch normalisation with fixed statistics",
+        summary="Batch normalization with fixed statistics",
     )
 )

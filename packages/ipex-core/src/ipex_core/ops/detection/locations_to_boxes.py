@@ -35,9 +35,9 @@ def _locations_to_boxes(
 
     Args:
         locations: ``[..., 4]``, float32, bfloat16 or float16.
-        priors: Prior boxes as centre and size, in the dtype of ``locations`` or float32; of the shape of
+        priors: Prior boxes as center and size, in the dtype of ``locations`` or float32; of the shape of
             ``locations`` or of one that broadcasts to it.
-        center_variance: Factor on the predicted centres.
+        center_variance: Factor on the predicted centers.
         size_variance: Factor on the predicted sizes.
 
     Returns:

@@ -117,9 +117,9 @@ def _fake(a: Arguments) -> Tensor:
 def random_boxes(*shape: int, dtype: torch.dtype, seed: int, size: float = 300.0) -> Tensor:
     """Return ``[..., 4]`` boxes of many sizes in an image of ``size`` pixels."""
     generator = torch.Generator().manual_seed(seed)
-    centre = torch.rand(*shape, 2, generator=generator) * size
+    center = torch.rand(*shape, 2, generator=generator) * size
     half = torch.rand(*shape, 2, generator=generator).square() * size * 0.2
-    return torch.cat([centre - half, centre + half], -1).to(dtype)
+    return torch.cat([center - half, center + half], -1).to(dtype)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

@@ -113,7 +113,7 @@ def _roi_align(
         pooled_height: Rows of bins.
         pooled_width: Columns of bins.
         sampling_ratio: Samples of a bin along each axis; 0 or less means as many as the bin has pixels, rounded up.
-        aligned: Whether coordinates are shifted by half a pixel, so that pixel centres lie at halves. Without it a box
+        aligned: Whether coordinates are shifted by half a pixel, so that pixel centers lie at halves. Without it a box
             has at least 1 x 1 pixels.
 
     Returns:
@@ -255,10 +255,10 @@ def _backward_fake(a: Arguments) -> Tensor:
 
 def _boxes(count: int, images: int, width: int, height: int, seed: int = 41) -> Tensor:
     generator = torch.Generator().manual_seed(seed + count)
-    centre = torch.rand(count, 2, generator=generator) * torch.tensor([width, height])
+    center = torch.rand(count, 2, generator=generator) * torch.tensor([width, height])
     half = torch.rand(count, 2, generator=generator) * torch.tensor([width, height]) * 0.4
     image = torch.randint(0, max(images, 1), (count, 1), generator=generator).float()
-    boxes = torch.cat([image, centre - half, centre + half], 1)
+    boxes = torch.cat([image, center - half, center + half], 1)
     return (boxes * 16).round() / 16 + torch.tensor([0, 0.01, 0.02, 0.03, 0.04])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layer of 8-bit integers: packed int8 weights, activations that are quantised already or on the way in."""
+"""Linear layer of 8-bit integers: packed int8 weights, activations that are quantized already or on the way in."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def _linear(
     output_scale: float = 0.0,
     output_zero: int = 0,
 ) -> Tensor:
-    """Compute ``activation(dequantise(x) @ (weight * weight_scale).T + bias) * mul + residual + residual2``.
+    """Compute ``activation(dequantize(x) @ (weight * weight_scale).T + bias) * mul + residual + residual2``.
 
     The product is one of 8-bit integers, with exact int32 sums; it is scaled in float32, and the result is rounded
-    once. ``x`` is int8 or uint8 codes with their scale and zero point, or float and then quantised first: with the
+    once. ``x`` is int8 or uint8 codes with their scale and zero point, or float and then quantized first: with the
     given scale (static), or with the scale of its range (dynamic) as `quantize_per_token` or `quantize_per_tensor` do.
 
     Args:
@@ -275,7 +275,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
 def _case(dtype: torch.dtype, m: int, k: int, n: int, kind: str) -> tuple[object, ...]:
     packed = torch.ops.ipex.pack_int8_weight(int8_randn(n, k, seed=8))  # on huge pages
     scale = torch.full((n,), k**-0.5 / 74)
-    if kind == "codes":  # what a quantised layer before gives
+    if kind == "codes":  # what a quantized layer before gives
         return int8_randn(m, k, seed=9).view(torch.uint8), packed, n, scale, torch.tensor(0.03)
     # Numbers whose codes are exact, so that the result is that of stock on float activations.
     x = int8_randn(m, k, seed=9).clamp(min=-127)
@@ -318,7 +318,7 @@ def _stock_args(
 def _stock(
     x: Tensor, weight: Tensor, scale: Tensor, x_scale: Tensor | None, zeros: Tensor | None
 ) -> Tensor:
-    """Stock: oneDNN's quantised linear for codes, the op for int8 weights for float activations."""
+    """Stock: oneDNN's quantized linear for codes, the op for int8 weights for float activations."""
     if x_scale is None:
         return torch._weight_int8pack_mm(x, weight, scale)
     return torch.ops.onednn.qlinear_pointwise(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of two activations on 8-bit integers: both are quantised on the way in, with scales that are known."""
+"""Products of two activations on 8-bit integers: both are quantized on the way in, with scales that are known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_DEPTH = 32768
 _MOST_DIMS = 16
 
 
-def _dequantised(x: Tensor, scale: float, zero: int) -> Tensor:
+def _dequantized(x: Tensor, scale: float, zero: int) -> Tensor:
     """Return the codes of ``x`` less the zero point, in float64."""
     step = torch.tensor(scale, dtype=torch.float32, device=x.device)
     shift = torch.tensor(zero, dtype=torch.int32, device=x.device)
@@ -53,7 +53,7 @@ def _matmul(
         RuntimeError: An argument is not as described.
     """
     scale = torch.tensor(a_scale, dtype=torch.float32) * torch.tensor(b_scale, dtype=torch.float32)
-    product = _dequantised(a, a_scale, a_zero) @ _dequantised(b, b_scale, b_zero)
+    product = _dequantized(a, a_scale, a_zero) @ _dequantized(b, b_scale, b_zero)
     return (product * scale.double().to(a.device)).to(a.dtype)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantisation of activations to 8 bits, per token or per tensor."""
+"""Quantization of activations to 8 bits, per token or per tensor."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def codes(x: Tensor, scale: Tensor, zero: Tensor, symmetric: bool) -> Tensor:
 
 
 def _per_token(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise each row of ``x`` to 8 bits with a scale of its own.
+    """Quantize each row of ``x`` to 8 bits with a scale of its own.
 
     Symmetric codes are int8 with ``scale = max|x| / 127``. The others are uint8 with
     ``scale = (max - min) / 255`` and ``zero = round(-min / scale)``, where the range includes 0. A row is about
@@ -143,7 +143,7 @@ register(
         lift=False,
         tolerance={d: (0.0, 0.0) for d in (torch.float32, torch.bfloat16, torch.float16)},
         bench=_per_token_bench,
-        summary="Quantise each row to 8 bits with its own scale",
+        summary="Quantize each row to 8 bits with its own scale",
     )
 )
 
@@ -151,7 +151,7 @@ register(
 def _per_tensor(
     x: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, symmetric: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise ``x`` to 8 bits with one scale, which is given (static) or that of its range (dynamic).
+    """Quantize ``x`` to 8 bits with one scale, which is given (static) or that of its range (dynamic).
 
     See `quantize_per_token` for the codes. With a given scale, values outside of its range are saturated, to -128 too,
     and NaN gets the code of 0.
@@ -255,6 +255,6 @@ register(
         lift=False,
         tolerance={d: (0.0, 0.0) for d in (torch.float32, torch.bfloat16, torch.float16)},
         bench=_per_tensor_bench,
-        summary="Quantise a tensor to 8 bits with one given or computed scale",
+        summary="Quantize a tensor to 8 bits with one given or computed scale",
     )
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Key-value caches as the references see them: checks, rows gathered from blocks, quantised rows.
+"""Key-value caches as the references see them: checks, rows gathered from blocks, quantized rows.
 
 A cache holds rows of the dtype of the query, or int8, float8_e5m2 or float8_e4m3fn numbers. The value of a row is its
 numbers times a factor of the whole cache (``k_scale``, ``v_scale``) and, for int8, times a float32 scale of the row
@@ -24,7 +24,7 @@ from ipex_core.library.checks import (
 from ipex_core.library.spec import check
 
 __all__ = [
-    "QUANTISED",
+    "QUANTIZED",
     "check_block_tables",
     "check_cache_kind",
     "check_caches",
@@ -41,8 +41,8 @@ Tensor = torch.Tensor
 
 _INDEX = (torch.int32, torch.int64)
 
-#: dtypes of quantised caches.
-QUANTISED = (torch.int8, torch.float8_e5m2, torch.float8_e4m3fn)
+#: dtypes of quantized caches.
+QUANTIZED = (torch.int8, torch.float8_e5m2, torch.float8_e4m3fn)
 
 #: What ``kv_cache_dtype`` may demand of the caches.
 _KINDS = {
@@ -84,7 +84,7 @@ def check_caches(
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_device(op, name, cache, x, of)
         check(
-            cache.dtype == x.dtype or cache.dtype in QUANTISED,
+            cache.dtype == x.dtype or cache.dtype in QUANTIZED,
             op,
             name,
             f"have the dtype of {of} = {dtype_name(x.dtype)}, int8, float8_e5m2 or float8_e4m3fn",

@@ -83,7 +83,7 @@ def _reshape_and_cache(
     """Write the keys and values of new tokens into their slots of a paged cache, in place.
 
     Slot ``s`` is row ``s % block_size`` of block ``s // block_size``. A token with a negative slot (padding) is
-    skipped; of several tokens with the same slot the last one stays. A quantised cache holds the rows divided by
+    skipped; of several tokens with the same slot the last one stays. A quantized cache holds the rows divided by
     ``k_scale`` and ``v_scale`` and rounded to nearest even: float8_e5m2 (too large becomes infinity), float8_e4m3fn
     (limited to -448..448; infinity becomes NaN) or int8 (limited to -127..127). With ``key_scales`` and
     ``value_scales`` each row of an int8 cache is instead divided by a scale of its own, its largest magnitude / 127,
@@ -98,7 +98,7 @@ def _reshape_and_cache(
         slot_mapping: ``[tokens]``, int32 or int64, each below ``num_blocks * block_size``.
         kv_cache_dtype: ``"auto"`` (what the caches are), or a demand: ``"fp8"`` or ``"fp8_e5m2"``,
             ``"fp8_e4m3"``, ``"int8"``.
-        k_scale: Value of 1 in a quantised key cache, positive.
+        k_scale: Value of 1 in a quantized key cache, positive.
         v_scale: The same for the values.
         key_scales: ``[num_blocks, kv_heads, block_size]`` float32, written, or None.
         value_scales: Like ``key_scales``; both or none.

@@ -34,10 +34,10 @@ def _case(
     return x, *packed, weights, ids.to(torch.int32), inner
 
 
-def quantised_experts(
+def quantized_experts(
     weight: Tensor, gated: bool, format: str, group: int, scale_dtype: torch.dtype
 ) -> Tensor:
-    """Return packed experts quantised from ``[E, N, K]``."""
+    """Return packed experts quantized from ``[E, N, K]``."""
     rows = _experts.interleave(weight) if gated else weight
     packed = []
     for one in rows:
@@ -47,14 +47,14 @@ def quantised_experts(
     return torch.stack(packed)
 
 
-def _quantised_case(
+def _quantized_case(
     dtype: torch.dtype, tokens: int, format: str, group: int, scale_dtype: torch.dtype
 ) -> tuple[Any, ...]:
     x, _, _, weights, ids, inner = _case(dtype, tokens, 4, 2, 66, 40)
     first = randn(4, 2 * inner, 66, seed=82, scale=66**-0.5)
     second = randn(4, 66, inner, seed=83, scale=inner**-0.5)
-    packed13 = quantised_experts(first, True, format, group, scale_dtype)
-    packed2 = quantised_experts(second, False, format, group, scale_dtype)
+    packed13 = quantized_experts(first, True, format, group, scale_dtype)
+    packed2 = quantized_experts(second, False, format, group, scale_dtype)
     return x, packed13, packed2, weights, ids, inner
 
 
@@ -103,10 +103,10 @@ def expert_samples(dtype: torch.dtype) -> Iterator[Sample]:
     ):
         for tokens in (3, 150):
             yield Sample(
-                _quantised_case(dtype, tokens, format, group, scales), id=f"{format}_{tokens}"
+                _quantized_case(dtype, tokens, format, group, scales), id=f"{format}_{tokens}"
             )
-    few = _quantised_case(dtype, 4, "fp4", 32, torch.float8_e8m0fnu)
-    yield Sample((*few, "swigluoai", b13, b2), id="quantised_bias_swigluoai")
+    few = _quantized_case(dtype, 4, "fp4", 32, torch.float8_e8m0fnu)
+    yield Sample((*few, "swigluoai", b13, b2), id="quantized_bias_swigluoai")
     special = x.clone()
     special[0, 3], special[1, 5], special[2, 0] = float("nan"), float("inf"), -float("inf")
     yield Sample((special, w13, w2, weights, ids, inner), id="special_values")
@@ -149,18 +149,18 @@ def expert_bench() -> Iterator[BenchCase]:
             ),
             flops=tokens * top_k * 6 * hidden * inner,
         )
-    yield from _quantised_bench()
+    yield from _quantized_bench()
 
 
 #: format, group, scales, bits of a weight with its share of the scales
-_QUANTISED = (
+_QUANTIZED = (
     ("int8", -1, torch.float32, 8.0),
     ("int4", 128, torch.bfloat16, 4.125),
     ("fp4", 32, torch.float8_e8m0fnu, 4.25),
 )
 
 
-def _quantised_bench_case(
+def _quantized_bench_case(
     dtype: torch.dtype,
     shape: tuple[int, int, int, int, int],
     format: str,
@@ -171,7 +171,7 @@ def _quantised_bench_case(
     x = randn(tokens, hidden, dtype=dtype, seed=81)
     packed = []
     for n, k, gated in ((2 * inner, hidden, True), (hidden, inner, False)):
-        one = quantised_experts(
+        one = quantized_experts(
             randn(1, n, k, seed=82, scale=k**-0.5), gated, format, group, scales
         )
         packed.append(torch.ops.ipex.pack_moe_stack([one[0]] * experts))
@@ -179,16 +179,16 @@ def _quantised_bench_case(
     return x, *packed, weights, ids.to(torch.int32), inner
 
 
-def _quantised_bench() -> Iterator[BenchCase]:
+def _quantized_bench() -> Iterator[BenchCase]:
     for name, tokens, experts, top_k, hidden, inner in _SHAPES:
         if tokens not in (1, 512) or name == "deepseek":
             continue
         used = min(experts, tokens * top_k)
-        for format, group, scales, bits in _QUANTISED:
+        for format, group, scales, bits in _QUANTIZED:
             shape = (tokens, experts, top_k, hidden, inner)
             yield BenchCase(
                 f"{format}-{name}-{tokens}x{top_k}of{experts}x{hidden}x{inner}",
-                lambda dtype, a=(shape, format, group, scales): _quantised_bench_case(dtype, *a),
+                lambda dtype, a=(shape, format, group, scales): _quantized_bench_case(dtype, *a),
                 lambda dtype, w=used * 3 * hidden * inner * bits / 8, a=tokens * hidden: int(
                     w + 2 * a * dtype.itemsize
                 ),

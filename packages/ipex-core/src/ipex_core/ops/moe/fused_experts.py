@@ -24,9 +24,9 @@ from ipex_core.ops.moe._samples import ACTIVATIONS, expert_bench, expert_samples
 from ipex_core.ops.moe.pack_moe_weight import (
     check_expert_header,
     check_experts,
-    check_quantised_expert,
+    check_quantized_expert,
     has_data,
-    is_quantised,
+    is_quantized,
 )
 from ipex_core.packing import experts as _experts
 from ipex_core.packing import woq
@@ -98,10 +98,10 @@ def _fused_experts(
         num_experts: Number of all experts, which ids must be below; 0 if all are here.
         swiglu_alpha: Of ``"swigluoai"``.
         swiglu_limit: Of ``"swigluoai"``.
-        lowp_mode: For quantised weights, what they are multiplied in: ``"none"`` (the dtype of ``hidden_states``),
+        lowp_mode: For quantized weights, what they are multiplied in: ``"none"`` (the dtype of ``hidden_states``),
             ``"bf16"`` or ``"fp16"``; see `woq_linear`.
 
-    The weights may be quantised, all of them in any formats of `pack_woq_weight` with order ``dot``: each expert's
+    The weights may be quantized, all of them in any formats of `pack_woq_weight` with order ``dot``: each expert's
     rows, those of ``w13`` interleaved as `pack_moe_weight` says, packed alone and put together by `pack_moe_stack`;
     `ipex_core.nn.moe.pack_woq_experts` does that.
 
@@ -150,8 +150,8 @@ def _plain(
 ) -> Tensor:
     """Return the weight ``[n, k]`` of an expert."""
     op = "fused_experts"
-    if is_quantised(packed):
-        layout = check_quantised_expert(op, name, packed, index, n, k, gated)
+    if is_quantized(packed):
+        layout = check_quantized_expert(op, name, packed, index, n, k, gated)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         weight = woq.dequantize(packed[index], layout, wide)
         return _experts.deinterleave(weight[None], n // 2)[0] if gated else weight
@@ -177,10 +177,10 @@ def _check(a: Arguments) -> None:
     a.require(a.intermediate_size > 0, "intermediate_size", "be positive")
     hidden = x.shape[1]
     check_device(a.op, "w13", a.w13, x, "hidden_states")
-    quantised = has_data(a.w13) and is_quantised(a.w13)
-    _check_weights("w13", a.w13, 2 * a.intermediate_size, hidden, x.dtype, True, quantised)
+    quantized = has_data(a.w13) and is_quantized(a.w13)
+    _check_weights("w13", a.w13, 2 * a.intermediate_size, hidden, x.dtype, True, quantized)
     check_device(a.op, "w2", a.w2, x, "hidden_states")
-    _check_weights("w2", a.w2, hidden, a.intermediate_size, x.dtype, False, quantised)
+    _check_weights("w2", a.w2, hidden, a.intermediate_size, x.dtype, False, quantized)
     experts = a.w13.shape[0]
     a.require(
         a.w2.shape[0] == experts, "w2", f"have as many experts as w13 = {experts}", a.w2.shape[0]
@@ -189,14 +189,14 @@ def _check(a: Arguments) -> None:
     _check_bias(x, "w13_bias", a.w13_bias, [experts, 2 * a.intermediate_size])
     _check_bias(x, "w2_bias", a.w2_bias, [experts, hidden])
     _check_shared(
-        x, a.shared_w13, a.shared_w2, a.shared_weights, a.shared_intermediate_size, quantised
+        x, a.shared_w13, a.shared_w2, a.shared_weights, a.shared_intermediate_size, quantized
     )
     check_one_of(a.op, "activation", a.activation, ACTIVATIONS)
     check_one_of(a.op, "lowp_mode", a.lowp_mode, ("none", "fp16", "bf16"))
     a.require(
-        quantised or a.lowp_mode == "none" or not has_data(a.w13),
+        quantized or a.lowp_mode == "none" or not has_data(a.w13),
         "lowp_mode",
-        "be none for weights that are not quantised",
+        "be none for weights that are not quantized",
     )
     a.require(a.num_experts >= 0, "num_experts", "be 0 or more")
     total = a.num_experts or experts
@@ -256,11 +256,11 @@ def _check_bias(x: Tensor, name: str, bias: Tensor | None, shape: list[int]) -> 
 
 
 def _check_weights(
-    name: str, packed: Tensor, n: int, k: int, dtype: torch.dtype, gated: bool, quantised: bool
+    name: str, packed: Tensor, n: int, k: int, dtype: torch.dtype, gated: bool, quantized: bool
 ) -> None:
     op = "fused_experts"
-    if quantised:
-        check_quantised_expert(op, name, packed, 0, n, k, gated)
+    if quantized:
+        check_quantized_expert(op, name, packed, 0, n, k, gated)
     elif has_data(packed) or packed.dim() != 2:
         check_experts(op, name, packed, n, k, dtype, gated)
 
@@ -271,7 +271,7 @@ def _check_shared(
     w2: Tensor | None,
     weights: Tensor | None,
     size: int,
-    quantised: bool,
+    quantized: bool,
 ) -> None:
     op = "fused_experts"
     check(
@@ -287,9 +287,9 @@ def _check_shared(
     tokens, hidden = x.shape
     check(size > 0, op, "shared_intermediate_size", "be positive", size)
     check_device(op, "shared_w13", w13, x, "hidden_states")
-    _check_weights("shared_w13", w13, 2 * size, hidden, x.dtype, True, quantised)
+    _check_weights("shared_w13", w13, 2 * size, hidden, x.dtype, True, quantized)
     check_device(op, "shared_w2", w2, x, "hidden_states")
-    _check_weights("shared_w2", w2, hidden, size, x.dtype, False, quantised)
+    _check_weights("shared_w2", w2, hidden, size, x.dtype, False, quantized)
     most = max(w13.shape[0], w2.shape[0])
     check(most == 1, op, "shared_w13", "hold one expert", most)
     if weights is not None:

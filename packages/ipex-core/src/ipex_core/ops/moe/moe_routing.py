@@ -33,7 +33,7 @@ def _moe_routing(
 
     1. ``scores = softmax(logits)`` or ``sigmoid(logits)``.
     2. ``choice = scores + e_score_correction_bias`` (or ``scores``).
-    3. With groups (``num_expert_group > 1``) the experts are cut into that many groups of neighbours. The score of a
+    3. With groups (``num_expert_group > 1``) the experts are cut into that many groups of neighbors. The score of a
        group is its largest ``choice``, or the sum of its two largest if there is a correction bias. Only experts of
        the ``topk_group`` best groups can be chosen.
     4. ``ids``: the ``top_k`` experts of largest ``choice``, largest first. Of equal values the lower index comes
@@ -132,7 +132,7 @@ def _fake(a: Arguments) -> tuple[Tensor, Tensor]:
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((randn(5, 8, dtype=dtype, seed=71), 2, True), id="mixtral")
     yield Sample((randn(70, 128, dtype=dtype, seed=72), 8, True), id="qwen3")
-    yield Sample((randn(3, 60, dtype=dtype, seed=73), 4, False), id="not_normalised")
+    yield Sample((randn(3, 60, dtype=dtype, seed=73), 4, False), id="not_normalized")
     x = randn(9, 64, dtype=dtype, seed=74, scale=2.0)
     bias = randn(64, seed=75, scale=0.3)
     yield Sample((x, 6, False, "softmax", 8, 3, None, 16.0), id="deepseek_v2")

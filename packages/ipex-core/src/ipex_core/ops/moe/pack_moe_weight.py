@@ -48,8 +48,8 @@ def has_data(tensor: Tensor) -> bool:
     return type(tensor) is torch.Tensor and not tensor.is_meta
 
 
-def is_quantised(packed: Tensor) -> bool:
-    """Return whether a tensor with data holds packed quantised experts."""
+def is_quantized(packed: Tensor) -> bool:
+    """Return whether a tensor with data holds packed quantized experts."""
     if packed.dim() != 2 or packed.dtype != torch.uint8 or packed.shape[0] == 0:
         return False
     return packed.shape[1] >= 64 and woq.FORMATS.get(_format_name(packed)) is not None
@@ -61,10 +61,10 @@ def _format_name(packed: Tensor) -> str:
     return "" if header is None else names.get(header[0], "")
 
 
-def check_quantised_expert(
+def check_quantized_expert(
     op: str, name: str, packed: Tensor, index: int, out_features: int, in_features: int, gated: bool
 ) -> woq.Layout:
-    """Check expert ``index`` of packed quantised weights and return its layout."""
+    """Check expert ``index`` of packed quantized weights and return its layout."""
     rows = 2 * _experts.padded(out_features // 2) if gated else out_features
     good = packed.dtype == torch.uint8 and packed.dim() == 2 and packed.is_contiguous()
     layout = woq.read_layout(packed[index]) if good and packed.shape[0] > 0 else None
@@ -72,7 +72,7 @@ def check_quantised_expert(
         layout is not None and (layout.n, layout.k, layout.order) == (rows, in_features, "dot"),
         op,
         name,
-        f"be quantised weights of shape [E, {out_features}, {in_features}] packed with order dot",
+        f"be quantized weights of shape [E, {out_features}, {in_features}] packed with order dot",
         "others",
     )
     assert layout is not None

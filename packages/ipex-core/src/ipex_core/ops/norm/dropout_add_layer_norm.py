@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout, residual addition and layer normalisation of a transformer block in training, and their gradients."""
+"""Dropout, residual addition and layer normalization of a transformer block in training, and their gradients."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ OP = "dropout_add_layer_norm"
 BACKWARD = "dropout_add_layer_norm_backward"
 
 
-def _standardise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _standardize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return rows with mean 0 and variance 1, and the factors for that."""
-    centred = x - x.mean(-1, keepdim=True)
-    factor = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    return centred * factor, factor
+    centered = x - x.mean(-1, keepdim=True)
+    factor = torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+    return centered * factor, factor
 
 
 def _forward(
@@ -46,9 +46,9 @@ def _forward(
     stream: int = 0,
     eps: float = 1e-12,
 ) -> tuple[Tensor, Tensor]:
-    """Drop elements of ``x``, add ``residual`` and normalise the sum: the end of a block of BERT.
+    """Drop elements of ``x``, add ``residual`` and normalize the sum: the end of a block of BERT.
 
-    The sum is rounded to the dtype before it is normalised. Dropout is that of `dropout`.
+    The sum is rounded to the dtype before it is normalized. Dropout is that of `dropout`.
 
     Args:
         x: ``[..., C]``, float32, bfloat16 or float16.
@@ -61,10 +61,10 @@ def _forward(
         eps: Added to the variance.
 
     Returns:
-        The normalised sum and the sum, both contiguous and like ``x``.
+        The normalized sum and the sum, both contiguous and like ``x``.
     """
     total = (drop(acc(x), p, seed, stream) + acc(residual)).to(x.dtype)
-    y, _ = _standardise(acc(total), eps)
+    y, _ = _standardize(acc(total), eps)
     return (y * acc(weight) + acc(bias)).to(x.dtype), total
 
 
@@ -101,7 +101,7 @@ def _backward(
     stream: int = 0,
     eps: float = 1e-12,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `dropout_add_layer_norm` for a gradient of the normalised sum.
+    """Gradients of `dropout_add_layer_norm` for a gradient of the normalized sum.
 
     Args:
         grad: ``[..., C]``, gradient of the first result.
@@ -118,7 +118,7 @@ def _backward(
         bias of a linear layer before.
     """
     g = acc(grad)
-    y, factor = _standardise(acc(sum), eps)
+    y, factor = _standardize(acc(sum), eps)
     d = g * acc(weight)
     d = factor * (d - d.mean(-1, keepdim=True) - y * (d * y).mean(-1, keepdim=True))
     dx = drop(d, p, seed, stream)
@@ -246,7 +246,7 @@ register(
         backward=_backward_of_op,
         tolerance=_TOLERANCE,
         bench=_bench,
-        summary="Dropout, residual addition and layer normalisation",
+        summary="Dropout, residual addition and layer normalization",
     )
 )
 register(

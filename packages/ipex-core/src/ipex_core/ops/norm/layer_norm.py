@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer normalisation over the last dimension, alone and fused with a residual addition."""
+"""Layer normalization over the last dimension, alone and fused with a residual addition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ipex_core.library.spec import BenchCase, OpSpec, Sample
 Tensor = torch.Tensor
 
 
-def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     y = acc(x)
     y = y - y.mean(-1, keepdim=True)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
@@ -37,7 +37,7 @@ def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
-    """Normalise each row of ``x`` to mean 0 and variance 1, then scale and shift it.
+    """Normalize each row of ``x`` to mean 0 and variance 1, then scale and shift it.
 
     Computed in float32 and rounded once; the variance is the biased one, taken around the mean.
 
@@ -52,7 +52,7 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
-    return _normalise(x, weight, bias, eps)
+    return _normalize(x, weight, bias, eps)
 
 
 def _add_layer_norm(
@@ -62,9 +62,9 @@ def _add_layer_norm(
     bias: Tensor | None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """Add ``residual`` to ``x`` and normalise the sum as `layer_norm` does.
+    """Add ``residual`` to ``x`` and normalize the sum as `layer_norm` does.
 
-    The sum is rounded to the dtype before it is normalised, as the two ops in a row would do.
+    The sum is rounded to the dtype before it is normalized, as the two ops in a row would do.
 
     Args:
         x: ``[..., C]``, float32, bfloat16 or float16.
@@ -74,10 +74,10 @@ def _add_layer_norm(
         eps: Added to the variance.
 
     Returns:
-        The normalised sum and the sum itself, both contiguous and like ``x``.
+        The normalized sum and the sum itself, both contiguous and like ``x``.
     """
     total = x + residual
-    return _normalise(total, weight, bias, eps), total
+    return _normalize(total, weight, bias, eps), total
 
 
 def _add_layer_norm_in_place(
@@ -87,7 +87,7 @@ def _add_layer_norm_in_place(
     bias: Tensor | None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Add ``x`` to ``residual`` in place and return the sum normalised as `layer_norm` does.
+    """Add ``x`` to ``residual`` in place and return the sum normalized as `layer_norm` does.
 
     `add_layer_norm` without a new tensor for the sum.
 
@@ -99,10 +99,10 @@ def _add_layer_norm_in_place(
         eps: Added to the variance.
 
     Returns:
-        The normalised sum, contiguous and like ``x``.
+        The normalized sum, contiguous and like ``x``.
     """
     residual.add_(x)
-    return _normalise(residual, weight, bias, eps)
+    return _normalize(residual, weight, bias, eps)
 
 
 def _check(a: Arguments) -> None:
@@ -214,7 +214,7 @@ register(
         stock=_stock,
         tolerance=_TOLERANCE,
         bench=_bench,
-        summary="Layer normalisation over the last dimension",
+        summary="Layer normalization over the last dimension",
     )
 )
 register(
@@ -232,7 +232,7 @@ register(
         stock=_add_stock,
         tolerance=_TOLERANCE,
         bench=_add_bench,
-        summary="Residual addition followed by layer normalisation",
+        summary="Residual addition followed by layer normalization",
     )
 )
 register(
@@ -249,6 +249,6 @@ register(
         stock=_in_place_stock,
         tolerance=_TOLERANCE,
         bench=_add_bench,
-        summary="Residual addition in place followed by layer normalisation",
+        summary="Residual addition in place followed by layer normalization",
     )
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalisations fused with the quantisation of their result to int8, the input of an int8 linear."""
+"""Normalizations fused with the quantization of their result to int8, the input of an int8 linear."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ipex_core.library.checks import (
 from ipex_core.library.kernels import register, specs
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.int8.quantize import LEAST_SCALE, choose, codes
-from ipex_core.ops.norm.layer_norm import _normalise as normalise_layer
-from ipex_core.ops.norm.rms_norm import _normalise as normalise_rms
+from ipex_core.ops.norm.layer_norm import _normalize as normalize_layer
+from ipex_core.ops.norm.rms_norm import _normalize as normalize_rms
 
 Tensor = torch.Tensor
 
 
-def _quantise(op: str, y: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _quantize(op: str, y: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     if scale is None:
         scale, zero = choose(y, True, -1)
         return codes(y, scale, zero, True), scale
@@ -47,23 +47,23 @@ def _rms_norm_quant(
     weight_offset: float = 0.0,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise each row as `rms_norm` does and quantise the result to int8.
+    """Normalize each row as `rms_norm` does and quantize the result to int8.
 
     The same as `rms_norm` followed by `quantize_per_token`, or by `quantize_per_tensor` with a given scale, without
-    writing the normalised rows to memory.
+    writing the normalized rows to memory.
 
     Args:
         x: ``[..., C]``, float32, bfloat16 or float16.
         weight: ``[C]`` in the dtype of ``x`` or float32, or None.
         eps: Added to the mean square.
         weight_offset: Added to ``weight``; ignored without a weight.
-        scale: One element, float32: the scale of all rows (static quantisation). None: each row has its own,
+        scale: One element, float32: the scale of all rows (static quantization). None: each row has its own,
             ``max|y| / 127``.
 
     Returns:
         ``(codes, scale)``: int8 in the shape of ``x``, and float32 ``[..., 1]``, or 0-D for a given scale.
     """
-    return _quantise("rms_norm_quant", normalise_rms(x, weight, eps, weight_offset), scale)
+    return _quantize("rms_norm_quant", normalize_rms(x, weight, eps, weight_offset), scale)
 
 
 def _add_rms_norm_quant(
@@ -74,7 +74,7 @@ def _add_rms_norm_quant(
     weight_offset: float = 0.0,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` to ``residual`` in place, then normalise and quantise the sum as `rms_norm_quant` does.
+    """Add ``x`` to ``residual`` in place, then normalize and quantize the sum as `rms_norm_quant` does.
 
     Args:
         x: ``[..., C]``, float32, bfloat16 or float16.
@@ -90,8 +90,8 @@ def _add_rms_norm_quant(
     if scale is not None:
         _check_scale_value("add_rms_norm_quant_", scale.reshape(()))
     residual.add_(x)
-    y = normalise_rms(residual, weight, eps, weight_offset)
-    return _quantise("add_rms_norm_quant_", y, scale)
+    y = normalize_rms(residual, weight, eps, weight_offset)
+    return _quantize("add_rms_norm_quant_", y, scale)
 
 
 def _layer_norm_quant(
@@ -101,7 +101,7 @@ def _layer_norm_quant(
     eps: float = 1e-5,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise each row as `layer_norm` does and quantise the result to int8.
+    """Normalize each row as `layer_norm` does and quantize the result to int8.
 
     Args:
         x: ``[..., C]``, float32, bfloat16 or float16.
@@ -113,7 +113,7 @@ def _layer_norm_quant(
     Returns:
         ``(codes, scale)`` as `rms_norm_quant`.
     """
-    return _quantise("layer_norm_quant", normalise_layer(x, weight, bias, eps), scale)
+    return _quantize("layer_norm_quant", normalize_layer(x, weight, bias, eps), scale)
 
 
 def _add_layer_norm_quant(
@@ -124,7 +124,7 @@ def _add_layer_norm_quant(
     eps: float = 1e-5,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` to ``residual`` in place, then normalise and quantise the sum as `layer_norm_quant` does.
+    """Add ``x`` to ``residual`` in place, then normalize and quantize the sum as `layer_norm_quant` does.
 
     Args:
         x: ``[..., C]``, float32, bfloat16 or float16.
@@ -140,8 +140,8 @@ def _add_layer_norm_quant(
     if scale is not None:
         _check_scale_value("add_layer_norm_quant_", scale.reshape(()))
     residual.add_(x)
-    y = normalise_layer(residual, weight, bias, eps)
-    return _quantise("add_layer_norm_quant_", y, scale)
+    y = normalize_layer(residual, weight, bias, eps)
+    return _quantize("add_layer_norm_quant_", y, scale)
 
 
 def _check(a: Arguments) -> None:
@@ -167,7 +167,7 @@ def _fake(a: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def _samples_of(norm: str, defaults: tuple[float, ...]) -> Callable[..., Iterator[Sample]]:
-    """Return samples of the fused op from those of the normalisation alone."""
+    """Return samples of the fused op from those of the normalization alone."""
 
     def samples(dtype: torch.dtype) -> Iterator[Sample]:
         for sample in specs()[norm].samples(dtype):
@@ -256,7 +256,7 @@ for _name, _norm, _reference, _schema, _defaults in (
             stock=_stock_of(_norm),
             backward=None,
             lift=False,
-            # An element that rounds to its neighbour moves the scale by 2^-8 in bfloat16 and the codes by one.
+            # An element that rounds to its neighbor moves the scale by 2^-8 in bfloat16 and the codes by one.
             tolerance={
                 torch.float32: (8e-3, 1e-5),
                 torch.bfloat16: (1.6e-2, 1e-2),
@@ -264,6 +264,6 @@ for _name, _norm, _reference, _schema, _defaults in (
                 torch.int8: (0.0, 1.0),
             },
             bench=_bench_of(_norm),
-            summary=f"`{_norm}` followed by quantisation to int8",
+            summary=f"`{_norm}` followed by quantization to int8",
         )
     )

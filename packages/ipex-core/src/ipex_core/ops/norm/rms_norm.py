@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Root-mean-square normalisation, alone and fused with a residual addition."""
+"""Root-mean-square normalization, alone and fused with a residual addition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ipex_core.library.spec import BenchCase, OpSpec, Sample
 Tensor = torch.Tensor
 
 
-def _normalise(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:
+def _normalize(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:
     y = acc(x)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -36,7 +36,7 @@ def _normalise(x: Tensor, weight: Tensor | None, eps: float, weight_offset: floa
 def _rms_norm(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, weight_offset: float = 0.0
 ) -> Tensor:
-    """Normalise each row of ``x`` by its root mean square: ``x * rsqrt(mean(x^2) + eps) * (weight + offset)``.
+    """Normalize each row of ``x`` by its root mean square: ``x * rsqrt(mean(x^2) + eps) * (weight + offset)``.
 
     Computed in float32 and rounded once. ``weight_offset=1`` is the form of models that store ``weight - 1``.
 
@@ -51,7 +51,7 @@ def _rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    return _normalise(x, weight, eps, weight_offset)
+    return _normalize(x, weight, eps, weight_offset)
 
 
 def _add_rms_norm(
@@ -61,9 +61,9 @@ def _add_rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Add ``residual`` to ``x`` and normalise the sum as `rms_norm` does.
+    """Add ``residual`` to ``x`` and normalize the sum as `rms_norm` does.
 
-    The sum is rounded to the dtype before it is normalised, as the two ops in a row would do.
+    The sum is rounded to the dtype before it is normalized, as the two ops in a row would do.
 
     Args:
         x: ``[..., C]``, float32, bfloat16 or float16.
@@ -73,10 +73,10 @@ def _add_rms_norm(
         weight_offset: Added to ``weight``; ignored without a weight.
 
     Returns:
-        The normalised sum and the sum itself, both contiguous and like ``x``.
+        The normalized sum and the sum itself, both contiguous and like ``x``.
     """
     total = x + residual
-    return _normalise(total, weight, eps, weight_offset), total
+    return _normalize(total, weight, eps, weight_offset), total
 
 
 def _add_rms_norm_in_place(
@@ -86,7 +86,7 @@ def _add_rms_norm_in_place(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
 ) -> Tensor:
-    """Add ``x`` to ``residual`` in place and return the sum normalised as `rms_norm` does.
+    """Add ``x`` to ``residual`` in place and return the sum normalized as `rms_norm` does.
 
     `add_rms_norm` without a new tensor for the sum.
 
@@ -98,10 +98,10 @@ def _add_rms_norm_in_place(
         weight_offset: Added to ``weight``; ignored without a weight.
 
     Returns:
-        The normalised sum, contiguous and like ``x``.
+        The normalized sum, contiguous and like ``x``.
     """
     residual.add_(x)
-    return _normalise(residual, weight, eps, weight_offset)
+    return _normalize(residual, weight, eps, weight_offset)
 
 
 def _check(a: Arguments) -> None:
@@ -197,7 +197,7 @@ register(
         samples=_samples,
         stock=_stock,
         bench=_bench,
-        summary="RMS normalisation over the last dimension",
+        summary="RMS normalization over the last dimension",
     )
 )
 register(
@@ -214,7 +214,7 @@ register(
         samples=_add_samples,
         stock=_add_stock,
         bench=_add_bench,
-        summary="Residual addition followed by RMS normalisation",
+        summary="Residual addition followed by RMS normalization",
     )
 )
 register(
@@ -230,6 +230,6 @@ register(
         samples=_in_place_samples,
         stock=_in_place_stock,
         bench=_add_bench,
-        summary="Residual addition in place followed by RMS normalisation",
+        summary="Residual addition in place followed by RMS normalization",
     )
 )

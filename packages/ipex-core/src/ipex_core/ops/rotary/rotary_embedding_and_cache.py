@@ -13,7 +13,7 @@ from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_like, check_not_expanded, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name
-from ipex_core.ops.kv_cache.checks import QUANTISED, check_caches, check_index_tensor, quantize
+from ipex_core.ops.kv_cache.checks import QUANTIZED, check_caches, check_index_tensor, quantize
 from ipex_core.ops.rotary._common import (
     check_heads,
     check_position_ids,
@@ -67,7 +67,7 @@ def _and_cache(
         rotary_dim: As for `rotary_embedding`.
         rotary_half: As for `rotary_embedding`.
         position_ids: As for `rotary_embedding`; needed without ``slot_mapping``.
-        k_scale: What the elements of a quantised key cache stand for is multiplied by: ``key / k_scale`` is stored.
+        k_scale: What the elements of a quantized key cache stand for is multiplied by: ``key / k_scale`` is stored.
         v_scale: The same for values.
 
     Raises:
@@ -181,7 +181,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
             args = (q, k, v, *_cache(6, 2, 8, dim, dtype=dtype))
             args = (*args, *tables(7, rotary // 2, torch.float32), slots, rotary, half)
             yield Sample(args, id=f"paged-{dim}-{rotary}-{half}")
-        for cache in QUANTISED:
+        for cache in QUANTIZED:
             args = (q, k, v, *_cache(6, 2, 8, 22, dtype=cache))
             args = (*args, *tables(20, 22, torch.float32), slots.int(), 22, half)
             ids = torch.tensor([19, 0, 3, 3, 1, 18, 7])

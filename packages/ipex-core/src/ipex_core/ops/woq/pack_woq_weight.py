@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing of quantised linear weights."""
+"""Packing of quantized linear weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _pack(
     g_idx: Tensor | None = None,
     order: str = "dot",
 ) -> Tensor:
-    """Pack the codes, scales and zero points of a quantised ``[N, K]`` weight for `woq_linear`.
+    """Pack the codes, scales and zero points of a quantized ``[N, K]`` weight for `woq_linear`.
 
     A weight is ``scale * (code - zero)`` (int8, int4; without zero points the zero of int4 is 8, of int8 0),
     ``scale * table[code]`` (nf4, fp4) or ``scale * code`` (fp8). MXFP4 is fp4 with groups of 32 and e8m0 scales.
@@ -209,6 +209,6 @@ register(
         dtypes=(torch.float32,),
         backward=None,
         lift=False,
-        summary="Pack a quantised linear weight for `woq_linear`",
+        summary="Pack a quantized linear weight for `woq_linear`",
     )
 )

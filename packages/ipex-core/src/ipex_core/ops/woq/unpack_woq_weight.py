@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a packed quantised weight was made of, and its float values."""
+"""What a packed quantized weight was made of, and its float values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _unpack(
     g_idx: bool = False,
     order: str = "dot",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what a packed quantised weight was made of, bit for bit.
+    """Return what a packed quantized weight was made of, bit for bit.
 
     The arguments repeat how it was packed, so that the shapes of the results are known without reading it;
     `ipex_core.woq.unpack` reads them from the tensor.
@@ -141,7 +141,7 @@ def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _dequantize(packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    """Return the float weight of a packed quantised one, in the order of the input features.
+    """Return the float weight of a packed quantized one, in the order of the input features.
 
     Args:
         packed: Result of `pack_woq_weight`.
@@ -206,6 +206,6 @@ register(
             torch.bfloat16: (8e-3, 1e-9),
             torch.float16: (1e-3, 1e-7),
         },
-        summary="The float weight of a packed quantised one",
+        summary="The float weight of a packed quantized one",
     )
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layer on a packed quantised weight, with the low-precision modes and the fused operands of `linear`."""
+"""Linear layer on a packed quantized weight, with the low-precision modes and the fused operands of `linear`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _woq_linear(
     lowp_mode: str = "none",
     act_quant_mode: str = "none",
 ) -> Tensor:
-    """Compute ``activation(x @ weight.T + bias) * mul + residual + residual2`` with a packed quantised weight.
+    """Compute ``activation(x @ weight.T + bias) * mul + residual + residual2`` with a packed quantized weight.
 
     What the product is computed in:
 
@@ -265,6 +265,6 @@ register(
             torch.float16: (4e-3, 4e-3),
         },
         bench=woq_bench,
-        summary="Linear layer on a packed quantised weight (int8, int4, nf4, fp4, fp8)",
+        summary="Linear layer on a packed quantized weight (int8, int4, nf4, fp4, fp8)",
     )
 )

@@ -118,7 +118,7 @@ class Prepack(Pass):
                     )
                 continue
             if module.__dict__.get(PACKED_LATER):
-                text = "packed together with its neighbours afterwards"
+                text = "packed together with its neighbors afterwards"
                 context.log.add(path, module, self.name, True, text, "ipex::linear")
                 continue
             reason = swap_reason(module) if kind is type(module) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ipex llm``: generation, benchmark, quantisation and a server for model folders."""
+"""``ipex llm``: generation, benchmark, quantization and a server for model folders."""
 
 from __future__ import annotations
 

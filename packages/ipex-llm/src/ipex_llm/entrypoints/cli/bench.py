@@ -87,7 +87,7 @@ def bench(
 ) -> None:
     """Measure prefill and decode of a model folder, in pairs with the model as transformers runs it.
 
-    Stock runs in the float dtype: bf16 for quantised weights. In each round both run once, in alternating order, and
+    Stock runs in the float dtype: bf16 for quantized weights. In each round both run once, in alternating order, and
     the memory is read; ratios are taken within the rounds. "% of limit" is the time that reading weights and cache once
     takes at that rate, as part of a decode step. Exit codes: 0; 1 if a file cannot be written; 2 for bad arguments.
     """
@@ -114,10 +114,10 @@ def bench(
 
         others = busy()
         float_dtype = getattr(torch, DTYPES[dtype][0])
-        quantised = stored_quantization(model, config) is not None
+        quantized = stored_quantization(model, config) is not None
         console.print("loading", highlight=False)
         reference = (
-            load_stock(model, float_dtype, trust_remote_code) if stock and not quantised else None
+            load_stock(model, float_dtype, trust_remote_code) if stock and not quantized else None
         )
         ours = load_model(model, dtype, group_size, trust_remote_code=trust_remote_code)
     rows = []

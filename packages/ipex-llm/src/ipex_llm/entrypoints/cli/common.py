@@ -67,7 +67,7 @@ Dtype = Annotated[
     str,
     typer.Option(
         callback=_dtype,
-        help="Weights: bf16, fp16, fp32, int8, int4, nf4, fp8, mxfp4. Folders that are quantised keep theirs.",
+        help="Weights: bf16, fp16, fp32, int8, int4, nf4, fp8, mxfp4. Folders that are quantized keep theirs.",
     ),
 ]
 GroupSize = Annotated[
@@ -191,13 +191,13 @@ def load_model(
     lowp: str = "auto",
     trust_remote_code: bool = False,
 ) -> Any:
-    """Return the model of a folder, optimised.
+    """Return the model of a folder, optimized.
 
     Args:
         folder: A model folder.
-        dtype: One of `DTYPES`; a folder with quantised weights keeps them, and takes the float dtype from here.
-        group_size: For quantised dtypes.
-        lowp: What quantised layers compute in: ``"int8"``, ``"bf16"``, or ``"auto"``: int8 for int4 and int8.
+        dtype: One of `DTYPES`; a folder with quantized weights keeps them, and takes the float dtype from here.
+        group_size: For quantized dtypes.
+        lowp: What quantized layers compute in: ``"int8"``, ``"bf16"``, or ``"auto"``: int8 for int4 and int8.
         trust_remote_code: Run the Python code that the folder names as its model.
 
     Raises:
@@ -230,7 +230,7 @@ def load_model(
 
 
 def _load_quantized(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Build the model without weights and let the optimisation fill it from the folder."""
+    """Build the model without weights and let the optimization fill it from the folder."""
     import torch
 
     import ipex_llm
@@ -246,7 +246,7 @@ def _load_quantized(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -
     torch.set_default_dtype(dtype)
     try:
         # Not on the meta device: buffers that no checkpoint has (of rotary embeddings) must be computed. Without
-        # initialisation the weights that are replaced are never touched, so they take no memory.
+        # initialization the weights that are replaced are never touched, so they take no memory.
         with no_init(), building(folder):
             model = make().eval()
     finally:

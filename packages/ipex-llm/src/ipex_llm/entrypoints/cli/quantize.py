@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ipex llm quantize``: a model folder with quantised weights from one with float weights."""
+"""``ipex llm quantize``: a model folder with quantized weights from one with float weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def quantize(
             help="Input features that share a scale, -1 for all (default: what is usual for the scheme)."
         ),
     ] = None,
-    head: Annotated[bool, typer.Option("--head", help="Quantise the head (lm_head) too.")] = False,
+    head: Annotated[bool, typer.Option("--head", help="Quantize the head (lm_head) too.")] = False,
     skip: Annotated[
         list[str] | None,
         typer.Option(help="Regular expression: modules that stay as they are. Can be repeated."),
@@ -44,9 +44,9 @@ def quantize(
     shard_size: Annotated[float, typer.Option(min=0.001, help="Largest file in GiB.")] = 2.0,
     threads: Threads = None,
 ) -> None:
-    """Quantise the linear layers of a model folder.
+    """Quantize the linear layers of a model folder.
 
-    Weights are read, quantised and written a few rows at a time: no model is built, and little memory is needed. The
+    Weights are read, quantized and written a few rows at a time: no model is built, and little memory is needed. The
     folder appears when it is complete. If the command is interrupted, the same command goes on where it stopped.
     """
     set_threads(threads)
@@ -93,7 +93,7 @@ def quantize(
     if resumed:
         console.print("went on where an earlier run had stopped")
     console.print(
-        f"wrote {out}: {summary.quantized} weights quantised, {summary.kept} tensors kept,"
+        f"wrote {out}: {summary.quantized} weights quantized, {summary.kept} tensors kept,"
         f" {format_bytes(summary.source_bytes)} -> {format_bytes(summary.result_bytes)},"
         f" {time.monotonic() - start:.1f} s, peak memory {format_bytes(peak_memory())}",
         highlight=False,

@@ -55,8 +55,8 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
     if up.bias is not None:
         raise UnsupportedPlan("the projection from the latent has a bias")
     plain = plan.head_dim - rope.dim
-    quantised = woq.is_quantized(up)
-    if quantised:  # small; products of single heads have no quantised form
+    quantized = woq.is_quantized(up)
+    if quantized:  # small; products of single heads have no quantized form
         weight = up.dequantize(store.dtype)
         store._own.append((up, "packed_weight", up._buffers["packed_weight"]))
     else:
@@ -69,7 +69,7 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
     keys = heads.new_zeros(plan.heads, latent.rank + rope.dim, plain)
     keys[:, : latent.rank] = heads[:, :plain].transpose(1, 2)
     packed = _pack(keys), _pack(heads[:, plain:])
-    if not quantised:
+    if not quantized:
         part = _UpPart(*packed, latent.rank, rope.dim, plain, latent.value_dim, store.dtype)
         store._replace(up, "weight", packed[0], part)
     query = None if latent.query is None else store.linear(latent.query)

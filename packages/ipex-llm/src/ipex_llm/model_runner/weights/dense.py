@@ -87,9 +87,9 @@ class WeightStore:
         self.shared = shared or {}
         self._entries: list[tuple[nn.Module, str, PlannedWeight]] = []
         self._plain: list[tuple[nn.Module, str, Any, int]] = []
-        #: Quantised layers and what their weight is a part of.
+        #: Quantized layers and what their weight is a part of.
         self._lent: list[tuple[Any, Tensor]] = []
-        #: Quantised weights that are used as they are: module, name of the buffer, what it was.
+        #: Quantized weights that are used as they are: module, name of the buffer, what it was.
         self._own: list[tuple[nn.Module, str, Tensor]] = []
         self._memo: dict[tuple[int, ...], Linear] = {}
 
@@ -120,10 +120,10 @@ class WeightStore:
         if not any(_woq.is_quantized(module) for module in modules):
             return self._pack(plans, fused)
         if not all(_woq.is_quantized(module) for module in modules):
-            raise UnsupportedPlan("some layers with one input are quantised, others are not")
+            raise UnsupportedPlan("some layers with one input are quantized, others are not")
         found = _woq.combine(plans, fused)
         if found is None:
-            raise UnsupportedPlan("quantised layers with one input have different formats")
+            raise UnsupportedPlan("quantized layers with one input have different formats")
         packed, bias, modes, lent = found
         self._lent += lent
         features = sum(_features(module) for module in modules)

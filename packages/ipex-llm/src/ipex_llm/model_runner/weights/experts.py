@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed experts of a plan: stacked weights or one module for each, in floating point or quantised."""
+"""Packed experts of a plan: stacked weights or one module for each, in floating point or quantized."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def pack_experts(store: WeightStore, plan: ExpertsPlan) -> Experts:
     gate_up, down = plan.gate_up, plan.down
     if isinstance(gate_up, tuple) and isinstance(down, tuple):
         modules = [*gate_up, *down]
-        quantised = [woq.is_quantized(module) for module in modules]
-        if not any(quantised):
+        quantized = [woq.is_quantized(module) for module in modules]
+        if not any(quantized):
             return _pack_listed(store, plan.experts, gate_up, down)
-        if not all(quantised):
-            raise UnsupportedPlan("some experts are quantised, others are not")
-        return _join_quantised(store, plan.experts, gate_up, down)
+        if not all(quantized):
+            raise UnsupportedPlan("some experts are quantized, others are not")
+        return _join_quantized(store, plan.experts, gate_up, down)
     stacks = woq_experts.packed(plan.module)
     if stacks is not None:
         store._own += [(plan.module, name, packed) for name, packed in stacks.packed.items()]
@@ -180,8 +180,8 @@ def _list_biases(
     return found[0], found[1]
 
 
-def _join_quantised(store: WeightStore, count: int, gate_up: Any, down: Any) -> Experts:
-    """Put the packed weights of quantised modules together; the modules keep none of their own."""
+def _join_quantized(store: WeightStore, count: int, gate_up: Any, down: Any) -> Experts:
+    """Put the packed weights of quantized modules together; the modules keep none of their own."""
     made: list[Tensor] = []
     biases = _list_biases(store, count, gate_up, down)
     for parts in ((gate_up[:count], gate_up[count:]), (down,)):
@@ -190,10 +190,10 @@ def _join_quantised(store: WeightStore, count: int, gate_up: Any, down: Any) -> 
         for one in zip(*parts, strict=True):
             combined = combine_linears(one, gate=gated, codes_order="dot")
             if combined is None:
-                raise UnsupportedPlan("gate and up of a quantised expert have different formats")
+                raise UnsupportedPlan("gate and up of a quantized expert have different formats")
             rows.append(combined[0])
         if len({row.shape for row in rows}) != 1:
-            raise UnsupportedPlan("quantised experts have different formats")
+            raise UnsupportedPlan("quantized experts have different formats")
         packed: Tensor = torch.ops.ipex.pack_moe_stack(rows)
         del rows
         made.append(packed)

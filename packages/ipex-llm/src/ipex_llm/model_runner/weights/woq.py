@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised layers in plans: packed side by side, given back to their modules when somebody asks."""
+"""Quantized layers in plans: packed side by side, given back to their modules when somebody asks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = "_ipex_part"
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Return whether a module is a quantised linear layer."""
+    """Return whether a module is a quantized linear layer."""
     return isinstance(module, WoqLinearModule)
 
 
@@ -64,7 +64,7 @@ class _Part:
 
 
 class _Borrowed(WoqLinearModule):
-    """A quantised layer whose weight is a part of another; it makes its own where it needs one."""
+    """A quantized layer whose weight is a part of another; it makes its own where it needs one."""
 
     _ipex_plain: type[WoqLinearModule]
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked experts with quantised weights.
+"""Stacked experts with quantized weights.
 
 A module that has the weights of all experts as two 3-D parameters gets two packed tensors for them, in the form that
 ``fused_experts`` takes, and computes with that op. Its attributes with the names of the parameters stay: weights that
-are dequantised, one expert at a time where that is all somebody asks for, when they are computed with. As with
-quantised linear layers, they are no parameters, and a state dict has codes and scales.
+are dequantized, one expert at a time where that is all somebody asks for, when they are computed with. As with
+quantized linear layers, they are no parameters, and a state dict has codes and scales.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Stack:
         return _Part(row, 0, 0, n, n // 2 if self.gated else 0, True, None).weight()
 
     def plain(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return dequantised weights as the parameter had them."""
+        """Return dequantized weights as the parameter had them."""
         values = torch.stack([self.weight(row).dequantize(dtype) for row in rows])
         return from_rows(values, self.transposed, self.interleaved)
 
@@ -101,7 +101,7 @@ def _interleave(values: Tensor) -> Tensor:
 
 
 class _StackedWeight(PackedWeight):
-    """Stands for a stacked parameter; it is dequantised when somebody computes with it."""
+    """Stands for a stacked parameter; it is dequantized when somebody computes with it."""
 
     stack: _Stack
 
@@ -120,7 +120,7 @@ class _StackedWeight(PackedWeight):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an op on the dequantised weight; choosing one expert dequantises that one."""
+        """Run an op on the dequantized weight; choosing one expert dequantizes that one."""
         first = args[0] if args else None
         if isinstance(first, _StackedWeight):
             if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
@@ -133,7 +133,7 @@ class _StackedWeight(PackedWeight):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _State:
-    """What a module with quantised experts knows."""
+    """What a module with quantized experts knows."""
 
     stacks: dict[str, _Stack]  # by the name of the parameter: gates and ups, downs
     plan: ExpertsPlan  # without modules and weights
@@ -236,7 +236,7 @@ class _Experts(nn.Module):
             dense = rest.pop(prefix + name, None)
             try:
                 if dense is not None:
-                    self._buffers[stack.buffer] = self._quantise(prefix + name, dense, stack)
+                    self._buffers[stack.buffer] = self._quantize(prefix + name, dense, stack)
                 elif not saved.absent(found, inner):
                     self._buffers[stack.buffer] = _loaded(found, inner, stack)
                 elif strict:
@@ -247,10 +247,10 @@ class _Experts(nn.Module):
             rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _quantise(self, name: str, weight: Tensor, stack: _Stack) -> Tensor:
+    def _quantize(self, name: str, weight: Tensor, stack: _Stack) -> Tensor:
         shape = list(stack.shape)
         check(list(weight.shape) == shape, name, "weight", f"have shape {shape}", weight.shape)
-        return stack.pack(_quantised(name, weight, stack, self.__dict__[KEY].qconfig))
+        return stack.pack(_quantized(name, weight, stack, self.__dict__[KEY].qconfig))
 
 
 def _loaded(found: dict[str, Tensor], prefix: str, stack: _Stack) -> Tensor:
@@ -263,7 +263,7 @@ def _loaded(found: dict[str, Tensor], prefix: str, stack: _Stack) -> Tensor:
     return stack.pack([saved.weight(one, prefix) for one in each])
 
 
-def _quantised(
+def _quantized(
     name: str, weight: Tensor, stack: _Stack, qconfig: QConfigWoq
 ) -> Iterator[QuantizedWeight]:
     for expert in range(weight.shape[0]):  # one at a time: little is in memory twice
@@ -277,7 +277,7 @@ def _names(plan: ExpertsPlan, *values: Any) -> list[str | None]:
 
 
 def reason_against(plan: ExpertsPlan) -> str | None:
-    """Return why stacked experts cannot be quantised, or None."""
+    """Return why stacked experts cannot be quantized, or None."""
     if isinstance(plan.gate_up, tuple):
         return "they are separate modules"
     if None in _names(plan, plan.gate_up, plan.down):
@@ -297,7 +297,7 @@ def check_group(plan: ExpertsPlan, name: str, qconfig: QConfigWoq) -> None:
 
 @torch.no_grad()
 def quantize(plan: ExpertsPlan, name: str, qconfig: QConfigWoq) -> None:
-    """Quantise the stacked experts of a plan, whose `reason_against` is None, and free their weights.
+    """Quantize the stacked experts of a plan, whose `reason_against` is None, and free their weights.
 
     Args:
         plan: Of the block.
@@ -317,7 +317,7 @@ def quantize(plan: ExpertsPlan, name: str, qconfig: QConfigWoq) -> None:
         assert parameter is not None
         dtype, shape = parameter.dtype, tuple(parameter.shape)
         stack = _Stack(f"{key}_packed", shape, gated, plan.transposed, gated and plan.interleaved)
-        made[key] = stack.pack(_quantised(f"{name}.{key}", parameter.detach(), stack, qconfig))
+        made[key] = stack.pack(_quantized(f"{name}.{key}", parameter.detach(), stack, qconfig))
         stacks[key] = stack
     for key, stack in stacks.items():
         parameter = module._parameters.pop(key)
@@ -343,7 +343,7 @@ class Stacks:
 
 
 def packed(module: nn.Module) -> Stacks | None:
-    """Return the packed weights of quantised experts, or None."""
+    """Return the packed weights of quantized experts, or None."""
     state = module.__dict__.get(KEY)
     if not isinstance(state, _State):
         return None
@@ -352,6 +352,6 @@ def packed(module: nn.Module) -> Stacks | None:
 
 
 def weights(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the weights of a module that are quantised experts, gates and ups first."""
+    """Return the names of the weights of a module that are quantized experts, gates and ups first."""
     state = module.__dict__.get(KEY)
     return tuple(state.stacks) if isinstance(state, _State) else ()

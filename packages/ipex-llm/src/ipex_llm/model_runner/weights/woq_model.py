@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantising a model: its linear layers, and the experts of its mixtures."""
+"""Quantizing a model: its linear layers, and the experts of its mixtures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ipex_quant.weight_only.convert import woq_qconfig_of, woq_qconfigs
 
 __all__ = ["quantize"]
 
-#: Name of the module with the experts, and why they were not quantised (None: they were).
+#: Name of the module with the experts, and why they were not quantized (None: they were).
 Notes = list[tuple[str, nn.Module, str | None]]
 Plan = TypeVar("Plan", DecoderPlan | None, LayerPlan | None)
 
@@ -28,7 +28,7 @@ Plan = TypeVar("Plan", DecoderPlan | None, LayerPlan | None)
 def quantize(
     model: nn.Module, plan: DecoderPlan | None, config: Any, layers: Sequence[Found] = ()
 ) -> tuple[DecoderPlan | None, list[Found], Notes]:
-    """Quantise a model in place.
+    """Quantize a model in place.
 
     Routers, which choose experts, stay in floating point.
 
@@ -49,7 +49,7 @@ def quantize(
         not isinstance(given, QConfig),
         "optimize",
         "quantization_config",
-        "be for weights only; quantise activations before, with ipex.quantization.prepare and convert",
+        "be for weights only; quantize activations before, with ipex.quantization.prepare and convert",
         type(given).__name__,
     )
     first = woq_qconfigs("optimize", config)[0]
@@ -60,7 +60,7 @@ def quantize(
     for mixture in found:
         name = paths.get(id(mixture.module), "")
         if isinstance(mixture.gate_up, tuple) or woq_experts.weights(mixture.module):
-            continue  # linear layers as all others, or quantised already
+            continue  # linear layers as all others, or quantized already
         reason = woq_experts.reason_against(mixture)
         qconfig = woq_qconfig_of(config, name, mixture.module)
         if qconfig is None:
@@ -104,7 +104,7 @@ def _mixtures(model: nn.Module, plan: DecoderPlan | None) -> tuple[list[ExpertsP
 
 
 def _remap(plan: Plan, modules: dict[int, nn.Module]) -> Plan:
-    """Return a plan with other modules in the place of those whose id is a key, and quantised experts."""
+    """Return a plan with other modules in the place of those whose id is a key, and quantized experts."""
 
     def walk(value: Any) -> Any:
         if isinstance(value, nn.Module):

@@ -303,7 +303,7 @@ class Int8Linear(_Int8Layer):
 
 
 def share_input(layers: list[Int8Linear]) -> None:
-    """Let layers with the same input and scale quantise it once; in the order of their calls."""
+    """Let layers with the same input and scale quantize it once; in the order of their calls."""
     group = InputGroup(tuple(layer.name for layer in layers))
     for layer in layers:
         layer.group = group

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of activations: as modules that can be quantised, and on 8-bit integers."""
+"""Products of activations: as modules that can be quantized, and on 8-bit integers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm"})
 
 
 class MatMul(nn.Module):
-    """``a @ b`` as a module, which `ipex.quantization.prepare` can quantise.
+    """``a @ b`` as a module, which `ipex.quantization.prepare` can quantize.
 
     `prepare` puts it into forwards that it can rewrite. Use it yourself where a forward has control flow or optional
     arguments: it computes what `torch.matmul` does.

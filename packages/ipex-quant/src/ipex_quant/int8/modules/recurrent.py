@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 #: Classes of ``torch.ao.nn.quantized.dynamic``.
 KINDS = ("GRU", "GRUCell", "LSTM", "LSTMCell", "RNNCell")
-#: Weights of a layer: with fewer, quantising each step takes longer than reading them in float (measured with 1 and 2
+#: Weights of a layer: with fewer, quantizing each step takes longer than reading them in float (measured with 1 and 2
 #: threads: 0.5x to 0.7x of the speed of float at 33 thousand, 0.9x to 2.5x at half a million, 2x to 3.5x at 2 million).
 _LEAST = 1 << 20
 _LAYER = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout")
@@ -55,7 +55,7 @@ def why_no_form(layer: Any) -> str:
     if dtype != torch.float32:
         return f"its INT8 form takes float32, the layer is {dtype_name(dtype)}"
     known = "fbgemm" in torch.backends.quantized.supported_engines
-    return "" if known else f"this build of torch has no quantised {type(layer).__name__}"
+    return "" if known else f"this build of torch has no quantized {type(layer).__name__}"
 
 
 def why_not(layer: nn.LSTM, packed: bool = False) -> str:

@@ -68,7 +68,7 @@ def default_space(name: str) -> list[Any]:
 
 
 class Conf:
-    """A search: what to run, what to vary and what to optimise.
+    """A search: what to run, what to vary and what to optimize.
 
     Args:
         conf_fpath: The YAML file.

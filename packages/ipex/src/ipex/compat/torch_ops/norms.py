@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second names of normalisations and of the softmax."""
+"""Second names of normalizations and of the softmax."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second names of weight-only quantised linear layers."""
+"""Second names of weight-only quantized linear layers."""
 
 from __future__ import annotations
 

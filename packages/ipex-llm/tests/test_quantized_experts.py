@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight-only quantisation of experts: stacked parameters, and one module for each expert."""
+"""Weight-only quantization of experts: stacked parameters, and one module for each expert."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config(dtype=Dtype.INT8, lowp=Lowp.NONE, **options):
 
 @torch.no_grad()
 def plain_model(name, fast):
-    """Return the stock model with the weights that the codes and scales of a quantised one stand for."""
+    """Return the stock model with the weights that the codes and scales of a quantized one stand for."""
     model = FAMILIES[name]()
     for place, module in fast.named_modules():
         old = model.get_submodule(place)
@@ -196,7 +196,7 @@ def test_save_pretrained(name, tmp_path):
     fast.save_pretrained(tmp_path)
     saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert sum("woq_" in key for key in saved) == sum("woq_" in key for key in fast.state_dict())
-    # Nothing loads quantised experts from a folder: it must not be taken for one of floats.
+    # Nothing loads quantized experts from a folder: it must not be taken for one of floats.
     about = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert about["quant_method"] == "ipex" and about["format"] == "state_dict"
     with pytest.raises(OpArgumentError, match="only load_state_dict can read"):
@@ -209,7 +209,7 @@ def test_copies():
     want = logits(fast)
     for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         torch.testing.assert_close(logits(again), want)
-    ipex_core.restore(fast)  # what is quantised stays so
+    ipex_core.restore(fast)  # what is quantized stays so
     assert dense(fast) == []
     torch.testing.assert_close(logits(fast), want, rtol=1e-3, atol=1e-3)
 

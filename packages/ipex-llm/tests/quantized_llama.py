@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Llama with quantised weights, as a state dict, as a folder, and as the float model that computes the same."""
+"""A tiny Llama with quantized weights, as a state dict, as a folder, and as the float model that computes the same."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_model() -> Any:
 
 
 def checkpoint(pack: Callable[..., Any] = P.gptq, **options: Any) -> tuple[dict[str, Any], Any]:
-    """Return a state dict with quantised linear layers and the float model that computes the same."""
+    """Return a state dict with quantized linear layers and the float model that computes the same."""
     model = make_model()
     state: dict[str, Any] = {}
     for i in range(CONFIG.num_hidden_layers):
