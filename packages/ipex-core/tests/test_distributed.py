@@ -167,7 +167,8 @@ def test_memory_must_be_that_of_a_group():
     with pytest.raises(OpArgumentError, match="timeout must be positive"):
         from ipex_core.library.kernels import specs
 
-        specs()["all_reduce_"].check(x, torch.zeros(640, dtype=torch.uint8), 0, 0.0)
+        spec = specs()["all_reduce_"]
+        spec.check(spec.bind(x, torch.zeros(640, dtype=torch.uint8), 0, 0.0))
 
 
 def test_rank_of_a_launcher_is_used(monkeypatch):

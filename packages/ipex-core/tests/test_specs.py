@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 
@@ -298,3 +299,33 @@ def test_strict_mode_forbids_the_reference():
         if fails:
             assert "FallbackError" in result.stderr
             assert "pip install 'ipex[cpu]'" in result.stderr
+
+
+def test_arguments_have_the_names_and_defaults_of_the_schema():
+    spec = specs()["rms_norm"]
+    x = torch.ones(2, 3)
+    a = spec.bind(x, None, weight_offset=1.0)
+    assert a.x is x and a.weight is None and (a.eps, a.weight_offset) == (1e-6, 1.0)
+    assert a.op == "rms_norm"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [
+        ((1, 2, 3, 4, 5), {}, "rms_norm: takes at most 4 arguments, got 5"),
+        ((1, None), {"epsilon": 1}, "rms_norm: unknown arguments epsilon; it has x, weight, eps"),
+        ((1,), {}, "rms_norm: arguments weight must be given"),
+    ],
+)
+def test_arguments_that_the_schema_does_not_have(args, kwargs, text):
+    with pytest.raises(TypeError, match=re.escape(text)):
+        specs()["rms_norm"].bind(*args, **kwargs)
+
+
+def test_require_shows_the_argument_or_what_is_given():
+    a = specs()["gelu"].bind(torch.ones(2), "no")
+    with pytest.raises(OpArgumentError, match="gelu: approximate must be known, got no"):
+        a.require(False, "approximate", "be known")
+    with pytest.raises(OpArgumentError, match=r"gelu: x must be 3-D, got \[2\]"):
+        a.require(False, "x", "be 3-D", list(a.x.shape))
+    a.require(True, "x", "be 3-D")

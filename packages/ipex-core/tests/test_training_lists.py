@@ -200,7 +200,8 @@ def test_lists_of_different_lengths() -> None:
     numbers = (0.9, 0.1, 0.0, 0.0, False)
     words = r"sgd_fused_steps: grads must hold 2 tensor\(s\), got 1"
     op = torch.ops.ipex.sgd_fused_steps
-    for call in (op, specs()["sgd_fused_steps"].check):
+    spec = specs()["sgd_fused_steps"]
+    for call in (op, lambda *args: spec.check(spec.bind(*args))):
         with pytest.raises(RuntimeError, match=words):
             call([w, w], [grad], [], [], *numbers)
         with pytest.raises(RuntimeError, match=r"momentum_buffers must hold 1 tensor\(s\), got 2"):

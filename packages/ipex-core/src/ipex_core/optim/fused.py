@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from ipex_core.module_swap.derive import derive, swap
 from ipex_core.optim.dtensor import any_spread, is_spread
 from ipex_core.optim.foreach import laid_out_alike, stock_step
 from ipex_core.optim.master_weights import Masters
@@ -55,8 +56,9 @@ class OptimizerMixin(Optimizer):
 
 
 def _rebuild(kind: type[Optimizer]) -> Optimizer:
-    new = _subclass(kind)
-    return new.__new__(new)
+    new = derive(kind, OptimizerMixin, _members)
+    made: Optimizer = new.__new__(new)
+    return made
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Any]:
@@ -215,31 +217,17 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-_classes: dict[type[Optimizer], type[Optimizer]] = {}
-
-
-def _subclass(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return ``kind`` with `OptimizerMixin` in front, under the same name."""
-    if kind not in _classes:
-        # As torch does with its own optimizers where it cannot trace them: one break in a compiled step, not many.
-        unseen: Any = torch._disable_dynamo  # type: ignore[attr-defined]
-        step: Any = Optimizer.profile_hook_step(unseen(_step))
-        step.hooked = True  # so that torch does not wrap it once more
-        content: dict[str, Any] = {
-            "__module__": kind.__module__,
-            "__qualname__": kind.__qualname__,
-            "__doc__": kind.__doc__,
-            "_ipex_original": kind,
-            "step": step,
-        }
-        _classes[kind] = type(kind.__name__, (OptimizerMixin, kind), content)
-    return _classes[kind]
+def _members() -> dict[str, Any]:
+    # As torch does with its own optimizers where it cannot trace them: one break in a compiled step, not many.
+    unseen: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+    step: Any = Optimizer.profile_hook_step(unseen(_step))
+    step.hooked = True  # so that torch does not wrap it once more
+    return {"step": step}
 
 
 def adopt(optimizer: Any, masters: Masters, fuse: bool, model: nn.Module | None = None) -> None:
     """Make an optimizer update parameters of a model, some of which have masters; in place."""
-    kind = type(optimizer)
-    optimizer.__class__ = _subclass(getattr(kind, "_ipex_original", kind))
+    swap(optimizer, OptimizerMixin, _members)
     optimizer._ipex_masters = masters
     optimizer._ipex_fuse = fuse
     if model is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.module_swap.derive import original_class
 from ipex_core.optim import dtensor
 
 __all__ = ["Call", "Calls", "Step", "step_of"]
@@ -258,5 +259,5 @@ def step_of(optimizer: torch.optim.Optimizer) -> Step | None:
         torch.optim.Adam: adam,
         torch.optim.AdamW: adamw,
     }
-    kind = getattr(type(optimizer), "_ipex_original", type(optimizer))
+    kind = original_class(optimizer)
     return steps.get(kind) or getattr(kind, "_ipex_step", None)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ipex_core.module_swap.derive import set_class
 from ipex_llm.kv_cache.memory import CacheMemoryError, available_memory, format_bytes
 from ipex_llm.kv_cache.paged import PagedCache, Sequences, Step
 
@@ -305,7 +306,7 @@ def adopt(
         return cache, "past_key_values is offloaded"
     elif cache.get_seq_length() > 0:
         return cache, "past_key_values was filled by another model or before optimize"
-    cache.__class__ = kind
+    set_class(cache, kind)
     cache.layers = []
     setattr(cache, KEY, CacheState(runner, batch, tokens, dtype))
     return cache, None

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from ipex_core.module_swap.derive import derive as subclass
 from ipex_core.module_swap.forward import FusedForward
 from ipex_core.packing.parameter import PackedWeight
 from ipex_llm.arch.layers import Found, layer_plans
 from ipex_llm.arch.types import DecoderPlan
 from ipex_llm.distributed import is_sharded, parallel_plan
 from ipex_llm.model_runner.runner import Rope, Runner
-from ipex_llm.model_runner.subclass import subclass
 from ipex_llm.model_runner.weights.dense import Owners, UnsupportedPlan
 from ipex_llm.patch.decoder import DecoderMixin
 from ipex_llm.patch.layer import LayerMixin, hooks_of

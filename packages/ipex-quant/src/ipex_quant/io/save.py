@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from ipex_core.library.spec import check
+from ipex_core.module_swap.derive import original_class
 from ipex_quant.int8.serialize import describe, is_int8, records, saved
 from ipex_quant.util.folders import replacing
 from ipex_quant.util.safetensors import NAMES, ShardWriter, read_config
@@ -272,7 +273,7 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return {}
-    kind = getattr(type(model), "_ipex_original", type(model))
+    kind = original_class(model)
     found = {**config.to_dict(), "architectures": [kind.__name__]}
     # Old releases of transformers write that they have chosen the attention; who reads that stays with eager.
     found.pop("_attn_implementation_autoset", None)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ipex_core.models.fast_bert.blocks import LinearDropoutAddNorm, LinearGelu, SelfAttention
 from ipex_core.models.fast_bert.tokens import MOST_GROUPS, Tokens, padded, unpadded
+from ipex_core.module_swap.derive import restore_class, swap
 from ipex_core.nn.call import transformed
 from ipex_core.nn.training_linear import TrainingLinear
 from ipex_core.optimization.passes.cast import cast_input
@@ -124,10 +125,6 @@ class FastBert(nn.Module):
     embeddings: Any
     encoder: Any
     pooler: Any
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        kind = type(self)._ipex_original  # type: ignore[attr-defined]
-        return _rebuild, (kind,), self.__dict__
 
     def forward(
         self,
@@ -315,34 +312,14 @@ def _output(
     )
 
 
-_classes: dict[type, type] = {}
-
-
-def _subclass(kind: type) -> type:
-    if kind not in _classes:
-        content = {
-            "__module__": kind.__module__,
-            "__qualname__": kind.__qualname__,
-            "__doc__": kind.__doc__,
-            "_ipex_original": kind,
-        }
-        _classes[kind] = type(kind.__name__, (FastBert, kind), content)
-    return _classes[kind]
-
-
-def _rebuild(kind: type) -> Any:
-    new: Any = _subclass(kind)
-    return new.__new__(new)
-
-
 def speed_up(bert: Any, unpad: bool) -> None:
     """Let a `BertModel` run on blocks of our own, in place."""
-    bert.__class__ = _subclass(getattr(type(bert), "_ipex_original", type(bert)))
+    swap(bert, FastBert)
     bert.__dict__["_ipex_unpad"] = unpad
     bert.__dict__["_ipex_undo"] = _slow_down
 
 
 def _slow_down(bert: Any) -> None:
-    bert.__class__ = type(bert)._ipex_original
+    restore_class(bert)
     for name in ("_ipex_unpad", "_ipex_undo"):
         bert.__dict__.pop(name, None)

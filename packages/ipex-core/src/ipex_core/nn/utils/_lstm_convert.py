@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ipex_core.module_swap.derive import set_class
+
 __all__ = ["_LSTM", "replace_lstm_with_ipex_lstm"]
 
 Tensor = torch.Tensor
@@ -45,4 +47,4 @@ def replace_lstm_with_ipex_lstm(model: nn.Module, optimizer: torch.optim.Optimiz
     """
     for module in model.modules():
         if type(module) is nn.LSTM:
-            module.__class__ = _LSTM
+            set_class(module, _LSTM)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core.module_swap.derive import set_class
 from ipex_core.nn.training_linear import LEAST_ROWS, TrainingLinear, why_not
 from ipex_core.optim.dtensor import is_spread, is_wrapped
 from ipex_core.optim.fused import adopt, needs_closure
@@ -231,7 +232,7 @@ def _pack(path: str, module: nn.Module, masters: Masters, measures: bool, log: L
         log.add(path, module, "prepack", False, reason, "stock")
         return
     log.add(path, module, "prepack", True, text, "ipex::bmm")
-    module.__class__ = TrainingLinear
+    set_class(module, TrainingLinear)
     module.__dict__["_ipex_measure"] = measures
     module.__dict__.setdefault("_ipex_undo", _Undo(masters))
 
@@ -256,6 +257,6 @@ class _Undo:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
         if type(module) is TrainingLinear:
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+            set_class(module, nn.Linear)
         for key in ("_ipex_undo", "_ipex_measure"):
             module.__dict__.pop(key, None)

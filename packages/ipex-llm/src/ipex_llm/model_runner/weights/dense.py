@@ -19,6 +19,7 @@ from torch import nn
 
 from ipex_core import nn as inn
 from ipex_core.module_swap.base import has_hooks
+from ipex_core.module_swap.derive import derive
 from ipex_core.module_swap.pickle import SavedTensor
 from ipex_core.module_swap.state_dict import (
     attach,
@@ -33,7 +34,6 @@ from ipex_core.packing.parameter import PackedWeight
 from ipex_core.woq import interleave_gate_up
 from ipex_llm.arch.types import LinearPlan
 from ipex_llm.model_runner.planned import Part, PlannedWeight, TiedEmbedding
-from ipex_llm.model_runner.subclass import subclass
 from ipex_llm.model_runner.weights import woq as _woq
 
 __all__ = ["Linear", "Owners", "PlannedWeight", "UnsupportedPlan", "WeightStore", "call_linear"]
@@ -239,7 +239,7 @@ class WeightStore:
                     swap_class(owner, inn.OptimizedLinear)
                 realize(owner, originals)
             if owner is not module and not isinstance(owner, TiedEmbedding):
-                swap_class(owner, subclass(type(owner), TiedEmbedding))
+                swap_class(owner, derive(type(owner), TiedEmbedding))
         wrapper.owners = [(weakref.ref(owner), key) for owner, key in owners]
         for owner, key in owners:
             owner._parameters[key] = wrapper

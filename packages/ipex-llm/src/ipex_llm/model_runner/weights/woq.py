@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core.module_swap.derive import restore_class, swap
 from ipex_core.woq import deinterleave_gate_up
 from ipex_llm.arch.types import LinearPlan
 from ipex_quant import combine_linears
@@ -66,7 +67,7 @@ class _Part:
 class _Borrowed(WoqLinearModule):
     """A quantized layer whose weight is a part of another; it makes its own where it needs one."""
 
-    _ipex_plain: type[WoqLinearModule]
+    _ipex_original: type[WoqLinearModule]
 
     def quantized_weight(self) -> QuantizedWeight:
         part: _Part = self.__dict__[KEY]
@@ -108,9 +109,6 @@ class _Own:
 
     def __exit__(self, *_: Any) -> None:
         self.module._buffers["packed_weight"] = None
-
-
-_classes: dict[type, type] = {}
 
 
 def combine(
@@ -164,12 +162,8 @@ def lend(
 
 
 def _lend(module: WoqLinearModule, part: _Part) -> None:
-    kind = type(module)
-    if kind not in _classes:
-        content = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _classes[kind] = type(kind.__name__, (_Borrowed, kind), {**content, "_ipex_plain": kind})
     module.__dict__[KEY] = part
-    module.__class__ = _classes[kind]
+    swap(module, _Borrowed)
     module._buffers["packed_weight"] = None
 
 
@@ -184,8 +178,7 @@ def give_back(module: WoqLinearModule, keep: bool = True) -> None:
     if not isinstance(module, _Borrowed):
         return
     weight = module.quantized_weight() if keep else None
-    changed: Any = module
-    changed.__class__ = module._ipex_plain
+    restore_class(module)
     module.__dict__.pop(KEY)
     if weight is not None:
         order = "vnni" if module.modes[0] == "int8" else "dot"

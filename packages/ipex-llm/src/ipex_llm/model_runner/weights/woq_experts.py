@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from ipex_core.library.spec import check
+from ipex_core.module_swap.derive import swap
 from ipex_core.packing.parameter import PackedWeight, hollow
 from ipex_core.woq import interleave_gate_up
 from ipex_llm.arch.types import ExpertsPlan
-from ipex_llm.model_runner.subclass import subclass
 from ipex_llm.model_runner.weights.woq import _Part
 from ipex_quant import QConfigWoq, QuantizedWeight
 from ipex_quant.weight import saved
@@ -331,7 +331,7 @@ def quantize(plan: ExpertsPlan, name: str, qconfig: QConfigWoq) -> None:
     bare = dataclasses.replace(plan, **rule)
     module.__dict__[KEY] = _State(stacks, bare, (biases[0], biases[1]), qconfig)
     module.__dict__["_ipex_dtype"] = dtype
-    module.__class__ = subclass(type(module), _Experts)
+    swap(module, _Experts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

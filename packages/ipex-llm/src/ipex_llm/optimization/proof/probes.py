@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.module_swap.derive import original_class
 from ipex_llm.arch.detect.trace import special_tokens
 from ipex_llm.arch.layers import parameter_names
 
@@ -71,7 +72,7 @@ def _cache(result: Any) -> Any:
 
 def _with(model: Any, cache: Any) -> dict[str, Any]:
     """Return the argument that hands a cache to a model."""
-    kind = getattr(type(model), "_ipex_original", type(model))
+    kind = original_class(model)
     return {"cache" if "cache" in parameter_names(kind) else "past_key_values": cache}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core.module_swap.derive import original_class
 from ipex_llm.arch.types import DecoderPlan, ExpertsPlan, LayerPlan
 from ipex_llm.optimization.proof.probes import Probe, distance, outcome, probes
 from ipex_llm.optimization.proof.small import (
@@ -107,7 +108,7 @@ def _subject(model: nn.Module, decoder: nn.Module | None) -> tuple[type, Any] | 
     for module in (model, decoder):
         if module is None:
             continue
-        kind = getattr(type(module), "_ipex_original", type(module))
+        kind = original_class(module)
         config = getattr(module, "config", None)
         own = config is not None and hasattr(config, "to_dict") and hasattr(kind, "config_class")
         if own and config_of(module) is config:
