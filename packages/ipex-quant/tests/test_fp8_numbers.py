@@ -168,5 +168,5 @@ def test_facade() -> None:
         pytest.skip("ipex-quant is not installed as a component")
     module = importlib.import_module("intel_extension_for_pytorch.quantization.fp8")
     assert module is ipex_quant.fp8 is facade.quantization.fp8
-    helper = importlib.import_module("ipex.compat.isa_help")
+    helper = importlib.import_module("ipex._isa_help")
     assert helper.FP8TensorMeta is FP8TensorMeta and helper.Float8Format is Float8Format

@@ -197,7 +197,7 @@ with torch.no_grad():
     for kind, (build, x, _) in t.CASES.items():
         loaded = t.load(f"{sys.argv[2]}/{kind}", build())
         assert torch.equal(loaded(x), t.make(kind)(x)), kind
-provider = t._plugins.provider_for("cpu")
+provider = t.providers.provider_for("cpu")
 print("level", provider.current_isa() if provider is not None else "")
 """
 

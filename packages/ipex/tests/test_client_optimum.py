@@ -26,7 +26,7 @@ def test_optimum_intel() -> None:
         RotaryEmbedding,
     )
 
-    device_type = "xpu" if ipex.compat.native_names._has_xpu() else "cpu"
+    device_type = "xpu" if ipex._C._has_xpu() else "cpu"
     PagedAttention.runtime_ops.device_type = device_type
     RMSNorm.runtime_ops.device_type = device_type
     RotaryEmbedding.runtime_ops.device_type = device_type

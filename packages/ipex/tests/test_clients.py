@@ -70,14 +70,14 @@ def test_diffusers_community() -> None:
 def test_fastchat_wenet_opea_torchserve() -> None:
     model = ipex.optimize(mlp().eval(), dtype=torch.bfloat16)
     assert model(torch.randn(1, 16).bfloat16()).dtype == torch.bfloat16
-    ipex.compat.native_names.disable_jit_linear_repack()
+    ipex._C.disable_jit_linear_repack()
     try:
         x = torch.randn(1, 16)
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             traced = torch.jit.freeze(torch.jit.trace(model, x, check_trace=False))
             assert traced(x).shape == (1, 4)
     finally:
-        ipex.compat.native_names.enable_jit_linear_repack()
+        ipex._C.enable_jit_linear_repack()
     model = ipex.optimize(mlp().eval(), torch.float32, inplace=True)
     assert model(torch.randn(1, 16)).dtype == torch.float32
 
@@ -121,13 +121,8 @@ def test_ai_reference_models_layers() -> None:
         model, lr=0.1, momentum=0.9, weight_decay=1e-4, bn_bias_separately=True, epsilon=1e-5
     )
     scores = torch.tensor([0.1, 0.9, 0.8, 0.3])
-    assert (
-        ipex.compat.native_names.roc_auc_score(torch.tensor([0.0, 1.0, 1.0, 0.0]), scores)[0] == 1.0
-    )
-    assert (
-        len(ipex.compat.native_names.roc_auc_score_all(torch.tensor([0.0, 1.0, 1.0, 0.0]), scores))
-        == 3
-    )
+    assert ipex._C.roc_auc_score(torch.tensor([0.0, 1.0, 1.0, 0.0]), scores)[0] == 1.0
+    assert len(ipex._C.roc_auc_score_all(torch.tensor([0.0, 1.0, 1.0, 0.0]), scores)) == 3
 
 
 @needs_llm
@@ -143,7 +138,7 @@ def test_torchserve_and_ipex_llm() -> None:
         weight_dtype=ipex.quantization.WoqWeightDtype.INT8,
         lowp_mode=ipex.quantization.WoqLowpMode.BF16,
     )
-    ipex.compat.native_names.disable_jit_linear_repack()
+    ipex._C.disable_jit_linear_repack()
     model = ipex.llm.optimize(
         model.eval(),
         dtype=torch.bfloat16,
@@ -151,7 +146,7 @@ def test_torchserve_and_ipex_llm() -> None:
         inplace=True,
         deployment_mode=True,
     )
-    ipex.compat.native_names.enable_jit_linear_repack()
+    ipex._C.enable_jit_linear_repack()
     ids = torch.tensor([[1, 2, 3]])
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         out = model.generate(ids, max_new_tokens=3, min_new_tokens=3, num_beams=1, do_sample=False)
@@ -163,7 +158,7 @@ def test_torchserve_and_ipex_llm() -> None:
 
 
 def test_deepspeed() -> None:
-    assert ipex.compat.native_names._has_xpu() in (True, False)
+    assert ipex._C._has_xpu() in (True, False)
     from intel_extension_for_pytorch.xpu.deepspeed import has_deepspeed
 
     assert has_deepspeed() is False
@@ -174,7 +169,7 @@ def test_deepspeed() -> None:
 def test_sdnext_and_comfyui() -> None:
     assert importlib.util.find_spec("intel_extension_for_pytorch") is not None
     assert hasattr(ipex, "xpu") and ipex.xpu.is_available() in (True, False)
-    assert not hasattr(ipex.compat.native_names, "_getCurrentRawStream")  # probed
+    assert not hasattr(ipex._C, "_getCurrentRawStream")  # probed
     model = ipex.optimize(mlp().eval(), dtype=torch.float32, inplace=True, weights_prepack=False)
     assert model(torch.randn(1, 16)).shape == (1, 4)
 

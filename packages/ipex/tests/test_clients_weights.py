@@ -100,10 +100,10 @@ def test_autoawq() -> None:
 
 
 def test_bitsandbytes() -> None:
-    assert ipex.compat.native_names._has_cpu() in (
+    assert ipex._C._has_cpu() in (
         True,
         False,
-    ) and ipex.compat.native_names._has_xpu() in (True, False)
+    ) and ipex._C._has_xpu() in (True, False)
     torch.manual_seed(5)
     codes = torch.randint(0, 256, (16, 32), dtype=torch.uint8)
     absmax = torch.rand(16, 2) + 0.1

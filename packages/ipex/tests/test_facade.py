@@ -155,8 +155,8 @@ def _entry_points(monkeypatch):
 
 
 def test_unknown_name():
-    with pytest.raises(UnknownComponentError, match=r"no 'optimize'; did you mean optimize"):
-        ipex.optimize  # noqa: B018
+    with pytest.raises(UnknownComponentError, match=r"no 'optimze'; did you mean optimize"):
+        ipex.optimze  # noqa: B018
     with pytest.raises(UnknownComponentError, match="quantization"):
         ipex.quantization  # noqa: B018
     assert not hasattr(ipex, "bogus_name")
@@ -260,7 +260,7 @@ def test_old_name_has_everything_but_the_version():
         assert getattr(old, name) is getattr(ipex, name)
     assert dir(old) == dir(ipex) and set(old.__all__) == set(ipex.__all__)
     with pytest.raises(AttributeError, match="did you mean optimize"):
-        old.optimize  # noqa: B018
+        old.optimze  # noqa: B018
     # Least versions that vLLM, neural-compressor and ITREX ask for, as text or parsed.
     assert old.__version__ >= "2.4.0" and old.__version__ >= "2.1.0+cpu"
     release = tuple(int(part) for part in old.__version__.removesuffix("+cpu").split("."))

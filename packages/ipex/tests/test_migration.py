@@ -332,7 +332,7 @@ def test_channels_last_1d() -> None:
 
 
 def test_switches_of_the_native_module() -> None:
-    native = ipex.compat.native_names
+    native = ipex._C
     native.disable_jit_linear_repack()  # called by servers before they load a model
     assert native.get_jit_linear_repack() is False
     native.enable_jit_linear_repack()

@@ -33,16 +33,16 @@ def _provider(monkeypatch, **changes):
 
 def test_isa_levels_with_kernels(monkeypatch):
     _provider(monkeypatch)
-    assert ipex.compat.native_names._get_current_isa_level() == "AVX512"
-    assert ipex.compat.native_names._get_highest_cpu_support_isa_level() == "AVX512_BF16"
-    assert ipex.compat.native_names._get_highest_binary_support_isa_level() == "AVX512_FP16"
-    assert ipex.cpu._get_current_isa_level is ipex.compat.native_names._get_current_isa_level
-    assert ipex.compat.isa_help._check_isa_avx2() is True
-    assert ipex.compat.native_names.isa_has_amx_support() is False
-    assert ipex.compat.native_names._has_cpu() is True
-    assert ipex.compat.native_names._has_xpu() is False
+    assert ipex._C._get_current_isa_level() == "AVX512"
+    assert ipex._C._get_highest_cpu_support_isa_level() == "AVX512_BF16"
+    assert ipex._C._get_highest_binary_support_isa_level() == "AVX512_FP16"
+    assert ipex.cpu._get_current_isa_level is ipex._C._get_current_isa_level
+    assert ipex._isa_help._check_isa_avx2() is True
+    assert ipex._C.isa_has_amx_support() is False
+    assert ipex._C._has_cpu() is True
+    assert ipex._C._has_xpu() is False
     _provider(monkeypatch, current_isa=lambda: "avx2")
-    assert ipex.compat.native_names._get_current_isa_level() == "AVX2"
+    assert ipex._C._get_current_isa_level() == "AVX2"
 
 
 def test_features_of_the_cpu_where_the_build_has_few_levels(monkeypatch):
@@ -56,40 +56,31 @@ def test_features_of_the_cpu_where_the_build_has_few_levels(monkeypatch):
     features = [f for level in config.ISA_LEVELS for f in machine.LEVEL_FEATURES[level]]
     cpu = types.SimpleNamespace(features=features)
     monkeypatch.setattr(machine, "cpu_info", lambda: cpu)
-    assert (
-        ipex.compat.native_names.isa_has_avx512_vnni_support()
-        and ipex.compat.native_names.isa_has_avx2_vnni_support()
-    )
-    assert (
-        not ipex.compat.native_names.isa_has_amx_support()
-    )  # its own check knows of permissions, too
+    assert ipex._C.isa_has_avx512_vnni_support() and ipex._C.isa_has_avx2_vnni_support()
+    assert not ipex._C.isa_has_amx_support()  # its own check knows of permissions, too
     features[:] = [f for f in features if f != "avx512_vnni"]
-    assert not ipex.compat.native_names.isa_has_avx512_vnni_support()
+    assert not ipex._C.isa_has_avx512_vnni_support()
 
 
 def test_isa_levels_without_kernels(monkeypatch):
     monkeypatch.setattr(providers, "provider_for", lambda device: None)
-    assert ipex.compat.native_names._get_current_isa_level() == "DEFAULT"
-    assert ipex.compat.native_names._get_highest_binary_support_isa_level() == "DEFAULT"
-    assert (
-        ipex.compat.native_names._get_highest_cpu_support_isa_level().lower() in config.ISA_LEVELS
-    )
-    assert isinstance(ipex.compat.isa_help._check_isa_avx512(), bool)
-    assert ipex.compat.native_names._has_cpu() is False
+    assert ipex._C._get_current_isa_level() == "DEFAULT"
+    assert ipex._C._get_highest_binary_support_isa_level() == "DEFAULT"
+    assert ipex._C._get_highest_cpu_support_isa_level().lower() in config.ISA_LEVELS
+    assert isinstance(ipex._isa_help._check_isa_avx512(), bool)
+    assert ipex._C._has_cpu() is False
 
 
 def test_levels_of_onednn(monkeypatch):
     _provider(monkeypatch)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
-    level = ipex.compat.native_names._get_current_onednn_isa_level
+    level = ipex._C._get_current_onednn_isa_level
     assert level() == "AVX512_BF16"
-    assert (
-        ipex.compat.native_names._check_not_sync_onednn_isa_level() is True
-    )  # ours are told to be lower
+    assert ipex._C._check_not_sync_onednn_isa_level() is True  # ours are told to be lower
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     assert level() == "AVX512"
-    assert ipex.compat.native_names._check_not_sync_onednn_isa_level() is False
+    assert ipex._C._check_not_sync_onednn_isa_level() is False
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
     assert level() == "DEFAULT"
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "ALL")
@@ -100,20 +91,16 @@ def test_levels_of_onednn(monkeypatch):
 
 
 def test_native_names_that_scripts_probe():
-    assert ipex.compat.native_names._is_syngraph_available() is False
+    assert ipex._C._is_syngraph_available() is False
     # Scripts for IPEX skip FP8 otherwise, which runs on any CPU.
-    assert ipex.compat.native_names.onednn_has_fp8_support() is True
-    assert ipex.compat.native_names.mkldnn_set_verbose(ipex.VERBOSE_OFF) == 1
-    assert ipex.compat.native_names.is_llga_fp32_bf16_enabled() is False
-    ipex.compat.native_names.set_llga_fp32_bf16_enabled(True)
+    assert ipex._C.onednn_has_fp8_support() is True
+    assert ipex._C.mkldnn_set_verbose(ipex.VERBOSE_OFF) == 1
+    assert ipex._C.is_llga_fp32_bf16_enabled() is False
+    ipex._C.set_llga_fp32_bf16_enabled(True)
     try:
-        assert (
-            torch.jit.onednn_fusion_enabled()
-            is ipex.compat.native_names.is_llga_fp32_bf16_enabled()
-            is True
-        )
+        assert torch.jit.onednn_fusion_enabled() is ipex._C.is_llga_fp32_bf16_enabled() is True
     finally:
-        ipex.compat.native_names.set_llga_fp32_bf16_enabled(False)
+        ipex._C.set_llga_fp32_bf16_enabled(False)
     for probe in (ipex.xpu.deepspeed.has_deepspeed, ipex.xpu.bitsandbytes.has_bitsandbytes):
         assert probe() is False
 
@@ -125,26 +112,24 @@ def test_embedding_bag_by_its_private_names():
 
 
 def test_isa_levels_of_what_is_installed():
-    assert ipex.compat.native_names._get_current_isa_level().lower() in (
+    assert ipex._C._get_current_isa_level().lower() in (
         *config.ISA_LEVELS,
         "default",
     )
-    assert isinstance(ipex.compat.native_names.onednn_has_bf16_support(), bool)
-    assert ipex.compat.native_names.get_fp32_math_mode() == ipex.FP32MathMode.FP32
+    assert isinstance(ipex._C.onednn_has_bf16_support(), bool)
+    assert ipex._C.get_fp32_math_mode() == ipex.FP32MathMode.FP32
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
 def test_the_pool_of_the_calling_thread():
     pytest.importorskip("ipex_runtime")
-    before = ipex.compat.native_names.get_current_cpu_pool()
+    before = ipex._C.get_current_cpu_pool()
     assert set(before.get_core_list()) == os.sched_getaffinity(0)
     first = ipex.cpu.runtime.CPUPool(before.get_core_list()[:1])
     try:
-        ipex.compat.native_names.set_cpu_pool(first)
+        ipex._C.set_cpu_pool(first)
         assert os.sched_getaffinity(0) == set(first.get_core_list())
-        assert (
-            ipex.compat.native_names.get_current_cpu_pool().get_core_list() == first.get_core_list()
-        )
+        assert ipex._C.get_current_cpu_pool().get_core_list() == first.get_core_list()
     finally:
-        ipex.compat.native_names.set_cpu_pool(before)
+        ipex._C.set_cpu_pool(before)
     assert os.sched_getaffinity(0) == set(before.get_core_list())
