@@ -25,14 +25,14 @@ CASES = {
         "import ipex_llm",
         "pip install ipex-core ipex-quant transformers",
     ),
-    "ipex": (["ipex"], "import ipex", "pip install ipex-core"),
+    "ipex": (["ipex", "ipex_cli"], "import ipex", "pip install ipex-core"),
     "alias": (
-        ["ipex", "intel_extension_for_pytorch"],
+        ["ipex", "ipex_cli", "intel_extension_for_pytorch"],
         "import intel_extension_for_pytorch",
         "pip install ipex-core",
     ),
     "command": (
-        ["ipex"],
+        ["ipex_cli"],
         "sys.argv = ['ipex', '--help']; import ipex_cli.app",
         "pip install rich typer",
     ),

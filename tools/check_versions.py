@@ -98,7 +98,7 @@ def api_problems(root: Path) -> list[str]:
     python = root / "packages/ipex-core/src/ipex_core/kernels/providers.py"
     match = _PYTHON_API.search(python.read_text(encoding="utf-8")) if python.exists() else None
     if match is None:
-        return ["ipex-core: KERNEL_API not found in _plugins.py"]
+        return ["ipex-core: KERNEL_API not found in kernels/providers.py"]
     found = []
     for native in sorted(root.glob("packages/*-kernels")):
         numbers = {

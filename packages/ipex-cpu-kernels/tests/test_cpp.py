@@ -50,7 +50,7 @@ library = sys.argv[1]
 
 def _schemas() -> list[str]:
     """Return the names of all ops, in a process in which no other test has defined any."""
-    code = "import json, ipex_core.program.run as _, ipex_core.library.spec as s; print(json.dumps([*s.schemas()]))"
+    code = "import json, ipex_core.program.run as _, ipex_core.library.kernels as s; print(json.dumps([*s.schemas()]))"
     names: list[str] = json.loads(python(code))
     return names
 

@@ -158,7 +158,7 @@ def test_unknown_name():
     with pytest.raises(UnknownComponentError, match=r"no 'optimze'; did you mean optimize"):
         ipex.optimze  # noqa: B018
     with pytest.raises(UnknownComponentError, match="quantization"):
-        ipex.quantization  # noqa: B018
+        ipex.quantizaton  # noqa: B018
     assert not hasattr(ipex, "bogus_name")
     assert not hasattr(ipex, "__wrapped__")
     assert not hasattr(ipex, "_private")
