@@ -8,7 +8,6 @@ A test counts for a level if it is parametrized with one (parameter ``level`` or
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -92,7 +91,9 @@ def levels() -> list[str]:
     """Return the levels, lowest first, from the one file that lists them."""
     if not TABLE.exists():
         return []
-    return re.findall(r'^\s*"([a-z0-9_]+)\|', TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+    import generate_isa
+
+    return [*generate_isa.levels()]
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:

@@ -163,7 +163,7 @@ FAULTS = {
         "from ipex_core.nn._leaf import f, g\nimport ipex_runtime\nfrom ipex_core.nn import h\n"
     ),
     "packages/ipex-cpu-kernels/cmake/IsaLevels.cmake": (
-        ' "default|"\n "avx2|-m"\n "avx512|"\n "amx|"\n'
+        ' "default|0|"\n "avx2|0|-m"\n "avx512|0|"\n "amx|0|"\n'
     ),
     "packages/ipex-cpu-kernels/csrc/a.h": '// those of a\nfail("x must be 1, got another value");\n',
     "packages/ipex/src/ipex/__init__.py": "x = 1\n",

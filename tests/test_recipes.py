@@ -11,9 +11,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+import generate_isa
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = Path("packages/ipex-cpu-kernels")
@@ -110,6 +113,7 @@ def test_add_a_kernel_and_a_level(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert '{"sse4", kSse4}' in (build / "isa_levels.inc").read_text()
+    check_python_side(table.read_text())
     library = ctypes.CDLL(str(next(build.glob("libipex_cpu_sse4.*"))))
     for dtype, suffix in ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16")):
         x = torch.randn(1001).to(dtype)
@@ -119,6 +123,20 @@ def test_add_a_kernel_and_a_level(tmp_path: Path) -> None:
         kernel(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(1001))
         torch.testing.assert_close(y, x.float().relu().square().to(dtype), equal_nan=True)
     check_glue(folder)
+
+
+def check_python_side(table: str) -> None:
+    """Generate the levels that Python knows from the table with the new rows."""
+    with pytest.raises(
+        ValueError, match="the level sse4 needs kSse4, which IPEX_ISA_FEATURES does"
+    ):
+        generate_isa.text(table)
+    named = '"kSse4|sse4_1 sse4_2"'
+    assert named in (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    scope: dict[str, Any] = {}
+    exec(generate_isa.text(f"set(IPEX_ISA_FEATURES\n{named}\n)\n{table}"), scope)
+    assert scope["ISA_LEVELS"][:3] == ("default", "sse4", "avx2")
+    assert scope["LEVEL_FEATURES"]["sse4"] == ("sse4_1", "sse4_2")
 
 
 def check_glue(folder: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import generate_isa
+
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 NOX = "$/.github/actions/nox"
@@ -59,7 +61,7 @@ def test_a_reader_meets_demo_and_tests_first() -> None:
 @pytest.mark.parametrize("path", SESSIONS, ids=lambda path: path.name)
 def test_sessions_need_only_nox(path: Path) -> None:
     """`pip install nox && nox -s demo` has to do: packaging comes with nox."""
-    names = {"nox", "packaging", "machine", *(session.stem for session in SESSIONS)}
+    names = {"nox", "packaging", "machine", "generate_isa", *(session.stem for session in SESSIONS)}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         modules = [node.module] if isinstance(node, ast.ImportFrom) else []
         modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -87,8 +89,7 @@ def test_actions_are_named_by_commit_and_version(path: Path) -> None:
 
 
 def test_every_level_and_every_python() -> None:
-    table = (ROOT / "packages/ipex-cpu-kernels/cmake/IsaLevels.cmake").read_text(encoding="utf-8")
-    levels = re.findall(r'^\s*"([a-z0-9_]+)\|', table, flags=re.MULTILINE)
+    levels = generate_isa.levels()
     found = jobs()
     emulated = {
         kind: found[f"levels.{kind}"]["strategy"]["matrix"]["level"] for kind in ("qemu", "sde")

@@ -24,15 +24,9 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["disassembled", "levels", "main", "needed_feature", "problems"]
+import generate_isa
 
-TABLE = (
-    Path(__file__).resolve().parent.parent
-    / "packages"
-    / "ipex-cpu-kernels"
-    / "cmake"
-    / "IsaLevels.cmake"
-)
+__all__ = ["disassembled", "levels", "main", "needed_feature", "problems"]
 
 #: Features that no level has, by name for the message.
 FOREIGN = "an extension that no level has"
@@ -88,10 +82,7 @@ _LINE = re.compile(
 
 def levels() -> dict[str, set[str]]:
     """Return the features of each ISA level, lowest level first, from the one file that lists them."""
-    rows = re.findall(
-        r'^\s*"([a-z0-9_]+)\|([^|"]*)', TABLE.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    return {name: set(bits.split("+")) - {"0"} for name, bits in rows}
+    return {level.name: set(level.bits) for level in generate_isa.levels().values()}
 
 
 @functools.cache

@@ -31,6 +31,7 @@ def lint(session: nox.Session) -> None:
         ["python", "tools/check_spdx.py"],
         ["python", "tools/check_versions.py"],
         ["python", "tools/generate_stubs.py", "--check"],
+        ["python", "tools/generate_isa.py", "--check"],
         ["zizmor", "--offline", "--quiet", "--persona", "pedantic", "."],
         *checks_of_github_files(),
     ]

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import nox
 
+import generate_isa
 from nox_common import (
     BUILD_TOOLS,
     INTEGRATIONS,
-    KERNELS,
     PACKAGES,
     ROOT,
     TEST_TOOLS,
@@ -90,20 +89,8 @@ for _package in PACKAGES:
     )
 
 
-ISA_TABLE = ROOT / "packages" / KERNELS / "cmake" / "IsaLevels.cmake"
-
-
-def isa_levels() -> list[str]:
-    """Return the ISA levels, lowest first, from the one file that lists them."""
-    if not ISA_TABLE.exists():
-        return []
-    return re.findall(
-        r'^\s*"([a-z0-9_]+)\|', ISA_TABLE.read_text(encoding="utf-8"), flags=re.MULTILINE
-    )
-
-
 @nox.session(default=False, requires=["wheels"])
-@nox.parametrize("level", isa_levels())
+@nox.parametrize("level", [*generate_isa.levels()])
 def tests_isa(session: nox.Session, level: str) -> None:
     """Run the kernel tests at one ISA level; `-- sde` or `-- qemu` emulates a CPU that has it, for conformance only."""
     prepare(session)

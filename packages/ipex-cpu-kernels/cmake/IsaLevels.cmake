@@ -1,5 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-# The only list of ISA levels: name | required feature bits (csrc/runtime/cpu_features.h) | compiler flags.
+# The only list of ISA levels. Python has a copy that is generated: python tools/generate_isa.py.
+
+# Feature bit (csrc/runtime/cpu_features.h) | its names in /proc/cpuinfo, with which Python explains a choice.
+set(IPEX_ISA_FEATURES
+  "kAvx2|avx2 fma f16c"
+  "kAvxVnni|avx_vnni"
+  "kAvx512|avx512f avx512bw avx512vl avx512dq avx512cd"
+  "kAvx512Vnni|avx512_vnni"
+  "kAvx512Bf16|avx512_bf16"
+  "kAmx|amx_tile amx_int8 amx_bf16"
+  "kAvx512Fp16|avx512_fp16"
+)
+
+# Name | required feature bits | compiler flags.
 # Lowest first. A level is eligible if the CPU has all its bits and the operating system saves their registers; the
 # last eligible row wins. Flags are explicit because g++ 12 knows no -march name for every CPU that matters.
 set(_IPEX_AVX2 "-mavx2 -mfma -mf16c")

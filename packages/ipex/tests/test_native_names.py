@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import ipex
+import ipex._isa_help
+import ipex._C
 from ipex_core import config
 from ipex_core.kernels import machine, providers
 
@@ -39,6 +41,9 @@ def test_isa_levels_with_kernels(monkeypatch):
     assert ipex.cpu._get_current_isa_level is ipex._C._get_current_isa_level
     assert ipex._isa_help._check_isa_avx2() is True
     assert ipex._C.isa_has_amx_support() is False
+    native = ipex._C
+    assert native.isa_has_avx512_bf16_support() is native.isa_has_avx2_support() is True
+    assert {f"isa_has_{level}_support" for level in config.ISA_LEVELS[1:]} <= set(native.__all__)
     assert ipex._C._has_cpu() is True
     assert ipex._C._has_xpu() is False
     _provider(monkeypatch, current_isa=lambda: "avx2")
@@ -53,7 +58,7 @@ def test_features_of_the_cpu_where_the_build_has_few_levels(monkeypatch):
         info, isa_built=("default", "avx512_bf16", "amx"), isa_available=("default", "avx512_bf16")
     )
     monkeypatch.setattr(providers, "provider_for", lambda device: few)
-    features = [f for level in config.ISA_LEVELS for f in machine.LEVEL_FEATURES[level]]
+    features = [f for level in config.ISA_LEVELS for f in config.LEVEL_FEATURES[level]]
     cpu = types.SimpleNamespace(features=features)
     monkeypatch.setattr(machine, "cpu_info", lambda: cpu)
     assert ipex._C.isa_has_avx512_vnni_support() and ipex._C.isa_has_avx2_vnni_support()
@@ -81,8 +86,16 @@ def test_levels_of_onednn(monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     assert level() == "AVX512"
     assert ipex._C._check_not_sync_onednn_isa_level() is False
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-    assert level() == "DEFAULT"
+    limits = {
+        **{"SSE41": "DEFAULT", "AVX": "DEFAULT", "AVX2": "AVX2", "AVX2_VNNI_2": "AVX2_VNNI"},
+        **{"AVX512_CORE_VNNI": "AVX512_VNNI", "AVX512_CORE_AMX": "AVX512_FP16"},
+        **{"AVX512_CORE_FP16": "AVX512_BF16", "AVX10_1_512": "AVX512_BF16"},
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(ipex._C, "_cpu_levels", lambda: config.ISA_LEVELS)
+        for limit, within in limits.items():
+            patch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+            assert level() == within
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "ALL")
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")  # the older name counts less
     assert level() == "AVX512_BF16"

@@ -30,6 +30,7 @@ from ipex_core.config.effects import (
     set_logging_level,
     verbose,
 )
+from ipex_core.config.isa_levels import ISA_LEVELS, LEVEL_FEATURES
 from ipex_core.config.values import (
     IsaRequest,
     Setting,
@@ -41,10 +42,11 @@ from ipex_core.config.values import (
     set_value,
     settings,
 )
-from ipex_core.config.variables import ISA_LEVELS, VARIABLES, FP32MathMode, Variable
+from ipex_core.config.variables import VARIABLES, FP32MathMode, Variable
 
 __all__ = [
     "ISA_LEVELS",
+    "LEVEL_FEATURES",
     "VARIABLES",
     "VERBOSE_OFF",
     "VERBOSE_ON",

@@ -9,21 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ipex_core.config.isa_levels import ISA_LEVELS
 from ipex_core.errors import ConfigError
 
-__all__ = ["ISA_LEVELS", "VARIABLES", "FP32MathMode", "Variable"]
-
-#: Instruction-set levels this release knows, lowest first. A kernel package may bring more (see `_is_level`).
-ISA_LEVELS: tuple[str, ...] = (
-    "default",
-    "avx2",
-    "avx2_vnni",
-    "avx512",
-    "avx512_vnni",
-    "avx512_bf16",
-    "amx",
-    "avx512_fp16",
-)
+__all__ = ["VARIABLES", "FP32MathMode", "Variable"]
 
 
 class FP32MathMode(enum.IntEnum):

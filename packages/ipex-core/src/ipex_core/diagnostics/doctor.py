@@ -232,7 +232,7 @@ def _why_not(
     provider: providers.ProviderInfo | None,
     request: config.IsaRequest,
 ) -> str:
-    missing = [f for f in machine.LEVEL_FEATURES.get(level, ()) if f not in cpu.features]
+    missing = [f for f in config.LEVEL_FEATURES.get(level, ()) if f not in cpu.features]
     if provider is None:
         lacking = f", and this CPU has no {', '.join(missing)}" if missing else ""
         return f"no CPU kernels are loaded{lacking}"
@@ -249,6 +249,6 @@ def _why_not(
         return f"this CPU has no {', '.join(missing)}"
     if level not in provider.isa_built:
         return f"not in the installed kernel package {provider.version}"
-    if level.startswith("amx") or "amx_tile" in machine.LEVEL_FEATURES.get(level, ()):
+    if level.startswith("amx") or "amx_tile" in config.LEVEL_FEATURES.get(level, ()):
         return "the operating system does not let this process use AMX"
     return "the kernels' own check of CPU and operating system says no"

@@ -17,10 +17,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ipex_core.config.isa_levels import LEVEL_FEATURES
+
 __all__ = [
+    "NATIVE_FEATURES",
+    "NATIVE_LEVELS",
     "CgroupLimits",
     "CpuInfo",
-    "LEVEL_FEATURES",
     "MemoryInfo",
     "SHORT_SPIN",
     "affinity",
@@ -38,29 +41,12 @@ __all__ = [
 
 ROOT = Path("/")
 
-#: Features each level of `ipex_core.config.ISA_LEVELS` adds or needs, by their names in ``/proc/cpuinfo``. Used only to
-#: explain; the choice is made by the kernel package from cpuid.
-_AVX2 = ("avx2", "fma", "f16c")
-_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd")
-_AVX512_BF16 = (*_AVX512, "avx512_vnni", "avx512_bf16")
-_AMX = (*_AVX512_BF16, "amx_tile", "amx_int8", "amx_bf16")
-LEVEL_FEATURES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "avx2": _AVX2,
-    "avx2_vnni": (*_AVX2, "avx_vnni"),
-    "avx512": _AVX512,
-    "avx512_vnni": (*_AVX512, "avx512_vnni"),
-    "avx512_bf16": _AVX512_BF16,
-    "amx": _AMX,
-    "avx512_fp16": (*_AMX, "avx512_fp16"),
-}
-
-#: Reduced dtype -> the levels whose kernels multiply in it, and the features of a CPU (any of them) that can.
-NATIVE_LEVELS = {
-    "bfloat16": ("avx512_bf16", "amx", "avx512_fp16"),
-    "float16": ("avx512_fp16",),
-}
+#: Reduced dtype -> features of a CPU (any of them) that multiplies in it, and the levels whose kernels do.
 NATIVE_FEATURES = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16",)}
+NATIVE_LEVELS = {
+    dtype: tuple(n for n, has in LEVEL_FEATURES.items() if not set(has).isdisjoint(features))
+    for dtype, features in NATIVE_FEATURES.items()
+}
 
 #: Shown and compared; the other hundred flags of a CPU say nothing about our kernels.
 _SHOWN = tuple(dict.fromkeys(f for level in LEVEL_FEATURES.values() for f in level))

@@ -7,19 +7,19 @@ import sys
 from typing import Any
 
 from ipex.compat import migration
-from ipex.compat.native_names import isa_has_avx2_support, isa_has_avx512_support
+from ipex.compat.native_names import _cpu_levels
 
 __all__: list[str] = []
 
 
 def _check_isa_avx2() -> bool:
     """Return whether the CPU runs AVX2 code."""
-    return isa_has_avx2_support()
+    return "avx2" in _cpu_levels()
 
 
 def _check_isa_avx512() -> bool:
     """Return whether the CPU runs AVX-512 code."""
-    return isa_has_avx512_support()
+    return "avx512" in _cpu_levels()
 
 
 _FP8 = ("FP8BwdTensors", "FP8FwdTensors", "FP8TensorMeta", "Float8Format")

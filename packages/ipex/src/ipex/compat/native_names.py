@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ipex.compat import migration
@@ -35,13 +36,6 @@ __all__ = [
     "get_jit_linear_repack",
     "get_jit_opt",
     "isa_has_amx_fp16_support",
-    "isa_has_amx_support",
-    "isa_has_avx2_support",
-    "isa_has_avx2_vnni_support",
-    "isa_has_avx512_bf16_support",
-    "isa_has_avx512_fp16_support",
-    "isa_has_avx512_support",
-    "isa_has_avx512_vnni_support",
     "onednn_has_bf16_support",
     "onednn_has_fp16_support",
     "onednn_has_fp8_support",
@@ -64,7 +58,7 @@ def _cpu_levels() -> tuple[str, ...]:
     return tuple(
         n
         for n in config.ISA_LEVELS
-        if (n in able if n in built else features.issuperset(machine.LEVEL_FEATURES[n]))
+        if (n in able if n in built else features.issuperset(config.LEVEL_FEATURES[n]))
     )
 
 
@@ -88,18 +82,14 @@ def _get_highest_binary_support_isa_level() -> str:
     return provider.isa_built[-1].upper() if provider is not None else "DEFAULT"
 
 
+#: The highest level without tiles, which oneDNN's names for float16 do not include.
+_NO_TILES = [n for n in config.ISA_LEVELS if "amx_tile" not in config.LEVEL_FEATURES[n]][-1]
 #: What ``ONEDNN_MAX_CPU_ISA`` can say -> the highest level within it; what is not here limits nothing that we have.
 _ONEDNN_LIMITS = {
-    "sse41": "default",
-    "avx": "default",
-    "avx2": "avx2",
-    "avx2_vnni": "avx2_vnni",
+    **dict.fromkeys(("sse41", "avx"), config.ISA_LEVELS[0]),
+    **{n.replace("avx512", "avx512_core"): n for n in config.ISA_LEVELS if n.startswith("avx")},
     "avx2_vnni_2": "avx2_vnni",
-    "avx512_core": "avx512",
-    "avx512_core_vnni": "avx512_vnni",
-    "avx512_core_bf16": "avx512_bf16",
-    "avx512_core_fp16": "avx512_bf16",  # float16 without tiles: our level of that name has them
-    "avx10_1_512": "avx512_bf16",
+    **dict.fromkeys(("avx512_core_fp16", "avx10_1_512"), _NO_TILES),
 }
 
 
@@ -147,39 +137,19 @@ def _has_xpu() -> bool:
     return bool(getattr(torch._C, "_has_xpu", False))
 
 
-def isa_has_avx2_support() -> bool:
-    """Return whether the level avx2 can run here."""
-    return "avx2" in _cpu_levels()
+def _question(level: str) -> Callable[[], bool]:
+    def ask() -> bool:
+        return level in _cpu_levels()
+
+    ask.__name__ = ask.__qualname__ = f"isa_has_{level}_support"
+    ask.__doc__ = f"Return whether the level {level} can run here."
+    return ask
 
 
-def isa_has_avx2_vnni_support() -> bool:
-    """Return whether the level avx2_vnni can run here."""
-    return "avx2_vnni" in _cpu_levels()
-
-
-def isa_has_avx512_support() -> bool:
-    """Return whether the level avx512 can run here."""
-    return "avx512" in _cpu_levels()
-
-
-def isa_has_avx512_vnni_support() -> bool:
-    """Return whether the level avx512_vnni can run here."""
-    return "avx512_vnni" in _cpu_levels()
-
-
-def isa_has_avx512_bf16_support() -> bool:
-    """Return whether the level avx512_bf16 can run here."""
-    return "avx512_bf16" in _cpu_levels()
-
-
-def isa_has_amx_support() -> bool:
-    """Return whether the level amx can run here."""
-    return "amx" in _cpu_levels()
-
-
-def isa_has_avx512_fp16_support() -> bool:
-    """Return whether the level avx512_fp16 can run here."""
-    return "avx512_fp16" in _cpu_levels()
+# ``isa_has_LEVEL_support`` for each level but the lowest, which runs anywhere.
+_QUESTIONS = {f"isa_has_{level}_support": _question(level) for level in config.ISA_LEVELS[1:]}
+globals().update(_QUESTIONS)
+__all__ += list(_QUESTIONS)
 
 
 def isa_has_amx_fp16_support() -> bool:
