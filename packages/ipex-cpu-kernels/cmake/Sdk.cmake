@@ -15,10 +15,12 @@ set_target_properties(ipex_cpp PROPERTIES
   LINK_DEPENDS ${CMAKE_CURRENT_BINARY_DIR}/libipex_cpu.so BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN")
 install(TARGETS ipex_cpp LIBRARY DESTINATION lib)
 
-# Headers that declare C functions and kernels, and what they include; the others need torch or one ISA level.
+# Headers that declare C functions and kernels, and what they include. Those in ipex/kernel need the flags of one ISA
+# level, those in ipex/glue need torch.
 set(_sdk ${CMAKE_CURRENT_BINARY_DIR})
-foreach(_header IN ITEMS c_api drop epilogue_args kernel kernel_api kv_view)
-  configure_file(csrc/include/ipex/${_header}.h ${_sdk}/include/ipex/${_header}.h COPYONLY)
+file(GLOB _headers RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/csrc/include CONFIGURE_DEPENDS csrc/include/ipex/*.h)
+foreach(_header IN LISTS _headers)
+  configure_file(csrc/include/${_header} ${_sdk}/include/${_header} COPYONLY)
 endforeach()
 file(GLOB _headers RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops CONFIGURE_DEPENDS csrc/ops/*/*.h)
 foreach(_header IN LISTS _headers)

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex::arena {
 

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "runtime/arena.h"
 #include "runtime/cpu_features.h"
 #include "runtime/loader.h"

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 
 #include <limits>
 
-#include "ipex/tensor_pool.h"
+#include "ipex/glue/tensor_pool.h"
 
 namespace ipex {
 namespace {

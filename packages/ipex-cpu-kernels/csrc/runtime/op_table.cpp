@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ipex/op_table.h"
+#include "ipex/glue/op_table.h"
 
 #include <unordered_map>
 

@@ -12,9 +12,9 @@
 #include <limits>
 #include <vector>
 
-#include "ipex/vec.h"
-#include "ipex/vec_loops.h"
-#include "ipex/vec_math.h"
+#include "ipex/kernel/vec.h"
+#include "ipex/kernel/vec_loops.h"
+#include "ipex/kernel/vec_math.h"
 
 namespace {
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "add_layer_norm/add_layer_norm.h"
 
-#include "ipex/affine.h"
-#include "ipex/in_place.h"
+#include "ipex/glue/affine.h"
+#include "ipex/glue/in_place.h"
 
 namespace ipex {
 namespace {

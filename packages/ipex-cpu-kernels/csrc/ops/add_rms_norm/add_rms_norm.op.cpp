@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "add_rms_norm/add_rms_norm.h"
 
-#include "ipex/in_place.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/in_place.h"
+#include "ipex/glue/op_loops.h"
 
 namespace ipex {
 namespace {

@@ -6,8 +6,8 @@
 #include <numeric>
 #include <vector>
 
-#include "ipex/in_place.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/in_place.h"
+#include "ipex/glue/op_loops.h"
 #include "shared_buffer.h"
 
 namespace ipex {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory that the processes of one host share to exchange tensors. Layout and protocol are those of
-// ipex_core/ops/collective/_exchange.py, so that ranks with and without native kernels understand each other.
+// ipex_core/ops/collective/_exchange.py, so that ranks with and without native kernels understand
+// each other.
 #pragma once
 
 #include <sched.h>
@@ -12,7 +13,7 @@
 #include <cstring>
 #include <vector>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex {
 

@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "ipex/gemm.h"
+#include "ipex/kernel/gemm.h"
 #include "pack.h"
 #include "scores.h"
 

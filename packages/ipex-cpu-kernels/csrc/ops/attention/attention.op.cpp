@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ipex/kv_glue.h"
+#include "ipex/glue/kv_glue.h"
 #include "plan.h"
 
 namespace ipex {

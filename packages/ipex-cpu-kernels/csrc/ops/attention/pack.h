@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "attention.h"
-#include "ipex/gemm.h"
-#include "ipex/kv_load.h"
+#include "ipex/kernel/gemm.h"
+#include "ipex/kernel/kv_load.h"
 
 namespace ipex {
 namespace {

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "attention.h"
-#include "ipex/dispatch.h"
-#include "ipex/kv_glue.h"
+#include "ipex/glue/dispatch.h"
+#include "ipex/glue/kv_glue.h"
 
 namespace ipex {
 

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "attention.h"
-#include "ipex/vec_math.h"
+#include "ipex/kernel/vec_math.h"
 
 namespace ipex {
 namespace {

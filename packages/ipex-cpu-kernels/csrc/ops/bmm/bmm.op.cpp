@@ -6,7 +6,7 @@
 #include <string>
 
 #include "bmm/few_rows.h"
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "linear/pack_panel.h"
 #include "linear/packed_check.h"
 #include "linear/run_linear.h"

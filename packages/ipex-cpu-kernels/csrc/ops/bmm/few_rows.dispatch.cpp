@@ -6,9 +6,9 @@
 // anywhere.
 #include "few_rows.h"
 
-#include "ipex/gemm.h"
-#include "ipex/transpose.h"
-#include "ipex/vec.h"
+#include "ipex/kernel/gemm.h"
+#include "ipex/kernel/transpose.h"
+#include "ipex/kernel/vec.h"
 
 namespace ipex {
 namespace {

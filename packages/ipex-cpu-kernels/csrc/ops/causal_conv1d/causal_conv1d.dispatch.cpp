@@ -3,8 +3,8 @@
 // channels do, and in an update, lanes are channels. Nothing is transposed but the filters.
 #include "causal_conv1d.h"
 
-#include "ipex/sequence_tile.h"
-#include "ipex/vec_math.h"
+#include "ipex/kernel/sequence_tile.h"
+#include "ipex/kernel/vec_math.h"
 
 namespace ipex {
 namespace {

@@ -5,8 +5,8 @@
 #include <atomic>
 #include <cstring>
 
-#include "ipex/argument_checks.h"
-#include "ipex/sequence.h"
+#include "ipex/glue/argument_checks.h"
+#include "ipex/glue/sequence.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "column_sums.h"
 
-#include "ipex/column_sums.h"
+#include "ipex/kernel/column_sums.h"
 
 void ipex_k_column_sums_f32(const float*, const float* partial, int64_t blocks, int64_t stride,
                             float* out, int64_t cols) {

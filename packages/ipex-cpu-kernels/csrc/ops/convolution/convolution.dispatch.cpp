@@ -9,7 +9,7 @@
 
 #include "convolution/direct.h"
 #include "convolution/lines.h"
-#include "ipex/gemm_block.h"
+#include "ipex/kernel/gemm_block.h"
 
 namespace ipex {
 namespace {

@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "ipex/argument_checks.h"
-#include "ipex/gemm_schedule.h"
-#include "ipex/gemm_sizes.h"
-#include "ipex/image.h"
+#include "ipex/glue/argument_checks.h"
+#include "ipex/glue/gemm_schedule.h"
+#include "ipex/glue/image.h"
+#include "ipex/kernel/gemm_sizes.h"
 #include "linear/epilogue_check.h"
 #include "linear/packed_check.h"
 #include "runtime/scratch.h"

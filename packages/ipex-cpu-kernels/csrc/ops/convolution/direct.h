@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "convolution/padded.h"
-#include "ipex/gemm_operands.h"
+#include "ipex/kernel/gemm_operands.h"
 
 namespace ipex {
 namespace {

@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "convolution/padded.h"
-#include "ipex/gemm_tiles.h"
+#include "ipex/kernel/gemm_tiles.h"
 
 #if IPEX_HAVE_AMX
 

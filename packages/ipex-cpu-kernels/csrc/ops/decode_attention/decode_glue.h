@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "decode_attention/decode.h"
-#include "ipex/kv_glue.h"
+#include "ipex/glue/kv_glue.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

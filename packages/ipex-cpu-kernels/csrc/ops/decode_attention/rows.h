@@ -9,8 +9,8 @@
 
 #include <cstring>
 
-#include "ipex/kv_load.h"
-#include "ipex/vec.h"
+#include "ipex/kernel/kv_load.h"
+#include "ipex/kernel/vec.h"
 
 namespace ipex {
 namespace {

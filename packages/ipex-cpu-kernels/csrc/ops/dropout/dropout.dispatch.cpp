@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dropout.h"
 
-#include "ipex/keep_mask.h"
+#include "ipex/kernel/keep_mask.h"
 
 namespace ipex {
 namespace {

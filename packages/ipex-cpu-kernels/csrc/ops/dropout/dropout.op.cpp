@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dropout/dropout.h"
 
-#include "ipex/drop_glue.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/drop_glue.h"
+#include "ipex/glue/op_loops.h"
 
 namespace ipex {
 namespace {

@@ -2,9 +2,9 @@
 #include "dropout_add_layer_norm.h"
 
 #include "../layer_norm/layer_norm_row.h"
-#include "ipex/column_blocks.h"
-#include "ipex/column_sums.h"
-#include "ipex/keep_mask.h"
+#include "ipex/kernel/column_blocks.h"
+#include "ipex/kernel/column_sums.h"
+#include "ipex/kernel/keep_mask.h"
 
 namespace ipex {
 namespace {

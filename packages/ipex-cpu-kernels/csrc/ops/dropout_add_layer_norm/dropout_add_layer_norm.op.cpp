@@ -2,9 +2,9 @@
 #include "dropout_add_layer_norm/dropout_add_layer_norm.h"
 
 #include "column_sums/column_sums.h"
-#include "ipex/affine.h"
-#include "ipex/column_blocks.h"
-#include "ipex/drop_glue.h"
+#include "ipex/glue/affine.h"
+#include "ipex/glue/drop_glue.h"
+#include "ipex/kernel/column_blocks.h"
 
 namespace ipex {
 namespace {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "frozen_batch_norm.h"
 
-#include "ipex/vec_loops.h"
+#include "ipex/kernel/vec_loops.h"
 
 namespace ipex {
 namespace {

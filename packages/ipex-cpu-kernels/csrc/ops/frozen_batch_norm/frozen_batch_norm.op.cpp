@@ -4,9 +4,9 @@
 #include <cmath>
 #include <vector>
 
-#include "ipex/argument_checks.h"
-#include "ipex/image.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/argument_checks.h"
+#include "ipex/glue/image.h"
+#include "ipex/glue/op_loops.h"
 
 namespace ipex {
 namespace {

@@ -3,7 +3,7 @@
 // ipex_core.packing.experts describes the same in Python.
 #pragma once
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "linear/packed_check.h"
 #include "woq_linear/woq_format.h"
 

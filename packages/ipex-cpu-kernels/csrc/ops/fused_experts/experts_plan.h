@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "fused_experts/fused_experts.h"
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex {
 

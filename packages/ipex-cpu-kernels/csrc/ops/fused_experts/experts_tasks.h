@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "fused_experts/fused_experts.h"
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "linear/packed.h"
 #include "runtime/scratch.h"
 

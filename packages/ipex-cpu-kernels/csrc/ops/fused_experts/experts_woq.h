@@ -11,7 +11,7 @@
 
 #include "fused_experts/experts_plan.h"
 #include "fused_experts/experts_tasks.h"
-#include "ipex/gemm_schedule.h"
+#include "ipex/glue/gemm_schedule.h"
 #include "woq_linear/woq_linear.h"
 
 namespace ipex {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fused_experts.h"
 
-#include "ipex/gemm.h"
-#include "ipex/vec_math.h"
+#include "ipex/kernel/gemm.h"
+#include "ipex/kernel/vec_math.h"
 
 namespace ipex {
 namespace {

@@ -10,8 +10,8 @@
 #include "fused_experts/experts_plan.h"
 #include "fused_experts/experts_tasks.h"
 #include "fused_experts/experts_woq.h"
-#include "ipex/dispatch.h"
-#include "ipex/gemm_schedule.h"
+#include "ipex/glue/dispatch.h"
+#include "ipex/glue/gemm_schedule.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "gelu_mul/gelu_mul.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 #include "silu_mul/silu_mul.h"
 
 namespace ipex {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gelu_backward.h"
 
-#include "ipex/column_blocks.h"
-#include "ipex/column_sums.h"
-#include "ipex/vec_math.h"
+#include "ipex/kernel/column_blocks.h"
+#include "ipex/kernel/column_sums.h"
+#include "ipex/kernel/vec_math.h"
 
 namespace ipex {
 namespace {

@@ -2,8 +2,8 @@
 #include "gelu_backward/gelu_backward.h"
 
 #include "column_sums/column_sums.h"
-#include "ipex/column_blocks.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
+#include "ipex/kernel/column_blocks.h"
 
 namespace ipex {
 namespace {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gelu_quick.h"
 
-#include "ipex/vec_loops.h"
-#include "ipex/vec_math.h"
+#include "ipex/kernel/vec_loops.h"
+#include "ipex/kernel/vec_math.h"
 
 namespace ipex {
 namespace {

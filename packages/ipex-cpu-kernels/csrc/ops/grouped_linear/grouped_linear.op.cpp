@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "ipex/dispatch.h"
-#include "ipex/gemm_schedule.h"
-#include "ipex/gemm_sizes.h"
+#include "ipex/glue/dispatch.h"
+#include "ipex/glue/gemm_schedule.h"
+#include "ipex/kernel/gemm_sizes.h"
 #include "linear/epilogue_check.h"
 #include "linear/linear.h"
 #include "linear/packed_check.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // indirect_access_kv_cache_attention: beams share the history they have in common through indices.
 #include "decode_attention/decode_glue.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 #include "reshape_and_cache/reshape_and_cache.h"
 
 namespace ipex {

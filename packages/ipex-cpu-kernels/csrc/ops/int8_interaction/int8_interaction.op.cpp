@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "int8_linear/activations.h"
-#include "ipex/argument_checks.h"
+#include "ipex/glue/argument_checks.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

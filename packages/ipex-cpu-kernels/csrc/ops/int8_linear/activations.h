@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "int8_linear/int8_linear.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 #include "quantize/tensor_range.h"
 #include "runtime/scratch.h"
 

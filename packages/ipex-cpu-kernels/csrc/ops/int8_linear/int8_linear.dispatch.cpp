@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "int8_linear.h"
 
-#include "ipex/epilogue.h"
-#include "ipex/gemm_int8.h"
-#include "ipex/quant.h"
+#include "ipex/kernel/epilogue.h"
+#include "ipex/kernel/gemm_int8.h"
+#include "ipex/kernel/quant.h"
 
 namespace ipex {
 namespace {

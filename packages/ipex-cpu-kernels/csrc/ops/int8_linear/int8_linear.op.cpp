@@ -5,7 +5,7 @@
 
 #include "int8_linear/activations.h"
 #include "int8_linear/int8_panels.h"
-#include "ipex/gemm_schedule.h"
+#include "ipex/glue/gemm_schedule.h"
 #include "linear/epilogue_check.h"
 
 namespace ipex {

@@ -7,7 +7,7 @@
 // on the ISA level.
 #pragma once
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "linear/packed.h"
 
 namespace ipex {

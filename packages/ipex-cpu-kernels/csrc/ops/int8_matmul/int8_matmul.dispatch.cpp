@@ -8,8 +8,8 @@
 
 #include <emmintrin.h>
 
-#include "ipex/gemm_int8.h"
-#include "ipex/quant.h"
+#include "ipex/kernel/gemm_int8.h"
+#include "ipex/kernel/quant.h"
 
 namespace ipex {
 namespace {

@@ -7,8 +7,8 @@
 #include <cstring>
 #include <vector>
 
-#include "ipex/dispatch.h"
-#include "ipex/gemm_schedule.h"
+#include "ipex/glue/dispatch.h"
+#include "ipex/glue/gemm_schedule.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

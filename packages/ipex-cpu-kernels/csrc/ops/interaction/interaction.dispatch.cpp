@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "interaction_tiles.h"
-#include "ipex/vec.h"
+#include "ipex/kernel/vec.h"
 
 namespace ipex {
 namespace {

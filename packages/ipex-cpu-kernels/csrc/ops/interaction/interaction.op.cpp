@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "ipex/argument_checks.h"
+#include "ipex/glue/argument_checks.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

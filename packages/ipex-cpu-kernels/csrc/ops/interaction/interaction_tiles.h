@@ -4,8 +4,8 @@
 #pragma once
 
 #include "interaction.h"
-#include "ipex/gemm.h"
-#include "ipex/transpose.h"
+#include "ipex/kernel/gemm.h"
+#include "ipex/kernel/transpose.h"
 
 #if IPEX_HAVE_AMX
 

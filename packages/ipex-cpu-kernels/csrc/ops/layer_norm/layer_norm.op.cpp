@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "layer_norm/layer_norm.h"
 
-#include "ipex/affine.h"
+#include "ipex/glue/affine.h"
 
 namespace ipex {
 namespace {

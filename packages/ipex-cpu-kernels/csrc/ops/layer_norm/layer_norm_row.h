@@ -2,7 +2,7 @@
 // The two sweeps over one row that all layer norms share. The second reads the cache.
 #pragma once
 
-#include "ipex/vec_loops.h"
+#include "ipex/kernel/vec_loops.h"
 
 namespace ipex {
 namespace {

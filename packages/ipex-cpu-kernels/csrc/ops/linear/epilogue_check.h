@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "ipex/dispatch.h"
 #include "ipex/epilogue_args.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex {
 

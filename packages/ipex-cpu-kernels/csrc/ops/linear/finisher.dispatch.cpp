@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one instance of Finisher for each type of a level.
-#include "ipex/epilogue.h"
-#include "ipex/vec.h"
-#include "ipex/vec_math.h"
+#include "ipex/kernel/epilogue.h"
+#include "ipex/kernel/vec.h"
+#include "ipex/kernel/vec_math.h"
 
 namespace ipex {
 

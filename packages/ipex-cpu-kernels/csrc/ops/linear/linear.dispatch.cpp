@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "linear.h"
 
-#include "ipex/gemm_block.h"
+#include "ipex/kernel/gemm_block.h"
 
 namespace ipex {
 namespace {

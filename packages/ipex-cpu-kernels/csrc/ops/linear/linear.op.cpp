@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "linear/epilogue_check.h"
 #include "linear/run_linear.h"
 #include "packed_check.h"

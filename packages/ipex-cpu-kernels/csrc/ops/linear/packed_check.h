@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "linear/packed.h"
 
 namespace ipex {

@@ -2,8 +2,8 @@
 // A product with packed panels, spread over the threads. For glue only.
 #pragma once
 
-#include "ipex/gemm_schedule.h"
-#include "ipex/gemm_sizes.h"
+#include "ipex/glue/gemm_schedule.h"
+#include "ipex/kernel/gemm_sizes.h"
 #include "linear/linear.h"
 #include "runtime/scratch.h"
 

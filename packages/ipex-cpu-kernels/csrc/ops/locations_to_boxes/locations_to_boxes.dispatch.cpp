@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "locations_to_boxes.h"
 
-#include "ipex/vec_math.h"
+#include "ipex/kernel/vec_math.h"
 
 namespace ipex {
 namespace {

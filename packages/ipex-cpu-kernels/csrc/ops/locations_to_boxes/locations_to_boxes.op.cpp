@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "locations_to_boxes/locations_to_boxes.h"
 
-#include "ipex/argument_checks.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/argument_checks.h"
+#include "ipex/glue/op_loops.h"
 
 namespace ipex {
 namespace {

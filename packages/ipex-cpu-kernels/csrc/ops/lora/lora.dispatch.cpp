@@ -8,7 +8,7 @@
 
 #include <type_traits>
 
-#include "ipex/sequence_tile.h"
+#include "ipex/kernel/sequence_tile.h"
 
 namespace ipex {
 namespace {

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <vector>
 
-#include "ipex/argument_checks.h"
+#include "ipex/glue/argument_checks.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

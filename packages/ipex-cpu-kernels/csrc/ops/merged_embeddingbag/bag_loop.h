@@ -4,7 +4,7 @@
 #pragma once
 
 #include "fetch_row.h"
-#include "ipex/vec.h"
+#include "ipex/kernel/vec.h"
 #include "merged_embeddingbag.h"
 
 namespace ipex {

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "ipex/argument_checks.h"
-#include "ipex/kv_glue.h"
+#include "ipex/glue/argument_checks.h"
+#include "ipex/glue/kv_glue.h"
 
 namespace ipex {
 

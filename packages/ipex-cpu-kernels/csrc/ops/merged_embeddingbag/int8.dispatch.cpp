@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums of rows of int8 embedding tables with a scale for each row.
 #include "bag_loop.h"
-#include "ipex/kv_load.h"
+#include "ipex/kernel/kv_load.h"
 
 namespace ipex {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 #include "merged_embeddingbag/bags_check.h"
 
 namespace ipex {

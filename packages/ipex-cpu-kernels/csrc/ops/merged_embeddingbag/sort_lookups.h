@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "merged_embeddingbag/merged_embeddingbag.h"
 
 namespace ipex {

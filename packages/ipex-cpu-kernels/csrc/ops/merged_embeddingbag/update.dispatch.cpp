@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "fetch_row.h"
-#include "ipex/vec.h"
+#include "ipex/kernel/vec.h"
 #include "merged_embeddingbag.h"
 
 namespace ipex {

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 #include "merged_embeddingbag/bags_check.h"
 #include "merged_embeddingbag/merged_embeddingbag.h"
 #include "merged_embeddingbag/sort_lookups.h"

@@ -10,8 +10,8 @@
 #include <type_traits>
 
 #include "attention/pack.h"
-#include "ipex/gemm.h"
-#include "ipex/vec_math.h"
+#include "ipex/kernel/gemm.h"
+#include "ipex/kernel/vec_math.h"
 
 namespace ipex {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "ipex/kv_glue.h"
+#include "ipex/glue/kv_glue.h"
 #include "mla_decode_attention/mla.h"
 #include "runtime/scratch.h"
 

@@ -3,8 +3,8 @@
 
 #include <cstring>
 
-#include "ipex/vec_loops.h"
-#include "ipex/vec_math.h"
+#include "ipex/kernel/vec_loops.h"
+#include "ipex/kernel/vec_math.h"
 
 namespace ipex {
 namespace {

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <tuple>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

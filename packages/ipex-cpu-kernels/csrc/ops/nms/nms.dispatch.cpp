@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "nms.h"
 
-#include "ipex/vec.h"
+#include "ipex/kernel/vec.h"
 
 namespace ipex {
 namespace {

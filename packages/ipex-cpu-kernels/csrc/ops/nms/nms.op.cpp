@@ -8,7 +8,7 @@
 #include <limits>
 #include <optional>
 
-#include "ipex/argument_checks.h"
+#include "ipex/glue/argument_checks.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

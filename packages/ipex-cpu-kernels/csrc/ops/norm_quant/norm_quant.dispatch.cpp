@@ -3,7 +3,7 @@
 
 #include "../layer_norm/layer_norm_row.h"
 #include "../rms_norm/rms_norm_row.h"
-#include "ipex/quant.h"
+#include "ipex/kernel/quant.h"
 
 namespace ipex {
 namespace {

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <vector>
 
-#include "ipex/affine.h"
-#include "ipex/in_place.h"
+#include "ipex/glue/affine.h"
+#include "ipex/glue/in_place.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex {
 

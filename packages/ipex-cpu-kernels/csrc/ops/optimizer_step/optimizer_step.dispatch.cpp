@@ -3,7 +3,7 @@
 // definition, so that the lower halves of split parameters are the same everywhere.
 #include "optimizer_step.h"
 
-#include "ipex/vec.h"
+#include "ipex/kernel/vec.h"
 
 namespace ipex {
 namespace {

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "ipex/dispatch.h"
-#include "ipex/in_place.h"
+#include "ipex/glue/dispatch.h"
+#include "ipex/glue/in_place.h"
 #include "optimizer_step/optimizer_step.h"
 
 namespace ipex {

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "linear/packed_check.h"
 #include "runtime/arena.h"
 

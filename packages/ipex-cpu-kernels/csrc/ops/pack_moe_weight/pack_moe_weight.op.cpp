@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "fused_experts/experts_check.h"
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "runtime/arena.h"
 
 namespace ipex {

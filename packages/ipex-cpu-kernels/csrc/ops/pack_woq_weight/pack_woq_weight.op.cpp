@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "pack_woq_weight/woq_codes.h"
 #include "pack_woq_weight/woq_names.h"
 #include "runtime/arena.h"

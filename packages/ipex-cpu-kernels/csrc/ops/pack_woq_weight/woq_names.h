@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <string>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "woq_linear/woq_format.h"
 
 namespace ipex {

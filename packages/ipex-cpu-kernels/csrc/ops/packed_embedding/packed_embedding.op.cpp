@@ -5,9 +5,9 @@
 #include <cstring>
 #include <vector>
 
-#include "ipex/dispatch.h"
-#include "ipex/kv_glue.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/dispatch.h"
+#include "ipex/glue/kv_glue.h"
+#include "ipex/glue/op_loops.h"
 #include "linear/packed_check.h"
 
 namespace ipex {

@@ -7,7 +7,7 @@
 
 #include <torch/headeronly/util/Half.h>
 
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 
 namespace ipex::program {
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex::program {
 

@@ -4,7 +4,7 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "ipex/tensor_pool.h"
+#include "ipex/glue/tensor_pool.h"
 #include "program/program.h"
 
 namespace ipex::program {

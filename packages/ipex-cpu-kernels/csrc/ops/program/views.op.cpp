@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 
 namespace ipex::program {
 namespace {

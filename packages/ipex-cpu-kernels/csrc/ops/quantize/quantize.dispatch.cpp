@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "quantize.h"
 
-#include "ipex/quant.h"
+#include "ipex/kernel/quant.h"
 
 namespace ipex {
 namespace {

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 #include "quantize/quantize.h"
 #include "quantize/tensor_range.h"
 

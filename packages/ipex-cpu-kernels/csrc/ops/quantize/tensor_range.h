@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 #include "quantize/quantize.h"
 
 namespace ipex {

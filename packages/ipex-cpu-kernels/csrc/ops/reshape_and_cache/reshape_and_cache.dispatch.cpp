@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "reshape_and_cache.h"
 
-#include "ipex/kv_store.h"
+#include "ipex/kernel/kv_store.h"
 
 namespace ipex {
 namespace {

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <vector>
 
-#include "ipex/kv_glue.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/kv_glue.h"
+#include "ipex/glue/op_loops.h"
 
 namespace ipex {
 namespace {

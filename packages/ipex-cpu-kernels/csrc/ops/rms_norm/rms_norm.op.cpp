@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "rms_norm/rms_norm.h"
 
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 
 namespace ipex {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "ipex/argument_checks.h"
+#include "ipex/glue/argument_checks.h"
 
 namespace ipex {
 namespace {

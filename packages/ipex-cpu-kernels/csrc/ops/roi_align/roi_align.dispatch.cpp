@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "roi_align.h"
 
-#include "ipex/vec_loops.h"
+#include "ipex/kernel/vec_loops.h"
 #include "roi_taps.h"
 
 namespace ipex {

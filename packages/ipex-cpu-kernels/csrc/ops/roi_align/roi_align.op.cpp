@@ -5,9 +5,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "ipex/argument_checks.h"
-#include "ipex/image.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/argument_checks.h"
+#include "ipex/glue/image.h"
+#include "ipex/glue/op_loops.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

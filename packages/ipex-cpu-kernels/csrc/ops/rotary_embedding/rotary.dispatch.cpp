@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "rotary.h"
 
-#include "ipex/kv_load.h"
-#include "ipex/vec_loops.h"
+#include "ipex/kernel/kv_load.h"
+#include "ipex/kernel/vec_loops.h"
 
 namespace ipex {
 namespace {

@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "ipex/in_place.h"
-#include "ipex/kv_glue.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/in_place.h"
+#include "ipex/glue/kv_glue.h"
+#include "ipex/glue/op_loops.h"
 #include "rotary.h"
 
 namespace ipex {

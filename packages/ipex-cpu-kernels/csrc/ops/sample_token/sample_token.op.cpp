@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 #include "runtime/scratch.h"
 #include "sample.h"
 

@@ -6,8 +6,8 @@
 // costs one exponential and four operations per vector.
 #include "selective_scan.h"
 
-#include "ipex/sequence_tile.h"
-#include "ipex/state_space.h"
+#include "ipex/kernel/sequence_tile.h"
+#include "ipex/kernel/state_space.h"
 
 namespace ipex {
 namespace {

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "ipex/argument_checks.h"
-#include "ipex/sequence.h"
+#include "ipex/glue/argument_checks.h"
+#include "ipex/glue/sequence.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

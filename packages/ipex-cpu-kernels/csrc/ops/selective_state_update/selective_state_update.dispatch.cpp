@@ -5,7 +5,7 @@
 
 #include <type_traits>
 
-#include "ipex/state_space.h"
+#include "ipex/kernel/state_space.h"
 
 namespace ipex {
 namespace {

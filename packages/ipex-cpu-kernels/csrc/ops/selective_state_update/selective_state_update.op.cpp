@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "ipex/argument_checks.h"
+#include "ipex/glue/argument_checks.h"
 #include "runtime/scratch.h"
 
 namespace ipex {

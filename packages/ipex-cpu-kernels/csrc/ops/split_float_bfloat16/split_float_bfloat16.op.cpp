@@ -3,7 +3,7 @@
 
 #include "optimizer_step/optimizer_step.h"
 
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 
 namespace ipex {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <tuple>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "pack_woq_weight/woq_codes.h"
 #include "pack_woq_weight/woq_names.h"
 #include "woq_linear/woq_check.h"

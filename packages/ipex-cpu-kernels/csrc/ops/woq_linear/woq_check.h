@@ -2,7 +2,7 @@
 // Checks of packed quantized weights, shared by the glue of the ops that take one.
 #pragma once
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "woq_linear/woq_format.h"
 
 namespace ipex {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "ipex/vec.h"
+#include "ipex/kernel/vec.h"
 #include "woq_linear/woq_format.h"
 
 namespace ipex {

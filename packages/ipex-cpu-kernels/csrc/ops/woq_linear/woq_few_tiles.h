@@ -4,7 +4,7 @@
 // the tiles at the end of a group, to be scaled.
 #pragma once
 
-#include "ipex/gemm.h"
+#include "ipex/kernel/gemm.h"
 #include "woq_linear/woq_few_bf16.h"
 
 #if IPEX_HAVE_AMX

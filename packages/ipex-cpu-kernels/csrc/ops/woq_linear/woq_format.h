@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The packed format of quantized linear weights; ipex_core.packing.woq describes the same in Python.
+// The packed format of quantized linear weights; ipex_core.packing.woq describes the same in
+// Python.
 //
 // PackedHeader, the permutation of K if there is one (int32 [K]: packed position -> input feature),
 // then strips of 16 output features, an even number of them. A strip is contiguous:

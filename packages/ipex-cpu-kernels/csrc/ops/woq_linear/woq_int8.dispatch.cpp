@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ipex/epilogue.h"
-#include "ipex/quant.h"
+#include "ipex/kernel/epilogue.h"
+#include "ipex/kernel/quant.h"
 #include "woq_linear/woq_int8_few.h"
 #include "woq_linear/woq_int8_kernel.h"
 #include "woq_linear/woq_int8_many.h"

@@ -4,8 +4,8 @@
 
 #include <string>
 
-#include "ipex/dispatch.h"
 #include "ipex/epilogue_args.h"
+#include "ipex/glue/dispatch.h"
 #include "woq_linear/woq_format.h"
 
 namespace ipex {

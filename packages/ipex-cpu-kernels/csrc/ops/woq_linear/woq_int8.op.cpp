@@ -6,8 +6,8 @@
 #include <cmath>
 #include <vector>
 
-#include "ipex/gemm_schedule.h"
-#include "ipex/op_loops.h"
+#include "ipex/glue/gemm_schedule.h"
+#include "ipex/glue/op_loops.h"
 #include "linear/epilogue_check.h"
 #include "runtime/scratch.h"
 #include "woq_linear/woq_int8_kernel.h"

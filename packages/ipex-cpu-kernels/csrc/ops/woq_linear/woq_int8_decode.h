@@ -2,7 +2,7 @@
 // Codes of order vnni as bytes, and what belongs to the chunks of a strip.
 #pragma once
 
-#include "ipex/gemm_int8.h"
+#include "ipex/kernel/gemm_int8.h"
 #include "woq_linear/woq_decode.h"
 #include "woq_linear/woq_int8_kernel.h"
 

@@ -2,7 +2,7 @@
 // Many rows: the weights of two panels are laid out as int8 panels once and multiplied by all rows.
 #pragma once
 
-#include "ipex/epilogue.h"
+#include "ipex/kernel/epilogue.h"
 #include "woq_linear/woq_int8_decode.h"
 
 namespace ipex {

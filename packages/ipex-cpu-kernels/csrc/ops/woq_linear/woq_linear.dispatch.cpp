@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "woq_linear/woq_linear.h"
 
-#include "ipex/epilogue.h"
-#include "ipex/gemm.h"
+#include "ipex/kernel/epilogue.h"
+#include "ipex/kernel/gemm.h"
 #include "woq_linear/woq_few_bf16.h"
 #include "woq_linear/woq_few_float.h"
 #include "woq_linear/woq_few_int16.h"

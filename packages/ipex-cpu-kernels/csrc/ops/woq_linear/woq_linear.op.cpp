@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "ipex/dispatch.h"
-#include "ipex/gemm_schedule.h"
+#include "ipex/glue/dispatch.h"
+#include "ipex/glue/gemm_schedule.h"
 #include "linear/epilogue_check.h"
 #include "runtime/scratch.h"
 #include "woq_linear/woq_check.h"

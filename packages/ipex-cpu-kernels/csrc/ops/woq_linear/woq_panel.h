@@ -3,8 +3,8 @@
 // multiplied by all rows.
 #pragma once
 
-#include "ipex/epilogue.h"
-#include "ipex/gemm.h"
+#include "ipex/kernel/epilogue.h"
+#include "ipex/kernel/gemm.h"
 #include "woq_linear/woq_decode.h"
 #include "woq_linear/woq_linear.h"
 

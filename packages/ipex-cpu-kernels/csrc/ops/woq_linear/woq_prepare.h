@@ -3,7 +3,7 @@
 // padded with zeros, with the sums that zero points meet.
 #pragma once
 
-#include "ipex/vec.h"
+#include "ipex/kernel/vec.h"
 #include "woq_linear/woq_linear.h"
 
 namespace ipex {

@@ -3,7 +3,7 @@
 
 A cache holds rows of the dtype of the query, or int8, float8_e5m2 or float8_e4m3fn numbers. The value of a row is its
 numbers times a factor of the whole cache (``k_scale``, ``v_scale``) and, for int8, times a float32 scale of the row
-where there are any. Kernels repeat these checks with the same text (``ipex/kv_glue.h``).
+where there are any. Kernels repeat these checks with the same text (``ipex/glue/kv_glue.h``).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "ipex/vec_loops.h"
+#include "ipex/kernel/vec_loops.h"
 
 namespace ipex {
 namespace {

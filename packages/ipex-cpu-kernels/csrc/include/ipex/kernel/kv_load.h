@@ -7,8 +7,8 @@
 
 #include <cstring>
 
+#include "ipex/kernel/vec.h"
 #include "ipex/kv_view.h"
-#include "ipex/vec.h"
 
 namespace ipex {
 namespace {

@@ -16,8 +16,8 @@
 
 #include <cstdint>
 
-#include "ipex/isa.h"
 #include "ipex/kernel.h"
+#include "ipex/kernel/isa.h"
 
 // GCC keeps large lambdas and templates out of line otherwise, and a vector then passes through
 // memory.
@@ -27,11 +27,11 @@
 #define IPEX_NOINLINE __attribute__((noinline))
 
 #if IPEX_HAVE_AVX512
-#include "ipex/vec/avx512.h"
+#include "ipex/kernel/vec/avx512.h"
 #elif IPEX_HAVE_AVX2
-#include "ipex/vec/avx2.h"
+#include "ipex/kernel/vec/avx2.h"
 #else
-#include "ipex/vec/sse2.h"
+#include "ipex/kernel/vec/sse2.h"
 #endif
 
 namespace ipex {

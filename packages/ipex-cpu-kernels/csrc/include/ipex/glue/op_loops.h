@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex {
 

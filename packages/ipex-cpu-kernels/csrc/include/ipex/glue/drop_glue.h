@@ -2,8 +2,8 @@
 // The arguments p, seed and stream of ops with dropout.
 #pragma once
 
-#include "ipex/dispatch.h"
 #include "ipex/drop.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex {
 

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "ipex/vec.h"
+#include "ipex/kernel/vec.h"
 
 namespace ipex {
 namespace {

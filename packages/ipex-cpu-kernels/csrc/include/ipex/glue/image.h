@@ -2,7 +2,7 @@
 // Images [N, C, H, W] in the two memory formats. For glue.
 #pragma once
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex {
 

@@ -2,8 +2,8 @@
 // A block of a matrix product with all that follows it: rows of x times packed panels into y.
 #pragma once
 
-#include "ipex/gemm_operands.h"
-#include "ipex/gemm_tiles.h"
+#include "ipex/kernel/gemm_operands.h"
+#include "ipex/kernel/gemm_tiles.h"
 
 namespace ipex {
 namespace {

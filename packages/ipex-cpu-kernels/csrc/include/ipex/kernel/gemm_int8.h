@@ -11,7 +11,7 @@
 // numbers, whose pairs cannot saturate as those of 8-bit numbers do.
 #pragma once
 
-#include "ipex/gemm.h"
+#include "ipex/kernel/gemm.h"
 
 namespace ipex {
 namespace {

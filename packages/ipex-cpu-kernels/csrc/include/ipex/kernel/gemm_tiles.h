@@ -2,8 +2,8 @@
 // A block of a matrix product of bfloat16 on AMX tiles, for many rows.
 #pragma once
 
-#include "ipex/gemm_operands.h"
-#include "ipex/gemm_sizes.h"
+#include "ipex/kernel/gemm_operands.h"
+#include "ipex/kernel/gemm_sizes.h"
 
 #if IPEX_HAVE_AMX
 

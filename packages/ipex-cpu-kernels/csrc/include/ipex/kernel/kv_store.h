@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "ipex/kv_load.h"
+#include "ipex/kernel/kv_load.h"
 #include "ipex/kv_view.h"
 
 namespace ipex {

@@ -2,7 +2,7 @@
 // Sequences [B, D, L] in either order of their last two dimensions, for glue.
 #pragma once
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex {
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "ipex/dispatch.h"
-#include "ipex/in_place.h"
+#include "ipex/glue/dispatch.h"
+#include "ipex/glue/in_place.h"
 #include "ipex/kv_view.h"
 
 namespace ipex {

@@ -6,7 +6,7 @@
 #include <initializer_list>
 #include <string>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex {
 

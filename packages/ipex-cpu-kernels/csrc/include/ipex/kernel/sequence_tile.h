@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "ipex/transpose.h"
+#include "ipex/kernel/transpose.h"
 
 namespace ipex {
 namespace {

@@ -3,8 +3,8 @@
 // into y.
 #pragma once
 
-#include "ipex/epilogue.h"
-#include "ipex/gemm.h"
+#include "ipex/kernel/epilogue.h"
+#include "ipex/kernel/gemm.h"
 
 namespace ipex {
 namespace {

@@ -9,7 +9,7 @@
 // next to each is that of the polynomial alone.
 #pragma once
 
-#include "ipex/vec.h"
+#include "ipex/kernel/vec.h"
 
 namespace ipex {
 namespace {

@@ -9,7 +9,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 #include "linear/packed.h"
 #include "runtime/loader.h"
 #include "runtime/topology.h"

@@ -2,7 +2,7 @@
 // The functions that the recurrences of state space models are made of.
 #pragma once
 
-#include "ipex/vec_math.h"
+#include "ipex/kernel/vec_math.h"
 
 namespace ipex {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "ipex/vec.h"
+#include "ipex/kernel/vec.h"
 
 namespace ipex {
 namespace {

@@ -15,8 +15,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "ipex/glue/op_table.h"
 #include "ipex/kernel.h"
-#include "ipex/op_table.h"
 #include "runtime/loader.h"
 
 // Raises RuntimeError in Python with exactly this text. torch's own check macro adds the source

@@ -2,7 +2,7 @@
 // Optional weight and bias of a normalization, in one type.
 #pragma once
 
-#include "ipex/op_loops.h"
+#include "ipex/glue/op_loops.h"
 
 namespace ipex {
 

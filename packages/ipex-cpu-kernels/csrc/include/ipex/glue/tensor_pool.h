@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex {
 

@@ -2,7 +2,7 @@
 // Arguments that an op writes to.
 #pragma once
 
-#include "ipex/dispatch.h"
+#include "ipex/glue/dispatch.h"
 
 namespace ipex {
 
