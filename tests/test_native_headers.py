@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which headers of the CPU kernels may include which: the folders of ``csrc/include/ipex`` are a rule, not a habit.
 
-``ipex/*.h`` is installed for C and C++ programs. ``ipex/kernel`` is for what is compiled once per ISA level, without torch.
-``ipex/glue`` is for what is compiled once, with torch's stable ABI.
+``ipex/*.h`` is installed for C and C++ programs. ``ipex/kernel`` is for what is compiled once per ISA level, and has no
+torch. ``ipex/glue`` is for what is compiled once, with the stable ABI of torch.
 """
 
 from __future__ import annotations
@@ -65,6 +65,21 @@ def test_sources_keep_apart() -> None:
     """A kernel reaches no torch. The glue reaches no vectors: they are compiled with the flags of a level."""
     kernels, glue = sorted(CSRC.glob("ops/*/*.dispatch.cpp")), sorted(CSRC.glob("ops/*/*.op.cpp"))
     assert len(kernels) > 30 and len(glue) > 30
-    assert [path.name for path in kernels if {"torch", "glue"} & set(map(folder, includes(path)))] == []
+    assert [
+        path.name for path in kernels if {"torch", "glue"} & set(map(folder, includes(path)))
+    ] == []
     vectors = HEADERS / "kernel" / "isa.h"
     assert [path.name for path in glue if vectors in includes(path)] == []
+
+
+def test_a_scratch_area_belongs_to_one_op() -> None:
+    """Two ops with one area could run inside each other and overwrite it; only `kTiles` is for all products."""
+    text = (CSRC / "runtime" / "scratch.h").read_text(encoding="utf-8")
+    areas = re.findall(r"^  (k\w+),", text[text.index("enum class Area") :], re.MULTILINE)
+    owners: dict[str, set[str]] = {area: set() for area in areas}
+    for path in sorted(CSRC.rglob("*.*")):
+        for area in re.findall(r"\bScratch<([^>]*)>::get", path.read_text(encoding="utf-8")):
+            assert area.startswith("Area::k"), f"{path.name}: Scratch<{area}>"
+            owners[area.removeprefix("Area::")].add(path.parent.name)
+    assert len(owners.pop("kTiles")) > 1
+    assert {area: names for area, names in owners.items() if len(names) != 1} == {}

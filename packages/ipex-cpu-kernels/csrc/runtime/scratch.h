@@ -9,12 +9,48 @@
 
 namespace ipex {
 
+// What a block is for. Two users of one area at a time would overwrite each other, so each op has
+// its own: name a new one here rather than take another op's.
+enum class Area {
+  kAttentionTask,    // packed keys and values of one task
+  kAttentionCall,    // packed heads that all threads of a call share
+  kBmmPanels,        // packed second operand
+  kBmmRows,          // rows of the first operand, gathered
+  kCausalConv,       // filter in float
+  kConvolutionRows,  // rows of the product that a convolution is
+  kDecodeTask,
+  kDecodePartial,  // results of the parts of a sequence
+  kEmbeddingUpdate,
+  kExpertsMiddle,  // activations between the two products
+  kExpertsTask,
+  kExpertsWoq,  // operands of weight-only products
+  kInt8Activations,
+  kInt8Interaction,
+  kInt8Matmul,
+  kInteraction,
+  kLora,
+  kMlaTask,
+  kMlaPartial,
+  kMoeRouting,
+  kNms,
+  kNormQuant,
+  kRoiAlign,
+  kSampleToken,
+  kSelectiveScan,
+  kStateUpdate,
+  kTiles,  // for gemm_block() in any op: kTileScratch bytes
+  kWoqOperand,
+  kWoqPanels,
+  kWoqInt8Codes,
+  kWoqInt8Panels,
+};
+
 struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// One block per thread and `kUse`, grown as needed and kept up to kKept bytes. Aligned to 64 bytes.
-template <int kUse>
+// One block per thread and area, grown as needed and kept up to kKept bytes. Aligned to 64 bytes.
+template <Area kArea>
 class Scratch {
  public:
   // Memory of the calling thread, valid until its next call; nullptr if there is none. Does not

@@ -21,9 +21,6 @@ AttentionHandles::AttentionHandles(const char* name)
 
 namespace {
 
-// Uses of working memory: a thread's own, and the packed heads that all threads of a call share.
-enum : int { kWorker, kShared };
-
 // Packed heads that are made before they are used: more would leave the last-level cache.
 constexpr int64_t kPackedAtOnce = int64_t{64} << 20;
 
@@ -158,7 +155,7 @@ class Runner {
     const int64_t step = std::max<int64_t>(1, count / (workers * 32));
     std::atomic<int64_t> next{0};
     parallel_for(workers, 1, [&](int64_t, int64_t) {
-      char* memory = Scratch<kWorker>::get(std::max<int64_t>(bytes, 64));
+      char* memory = Scratch<Area::kAttentionTask>::get(std::max<int64_t>(bytes, 64));
       if (!memory) {
         no_memory_ = true;
         return;
@@ -211,7 +208,7 @@ class Runner {
       std::stable_sort(planned.begin(), planned.end(),
                        [](const Planned& a, const Planned& b) { return a.cost > b.cost; });
       const std::vector<AttentionItem> items = items_of(planned);
-      char* packed = Scratch<kShared>::get(std::max<int64_t>(bytes, 64));
+      char* packed = Scratch<Area::kAttentionCall>::get(std::max<int64_t>(bytes, 64));
       IPEX_CHECK(packed, op_, ": not enough memory for the packed keys and values");
       const auto n_packs = static_cast<int64_t>(packs.size());
       share(n_packs, n_packs * kKeyBlock, 0,

@@ -18,9 +18,6 @@ const auto kernels = IPEX_KERNELS("bmm", linear);
 const auto few_rows = IPEX_KERNELS("bmm", bmm_few_rows);
 constexpr int64_t kFewRows = 4;
 constexpr const char* kOp = "bmm";
-// Which blocks of runtime/scratch.h.
-constexpr int kPanelScratch = 101;
-constexpr int kRowScratch = 102;
 // Bytes up to which all of a second factor is packed at once: what such a block keeps.
 constexpr int64_t kPackedAtOnce = int64_t{16} << 20;
 // Rows from which b is packed as a whole. With fewer it is better to have a part of it in L2 and
@@ -102,7 +99,7 @@ void multiply_few_rows(const Tensor& a, const Tensor& b, bool by_column, const T
 // Rows [first, last) of a matrix whose columns lie side by side, row by row; null without memory.
 const void* transposed_rows(const Tensor& a, int64_t first, int64_t last) {
   const int64_t k = a.size(2), size = static_cast<int64_t>(a.element_size());
-  char* to = Scratch<kRowScratch>::get((last - first) * k * size);
+  char* to = Scratch<Area::kBmmRows>::get((last - first) * k * size);
   if (!to) return nullptr;
   const char* from = static_cast<const char*>(a.const_data_ptr());
   const int64_t stride = a.stride(2) * size;
@@ -134,7 +131,7 @@ bool multiply_one(const Tensor& a0, const Tensor& b, const Tensor* add, double a
   const int64_t inner = packed_inner(format), panels = (n + kPackedPanel - 1) / kPackedPanel;
   const int64_t panel_bytes = (k + inner - 1) / inner * inner * kPackedPanel * size;
   if (panels * panel_bytes > kPackedAtOnce) return false;
-  char* packed = Scratch<kPanelScratch>::get(panels * panel_bytes);
+  char* packed = Scratch<Area::kBmmPanels>::get(panels * panel_bytes);
   if (!packed) return false;
   const MatrixView view{static_cast<const char*>(b.const_data_ptr()), k, n, b.stride(1) * size,
                         b.stride(2) * size};
@@ -191,7 +188,7 @@ void multiply_blocks(const Tensor& a, const Tensor& b, bool packed, const Tensor
       const char* const from =
           static_cast<const char*>(b.const_data_ptr()) + i * b.stride(0) * item;
       if (packed) return from + static_cast<int64_t>(sizeof(PackedHeader)) + first * panel_bytes;
-      char* const to = Scratch<kPanelScratch>::get(plan.panels * panel_bytes);
+      char* const to = Scratch<Area::kBmmPanels>::get(plan.panels * panel_bytes);
       if (!to) return nullptr;
       const MatrixView view{from, k, n, b.stride(1) * kSize, b.stride(2) * kSize};
       for (int64_t p = 0; p < count; ++p) pack_panel(view, format, first + p, to + p * panel_bytes);
@@ -224,7 +221,7 @@ void multiply_blocks(const Tensor& a, const Tensor& b, bool packed, const Tensor
       const int64_t end = std::min(m, row + plan.rows), step = tiles ? kTileRowsMost : 192;
       for (int64_t r = row; r < end; r += step)
         kernel(&args, r, std::min(end, r + step), 0, panels,
-               tiles ? Scratch<kTileScratchUse>::get(kTileScratch) : nullptr);
+               tiles ? Scratch<Area::kTiles>::get(kTileScratch) : nullptr);
     };
     run_tasks(batch * plan.down * plan.across, batch * m * n * k,
               uses_tiles(dtype) && m >= kComputeBound, task);

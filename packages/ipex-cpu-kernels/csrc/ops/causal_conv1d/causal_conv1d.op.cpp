@@ -87,7 +87,7 @@ Tensor convolve(const Tensor& x0, const OptionalTensor& history, const FilterHol
   std::atomic<bool> no_memory{false};
   columns_kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
     parallel_for(args.batch * blocks, grain, [&](int64_t begin, int64_t end) {
-      char* room = Scratch<0>::get(bytes);
+      char* room = Scratch<Area::kCausalConv>::get(bytes);
       if (room)
         kernel(&args, begin, end, room);
       else
@@ -229,7 +229,7 @@ Tensor update_one(const Tensor& x, const Tensor& state, const FilterHolder& filt
   update_kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
     // A block takes about a microsecond.
     parallel_for(args.batch * blocks, 16, [&](int64_t begin, int64_t end) {
-      char* room = Scratch<0>::get(bytes);
+      char* room = Scratch<Area::kCausalConv>::get(bytes);
       if (room)
         kernel(&args, begin, end, room);
       else

@@ -19,8 +19,6 @@ namespace {
 
 const auto kernels = IPEX_KERNELS("convolution", convolution);
 
-constexpr int kRowsUse = 110;  // which block of runtime/scratch.h
-
 using Pair = std::vector<int64_t>;
 
 void check_pair(const char* name, const Pair& value, int64_t least) {
@@ -145,8 +143,8 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
   kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
     run_gemm(shape, block, tiles ? kTilePanelsMost : shape.panels,
              [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-               char* rows = Scratch<kRowsUse>::get(bytes);
-               char* of_tiles = tiles ? Scratch<kTileScratchUse>::get(kTileScratch) : nullptr;
+               char* rows = Scratch<Area::kConvolutionRows>::get(bytes);
+               char* of_tiles = tiles ? Scratch<Area::kTiles>::get(kTileScratch) : nullptr;
                if (rows && (of_tiles || !tiles))
                  kernel(&args, row_begin, row_end, panel_begin, panel_end, rows, of_tiles);
                else

@@ -165,8 +165,6 @@ inline void make_items(DecodeArgs& args, DecodeMemory& memory, int64_t units) {
   args.items = memory.items.data();
 }
 
-enum : int { kDecodeWorker, kDecodePartial };
-
 // Runs a call whose arguments are complete but for the items.
 inline void run_decode(const char* op, const DecodeKernels& kernels, DecodeArgs& args,
                        DecodeMemory& memory, int64_t sequences, ScalarType dtype,
@@ -180,7 +178,7 @@ inline void run_decode(const char* op, const DecodeKernels& kernels, DecodeArgs&
   if (count > heads) {
     const int64_t rows = decode_head_rows(args) * args.item_heads;
     args.partial = reinterpret_cast<float*>(
-        Scratch<kDecodePartial>::get(count * rows * decode_partial_stride(args) * 4));
+        Scratch<Area::kDecodePartial>::get(count * rows * decode_partial_stride(args) * 4));
     IPEX_CHECK(args.partial, op, ": not enough memory for the partial results");
   }
   int64_t keys = 0;
@@ -192,7 +190,7 @@ inline void run_decode(const char* op, const DecodeKernels& kernels, DecodeArgs&
   std::atomic<bool> no_memory{false};
   const auto each = [&](int64_t n, int64_t step, const auto& call) {
     parallel_for(n, step, [&](int64_t begin, int64_t end) {
-      if (char* room = Scratch<kDecodeWorker>::get(scratch))
+      if (char* room = Scratch<Area::kDecodeTask>::get(scratch))
         call(begin, end, room);
       else
         no_memory = true;

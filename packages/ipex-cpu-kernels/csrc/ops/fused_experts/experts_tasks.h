@@ -13,8 +13,6 @@
 
 namespace ipex {
 
-inline constexpr int kExpertsWorker = 72;  // use of Scratch
-
 // Rows of one expert that a task of the first product takes at most; their inputs are gathered.
 inline constexpr int64_t kRowBlock = 192;
 // Bytes of weights that a task reads where reading them is the work.
@@ -93,7 +91,7 @@ class Gather {
     }
     if (task.job != job_ || task.row != row_ || !memory_) {
       const int64_t size = x_.columns * static_cast<int64_t>(sizeof(T));
-      memory_ = reinterpret_cast<T*>(Scratch<kExpertsWorker>::get(kRowBlock * size));
+      memory_ = reinterpret_cast<T*>(Scratch<Area::kExpertsTask>::get(kRowBlock * size));
       if (!memory_) return false;
       for (int64_t i = 0; i < task.rows; ++i)
         std::memcpy(memory_ + i * x_.columns, x + tokens[task.row + i] * x_.stride,

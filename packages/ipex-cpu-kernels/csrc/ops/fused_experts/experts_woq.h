@@ -25,7 +25,6 @@ const auto woq_few_kernels = IPEX_KERNELS(kWoqOp, woq_few);
 const auto woq_many_kernels = IPEX_KERNELS(kWoqOp, woq_many);
 const auto store_kernels = IPEX_KERNELS(kWoqOp, experts_store);
 
-constexpr int kWoqMemory = 73;  // use of Scratch
 // Rows that share decoded panels.
 constexpr int64_t kWoqRows = 768;
 
@@ -168,7 +167,7 @@ class WoqExperts {
       down.bias = as_float(job.w2_bias, args.w2_bias_is_f32, args.hidden, false);
       down.bias_is_f32 = true;
     }
-    char* memory = Scratch<kWoqMemory>::get(std::max<int64_t>(64, bytes));
+    char* memory = Scratch<Area::kExpertsWoq>::get(std::max<int64_t>(64, bytes));
     IPEX_CHECK(memory, kWoqOp, ": out of memory");
     for (size_t j = 0; j < jobs.size(); ++j) {
       const ExpertJob& job = jobs[j];
@@ -257,7 +256,8 @@ class WoqExperts {
           continue;
         }
         if (!scratch)
-          scratch = Scratch<kExpertsWorker>::get(woq_panel_scratch(std::min(kWoqRows, most_rows_)));
+          scratch =
+              Scratch<Area::kExpertsTask>::get(woq_panel_scratch(std::min(kWoqRows, most_rows_)));
         if (scratch)
           many(&up.args, scratch, task.row, task.row + task.rows, 2 * task.pair_begin,
                2 * task.pair_end);
@@ -281,7 +281,7 @@ class WoqExperts {
     auto* add = add_kernel.get();
     store_kernels.visit(dtype_, [&]<class T>(auto* store) {
       run_workers(blocks * pairs, work_ * hidden, limited_, [&](const auto& next) {
-        char* memory = Scratch<kExpertsWorker>::get(bytes);
+        char* memory = Scratch<Area::kExpertsTask>::get(bytes);
         if (!memory) no_memory_ = true;
         for (int64_t t; (t = next()) < blocks * pairs && memory;) {
           const int64_t token = t / pairs * block, end = std::min(tokens, token + block);

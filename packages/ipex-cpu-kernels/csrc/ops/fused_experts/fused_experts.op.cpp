@@ -21,8 +21,6 @@ const char* const kOp = "fused_experts";
 const auto up_kernels = IPEX_KERNELS("fused_experts", experts_up);
 const auto down_kernels = IPEX_KERNELS("fused_experts", experts_down);
 
-constexpr int kMiddle = 71;  // use of Scratch
-
 // Tokens that a task of the second product takes at most: its sums stay in the L2 cache.
 constexpr int64_t kTokenBlock = 1024;
 ExpertActivation parse_activation(const std::string& name) {
@@ -183,7 +181,7 @@ class Jobs {
     const int64_t size = c.x.scalar_type() == ScalarType::Float ? 4 : 2;
     int64_t bytes = 0;
     for (const ExpertJob& job : list) bytes += job.rows * job.middle_stride * size;
-    char* place = Scratch<kMiddle>::get(std::max<int64_t>(64, bytes));
+    char* place = Scratch<Area::kExpertsMiddle>::get(std::max<int64_t>(64, bytes));
     IPEX_CHECK(place, kOp, ": out of memory");
     for (ExpertJob& job : list) {
       job.middle = place;
@@ -259,7 +257,7 @@ void run(const ExpertsArgs& args, const std::vector<ExpertJob>& jobs, const Rows
   const int64_t chunks = ceil_div(panels, step);
   const int64_t bytes = block * 2 * kPackedPanel * static_cast<int64_t>(sizeof(float));
   run_workers(blocks * chunks, tasks.work() * hidden, limited, [&](const auto& next) {
-    auto* sums = reinterpret_cast<float*>(Scratch<kExpertsWorker>::get(bytes));
+    auto* sums = reinterpret_cast<float*>(Scratch<Area::kExpertsTask>::get(bytes));
     if (!sums) no_memory = true;
     for (int64_t t; (t = next()) < blocks * chunks && sums;) {
       const int64_t token = t / chunks * block, panel = t % chunks * step;

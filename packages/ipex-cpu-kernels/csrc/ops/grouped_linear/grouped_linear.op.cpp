@@ -150,7 +150,7 @@ Tensor grouped_linear(const Tensor& x, const Tensor& offsets, const Tensor& pack
       const bool tiles = shape.tiles && m >= kManyRows;
       kernel(&args, row, std::min(m, row + Tasks::kRows), panel,
              std::min(tasks.panels, panel + tasks.chunk),
-             tiles ? Scratch<kTileScratchUse>::get(kTileScratch) : nullptr);
+             tiles ? Scratch<Area::kTiles>::get(kTileScratch) : nullptr);
     });
   });
   return y;

@@ -16,7 +16,6 @@ namespace ipex {
 namespace {
 
 constexpr char kOp[] = "int8_interaction";
-constexpr int kScratchUse = 0x8a4;  // which block of runtime/scratch.h
 constexpr int64_t kMostDim = 32768, kMostInputs = 4096;
 
 const auto kernels = IPEX_KERNELS(kOp, int8_interaction);
@@ -97,7 +96,7 @@ Tensor int8_interaction(const std::vector<Tensor>& inputs, const Tensor& scales0
                 [&]<class T>(auto* kernel) {
                   parallel_for(batch, std::max<int64_t>(1, 65536 / work),
                                [&](int64_t begin, int64_t end) {
-                                 char* scratch = Scratch<kScratchUse>::get(bytes);
+                                 char* scratch = Scratch<Area::kInt8Interaction>::get(bytes);
                                  if (scratch)
                                    kernel(&args, begin, end, scratch);
                                  else

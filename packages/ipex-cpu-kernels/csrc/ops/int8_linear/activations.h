@@ -75,7 +75,8 @@ class Activations {
     // One scale for each row, or a single one.
     const int64_t scales = a.scale ? a.scale->numel() : a.per_token ? x_.rows : 1;
     const int64_t head = (scales + 15) / 16 * 64;
-    char* memory = Scratch<kUse>::get(2 * head + (in_place ? 0 : x_.rows * stride_) + 64);
+    char* memory =
+        Scratch<Area::kInt8Activations>::get(2 * head + (in_place ? 0 : x_.rows * stride_) + 64);
     IPEX_CHECK(memory, op, ": out of memory");
     scale_ = reinterpret_cast<float*>(memory);
     zero_ = reinterpret_cast<int32_t*>(memory + head);
@@ -115,8 +116,6 @@ class Activations {
   int64_t rows() const { return x_.rows; }
 
  private:
-  static constexpr int kUse = 8;
-
   // Whole lines, an odd number of them: rows whose distance is a multiple of 4 KiB would fight for
   // few places in L1.
   static int64_t row_stride(int64_t k) { return ((k + 63) / 64 | 1) * 64; }

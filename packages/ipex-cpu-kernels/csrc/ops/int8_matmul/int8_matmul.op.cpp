@@ -15,7 +15,6 @@ namespace ipex {
 namespace {
 
 constexpr const char* kOp = "int8_matmul";
-constexpr int kScratchUse = 0x8a3;  // which block of runtime/scratch.h
 constexpr int64_t kMostDepth = 32768, kMostDims = 16;
 constexpr int64_t kRowsMost = 1024;       // of a task
 constexpr int64_t kRowBytes = 512 << 10;  // their codes stay in L2
@@ -92,7 +91,7 @@ Tensor int8_matmul(const Tensor& a0, const Tensor& b0, double a_scale, int64_t a
   std::atomic<bool> no_memory{false};
   kernels.visit(dtype, [&]<class T>(auto* kernel) {
     run_tasks(batch * down, batch * m * n * k, false, [&](int64_t t) {
-      char* scratch = Scratch<kScratchUse>::get(bytes);
+      char* scratch = Scratch<Area::kInt8Matmul>::get(bytes);
       if (!scratch) {
         no_memory = true;
         return;

@@ -60,7 +60,7 @@ void run(const char* op, const Kernels& kernels, ScalarType dtype, const Interac
   std::atomic<bool> no_memory{false};
   kernels.visit(dtype, [&]<class T>(auto* kernel) {
     parallel_for(args.batch, grain, [&](int64_t begin, int64_t end) {
-      char* room = Scratch<0>::get(bytes);
+      char* room = Scratch<Area::kInteraction>::get(bytes);
       if (room)
         kernel(&args, begin, end, reinterpret_cast<float*>(room));
       else

@@ -17,7 +17,7 @@ void run_linear(const Kernels& kernels, ScalarType dtype, const LinearArgs& args
     run_gemm(shape, tiles ? kTileRowsMost : 192, tiles ? kTilePanelsMost : shape.panels,
              [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
                kernel(&args, row_begin, row_end, panel_begin, panel_end,
-                      tiles ? Scratch<kTileScratchUse>::get(kTileScratch) : nullptr);
+                      tiles ? Scratch<Area::kTiles>::get(kTileScratch) : nullptr);
              });
   });
 }

@@ -184,7 +184,7 @@ void run(const char* op, const K& kernels, const Tensor& out0, const Tensor& inp
       if constexpr (kShrink) {
         kernel(&args, begin, end);
       } else {
-        char* room = Scratch<0>::get(lora_expand_scratch_bytes(args.inputs));
+        char* room = Scratch<Area::kLora>::get(lora_expand_scratch_bytes(args.inputs));
         if (room)
           kernel(&args, begin, end, room);
         else

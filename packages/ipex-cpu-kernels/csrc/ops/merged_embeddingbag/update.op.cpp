@@ -87,7 +87,7 @@ class Update {
     IPEX_CHECK(tables * args.bags < int64_t{1} << 32, op_,
                ": offsets must have fewer than 2^32 bags in all, got ", tables * args.bags);
     const int64_t bytes = args.count * static_cast<int64_t>(sizeof(Lookup));
-    char* room = Scratch<0>::get(2 * bytes);
+    char* room = Scratch<Area::kEmbeddingUpdate>::get(2 * bytes);
     IPEX_CHECK(room, op_, ": not enough memory to sort ", args.count, " lookups");
     Lookup* unsorted = reinterpret_cast<Lookup*>(room);
     if (lookups_.wide())

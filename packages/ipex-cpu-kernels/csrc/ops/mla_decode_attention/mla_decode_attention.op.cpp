@@ -109,8 +109,6 @@ void make_items(const Indices& lengths, int64_t sequences, int64_t heads,
   }
 }
 
-enum : int { kMlaWorker, kMlaPartial };
-
 void run_items(MlaArgs& args, const std::vector<MlaItem>& items, const std::vector<int32_t>& first,
                ScalarType dtype) {
   const auto count = static_cast<int64_t>(items.size());
@@ -118,14 +116,14 @@ void run_items(MlaArgs& args, const std::vector<MlaItem>& items, const std::vect
   args.items = items.data();
   if (count > heads) {
     args.partial = reinterpret_cast<float*>(
-        Scratch<kMlaPartial>::get(count * kMlaHeads * mla_partial_stride(args) * 4));
+        Scratch<Area::kMlaPartial>::get(count * kMlaHeads * mla_partial_stride(args) * 4));
     IPEX_CHECK(args.partial, kOp, ": not enough memory for the partial results");
   }
   const int64_t bytes = mla_scratch_bytes(args);
   std::atomic<bool> no_memory{false};
   const auto each = [&](int64_t n, int64_t grain, const auto& call) {
     parallel_for(n, grain, [&](int64_t begin, int64_t end) {
-      if (char* room = Scratch<kMlaWorker>::get(bytes))
+      if (char* room = Scratch<Area::kMlaTask>::get(bytes))
         call(begin, end, room);
       else
         no_memory = true;

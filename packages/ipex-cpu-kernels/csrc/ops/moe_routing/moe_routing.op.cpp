@@ -13,10 +13,6 @@ namespace {
 
 const auto kernels = IPEX_KERNELS("moe_routing", moe_routing);
 
-struct RoutingScratch {
-  static constexpr int kUse = 70;
-};
-
 void check_groups(int64_t experts, int64_t top_k, int64_t groups, int64_t top_groups) {
   const char* op = "moe_routing";
   if (groups <= 1) {
@@ -86,7 +82,7 @@ std::tuple<Tensor, Tensor> moe_routing(const Tensor& logits, int64_t top_k, bool
   std::atomic<bool> no_memory{false};
   kernels.visit(logits.scalar_type(), [&]<class T>(auto* kernel) {
     parallel_for(tokens, grain, [&](int64_t begin, int64_t end) {
-      char* scratch = Scratch<RoutingScratch::kUse>::get(bytes);
+      char* scratch = Scratch<Area::kMoeRouting>::get(bytes);
       if (!scratch)
         no_memory = true;
       else

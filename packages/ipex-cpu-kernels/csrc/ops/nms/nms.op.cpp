@@ -16,10 +16,6 @@ namespace {
 
 const auto kernels = IPEX_KERNELS("nms_mask", nms);
 
-struct NmsScratch {
-  static constexpr int kUse = 91;
-};
-
 // A number whose order as an unsigned integer is the reverse of the order of floats. Both zeros are
 // one.
 uint32_t descending_key(float score) {
@@ -100,7 +96,7 @@ Tensor nms_mask(const Tensor& boxes, const Tensor& scores, double threshold, boo
   std::atomic<bool> no_memory{false};
   kernels.visit(boxes.scalar_type(), [&]<class T>(auto* kernel) {
     parallel_for(groups, std::max<int64_t>(1, 512 / count), [&](int64_t begin, int64_t end) {
-      char* scratch = Scratch<NmsScratch::kUse>::get(key_bytes + nms_scratch(count) * 4);
+      char* scratch = Scratch<Area::kNms>::get(key_bytes + nms_scratch(count) * 4);
       if (!scratch) {
         no_memory = true;
         return;

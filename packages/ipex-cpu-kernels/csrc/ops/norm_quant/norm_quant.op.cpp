@@ -19,8 +19,6 @@ const auto add_layer_kernels = IPEX_KERNELS("add_layer_norm_quant_", layer_norm_
 
 using Quantized = std::tuple<Tensor, Tensor>;  // codes, scale
 
-constexpr int kScratchUse = 0x4e51;
-
 void check_scale(const char* op, const OptionalTensor& scale) {
   if (!scale) return;
   IPEX_CHECK(scale->is_cpu(), op, ": scale must be on the device of x = cpu, got another");
@@ -69,7 +67,7 @@ void run_rows(const Kernels& kernels, const char* op, const Tensor& x, NormQuant
     const int64_t bytes = (in.columns + 64) * static_cast<int64_t>(sizeof(T));
     const int64_t grain = row_grain<T>(std::max<int64_t>(1, in.columns));
     parallel_for(in.rows, grain, [&](int64_t begin, int64_t end) {
-      T* row = reinterpret_cast<T*>(Scratch<kScratchUse>::get(bytes));
+      T* row = reinterpret_cast<T*>(Scratch<Area::kNormQuant>::get(bytes));
       if (row == nullptr)
         no_memory = true;
       else

@@ -16,10 +16,6 @@ namespace {
 const auto kernels = IPEX_KERNELS("roi_align", roi_align);
 const auto backward_kernels = IPEX_KERNELS("roi_align_backward", roi_align_backward);
 
-struct RoiScratch {
-  static constexpr int kUse = 90;
-};
-
 // Limits of sizes that are given as numbers: beyond them the result could not be held anyway.
 constexpr int64_t kMostBins = 4096, kMostPixels = 65536, kMostImages = 1048576;
 
@@ -91,7 +87,7 @@ Tensor roi_align(const Tensor& x, const Tensor& rois, double spatial_scale, int6
     if (x.numel() == 0) return clear(y, sizeof(T));
     parallel_for(count, row_grain<T>(pooled_height * pooled_width * channels),
                  [&](int64_t begin, int64_t end) {
-                   char* scratch = Scratch<RoiScratch::kUse>::get(bytes);
+                   char* scratch = Scratch<Area::kRoiAlign>::get(bytes);
                    if (!scratch)
                      no_memory = true;
                    else
@@ -144,7 +140,7 @@ Tensor roi_align_backward(const Tensor& grad, const Tensor& rois, double spatial
   std::atomic<bool> no_memory{false};
   backward_kernels.visit(dtype, [&]<class T>(auto* kernel) {
     parallel_for(batch_size * parts, 1, [&](int64_t begin, int64_t end) {
-      char* scratch = Scratch<RoiScratch::kUse>::get(bytes);
+      char* scratch = Scratch<Area::kRoiAlign>::get(bytes);
       if (!scratch) {
         no_memory = true;
         return;

@@ -18,7 +18,6 @@ const auto block_kernels = IPEX_KERNELS(kOp, sample_blocks);
 const auto collect_kernels = IPEX_KERNELS(kOp, sample_collect);
 const Kernel<decltype(ipex_k_sample_weights)> weights_kernel(kOp, "ipex_k_sample_weights");
 
-constexpr int kScratchUse = 0x5a17;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct Options {
@@ -292,7 +291,7 @@ Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperatur
     const T* x = static_cast<const T*>(in.data);
     using RowOf = Row<T, std::remove_pointer_t<decltype(collect)>>;
     parallel_for(in.rows, 1, [&](int64_t begin, int64_t end) {
-      char* scratch = Scratch<kScratchUse>::get(RowOf::scratch_bytes(columns));
+      char* scratch = Scratch<Area::kSampleToken>::get(RowOf::scratch_bytes(columns));
       if (scratch == nullptr) {
         no_memory = true;
         return;

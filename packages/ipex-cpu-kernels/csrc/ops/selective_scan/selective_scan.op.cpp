@@ -110,7 +110,7 @@ std::tuple<Tensor, Tensor> selective_scan(const Tensor& u0, const Tensor& delta0
   std::atomic<bool> no_memory{false};
   kernels.visit(u.scalar_type(), [&]<class T>(auto* kernel) {
     parallel_for(batch * blocks, grain, [&](int64_t begin, int64_t end) {
-      char* room = Scratch<0>::get(bytes);
+      char* room = Scratch<Area::kSelectiveScan>::get(bytes);
       if (room)
         kernel(&args, begin, end, room);
       else

@@ -101,7 +101,7 @@ void run(const StateUpdateArgs& args, ScalarType dtype) {
   kernels.visit(dtype, [&]<class T>(auto* kernel) {
     const int64_t tasks = args.batch * args.heads * blocks;
     parallel_for(tasks, std::max<int64_t>(1, 16384 / block), [&](int64_t begin, int64_t end) {
-      char* room = Scratch<0>::get(bytes);
+      char* room = Scratch<Area::kStateUpdate>::get(bytes);
       if (room)
         kernel(&args, begin, end, room);
       else

@@ -22,9 +22,6 @@ const auto prepare_kernels = IPEX_KERNELS(kOp, woq_int8_prepare);
 const auto few_kernels = IPEX_KERNELS(kOp, woq_int8_few);
 const auto many_kernels = IPEX_KERNELS(kOp, woq_int8_many);
 
-// Uses of scratch memory; the numbers keep them apart from those of other files.
-constexpr int kCodes = 311, kPanels = 312;
-
 // Elements of K for which no int32 sum overflows.
 constexpr int64_t kMaxChunk = 32768;
 
@@ -76,7 +73,7 @@ void run(WoqInt8Args& args, int64_t rows, bool shared, ScalarType dtype) {
   const bool tiles = uses_tiles(ScalarType::Char);
   args.few = rows <= (tiles ? 8 : kWoqInt8FewRows) && (args.symmetric || args.stored_sums);
   const int64_t numbers = woq_round_up(rows * args.chunks * 4, 64);
-  char* memory = Scratch<kCodes>::get(rows * args.codes_stride + 3 * numbers);
+  char* memory = Scratch<Area::kWoqInt8Codes>::get(rows * args.codes_stride + 3 * numbers);
   IPEX_CHECK(memory, kOp, ": not enough memory for the activations");
   args.scales = reinterpret_cast<float*>(memory);
   args.zeros = reinterpret_cast<int32_t*>(memory + numbers);
@@ -108,7 +105,8 @@ void run(WoqInt8Args& args, int64_t rows, bool shared, ScalarType dtype) {
   std::atomic<bool> no_memory{false};
   run_gemm(shape, kRows, 1 << 20,
            [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-             char* panels = Scratch<kPanels>::get(woq_int8_scratch(row_end - row_begin));
+             char* panels =
+                 Scratch<Area::kWoqInt8Panels>::get(woq_int8_scratch(row_end - row_begin));
              if (panels)
                many(&args, panels, row_begin, row_end, panel_begin, panel_end);
              else

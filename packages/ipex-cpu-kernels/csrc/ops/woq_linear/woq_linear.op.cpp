@@ -22,9 +22,6 @@ const auto few_kernels = IPEX_KERNELS(kOp, woq_few);
 const auto many_kernels = IPEX_KERNELS(kOp, woq_many);
 const auto dequantize_kernels = IPEX_KERNELS("dequantize_woq_weight", woq_dequantize);
 
-// Uses of scratch memory; the numbers keep them apart from those of other files.
-constexpr int kOperand = 301, kPanels = 302;
-
 enum class Lowp { kNone, kHalf, kBFloat16, kInt8 };
 
 Lowp parse_modes(const std::string& lowp, const std::string& act_quant) {
@@ -84,7 +81,7 @@ bool prepare_few(WoqLinearArgs& args, int64_t rows, Prepare* prepare) {
   const int64_t operand = woq_round_up(rows * args.operand_stride * element, 64);
   const int64_t sums = woq_round_up(rows * args.at.groups * 4, 64);
   const int64_t chunks = fixed ? woq_round_up(rows * args.chunks * 4, 64) : 0;
-  char* memory = Scratch<kOperand>::get(operand + sums + 2 * chunks);
+  char* memory = Scratch<Area::kWoqOperand>::get(operand + sums + 2 * chunks);
   IPEX_CHECK(memory, kOp, ": not enough memory for the activations");
   args.operand = memory;
   args.sums = reinterpret_cast<float*>(memory + operand);
@@ -103,7 +100,7 @@ void prepare_many(WoqLinearArgs& args, int64_t rows, ScalarType dtype, Prepare* 
   }
   args.operand_stride = woq_round_up(args.k, 32);
   const int64_t element = args.compute == WoqCompute::kFloat ? 4 : 2;
-  args.operand = Scratch<kOperand>::get(rows * args.operand_stride * element);
+  args.operand = Scratch<Area::kWoqOperand>::get(rows * args.operand_stride * element);
   IPEX_CHECK(args.operand, kOp, ": not enough memory for the activations");
   parallel_for(rows, std::max<int64_t>(1, 16384 / args.k),
                [&](int64_t begin, int64_t end) { prepare(&args, true, begin, end); });
@@ -131,7 +128,7 @@ void run(WoqLinearArgs& args, const GemmShape& shape, ScalarType dtype) {
   std::atomic<bool> no_memory{false};
   run_gemm(shape, kRows, 1 << 20,
            [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-             char* memory = Scratch<kPanels>::get(woq_panel_scratch(row_end - row_begin));
+             char* memory = Scratch<Area::kWoqPanels>::get(woq_panel_scratch(row_end - row_begin));
              if (memory)
                many(&args, memory, row_begin, row_end, panel_begin, panel_end);
              else
@@ -211,8 +208,8 @@ Tensor dequantize(const Tensor& packed, int64_t n, int64_t k, ScalarType dtype) 
     T* to = static_cast<T*>(weight.mutable_data_ptr());
     const int64_t inner = dtype == ScalarType::BFloat16 ? 2 : 1;
     parallel_for(at.strips / 2, 1, [&](int64_t begin, int64_t end) {
-      auto* panel = reinterpret_cast<T*>(
-          Scratch<kPanels>::get(kPackedPanel * at.k_padded * static_cast<int64_t>(sizeof(T))));
+      auto* panel = reinterpret_cast<T*>(Scratch<Area::kWoqPanels>::get(
+          kPackedPanel * at.k_padded * static_cast<int64_t>(sizeof(T))));
       if (!panel) {
         no_memory = true;
         return;

@@ -16,7 +16,6 @@ inline constexpr int64_t kTileLdc = 64;         // C lies as [32][64], for two p
 
 inline constexpr int64_t kTileScratchX = kTileRowsMost * kTileDepthOnce * 2;
 inline constexpr int64_t kTileScratchC = kTileRowsMost * kTilePanelsMost * 32 * 4;
-inline constexpr int kTileScratchUse = 100;  // which block of runtime/scratch.h
 inline constexpr int64_t kTileScratch = kTileScratchX + kTileScratchC;
 
 }  // namespace ipex
