@@ -82,7 +82,6 @@ inline void interaction_tiles(const InteractionArgs& args, int64_t begin, int64_
       _tile_stored(1, c + kTileSide * ldc, ldc * 4);
       _tile_stored(2, c + kTileSide * ldc + kTileSide, ldc * 4);
     }
-    tile_fence(c);
     __builtin_memcpy(out, sample_row(args, 0, sample), static_cast<size_t>(dim) * 2);
     BFloat16* to = out + dim;
     for (int64_t i = 1; i < count; to += i, ++i) {

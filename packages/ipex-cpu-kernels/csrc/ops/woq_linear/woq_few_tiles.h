@@ -86,7 +86,6 @@ void few_tiles(const WoqLinearArgs& args, const char* const* strips, int64_t row
       _tile_stored(2, sums + 16 * 2 * kStrip, kStride);
       _tile_stored(3, sums + 16 * 2 * kStrip + kStrip, kStride);
     }
-    tile_fence(sums);
     for (int s = 0; s < 2; ++s) {
       const f32v scale = scale_vector(args.at, header, strips[s], g, 0);
       const f32v zeros = has_zeros ? zero_vector(args.at, header, strips[s], g, 0, 0.0f) : zero();

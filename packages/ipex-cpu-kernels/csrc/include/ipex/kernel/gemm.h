@@ -274,8 +274,9 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// GCC's tile intrinsics do not tell the compiler what memory they read or write. Between writing
-// `memory` in C++ and reading it with them (or the other way round) this must stand.
+// GCC's intrinsics that load tiles or their configuration do not tell the compiler what memory they
+// read: this must stand between writing `memory` in C++ and loading from it. Those that store tiles
+// say that they write memory, so nothing has to stand between them and reading it in C++.
 IPEX_INLINE void tile_fence(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
 // Tile registers: 0..3 C (2 x 2), 4..5 A, 6..7 W.
@@ -326,6 +327,7 @@ inline void panel_amx(const BFloat16* a, int64_t lda, int64_t rows, const BFloat
   const bool two = rows > 16;
   tile_fence(a);
   tile_fence(p);
+  tile_fence(c);
   if (accumulate) {
     _tile_loadd(0, c, c_stride);
     _tile_loadd(1, c + 16, c_stride);

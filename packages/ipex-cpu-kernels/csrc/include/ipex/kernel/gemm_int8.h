@@ -252,7 +252,6 @@ inline void panel_amx8(const uint8_t* a, int64_t lda, int64_t rows, const int8_t
     _tile_stored(2, c + 16 * ldc, c_stride);
     _tile_stored(3, c + 16 * ldc + 16, c_stride);
   }
-  tile_fence(c);
 }
 
 #endif
