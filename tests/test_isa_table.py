@@ -68,3 +68,8 @@ def test_pages_show_the_table(page: str) -> None:
             )
             assert {feature, short} & words, f"{page}: the row of {level.name} lacks {feature}"
             named.add(feature)
+
+
+def test_the_readme_of_the_kernels_names_all_levels() -> None:
+    text = (ROOT / "packages/ipex-cpu-kernels/README.md").read_text(encoding="utf-8")
+    assert [level for level in generate_isa.levels() if f"`{level}`" not in text] == []
