@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ipex
-import ipex._isa_help
 import ipex._C
+import ipex._isa_help
 from ipex_core import config
 from ipex_core.kernels import machine, providers
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ipex_core.library.spec import FLOATS
 from ipex_core.ops.linear.epilogue import apply_epilogue, weight_rows
 from ipex_core.packing import woq
 from ipex_core.packing.dense import HEADER_BYTES
@@ -22,7 +23,6 @@ Tensor = torch.Tensor
 _SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ZEROS = {"none": -1, "float32": 0, "int8": 3}
 _FORMATS = ("int4", "int8")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _woq_linear(
@@ -42,7 +42,7 @@ def _woq_linear(
     layout = check_woq_packed("woq_linear", "packed_weight", packed_weight, n, x.shape[-1])
     if layout is None or layout.format not in _FORMATS or layout.scale_dtype not in _SCALES:
         return None
-    if lowp_mode != "none" or x.dtype not in _DTYPES:
+    if lowp_mode != "none" or x.dtype not in FLOATS:
         return None
     rows = x.reshape(-1, layout.k)
     if layout.permuted:

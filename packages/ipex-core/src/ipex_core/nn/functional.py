@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipex_core.kernels.policy import has_kernel, prefer_ipex_attention
+from ipex_core.library.spec import FLOATS
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.nn.call import call, stock_only
 from ipex_core.nn.fusable import finish, is_fusable
@@ -48,7 +49,7 @@ from ipex_core.packing.parameter import exporting
 from ipex_core.util.symbolic import hints, tracing
 
 __all__ = [
-    "KERNEL_DTYPES",
+    "FLOATS",
     "InteractionFunc",
     "_roi_align_helper",
     "act_mul",
@@ -81,13 +82,11 @@ __all__ = [
 
 Tensor = torch.Tensor
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def _native(op: str, *tensors: Tensor | None) -> bool:
     first = tensors[0]
     assert first is not None
-    if first.dtype not in KERNEL_DTYPES or first.device.type != "cpu" or not has_kernel(op):
+    if first.dtype not in FLOATS or first.device.type != "cpu" or not has_kernel(op):
         return False
     if stock_only(first):
         return False

@@ -14,10 +14,11 @@ from torch import nn
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 
+from ipex_core.library.spec import FLOATS
 from ipex_core.module_swap.base import OptimizedModule, is_stand_in, record_call
 from ipex_core.module_swap.script import stock_forward
 from ipex_core.nn.call import call, stock_only
-from ipex_core.nn.functional import KERNEL_DTYPES, layer_norm, rms_norm
+from ipex_core.nn.functional import layer_norm, rms_norm
 from ipex_core.nn.torchscript import rms_norm as script_rms_norm
 from ipex_core.nn.torchscript import scale_and_shift as script_scale_and_shift
 from ipex_core.nn.torchscript import unfolded as script_unfolded
@@ -117,7 +118,7 @@ class OptimizedPReLU(_Stock, nn.PReLU):
 
 
 def _takes(x: Tensor) -> bool:
-    return not stock_only(x) and x.dtype in KERNEL_DTYPES and x.device.type == "cpu"
+    return not stock_only(x) and x.dtype in FLOATS and x.device.type == "cpu"
 
 
 class _Activation(OptimizedModule):

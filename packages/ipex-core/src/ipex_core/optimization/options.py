@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ipex_core.errors import IpexError, OpArgumentError
+from ipex_core.library.spec import FLOATS
 
 __all__ = ["ModeError", "ModelTypeError", "Options", "check_model", "parse"]
 
 LEVELS = ("O0", "O1")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Knob -> its value at O1; at O0 all are off.
 KNOBS = {
     "conv_bn_folding": True,
@@ -71,8 +71,8 @@ def parse(level: Any, dtype: Any, knobs: dict[str, Any], channels_last: bool) ->
     if dtype is not None:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"optimize: dtype must be a torch.dtype or None, got {dtype!r}")
-        if dtype not in DTYPES:
-            names = ", ".join(map(str, DTYPES))
+        if dtype not in FLOATS:
+            names = ", ".join(map(str, FLOATS))
             raise OpArgumentError(f"optimize: dtype must be one of {names} or None, got {dtype}")
     values = {}
     for name, default in KNOBS.items():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ipex_core.kernels.policy import find_kernels, has_kernel
+from ipex_core.library.spec import FLOATS
 from ipex_core.nn.call import call
 from ipex_core.nn.functional import attention_supported
 from ipex_core.optimization import transformers_tables
@@ -38,7 +39,6 @@ _IN_THE_MASK = frozenset(
         *("sliding_window", "output_attentions", "deterministic", "cache_position", "use_cache"),
     }
 )
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Class of a configuration -> whether its models have attention of their own.
 _own: dict[type, bool] = {}
 
@@ -252,7 +252,7 @@ def _covered(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     return (
         dropout == 0.0
         and query.device.type == "cpu"
-        and query.dtype in _DTYPES
+        and query.dtype in FLOATS
         and query.dtype == key.dtype == value.dtype
         and key.shape[-1] == value.shape[-1]
     )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ipex_core import distributed
 from ipex_core.errors import OpArgumentError
+from ipex_core.library.spec import FLOATS
 from ipex_core.program import ProgramBuilder, Register
 
 __all__ = ["HeadShard", "TensorParallel"]
@@ -101,7 +102,7 @@ class TensorParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Replace ``x`` by its sum over the ranks, and return it; not differentiable."""
         with torch.no_grad():
-            if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            if x.device.type == "cpu" and x.dtype in FLOATS:
                 name = "" if self.shared is not None else self.name
                 torch.ops.ipex.all_reduce_(x.detach(), self._memory, self.rank, self.timeout, name)
             else:

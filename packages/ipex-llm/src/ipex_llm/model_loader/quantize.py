@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ipex_core.library.spec import FLOATS
 from ipex_llm.model_loader.schemes import Scheme
 from ipex_quant.util.safetensors import (
     CheckpointError,
@@ -183,7 +184,7 @@ def _is_linear(name: str, entry: Entry, skip: Sequence[re.Pattern[str]], head: b
     module = name.removesuffix(".weight")
     if module == name or len(entry.shape) != 2 or min(entry.shape) < 16:
         return False
-    if entry.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if entry.dtype not in FLOATS:
         return False
     if any(pattern.search(module) for pattern in skip):
         return False

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ipex_core.library.spec import check
+from ipex_core.library.spec import FLOATS, check
 from ipex_core.nn.moe import PackedExperts, gated_mlp_moe, pack_experts
 from ipex_llm.functional._names import activation_may_come_first
 from ipex_llm.modules._moe_weights import FP8, from_eight_bits, from_four_bits
@@ -23,7 +23,6 @@ Tensor = torch.Tensor
 Routing = Callable[..., tuple[Tensor, Tensor]]
 
 _OP = "GatedMLPMOE"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GatedMLPMOE(nn.Module):
@@ -237,7 +236,7 @@ class GatedMLPMOE(nn.Module):
         states = hidden_states
         if self.w2_packed is None:
             dtype = self.W2.dtype if self._packed is None else self._dtype
-            if self._eight_bits and states.dtype in _FLOATS:
+            if self._eight_bits and states.dtype in FLOATS:
                 states = states.to(dtype)
             text = f"have dtype {dtype} of the weights"
             check(states.dtype == dtype, _OP, "hidden_states", text, states.dtype)
@@ -278,7 +277,7 @@ class GatedMLPMOE(nn.Module):
         if self.training or not self.use_prepack:
             return True
         if self._packed is None:
-            if torch.compiler.is_compiling() or self.W2.dtype not in _FLOATS:
+            if torch.compiler.is_compiling() or self.W2.dtype not in FLOATS:
                 return True
             learns = any(p.requires_grad for p in self.parameters())
         else:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ipex_core.library.spec import check
+from ipex_core.library.spec import FLOATS, check
 from ipex_core.packing.quantize import tracing
 from ipex_quant.fp8 import fp8 as _fp8
 from ipex_quant.fp8.base import Fp8BaseModule, rounded
@@ -29,7 +29,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _INPUT, _WEIGHT = int(FP8FwdTensors.GEMM1_INPUT), int(FP8FwdTensors.GEMM1_WEIGHT)
 _GRADIENT = int(FP8BwdTensors.GRAD_OUTPUT1)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 #: What `ipex.explain` and the log say.
 EMULATED = (
@@ -158,7 +157,7 @@ class FP8Linear(Fp8BaseModule):
             ("params_dtype", params_dtype or torch.float32),
             ("activation_dtype", activation_dtype),
         ):
-            check(dtype in _FLOATS, op, name, f"be one of {names}", repr(dtype))
+            check(dtype in FLOATS, op, name, f"be one of {names}", repr(dtype))
         self.in_features, self.out_features = in_features, out_features
         self.activation_dtype = activation_dtype
         shape = (out_features, in_features)
@@ -190,7 +189,7 @@ class FP8Linear(Fp8BaseModule):
             ValueError: The input is not as described.
         """
         check(
-            input.dtype in _FLOATS,
+            input.dtype in FLOATS,
             "FP8Linear",
             "input",
             "have dtype float32, bfloat16 or float16",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core.library.spec import check
+from ipex_core.library.spec import FLOATS, check
 from ipex_core.module_swap.state_dict import plain_weight
 from ipex_quant.qconfig.weight_only import (
     QConfigWoq,
@@ -162,7 +162,7 @@ def quantized(
     symmetric = qconfig.weight_qscheme is WoqWeightQScheme.SYMMETRIC
     source = plain_weight(source)
     if scales is None:
-        floats = (torch.float32, torch.bfloat16, torch.float16)
+        floats = FLOATS
         check(scale_dtype in floats, op, "scale_dtype", "be a float dtype", scale_dtype)
         if dtype is WoqWeightDtype.MXFP4:
             scale_dtype = torch.float8_e8m0fnu

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core.library.spec import check
+from ipex_core.library.spec import FLOATS, check
 from ipex_quant.qconfig.weight_only import QConfigWoq
 from ipex_quant.util.modules import replace_module
 from ipex_quant.weight.layouts import unsigned_weight
@@ -162,7 +162,7 @@ def check_arguments(
     fits = group_size == -1 or group_size >= 1
     check(fits, op, "group_size", "be -1 or positive", group_size)
     check(wbits in (2, 3, 4, 8), op, "wbits", "be one of 2, 3, 4, 8", wbits)
-    floats = (torch.float16, torch.bfloat16, torch.float32)
+    floats = FLOATS
     check(scale_dtype in floats, op, "scale_dtype", "be float16, bfloat16 or float32", scale_dtype)
     devices = {p.device.type for p in model.parameters()} - {"cpu"}
     check(not devices, op, "model", "be on the CPU", ", ".join(sorted(devices)))

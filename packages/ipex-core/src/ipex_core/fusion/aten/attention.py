@@ -14,7 +14,6 @@ from torch import fx
 
 from ipex_core.fusion.aten.graph import (
     CASTS,
-    FLOATS,
     Context,
     binary,
     describe,
@@ -29,6 +28,7 @@ from ipex_core.fusion.aten.graph import (
     val,
 )
 from ipex_core.kernels.policy import prefer_ipex_attention
+from ipex_core.library.spec import FLOATS
 from ipex_core.util.symbolic import hints
 
 __all__ = [

@@ -13,7 +13,6 @@ from torch import Tensor, fx
 
 from ipex_core.fusion.aten.epilogue import Activation, find_activations
 from ipex_core.fusion.aten.graph import (
-    FLOATS,
     Context,
     binary,
     describe,
@@ -25,6 +24,7 @@ from ipex_core.fusion.aten.graph import (
 )
 from ipex_core.fusion.aten.timing import against_ours
 from ipex_core.fusion.report import Fusion, GraphReport
+from ipex_core.library.spec import FLOATS
 from ipex_core.util.symbolic import hints
 
 __all__ = [

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from ipex_core.fusion.aten.graph import (
-    FLOATS,
     Context,
     between,
     binary,
@@ -21,6 +20,7 @@ from ipex_core.fusion.aten.graph import (
     uncast,
     val,
 )
+from ipex_core.library.spec import FLOATS
 
 __all__ = ["Activation", "find_activations"]
 

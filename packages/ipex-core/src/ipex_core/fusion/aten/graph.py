@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils._mode_utils import no_dispatch
 
 from ipex_core.fusion.report import Fusion, GraphReport
-from ipex_core.library.spec import dtype_name
+from ipex_core.library.spec import FLOATS, dtype_name
 
 __all__ = [
     "CASTS",
@@ -46,7 +46,6 @@ prims = torch.ops.prims
 
 #: Where our ops run; what each device has of kernels is asked apart.
 DEVICES = ("cpu", "xpu")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 _FULL = (aten.full.default, aten.scalar_tensor.default)

@@ -21,7 +21,6 @@ from torch import fx
 from ipex_core.fusion.aten.epilogue import Activation, find_activations
 from ipex_core.fusion.aten.graph import (
     DEVICES,
-    FLOATS,
     PURE,
     Context,
     binary,
@@ -34,6 +33,7 @@ from ipex_core.fusion.aten.graph import (
 )
 from ipex_core.fusion.aten.timing import measured_linear
 from ipex_core.kernels.policy import choose_linear
+from ipex_core.library.spec import FLOATS
 from ipex_core.packing.dense import interleave_gate_up
 from ipex_core.util.symbolic import hints
 

@@ -18,7 +18,6 @@ from torch import fx
 
 from ipex_core.fusion.aten.graph import (
     DEVICES,
-    FLOATS,
     Context,
     between,
     binary,
@@ -34,6 +33,7 @@ from ipex_core.fusion.aten.graph import (
     val,
 )
 from ipex_core.kernels.policy import prefer_ipex_norm
+from ipex_core.library.spec import FLOATS
 
 __all__ = ["fuse_add_norms", "fuse_norms"]
 

@@ -17,7 +17,6 @@ from torch import fx
 
 from ipex_core.fusion.aten.graph import (
     DEVICES,
-    FLOATS,
     Context,
     binary,
     describe,
@@ -27,6 +26,7 @@ from ipex_core.fusion.aten.graph import (
     val,
 )
 from ipex_core.kernels.policy import prefer_ipex_rotary
+from ipex_core.library.spec import FLOATS
 from ipex_core.util.symbolic import hints
 
 __all__ = ["fuse_rotary"]

@@ -19,7 +19,6 @@ from torch import Tensor, fx
 from ipex_core.fusion.aten.graph import (
     CASTS,
     DEVICES,
-    FLOATS,
     Context,
     binary,
     describe,
@@ -30,6 +29,7 @@ from ipex_core.fusion.aten.graph import (
     val,
 )
 from ipex_core.fusion.aten.linear import VIEWS, unflattened
+from ipex_core.library.spec import FLOATS
 
 __all__ = ["fuse_woq"]
 

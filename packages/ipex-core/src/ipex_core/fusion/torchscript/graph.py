@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.spec import FLOATS
 from ipex_core.nn.torchscript import function
 
 __all__ = [
@@ -26,8 +27,6 @@ __all__ = [
 # torch declares the classes of graphs without their methods.
 Node = Any
 Value = Any
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_constant(value: Value) -> bool:

@@ -17,7 +17,7 @@ from ipex_core.library.checks import (
     row_samples,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
 
 Tensor = torch.Tensor
 
@@ -141,7 +141,7 @@ register(
         stock=stock_per_token,
         backward=None,
         lift=False,
-        tolerance={d: (0.0, 0.0) for d in (torch.float32, torch.bfloat16, torch.float16)},
+        tolerance={d: (0.0, 0.0) for d in FLOATS},
         bench=_per_token_bench,
         summary="Quantize each row to 8 bits with its own scale",
     )
@@ -253,7 +253,7 @@ register(
         stock=stock_per_tensor,
         backward=None,
         lift=False,
-        tolerance={d: (0.0, 0.0) for d in (torch.float32, torch.bfloat16, torch.float16)},
+        tolerance={d: (0.0, 0.0) for d in FLOATS},
         bench=_per_tensor_bench,
         summary="Quantize a tensor to 8 bits with one given or computed scale",
     )

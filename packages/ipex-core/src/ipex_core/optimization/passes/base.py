@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from ipex_core.library.spec import FLOATS
 from ipex_core.module_swap.state_dict import state_of
 from ipex_core.optimization.options import Options
 from ipex_core.optimization.records import Log
@@ -95,9 +96,6 @@ class Pass:
         """Take back what `apply` did beyond the module states, which are undone together."""
 
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
 def swap_reason(module: nn.Module) -> str | None:
     """Return why the class of a stock layer must stay, or None if it may be exchanged."""
     if "forward" in module.__dict__:
@@ -117,6 +115,6 @@ def swap_reason(module: nn.Module) -> str | None:
             return f"a parameter is a {type(parameter).__name__}"
         if parameter.device.type != "cpu":
             return f"parameters are on {parameter.device}"
-        if parameter.dtype not in _FLOATS:
+        if parameter.dtype not in FLOATS:
             return f"a parameter has dtype {parameter.dtype}"
     return None

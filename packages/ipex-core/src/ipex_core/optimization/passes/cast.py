@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_map_only
 
 from ipex_core import nn as inn
-from ipex_core.library.spec import dtype_name
+from ipex_core.library.spec import FLOATS, dtype_name
 from ipex_core.module_swap.script import refuse_hook
 from ipex_core.module_swap.state_dict import attach, swap_class
 from ipex_core.optimization.passes.base import Context, Pass, swap_reason
@@ -50,7 +50,6 @@ LEAVES: dict[type[nn.Module], type[nn.Module]] = {
     nn.PReLU: inn.OptimizedPReLU,
 }
 _KEPT = (nn.modules.batchnorm._NormBase,)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 #: Layers that compute with their own weights and have no optimized class.
@@ -188,7 +187,7 @@ class Cast(Pass):
             if reason is not None:
                 if isinstance(module, tuple(LEAVES)) and reason == _HELD_ABOVE:
                     _hook(module)
-                wrong = {p.dtype for p in parameters if p.is_floating_point()} - {*_FLOATS}
+                wrong = {p.dtype for p in parameters if p.is_floating_point()} - {*FLOATS}
                 others.update((d, others.get(d, 0) + 1) for d in wrong)
                 context.log.add(path, module, self.name, False, reason)
                 continue
@@ -233,7 +232,7 @@ class Cast(Pass):
                 continue
             if isinstance(parameter, UninitializedParameter):
                 return "parameters are not initialized yet"
-            if parameter.dtype not in _FLOATS:
+            if parameter.dtype not in FLOATS:
                 return f"a parameter has dtype {parameter.dtype}"
         return None
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core.library.spec import check
+from ipex_core.library.spec import FLOATS, check
 from ipex_core.module_swap.derive import swap
 from ipex_core.packing.parameter import PackedWeight, hollow
 from ipex_core.woq import interleave_gate_up
@@ -179,7 +179,7 @@ class _Experts(nn.Module):
             return False
         x, ids, weights = given
         return (
-            x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            x.dtype in FLOATS
             and ids.dtype in (torch.int32, torch.int64)
             and ids.dim() == 2
             and weights.shape == ids.shape
