@@ -7,6 +7,7 @@ No cache, no fusion, everything in float32; slow on purpose.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ipex_llm.arch.types import (
 )
 
 __all__ = [
+    "ACTIVATIONS",
     "activate",
     "attend",
     "combine_gate",
@@ -43,27 +45,29 @@ __all__ = [
 Tensor = torch.Tensor
 
 
+#: Activations by their names in a plan, in the order in which detection tries them.
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
 def activate(name: str, x: Tensor) -> Tensor:
-    """Apply an activation by its name in a plan.
+    """Apply an activation by its name in a plan; ``"none"`` is none.
 
     Raises:
         ValueError: The name is unknown.
     """
     if name == "none":
         return x
-    if name == "silu":
-        return functional.silu(x)
-    if name == "gelu":
-        return functional.gelu(x)
-    if name == "gelu_tanh":
-        return functional.gelu(x, approximate="tanh")
-    if name == "gelu_quick":
-        return x * torch.sigmoid(1.702 * x)
-    if name == "relu":
-        return functional.relu(x)
-    if name == "relu2":
-        return functional.relu(x).square()
-    raise ValueError(f"activate: name must be an activation of a plan, got {name!r}")
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"activate: name must be none or one of {known}, got {name!r}")
+    return ACTIVATIONS[name](x)
 
 
 def combine_gate(name: str, gate: Tensor, up: Tensor) -> Tensor:

@@ -12,14 +12,12 @@ from torch import nn
 
 from ipex_llm.arch.detect.attention import linear_plan
 from ipex_llm.arch.detect.trace import Trace, distance, linears, same, settle
-from ipex_llm.arch.reference import activate, combine_gate
+from ipex_llm.arch.reference import ACTIVATIONS, activate, combine_gate
 from ipex_llm.arch.types import MlpPlan
 
-__all__ = ["ACTIVATIONS", "activations_of", "match_mlp"]
+__all__ = ["activations_of", "match_mlp"]
 
 Tensor = torch.Tensor
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gelu_quick")
 
 
 @torch.no_grad()

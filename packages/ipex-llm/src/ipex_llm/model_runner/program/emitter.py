@@ -22,7 +22,7 @@ from ipex_llm.arch.types import (
     NormPlan,
 )
 from ipex_llm.model_runner.program.latent import Latent, pack_latent
-from ipex_llm.model_runner.program.mlp import EPILOGUES, GATES
+from ipex_llm.model_runner.program.mlp import GATES, check_mlp
 from ipex_llm.model_runner.program.writer import Mode, Writer
 from ipex_llm.model_runner.weights.dense import Linear, UnsupportedPlan, WeightStore
 from ipex_llm.model_runner.weights.experts import Experts, pack_experts
@@ -174,8 +174,4 @@ def _check(layer: LayerPlan) -> None:
             raise UnsupportedPlan(f"activation {mlp.activation!r} of experts")
         mlp = mlp.shared
     if mlp is not None:
-        known = (*EPILOGUES, "gelu_quick", *(("relu2",) if mlp.gate is None else ()))
-        if mlp.fused and mlp.activation not in (*GATES, "gelu_quick"):
-            raise UnsupportedPlan(f"activation {mlp.activation!r} of a fused pair")
-        if mlp.activation not in known:
-            raise UnsupportedPlan(f"activation {mlp.activation!r}")
+        check_mlp(mlp)

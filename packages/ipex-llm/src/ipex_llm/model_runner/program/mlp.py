@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from ipex_core.program import Register
+from ipex_core.program import ProgramBuilder, Register
 from ipex_llm.arch.types import ExpertsPlan, MlpPlan
 from ipex_llm.model_runner.weights.dense import Linear, UnsupportedPlan
 
@@ -15,24 +16,35 @@ if TYPE_CHECKING:
     from ipex_llm.model_runner.program.emitter import LayerWeights
     from ipex_llm.model_runner.program.writer import Writer
 
-__all__ = ["EPILOGUES", "GATES", "write_experts", "write_inner"]
+__all__ = ["GATES", "check_mlp", "write_experts", "write_inner"]
 
 #: Activations that ``linear`` applies to its result, and those it takes for a gate.
 EPILOGUES = ("none", "relu", "gelu", "gelu_tanh", "silu")
 GATES = ("silu", "gelu", "gelu_tanh")
+
+#: Activations that are instructions of their own behind the layer.
+SEPARATE: Mapping[str, Callable[[ProgramBuilder, Register], Register]] = {
+    "gelu_quick": lambda b, x: b.call("gelu_quick", x),
+}
+
+
+def check_mlp(mlp: MlpPlan) -> None:
+    """Raise if no op computes the activation of a block.
+
+    Raises:
+        UnsupportedPlan: There is none.
+    """
+    if mlp.fused and mlp.activation not in (*GATES, *SEPARATE):
+        raise UnsupportedPlan(f"activation {mlp.activation!r} of a fused pair")
+    if mlp.activation not in (*EPILOGUES, "relu2", *SEPARATE):
+        raise UnsupportedPlan(f"activation {mlp.activation!r}")
 
 
 def write_inner(writer: Writer, mlp: MlpPlan, weights: tuple[Linear, ...], x: Register) -> Register:
     """Write everything before the down projection."""
     b, act = writer.b, mlp.activation
     if mlp.gate is None and not mlp.fused:
-        if act in EPILOGUES:
-            return writer.linear(weights[0], x, activation=act)
-        if act == "relu2":
-            positive = writer.linear(weights[0], x, activation="relu")
-            squared: Register = b.call("mul", positive, positive)
-            return squared
-        return _activation(writer, act, writer.linear(weights[0], x))
+        return _activated(writer, act, weights[0], x)
     if act in GATES:
         return writer.linear(weights[0], x, gate=act)
     if mlp.fused:
@@ -40,30 +52,21 @@ def write_inner(writer: Writer, mlp: MlpPlan, weights: tuple[Linear, ...], x: Re
         size = weights[0].features // 2
         gate = b.call("narrow", both, 1, 0, size)
         result: Register = b.call(
-            "mul", _activation(writer, act, gate), b.call("narrow", both, 1, size, size)
+            "mul", SEPARATE[act](b, gate), b.call("narrow", both, 1, size, size)
         )
         return result
-    if act in EPILOGUES:
-        gate = writer.linear(weights[0], x, activation=act)
-    else:
-        gate = _activation(writer, act, writer.linear(weights[0], x))
-    return writer.linear(weights[1], x, mul=gate)
+    return writer.linear(weights[1], x, mul=_activated(writer, act, weights[0], x))
 
 
-def _activation(writer: Writer, name: str, x: Register) -> Register:
-    b = writer.b
-    result: Register
-    if name == "gelu_quick":
-        result = b.call("gelu_quick", x)
-    elif name == "gelu":
-        result = b.call("gelu", x)
-    elif name == "gelu_tanh":
-        result = b.call("gelu", x, "tanh")
-    elif name in ("relu", "relu2"):
-        raise UnsupportedPlan(f"activation {name!r} on a fused pair")
-    else:
-        raise UnsupportedPlan(f"activation {name!r}")
-    return result
+def _activated(writer: Writer, name: str, weight: Linear, x: Register) -> Register:
+    """Write a linear layer and the activation behind it."""
+    if name in EPILOGUES:
+        return writer.linear(weight, x, activation=name)
+    if name == "relu2":
+        positive = writer.linear(weight, x, activation="relu")
+        squared: Register = writer.b.call("mul", positive, positive)
+        return squared
+    return SEPARATE[name](writer.b, writer.linear(weight, x))
 
 
 def write_experts(writer: Writer, mlp: ExpertsPlan, w: LayerWeights, x: Register) -> Register:
