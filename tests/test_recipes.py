@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -21,19 +22,71 @@ import generate_isa
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = Path("packages/ipex-cpu-kernels")
 OP = "squared_relu"
+SPECIFICATION = f"packages/ipex-core/src/ipex_core/ops/activation/{OP}.py"
 
 pytest.importorskip("ipex_core")
 
 
-def blocks() -> dict[str, str]:
-    """Return the files on the page by their titles."""
+def blocks(language: str = "") -> dict[str, str]:
+    """Return the files on the page by their titles; with a language, those in it."""
     text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    found = re.findall(r"```\{code-block\} \w+\n:caption: (\S+)\n(.*?)```", text, re.DOTALL)
-    return dict(found)
+    found = re.findall(r"```\{code-block\} (\w+)\n:caption: (\S+)\n(.*?)```", text, re.DOTALL)
+    titles = [title for _, title, _ in found]
+    assert len({*titles}) == len(titles), "two blocks have one title"
+    return {title: content for kind, title, content in found if language in ("", kind)}
+
+
+def commands() -> str:
+    """Return the commands on the page."""
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    return "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
+
+
+def copied(package: str, folder: Path) -> None:
+    """Copy a package, as it is imported here, into a folder."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).parent
+    shutil.copytree(source, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def place(title: str, folder: Path) -> Path:
+    """Return where the file of a title is in a folder with copies of packages."""
+    return folder / re.sub(r"^packages/[^/]+/src/", "", title)
+
+
+def write(title: str, folder: Path) -> None:
+    """Write a file of the page into a folder with copies of packages; it must be a new one."""
+    path = place(title, folder)
+    assert path.parent.is_dir() and not path.exists(), f"{title} is no new file of a folder"
+    path.write_text(blocks()[title], encoding="utf-8")
+
+
+def change(title: str, folder: Path) -> None:
+    """Change a file in a folder with copies of packages as the page shows it."""
+    path = place(title, folder)
+    text = path.read_text(encoding="utf-8")
+    for part in re.split(r"^@@\n", blocks("diff")[title], flags=re.MULTILINE):
+        lines = part.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        assert old != new and text.count(old) == 1, f"{title} does not have once:\n{old}"
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+
+
+def followed(title: str, folder: Path) -> None:
+    """Run an example of the page, and compare what it prints."""
+    example = folder / title
+    example.write_text(blocks("pycon")[title], encoding="utf-8")
+    code = f"import doctest; print(doctest.testfile({str(example)!r}, module_relative=False))"
+    out = run(code, folder)
+    failed, tried = map(int, re.findall(r"failed=(\d+), attempted=(\d+)", out)[0])
+    assert tried and not failed, out
 
 
 def run(code: str, *path: Path) -> str:
-    """Run Python with folders in front of its path, and return what it prints."""
+    """Run Python in the first of some folders, with all in front of its path, and return what it prints."""
     places = os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -41,9 +94,10 @@ def run(code: str, *path: Path) -> str:
         text=True,
         timeout=240,
         env=os.environ | {"PYTHONPATH": places, "OMP_NUM_THREADS": "2"},
+        cwd=path[0],
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
@@ -66,13 +120,9 @@ except RuntimeError as error:
 
 
 def test_add_an_op(tmp_path: Path) -> None:
-    import ipex_core
-
-    # A copy of core as it is imported here, with one file more. Kernels for the op are not there: the reference runs.
-    source = Path(ipex_core.__file__).parent
-    shutil.copytree(source, tmp_path / "ipex_core", ignore=shutil.ignore_patterns("__pycache__"))
-    title = f"packages/ipex-core/src/ipex_core/ops/activation/{OP}.py"
-    (tmp_path / "ipex_core" / "ops" / f"{OP}.py").write_text(blocks()[title])
+    # Kernels for the op are not there: the reference runs.
+    copied("ipex_core", tmp_path)
+    write(SPECIFICATION, tmp_path)
     out = run(CONFORMS, tmp_path)
     assert int(out.split()[0]) > 20
     assert "squared_relu: x must have dtype float32, bfloat16, float16, got int32" in out
@@ -173,3 +223,79 @@ def test_add_a_component(tmp_path: Path) -> None:
     out = run(f"{code} from ipex_cli.app import main; main()", tmp_path)
     lines = out.strip().splitlines()
     assert lines[0].startswith("hello world") and lines[1].startswith("hello you")
+
+
+def test_add_a_fusion(tmp_path: Path) -> None:
+    copied("ipex_core", tmp_path)
+    core = "packages/ipex-core"
+    for title in (SPECIFICATION, f"{core}/src/ipex_core/fusion/aten/{OP}.py"):
+        write(title, tmp_path)
+    change(f"{core}/src/ipex_core/fusion/aten/passes.py", tmp_path)
+    followed(f"{OP}_fused.txt", tmp_path)
+    tests = tmp_path / core / "tests"
+    tests.mkdir(parents=True)
+    for name in ("test_compile_linear.py", "compile_checks.py", "conftest.py"):
+        shutil.copy(ROOT / core / "tests" / name, tests / name)
+    change(f"{core}/tests/test_compile_linear.py", tmp_path)
+    case = f"test_each_pattern_can_be_disabled and {OP}"
+    assert f'nox -s tests-ipex-core -- -k "{case}"' in commands()
+    arguments = ["-q", "-p", "no:cacheprovider", "-k", case, str(tests)]
+    out = run(f"{PATTERN_CASES}\nassert pytest.main({arguments!r}) == 0", tmp_path)
+    assert "1 passed" in out
+
+
+#: What the pattern must take and leave, through the checks that the page names.
+PATTERN_CASES = """
+import sys, pytest, torch
+sys.path.insert(0, "packages/ipex-core/tests")
+from compile_checks import fired, fuse, reasons
+from torch.nn import functional as F
+once, fused = {"squared_relu": 1}, []
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    x = torch.randn(4, 8).to(dtype)
+    for plain in (lambda x: F.relu(x) ** 2, lambda x: (lambda y: y * y)(F.relu(x))):
+        assert fired(fuse(plain, x)[0]) == once
+x = torch.randn(4, 8)
+assert not fired(fuse(lambda x: F.relu(x) ** 3, x)[0])
+assert not fired(fuse(lambda x: F.relu(x) * x, x)[0])
+assert not fired(fuse(lambda x: x * x, x)[0])
+assert not fired(fuse(lambda x: F.relu(x) ** 2, x.double())[0])
+report, _ = fuse(lambda x: (lambda y: (y * y, y))(F.relu(x)), x)
+assert not fired(report) and "has another user" in reasons(report)
+report, _ = fuse(lambda x: F.relu(x) ** 2, x, always=False)
+assert not fired(report) and reasons(report) == "not measured against Inductor's own code"
+"""
+
+
+def test_add_a_model_structure(tmp_path: Path) -> None:
+    for package in ("ipex", "ipex_llm", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    copied("ipex_llm", tmp_path)
+    for name in ("arch/reference.py", "model_runner/program/mlp.py"):
+        change(f"packages/ipex-llm/src/ipex_llm/{name}", tmp_path)
+    followed("hardswish_llama.txt", tmp_path)
+
+
+def test_add_an_engine_to_the_benchmark(tmp_path: Path) -> None:
+    for package in ("ipex", "numpy", "typer"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    copied("ipex_bench", tmp_path)
+    write("packages/ipex/src/ipex_bench/peers/torchscript.py", tmp_path)
+    change("packages/ipex/src/ipex_bench/peers/__init__.py", tmp_path)
+    page = tmp_path / "docs" / "tools" / "bench.md"
+    page.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "tools" / "bench.md", page)
+    change("docs/tools/bench.md", tmp_path)
+    command = re.search(r"^ipex (bench .* torchscript .*)$", commands(), re.MULTILINE)
+    assert command is not None
+    results = tmp_path / "results.json"
+    arguments = ["ipex", *command[1].split(), "--turn", "0.02", "--json", str(results)]
+    out = run(
+        f"import sys; sys.argv = {arguments!r}; from ipex_cli.app import main; main()", tmp_path
+    )
+    assert "TorchScript" in out
+    found = json.loads(results.read_text())
+    assert [row["engine"] for row in found["rows"]] == ["stock_eager", "torchscript"], found
+    assert found["rows"][1]["exactness"] > 0.9999 and not found["absent"]

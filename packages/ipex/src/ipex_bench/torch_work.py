@@ -16,7 +16,7 @@ from . import workloads
 from .shapes import LAST_STEPS
 from .task import Prepared, Task
 
-__all__ = ["GROUP", "generator", "inference", "make", "prepare", "training"]
+__all__ = ["GROUP", "generator", "inference", "make", "prepare", "tensors", "training"]
 
 #: Weights that share a scale, where they have four bits.
 GROUP = 32
@@ -56,14 +56,17 @@ def prepare(
     return inference(task, compile_with(model) if compile_with else model, precision, note)
 
 
+def tensors(task: Task, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return the inputs of a task, those of floating point in ``dtype``."""
+    inputs = map(torch.from_numpy, task.inputs().values())
+    return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+
+
 def inference(
     task: Task, model: Any, precision: str, note: str = "", context: Any = None
 ) -> Prepared:
     """Return a model and its inputs ready to run."""
-    arrays = task.inputs().values()
-    dtype = getattr(torch, task.float_dtype) if context is None else torch.float32
-    inputs = [torch.from_numpy(a) for a in arrays]
-    inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    inputs = tensors(task, getattr(torch, task.float_dtype) if context is None else torch.float32)
     around = context if context is not None else contextlib.nullcontext
 
     def call() -> Any:
