@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -75,14 +74,11 @@ def change(title: str, folder: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def followed(title: str, folder: Path) -> None:
-    """Run an example of the page, and compare what it prints."""
-    example = folder / title
-    example.write_text(blocks("pycon")[title], encoding="utf-8")
-    code = f"import doctest; print(doctest.testfile({str(example)!r}, module_relative=False))"
-    out = run(code, folder)
-    failed, tried = map(int, re.findall(r"failed=(\d+), attempted=(\d+)", out)[0])
-    assert tried and not failed, out
+def example(title: str, folder: Path) -> str:
+    """Return code that runs an example of the page in a folder, and fails if it prints something else."""
+    (folder / title).write_text(blocks("pycon")[title], encoding="utf-8")
+    done = f"doctest.testfile({str(folder / title)!r}, module_relative=False)"
+    return f"import doctest; done = {done}; assert done.attempted and not done.failed"
 
 
 def run(code: str, *path: Path) -> str:
@@ -231,23 +227,20 @@ def test_add_a_fusion(tmp_path: Path) -> None:
     for title in (SPECIFICATION, f"{core}/src/ipex_core/fusion/aten/{OP}.py"):
         write(title, tmp_path)
     change(f"{core}/src/ipex_core/fusion/aten/passes.py", tmp_path)
-    followed(f"{OP}_fused.txt", tmp_path)
     tests = tmp_path / core / "tests"
     tests.mkdir(parents=True)
-    for name in ("test_compile_linear.py", "compile_checks.py", "conftest.py"):
+    for name in ("test_compile_linear.py", "compile_checks.py"):
         shutil.copy(ROOT / core / "tests" / name, tests / name)
     change(f"{core}/tests/test_compile_linear.py", tmp_path)
-    case = f"test_each_pattern_can_be_disabled and {OP}"
-    assert f'nox -s tests-ipex-core -- -k "{case}"' in commands()
-    arguments = ["-q", "-p", "no:cacheprovider", "-k", case, str(tests)]
-    out = run(f"{PATTERN_CASES}\nassert pytest.main({arguments!r}) == 0", tmp_path)
-    assert "1 passed" in out
+    case = "test_each_pattern_can_be_disabled"
+    assert f'nox -s tests-ipex-core -- -k "{case} and {OP}"' in commands()
+    own = f"import test_compile_linear as t; assert {OP!r} in t.PATTERNS; t.{case}({OP!r})"
+    run(f"{example(f'{OP}_fused.txt', tmp_path)}\n{PATTERN_CASES}\n{own}", tmp_path, tests)
 
 
 #: What the pattern must take and leave, through the checks that the page names.
 PATTERN_CASES = """
-import sys, pytest, torch
-sys.path.insert(0, "packages/ipex-core/tests")
+import torch
 from compile_checks import fired, fuse, reasons
 from torch.nn import functional as F
 once, fused = {"squared_relu": 1}, []
@@ -274,7 +267,7 @@ def test_add_a_model_structure(tmp_path: Path) -> None:
     copied("ipex_llm", tmp_path)
     for name in ("arch/reference.py", "model_runner/program/mlp.py"):
         change(f"packages/ipex-llm/src/ipex_llm/{name}", tmp_path)
-    followed("hardswish_llama.txt", tmp_path)
+    run(example("hardswish_llama.txt", tmp_path), tmp_path)
 
 
 def test_add_an_engine_to_the_benchmark(tmp_path: Path) -> None:
@@ -290,12 +283,34 @@ def test_add_an_engine_to_the_benchmark(tmp_path: Path) -> None:
     change("docs/tools/bench.md", tmp_path)
     command = re.search(r"^ipex (bench .* torchscript .*)$", commands(), re.MULTILINE)
     assert command is not None
-    results = tmp_path / "results.json"
-    arguments = ["ipex", *command[1].split(), "--turn", "0.02", "--json", str(results)]
-    out = run(
-        f"import sys; sys.argv = {arguments!r}; from ipex_cli.app import main; main()", tmp_path
-    )
-    assert "TorchScript" in out
-    found = json.loads(results.read_text())
-    assert [row["engine"] for row in found["rows"]] == ["stock_eager", "torchscript"], found
-    assert found["rows"][1]["exactness"] > 0.9999 and not found["absent"]
+    code = ENGINE_CASES.format(arguments=command[1].split()[1:], folder=str(tmp_path))
+    assert run(code, tmp_path).split()[-2:] == ["TorchScript", "float32"]
+
+
+#: The command of the page as far as its plan, and the work of its engine without the processes around it.
+ENGINE_CASES = """
+import dataclasses
+from typer.testing import CliRunner
+from ipex_bench import peers, shapes, torch_work, worker
+from ipex_bench.commands import bench, peers as commands
+from ipex_bench.task import Task, UnsupportedError
+plans = []
+commands.run = lambda plan, *_: plans.append(plan)
+result = CliRunner().invoke(bench.app, {arguments!r})
+assert result.exit_code == 0, result.output
+(plan,) = plans
+assert plan.engines == ("stock_eager", "torchscript") and plan.names == ("linear",)
+worker.ALIAS = "ipex_bench"
+for dtype in (plan.dtype, "bfloat16"):
+    label, shape = shapes.cases(plan.kind, "linear", plan.size)[0]
+    task = Task(plan.kind, "linear", label, shape, dtype, 1, {folder!r})
+    torch_work.make(task)
+    prepared, fact = worker.prepare(task, "torchscript")
+    assert prepared is not None, fact
+    prepared.calls["call"]()
+    assert fact["precision"] == dtype
+try:
+    worker.prepare(dataclasses.replace(task, dtype="int8"), "torchscript")
+except UnsupportedError:
+    print(peers.load("torchscript").title, plan.dtype)
+"""
