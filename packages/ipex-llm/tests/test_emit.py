@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from families import FAMILIES, VOCAB, randomize, tokens
 from plans import llama_plan
+from small_llama import llama
 
 from ipex_llm.arch.detect import match
 from ipex_llm.kv_cache.paged import Sequences
 from ipex_llm.model_runner.runner import Runner
+from ipex_llm.model_runner.weights.dense import UnsupportedPlan
 
 
 def run(runner, sequences, ids, rows=None, logits=True):
@@ -43,6 +46,33 @@ def test_llama_logits_of_prompts_pieces_and_single_tokens(block_size):
         got = run(runner, sequences, [[int(ids[b, n + at])] for b, n in enumerate((12, 2, 20))])
         want = torch.stack([expected[b, n + at] for b, n in enumerate((12, 2, 20))])
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["relu2", "quick_gelu", "relu"])
+def test_gates_that_no_layer_takes_along(activation):
+    model = llama(hidden_act=activation)
+    ids = tokens(1, 12)
+    with torch.no_grad():
+        expected = model(ids).logits
+    runner = Runner(match(model), torch.float32)
+    sequences = Sequences(runner.new_cache(4, 16), 1)
+    for count in (11, 1):
+        start = sequences.lengths[0]
+        got = run(runner, sequences, [ids[0, start : start + count].tolist()])
+        want = expected[:, start + count - 1]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_activations_that_no_op_computes_are_refused():
+    plan = llama_plan(FAMILIES["llama"]())
+    for fused, activation, message in (
+        (False, "softsign", "activation 'softsign'$"),
+        (True, "relu2", "activation 'relu2' of a fused pair"),
+    ):
+        mlp = dataclasses.replace(plan.layers[0].mlp, fused=fused, activation=activation)
+        layer = dataclasses.replace(plan.layers[0], mlp=mlp)
+        with pytest.raises(UnsupportedPlan, match=message):
+            Runner(dataclasses.replace(plan, layers=(layer,)), torch.float32)
 
 
 def test_parameters_stay_what_they_were():
