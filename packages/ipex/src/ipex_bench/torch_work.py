@@ -57,7 +57,7 @@ def prepare(
 
 
 def tensors(task: Task, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return the inputs of a task, those of floating point in ``dtype``."""
+    """Return the inputs of a task; floating-point ones in ``dtype``."""
     inputs = map(torch.from_numpy, task.inputs().values())
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
 

@@ -57,7 +57,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(name: str, x: Tensor) -> Tensor:
-    """Apply an activation by its name in a plan; ``"none"`` is none.
+    """Apply an activation by its name in a plan; ``"none"`` returns `x`.
 
     Raises:
         ValueError: The name is unknown.

@@ -32,7 +32,7 @@ def check_mlp(mlp: MlpPlan) -> None:
     """Raise if no op computes the activation of a block.
 
     Raises:
-        UnsupportedPlan: There is none.
+        UnsupportedPlan: No op computes it.
     """
     if mlp.fused and mlp.activation not in (*GATES, *SEPARATE):
         raise UnsupportedPlan(f"activation {mlp.activation!r} of a fused pair")
