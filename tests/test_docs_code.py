@@ -95,6 +95,24 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         torch.set_grad_enabled(True)
 
 
+def test_the_plan_of_a_page_is_what_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ipex_llm")
+    if pytest.importorskip("transformers").__version__.startswith("4."):
+        pytest.skip("the page names arguments as transformers 5 does")
+    monkeypatch.chdir(tmp_path)
+    section = (ROOT / "docs/llm.md").read_text("utf-8").partition("## What would happen")[2]
+    code, shown = section.split("```python\n")[1], section.split("```text\n")[1]
+    run_commands(["ipex llm make-model ./tiny"])
+    import transformers
+
+    names = {"ipex": ipex, "torch": torch, "transformers": transformers, "path": "./tiny"}
+    capsys.readouterr()
+    exec(code.partition("```")[0], names)
+    assert capsys.readouterr().out == shown.partition("```")[0]
+
+
 def run_commands(lines: list[str]) -> None:
     """Run commands of a page: those of language models here, which saves a process each, then the others."""
     from ipex_cli.app import app

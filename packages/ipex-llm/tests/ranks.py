@@ -26,7 +26,7 @@ import ipex_core
 from ipex_llm.arch.detect import match
 from ipex_llm.arch.reference import run_plan
 from ipex_llm.distributed import adopt_deepspeed, parallel_plan, shard_model
-from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization.api import optimize, plan
 from ipex_llm.utils import load_low_precision_checkpoint
 
 __all__ = ["every", "llama"]
@@ -101,20 +101,20 @@ def compared(names: list[str], steps: bool) -> list[Any]:
         size = sum(p.numel() for p in model.parameters())
         want = logits(whole)
         same = shard_model(model)
-        plan = parallel_plan(model, match(model))
+        part = parallel_plan(model, match(model))
         wrong = []
         if same is not model or off(logits(model), want) > 1e-5:
             wrong.append(f"logits {off(logits(model), want):.1e}")
-        planned = run_plan(plan, tokens(*IDS))
-        if off(planned, want) > 1e-4:
-            wrong.append(f"plan {off(planned, want):.1e}")
+        result = run_plan(part, tokens(*IDS))
+        if off(result, want) > 1e-4:
+            wrong.append(f"plan {off(result, want):.1e}")
         if steps and generated(model) != generated(whole):
             wrong.append("tokens")
         if steps and generated(model, cache_implementation="static") != generated(whole):
             wrong.append("tokens with a static cache")
         if sum(p.numel() for p in model.parameters()) > 0.8 * size:
             wrong.append("not smaller")
-        heads = sum(layer.attention.heads for layer in plan.layers)
+        heads = sum(layer.attention.heads for layer in part.layers)
         found.append((name, wrong, heads))
     return found
 
@@ -231,6 +231,54 @@ def loaded(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     return found
 
 
+def planned(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    """Return what is wrong with the plans of divided models, by what they are made from."""
+    from ipex_quant import WoqWeightDtype, woq_qconfig
+
+    config = woq_qconfig(weight_dtype=WoqWeightDtype.INT4, group_size=16)
+    checkpoint = load_low_precision_checkpoint(f"{folder}/gptq", rank, ranks)
+    cases: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "float": (llama(8, 4), {"tp_group": True}),
+        "quantized": (llama(8, 4), {"tp_group": True, "quantization_config": config}),
+        "flat": (llama(8, 4), {"tp_group": True, "deployment_mode": False}),
+        "tied": (llama(8, 2, tie_word_embeddings=True), {"tp_group": True}),
+        "gpt2": (FAMILIES["gpt2"](), {"tp_group": True}),
+        "loaded": (small(), {"tp_group": True, "low_precision_checkpoint": checkpoint}),
+    }
+    if ranks == 2:
+        cases["deepspeed"] = divided_in_two(llama(), rank), {}
+    return {name: _planned(*case) for name, case in cases.items()}
+
+
+def _planned(model: nn.Module, options: dict[str, Any]) -> list[str]:
+    kept = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    kinds = [type(module) for module in model.modules()]
+    found = plan(model, **options)
+    wrong = []
+    for name, parameter in model.named_parameters():
+        if (id(parameter), True) != (kept[name][0], torch.equal(parameter, kept[name][1])):
+            wrong.append(f"{name} has changed")
+    if kinds != [type(module) for module in model.modules()]:
+        wrong.append("modules have changed")
+    fast = optimize(model, **options)
+    text = next(row.text for row in ipex_core.explain(fast).rows if row.step == "llm")
+    if text != found.summary:
+        wrong.append(f"{found.summary!r} became {text!r}")
+    runner = next((vars(m)["_ipex_runner"] for m in fast.modules() if "_ipex_runner" in vars(m)), 0)
+    if (runner != 0) != (found.depth == 3):
+        wrong.append(f"depth {found.depth}")
+    for shard in found.shards:
+        if runner and shard.heads:
+            attention = runner.plan.layers[int(shard.module.rpartition(".")[2])].attention
+            if (shard.heads, shard.kv_heads) != (attention.heads, attention.kv_heads):
+                wrong.append(f"{shard} became {attention.heads}, {attention.kv_heads}")
+        elif runner and runner.plan.parallel.head.sizes[found.rank] != shard.features:
+            wrong.append(f"{shard} became {runner.plan.parallel.head}")
+    if not found.shards or "ranks" not in str(found):
+        wrong.append("no shards")
+    return wrong
+
+
 # ------------------------------------------------------------------------------------------------------------- sampling
 
 
@@ -271,14 +319,14 @@ def deepspeed(rank: int, ranks: int, folder: str) -> list[bool]:
     want = logits(whole)
     theirs = logits(model)
     changed = adopt_deepspeed(model)
-    planned = run_plan(parallel_plan(model, match(model)), tokens(*IDS))
+    result = run_plan(parallel_plan(model, match(model)), tokens(*IDS))
     kept = sorted(k for k in model.state_dict() if rank == 0 or "bias" not in k)
     fast = optimize(divided_in_two(llama(**options), rank), inplace=True)
     return [
         changed,
         off(theirs, want) < 1e-5,
         off(logits(model), want) < 1e-5,
-        off(planned, want) < 1e-4,
+        off(result, want) < 1e-4,
         kept == names,
         adopt_deepspeed(model) is False,
         done(fast),
@@ -361,10 +409,10 @@ def one_dies(rank: int, ranks: int) -> Any:
 #: What runs with so many ranks.
 CASES: dict[int, list[Any]] = {
     2: [
-        *(llamas, families, optimized, quantized, loaded, sampled),
+        *(llamas, families, optimized, quantized, loaded, planned, sampled),
         *(deepspeed, transformers_plan, documented),
     ],
-    3: [llamas, optimized, quantized, loaded, sampled, refused],
+    3: [llamas, optimized, quantized, loaded, planned, sampled, refused],
 }
 
 

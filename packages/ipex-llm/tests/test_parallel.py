@@ -99,6 +99,12 @@ def test_optimize_gives_the_tokens_of_one_process(results, case, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+def test_plans_are_what_is_done(results, ranks):
+    for one in results("planned", ranks):
+        assert one and not any(one.values()), one
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_draw_the_same_tokens(results, ranks):
     found = results("sampled", ranks)
     for one in found:

@@ -39,13 +39,17 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_llm.engine import SamplingParams as SamplingParams
     from ipex_llm.optimization.api import optimize as optimize
     from ipex_llm.optimization.api import optimize_transformers as optimize_transformers
+    from ipex_llm.optimization.api import plan as plan
+    from ipex_llm.optimization.plan import OptimizePlan as OptimizePlan
 
 #: Public name -> module that has it.
 _LAZY: dict[str, str] = {
     "Engine": "ipex_llm.engine",
+    "OptimizePlan": "ipex_llm.optimization.plan",
     "SamplingParams": "ipex_llm.engine",
     "optimize": "ipex_llm.optimization.api",
     "optimize_transformers": "ipex_llm.optimization.api",
+    "plan": "ipex_llm.optimization.api",
     "register_transformers": "ipex_llm.integrations",
 }
 

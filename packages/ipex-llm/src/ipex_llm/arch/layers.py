@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,9 +13,9 @@ from ipex_core.module_swap.forward import FusedForward
 from ipex_core.optimization.passes.cast import cast_input
 from ipex_llm.arch.detect import MatchedLayer, MatchError, match_each
 from ipex_llm.arch.detect.attention import find_attention
-from ipex_llm.arch.types import LayerPlan, linear_modules
+from ipex_llm.arch.types import LayerPlan
 
-__all__ = ["Facts", "Found", "parameter_names", "layer_plans", "planned_modules"]
+__all__ = ["Facts", "Found", "parameter_names", "layer_plans"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,13 +89,6 @@ def _found(layer: MatchedLayer) -> Found:
         return Found(layer.name, module, None, None, reason)
     assert isinstance(index, int)
     return Found(layer.name, module, plan, Facts(index, names, layer.results == 1, layer.config))
-
-
-def planned_modules(layers: Sequence[Found]) -> Iterator[nn.Module]:
-    """Iterate over the modules of all linear layers that programs of layers take over."""
-    for layer in layers:
-        if layer.plan is not None:
-            yield from linear_modules(layer.plan)
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -24,13 +24,14 @@ How the parts fit together:
 
 from __future__ import annotations
 
-from ipex_llm.distributed.deepspeed import adopt_deepspeed
-from ipex_llm.distributed.divide import adopt, divide, is_sharded, shard_model
+from ipex_llm.distributed.adopt import adopt, adopt_deepspeed, adopt_transformers
+from ipex_llm.distributed.divide import divide, divisible, shard_model
 from ipex_llm.distributed.group import HeadShard, TensorParallel
 from ipex_llm.distributed.load import load_parts
 from ipex_llm.distributed.modules import AllReduce, ShardedHead, ShardedModule, uncovered
 from ipex_llm.distributed.shard import (
     PARALLEL,
+    is_sharded,
     parallel_plan,
     shard_head,
     shard_plan,
@@ -38,7 +39,6 @@ from ipex_llm.distributed.shard import (
     wrap_outputs,
 )
 from ipex_llm.distributed.split import split_features, split_heads
-from ipex_llm.distributed.transformers import adopt_transformers
 
 __all__ = [
     "PARALLEL",
@@ -51,6 +51,7 @@ __all__ = [
     "adopt_deepspeed",
     "adopt_transformers",
     "divide",
+    "divisible",
     "is_sharded",
     "load_parts",
     "parallel_plan",

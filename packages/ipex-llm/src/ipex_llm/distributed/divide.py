@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models divided among the ranks of a group, and checked; and models that others have divided."""
+"""Whole models divided among the ranks of a group, and checked."""
 
 from __future__ import annotations
 
@@ -11,63 +11,25 @@ from torch import nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_llm.arch.types import DecoderPlan
-from ipex_llm.distributed.deepspeed import adopt_deepspeed
 from ipex_llm.distributed.group import TensorParallel
-from ipex_llm.distributed.shard import PARALLEL, shard_plan, wrap_outputs
+from ipex_llm.distributed.shard import check_shards, is_sharded, shard_plan, wrap_outputs
 from ipex_llm.distributed.split import GRAINS
-from ipex_llm.distributed.transformers import adopt_transformers
 
-__all__ = ["adopt", "divide", "is_sharded", "shard_model"]
+__all__ = ["divide", "divisible", "shard_model"]
 
 Tensor = torch.Tensor
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model has been divided among ranks."""
-    return PARALLEL in model.__dict__
-
-
-def adopt(model: nn.Module) -> bool:
-    """Make a model that DeepSpeed or transformers have divided one of ours, in place.
+def divisible(model: nn.Module, parallel: TensorParallel, grains: Sequence[int]) -> DecoderPlan:
+    """Return the plan of a model that can be divided among the ranks of a group; nothing is changed.
 
     Args:
-        model: A model.
-
-    Returns:
-        Whether it was divided by one of them.
-
-    Raises:
-        ValueError: It is divided in a way that is not understood, or its process group is not started.
-    """
-    return adopt_deepspeed(model) or adopt_transformers(model)
-
-
-@torch.no_grad()
-def divide(
-    model: nn.Module,
-    parallel: TensorParallel,
-    *,
-    head: bool = True,
-    grains: Sequence[int] = GRAINS,
-) -> DecoderPlan:
-    """Divide a model of transformers among the ranks of a group, in place, for inference.
-
-    Each rank calls with the same model. Afterwards its forward, called by all ranks with the same input, gives each
-    rank what the whole model gives, and a rank has about its share of the weights.
-
-    Args:
-        model: A causal language model in eval mode, with floating point weights, on the CPU.
+        model: As for `divide`.
         parallel: The group.
-        head: Divide the head too, by vocabulary.
-        grains: Inner features of the mlp that stay together, as in `split_features`.
-
-    Returns:
-        The plan of this rank's part.
+        grains: As for `divide`.
 
     Raises:
-        ValueError: The structure of the model is not understood; it cannot be divided among so many ranks; or its own
-            forward does not work on a part of the heads (the model is not usable then).
-        RuntimeError: A rank is missing.
+        ValueError: It is divided already, its structure is not understood, or it cannot be divided among so many ranks.
     """
     from ipex_llm.arch.detect import MatchError, match
 
@@ -82,6 +44,41 @@ def divide(
             f"optimize: model must have a structure that is understood where tp_group is given, got"
             f" {type(model).__name__}: {error.reason}"
         ) from error
+    if parallel.ranks > 1:
+        check_shards(plan, parallel, grains)
+    return plan
+
+
+@torch.no_grad()
+def divide(
+    model: nn.Module,
+    parallel: TensorParallel,
+    *,
+    head: bool = True,
+    grains: Sequence[int] = GRAINS,
+    plan: DecoderPlan | None = None,
+) -> DecoderPlan:
+    """Divide a model of transformers among the ranks of a group, in place, for inference.
+
+    Each rank calls with the same model. Afterwards its forward, called by all ranks with the same input, gives each
+    rank what the whole model gives, and a rank has about its share of the weights.
+
+    Args:
+        model: A causal language model in eval mode, with floating point weights, on the CPU.
+        parallel: The group.
+        head: Divide the head too, by vocabulary.
+        grains: Inner features of the mlp that stay together, as in `split_features`.
+        plan: What `divisible` returned for the model; None to find it here.
+
+    Returns:
+        The plan of this rank's part.
+
+    Raises:
+        ValueError: The structure of the model is not understood; it cannot be divided among so many ranks; or its own
+            forward does not work on a part of the heads (the model is not usable then).
+        RuntimeError: A rank is missing.
+    """
+    plan = divisible(model, parallel, grains) if plan is None else plan
     if parallel.ranks == 1:
         return plan
     ids = torch.arange(3, 10).remainder(plan.vocab_size).unsqueeze(0)

@@ -37,9 +37,14 @@ from ipex_llm.distributed.split import GRAINS, HeadRange, split_features, split_
 
 __all__ = [
     "PARALLEL",
+    "check_shards",
+    "head_sizes",
+    "inner_size",
+    "is_sharded",
     "parallel_plan",
     "set_numbers",
     "shard_head",
+    "shard_numbers",
     "shard_plan",
     "wrap_head",
     "wrap_outputs",
@@ -58,6 +63,11 @@ _GROUPS = ("num_key_value_groups", "n_rep", "num_kv_groups")
 _WIDTHS = ("embed_dim", "hidden_size", "split_size", "all_head_size", "inner_dim", "d_model")
 _KV_WIDTHS = ("kv_dim",)
 _INNER = ("intermediate_size", "intermediate_dim", "expert_dim", "moe_intermediate_size", "ffn_dim")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model has been divided among ranks."""
+    return PARALLEL in model.__dict__
 
 
 def shard_plan(
@@ -88,8 +98,7 @@ def shard_plan(
     """
     if parallel.ranks == 1:
         return plan
-    for layer in plan.layers:
-        _check(layer, parallel, grains)
+    check_shards(plan, parallel, grains)
     layers = tuple(_shard_layer(layer, parallel, grains) for layer in plan.layers)
     plan = dataclasses.replace(plan, layers=layers, parallel=parallel)
     return shard_head(plan) if head else plan
@@ -101,17 +110,7 @@ def shard_head(plan: DecoderPlan) -> DecoderPlan:
     if own is None or parallel is None:
         return plan
     module = own.modules[0]
-    total = features_out(module, own.transposed)
-    grain = 32 if total % 32 == 0 and total // 32 >= parallel.ranks else 1
-    if total < parallel.ranks:
-        raise OpArgumentError(
-            f"optimize: tp_group must have at most as many ranks as the vocabulary has tokens = {total},"
-            f" got {parallel.ranks}"
-        )
-    edges = [
-        tuple(edge * grain for edge in split_range(total // grain, rank, parallel.ranks))
-        for rank in range(parallel.ranks)
-    ]
+    edges = _head_edges(own, parallel)
     first, last = edges[parallel.rank]
     # A tied weight stays whole for the embedding; the part is a view of it then.
     tied = module._parameters["weight"] is plan.embedding._parameters.get("weight")
@@ -119,6 +118,58 @@ def shard_head(plan: DecoderPlan) -> DecoderPlan:
     sizes = tuple(b - a for a, b in edges)
     parallel = dataclasses.replace(parallel, head=HeadShard("vocabulary", sizes))
     return dataclasses.replace(plan, head=own, parallel=parallel)
+
+
+def check_shards(plan: DecoderPlan, parallel: TensorParallel, grains: Sequence[int]) -> None:
+    """Raise if a plan cannot be divided among the ranks of a group; nothing is changed.
+
+    Raises:
+        ValueError: The text says which part cannot be divided.
+    """
+    for layer in plan.layers:
+        _check(layer, parallel, grains)
+    if plan.head is not None:
+        _head_edges(plan.head, parallel)
+
+
+def shard_numbers(
+    layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]
+) -> tuple[int, int, int]:
+    """Return the query heads, key/value heads and inner features that this rank has of a whole layer."""
+    a = layer.attention
+    part = split_heads(a.heads, a.kv_heads, parallel.rank, parallel.ranks)
+    size = inner_size(layer)
+    first, last = split_features(size, parallel.rank, parallel.ranks, "the mlp", grains)
+    return part.heads, part.kv_heads, last - first
+
+
+def inner_size(layer: LayerPlan) -> int:
+    """Return the inner features of the mlp of a layer."""
+    mlp = layer.mlp
+    if isinstance(mlp, ExpertsPlan):
+        return mlp.intermediate_size
+    module: Any = mlp.down.modules[0]
+    if module._parameters.get("weight") is None and hasattr(module, "in_features"):  # quantized
+        return int(module.in_features)
+    return features_in(mlp.down)
+
+
+def head_sizes(head: LinearPlan, parallel: TensorParallel) -> list[int]:
+    """Return how many logits of a whole head each rank computes."""
+    return [last - first for first, last in _head_edges(head, parallel)]
+
+
+def _head_edges(head: LinearPlan, parallel: TensorParallel) -> list[tuple[int, int]]:
+    """Return the first row of a head of each rank, and the one after its last."""
+    total = features_out(head.modules[0], head.transposed)
+    if total < parallel.ranks:
+        raise OpArgumentError(
+            f"optimize: tp_group must have at most as many ranks as the vocabulary has tokens = {total},"
+            f" got {parallel.ranks}"
+        )
+    grain = 32 if total % 32 == 0 and total // 32 >= parallel.ranks else 1
+    ranges = (split_range(total // grain, rank, parallel.ranks) for rank in range(parallel.ranks))
+    return [(first * grain, last * grain) for first, last in ranges]
 
 
 def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) -> None:
@@ -141,11 +192,10 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
                     "optimize: model must keep the weights of norms of q and k in one parameter, got one module for"
                     " each head"
                 )
-    mlps: list[Any] = [layer.mlp]
-    if isinstance(layer.mlp, ExpertsPlan):
-        mlps = [layer.mlp, layer.mlp.shared] if layer.mlp.shared is not None else [layer.mlp]
-    for mlp in mlps:
-        size = mlp.intermediate_size if isinstance(mlp, ExpertsPlan) else features_in(mlp.down)
+    sizes = [inner_size(layer)]
+    if isinstance(layer.mlp, ExpertsPlan) and layer.mlp.shared is not None:
+        sizes.append(features_in(layer.mlp.shared.down))
+    for size in sizes:
         split_features(size, parallel.rank, parallel.ranks, "the mlp", grains)
     linears = [a.qkv, a.output]
     if isinstance(layer.mlp, MlpPlan):

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +15,10 @@ from torch import nn
 import ipex_core
 from ipex_core.errors import OpArgumentError
 from ipex_core.optimization.api import copy_model
-from ipex_core.optimization.options import DTYPES, check_model
 from ipex_core.optimization.records import log_of
-from ipex_llm.arch.layers import Found, layer_plans
+from ipex_llm.arch.layers import Found
 from ipex_llm.arch.types import DecoderPlan
 from ipex_llm.distributed import (
-    TensorParallel,
     adopt,
     divide,
     is_sharded,
@@ -30,17 +27,14 @@ from ipex_llm.distributed import (
     uncovered,
     wrap_head,
 )
-from ipex_llm.distributed.split import GRAINS
-from ipex_llm.kv_cache.options import cache_text, checkpoint_scales, fitting, kv_dtype, kv_scales
-from ipex_llm.model_runner.weights.woq_model import Notes, quantize
-from ipex_llm.optimization.proof import prove_layers, prove_stack
-from ipex_llm.optimization.rest import optimize_rest
-from ipex_llm.optimization.static import is_static, quantize_static
-from ipex_llm.optimization.xpu import optimize_on_xpu
-from ipex_llm.patch.attach import attach_decoder, attach_layers, find_plan, share_random
+from ipex_llm.model_runner.weights.woq_model import Choice, choose, quantize, remapped
+from ipex_llm.optimization.decide import Decision, decide, refused, without_layers
+from ipex_llm.optimization.plan import OptimizePlan
+from ipex_llm.optimization.request import Request, checked
+from ipex_llm.patch.attach import attach_decoder, attach_layers, optimize_rest, share_random
 from ipex_quant.kv_cache import KVCacheScales
 
-__all__ = ["optimize", "optimize_transformers"]
+__all__ = ["OptimizePlan", "optimize", "optimize_transformers", "plan"]
 
 logger = logging.getLogger("ipex.llm")
 
@@ -123,141 +117,130 @@ def optimize(
     """
     if isinstance(model, torch.jit.ScriptModule):
         return model
-    check_model(model, None)
-    _check_flags(
-        inplace=inplace,
-        deployment_mode=deployment_mode,
-        cache_weight_for_large_batch=cache_weight_for_large_batch,
+    request = checked(
+        model,
+        optimizer,
+        dtype,
+        inplace,
+        device,
+        quantization_config,
+        qconfig_summary_file,
+        low_precision_checkpoint,
+        sample_inputs,
+        deployment_mode,
+        cache_weight_for_large_batch,
+        kv_cache_dtype,
+        kv_cache_scales,
+        tp_group,
+        depth,
     )
-    _check_arguments(optimizer, dtype, device)
-    static = is_static(quantization_config)
-    if qconfig_summary_file is not None and not static:
-        raise OpArgumentError(
-            "optimize: qconfig_summary_file must come with a static quantization_config, such as"
-            " ipex.quantization.get_smooth_quant_qconfig_mapping(), got"
-            f" {type(quantization_config).__name__}"
-        )
-    if torch.device(device).type == "xpu":
-        _check_xpu(tp_group, kv_cache_dtype, quantization_config if static else None)
-        return optimize_on_xpu(
-            model,
-            dtype,
-            inplace,
-            torch.device(device),
-            quantization_config,
-            low_precision_checkpoint,
-            lambda copy: _load(copy, quantization_config, low_precision_checkpoint, None),
-        )
-    kv = kv_dtype(kv_cache_dtype)
-    scales = kv_scales(kv_cache_scales, kv)
-    if isinstance(depth, bool) or depth not in (1, 2, 3):
-        raise OpArgumentError(f"optimize: depth must be 1, 2 or 3, got {depth!r}")
-    parallel = None if tp_group is None else TensorParallel.of(tp_group)
     if not inplace:
         model = copy_model(model)
+    if request.device.type == "xpu":
+        from ipex_llm.optimization.xpu import optimize_on_xpu
+
+        return optimize_on_xpu(model, request, _load)
     if any("_ipex_mixin" in vars(type(module)) for module in model.modules()):
         ipex_core.restore(model)  # begin anew: the arguments may be others
-    if static:
-        if parallel is not None:
-            raise NotImplementedError(
-                "optimize: tp_group must be None for static INT8, got a group"
-            )
-        model = quantize_static(
-            model,
-            quantization_config,
-            qconfig_summary_file,
-            low_precision_checkpoint,
-            sample_inputs,
+    if request.static and request.summary is None:
+        logger.info(
+            "optimize: %s is left as it is, for calibration: ipex.quantization.prepare, some runs,"
+            " save_qconf_summary(file), then optimize with qconfig_summary_file=file",
+            type(model).__name__,
         )
-        if qconfig_summary_file is None:
-            return model
-        quantization_config = low_precision_checkpoint = None
-    adopt(model)
-    plan, reason = None, None
-    if low_precision_checkpoint is not None:
-        if kv in (torch.float8_e5m2, torch.float8_e4m3fn) and scales is None:
-            scales = checkpoint_scales(low_precision_checkpoint)
-        _load(model, quantization_config, low_precision_checkpoint, parallel)
-    elif parallel is not None:
-        plan = divide(model, parallel, grains=_grains(quantization_config))
-    if not deployment_mode or depth < 3:
-        plan, reason = None, "deployment_mode is False" if depth == 3 else f"depth is {depth}"
-    elif plan is None:
-        plan, reason = find_plan(model)
-    kept = dtype or next(
-        (p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32
+        return model
+    return _run(model, request)
+
+
+def plan(
+    model: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    dtype: torch.dtype | None = torch.float32,
+    inplace: bool = False,
+    device: str | torch.device = "cpu",
+    quantization_config: Any = None,
+    qconfig_summary_file: str | None = None,
+    low_precision_checkpoint: Any = None,
+    sample_inputs: Any = None,
+    deployment_mode: bool = True,
+    cache_weight_for_large_batch: bool = False,
+    *,
+    kv_cache_dtype: torch.dtype | str | None = None,
+    kv_cache_scales: KVCacheScales | str | os.PathLike[str] | None = None,
+    tp_group: Any = None,
+    depth: int = 3,
+) -> OptimizePlan:
+    """Tell what `optimize` with the same arguments would do with a model; nothing is changed.
+
+    The model is run on a few tokens, and a small copy of it is made, as `optimize` does. Its weights are neither copied
+    nor packed, so this takes a few per cent of their memory. What a ``low_precision_checkpoint`` has is not loaded:
+    whether its formats fit a program is judged when `optimize` has loaded it.
+
+    Args:
+        model: Model in inference mode that is not optimized yet.
+        optimizer: As for `optimize`, and so are all others.
+        dtype: See there.
+        inplace: Checked, and not used.
+        device: See there.
+        quantization_config: See there.
+        qconfig_summary_file: See there; the file has to be there.
+        low_precision_checkpoint: See there.
+        sample_inputs: Not used.
+        deployment_mode: See there.
+        cache_weight_for_large_batch: Not used.
+        kv_cache_dtype: See there.
+        kv_cache_scales: See there.
+        tp_group: See there. Each rank gets the plan of its part.
+        depth: See there.
+
+    Returns:
+        The plan; ``print(plan)`` shows a table, ``plan.to_dict()`` is ready for JSON.
+
+    Raises:
+        TypeError: As for `optimize`, and if ``model`` is a ``torch.jit.ScriptModule`` or cannot be copied.
+        ValueError: As for `optimize`, and if ``model`` is optimized already.
+        RuntimeError: As for `optimize`.
+        NotImplementedError: As for `optimize`.
+        MissingComponentError: As for `optimize`.
+
+    Example:
+        >>> import torch, transformers
+        >>> config = transformers.LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...     num_attention_heads=2)
+        >>> plan(transformers.LlamaForCausalLM(config).eval()).summary
+        'the whole decoder stack runs as one program per step'
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "plan: model must be a torch.nn.Module of Python, got a torch.jit.ScriptModule, which optimize returns"
+            " as it is: plan the model before it is scripted"
+        )
+    request = checked(
+        model,
+        optimizer,
+        dtype,
+        inplace,
+        device,
+        quantization_config,
+        qconfig_summary_file,
+        low_precision_checkpoint,
+        sample_inputs,
+        deployment_mode,
+        cache_weight_for_large_batch,
+        kv_cache_dtype,
+        kv_cache_scales,
+        tp_group,
+        depth,
     )
-    if plan is not None:
-        plan, reason = prove_stack(model, plan, kept, limited=not is_sharded(model))
-    if low_precision_checkpoint is not None and is_sharded(model):
-        plan = _divide_head(model, plan)
-    wants_layers = deployment_mode and depth > 1 and not is_sharded(model)
-    layers = _proven_layers(model, kept) if wants_layers and plan is None else []
-    notes: Notes = []
-    if quantization_config is not None and low_precision_checkpoint is None:
-        with uncovered(model):
-            plan, layers, notes = quantize(model, plan, quantization_config, layers)
-    optimize_rest(model, dtype, layers, plan)
-    if plan is not None:
-        scales = fitting(plan, scales, kv_cache_scales is not None)
-        reason = attach_decoder(model, plan, kv, scales)
-        if reason is not None:  # pack what was left to the plan
-            ipex_core.restore(model)
-            layers = _proven_layers(model, kept) if wants_layers else []
-            optimize_rest(model, dtype, layers)
-    layers = _attach_layers(model, layers, dtype)
-    if is_sharded(model) and reason is not None:
-        share_random(model)
-    text = _report(model, reason, layers, notes, cache_text(kv, scales))
-    if reason is not None:
-        logger.info("optimize: %s: %s", type(model).__name__, text)
-    return model
+    from ipex_llm.optimization.outline import planned
 
-
-def _proven_layers(model: nn.Module, dtype: torch.dtype) -> list[Found]:
-    """Return the decoder layers; those whose plan is not proven have the reason in its place."""
-    layers = layer_plans(model)
-    plans = [(i, layer.plan) for i, layer in enumerate(layers) if layer.plan is not None]
-    refused = prove_layers(model, plans, dtype)
-    return [layer.without(refused.get(index)) for index, layer in enumerate(layers)]
-
-
-def _attach_layers(model: nn.Module, layers: list[Found], dtype: torch.dtype | None) -> list[Found]:
-    """Let layers run as their plans and return them; where a plan fails, its layer is optimized as the others are."""
-    refused = attach_layers(model, layers)
-    if refused:
-        ipex_core.restore(model)
-        layers = [layer.without(refused.get(layer.name)) for layer in layers]
-        optimize_rest(model, dtype, layers)
-        attach_layers(model, layers)
-    return layers
-
-
-def _report(
-    model: nn.Module, reason: str | None, layers: Sequence[Found], notes: Notes, cache: str
-) -> str:
-    """Tell `ipex.explain` what was done, and return the line about the whole model."""
-    whole = sum(layer.plan is not None for layer in layers)
-    if reason is None:
-        text = f"the whole decoder stack runs as one program per step{cache}"
-    elif whole:
-        text = f"{whole} of {len(layers)} decoder layers run as one program each: {reason}"
-    else:
-        text = f"layer by layer: {reason}"
-    log = log_of(model)
-    if log is None:
-        return text
-    op = "ipex::program_run"
-    for name, module, problem in notes:
-        said = "quantized" if problem is None else f"experts are not quantized: {problem}"
-        target = "ipex::fused_experts" if problem is None else ""
-        log.add(name, module, "experts", problem is None, said, target)
-    log.add("", model, "llm", reason is None, text, op if reason is None or whole else "")
-    for layer in layers:
-        done = layer.plan is not None
-        said = "the whole layer runs as one program" if done else layer.reason
-        log.add(layer.name, layer.module, "layer", done, said, op if done else "")
-    return text
+    done = any("_ipex_mixin" in vars(type(module)) for module in model.modules())
+    if done or log_of(model) is not None:
+        raise OpArgumentError(
+            f"plan: model must not be optimized yet, got a {type(model).__name__} that is: ipex.explain(model) tells"
+            " what was done, and ipex.restore(model) gives the original back"
+        )
+    return planned(model, request)
 
 
 def optimize_transformers(*args: Any, **kwargs: Any) -> Any:
@@ -268,50 +251,81 @@ def optimize_transformers(*args: Any, **kwargs: Any) -> Any:
     return optimize(*args, **kwargs)
 
 
-def _check_flags(**flags: object) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"optimize: {name} must be True or False, got {flag!r}")
+# ------------------------------------------------------------------------------------------------------------ the steps
 
 
-def _check_arguments(optimizer: Any, dtype: Any, device: Any) -> None:
-    if optimizer is not None:
-        raise OpArgumentError(
-            "optimize: optimizer must be None, got one: ipex.llm.optimize is for inference; train with ipex.optimize"
-        )
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"optimize: dtype must be a torch.dtype or None, got {dtype!r}")
-    if dtype is not None and dtype not in DTYPES:
-        names = ", ".join(map(str, DTYPES))
-        raise OpArgumentError(f"optimize: dtype must be one of {names} or None, got {dtype}")
-    try:
-        kind = torch.device(device).type if isinstance(device, (str, torch.device)) else device
-    except RuntimeError:  # not the name of a device
-        kind = None
-    if kind not in ("cpu", "xpu"):
-        raise RuntimeError(f"optimize: device must be 'cpu' or 'xpu', got {device!r}")
+def _run(model: nn.Module, request: Request) -> nn.Module:
+    """Do all that is asked for, in place: load, decide, shard, quantize, pack, attach, report."""
+    adopt(model)
+    if request.checkpoint is not None:
+        _load(model, request)
+    decision = decide(model, request)
+    stack, layers, choice = decision.stack, list(decision.layers), decision.choice
+    if decision.whole is not None:
+        stack, choice = _shard(model, decision)
+    elif request.checkpoint is not None and is_sharded(model):
+        stack = _divide_head(model, stack)
+    if request.static:
+        model, layers = _quantize_static(model, request, layers)
+    elif choice is not None:
+        with uncovered(model):
+            stack, layers = quantize(model, stack, choice, layers)
+    optimize_rest(model, request.dtype, layers, stack)  # packs what no program packs
+    if stack is not None:
+        problem = attach_decoder(model, stack, request.kv, decision.kv_scales)
+        if problem is not None:  # the stack cannot be packed, against what was planned
+            ipex_core.restore(model)
+            decision = refused(decision, model, problem)
+            layers = list(decision.layers)
+            optimize_rest(model, request.dtype, layers)
+    problems = attach_layers(model, layers)
+    if problems:
+        ipex_core.restore(model)
+        decision = without_layers(decision, problems)
+        layers = list(decision.layers)
+        optimize_rest(model, request.dtype, layers)
+        attach_layers(model, layers)
+    if decision.stack is None and is_sharded(model):
+        share_random(model)
+    _report(model, decision)
+    return model
 
 
-def _check_xpu(tp_group: Any, kv_cache_dtype: Any, static: Any) -> None:
-    for name, value in (("tp_group", tp_group), ("kv_cache_dtype", kv_cache_dtype)):
-        if value is not None:
-            raise NotImplementedError(
-                f"optimize: {name} must be None for device 'xpu', got {value!r}"
-            )
-    if static is not None:
-        raise NotImplementedError(
-            "optimize: quantization_config must be for weights only for device 'xpu', got a static one"
-        )
+def _shard(model: nn.Module, decision: Decision) -> tuple[DecoderPlan | None, Choice | None]:
+    """Divide a model among the ranks, and return the structure and the choice of weights of this rank's part."""
+    stack, choice, parallel = decision.stack, decision.choice, decision.request.parallel
+    assert parallel is not None
+    part = divide(model, parallel, grains=decision.grains, plan=decision.whole)
+    if not is_sharded(model):  # there is one rank
+        return stack, choice
+    stack = None if stack is None else dataclasses.replace(part, stock_calls=stack.stock_calls)
+    if choice is not None:
+        with uncovered(model):
+            choice = choose(model, stack, choice.config)
+    return stack, choice
 
 
-def _grains(config: Any) -> tuple[int, ...]:
-    """Return how many features of an mlp should stay together: whole groups, so that their scales are the same."""
-    if config is None:
-        return GRAINS
-    from ipex_quant.weight_only.convert import woq_qconfigs
+def _quantize_static(
+    model: nn.Module, request: Request, layers: list[Found]
+) -> tuple[nn.Module, list[Found]]:
+    from ipex_llm.optimization.static import quantize_static
 
-    group = math.lcm(*(max(one.group_size, 1) for one in woq_qconfigs("optimize", config)))
-    return GRAINS if group <= 1 else (math.lcm(GRAINS[0], group), group, *GRAINS)
+    names = dict(model.named_modules(remove_duplicate=False))
+    model = quantize_static(model, request)
+    return model, remapped(model, names, None, layers)[1]
+
+
+def _report(model: nn.Module, decision: Decision) -> None:
+    """Tell `ipex.explain` what was done, and log it if the stack is no program."""
+    plan, log = decision.plan, log_of(model)
+    if log is not None:
+        if decision.choice is not None:
+            log.records += plan.experts[: len(decision.choice.notes)]
+        op = "ipex::program_run" if plan.depth > 1 else ""
+        log.add("", model, "llm", plan.depth == 3, plan.summary, op)
+        log.records += plan.layers if plan.depth < 3 else ()
+    if plan.depth < 3:
+        logger.info("optimize: %s: %s", plan.model, plan.summary)
 
 
 def _divide_head(model: nn.Module, plan: DecoderPlan | None) -> DecoderPlan | None:
@@ -329,24 +343,13 @@ def _is_float(module: nn.Module) -> bool:
     return weight is not None and weight.is_floating_point()
 
 
-def _load(model: nn.Module, config: Any, checkpoint: Any, parallel: TensorParallel | None) -> None:
+def _load(model: nn.Module, request: Request) -> None:
     """Replace linear layers by those of a checkpoint, and load what else it has."""
     from ipex_quant.weight_only.replace import replace_linears_from_checkpoint
 
-    if isinstance(checkpoint, Mapping):
-        warnings.warn(
-            "optimize: low_precision_checkpoint has no quant_config: it is taken as GPTQ with 4 bits; pass"
-            " (state_dict, quant_config)",
-            stacklevel=4,
-        )
-        checkpoint = (checkpoint, None)
-    if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
-        raise OpArgumentError(
-            "optimize: low_precision_checkpoint must be (state_dict, quant_config), got"
-            f" {type(checkpoint).__name__}"
-        )
-    tensors, scheme = checkpoint
-    if parallel is not None:
-        load_parts(model, tensors, scheme, config, parallel)
+    assert request.checkpoint is not None
+    tensors, scheme = request.checkpoint
+    if request.parallel is not None:
+        load_parts(model, tensors, scheme, request.quantization_config, request.parallel)
     else:
-        replace_linears_from_checkpoint(model, tensors, scheme, config)
+        replace_linears_from_checkpoint(model, tensors, scheme, request.quantization_config)

@@ -10,45 +10,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core.errors import MissingComponentError
-from ipex_core.optimization.api import copy_model
 from ipex_llm.arch.types import MlpPlan, NormPlan
-from ipex_llm.model_runner.weights.woq_model import quantize
+from ipex_llm.model_runner.weights.woq_model import choose, quantize
+from ipex_llm.optimization.request import Request
 from ipex_llm.patch.attach import find_plan
 
 logger = logging.getLogger("ipex.llm")
 
 
 def optimize_on_xpu(
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    inplace: bool,
-    device: torch.device,
-    quantization_config: Any,
-    low_precision_checkpoint: Any,
-    load: Callable[[nn.Module], None],
+    model: nn.Module, request: Request, load: Callable[[nn.Module, Request], None]
 ) -> nn.Module:
-    """Return the model on the device; the arguments are those of `ipex.llm.optimize`.
+    """Return the model on the device, changed in place.
 
     Args:
-        load: Puts the checkpoint into the model.
-
-    Raises:
-        MissingComponentError: There is no xpu device.
+        model: The model.
+        request: What was asked for.
+        load: Puts the checkpoint of the request into the model.
     """
-    if not torch.xpu.is_available():
-        raise MissingComponentError(
-            "optimize: device 'xpu' needs a device: pip install 'ipex[xpu]', and IPEX_XPU_DEVICE=cpu for the CPU as one"
-        )
-    if not inplace:
-        model = copy_model(model)
+    dtype, device = request.dtype, request.device
     plan, reason = find_plan(model)
     # Weights are packed on the host.
-    if low_precision_checkpoint is not None:
-        load(model)
+    if request.checkpoint is not None:
+        load(model, request)
         plan, reason = find_plan(model)
-    elif quantization_config is not None:
-        plan, _, _ = quantize(model, plan, quantization_config)
+    elif request.quantization_config is not None:
+        plan, _ = quantize(model, plan, choose(model, plan, request.quantization_config))
     if dtype is not None and dtype != torch.float32:
         model.to(dtype)
     model.to(device)

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from ipex_core.module_swap.derive import derive as subclass
+import ipex_core
+from ipex_core.module_swap.derive import as_original, restore_class, swap
 from ipex_core.module_swap.forward import FusedForward
+from ipex_core.optimization.passes.prepack import PACKED_LATER
 from ipex_core.packing.parameter import PackedWeight
 from ipex_llm.arch.layers import Found, layer_plans
-from ipex_llm.arch.types import DecoderPlan
+from ipex_llm.arch.types import DecoderPlan, linear_modules
 from ipex_llm.distributed import is_sharded, parallel_plan
 from ipex_llm.model_runner.runner import Rope, Runner
 from ipex_llm.model_runner.weights.dense import Owners, UnsupportedPlan
@@ -28,8 +29,11 @@ __all__ = [
     "attach_layers",
     "attach_runner",
     "find_plan",
+    "layer_alone",
+    "optimize_rest",
     "reattach_layer",
     "reattach_layers",
+    "row_dtype",
     "share_random",
 ]
 
@@ -46,12 +50,29 @@ def find_plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
         return None, str(error)
 
 
+def optimize_rest(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    layers: Sequence[Found],
+    plan: DecoderPlan | None = None,
+) -> None:
+    """Let `ipex_core.optimize` work on a model, but for packing the linear layers that plans pack side by side."""
+    modules = [*linear_modules((plan, *(layer.plan for layer in layers)))]
+    for module in modules:
+        module.__dict__[PACKED_LATER] = True
+    try:
+        ipex_core.optimize(model, dtype=dtype, inplace=True)
+    finally:
+        for module in modules:
+            module.__dict__.pop(PACKED_LATER, None)
+
+
 def share_random(model: nn.Module) -> None:
     """Let ``generate`` of a sharded model that has no program draw the same random numbers on each rank."""
     from ipex_llm.patch.generate import SameRandomMixin, can_generate
 
     if can_generate(model):
-        model.__class__ = subclass(type(model), SameRandomMixin)
+        swap(model, SameRandomMixin)
 
 
 def attach_decoder(
@@ -63,7 +84,7 @@ def attach_decoder(
     """Make a model run its plan; return why it cannot."""
     decoder = plan.decoder
     try:
-        runner = Runner(plan, _dtype(plan), _shared(model), kv_scales=scales)
+        runner = Runner(plan, row_dtype(plan), _shared(model), kv_scales=scales)
     except UnsupportedPlan as reason:
         return str(reason)
     from ipex_llm.patch.generate import GenerationMixin, ParallelGenerationMixin, can_generate
@@ -71,15 +92,24 @@ def attach_decoder(
     patch = Patch(model, attach_runner, kv=kv, kv_scales=scales, stock_calls=plan.stock_calls)
     for module in {id(m): m for m in (decoder, model)}.values():
         module.__dict__.update({"_ipex_runner": runner, "_ipex_undo": _undo, KEY: patch})
-    decoder.__class__ = subclass(type(decoder), DecoderMixin)
+    swap(decoder, DecoderMixin)
     if model is not decoder and can_generate(model) and plan.head is not None:
         mixin = GenerationMixin if plan.parallel is None else ParallelGenerationMixin
-        model.__class__ = subclass(type(model), mixin)
+        swap(model, mixin)
     return None
 
 
-def _dtype(plan: DecoderPlan) -> torch.dtype:
-    weight = plan.layers[0].attention.output.modules[0]._parameters.get("weight")
+def row_dtype(
+    plan: DecoderPlan, form: Callable[[nn.Module], object] = lambda module: None
+) -> torch.dtype:
+    """Return the dtype of the rows of a plan.
+
+    Args:
+        plan: The plan.
+        form: Returns how the weight of a linear layer will be quantized, None for floats.
+    """
+    output = plan.layers[0].attention.output.modules[0]
+    weight = output._parameters.get("weight") if form(output) is None else None
     if weight is None or not weight.is_floating_point():
         weight = plan.embedding._parameters["weight"]
         assert weight is not None
@@ -103,18 +133,12 @@ def attach_layers(model: nn.Module, layers: Sequence[Found]) -> dict[str, str]:
     return refused
 
 
-def _attach_layer(
-    top: nn.Module,
-    layer: Found,
-    dtype: torch.dtype,
-    shared: Mapping[int, Owners],
-    ropes: dict[str, Rope],
-) -> str | None:
-    """Make a layer run its plan; return why it cannot."""
+def layer_alone(layer: Found) -> DecoderPlan:
+    """Return the plan of a decoder that consists of one layer, which has a plan."""
     module, plan, facts = layer.module, layer.plan, layer.facts
     assert plan is not None and facts is not None
     positions = getattr(facts.config, "max_position_embeddings", None)
-    alone = DecoderPlan(
+    return DecoderPlan(
         decoder=module,
         embedding=module,
         layers=(plan,),
@@ -124,8 +148,19 @@ def _attach_layer(
         vocab_size=0,
         max_positions=positions if isinstance(positions, int) else 2048,
     )
+
+
+def _attach_layer(
+    top: nn.Module,
+    layer: Found,
+    dtype: torch.dtype,
+    shared: Mapping[int, Owners],
+    ropes: dict[str, Rope],
+) -> str | None:
+    """Make a layer run its plan; return why it cannot."""
+    module, facts = layer.module, layer.facts
     try:
-        runner = Runner(alone, dtype, shared, ropes)
+        runner = Runner(layer_alone(layer), dtype, shared, ropes)
     except UnsupportedPlan as reason:
         return str(reason)
     hooks = tuple((m, hooks_of(m)) for m in module.modules() if m is not module)
@@ -134,7 +169,7 @@ def _attach_layer(
     if isinstance(module.__dict__.get("forward"), FusedForward):
         del module.__dict__["forward"]  # it would hide that of the class
     if not isinstance(module, LayerMixin):
-        module.__class__ = subclass(type(module), LayerMixin)
+        swap(module, LayerMixin)
     return None
 
 
@@ -159,7 +194,7 @@ def reattach_layers(top: nn.Module) -> None:
         former = module.__dict__.pop("_ipex_runner", None)
         if isinstance(former, Runner):
             former.store.undo()
-    with _original_classes(*modules):
+    with as_original(*modules):
         found = {id(layer.module): layer for layer in layer_plans(top)}
     ropes: dict[str, Rope] = {}
     shared, dtype = _shared(top), _layer_dtype(top)
@@ -186,23 +221,9 @@ def _undo(module: nn.Module) -> None:
         runner.store.undo()
     for key in _KEYS:
         module.__dict__.pop(key, None)
-    original = getattr(type(module), "_ipex_original", None)
-    if original is not None:
-        module.__class__ = original
+    restore_class(module)
     if is_sharded(module):  # still
         share_random(module)
-
-
-@contextlib.contextmanager
-def _original_classes(*modules: nn.Module) -> Iterator[None]:
-    former = [type(module) for module in modules]
-    for module in modules:
-        module.__class__ = getattr(type(module), "_ipex_original", type(module))
-    try:
-        yield
-    finally:
-        for module, kind in zip(modules, former, strict=True):
-            module.__class__ = kind
 
 
 def attach_runner(decoder: nn.Module) -> Runner | None:
@@ -215,13 +236,13 @@ def attach_runner(decoder: nn.Module) -> Runner | None:
     top.__dict__.pop("_ipex_runner", None)
     if isinstance(former, Runner):
         former.store.undo()
-    with _original_classes(decoder, top):
+    with as_original(decoder, top):
         plan, _ = find_plan(top)
         if plan is None or plan.decoder is not decoder:
             return None
         plan = dataclasses.replace(plan, stock_calls=patch.stock_calls)
         try:
-            runner = Runner(plan, _dtype(plan), _shared(top), kv_scales=patch.kv_scales)
+            runner = Runner(plan, row_dtype(plan), _shared(top), kv_scales=patch.kv_scales)
         except UnsupportedPlan:
             return None
     decoder.__dict__["_ipex_runner"] = top.__dict__["_ipex_runner"] = runner

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import logging
@@ -28,6 +29,8 @@ from ipex_quant.weight_only.build import as_qconfig
 from ipex_quant.weight_only.linear import WeightOnlyQuantizedLinear
 
 __all__ = [
+    "ChosenLinear",
+    "choose_linears",
     "matches",
     "quantize_linears",
     "woq_qconfig_of",
@@ -36,6 +39,7 @@ __all__ = [
 
 log = logging.getLogger("ipex")
 
+_SKIPPED = "it is among the modules to skip"
 #: Called as ``progress(done, total, name)`` after each layer.
 Progress = Callable[[int, int, str], None]
 
@@ -79,29 +83,14 @@ def quantize_linears(
         ('0',)
     """
     op = "quantize_linears"
-    single = woq_qconfigs(op, qconfig)[0]
-    qconfig = qconfig if isinstance(qconfig, QConfigMapping) else single
-    check(not _is_linear(model), op, "model", "contain linear layers, not be one", "a linear layer")
     skip = patterns_of(op, modules_to_skip)
-    names: dict[nn.Module, list[str]] = {}
-    qconfigs: dict[str, QConfigWoq] = {}
-    unused = set(skip)
-    for name, module in model.named_modules(remove_duplicate=False):
-        if not _is_linear(module):
-            continue
-        hits = [pattern for pattern in skip if matches(name, (pattern,))]
-        unused.difference_update(hits)
-        if hits:
-            continue
-        own = woq_qconfig_of(qconfig, name, module)
-        if module in names:
-            names[module].append(name)
-        elif own is not None:
-            names[module], qconfigs[name] = [name], own
+    chosen, skipped = choose_linears(op, model, qconfig, skip)
+    hits = (matching(name, skip) for name, reason in skipped.items() if reason == _SKIPPED)
+    unused = set(skip).difference(*hits)
     for pattern in sorted(unused):
         log.warning("%s: no linear layer matches %r in modules_to_skip", op, pattern)
-    for module, (name, *_) in names.items():
-        _check_group(op, module, name, qconfigs[name])
+    names = {layer.module: list(layer.names) for layer in chosen}
+    qconfigs = {layer.names[0]: layer.qconfig for layer in chosen}
     layers = list(names.items())
     done: list[str] = []
     for module, places in _with_progress(layers, progress):
@@ -112,6 +101,64 @@ def quantize_linears(
         return_free_memory()
     describe_saved(model)
     return tuple(done)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChosenLinear:
+    """A linear layer that is to be quantized.
+
+    Attributes:
+        module: The layer.
+        names: Its names in the model, several where modules share it.
+        qconfig: How to quantize it.
+    """
+
+    module: nn.Module
+    names: tuple[str, ...]
+    qconfig: QConfigWoq
+
+
+def choose_linears(
+    op: str, model: nn.Module, qconfig: Any, modules_to_skip: Sequence[str] = ()
+) -> tuple[list[ChosenLinear], dict[str, str]]:
+    """Return the linear layers of a model that `quantize_linears` replaces; the model stays as it is.
+
+    Args:
+        op: Who asks, for messages.
+        model: The model.
+        qconfig: As for `quantize_linears`.
+        modules_to_skip: As for `quantize_linears`.
+
+    Returns:
+        The layers in the order of the model, and the names of all others with the reason why they are left alone.
+
+    Raises:
+        OpArgumentError: The configuration does not fit a layer.
+    """
+    single = woq_qconfigs(op, qconfig)[0]
+    qconfig = qconfig if isinstance(qconfig, QConfigMapping) else single
+    check(not _is_linear(model), op, "model", "contain linear layers, not be one", "a linear layer")
+    names: dict[nn.Module, list[str]] = {}
+    qconfigs: dict[nn.Module, QConfigWoq] = {}
+    skipped: dict[str, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not _is_linear(module):
+            if isinstance(module, nn.Linear):
+                skipped[name] = f"{type(module).__name__} computes more than a linear layer"
+            continue
+        if matches(name, modules_to_skip):
+            skipped[name] = _SKIPPED
+            continue
+        own = woq_qconfig_of(qconfig, name, module)
+        if module in names:
+            names[module].append(name)
+        elif own is not None:
+            names[module], qconfigs[module] = [name], own
+        else:
+            skipped[name] = "the configuration has nothing for it"
+    for module, (name, *_) in names.items():
+        _check_group(op, module, name, qconfigs[module])
+    return [ChosenLinear(m, tuple(found), qconfigs[m]) for m, found in names.items()], skipped
 
 
 def woq_qconfigs(op: str, qconfig: Any) -> list[QConfigWoq]:
@@ -150,9 +197,14 @@ def patterns_of(op: str, modules: Iterable[str], name: str = "modules_to_skip") 
     return tuple(modules)
 
 
+def matching(name: str, patterns: Sequence[str]) -> list[str]:
+    """Return the patterns that mean a module: whole parts of its name, or ``*`` and ``?``."""
+    return [p for p in patterns if f".{p}." in f".{name}." or fnmatch.fnmatchcase(name, p)]
+
+
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a module is meant by one of the patterns: whole parts of its name, or ``*`` and ``?``."""
-    return any(f".{p}." in f".{name}." or fnmatch.fnmatchcase(name, p) for p in patterns)
+    """Return whether a module is meant by one of the patterns."""
+    return bool(matching(name, patterns))
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -20,7 +20,14 @@ from ipex_quant.weight.tensor import QuantizedWeight
 from ipex_quant.weight_only.build import as_qconfig, dtype_of
 from ipex_quant.weight_only.checkpoint import linear_from, quantized_names, read_linear
 
-__all__ = ["Replaced", "assign", "finish_meta", "load_rest", "replace_linears_from_checkpoint"]
+__all__ = [
+    "Replaced",
+    "assign",
+    "finish_meta",
+    "load_rest",
+    "places_of",
+    "replace_linears_from_checkpoint",
+]
 
 Tensor = torch.Tensor
 _OP = "replace_linears_from_checkpoint"
@@ -84,10 +91,7 @@ def replace_linears_from_checkpoint(
     """
     single = qconfig is None or not isinstance(qconfig, dict)
     config = None if qconfig is None or not single else as_qconfig(_OP, qconfig)
-    method = method_of(_OP, quant_config)
-    names = quantized_names(state_dict)
-    check(bool(names), _OP, "state_dict", f"have quantized layers for method {method}", "none")
-    places = _places(model, names)
+    places = places_of(model, state_dict, quant_config)
     dtype = _float_dtype(model)
     consumed: set[str] = set()
     dense: list[str] = []
@@ -137,6 +141,20 @@ def _renamed(model: nn.Module, name: str) -> list[str]:
     if name.startswith(f"{prefix}."):
         found.append(name.removeprefix(f"{prefix}."))
     return found
+
+
+def places_of(
+    model: nn.Module, state_dict: Mapping[str, Tensor], quant_config: Mapping[str, Any] | None
+) -> dict[str, str]:
+    """Return the quantized layers of a checkpoint, and the module of a model that each belongs to.
+
+    Raises:
+        OpArgumentError: There are no quantized layers, or some that the model has no module for.
+    """
+    method = method_of(_OP, quant_config)
+    names = quantized_names(state_dict)
+    check(bool(names), _OP, "state_dict", f"have quantized layers for method {method}", "none")
+    return _places(model, names)
 
 
 def _places(model: nn.Module, names: list[str]) -> dict[str, str]:

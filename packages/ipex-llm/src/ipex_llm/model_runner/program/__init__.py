@@ -12,7 +12,7 @@ Each returns either the rows after the last norm or the logits of chosen rows.
 
 from __future__ import annotations
 
-from ipex_llm.model_runner.program.emitter import Emitter, rope_key
+from ipex_llm.model_runner.program.emitter import Emitter, rope_key, unsupported_reason
 from ipex_llm.model_runner.program.writer import Mode
 
-__all__ = ["Emitter", "Mode", "rope_key"]
+__all__ = ["Emitter", "Mode", "rope_key", "unsupported_reason"]

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from ipex_core.library.spec import FLOATS
 from ipex_core.packing.parameter import PackedWeight
 from ipex_core.program import Program
 from ipex_core.util.files import return_free_memory
@@ -21,13 +23,20 @@ from ipex_llm.arch.types import (
     MlpPlan,
     NormPlan,
 )
-from ipex_llm.model_runner.program.latent import Latent, pack_latent
+from ipex_llm.model_runner.program.latent import Latent, check_latent, pack_latent
 from ipex_llm.model_runner.program.mlp import GATES, check_mlp
 from ipex_llm.model_runner.program.writer import Mode, Writer
-from ipex_llm.model_runner.weights.dense import Linear, UnsupportedPlan, WeightStore
-from ipex_llm.model_runner.weights.experts import Experts, pack_experts
+from ipex_llm.model_runner.weights.dense import (
+    DIFFERENT,
+    MIXED,
+    Linear,
+    UnsupportedPlan,
+    WeightStore,
+    check_packable,
+)
+from ipex_llm.model_runner.weights.experts import Experts, check_experts, pack_experts
 
-__all__ = ["Emitter", "LayerWeights", "rope_key"]
+__all__ = ["Emitter", "LayerWeights", "rope_key", "unsupported_reason"]
 
 Tensor = torch.Tensor
 
@@ -175,3 +184,73 @@ def _check(layer: LayerPlan) -> None:
         mlp = mlp.shared
     if mlp is not None:
         check_mlp(mlp)
+
+
+def unsupported_reason(
+    plan: DecoderPlan, dtype: torch.dtype, form: Callable[[nn.Module], object]
+) -> str | None:
+    """Return why no program can be written for a plan, before any weight is packed; None if nothing is known.
+
+    Args:
+        plan: The plan.
+        dtype: dtype that rows and weights will have.
+        form: Returns how the weight of a linear layer will be quantized, None for floats; layers with one input need
+            equal forms.
+    """
+    if dtype not in FLOATS:
+        return f"weights of {dtype}"
+    try:
+        for layer in plan.layers:
+            _check(layer)
+            if layer.attention.latent is not None:
+                check_latent(layer.attention)
+        for modules, gated in _groups(plan):
+            _check_forms(modules, gated, form)
+        for layer in plan.layers:
+            if isinstance(layer.mlp, ExpertsPlan):
+                check_experts(layer.mlp, form)
+    except UnsupportedPlan as error:
+        return str(error)
+    return None
+
+
+def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
+    """Yield the linear layers that are packed as one weight each, and whether they are a gate and its factor."""
+    for linear in (plan.embedding_projection, plan.output_projection, plan.head):
+        if linear is not None:
+            yield (linear,), False
+    for layer in plan.layers:
+        attention, mlp = layer.attention, layer.mlp
+        yield (attention.qkv,), False
+        yield (attention.output,), False
+        if attention.latent is not None:
+            yield (LinearPlan((attention.latent.up,)),), False
+            if attention.latent.query is not None:
+                yield (attention.latent.query,), False
+        block = mlp.shared if isinstance(mlp, ExpertsPlan) else mlp
+        if isinstance(mlp, ExpertsPlan) and mlp.shared_gate is not None:
+            yield (LinearPlan((mlp.shared_gate,)),), False
+        if block is None:
+            continue
+        yield (block.down,), False
+        gated = block.activation in GATES
+        if block.gate is not None and gated:
+            yield (block.gate, block.up), True
+        else:
+            yield (block.up,), block.fused and gated
+            if block.gate is not None:
+                yield (block.gate,), False
+
+
+def _check_forms(
+    plans: tuple[LinearPlan, ...], gated: bool, form: Callable[[nn.Module], object]
+) -> None:
+    """Raise if linear layers have no common packed weight."""
+    modules = [module for plan in plans for module in plan.modules]
+    forms = [form(module) for module in modules]
+    if all(one is None for one in forms):
+        check_packable(modules)
+    elif None in forms:
+        raise UnsupportedPlan(MIXED)
+    elif len(set(forms)) > 1 or (gated and any(plan.order is not None for plan in plans)):
+        raise UnsupportedPlan(DIFFERENT)

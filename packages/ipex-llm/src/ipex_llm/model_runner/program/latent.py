@@ -21,14 +21,14 @@ from ipex_llm.model_runner.weights.dense import (
     Linear,
     UnsupportedPlan,
     WeightStore,
-    _not_packable,
     _unpack,
+    check_packable,
 )
 
 if TYPE_CHECKING:
     from ipex_llm.model_runner.program.writer import Writer
 
-__all__ = ["Latent", "pack_latent", "write_latent"]
+__all__ = ["Latent", "check_latent", "pack_latent", "write_latent"]
 
 Tensor = torch.Tensor
 
@@ -42,6 +42,12 @@ class Latent:
     query: Linear | None
 
 
+def check_latent(plan: AttentionPlan) -> None:
+    """Raise UnsupportedPlan if the projection from the latent has a bias."""
+    if plan.latent is not None and getattr(plan.latent.up, "bias", None) is not None:
+        raise UnsupportedPlan("the projection from the latent has a bias")
+
+
 @torch.no_grad()
 def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
     """Pack the projections from the latent.
@@ -52,17 +58,14 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
     latent, rope = plan.latent, plan.rope
     assert latent is not None and rope is not None
     up: Any = latent.up
-    if up.bias is not None:
-        raise UnsupportedPlan("the projection from the latent has a bias")
+    check_latent(plan)
     plain = plan.head_dim - rope.dim
     quantized = woq.is_quantized(up)
     if quantized:  # small; products of single heads have no quantized form
         weight = up.dequantize(store.dtype)
         store._own.append((up, "packed_weight", up._buffers["packed_weight"]))
     else:
-        reason = _not_packable(up)
-        if reason is not None:
-            raise UnsupportedPlan(f"{type(up).__name__}: {reason}")
+        check_packable([up])
         _unpack(up)
         weight = up._parameters["weight"].detach().to(store.dtype)
     heads = weight.view(plan.heads, plain + latent.value_dim, latent.rank)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,17 +30,30 @@ from ipex_core.module_swap.state_dict import (
     unpack_weight,
 )
 from ipex_core.optimization.passes.cast import cast_input
+from ipex_core.optimization.records import class_name
 from ipex_core.packing.parameter import PackedWeight
 from ipex_core.woq import interleave_gate_up
 from ipex_llm.arch.types import LinearPlan
 from ipex_llm.model_runner.planned import Part, PlannedWeight, TiedEmbedding
 from ipex_llm.model_runner.weights import woq as _woq
 
-__all__ = ["Linear", "Owners", "PlannedWeight", "UnsupportedPlan", "WeightStore", "call_linear"]
+__all__ = [
+    "Linear",
+    "Owners",
+    "PlannedWeight",
+    "UnsupportedPlan",
+    "WeightStore",
+    "call_linear",
+    "check_packable",
+]
 
 Tensor = torch.Tensor
 #: Modules that have a parameter, and the name it has there.
 Owners = Sequence[tuple[nn.Module, str]]
+
+
+MIXED = "some layers with one input are quantized, others are not"
+DIFFERENT = "quantized layers with one input have different formats"
 
 
 class UnsupportedPlan(Exception):
@@ -120,10 +133,10 @@ class WeightStore:
         if not any(_woq.is_quantized(module) for module in modules):
             return self._pack(plans, fused)
         if not all(_woq.is_quantized(module) for module in modules):
-            raise UnsupportedPlan("some layers with one input are quantized, others are not")
+            raise UnsupportedPlan(MIXED)
         found = _woq.combine(plans, fused)
         if found is None:
-            raise UnsupportedPlan("quantized layers with one input have different formats")
+            raise UnsupportedPlan(DIFFERENT)
         packed, bias, modes, lent = found
         self._lent += lent
         features = sum(_features(module) for module in modules)
@@ -137,10 +150,7 @@ class WeightStore:
     @torch.no_grad()
     def _pack(self, plans: list[LinearPlan], fused: bool) -> Linear:
         modules = [module for plan in plans for module in plan.modules]
-        for module in modules:
-            reason = _not_packable(module)
-            if reason is not None:
-                raise UnsupportedPlan(f"{type(module).__name__}: {reason}")
+        check_packable(modules)
         gated = fused or len(plans) == 2
         only = modules[0]
         kept = only.__dict__.get("_packed")
@@ -310,6 +320,18 @@ def _out_features(module: nn.Module, transposed: bool) -> int:
 
 def _features(module: Any) -> int:
     return int(module.out_features)
+
+
+def check_packable(modules: Iterable[nn.Module]) -> None:
+    """Raise if a module has hooks, or its weight is no plain floating matrix.
+
+    Raises:
+        UnsupportedPlan: The text says what it has.
+    """
+    for module in modules:
+        reason = _not_packable(module)
+        if reason is not None:
+            raise UnsupportedPlan(f"{class_name(module)}: {reason}")
 
 
 def _not_packable(module: nn.Module) -> str | None:

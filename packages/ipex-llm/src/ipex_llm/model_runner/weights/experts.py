@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +12,19 @@ from torch import nn
 
 from ipex_llm.arch.types import ExpertsPlan
 from ipex_llm.model_runner.weights import woq, woq_experts
-from ipex_llm.model_runner.weights.dense import UnsupportedPlan, WeightStore, _not_packable, _unpack
+from ipex_llm.model_runner.weights.dense import (
+    UnsupportedPlan,
+    WeightStore,
+    _unpack,
+    check_packable,
+)
 from ipex_quant import combine_linears
 
-__all__ = ["Experts", "pack_experts"]
+__all__ = ["Experts", "check_experts", "pack_experts"]
+
+_MIXED = "some experts are quantized, others are not"
+_DIFFERENT = "quantized experts have different formats"
+_ELSEWHERE = "the weights of the experts are no parameters of their module"
 
 Tensor = torch.Tensor
 Modules = tuple[nn.Module, ...]
@@ -45,7 +55,7 @@ def pack_experts(store: WeightStore, plan: ExpertsPlan) -> Experts:
         if not any(quantized):
             return _pack_listed(store, plan.experts, gate_up, down)
         if not all(quantized):
-            raise UnsupportedPlan("some experts are quantized, others are not")
+            raise UnsupportedPlan(_MIXED)
         return _join_quantized(store, plan.experts, gate_up, down)
     stacks = woq_experts.packed(plan.module)
     if stacks is not None:
@@ -53,6 +63,41 @@ def pack_experts(store: WeightStore, plan: ExpertsPlan) -> Experts:
         w13, w2 = stacks.packed.values()
         return Experts(w13, w2, *_stacked_biases(store, plan), stacks.lowp)
     return _pack_stacked(store, plan)
+
+
+def check_experts(plan: ExpertsPlan, form: Callable[[nn.Module], object]) -> None:
+    """Raise if the experts of a layer cannot be packed.
+
+    Args:
+        plan: Of the experts.
+        form: Returns how the weight of a module will be quantized, None for floats.
+
+    Raises:
+        UnsupportedPlan: They are of different kinds, or lie in memory in a way that is not known here.
+    """
+    gate_up, down = plan.gate_up, plan.down
+    if not isinstance(gate_up, tuple) or not isinstance(down, tuple):
+        owners = _owners(plan)
+        known = form(plan.module) is not None or woq_experts.weights(plan.module)
+        if not known and not {id(gate_up), id(down)} <= owners.keys():
+            raise UnsupportedPlan(_ELSEWHERE)
+        return
+    forms = [{form(module) for module in part} for part in (gate_up, down)]
+    if forms == [{None}, {None}]:
+        check_packable((*gate_up, *down))
+    elif None in forms[0] or None in forms[1]:
+        raise UnsupportedPlan(_MIXED)
+    elif any(len(found) > 1 for found in forms):
+        raise UnsupportedPlan(_DIFFERENT)
+
+
+def _owners(plan: ExpertsPlan) -> dict[int, tuple[nn.Module, str]]:
+    """Return who has a parameter, by its id: the module of the experts, or one for each weight."""
+    return {
+        id(parameter): (module, name)
+        for module in plan.module.modules()
+        for name, parameter in module._parameters.items()
+    }
 
 
 def _stacked_biases(store: WeightStore, plan: ExpertsPlan) -> tuple[Tensor | None, Tensor | None]:
@@ -71,13 +116,9 @@ def _stacked_biases(store: WeightStore, plan: ExpertsPlan) -> tuple[Tensor | Non
 
 def _pack_stacked(store: WeightStore, plan: ExpertsPlan) -> Experts:
     gate_up, down = plan.gate_up, plan.down
-    owners = {  # the module itself, or one for each weight
-        id(parameter): (module, name)
-        for module in plan.module.modules()
-        for name, parameter in module._parameters.items()
-    }
+    owners = _owners(plan)
     if id(gate_up) not in owners or id(down) not in owners:
-        raise UnsupportedPlan("the weights of the experts are no parameters of their module")
+        raise UnsupportedPlan(_ELSEWHERE)
     made: list[Tensor] = []
     for gated, parameter in ((True, gate_up), (False, down)):
         assert isinstance(parameter, Tensor)
@@ -113,10 +154,8 @@ class _StackPart:
 
 
 def _pack_listed(store: WeightStore, count: int, gate_up: Modules, down: Modules) -> Experts:
+    check_packable((*gate_up, *down))
     for module in (*gate_up, *down):
-        reason = _not_packable(module)
-        if reason is not None:
-            raise UnsupportedPlan(f"{type(module).__name__}: {reason}")
         _unpack(module)
     made: list[Tensor] = []
     for parts in ((gate_up[:count], gate_up[count:]), (down,)):
@@ -190,10 +229,10 @@ def _join_quantized(store: WeightStore, count: int, gate_up: Any, down: Any) -> 
         for one in zip(*parts, strict=True):
             combined = combine_linears(one, gate=gated, codes_order="dot")
             if combined is None:
-                raise UnsupportedPlan("gate and up of a quantized expert have different formats")
+                raise UnsupportedPlan(_DIFFERENT)
             rows.append(combined[0])
         if len({row.shape for row in rows}) != 1:
-            raise UnsupportedPlan("quantized experts have different formats")
+            raise UnsupportedPlan(_DIFFERENT)
         packed: Tensor = torch.ops.ipex.pack_moe_stack(rows)
         del rows
         made.append(packed)

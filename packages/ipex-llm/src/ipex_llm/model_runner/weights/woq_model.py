@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -16,19 +16,43 @@ from ipex_llm.arch.types import DecoderPlan, ExpertsPlan, LayerPlan, LinearPlan
 from ipex_llm.model_runner.weights import woq, woq_experts
 from ipex_quant import quantize_linears
 from ipex_quant.qconfig.weight_only import QConfigWoq
-from ipex_quant.weight_only.convert import woq_qconfig_of, woq_qconfigs
+from ipex_quant.weight_only.convert import (
+    ChosenLinear,
+    choose_linears,
+    woq_qconfig_of,
+    woq_qconfigs,
+)
 
-__all__ = ["quantize"]
+__all__ = ["Choice", "choose", "quantize", "remapped"]
 
 #: Name of the module with the experts, and why they were not quantized (None: they were).
 Notes = list[tuple[str, nn.Module, str | None]]
 Plan = TypeVar("Plan", DecoderPlan | None, LayerPlan | None)
 
 
-def quantize(
-    model: nn.Module, plan: DecoderPlan | None, config: Any, layers: Sequence[Found] = ()
-) -> tuple[DecoderPlan | None, list[Found], Notes]:
-    """Quantize a model in place.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """What of a model is quantized, and how.
+
+    Attributes:
+        linears: The linear layers.
+        skipped: Names of the linear layers that stay, with the reason.
+        stacked: Stacked experts: name of their module, plan, configuration.
+        notes: All mixtures of experts that are not linear layers.
+        config: What was asked for.
+        routers: Names of the layers that choose experts.
+    """
+
+    linears: tuple[ChosenLinear, ...]
+    skipped: dict[str, str]
+    stacked: tuple[tuple[str, ExpertsPlan, QConfigWoq], ...]
+    notes: Notes
+    config: Any
+    routers: tuple[str, ...]
+
+
+def choose(model: nn.Module, plan: DecoderPlan | None, config: Any) -> Choice:
+    """Return what `quantize` does with a model; the model stays as it is.
 
     Routers, which choose experts, stay in floating point.
 
@@ -36,10 +60,6 @@ def quantize(
         model: The model.
         plan: Of its decoder, or None; experts are looked for in the model then.
         config: A `QConfigWoq`, or a mapping with one as global or for some modules.
-        layers: Its decoder layers, if they have plans of their own.
-
-    Returns:
-        The plan and the decoder layers with the new modules, and what was done about stacked experts.
 
     Raises:
         OpArgumentError: The configuration does not fit a layer.
@@ -70,21 +90,57 @@ def quantize(
             stacked.append((name, mixture, qconfig))
         notes.append((name, mixture.module, reason))
     kept = {m for one in found for m in (one.router, one.shared_gate) if m is not None}
+    every = model.named_modules(remove_duplicate=False)
+    routers = tuple(n for n, m in every if m in kept and isinstance(m, nn.Linear))
+    linears, skipped = choose_linears("optimize", model, config, routers)
+    skipped |= dict.fromkeys(routers, "it chooses experts")
+    return Choice(tuple(linears), skipped, tuple(stacked), notes, config, routers)
+
+
+def quantize(
+    model: nn.Module, plan: DecoderPlan | None, choice: Choice, layers: Sequence[Found] = ()
+) -> tuple[DecoderPlan | None, list[Found]]:
+    """Quantize a model in place.
+
+    Args:
+        model: The model.
+        plan: Of its decoder, or None.
+        choice: What `choose` returned for it.
+        layers: Its decoder layers, if they have plans of their own.
+
+    Returns:
+        The plan and the decoder layers with the new modules.
+
+    Raises:
+        OpArgumentError: A weight is not finite.
+    """
     names = dict(model.named_modules(remove_duplicate=False))
-    quantize_linears(model, config, tuple(n for n, m in names.items() if m in kept and _linear(m)))
-    for name, mixture, qconfig in stacked:
+    quantize_linears(model, choice.config, choice.routers)
+    for name, mixture, qconfig in choice.stacked:
         woq_experts.quantize(mixture, name, qconfig)
+    return remapped(model, names, plan, layers)
+
+
+def remapped(
+    model: nn.Module,
+    names: Mapping[str, nn.Module],
+    plan: DecoderPlan | None,
+    layers: Sequence[Found],
+) -> tuple[DecoderPlan | None, list[Found]]:
+    """Return a plan and decoder layers with the modules that a model has now.
+
+    Args:
+        model: The model.
+        names: Its modules when the plan was made.
+        plan: The plan, or None.
+        layers: The layers.
+    """
     new = dict(model.named_modules(remove_duplicate=False))
-    changed = {id(old): new[name] for name, old in names.items() if new.get(name) is not old}
-    return (
-        _remap(plan, changed),
-        [dataclasses.replace(layer, plan=_remap(layer.plan, changed)) for layer in layers],
-        notes,
-    )
-
-
-def _linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
+    changed = {
+        id(old): new[name] for name, old in names.items() if new.get(name) not in (None, old)
+    }
+    found = [dataclasses.replace(layer, plan=_remap(layer.plan, changed)) for layer in layers]
+    return _remap(plan, changed), found
 
 
 def _mixtures(model: nn.Module, plan: DecoderPlan | None) -> tuple[list[ExpertsPlan], Notes]:

@@ -27,7 +27,7 @@ from ipex_llm.optimization.proof.small import (
 )
 from ipex_llm.patch.decoder import silence
 
-__all__ = ["Key", "Verdict", "layer_key", "prove_layers", "prove_stack"]
+__all__ = ["Key", "Verdict", "layer_key", "prove_layers", "prove_stack", "small_copy"]
 
 logger = logging.getLogger("ipex.llm")
 
@@ -114,6 +114,18 @@ def _subject(model: nn.Module, decoder: nn.Module | None) -> tuple[type, Any] | 
         if own and config_of(module) is config:
             return kind, config
     return None
+
+
+def small_copy(model: nn.Module) -> nn.Module | None:
+    """Return a small copy of a model with weights of its own, or None if none can be made."""
+    subject = _subject(model, None)
+    if subject is None:
+        return None
+    try:
+        with torch.no_grad(), silence():
+            return _Case(*subject, half=False, limited=False).stock
+    except _Failed:
+        return None
 
 
 class _Case:
@@ -265,8 +277,7 @@ def _run(
 
 
 def _stack(case: _Case) -> Verdict:
-    from ipex_llm.optimization.rest import optimize_rest
-    from ipex_llm.patch.attach import attach_decoder, find_plan
+    from ipex_llm.patch.attach import attach_decoder, find_plan, optimize_rest
 
     def make(calls: frozenset[str], dtype: torch.dtype = torch.float32) -> nn.Module:
         fast = copy.deepcopy(case.stock)
@@ -298,8 +309,7 @@ def _key(case: _Case, index: int, plan: LayerPlan) -> Key:
 
 def _layers(case: _Case) -> Verdict:
     from ipex_llm.arch.layers import layer_plans
-    from ipex_llm.optimization.rest import optimize_rest
-    from ipex_llm.patch.attach import attach_layers
+    from ipex_llm.patch.attach import attach_layers, optimize_rest
 
     found = layer_plans(case.stock)
     keys = [

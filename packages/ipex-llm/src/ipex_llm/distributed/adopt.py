@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that transformers has divided (``tp_plan``): its distributed parameters become plain ones with our modules.
+"""Models that others have divided become ours.
 
-A layer by output features has parameters with the placement ``Shard(0)``, one by input features ``Shard(1)``; the
-collectives around them are in a ``forward`` that the module itself has. The head gathers what it gives.
+DeepSpeed: its modules are known by their names and attributes. ``LinearAllreduce`` has ``weight`` [out, part of in],
+``bias`` or None and ``mp_group``, and adds the bias to the sum. ``LmHeadLinearAllreduce`` is one that also takes its
+part of the input itself. ``LinearLayer`` has ``weight`` [part of out, in] and ``bias``.
+
+transformers (``tp_plan``): distributed parameters become plain ones with our modules. A layer by output features has
+parameters with the placement ``Shard(0)``, one by input features ``Shard(1)``; the collectives around them are in a
+``forward`` that the module itself has. The head gathers what it gives.
 """
 
 from __future__ import annotations
@@ -19,7 +24,92 @@ from ipex_llm.distributed.group import HeadShard, TensorParallel
 from ipex_llm.distributed.modules import AllReduce, ShardedHead, ShardedModule, replace_child
 from ipex_llm.distributed.shard import PARALLEL
 
-__all__ = ["adopt_transformers"]
+__all__ = ["adopt", "adopt_deepspeed", "adopt_transformers"]
+
+
+def adopt(model: nn.Module) -> bool:
+    """Make a model that DeepSpeed or transformers have divided one of ours, in place.
+
+    Args:
+        model: A model.
+
+    Returns:
+        Whether it was divided by one of them.
+
+    Raises:
+        ValueError: It is divided in a way that is not understood, or its process group is not started.
+    """
+    return adopt_deepspeed(model) or adopt_transformers(model)
+
+
+# ------------------------------------------------------------------------------------------------------------ DeepSpeed
+
+_SUMS = ("LinearAllreduce", "LmHeadLinearAllreduce")
+_PARTS = ("LinearLayer",)
+
+
+def _known(module: nn.Module, names: tuple[str, ...]) -> bool:
+    if isinstance(module, ShardedModule):
+        return False
+    weight = getattr(module, "weight", None)
+    is_weight = isinstance(weight, torch.Tensor) and weight.dim() == 2
+    return is_weight and any(kind.__name__ in names for kind in type(module).__mro__)
+
+
+def adopt_deepspeed(model: nn.Module) -> bool:
+    """Replace DeepSpeed's modules in a model by plain linear layers and `AllReduce`, in place.
+
+    Weights are shared with the modules they come from. The bias of a sum stays on rank 0 only. Collective if there are
+    such modules.
+
+    Args:
+        model: A model, as ``deepspeed.init_inference`` returns it (its ``module``).
+
+    Returns:
+        Whether there were such modules.
+
+    Raises:
+        ValueError: There are some, but no process group is started.
+    """
+    sums = [module for module in model.modules() if _known(module, _SUMS)]
+    if not sums:
+        return False
+    parallel = TensorParallel.of(getattr(sums[0], "mp_group", None))
+    head = next((module for module in sums if type(module).__name__ == _SUMS[1]), None)
+    if head is not None:
+        sizes: list[Any] = [None] * parallel.ranks
+        dist.all_gather_object(sizes, int(_weight(head).shape[1]), group=parallel.group)
+        parallel = dataclasses.replace(parallel, head=HeadShard("input", tuple(sizes)))
+    for module in [m for m in model.modules() if _known(m, _PARTS)]:
+        replace_child(model, module, _linear(module, True, model.training))
+    for module in sums:
+        linear = _linear(module, parallel.rank == 0, model.training)
+        if module is head:
+            assert parallel.head is not None
+            replace_child(model, module, ShardedHead(linear, parallel, parallel.head))
+        else:
+            replace_child(model, module, AllReduce(linear, parallel))
+    model.__dict__[PARALLEL] = parallel
+    return True
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    weight: Any = module.weight
+    return weight  # type: ignore[no-any-return]
+
+
+def _linear(module: nn.Module, with_bias: bool, training: bool) -> nn.Linear:
+    weight = _weight(module).detach()
+    bias: Any = getattr(module, "bias", None)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None and with_bias:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    # Not the mode of DeepSpeed's module: it makes those in training mode, whatever the model is in.
+    return linear.train(training)
+
+
+# --------------------------------------------------------------------------------------------------------- transformers
 
 _ADVICE = "load it whole and pass tp_group, which divides it"
 
