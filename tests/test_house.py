@@ -7,6 +7,7 @@ present numbers and what each counts; ``--tighten`` lowers the bounds.
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib.metadata
 import importlib.util
@@ -273,8 +274,30 @@ def test_form_of_messages(text: str, missing: list[str]) -> None:
     assert house_messages.lacks(text) == missing
 
 
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f():\n    what = 'bad'\n    raise ValueError(f'x {what}')", ["x bad"]),
+        ("TEXT = 'bad x'\ndef f():\n    raise ValueError(TEXT[:30])", ["bad x"]),
+        ("def f():\n    what = 'bad'\ndef g():\n    raise ValueError(f'x {what}')", ["x {what}"]),
+        ("raise TypeError('bad x', 'code')", ["bad x"]),
+        ("raise TypeError('bad')", ["bad"]),
+        ("raise TypeError(f'cannot load: {error}')", ["cannot load: {error}"]),
+        ("raise BadParameter(str(error), param_hint='--add')", []),
+        ("raise TypeError(f'{name}: {error}')", []),
+        ("try:\n    raise ImportError('bad x')\nexcept ImportError:\n    pass", []),
+        ("try:\n    raise IsADirectoryError('bad x')\nexcept (OSError, KeyError):\n    pass", []),
+        ("try:\n    raise ImportError('bad x')\nexcept OSError:\n    pass", ["bad x"]),
+        ("try:\n    f()\nexcept OSError:\n    raise OSError('bad x')", ["bad x"]),
+    ],
+)
+def test_which_messages_are_judged(source: str, found: list[str]) -> None:
+    nodes = ast.walk(ast.parse(source))
+    assert [text for _, text in house_messages.messages(nodes)] == found
+
+
 def test_examples() -> None:
-    assert doctest.testmod(house_messages) == (0, 4)
+    assert doctest.testmod(house_messages) == (0, 9)
 
 
 def test_spellings() -> None:

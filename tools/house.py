@@ -52,6 +52,7 @@ SIMPLE = (ast.Name, ast.expr_context, ast.operator)
 KINDS = (
     *(ast.Import, ast.ImportFrom, ast.If, ast.Call, ast.Raise, ast.Constant),
     *(ast.Tuple, ast.Set, ast.List),
+    *(ast.Assign, ast.FunctionDef, ast.AsyncFunctionDef, ast.Try),
 )
 
 
