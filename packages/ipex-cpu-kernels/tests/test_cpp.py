@@ -114,7 +114,7 @@ except ImportError as error:
 """,
         str(LIBRARY),
     )
-    assert out.startswith("KernelApiError libipex_cpp.so of another version has been loaded")
+    assert out.startswith("KernelApiError libipex_cpp.so must be of the version of ipex-core")
 
 
 def test_impossible_level_is_reported() -> None:

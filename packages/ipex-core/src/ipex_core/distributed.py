@@ -213,7 +213,9 @@ def shared_group(group: dist.ProcessGroup | None = None) -> SharedGroup | None:
     if found is None:
         raise ValueError("shared_group: the default process group must be started, got none")
     if dist.get_rank(found) < 0:
-        raise ValueError("shared_group: group must have this process as a member, got another")
+        raise ValueError(
+            f"shared_group: group must have this process as a member, got rank {dist.get_rank()}, which is not in it"
+        )
     known = _groups.get(found, False)
     if known is not False:
         return known  # type: ignore[return-value]

@@ -55,7 +55,7 @@ def register(api: int) -> ProviderInfo:
     """
     if api != KERNEL_API:
         raise KernelApiError(
-            f"ipex-cpu-kernels {__version__} has KERNEL_API {KERNEL_API}, but the installed ipex-core has {api}:"
+            f"ipex-cpu-kernels {__version__} needs an ipex-core of KERNEL_API {KERNEL_API}, got {api}:"
             " pip install --upgrade ipex-core ipex-cpu-kernels"
         )
     from ipex_cpu_kernels import _native
@@ -64,7 +64,7 @@ def register(api: int) -> ProviderInfo:
     native = _native.load()
     if native.kernel_api() != KERNEL_API:
         raise KernelApiError(
-            f"libipex_cpu.so has KERNEL_API {native.kernel_api()}, its Python package {KERNEL_API}:"
+            f"libipex_cpu.so must have KERNEL_API {KERNEL_API} as its Python package, got {native.kernel_api()}:"
             " pip install --force-reinstall ipex-cpu-kernels"
         )
     native.enable_huge_pages(config.get("huge_pages"))

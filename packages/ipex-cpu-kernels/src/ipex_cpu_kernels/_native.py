@@ -31,11 +31,15 @@ def _check_files(library: Path) -> None:
     modules = sorted(library.parent.glob(f"{library.stem}_*.so"))
     advice = "pip install --force-reinstall ipex-cpu-kernels"
     if not library.is_file() or not modules:
-        what = "all modules of ISA levels are" if library.is_file() else f"{library.name} is"
-        raise ImportError(f"{what} missing from the installation of ipex-cpu-kernels: {advice}")
+        what = f"{library.stem}_<level>.so" if library.is_file() else library.name
+        raise ImportError(
+            f"ipex-cpu-kernels needs {what} in {library.parent}, which is missing: {advice}"
+        )
     for path in (library, *modules):
         if not _is_whole(path):
-            raise ImportError(f"{path} is damaged: {advice}")
+            raise ImportError(
+                f"{path} must be a whole library, got a damaged one of {path.stat().st_size} bytes: {advice}"
+            )
 
 
 def _is_whole(path: Path) -> bool:

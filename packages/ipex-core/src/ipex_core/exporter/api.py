@@ -361,13 +361,13 @@ def _record(
     }
     if stuck:
         raise ExportError(
-            f"export: the model calls {', '.join(sorted(stuck))}, which exist in Python only"
+            f"export: the model must not call ops that exist in Python only, got {', '.join(sorted(stuck))}"
         )
     changed = set() if _DTYPES_ARRIVE else _given_a_dtype(program.graph)
     if changed:
         raise ExportError(
-            f"export: files of torch {torch.__version__} hand over a wrong dtype to {', '.join(sorted(changed))}, which"
-            " the model calls: pip install 'torch>=2.12'"
+            f"export: a model that calls {', '.join(sorted(changed))} needs torch 2.12 or later, got"
+            f" {torch.__version__}, whose files pass a wrong dtype to these ops: pip install 'torch>=2.12'"
         )
     return program
 

@@ -67,7 +67,7 @@ def bind(op: str, schema: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         unknown = sorted(kwargs.keys() - set(names))
         if unknown:
             raise TypeError(
-                f"{op}: unknown arguments {', '.join(unknown)}; it has {', '.join(names)}"
+                f"{op}: unknown arguments {', '.join(unknown)}; known: {', '.join(names)}"
             )
         missing = [name for name in required if name not in values]
         raise TypeError(f"{op}: arguments {', '.join(missing)} must be given")

@@ -65,7 +65,7 @@ def define(schema: str) -> None:
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     elif known[0] != torch._C.parse_schema(f"{NAMESPACE}::{schema}"):
         raise KernelApiError(
-            f"libipex_cpp.so of another version has been loaded: it defines {known[0]}, this ipex-core {schema}:"
+            f"libipex_cpp.so must be of the version of ipex-core, which expects {schema}, got {known[0]}:"
             " pip install --upgrade ipex-core ipex-cpu-kernels"
         )
 
@@ -77,7 +77,9 @@ def register(spec: OpSpec) -> OpSpec:
         ValueError: An op of this name is registered already.
     """
     if spec.name in _SPECS:
-        raise ValueError(f"op {spec.name!r} is registered twice")
+        raise ValueError(
+            f"op {spec.name!r} is registered already: each op must have a name of its own"
+        )
     if spec.mutates and (callable(spec.backward) or spec.autocast is not None):
         raise ValueError(
             f"op {spec.name!r} writes to its arguments: backward must be 'reference' or None, autocast None"

@@ -62,11 +62,10 @@ def prepare(module: nn.Module) -> None:
     module.__dict__[_IGNORED] = ignored
 
 
-def refuse_hook() -> Any:
-    """What ``torch.jit.script`` calls for a layer with a hook that casts its input."""
+def refuse_hook(name: str) -> Any:
+    """What ``torch.jit.script`` calls for a layer with a hook that casts its input; ``name`` is its class."""
     raise TypeError(
-        "torch.jit.script: ipex.optimize(dtype=...) casts the inputs of some layers by hooks, which cannot be compiled:"
-        " those of subclasses of stock layers, of Bilinear and recurrent cells, and of layers whose weight is computed;"
+        f"torch.jit.script: layers must not have a hook, got {name}, whose input a hook of ipex.optimize casts:"
         " use torch.jit.trace, or optimize without dtype"
     )
 
@@ -98,8 +97,8 @@ class MethodOfClass:
         return type(self)
 
     @__class__.setter
-    def __class__(self, _: Any) -> None:
-        raise TypeError("the class of a forward cannot be changed")
+    def __class__(self, value: Any) -> None:
+        raise TypeError(f"the class of a forward must not be changed, got {value!r}")
 
     def _stub(self) -> Any:
         module = self._module()

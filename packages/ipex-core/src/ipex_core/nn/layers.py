@@ -306,8 +306,8 @@ class _FoldedBatchNorm(OptimizedModule):
         """Return the input."""
         if self.training:
             raise RuntimeError(
-                "this batch norm was folded into the layer before it for inference:"
-                " call ipex.restore(model) before training"
+                "optimize: a batch norm that is folded into the layer before it must be in inference mode, got training"
+                " mode: call ipex.restore(model) before training"
             )
         if is_scripting():
             if self._linear:

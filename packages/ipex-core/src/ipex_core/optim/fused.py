@@ -169,9 +169,9 @@ def _follow(optimizer: Any, model: Any, names: dict[nn.Parameter, str]) -> None:
     flat = any(name.rpartition(".")[2] == "_flat_param" for name in now)
     if flat or any(p in optimizer._ipex_masters or optimizer.state.get(p) for p in stale):
         raise RuntimeError(
-            "optimize: parameters must not be replaced by FSDP between optimize and the first step, where the optimizer"
-            " holds 16-bit weights, a loaded state or a FlatParameter's parts: wrap the model first, then make the"
-            " optimizer, then call optimize"
+            "optimize: parameters must not be replaced by FSDP between optimize and the first step if the optimizer"
+            f" holds 16-bit weights, a loaded state or parts of a FlatParameter, got {type(model()).__name__}."
+            " Wrap the model first, then create the optimizer, then call optimize."
         )
     for group in optimizer.param_groups:
         group["params"][:] = [parts.get(p, p) for p in group["params"]]

@@ -176,7 +176,7 @@ def restore(model: _M) -> _M:
     log = log_of(model)
     if log is None:
         raise OpArgumentError(
-            "restore: the model is not optimized: ipex.optimize has not returned this object"
+            f"restore: model must be a result of ipex.optimize, got a {type(model).__name__} that is not optimized"
         )
     for module in list(model.modules()):
         undo = module.__dict__.get("_ipex_undo")  # of a package on top of this one
@@ -217,7 +217,8 @@ def copy_model(what: Any) -> Any:
         copied = copy.deepcopy(what, memo)
     except Exception as error:
         raise TypeError(
-            "optimize: the model cannot be copied; pass inplace=True to change the model itself"
+            f"optimize: model must support copy.deepcopy, got {type(error).__name__}: {error}."
+            " Pass inplace=True to change the model itself."
         ) from error
     if isinstance(what, tuple) and what[1] is not None:
         # torch copies states and groups only. A step that a scheduler has wrapped is that of the original.

@@ -95,11 +95,11 @@ def check_model(model: Any, optimizer: Any) -> None:
         )
     if model.training and optimizer is None:
         raise ModeError(
-            "optimize: the model is in training mode but no optimizer is given:"
+            "optimize: model must be in inference mode if there is no optimizer, got training mode:"
             " call model.eval() first, or pass optimizer="
         )
     if not model.training and optimizer is not None:
         raise ModeError(
-            "optimize: an optimizer is given but the model is in inference mode:"
+            "optimize: model must be in training mode if there is an optimizer, got inference mode:"
             " call model.train() first, or leave optimizer out"
         )

@@ -122,8 +122,10 @@ def attention_forward(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return _step_by_step(query * scale, keys, values, mask, dropout, softcap, s_aux), None
     if s_aux is not None:
+        given = ", ".join(name for name in _FOREIGN if kwargs.get(name) is not None)
         raise NotImplementedError(
-            "attn_implementation='ipex': attention sinks must come without position bias and paged cache; use 'eager'"
+            "attn_implementation='ipex': attention sinks must come without position bias and paged cache,"
+            f" got {given}: use attn_implementation='eager'"
         )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

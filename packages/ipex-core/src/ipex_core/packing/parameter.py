@@ -219,7 +219,7 @@ class PackedWeight(torch.Tensor):
 
     @data.setter
     def data(self, _: Tensor) -> None:
-        raise RuntimeError(f"PackedWeight.data: {_CONSTANT}")
+        raise RuntimeError(f"PackedWeight.data of shape {tuple(self.shape)}: {_CONSTANT}")
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array."""

@@ -194,7 +194,9 @@ class ProgramBuilder:
                     f"{op}: has no argument {name!r}; its arguments: {', '.join(names)}"
                 )
             if names.index(name) < len(args):
-                raise TypeError(f"{op}: argument {name!r} is given twice")
+                raise TypeError(
+                    f"{op}: argument {name!r} must be given once, got it by position and by name"
+                )
         values = []
         for i, parameter in enumerate(parameters):
             if i < len(args):
@@ -204,7 +206,7 @@ class ProgramBuilder:
             elif parameter.has_default:
                 value = parameter.default
             else:
-                raise TypeError(f"{op}: argument {parameter.name!r} is missing")
+                raise TypeError(f"{op}: argument {parameter.name!r} must be given")
             values.append(self._checked(op, parameter, value))
         return tuple(values)
 

@@ -39,7 +39,7 @@ def samples(
         UnknownOpError: ``op`` is not registered.
     """
     if op is not None and op not in specs():
-        raise UnknownOpError(f"no op is named {op!r}")
+        raise UnknownOpError(f"samples: op must be one of {', '.join(specs())}, got {op!r}")
     for spec in specs().values() if op is None else [specs()[op]]:
         for one in spec.dtypes if dtype is None else [dtype]:
             for sample in spec.samples(one):

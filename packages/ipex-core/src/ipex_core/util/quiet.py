@@ -79,4 +79,6 @@ def raised(*kinds: type[Warning]) -> Iterator[None]:
     with _filtered("error", _Raised, kinds):
         yield
         if warnings.filters[0][2] is not _Raised:
-            raise RuntimeError("another thread changed the filters of warnings")
+            raise RuntimeError(
+                "raised: warnings.filters must not change before the block ends, got a change by another thread"
+            )

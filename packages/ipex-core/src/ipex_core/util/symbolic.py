@@ -50,7 +50,9 @@ def _refuse(thread: int, module: nn.Module, compiled: Any, *args: Any, **kwargs:
     """End the trace that calls a module outside of its tree; for other threads, call the module."""
     if threading.get_ident() != thread:
         return (compiled or module._call_impl)(*args, **kwargs)
-    raise NameError(f"the {type(module).__name__} is not installed as a submodule")
+    raise NameError(
+        f"the {type(module).__name__} must be a submodule of the traced module: use nn.ModuleList for lists"
+    )
 
 
 class Tracer(fx.Tracer):
@@ -147,7 +149,9 @@ class Tracer(fx.Tracer):
     def _call(self, module: nn.Module, compiled: Any, *args: Any, **kwargs: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if compiled is not None or type(module).__module__.startswith("torch._dynamo."):
-                raise RuntimeError("a compiled module cannot be traced")
+                raise RuntimeError(
+                    f"a compiled {type(module).__name__} cannot be traced: call torch.compile after ipex.optimize"
+                )
             forward, methods = self._recording(type(module))
             if forward is not type(module).forward:
                 methods = {**methods, "forward": forward}

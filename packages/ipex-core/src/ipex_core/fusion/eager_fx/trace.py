@@ -206,14 +206,20 @@ class _Tracer(Tracer):
         return root_fn, [self.root, *proxies]
 
 
-def _required_arguments(module: nn.Module) -> list[str] | None:
-    """Return the names of the arguments without default, or None if the signature cannot be served."""
+def _required_arguments(module: nn.Module) -> list[str]:
+    """Return the names of the arguments without default.
+
+    Raises:
+        RuntimeError: One of them can be given by keyword only.
+    """
     names = []
     for parameter in inspect.signature(type(module).forward).parameters.values():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
-            return None
+            raise RuntimeError(
+                f"forward must not require keyword-only arguments, got {parameter.name!r}"
+            )
         if parameter.default is parameter.empty:
             names.append(parameter.name)
     return names[1:]
@@ -226,11 +232,10 @@ def trace(module: nn.Module) -> tuple[fx.Graph, list[str], list[str]]:
         The graph, the names of its arguments and the children that were looked into.
 
     Raises:
-        Exception: Whatever the forward does with a stand-in for a tensor; RuntimeError if it changes the module.
+        Exception: Whatever the forward does with a stand-in for a tensor; RuntimeError if it changes the module or
+            requires a keyword-only argument.
     """
     names = _required_arguments(module)
-    if names is None:
-        raise RuntimeError("a keyword-only argument is required")
     tracer = _Tracer(names)
     try:
         with untouched(module, strict=True) as changed:
@@ -238,7 +243,9 @@ def trace(module: nn.Module) -> tuple[fx.Graph, list[str], list[str]]:
     finally:
         release(tracer)
     if changed:
-        raise RuntimeError("the forward changes attributes of the module")
+        raise RuntimeError(
+            f"forward must not change attributes of modules, got a change of {changed[0]!r}"
+        )
     return graph, names, sorted(set(tracer.entered))
 
 

@@ -82,7 +82,9 @@ def _find_way(device: torch.device, group: dist.ProcessGroup | None) -> _Way:
             refused.append(str(error))
             continue
         return way
-    raise RuntimeError(f"the backend of the group can neither exchange nor gather rows: {refused}")
+    raise RuntimeError(
+        f"{_NAME}: the backend of group must support all_to_all_single, all_to_all or all_gather, got {refused}"
+    )
 
 
 def _is_refusal(text: str) -> bool:
@@ -204,7 +206,8 @@ class DistMergeEmbeddingBagWithAdaGrad(MergedEmbeddingBagWithAdaGrad):
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
-                f"{_NAME}: a process group must exist: call ipex.distributed.init_process_group before"
+                f"{_NAME}: the default process group must be initialized, got none:"
+                " call ipex.distributed.init_process_group first"
             )
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.group = group
@@ -311,8 +314,8 @@ class DistMergeEmbeddingBagWithAdaGrad(MergedEmbeddingBagWithAdaGrad):
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"{_NAME}: {what} on rank {self.rank} of {self.world_size}: another rank is gone, or did not come"
-                f" within the timeout of the group: {error}"
+                f"{_NAME}: {what} on rank {self.rank} of {self.world_size}: another rank has ended, or did not arrive"
+                f" within the timeout of the group. See the errors of the other ranks. This one got: {error}"
             ) from error
 
     def _plan(self, lookups: Lookups) -> _Plan:

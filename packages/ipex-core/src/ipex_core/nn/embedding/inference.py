@@ -63,7 +63,8 @@ class MergedEmbeddingBagWithCat(MergedEmbeddingBag):
         """
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "MergedEmbeddingBagWithCat: it is for inference, call it under torch.no_grad()"
+                "MergedEmbeddingBagWithCat: gradients must be disabled, got torch.is_grad_enabled() = True:"
+                " call it under torch.no_grad()"
             )
         lookups = self._lookups(indices, offsets, None)
         rest = (lookups.indices, lookups.offsets)

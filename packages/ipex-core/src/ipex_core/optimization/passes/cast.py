@@ -10,6 +10,7 @@ remembered exactly.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from typing import Any
@@ -91,7 +92,9 @@ def held_above(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> set[int
 
 def _hook(module: nn.Module) -> None:
     module.register_forward_pre_hook(cast_input, with_kwargs=True)
-    module.__dict__["__prepare_scriptable__"] = refuse_hook
+    module.__dict__["__prepare_scriptable__"] = functools.partial(
+        refuse_hook, type(module).__name__
+    )
 
 
 def wide_names(model: nn.Module) -> re.Pattern[str] | None:

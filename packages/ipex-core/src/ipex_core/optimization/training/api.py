@@ -57,8 +57,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Op
         held = vars(optimizer) if optimizer is not None else {}
         if any(isinstance(value, torch.optim.Optimizer) for value in held.values()):
             raise NotImplementedError(
-                f"optimize: dtype must be None for {type(optimizer).__name__}, whose step is that of an optimizer"
-                f" inside it, got {dtype}"
+                f"optimize: dtype must be None for {type(optimizer).__name__}, which calls the step of an"
+                f" optimizer inside it, got {dtype}"
             )
         if any(is_spread(p) for p in model.parameters()) or any(map(is_wrapped, model.modules())):
             raise NotImplementedError(
