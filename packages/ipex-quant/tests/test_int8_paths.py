@@ -165,11 +165,11 @@ def test_sum_without_its_layer() -> None:
     y = converted.stem(images())
     early = converted.block.body(y)
     with pytest.raises(
-        OpArgumentError, match=r"block.body.2: its result must go to block.add_1, which it comp"
+        OpArgumentError, match=r"block.body.2: this layer computes block.add_1 too, so only"
     ):
         early + 1
     with pytest.raises(
-        OpArgumentError, match=r"block.add_1: its operand must be what block.body.2"
+        OpArgumentError, match=r"block.add_1: this sum is fused into block.body.2, so one operand"
     ):
         converted.block.add_1(y, y)
 
@@ -180,11 +180,14 @@ def test_results_that_contain_what_follows() -> None:
     converted = quantized(model)
     early = converted.a(images())
     assert type(early) is Early and early.shape == (4, 8, 12, 12)
-    text = "a: its result must go to norm, act, which it computes too"
+    text = "a: this layer computes norm and act too, so only norm and act can read its output"
     for read in (torch.relu, lambda t: t + 1, converted.b, converted.act, converted.last):
         with pytest.raises(OpArgumentError, match=text):
             read(early)
-    with pytest.raises(OpArgumentError, match="norm: its input must come from a, which"):
+    with pytest.raises(
+        OpArgumentError,
+        match="norm: this module is fused into a, so its input",
+    ):
         converted.norm(torch.randn(1, 8, 4, 4))
     y = torch.randn(1, 8, 4, 4)  # an activation has nothing of a layer in it
     assert torch.equal(converted.act(y), y.relu())

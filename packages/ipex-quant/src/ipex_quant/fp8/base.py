@@ -156,7 +156,9 @@ class Fp8BaseModule(torch.nn.Module):
             part = meta[f"scaling_{name}"]
             scale, history = found[f"scale_{name}"], found[f"amax_history_{name}"]
             if scale.shape != part.scale.shape or history.shape != part.amax_history.shape:
-                raise ValueError(f"scales of {scale.numel()} tensors")
+                raise ValueError(
+                    f"scale_{name} must have shape {tuple(part.scale.shape)}, got {tuple(scale.shape)}"
+                )
             meta[f"steps_{name}"] = int(found[f"steps_{name}"])
             part.scale, part.amax_history = scale.float(), history.float()
             part.scale_inv = 1.0 / part.scale

@@ -163,7 +163,9 @@ def convert(
         raise TypeError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")
     state = state_of(model)
     if state is None:
-        raise OpArgumentError("convert: model must be a result of prepare, got another model")
+        raise OpArgumentError(
+            f"convert: model must be a result of prepare, got a {type(model).__name__} that is not prepared"
+        )
     if state.watches and not state.loaded and not any(w.ready for w in state.watches.values()):
         raise OpArgumentError(
             "convert: model must be calibrated by running it on typical inputs, got no data"

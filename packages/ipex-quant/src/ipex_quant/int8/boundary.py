@@ -192,10 +192,10 @@ class Early(Wired):
 
     def read(self) -> Tensor:
         """Raise an error: this result was never computed."""
-        steps = ", ".join(self.steps)
+        steps = " and ".join(self.steps)
         raise OpArgumentError(
-            f"{self.layer}: its result must go to {steps}, which it computes too, got another reader on a path that"
-            " was not recorded; leave this layer float with set_module_name(name, None)"
+            f"{self.layer}: this layer computes {steps} too, so only {steps} can read its output, got a read on a path"
+            f" that prepare did not record. Exclude the layer: qconfig_mapping.set_module_name({self.layer!r}, None)"
         )
 
 
@@ -282,8 +282,9 @@ class Fused(nn.Identity):
         if self.original is None:
             plain(x)  # says who made it, if that is known
             raise OpArgumentError(
-                f"{self.step}: its input must come from {self.layer}, which computes it too, got another tensor on a"
-                " path that was not recorded; leave this layer float with set_module_name(name, None)"
+                f"{self.step}: this module is fused into {self.layer}, so its input must be the output of {self.layer},"
+                " got a tensor that took a path that prepare did not record."
+                f" Exclude the layer: qconfig_mapping.set_module_name({self.layer!r}, None)"
             )
         return self.original(plain(x))
 

@@ -85,7 +85,9 @@ def _path(op: str, path: Any) -> Path:
 def _state(op: str, model: nn.Module) -> Prepared:
     state = state_of(model)
     if state is None:
-        raise OpArgumentError(f"{op}: model must be a result of prepare, got another model")
+        raise OpArgumentError(
+            f"{op}: model must be a result of prepare, got a {type(model).__name__} that is not prepared"
+        )
     return state
 
 
@@ -345,8 +347,8 @@ def _scale(info: Any) -> Scale:
     """Return the scale of an entry; signed codes are those of IPEX's qint8."""
     scale, zero = float(info["scale"][0]), int(info["zero_point"][0])
     if not 0.0 < scale < 3e38:
-        raise ValueError(f"scale {scale}")
+        raise ValueError(f"scale must be above 0 and below 3e38, got {scale}")
     zero += 128 if info.get("inf_dtype") == "torch.qint8" else 0
     if not 0 <= zero <= 255:
-        raise ValueError(f"zero point {zero}, which no code of 8 bits has")
+        raise ValueError(f"zero point must be a code of 8 bits, got {zero}")
     return Scale(scale, zero)

@@ -177,7 +177,9 @@ class WoqLinearModule(nn.Module):
         """Return codes, scales and zero points, unpacked."""
         packed = self._buffers["packed_weight"]
         if packed is None:
-            raise RuntimeError(f"{type(self).__name__}: has no weight yet")
+            raise RuntimeError(
+                f"{type(self).__name__}: has no weight yet: call load_state_dict() first"
+            )
         weight = unpack(packed)
         weight.bias = self.bias
         return weight

@@ -69,7 +69,7 @@ class _Int8Layer(ShowsFloatWeight):
     def __prepare_scriptable__(self) -> nn.Module:
         """What ``torch.jit.script`` calls first."""
         raise TypeError(
-            "torch.jit.script: INT8 layers of ipex.quantization cannot be compiled from their source:"
+            f"torch.jit.script: INT8 layers cannot be compiled from their source, got {type(self).__name__}:"
             " use torch.jit.trace, whose program serves other shapes, too"
         )
 
@@ -159,9 +159,9 @@ class _Int8Layer(ShowsFloatWeight):
         taken = take(x, self.place)
         if taken is None:
             raise OpArgumentError(
-                f"{self.place}: its operand must be what {self.name} was called with, which it computes too, got"
-                " another tensor on a path that was not recorded; leave that layer float with"
-                " set_module_name(name, None)"
+                f"{self.place}: this sum is fused into {self.name}, so one operand must be the output of {self.name},"
+                " got a tensor that took a path that prepare did not record."
+                f" Exclude the layer: qconfig_mapping.set_module_name({self.name!r}, None)"
             )
         return taken, residual
 
