@@ -147,7 +147,7 @@ def test_what_cannot_be_split_says_why(results):
         assert "a structure that is understood where tp_group is given" in strange
         assert "model must be the same on all ranks" in other
         assert "got one that is sharded already" in twice
-        assert "is for inference" in training
+        assert "must be in inference mode" in training
         assert "tp_group must be a process group" in group and "got str" in group
         assert "low_precision_checkpoint must be the part of this rank" in checkpoint
         assert "world_size must be at most the number of key/value heads, 4, got 5" in heads

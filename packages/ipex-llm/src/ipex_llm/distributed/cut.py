@@ -127,7 +127,8 @@ def cut_experts(plan: ExpertsPlan, first: int, last: int, *, bias: bool) -> Expe
             return None
         if id(old) not in owners:
             raise OpArgumentError(
-                "optimize: the weights of experts must be parameters of their module, got other tensors"
+                "optimize: the weights of experts must be parameters of their module,"
+                f" got a {type(old).__name__} of shape {tuple(old.shape)}"
             )
         module, name = owners[id(old)]
         value = torch.zeros_like(old) if index is None else old.detach().index_select(dim, index)

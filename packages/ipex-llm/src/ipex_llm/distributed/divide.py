@@ -97,7 +97,7 @@ def divide(
     off = float((after - before).norm() / before.norm().clamp_min(1e-30))
     limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
     if not off < limit:
-        raise OpArgumentError(f"{needed} {type(model).__name__}, whose logits are off by {off:.1e}")
+        raise OpArgumentError(f"{needed} {type(model).__name__}, whose logits differ by {off:.1e}")
     return part
 
 
@@ -123,5 +123,6 @@ def _compare_ranks(parallel: TensorParallel, logits: Tensor) -> None:
     worst = float(parallel.all_reduce(off.reshape(1).clone()))
     if not worst < 0.05 * parallel.ranks:
         raise OpArgumentError(
-            "optimize: model must be the same on all ranks of tp_group, got different ones"
+            "optimize: model must be the same on all ranks of tp_group, got logits that differ by"
+            f" {worst / parallel.ranks:.1e}: load the same weights on each rank"
         )

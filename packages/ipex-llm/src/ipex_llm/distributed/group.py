@@ -81,7 +81,7 @@ class TensorParallel:
         rank = dist.get_rank(found)
         if rank < 0:
             raise OpArgumentError(
-                "optimize: tp_group must have this process as a member, got another group"
+                f"optimize: tp_group must have this process as a member, got rank {dist.get_rank()}, which is not in it"
             )
         shared = distributed.shared_group(found)
         timeout = distributed.timeout_of(found)
@@ -92,7 +92,8 @@ class TensorParallel:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a sharded model must stay in its process: save its state_dict, and shard again after loading"
+            f"pickle: a sharded model must stay in its process, got the shard of rank {self.rank}:"
+            " save its state_dict, and shard again after loading"
         )
 
     @property

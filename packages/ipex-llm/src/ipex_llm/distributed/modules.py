@@ -49,7 +49,9 @@ class ShardedModule(nn.Module):
 
     def _check(self) -> None:
         if self.training:
-            raise RuntimeError("optimize: a sharded model is for inference: call model.eval()")
+            raise RuntimeError(
+                "optimize: a sharded model must be in inference mode, got training mode: call model.eval() first"
+            )
 
 
 def _rename(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -70,7 +70,7 @@ class CacheState:
         """
         if batch != len(self.sequences):
             raise ValueError(
-                f"IpexCache: the batch must be that of the cache = {len(self.sequences)}, got {batch}"
+                f"IpexCache: batch must be {len(self.sequences)}, the number of sequences in the cache, got {batch}"
             )
         if new is None:
             step = self.sequences.append(count)
@@ -120,8 +120,8 @@ class CacheState:
         if shape.latent:
             if key.shape[1] != 1 or key.shape[-1] != shape.latent:
                 raise NotImplementedError(
-                    "IpexCache: keys must be latents, got those of heads: this version of the model's own forward"
-                    " cannot go on with a cache of latents; pass use_cache=False"
+                    f"IpexCache: keys must be latents of shape [B, 1, n, {shape.latent}], got {tuple(key.shape)}: this"
+                    " version of the model's own forward has no latents. Pass use_cache=False."
                 )
             both = torch.cat([key, value], dim=-1)
             parts = (both, both)

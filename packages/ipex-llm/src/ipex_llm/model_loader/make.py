@@ -115,7 +115,7 @@ def make_folder(
     if shape not in SHAPES:
         raise ValueError(f"make_folder: shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is not an empty folder")
+        raise FileExistsError(f"{folder} exists and is not an empty folder: choose a new one")
     tokenizer = make_tokenizer()
     config = LlamaConfig(
         **SHAPES[shape],

@@ -127,7 +127,7 @@ def quantize_folder(
             f"{source} must store linear weights as [out, in], got model type {config['model_type']!r}"
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists and is not an empty folder")
+        raise FileExistsError(f"{target} exists and is not an empty folder: choose a new one")
     patterns = [re.compile(pattern) for pattern in skip]
     items = _plan(source, scheme, patterns, head)
     shards = _shards(items, shard_bytes)

@@ -64,7 +64,10 @@ class PlannedWeight(PackedWeight):
         found = [(owner(), name) for owner, name in self.owners]
         owners = [(o, n) for o, n in found if o is not None and o._parameters.get(n) is self]
         if not owners:
-            raise RuntimeError("PlannedWeight.data: a copy of a packed weight cannot be changed")
+            raise RuntimeError(
+                f"PlannedWeight.data of shape {tuple(self.shape)}: a copy of a packed weight cannot be changed:"
+                " assign to the weight of the model itself"
+            )
         self.former.data = value
         for owner, name in owners:
             owner._parameters[name] = self.former

@@ -145,7 +145,12 @@ class Guard:
             kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
             same = hmac.compare_digest(key.strip(), self.api_key)
             if not same or kind.lower() != b"bearer":
-                raise ApiError(401, "the API key is missing or wrong", "authentication_error")
+                what = "a header that does not match" if given else "no header"
+                raise ApiError(
+                    401,
+                    f"Authorization must be 'Bearer <API key>', got {what}",
+                    "authentication_error",
+                )
         return int(declared) if len(declared) <= _DIGITS else self.max_body + 1
 
     async def _body(self, receive: Receive) -> bytes:

@@ -84,12 +84,14 @@ class Prompts:
         if not chat:
             return list(prompt)
         if not getattr(self._tokenizer, "chat_template", None):
-            raise ValueError("the model has no chat template: use /v1/completions")
+            raise ValueError(
+                "messages need a chat template, got a model that has no chat template: use /v1/completions"
+            )
         try:
             text = self._tokenizer.apply_chat_template(
                 prompt, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # templates raise errors of their own for roles they do not know
-            raise ValueError(f"messages do not fit the chat template: {error}") from error
+            raise ValueError(f"messages must fit the chat template, got {error}") from error
         self._check_characters(len(text), "messages in the chat template")
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -95,7 +96,8 @@ class CompletionRequest(_Common):
         else:
             good = _text(value)
         if not good:
-            what = "must be text, a list of texts, token ids, or a list of lists of token ids"
+            got = "a list of something else" if isinstance(value, list) else type(value).__name__
+            what = f"must be text, a list of texts, token ids, or a list of lists of token ids, got {got}"
             raise PydanticCustomError("prompt", what)  # type: ignore[arg-type]
         return value
 
@@ -236,7 +238,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         # What checks the request before us may take the other value.
-        raise ValueError("each name must be there once in an object")
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"each name must be there once in an object, got {name[:80]!r} twice")
     return found
 
 

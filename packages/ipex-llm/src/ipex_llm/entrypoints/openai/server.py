@@ -216,7 +216,9 @@ class _Api:
         self.check_model(body.model)
         refused = body.refused()
         if refused is not None:
-            raise ApiError(400, f"{refused} is not supported", param=refused)
+            raise ApiError(
+                400, f"{refused} is not supported: remove it from the request", param=refused
+            )
         if not prompts:
             raise ApiError(400, "prompt must have at least one prompt, got none")
         if len(prompts) * body.n > MAX_CHOICES:
@@ -234,7 +236,7 @@ class _Api:
         try:
             tickets = self.worker.submit(requests)
         except QueueFull as error:
-            raise ApiError(429, f"the queue is full: {error}", "rate_limit_error") from None
+            raise ApiError(429, str(error), "rate_limit_error") from None
         except StoppedError as error:
             raise ApiError(503, str(error), "server_error") from None
         job = _Job(self.worker, tickets, body.n)

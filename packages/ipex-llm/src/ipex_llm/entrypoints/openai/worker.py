@@ -30,6 +30,9 @@ class QueueFull(Exception):
     """There are as many requests as the server takes."""
 
 
+_STOPPED = "the server must be running, got a shutdown: send the request again after its next start"
+
+
 class RequestError(Exception):
     """One request failed inside the engine; the others go on."""
 
@@ -140,10 +143,13 @@ class Worker:
         count = sum(len(params) for _, params in requests)
         with self._lock:
             if not self.alive:
-                raise StoppedError("the server is shutting down")
+                raise StoppedError(_STOPPED)
             if len(self._tickets) + count > self.limit:
                 self.rejected += 1
-                raise QueueFull(f"{len(self._tickets)} requests are waiting or running")
+                raise QueueFull(
+                    f"the queue is full: at most {self.limit} requests may wait or run, got {count} and"
+                    f" {len(self._tickets)} before: wait, then send the request again"
+                )
             now = time.monotonic()
             groups = [
                 [Ticket(f"q{next(self._ids)}", p, loop, asyncio.Queue(), now) for p in params]
@@ -208,7 +214,7 @@ class Worker:
             now = time.monotonic()
             for output in outputs:
                 self._deliver(output, now)
-        self._fail_all(StoppedError("the server is shutting down"))
+        self._fail_all(StoppedError(_STOPPED))
 
     def _obey(self, block: bool) -> bool:
         """Carry out all commands that are there; return False at the end."""
