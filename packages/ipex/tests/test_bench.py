@@ -125,7 +125,7 @@ def test_compare_finds_a_regression(tiny, tmp_path):
         (["--threads", "x"], "positive"),
         (["--levels", "mmx"], "mmx"),
         (["--case", "no such case"], "nothing to measure"),
-        (["nosuch"], "neither a kind of benchmark (ops, models, llm, train) nor an op"),
+        (["nosuch"], "must be a kind of benchmark (ops, models, llm, train) or an op"),
     ],
 )
 def test_bad_arguments_exit_with_2(tiny, arguments, message):

@@ -91,7 +91,7 @@ def test_a_run_survives_its_file(tmp_path):
     file.write_text(json.dumps(old))
     assert Run.read(file).rows == [row()]
     file.write_text("{}")
-    with pytest.raises(ValueError, match="not a result file"):
+    with pytest.raises(ValueError, match="must be a result file"):
         Run.read(file)
 
 
@@ -105,7 +105,7 @@ def test_a_run_survives_its_file(tmp_path):
         (lambda data: data["rows"][0].update(low=float("nan")), "low is no number: nan"),
         (lambda data: data["rows"][0].update(times=[1, None]), "times is no number"),
         (lambda data: data["rows"][0].update(case=3), "case is no text: 3"),
-        (lambda data: data.update(rows=3), "not a result file"),
+        (lambda data: data.update(rows=3), "must be a result file"),
         (lambda data: data.pop("absent"), "'absent'"),
     ],
 )

@@ -129,7 +129,8 @@ class _Streams(nn.Module):
         me = threading.current_thread()
         if any(worker.thread is me for worker in self._workers):
             raise RuntimeError(
-                f"{self._name}: a stream calls its own module again, which would wait for itself for ever"
+                f"{self._name}: the model of a stream must not call its own {self._name}, got a call in {me.name}:"
+                " the stream would wait for itself"
             )
         round_ = _Round(len(parts))
         state = CallerState()
@@ -214,7 +215,8 @@ class MultiStreamModule(_Streams):
         """
         if torch._C._get_tracing_state() is not None:
             raise RuntimeError(
-                "MultiStreamModule: cannot be traced; trace the model and make a MultiStreamModule of that"
+                "MultiStreamModule: a call cannot be traced, got torch.jit.trace:"
+                " trace the model, then make a MultiStreamModule of the result"
             )
         if self.num_streams == 1:
             results = self._run([(args, kwargs)])

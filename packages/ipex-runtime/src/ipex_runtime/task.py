@@ -64,11 +64,13 @@ class TaskFuture(concurrent.futures.Future):  # type: ignore[type-arg]
             return
         if self._pid != os.getpid():
             raise RuntimeError(
-                "Task: the call was queued before this process was forked; queue it again in this process"
+                f"Task: a result must be read in the process that queued the call, {self._pid}, got {os.getpid()}: the"
+                " call was queued before this process was forked. Queue it again in this process."
             )
         if self._worker.thread is threading.current_thread():
             raise RuntimeError(
-                "Task: a call waits for a later call of its own task, which would never begin; use a second task"
+                f"Task: a call must not wait for a later call of its own task, got a wait in"
+                f" {self._worker.thread.name}: the later call would never begin. Use a second task."
             )
 
 

@@ -72,7 +72,7 @@ def register(api: int) -> ProviderInfo:
 
     if api != KERNEL_API:
         raise KernelApiError(
-            f"ipex-xpu-kernels {__version__} has KERNEL_API {KERNEL_API}, but the installed ipex-core has {api}:"
+            f"ipex-xpu-kernels {__version__} needs an ipex-core of KERNEL_API {KERNEL_API}, got {api}:"
             " pip install --upgrade ipex-core ipex-xpu-kernels"
         )
     names: tuple[str, ...] = ()

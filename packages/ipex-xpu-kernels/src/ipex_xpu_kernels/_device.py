@@ -57,7 +57,9 @@ def require(function: str) -> Any:
     if now.mode == "own":
         return native()
     why = now.reason or "this torch has XPU itself"
-    raise RuntimeError(f"{function}: there is no xpu device of ipex-xpu-kernels: {why}")
+    raise RuntimeError(
+        f"{function}: there is no xpu device of ipex-xpu-kernels: {why}. Run 'ipex doctor' to see the devices."
+    )
 
 
 def kernels(function: str) -> Any:

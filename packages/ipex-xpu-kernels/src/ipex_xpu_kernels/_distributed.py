@@ -11,9 +11,9 @@ from typing import Any
 BACKEND = "xpu_gloo"
 
 _NO_XCCL = (
-    "the back end xccl is not there: it comes with a torch built for XPU, of which the oneCCL library is a part"
-    " (see docs/xpu.md). The xpu device of ipex-xpu-kernels communicates through the host:"
-    " init_process_group('gloo'), or 'xpu_gloo', or no back end at all"
+    "backend must be 'gloo', 'xpu_gloo' or None for the xpu device of ipex-xpu-kernels, which communicates through the"
+    " host, got 'xccl'. The backend xccl is not there: only a torch built for XPU has it (see docs/xpu.md)."
+    " Call init_process_group('gloo')."
 )
 
 

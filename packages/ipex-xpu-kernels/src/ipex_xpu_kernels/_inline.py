@@ -176,7 +176,9 @@ def _compile(
         if not any(
             re.search(rf"\b{re.escape(kernel)}\b", text) for text in (source, *files.values())
         ):
-            raise ValueError(f"load_inline: the source has no kernel named {kernel}")
+            raise ValueError(
+                f"load_inline: the source has no kernel named {kernel}: define it, or remove it from kernels"
+            )
     if any("bfloat16" in text for text in (source, *headers.values())):
         options = [*options, *(part for header in _FILES for part in ("-include", header))]
     try:

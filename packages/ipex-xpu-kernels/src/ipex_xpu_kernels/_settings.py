@@ -178,7 +178,10 @@ def set_onednn_verbose(level: OnednnVerbLevel | int) -> None:
     global _onednn_level
     _onednn_level = _member("set_onednn_verbose", OnednnVerbLevel, level)
     if not torch._C._verbose.mkldnn_set_verbose(int(_onednn_level)):
-        raise RuntimeError("set_onednn_verbose: torch's oneDNN cannot be set to verbose")
+        raise RuntimeError(
+            "set_onednn_verbose: torch must be built with oneDNN, got torch.backends.mkldnn.is_available() ="
+            f" {torch.backends.mkldnn.is_available()}"
+        )
 
 
 class onednn_verbose(_Setting):
@@ -203,7 +206,10 @@ def set_onemkl_verbose(level: OnemklVerbLevel | int) -> None:
     global _onemkl_level
     _onemkl_level = _member("set_onemkl_verbose", OnemklVerbLevel, level)
     if not torch._C._verbose.mkl_set_verbose(int(_onemkl_level != OnemklVerbLevel.OFF)):
-        raise RuntimeError("set_onemkl_verbose: torch's MKL cannot be set to verbose")
+        raise RuntimeError(
+            "set_onemkl_verbose: torch must be built with MKL, got torch.backends.mkl.is_available() ="
+            f" {torch.backends.mkl.is_available()}"
+        )
 
 
 class onemkl_verbose(_Setting):
@@ -238,7 +244,8 @@ def is_onednn_layout(tensor: torch.Tensor) -> bool:
 def enable_onednn_layout() -> None:
     """Raise NotImplementedError: there are no blocked layouts here; channels-last is the fast layout of images."""
     raise NotImplementedError(
-        "enable_onednn_layout: tensors have no blocked layouts here: use model.to(memory_format=torch.channels_last)"
+        "enable_onednn_layout: tensors must be contiguous or channels-last, got a request for blocked layouts:"
+        " use model.to(memory_format=torch.channels_last)"
     )
 
 

@@ -68,11 +68,20 @@ class EventBase(torch.Event):  # type: ignore[misc]
                 f"elapsed_time: end_event must be a torch.xpu.Event, got {type(end_event).__name__}"
             )
         if not (self._timed and end_event._timed):
-            raise RuntimeError("elapsed_time: both events must be created with enable_timing=True")
+            timed = (self._timed, end_event._timed)
+            raise RuntimeError(
+                f"elapsed_time: both events must be created with enable_timing=True, got {timed}"
+            )
         if not (self.sycl_event and end_event.sycl_event):
-            raise RuntimeError("elapsed_time: both events must be recorded before")
+            recorded = (bool(self.sycl_event), bool(end_event.sycl_event))
+            raise RuntimeError(
+                f"elapsed_time: both events must be recorded before, got {recorded}: call record() first"
+            )
         if not (self.query() and end_event.query()):
-            raise RuntimeError("elapsed_time: both events must be completed before: synchronize()")
+            completed = (self.query(), end_event.query())
+            raise RuntimeError(
+                f"elapsed_time: both events must be completed before, got {completed}: call synchronize() first"
+            )
         elapsed: float = _native.elapsed_time(self.sycl_event, end_event.sycl_event)
         return elapsed
 

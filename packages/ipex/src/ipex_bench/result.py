@@ -269,7 +269,9 @@ class Run:
                 command=data.get("command", ""),
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a result file of this command: {error}") from None
+            raise ValueError(
+                f"{path} must be a result file of this command, got {error!r}"
+            ) from None
 
 
 _Entry = TypeVar("_Entry", Row, Absent)
@@ -284,7 +286,7 @@ def _with_tuples(row: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(entry: _Entry) -> _Entry:
     """Return an entry of a file, refused if it would be no use later."""
     if entry.engine not in NAMES:
-        raise ValueError(f"unknown engine {entry.engine!r}")
+        raise ValueError(f"unknown engine {entry.engine!r}; known: {', '.join(NAMES)}")
     for field in dataclasses.fields(entry):
         value = getattr(entry, field.name)
         if field.type == "str":

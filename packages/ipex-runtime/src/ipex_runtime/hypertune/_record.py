@@ -100,11 +100,11 @@ class Record:
                 trial = Trial(configuration, values, row[-2], float(row[-1]))
             except (ValueError, IndexError) as error:
                 raise ConfigurationError(
-                    f"hypertune: {self.path}, line {number}: not a trial: {error}"
+                    f"hypertune: {self.path}, line {number}: must be a trial, got {error}"
                 ) from error
             if len(row) != len(head) or len(values) not in (0, len(self.objectives)):
                 raise ConfigurationError(
-                    f"hypertune: {self.path}, line {number}: not a trial: {row}"
+                    f"hypertune: {self.path}, line {number}: must be a trial of {len(head)} values, got {row}"
                 )
             self.trials.append(trial)
 

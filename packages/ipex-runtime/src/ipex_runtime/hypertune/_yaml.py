@@ -93,12 +93,14 @@ def parse(text: str, file: str) -> Place:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 1
         problem = error.problem or error.context
-        raise ConfigurationError(f"{file}, line {line}: not valid YAML: {problem}") from error
+        raise ConfigurationError(
+            f"{file}, line {line}: must be valid YAML, got: {problem}"
+        ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigurationError):
             raise
         # A number or a date that is none, and lists that are nested without end.
-        raise ConfigurationError(f"{file}: not valid YAML: {error}") from error
+        raise ConfigurationError(f"{file}: must be valid YAML, got: {error}") from error
 
 
 def _place(loader: Any, node: Any, file: str, key: str, count: list[int]) -> Place:
@@ -108,7 +110,9 @@ def _place(loader: Any, node: Any, file: str, key: str, count: list[int]) -> Pla
     # Aliases of aliases make short files that are large.
     count[0] += 1
     if count[0] > _MOST_VALUES:
-        raise ConfigurationError(f"{file}, line {line}: more than {_MOST_VALUES} values")
+        raise ConfigurationError(
+            f"{file}, line {line}: must have at most {_MOST_VALUES} values, got more"
+        )
     if isinstance(node, yaml.MappingNode):
         found: dict[Any, Place] = {}
         for name_node, value_node in node.value:
@@ -121,7 +125,9 @@ def _place(loader: Any, node: Any, file: str, key: str, count: list[int]) -> Pla
                 raise ConfigurationError(f"{file}, line {at}: a key must be a text, got {got}")
             inner = f"{key}.{name}" if key else name
             if name in found:
-                raise ConfigurationError(f"{file}, line {at}: the key {inner!r} stands twice")
+                raise ConfigurationError(
+                    f"{file}, line {at}: the key {inner!r} must be there once, got it twice"
+                )
             found[name] = _place(loader, value_node, file, inner, count)
         return Place(found, file, line, key)
     if isinstance(node, yaml.SequenceNode):

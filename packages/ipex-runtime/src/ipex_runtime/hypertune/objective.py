@@ -85,9 +85,11 @@ class MultiObjective:
             # One file for each instance: their lines cannot mix.
             texts = [log.read_text(encoding="utf-8", errors="replace") for log in logs]
         if code is None:
-            raise TrialError("timed out", f"it did not end within {self.timeout:g} s", printed)
+            message = f"it must end within {self.timeout:g} s, got no end: raise trial_timeout"
+            raise TrialError("timed out", message, printed)
         if code != 0:
-            raise TrialError("crashed", f"exit code {code}", printed)
+            message = f"it must end with exit code 0, got exit code {code}: see what it printed"
+            raise TrialError("crashed", message, printed)
         return self._combine(texts, printed)
 
     def _run(self, command: Sequence[str]) -> tuple[int | None, str]:
@@ -150,12 +152,16 @@ class MultiObjective:
         read = [self._read(text) for text in texts]
         objectives = [objective for objective, _ in read[0]] if read else []
         if not objectives:
-            raise TrialError("no objective", f"it printed no line with {TOKEN}", printed)
+            message = f"it must print a line with {TOKEN} and then a line with the number, got no such line"
+            raise TrialError("no objective", message, printed)
         names = [o["name"] for o in objectives]
-        if any([o["name"] for o, _ in one] != names for one in read):
-            raise TrialError("no objective", "its instances printed different objectives", printed)
+        for one in read:
+            others = [o["name"] for o, _ in one]
+            if others != names:
+                message = f"its instances must print the same objectives, got {names} and {others}"
+                raise TrialError("no objective", message, printed)
         if any(math.isnan(value) for one in read for _, value in one):
-            raise TrialError("no objective", "an objective is not a number (nan)", printed)
+            raise TrialError("no objective", "an objective must be a number, got nan", printed)
         self.objectives = objectives
         sums = [sum(values) for values in zip(*([v for _, v in one] for one in read), strict=True)]
         return [

@@ -139,7 +139,9 @@ def execute(
                 complain=lambda text: launcher.verbose("warning", text),
             )
         except OSError as error:
-            raise LaunchArgumentError(f"ipexrun: an instance cannot be started: {error}") from error
+            raise LaunchArgumentError(
+                f"ipexrun: an instance cannot be started: {error}. Use --dry-run to see its command."
+            ) from error
     if code:
         failed = next((i for i in instances if i.returncode), instances[0])
         raise subprocess.CalledProcessError(code, failed.command)

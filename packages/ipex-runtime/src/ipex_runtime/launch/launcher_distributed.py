@@ -130,7 +130,7 @@ class DistributedTrainingLauncher(Launcher):
     def _check(self, args: argparse.Namespace, mpi: bool) -> None:
         if args.logical_cores_for_ccl and args.use_logical_cores:
             raise LaunchArgumentError(
-                "ipexrun: --logical-cores-for-ccl and --use-logical-cores exclude each other, got both"
+                "ipexrun: --logical-cores-for-ccl and --use-logical-cores exclude each other, got both: remove one"
             )
         for name, least in (("nnodes", 1), ("nprocs_per_node", 0), ("ccl_worker_count", 0)):
             value = getattr(args, name)
@@ -145,8 +145,8 @@ class DistributedTrainingLauncher(Launcher):
             )
         if mpi and shutil.which("mpiexec.hydra") is None and not args.dry_run:
             raise LaunchArgumentError(
-                "ipexrun: --distributed-launcher mpi needs mpiexec.hydra (Intel MPI, MPICH) on the PATH; without the "
-                "option and --extra-mpi-params no MPI is needed"
+                "ipexrun: --distributed-launcher mpi needs mpiexec.hydra (Intel MPI, MPICH) on the PATH, got none;"
+                " without the option and --extra-mpi-params no MPI is needed"
             )
 
     def _hosts(self, args: argparse.Namespace) -> list[str]:
@@ -202,7 +202,9 @@ class DistributedTrainingLauncher(Launcher):
                     command, check=False, stdin=subprocess.DEVNULL, timeout=2 * SSH_SECONDS
                 ).returncode
             except (OSError, subprocess.TimeoutExpired) as error:
-                raise LaunchArgumentError(f"ipexrun: ssh to {host} failed: {error}") from error
+                raise LaunchArgumentError(
+                    f"ipexrun: ssh to {host} must work without a password, got {error}"
+                ) from error
             if code:
                 raise LaunchArgumentError(
                     f"ipexrun: ssh to {host} must work without a password, got exit code {code}"

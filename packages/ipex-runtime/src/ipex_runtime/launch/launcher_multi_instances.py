@@ -130,7 +130,7 @@ class MultiInstancesLauncher(Launcher):
     def _modes(self, args: argparse.Namespace) -> None:
         if args.latency_mode and args.throughput_mode:
             raise LaunchArgumentError(
-                "ipexrun: --latency-mode and --throughput-mode exclude each other, got both"
+                "ipexrun: --latency-mode and --throughput-mode exclude each other, got both: remove one"
             )
         if not args.latency_mode and not args.throughput_mode:
             return

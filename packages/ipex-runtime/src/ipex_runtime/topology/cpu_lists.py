@@ -32,7 +32,9 @@ def parse_cpu_list(text: str) -> list[int]:
         first, dash, last = span.partition("-")
         numbers = [first, last if dash else first, step or "1"]
         if not all(n.isascii() and n.isdigit() for n in numbers) or (":" in part and not step):
-            raise CpuListError(f"{part!r} is not a CPU number or range in {text!r}")
+            raise CpuListError(
+                f"{part!r} is not a CPU number or range in {text!r}: use a form such as 0,2-4"
+            )
         low, high, stride = (int(n) for n in numbers)
         if high < low or high >= MAX_CPUS or stride < 1:
             raise CpuListError(

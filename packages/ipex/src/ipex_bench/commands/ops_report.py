@@ -90,7 +90,9 @@ def read_results(path: Path) -> list[Result]:
     try:
         return [Result(**row) for row in json.loads(path.read_text())["results"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise typer.BadParameter(f"{path} is not a result file of ipex bench: {error}") from None
+        raise typer.BadParameter(
+            f"{path} must be a result file of 'ipex bench ops', got {error!r}"
+        ) from None
 
 
 def write_plot(path: Path, results: list[Result]) -> None:

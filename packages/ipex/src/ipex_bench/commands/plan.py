@@ -202,7 +202,8 @@ class Files:
             raise typer.BadParameter(str(error), param_hint=f"--{option}") from None
         if found.kind != kind:
             raise typer.BadParameter(
-                f"{path} has the results of 'ipex bench {found.kind}'", param_hint=f"--{option}"
+                f"{path} must have results of 'ipex bench {kind}', got results of 'ipex bench {found.kind}'",
+                param_hint=f"--{option}",
             )
         return found
 

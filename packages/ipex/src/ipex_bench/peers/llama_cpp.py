@@ -48,7 +48,9 @@ class Engine(Peer):
         settings.use_mmap = False
         model = L.llama_model_load_from_file(str(file).encode(), settings)
         if not model:
-            raise RuntimeError("llama.cpp cannot load the model that was written for it")
+            raise RuntimeError(
+                f"llama.cpp must load {file}, which was written for it, got no model"
+            )
         if task.shape["batch"] != 1:
             raise UnsupportedError("only batch 1 is covered here")
         vocab = task.shape["vocab_size"]
@@ -64,7 +66,7 @@ class Engine(Peer):
             array = (L.llama_token * len(tokens))(*tokens)
             status = L.llama_decode(context, L.llama_batch_get_one(array, len(tokens)))
             if status:
-                raise RuntimeError(f"llama_decode returned {status}")
+                raise RuntimeError(f"llama_decode must return 0, got {status}")
             return numpy.ctypeslib.as_array(L.llama_get_logits_ith(context, -1), (1, vocab))
 
         return greedy(task, step, precision, form)
@@ -88,7 +90,7 @@ def _tensors(folder: Path) -> dict[str, Any]:
         elif entry["dtype"] == "F32":
             array = data.view(numpy.float32)
         else:
-            raise ValueError(f"{name} has the type {entry['dtype']}")
+            raise ValueError(f"{name} must be BF16 or F32, got {entry['dtype']}")
         found[name] = array.reshape(entry["shape"])
     return found
 

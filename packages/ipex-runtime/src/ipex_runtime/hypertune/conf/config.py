@@ -221,21 +221,24 @@ def parse_objective(text: str, where: str) -> dict[str, Any]:
         raise ConfigurationError(
             f"{where}: @hypertune must be followed by a dict, got {text.strip()[:80]!r}"
         ) from error
-    known = {"name": str, "higher_is_better": bool, "target_val": (int, float)}
+    known = {
+        "name": (str, "a text"),
+        "higher_is_better": (bool, "True or False"),
+        "target_val": ((int, float), "a number"),
+    }
     if not isinstance(value, dict) or "name" not in value:
         raise ConfigurationError(
             f"{where}: @hypertune must have a dict with a 'name', got {value!r}"
         )
     for key, item in value.items():
-        kind: Any = known.get(key)
-        if kind is None:
+        if key not in known:
             raise ConfigurationError(
                 f"{where}: unknown key {key!r} of @hypertune; known: {', '.join(known)}"
             )
+        kind: Any
+        kind, what = known[key]
         if not isinstance(item, kind) or (key == "target_val" and isinstance(item, bool)):
-            raise ConfigurationError(
-                f"{where}: {key} of @hypertune has the wrong type, got {item!r}"
-            )
+            raise ConfigurationError(f"{where}: {key} of @hypertune must be {what}, got {item!r}")
     higher = value.get("higher_is_better", False)
     # Documented as -inf for both directions: a target that is reached at once must not be the default.
     target = value.get("target_val", float("inf") if higher else -float("inf"))
