@@ -251,7 +251,7 @@ def test_what_cannot_be_scripted():
 
     torch.jit.script(optimize(Cell().eval()))
     reduced = optimize(Cell().eval(), dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match="whose input a hook of ipex.optimize casts"):
+    with pytest.raises(TypeError, match=r"whose input a hook of ipex.optimize casts"):
         torch.jit.script(reduced)
     torch.jit.script(restore(reduced))
 
