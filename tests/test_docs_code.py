@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -135,6 +136,17 @@ def run_commands(lines: list[str]) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, rest + done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_each_page_says_who_needs_it() -> None:
+    """Below the title stands one line: "For users of ...: what the page gives." """
+    whole = {"changelog.md", "contributing.md"}  # other files, included
+    for page in PAGES:
+        if "docs" in page.parts[-3:-1] and page.name not in whole:
+            lines = page.read_text("utf-8").splitlines()
+            found = (lines[0].startswith("# "), lines[1], lines[3])
+            assert found == (True, "", ""), page
+            assert re.fullmatch(r"For [^:]+: \S.*\.", lines[2]), f"{page}: {lines[2]}"
 
 
 def test_every_block_is_of_a_known_kind() -> None:
