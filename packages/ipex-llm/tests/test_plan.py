@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 from typing import Any
@@ -16,10 +17,12 @@ from torch.ao.quantization import QConfigMapping
 
 import ipex_core
 import ipex_llm
+from ipex_core.errors import MissingComponentError
 from ipex_core.optimization.records import class_name
 from ipex_llm import OptimizePlan, optimize, plan
 from ipex_llm.model_runner.weights import woq_experts
 from ipex_llm.optimization import outline
+from ipex_llm.optimization.xpu import optimize_on_xpu
 from ipex_llm.patch.decoder import DecoderMixin
 from ipex_llm.patch.layer import LayerMixin
 from ipex_quant import WoqWeightDtype, quantize_linears, woq_qconfig
@@ -230,6 +233,25 @@ def test_quantized_before() -> None:
     found = plan(model)
     assert {row.text for row in found.linears} == {"quantized already: int4"}
     check(found, optimize(model))
+
+
+def test_xpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device the error is that of optimize; with one, modules are changed one by one."""
+    for function in (plan, optimize):
+        with pytest.raises(MissingComponentError, match="device 'xpu' needs a device"):
+            function(build("llama"), device="xpu")
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    found = plan(build("llama"), device="xpu", quantization_config=INT8)
+    assert found.depth == 1 and found.reason is not None and found.reason.startswith("on xpu ")
+    assert not found.layers and not found.rest and all(row.done for row in found.linears)
+    requests = []
+    monkeypatch.setattr(outline, "planned", lambda model, request: requests.append(request))
+    plan(build("llama"), device="xpu", dtype=torch.bfloat16)
+    model = build("llama")
+    request = dataclasses.replace(requests[0], device=torch.device("cpu"))
+    assert optimize_on_xpu(model, request, lambda *args: None) is model
+    assert "forward" in vars(model.model.norm) and model.dtype is torch.bfloat16
+    model(torch.tensor([[1, 2, 3]]))
 
 
 def test_a_model_that_is_no_decoder() -> None:

@@ -141,7 +141,7 @@ def optimize(
 
         return optimize_on_xpu(model, request, _load)
     if any("_ipex_mixin" in vars(type(module)) for module in model.modules()):
-        ipex_core.restore(model)  # begin anew: the arguments may be others
+        ipex_core.restore(model)  # the arguments may be others now
     if request.static and request.summary is None:
         logger.info(
             "optimize: %s is left as it is, for calibration: ipex.quantization.prepare, some runs,"
@@ -344,7 +344,7 @@ def _is_float(module: nn.Module) -> bool:
 
 
 def _load(model: nn.Module, request: Request) -> None:
-    """Replace linear layers by those of a checkpoint, and load what else it has."""
+    """Replace linear layers by quantized layers of a checkpoint, and load its other tensors."""
     from ipex_quant.weight_only.replace import replace_linears_from_checkpoint
 
     assert request.checkpoint is not None

@@ -161,7 +161,7 @@ def _form(choice: Choice | None) -> Form:
 
 
 def _fitting(plan: DecoderPlan, request: Request) -> KVCacheScales | None:
-    """Return scales if they are those of the plan's layers; others are an error if somebody gave them."""
+    """Return the scales if the plan has as many layers; if not, raise if they were given, or return None."""
     scales = request.kv_scales
     if scales is None:
         return None

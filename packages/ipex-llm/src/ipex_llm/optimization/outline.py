@@ -79,7 +79,7 @@ def _checkpoint_form(model: nn.Module, tensors: Mapping[str, torch.Tensor], sche
 
 
 def _by_small_copy(model: nn.Module, request: Request, plan: OptimizePlan) -> OptimizePlan:
-    """Return the plan of a model without weights: of its layers by those of a small copy, of the rest as it was."""
+    """Return the plan of a model without weights, whose layers are judged by a small copy."""
     small = small_copy(model)
     if small is None:
         return plan

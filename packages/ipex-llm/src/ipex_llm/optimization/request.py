@@ -40,7 +40,7 @@ class Request:
         summary: File with the scales for static quantization; None: the model is returned as it is, to be calibrated.
         sample_inputs: Inputs for static quantization, or None.
         checkpoint: Quantized weights and their configuration, or None.
-        kv: dtype of cached keys and values, None for that of the model.
+        kv: dtype of cached keys and values, None for the dtype of the model.
         kv_scales: Their scales, or None.
         kv_scales_given: Whether the scales were given, and not found in a checkpoint.
         parallel: The group to divide the model among, or None.
