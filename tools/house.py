@@ -481,7 +481,7 @@ def hidden_attributes() -> Iterator[Finding]:
 #: What only few places may do, and where anybody may.
 HACKS = {
     r"\bsys\._getframe\b": "",
-    r"\bsys\.argv\b": r"/(cli|launch)(/|\.py)",
+    r"\bsys\.argv\b": r"/(cli|launch|commands|ipex_cli)(/|\.py)",
     r"(?<![.\w])exec\(": "",
     r"\btypes\.FunctionType\(": "",
 }

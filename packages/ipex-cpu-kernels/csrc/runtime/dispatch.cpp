@@ -86,7 +86,7 @@ void check_tensor(const char* op, const char* name, const Tensor& x, int64_t min
 void check_like(const char* op, const char* name, const Tensor& value, const Tensor& x,
                 const char* of) {
   IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of,
-             " = cpu, got another");
+             " = cpu");
   IPEX_CHECK(value.scalar_type() == x.scalar_type(), op, ": ", name, " must have the dtype of ", of,
              " = ", dtype_name(x.scalar_type()), ", got ", dtype_name(value.scalar_type()));
   bool same = value.dim() == x.dim();
@@ -102,7 +102,7 @@ void check_score_scale(const char* op, const char* name, double scale) {
 
 void check_vector(const char* op, const char* name, const OptionalTensor& value, const Tensor& x) {
   if (!value) return;
-  IPEX_CHECK(value->is_cpu(), op, ": ", name, " must be on the device of x = cpu, got another");
+  IPEX_CHECK(value->is_cpu(), op, ": ", name, " must be on the device of x = cpu");
   const ScalarType dtype = value->scalar_type();
   IPEX_CHECK(dtype == x.scalar_type() || dtype == ScalarType::Float, op, ": ", name,
              " must have the dtype of x = ", dtype_name(x.scalar_type()), " or float32, got ",

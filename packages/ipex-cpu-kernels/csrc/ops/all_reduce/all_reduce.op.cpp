@@ -33,7 +33,7 @@ int64_t note_of(int64_t size, ScalarType dtype, int64_t kind) {
 void check_group(const char* op, const OptionalTensor& memory, int64_t rank, double timeout,
                  const std::string& group) {
   if (memory.has_value()) {
-    IPEX_CHECK(memory->is_cpu(), op, ": memory must be on the device of x = cpu, got another");
+    IPEX_CHECK(memory->is_cpu(), op, ": memory must be on the device of x = cpu");
     IPEX_CHECK(memory->scalar_type() == ScalarType::Byte, op,
                ": memory must have dtype uint8, got ", dtype_name(memory->scalar_type()));
     IPEX_CHECK(memory->dim() == 1 && memory->is_contiguous(), op,

@@ -8,7 +8,7 @@ namespace {
 const AttentionHandles kernels("attention");
 
 void check_device_and_dtype(const char* name, const Tensor& x, const Tensor& query) {
-  IPEX_CHECK(x.is_cpu(), "attention: ", name, " must be on the device of query = cpu, got another");
+  IPEX_CHECK(x.is_cpu(), "attention: ", name, " must be on the device of query = cpu");
   IPEX_CHECK(x.scalar_type() == query.scalar_type(), "attention: ", name,
              " must have the dtype of query = ", dtype_name(query.scalar_type()), ", got ",
              dtype_name(x.scalar_type()));
@@ -33,7 +33,7 @@ void check_arguments(const Tensor& query, const Tensor& key, const Tensor& value
 }
 
 void check_mask(const Tensor& mask, const Tensor& query, int64_t keys) {
-  IPEX_CHECK(mask.is_cpu(), "attention: mask must be on the device of query = cpu, got another");
+  IPEX_CHECK(mask.is_cpu(), "attention: mask must be on the device of query = cpu");
   const ScalarType dtype = mask.scalar_type();
   IPEX_CHECK(
       dtype == ScalarType::Bool || dtype == ScalarType::Float || dtype == query.scalar_type(),

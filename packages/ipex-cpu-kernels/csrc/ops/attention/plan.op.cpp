@@ -31,7 +31,7 @@ void append(const Tensor& x, std::vector<float>& to) {
 }
 
 std::vector<float> floats(const char* op, const char* name, const Tensor& x, const Tensor& query) {
-  IPEX_CHECK(x.is_cpu(), op, ": ", name, " must be on the device of query = cpu, got another");
+  IPEX_CHECK(x.is_cpu(), op, ": ", name, " must be on the device of query = cpu");
   IPEX_CHECK(x.scalar_type() == query.scalar_type() || x.scalar_type() == ScalarType::Float, op,
              ": ", name, " must have the dtype of query = ", dtype_name(query.scalar_type()),
              " or float32, got ", dtype_name(x.scalar_type()));

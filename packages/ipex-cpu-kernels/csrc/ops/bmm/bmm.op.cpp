@@ -27,7 +27,7 @@ constexpr int64_t kOneRows = 1024;
 constexpr int64_t kTransposedRows = 32;
 
 void check_batched(const char* name, const Tensor& value, const Tensor& a, int64_t d1, int64_t d2) {
-  IPEX_CHECK(value.is_cpu(), kOp, ": ", name, " must be on the device of a = cpu, got another");
+  IPEX_CHECK(value.is_cpu(), kOp, ": ", name, " must be on the device of a = cpu");
   IPEX_CHECK(value.scalar_type() == a.scalar_type(), kOp, ": ", name,
              " must have the dtype of a = ", dtype_name(a.scalar_type()), ", got ",
              dtype_name(value.scalar_type()));

@@ -37,7 +37,7 @@ struct DecodeOptions {
 inline void check_head_vector(const char* op, const char* name, const OptionalTensor& value,
                               int64_t heads) {
   if (!value) return;
-  IPEX_CHECK(value->is_cpu(), op, ": ", name, " must be on the device of query = cpu, got another");
+  IPEX_CHECK(value->is_cpu(), op, ": ", name, " must be on the device of query = cpu");
   IPEX_CHECK(value->scalar_type() == ScalarType::Float, op, ": ", name,
              " must have dtype float32, got ", dtype_name(value->scalar_type()));
   IPEX_CHECK(value->dim() == 1 && value->size(0) == heads, op, ": ", name,
@@ -63,7 +63,7 @@ inline void check_window(const char* op, int64_t window) {
 inline void check_decode_mask(const char* op, const OptionalTensor& mask, const Tensor& query,
                               const int64_t (&scores)[4]) {
   if (!mask) return;
-  IPEX_CHECK(mask->is_cpu(), op, ": mask must be on the device of query = cpu, got another");
+  IPEX_CHECK(mask->is_cpu(), op, ": mask must be on the device of query = cpu");
   const ScalarType dtype = mask->scalar_type();
   IPEX_CHECK(
       dtype == ScalarType::Bool || dtype == ScalarType::Float || dtype == query.scalar_type(), op,

@@ -20,7 +20,7 @@ constexpr const char* kOp = "grouped_linear";
 // The rows of each group are [offsets[g], offsets[g + 1]).
 std::vector<int64_t> check_offsets(const Tensor& offsets, int64_t rows) {
   const ScalarType dtype = offsets.scalar_type();
-  IPEX_CHECK(offsets.is_cpu(), kOp, ": offsets must be on the device of x = cpu, got another");
+  IPEX_CHECK(offsets.is_cpu(), kOp, ": offsets must be on the device of x = cpu");
   IPEX_CHECK(dtype == ScalarType::Int || dtype == ScalarType::Long, kOp,
              ": offsets must have dtype int32, int64, got ", dtype_name(dtype));
   IPEX_CHECK(offsets.dim() == 1 && offsets.size(0) > 0, kOp,
@@ -49,7 +49,7 @@ struct Bias {
 Bias check_bias(const OptionalTensor& bias, const Tensor& x, int64_t groups, int64_t n) {
   if (!bias) return {};
   const ScalarType dtype = bias->scalar_type();
-  IPEX_CHECK(bias->is_cpu(), kOp, ": bias must be on the device of x = cpu, got another");
+  IPEX_CHECK(bias->is_cpu(), kOp, ": bias must be on the device of x = cpu");
   IPEX_CHECK(dtype == x.scalar_type() || dtype == ScalarType::Float, kOp,
              ": bias must have the dtype of x = ", dtype_name(x.scalar_type()), " or float32, got ",
              dtype_name(dtype));

@@ -20,7 +20,7 @@ void check_arguments(const Tensor& query, const Tensor& key, const Tensor& value
   check_head_size(kOp, query.size(3));
   check_score_scale(kOp, "scale", options.scale);
   const int64_t sequences = query.size(0), queries = query.size(1), size = query.size(3);
-  IPEX_CHECK(key.is_cpu(), kOp, ": key must be on the device of query = cpu, got another");
+  IPEX_CHECK(key.is_cpu(), kOp, ": key must be on the device of query = cpu");
   IPEX_CHECK(key.scalar_type() == query.scalar_type(), kOp,
              ": key must have the dtype of query = ", dtype_name(query.scalar_type()), ", got ",
              dtype_name(key.scalar_type()));
@@ -38,7 +38,7 @@ void check_arguments(const Tensor& query, const Tensor& key, const Tensor& value
   check_head_groups(kOp, query.size(2), key.size(2));
   const int64_t positions = key_cache.size(0);
   IPEX_CHECK(beam_idx.is_cpu(), kOp,
-             ": beam_idx must be on the device of query = cpu, got another");
+             ": beam_idx must be on the device of query = cpu");
   IPEX_CHECK(beam_idx.scalar_type() == ScalarType::Long, kOp,
              ": beam_idx must have dtype int64, got ", dtype_name(beam_idx.scalar_type()));
   IPEX_CHECK(

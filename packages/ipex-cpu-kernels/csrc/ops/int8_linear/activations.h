@@ -31,7 +31,7 @@ inline void check_activations(const char* op, const Tensor& x, int64_t count,
   IPEX_CHECK(!codes || a.scale, op, ": x_scale must be given for x of dtype ",
              dtype_name(x.scalar_type()), ", got None");
   if (a.scale) {
-    IPEX_CHECK(a.scale->is_cpu(), op, ": x_scale must be on the device of x = cpu, got another");
+    IPEX_CHECK(a.scale->is_cpu(), op, ": x_scale must be on the device of x = cpu");
     IPEX_CHECK(a.scale->scalar_type() == ScalarType::Float, op,
                ": x_scale must have dtype float32, got ", dtype_name(a.scale->scalar_type()));
     if (codes)
@@ -45,7 +45,7 @@ inline void check_activations(const char* op, const Tensor& x, int64_t count,
   if (!a.zero) return;
   IPEX_CHECK(a.scale, op, ": x_zero must be None without x_scale, got a tensor");
   IPEX_CHECK(codes || !a.symmetric, op, ": x_zero must be None for symmetric codes, got a tensor");
-  IPEX_CHECK(a.zero->is_cpu(), op, ": x_zero must be on the device of x = cpu, got another");
+  IPEX_CHECK(a.zero->is_cpu(), op, ": x_zero must be on the device of x = cpu");
   IPEX_CHECK(a.zero->scalar_type() == ScalarType::Int, op, ": x_zero must have dtype int32, got ",
              dtype_name(a.zero->scalar_type()));
   IPEX_CHECK(a.zero->numel() == a.scale->numel(), op,

@@ -22,7 +22,7 @@ const Kernel<decltype(ipex_k_int8_linear_copy_rows)> copy_kernel(kOp,
                                                                  "ipex_k_int8_linear_copy_rows");
 
 const Tensor& check_weight_scale(const Tensor& scale, int64_t n) {
-  IPEX_CHECK(scale.is_cpu(), kOp, ": weight_scale must be on the device of x = cpu, got another");
+  IPEX_CHECK(scale.is_cpu(), kOp, ": weight_scale must be on the device of x = cpu");
   IPEX_CHECK(scale.scalar_type() == ScalarType::Float, kOp,
              ": weight_scale must have dtype float32, got ", dtype_name(scale.scalar_type()));
   IPEX_CHECK(scale.numel() == 1 || (scale.dim() == 1 && scale.size(0) == n), kOp,

@@ -34,7 +34,7 @@ struct Int8Layout {
 inline void check_int8_packed(const char* op, const char* name, const Tensor& packed, int64_t n,
                               int64_t k) {
   const Int8Layout at(n, k);
-  IPEX_CHECK(packed.is_cpu(), op, ": ", name, " must be on the device of x = cpu, got another");
+  IPEX_CHECK(packed.is_cpu(), op, ": ", name, " must be on the device of x = cpu");
   IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 &&
                  packed.size(0) == at.bytes && packed.is_contiguous(),
              op, ": ", name, " must be a weight of shape [", n, ", ", k,

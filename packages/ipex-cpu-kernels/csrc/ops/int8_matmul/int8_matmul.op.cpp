@@ -45,7 +45,7 @@ Tensor int8_matmul(const Tensor& a0, const Tensor& b0, double a_scale, int64_t a
                    double b_scale, int64_t b_zero) {
   check_tensor(kOp, "a", a0, 2);
   const ScalarType dtype = a0.scalar_type();
-  IPEX_CHECK(b0.is_cpu(), kOp, ": b must be on the device of a = cpu, got another");
+  IPEX_CHECK(b0.is_cpu(), kOp, ": b must be on the device of a = cpu");
   IPEX_CHECK(b0.scalar_type() == dtype, kOp, ": b must have the dtype of a = ", dtype_name(dtype),
              ", got ", dtype_name(b0.scalar_type()));
   const int64_t a_dim = a0.dim(), b_dim = b0.dim(), dim = std::max(a_dim, b_dim);

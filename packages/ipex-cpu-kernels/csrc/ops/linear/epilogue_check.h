@@ -72,7 +72,7 @@ class CheckedEpilogue {
     if (tensors_.bias) {
       const Tensor& bias = *tensors_.bias;
       const ScalarType dtype = bias.scalar_type();
-      IPEX_CHECK(bias.is_cpu(), op_, ": bias must be on the device of x = cpu, got another");
+      IPEX_CHECK(bias.is_cpu(), op_, ": bias must be on the device of x = cpu");
       IPEX_CHECK(dtype == dtype_ || dtype == ScalarType::Float, op_,
                  ": bias must have the dtype of ", of_, " = ", dtype_name(dtype_),
                  " or float32, got ", dtype_name(dtype));
@@ -95,7 +95,7 @@ class CheckedEpilogue {
   void operand(const char* name, const OptionalTensor& value, const Tensor& x, int64_t out_features,
                Rows* rows, const void** data, int64_t* stride) {
     if (!value) return;
-    IPEX_CHECK(value->is_cpu(), op_, ": ", name, " must be on the device of x = cpu, got another");
+    IPEX_CHECK(value->is_cpu(), op_, ": ", name, " must be on the device of x = cpu");
     IPEX_CHECK(value->scalar_type() == dtype_, op_, ": ", name, " must have the dtype of ", of_,
                " = ", dtype_name(dtype_), ", got ", dtype_name(value->scalar_type()));
     bool same = value->dim() == x.dim();

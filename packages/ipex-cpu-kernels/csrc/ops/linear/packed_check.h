@@ -19,7 +19,7 @@ inline void check_packed(const char* op, const char* name, const Tensor& packed,
                          int64_t k, ScalarType dtype) {
   const uint32_t format = format_of(dtype);
   const int64_t size = packed_bytes(n, k, format);
-  IPEX_CHECK(packed.is_cpu(), op, ": ", name, " must be on the device of x = cpu, got another");
+  IPEX_CHECK(packed.is_cpu(), op, ": ", name, " must be on the device of x = cpu");
   IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 &&
                  packed.size(0) == size && packed.is_contiguous(),
              op, ": ", name, " must be a ", dtype_name(dtype), " weight of shape [", n, ", ", k,
@@ -38,7 +38,7 @@ inline void check_packed_rows(const char* op, const char* name, const Tensor& pa
                               int64_t n, int64_t k, ScalarType dtype) {
   const uint32_t format = format_of(dtype);
   const int64_t size = packed_bytes(n, k, format);
-  IPEX_CHECK(packed.is_cpu(), op, ": ", name, " must be on the device of x = cpu, got another");
+  IPEX_CHECK(packed.is_cpu(), op, ": ", name, " must be on the device of x = cpu");
   IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 2 &&
                  packed.size(0) == count && packed.size(1) == size && packed.is_contiguous(),
              op, ": ", name, " must be ", count, " ", dtype_name(dtype), " weights of shape [", n,

@@ -25,7 +25,7 @@ void check_arguments(const Tensor& query, const Tensor& cache, const Tensor& len
              width);
   IPEX_CHECK(rank > 0 && rank <= width, kOp,
              ": kv_lora_rank must be between 1 and the width of query = ", width, ", got ", rank);
-  IPEX_CHECK(cache.is_cpu(), kOp, ": kv_cache must be on the device of query = cpu, got another");
+  IPEX_CHECK(cache.is_cpu(), kOp, ": kv_cache must be on the device of query = cpu");
   IPEX_CHECK(cache.scalar_type() == query.scalar_type(), kOp,
              ": kv_cache must have the dtype of query = ", dtype_name(query.scalar_type()),
              ", got ", dtype_name(cache.scalar_type()));
@@ -48,7 +48,7 @@ void check_arguments(const Tensor& query, const Tensor& cache, const Tensor& len
                " blocks where there are no block_tables, got ", cache.size(0));
   }
   if (!rows) return;
-  IPEX_CHECK(rows->is_cpu(), kOp, ": new_rows must be on the device of query = cpu, got another");
+  IPEX_CHECK(rows->is_cpu(), kOp, ": new_rows must be on the device of query = cpu");
   IPEX_CHECK(rows->scalar_type() == query.scalar_type(), kOp,
              ": new_rows must have the dtype of query = ", dtype_name(query.scalar_type()),
              ", got ", dtype_name(rows->scalar_type()));

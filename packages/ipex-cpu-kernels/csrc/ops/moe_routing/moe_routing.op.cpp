@@ -33,7 +33,7 @@ void check_bias(const OptionalTensor& bias, int64_t experts) {
   if (!bias) return;
   const char* op = "moe_routing";
   IPEX_CHECK(bias->is_cpu(), op,
-             ": e_score_correction_bias must be on the device of router_logits = cpu, got another");
+             ": e_score_correction_bias must be on the device of router_logits = cpu");
   IPEX_CHECK(
       bias->scalar_type() == ScalarType::Float && bias->dim() == 1 && bias->size(0) == experts, op,
       ": e_score_correction_bias must be float32 of shape [", experts, "], got ",

@@ -21,7 +21,7 @@ using Quantized = std::tuple<Tensor, Tensor>;  // codes, scale
 
 void check_scale(const char* op, const OptionalTensor& scale) {
   if (!scale) return;
-  IPEX_CHECK(scale->is_cpu(), op, ": scale must be on the device of x = cpu, got another");
+  IPEX_CHECK(scale->is_cpu(), op, ": scale must be on the device of x = cpu");
   IPEX_CHECK(scale->scalar_type() == ScalarType::Float, op, ": scale must have dtype float32, got ",
              dtype_name(scale->scalar_type()));
   IPEX_CHECK(scale->numel() == 1, op, ": scale must have one element, got ", shape_text(*scale));

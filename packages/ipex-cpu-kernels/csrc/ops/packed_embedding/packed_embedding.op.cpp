@@ -56,7 +56,7 @@ Tensor embedding(const Tensor& packed, const Tensor& ids, int64_t rows, int64_t 
   IPEX_CHECK(rows > 0, kOp, ": num_embeddings must be positive, got ", rows);
   IPEX_CHECK(columns > 0, kOp, ": embedding_dim must be positive, got ", columns);
   check_packed(kOp, "packed", packed, rows, columns, dtype);
-  IPEX_CHECK(ids.is_cpu(), kOp, ": ids must be on the device of packed = cpu, got another");
+  IPEX_CHECK(ids.is_cpu(), kOp, ": ids must be on the device of packed = cpu");
   IPEX_CHECK(is_index_dtype(ids.scalar_type()), kOp, ": ids must have dtype int32, int64, got ",
              dtype_name(ids.scalar_type()));
   const Indices index(ids);

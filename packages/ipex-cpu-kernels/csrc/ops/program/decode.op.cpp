@@ -215,7 +215,7 @@ std::shared_ptr<const Program> decode(const Tensor& code, const Tensor& text,
   IPEX_CHECK(text.is_cpu() && text.scalar_type() == ScalarType::Byte && text.is_contiguous(), kOp,
              ": text must be a contiguous uint8 tensor on the cpu, got another");
   for (const Tensor& constant : constants)
-    IPEX_CHECK(constant.is_cpu(), kOp, ": constants must be on the cpu, got another device");
+    IPEX_CHECK(constant.is_cpu(), kOp, ": constants must be on the CPU");
   return Decoder(code, text, constants).decode();
 }
 

@@ -43,7 +43,7 @@ Quantized quantize_per_token(const Tensor& x, bool symmetric) {
 
 void check_one(const char* name, const Tensor& value, ScalarType dtype, const char* dtype_text) {
   const char* op = "quantize_per_tensor";
-  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of x = cpu, got another");
+  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of x = cpu");
   IPEX_CHECK(value.scalar_type() == dtype, op, ": ", name, " must have dtype ", dtype_text,
              ", got ", dtype_name(value.scalar_type()));
   IPEX_CHECK(value.numel() == 1, op, ": ", name, " must have one element, got ", shape_text(value));

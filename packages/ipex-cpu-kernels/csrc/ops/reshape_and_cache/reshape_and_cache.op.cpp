@@ -31,7 +31,7 @@ void check_arguments(const char* op, const Tensor& key, const Tensor& value,
   IPEX_CHECK(key_cache.size(1) == key.size(1) && key_cache.size(3) == key.size(2), op,
              ": key_cache must have shape [num_blocks, ", key.size(1), ", block_size, ",
              key.size(2), "], got ", shape_text(key_cache));
-  IPEX_CHECK(slots.is_cpu(), op, ": slot_mapping must be on the device of key = cpu, got another");
+  IPEX_CHECK(slots.is_cpu(), op, ": slot_mapping must be on the device of key = cpu");
   IPEX_CHECK(is_index_dtype(slots.scalar_type()), op,
              ": slot_mapping must have dtype int32, int64, got ", dtype_name(slots.scalar_type()));
   IPEX_CHECK(slots.dim() == 1 && slots.size(0) == key.size(0), op,

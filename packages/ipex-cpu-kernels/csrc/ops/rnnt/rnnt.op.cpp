@@ -19,7 +19,7 @@ int64_t item_size(const Tensor& x) { return x.scalar_type() == ScalarType::Float
 void check_integers(const char* op, const char* name, const Tensor& value, ScalarType dtype,
                     const char* of) {
   IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of,
-             " = cpu, got another");
+             " = cpu");
   IPEX_CHECK(value.scalar_type() == dtype, op, ": ", name, " must have dtype ", dtype_name(dtype),
              ", got ", dtype_name(value.scalar_type()));
 }
@@ -79,7 +79,7 @@ void check_values(const char* name, const Tensor& value, std::initializer_list<i
 
 void check_state(const char* name, const char* new_name, const Tensor& state, const Tensor& value,
                  int64_t batch) {
-  IPEX_CHECK(state.is_cpu(), kUpdate, ": ", name, " must be on the device of x = cpu, got another");
+  IPEX_CHECK(state.is_cpu(), kUpdate, ": ", name, " must be on the device of x = cpu");
   IPEX_CHECK(is_kernel_dtype(state.scalar_type()), kUpdate, ": ", name, " must be floating, got ",
              dtype_name(state.scalar_type()));
   IPEX_CHECK(state.dim() == 3 && state.size(1) == batch, kUpdate, ": ", name,

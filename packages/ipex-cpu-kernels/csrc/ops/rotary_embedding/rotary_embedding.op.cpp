@@ -70,7 +70,7 @@ std::tuple<Tensor, Tensor> rotary_embedding_functional(const Tensor& query, cons
 // query or key [positions.shape, heads * head_size] or [positions.shape, heads, head_size].
 void check_batched(const char* name, const Tensor& x, const Tensor& positions, int64_t head_size) {
   constexpr const char* kOp = "rotary_embedding_batched";
-  IPEX_CHECK(x.is_cpu(), kOp, ": ", name, " must be on the device of positions = cpu, got another");
+  IPEX_CHECK(x.is_cpu(), kOp, ": ", name, " must be on the device of positions = cpu");
   check_tensor(kOp, name, x);
   const int64_t lead = positions.dim();
   bool fits = x.dim() == lead + 1 || x.dim() == lead + 2;
@@ -108,7 +108,7 @@ void rotary_embedding_batched(const Tensor& positions, const Tensor& query, cons
   check_rotary_dim(kOp, "rot_dim", rot_dim, head_size);
   const Tensor& cache = cos_sin_cache;
   IPEX_CHECK(cache.is_cpu(), kOp,
-             ": cos_sin_cache must be on the device of query = cpu, got another");
+             ": cos_sin_cache must be on the device of query = cpu");
   IPEX_CHECK(cache.scalar_type() == query.scalar_type() || cache.scalar_type() == ScalarType::Float,
              kOp,
              ": cos_sin_cache must have the dtype of query = ", dtype_name(query.scalar_type()),
@@ -121,7 +121,7 @@ void rotary_embedding_batched(const Tensor& positions, const Tensor& query, cons
   if (cos_sin_cache_offsets) {
     const Tensor& o = *cos_sin_cache_offsets;
     IPEX_CHECK(o.is_cpu(), kOp,
-               ": cos_sin_cache_offsets must be on the device of query = cpu, got another");
+               ": cos_sin_cache_offsets must be on the device of query = cpu");
     IPEX_CHECK(is_index_dtype(o.scalar_type()), kOp,
                ": cos_sin_cache_offsets must have dtype int32, int64, got ",
                dtype_name(o.scalar_type()));

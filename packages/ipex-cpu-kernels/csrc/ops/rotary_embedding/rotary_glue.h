@@ -27,7 +27,7 @@ inline void check_heads(const char* op, const Tensor& query, const Tensor& key) 
              ": query must be 3-D [tokens, heads, head_dim] or 4-D [batch, positions, heads, "
              "head_dim], got ",
              query.dim(), "-D");
-  IPEX_CHECK(key.is_cpu(), op, ": key must be on the device of query = cpu, got another");
+  IPEX_CHECK(key.is_cpu(), op, ": key must be on the device of query = cpu");
   IPEX_CHECK(key.scalar_type() == query.scalar_type(), op,
              ": key must have the dtype of query = ", dtype_name(query.scalar_type()), ", got ",
              dtype_name(key.scalar_type()));
@@ -41,7 +41,7 @@ inline void check_heads(const char* op, const Tensor& query, const Tensor& key) 
 
 inline void check_tables(const char* op, const Tensor& sin, const Tensor& cos, const Tensor& query,
                          int64_t rotary_dim) {
-  IPEX_CHECK(sin.is_cpu(), op, ": sin must be on the device of query = cpu, got another");
+  IPEX_CHECK(sin.is_cpu(), op, ": sin must be on the device of query = cpu");
   const ScalarType dtype = sin.scalar_type();
   IPEX_CHECK(dtype == query.scalar_type() || dtype == ScalarType::Float, op,
              ": sin must have the dtype of query = ", dtype_name(query.scalar_type()),
@@ -80,7 +80,7 @@ struct RotaryRows {
       return;
     }
     IPEX_CHECK(position_ids->is_cpu(), op,
-               ": position_ids must be on the device of query = cpu, got another");
+               ": position_ids must be on the device of query = cpu");
     IPEX_CHECK(is_index_dtype(position_ids->scalar_type()), op,
                ": position_ids must have dtype int32, int64, got ",
                dtype_name(position_ids->scalar_type()));

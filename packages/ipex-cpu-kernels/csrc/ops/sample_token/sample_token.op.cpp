@@ -227,7 +227,7 @@ void check_arguments(const Tensor& logits, const Tensor& noise, const Options& o
   const int64_t lead = logits.dim() - 1;
   IPEX_CHECK(logits.size(lead) > 0 && logits.size(lead) < (int64_t{1} << 31), kOp,
              ": logits must have between 1 and 2^31 - 1 columns, got ", shape_text(logits));
-  IPEX_CHECK(noise.is_cpu(), kOp, ": noise must be on the device of logits = cpu, got another");
+  IPEX_CHECK(noise.is_cpu(), kOp, ": noise must be on the device of logits = cpu");
   IPEX_CHECK(noise.scalar_type() == ScalarType::Float, kOp, ": noise must have dtype float32, got ",
              dtype_name(noise.scalar_type()));
   bool same = noise.dim() == lead;

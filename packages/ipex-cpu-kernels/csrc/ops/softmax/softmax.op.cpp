@@ -74,7 +74,7 @@ struct Mask {
 
 void check_mask(const OptionalTensor& mask, const Tensor& x) {
   if (!mask) return;
-  IPEX_CHECK(mask->is_cpu(), "softmax: mask must be on the device of x = cpu, got another");
+  IPEX_CHECK(mask->is_cpu(), "softmax: mask must be on the device of x = cpu");
   const ScalarType dtype = mask->scalar_type();
   IPEX_CHECK(dtype == x.scalar_type() || dtype == ScalarType::Float,
              "softmax: mask must have the dtype of x = ", dtype_name(x.scalar_type()),

@@ -11,7 +11,7 @@ constexpr const char* kOp = "varlen_attention";
 const AttentionHandles kernels(kOp);
 
 void check_keys(const char* name, const Tensor& x, const Tensor& query) {
-  IPEX_CHECK(x.is_cpu(), kOp, ": ", name, " must be on the device of query = cpu, got another");
+  IPEX_CHECK(x.is_cpu(), kOp, ": ", name, " must be on the device of query = cpu");
   IPEX_CHECK(x.scalar_type() == query.scalar_type(), kOp, ": ", name,
              " must have the dtype of query = ", dtype_name(query.scalar_type()), ", got ",
              dtype_name(x.scalar_type()));

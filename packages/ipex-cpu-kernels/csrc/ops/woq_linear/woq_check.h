@@ -35,7 +35,7 @@ inline const PackedHeader& check_woq_packed(const char* op, const char* name, co
          << "] packed by pack_woq_weight, got ";
     return text.str();
   };
-  IPEX_CHECK(packed.is_cpu(), op, ": ", name, " must be on the device of x = cpu, got another");
+  IPEX_CHECK(packed.is_cpu(), op, ": ", name, " must be on the device of x = cpu");
   IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1, expected(),
              dtype_name(packed.scalar_type()), " ", shape_text(packed));
   const PackedHeader* header = woq_header(packed);

@@ -39,7 +39,7 @@ class Indices {
 };
 
 inline void check_index_tensor(const char* op, const char* name, const Tensor& value, int64_t dim) {
-  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of query = cpu, got another");
+  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of query = cpu");
   IPEX_CHECK(is_index_dtype(value.scalar_type()), op, ": ", name,
              " must have dtype int32, int64, got ", dtype_name(value.scalar_type()));
   IPEX_CHECK(value.dim() == dim, op, ": ", name, " must be ", dim, "-D, got ", value.dim(), "-D");
@@ -85,7 +85,7 @@ inline void check_caches(const char* op, const Tensor& key_cache, const Tensor& 
                          const Tensor& x, const char* of, const char* shape, bool written = false) {
   const auto one = [&](const char* name, const Tensor& cache) {
     IPEX_CHECK(cache.is_cpu(), op, ": ", name, " must be on the device of ", of,
-               " = cpu, got another");
+               " = cpu");
     IPEX_CHECK(is_cache_dtype(cache.scalar_type(), x.scalar_type()), op, ": ", name,
                " must have the dtype of ", of, " = ", dtype_name(x.scalar_type()),
                ", int8, float8_e5m2 or float8_e4m3fn, got ", dtype_name(cache.scalar_type()));
@@ -111,7 +111,7 @@ inline void check_row_scales(const char* op, const char* name, const OptionalTen
                              const Tensor& cache) {
   if (!scales) return;
   IPEX_CHECK(scales->is_cpu(), op, ": ", name,
-             " must be on the device of key_cache = cpu, got another");
+             " must be on the device of key_cache = cpu");
   IPEX_CHECK(scales->scalar_type() == ScalarType::Float, op, ": ", name,
              " must have dtype float32, got ", dtype_name(scales->scalar_type()));
   IPEX_CHECK(cache.scalar_type() == ScalarType::Char, op, ": ", name,
