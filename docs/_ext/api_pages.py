@@ -16,7 +16,7 @@ import ipex_core.diagnostics.explain
 import ipex_core.distributed
 import ipex_core.errors
 import ipex_core.jit
-import ipex_core.library.spec
+import ipex_core.library
 import ipex_core.nn.functional
 import ipex_core.nn.modules.merged_embeddingbag
 import ipex_core.optim.tpp
@@ -95,7 +95,7 @@ def user_page() -> str:
         "",
     ]
     for name, value in (
-        ("ipex_core.diagnostics.doctor", Report),
+        ("ipex_core.diagnostics.report", Report),
         ("ipex_core.diagnostics.explain", ipex_core.diagnostics.explain.Explanation),
     ):
         classes += entry(name, value.__name__, value)
@@ -115,7 +115,7 @@ def author_page() -> str:
         "",
     ]
     for title, module in (
-        ("Specifications", ipex_core.library.spec),
+        ("Specifications: `ipex_core.library`", ipex_core.library),
         ("Tests: `ipex_core.testing`", ipex_core.testing),
         ("Measurements: `ipex_core.benchmark`", ipex_core.benchmark),
         ("Quantized weights: `ipex_core.woq`", ipex_core.woq),
@@ -193,10 +193,10 @@ def quantization_page() -> str:
         "",
     ]
     int8 = [
-        *members(ipex_quant.prepare_convert),
+        *members(ipex_quant.int8.api),
         *entry("ipex_quant", "autotune", ipex_quant.autotune),
-        *members(ipex_quant.static_qconfig),
-        *members(ipex_quant.int8_layers),
+        *members(ipex_quant.qconfig.static),
+        *members(ipex_quant.int8.modules.linear),
         *entry("ipex_quant", "MatMul", ipex_quant.MatMul),
         *entry("ipex_quant", "Int8MatMul", ipex_quant.Int8MatMul),
     ]
@@ -213,18 +213,18 @@ def quantization_page() -> str:
     for title, body in (
         ("INT8", int8),
         ("FP8: `ipex.quantization.fp8`", members(ipex_quant.fp8)),
-        ("Weight-only configurations", members(ipex_quant.qconfig)),
+        ("Weight-only configurations", members(ipex_quant.qconfig.weight_only)),
         ("Models", models),
-        ("Layers", members(ipex_quant.linear)),
-        ("Weights", weight + members(ipex_quant.quantize)),
-        ("Checkpoints", members(ipex_quant.checkpoint) + gguf),
+        ("Layers", members(ipex_quant.weight_only.linear)),
+        ("Weights", weight + members(ipex_quant.weight.primitives)),
+        ("Checkpoints", members(ipex_quant.weight_only.checkpoint) + gguf),
         ("Caches of keys and values", members(ipex_quant.kv_cache)),
         ("Model folders: `ipex.llm.utils`", members(ipex_llm.utils)),
         ("Other libraries: `ipex.llm.quantization`", members(ipex_llm.quantization, ipex_quant)),
     ):
         lines += section(title, body)
     # What a layer computes, saves and shows is in its base class.
-    layer = ".. autoclass:: ipex_quant.linear.WeightOnlyQuantizedLinear\n   :members:"
+    layer = ".. autoclass:: ipex_quant.weight_only.linear.WeightOnlyQuantizedLinear\n   :members:"
     return "\n".join(lines).replace(layer, f"{layer}\n   :inherited-members: Module")
 
 
