@@ -265,11 +265,13 @@ def test_bad_models():
 
 def test_modes_must_fit():
     model = make()
-    with pytest.raises(AssertionError, match="training mode") as error:
+    with pytest.raises(
+        AssertionError, match=r"optimizer, got training mode: call model\.eval"
+    ) as error:
         optimize(model.train())
     assert isinstance(error.value, ValueError)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(AssertionError, match="inference mode"):
+    with pytest.raises(AssertionError, match=r"optimizer, got inference mode: call model\.train"):
         optimize(model.eval(), optimizer=sgd)
 
 
@@ -331,7 +333,7 @@ def test_a_part_that_was_optimized_before_is_left_alone():
 
 
 def test_restore_of_a_model_that_is_not_optimized():
-    with pytest.raises(ValueError, match="not optimized"):
+    with pytest.raises(ValueError, match="got a Net that is not optimized"):
         restore(make())
     with pytest.raises(TypeError):
         restore(3)

@@ -292,8 +292,24 @@ def test_forwards_that_cannot_be_traced_are_left_alone():
         model = kind().eval()
         result = check(model, torch.randn(3, 96))
         assert "forward" not in result.__dict__ and "cannot be traced" in str(explain(result))
+    assert "forward must not change attributes of modules, got a change of 'last'" in str(
+        explain(result)
+    )
     assert isinstance(result.last, torch.Tensor)
     assert not hasattr(optimize(Remembers().eval()), "last")
+
+
+def test_a_keyword_only_argument_is_named():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(96, 96)
+
+        def forward(self, x, *, scale):
+            return F.relu(self.fc(x)) * scale
+
+    text = str(explain(optimize(Scaled().eval())))
+    assert "must not require keyword-only arguments, got 'scale'" in text
 
 
 def test_gradients_through_fused_forwards():

@@ -147,6 +147,25 @@ def test_objectives_that_are_none(text):
         parse_objective(text, "here")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{'name': 3}", "here: name of @hypertune must be a text, got 3"),
+        (
+            "{'name': 'x', 'higher_is_better': 1}",
+            "higher_is_better of @hypertune must be True or False, got 1",
+        ),
+        (
+            "{'name': 'x', 'target_val': True}",
+            "target_val of @hypertune must be a number, got True",
+        ),
+    ],
+)
+def test_types_of_an_objective(text, message):
+    with pytest.raises(ConfigurationError, match=message):
+        parse_objective(text, "here")
+
+
 def test_a_goal_that_should_be_high_is_not_met_by_default():
     assert parse_objective("{'name': 'fps', 'higher_is_better': True}", "")["target_val"] == float(
         "inf"
