@@ -66,7 +66,7 @@ names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("i
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 without = [n for n in names if not any(has(n, key) for key in ("CPU", "CompositeExplicitAutograd"))]
 import ctypes
-level = ctypes.CDLL(library.replace("cpp", "cpu")).ipex_cpu_level
+level = ctypes.CDLL(library.replace("libipex_cpp", "libipex_cpu")).ipex_cpu_level
 level.restype = ctypes.c_char_p
 print(json.dumps([sorted(names), without, level().decode(), [m for m in sys.modules if "ipex" in m]]))
 """,
