@@ -215,7 +215,7 @@ def _shared(model: nn.Module) -> dict[int, Owners]:
 
 
 def _undo(module: nn.Module) -> None:
-    """Take back what `_attach` did to a module; called by `ipex.restore`."""
+    """Take back what `attach_decoder` did to a module; called by `ipex.restore`."""
     runner = module.__dict__.get("_ipex_runner")
     if isinstance(runner, Runner):
         runner.store.undo()

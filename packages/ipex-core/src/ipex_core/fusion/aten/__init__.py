@@ -15,7 +15,7 @@ all releases of transformers. The other levels are worse:
 a constant right after the passes, and Inductor's constant folding runs the packing once. Without freezing no weight is
 packed.
 
-**Matching** is written by hand on top of `_nodes` rather than with ``torch._inductor.pattern_matcher``: its traced
+**Matching** is written by hand on top of `graph` rather than with ``torch._inductor.pattern_matcher``: its traced
 patterns need one registration for each combination of dtypes, masks and scales, and tell nobody why a near miss was not
 taken, which `ipex.explain` has to say.
 

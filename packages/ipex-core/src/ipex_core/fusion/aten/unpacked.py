@@ -2,7 +2,7 @@
 """Linear layers that `ipex.optimize` has packed go back to Inductor where its library was measured to be faster.
 
 The choice of `ipex.optimize` is one against the stock op, which packs nothing. A frozen graph packs its weights for MKL
-in float32, and that is faster on some CPUs; see `_timing`.
+in float32, and that is faster on some CPUs; see `timing`.
 """
 
 from __future__ import annotations
