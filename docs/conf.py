@@ -48,7 +48,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!ipex).*"),
     (
         r"py:(class|obj|data)",
-        r"ipex_(core|quant|runtime)\..*",
+        r"ipex_(core|quant|runtime|llm\.optimization)\..*",
     ),  # types in signatures that have no page
 ]
 
@@ -58,7 +58,8 @@ import ipex
 import ipex_core
 import torch
 from ipex import *
-from ipex_core.library.spec import *
+from ipex_core.library import *
+from ipex_core.library.arguments import bind
 from ipex_core.amp import *
 from ipex_core.benchmark import *
 from ipex_core.jit import fuse, fused

@@ -220,7 +220,7 @@ def test_registering_an_op_of_ones_own():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert spec.op(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.float32
         assert reference_result(spec, Sample((torch.ones(2),)))[0].dtype == torch.float64
-        with pytest.raises(ValueError, match="twice"):
+        with pytest.raises(ValueError, match="registered already"):
             register(spec)
     finally:
         kernels._SPECS.pop("test_double", None)
@@ -313,7 +313,7 @@ def test_arguments_have_the_names_and_defaults_of_the_schema():
     ("args", "kwargs", "text"),
     [
         ((1, 2, 3, 4, 5), {}, "rms_norm: takes at most 4 arguments, got 5"),
-        ((1, None), {"epsilon": 1}, "rms_norm: unknown arguments epsilon; it has x, weight, eps"),
+        ((1, None), {"epsilon": 1}, "rms_norm: unknown arguments epsilon; known: x, weight, eps"),
         ((1,), {}, "rms_norm: arguments weight must be given"),
     ],
 )

@@ -267,7 +267,9 @@ def test_an_optimizer_around_another_one() -> None:
     model = net()
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = Wrapper(OPTIMIZERS["sgd"](model.parameters()))
-    with pytest.raises(NotImplementedError, match="dtype must be None for Wrapper, whose step"):
+    with pytest.raises(
+        NotImplementedError, match="dtype must be None for Wrapper, which calls the step"
+    ):
         optimize(model, optimizer=optimizer, dtype=torch.bfloat16, inplace=True)
     model, optimizer = optimize(model, optimizer=optimizer, inplace=True)
     train(model, optimizer, 2)

@@ -85,8 +85,7 @@ void check_tensor(const char* op, const char* name, const Tensor& x, int64_t min
 
 void check_like(const char* op, const char* name, const Tensor& value, const Tensor& x,
                 const char* of) {
-  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of,
-             " = cpu");
+  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of, " = cpu");
   IPEX_CHECK(value.scalar_type() == x.scalar_type(), op, ": ", name, " must have the dtype of ", of,
              " = ", dtype_name(x.scalar_type()), ", got ", dtype_name(value.scalar_type()));
   bool same = value.dim() == x.dim();

@@ -49,7 +49,7 @@ from ipex_core.packing.parameter import exporting
 from ipex_core.util.symbolic import hints, tracing
 
 __all__ = [
-    "FLOATS",
+    "KERNEL_DTYPES",
     "InteractionFunc",
     "_roi_align_helper",
     "act_mul",
@@ -79,6 +79,9 @@ __all__ = [
     "sgmv_expand_slice",
     "sgmv_shrink",
 ]
+
+#: dtypes that the ipex kernels take.
+KERNEL_DTYPES = FLOATS
 
 Tensor = torch.Tensor
 

@@ -195,8 +195,7 @@ void put_steps(const Tensor& state, const int64_t* lengths, const Tensor& x) {
 // Checked lengths as int64.
 OptionalTensor checked_lengths(const OptionalTensor& value, const Tensor& x) {
   if (!value) return value;
-  IPEX_CHECK(value->is_cpu(), kUpdate,
-             ": cache_seqlens must be on the device of x = cpu");
+  IPEX_CHECK(value->is_cpu(), kUpdate, ": cache_seqlens must be on the device of x = cpu");
   const ScalarType dtype = value->scalar_type();
   IPEX_CHECK(dtype == ScalarType::Int || dtype == ScalarType::Long, kUpdate,
              ": cache_seqlens must have dtype int32 or int64, got ", dtype_name(dtype));

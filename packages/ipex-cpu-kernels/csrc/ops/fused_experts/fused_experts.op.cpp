@@ -32,8 +32,7 @@ ExpertActivation parse_activation(const std::string& name) {
 }
 
 void check_device(const char* name, const Tensor& value) {
-  IPEX_CHECK(value.is_cpu(), kOp, ": ", name,
-             " must be on the device of hidden_states = cpu");
+  IPEX_CHECK(value.is_cpu(), kOp, ": ", name, " must be on the device of hidden_states = cpu");
 }
 
 void check_float_or(const char* name, const Tensor& value, const Tensor& x) {

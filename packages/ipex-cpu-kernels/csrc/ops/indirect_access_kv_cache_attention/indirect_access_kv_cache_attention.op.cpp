@@ -37,8 +37,7 @@ void check_arguments(const Tensor& query, const Tensor& key, const Tensor& value
              ", ", size, "], got ", shape_text(key_cache));
   check_head_groups(kOp, query.size(2), key.size(2));
   const int64_t positions = key_cache.size(0);
-  IPEX_CHECK(beam_idx.is_cpu(), kOp,
-             ": beam_idx must be on the device of query = cpu");
+  IPEX_CHECK(beam_idx.is_cpu(), kOp, ": beam_idx must be on the device of query = cpu");
   IPEX_CHECK(beam_idx.scalar_type() == ScalarType::Long, kOp,
              ": beam_idx must have dtype int64, got ", dtype_name(beam_idx.scalar_type()));
   IPEX_CHECK(

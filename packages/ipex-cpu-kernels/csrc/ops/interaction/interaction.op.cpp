@@ -85,8 +85,7 @@ Tensor interaction(const std::vector<Tensor>& inputs) {
 Tensor interaction_backward(const Tensor& grad, const std::vector<Tensor>& inputs) {
   check_inputs(kBackward, inputs);
   const Tensor& first = inputs[0];
-  IPEX_CHECK(grad.is_cpu(), kBackward,
-             ": grad must be on the device of inputs[0] = cpu");
+  IPEX_CHECK(grad.is_cpu(), kBackward, ": grad must be on the device of inputs[0] = cpu");
   IPEX_CHECK(grad.scalar_type() == first.scalar_type(), kBackward, ": grad must have dtype ",
              dtype_name(first.scalar_type()), ", got ", dtype_name(grad.scalar_type()));
   const Inputs views(inputs);

@@ -24,8 +24,7 @@ IPEX_LORA_KERNELS(sgmv_expand_slice, expand);
 // -- checks ---------------------------------------------------------------------------------------
 
 void check_integers(const char* op, const char* name, const Tensor& value) {
-  IPEX_CHECK(value.is_cpu(), op, ": ", name,
-             " must be on the device of weights = cpu");
+  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of weights = cpu");
   const ScalarType dtype = value.scalar_type();
   IPEX_CHECK(dtype == ScalarType::Int || dtype == ScalarType::Long, op, ": ", name,
              " must have dtype int32 or int64, got ", dtype_name(dtype));

@@ -96,8 +96,7 @@ class Lookups {
 
   void check_index(const char* list, size_t i, const Tensor& value, ScalarType dtype) const {
     const auto name = [&] { return element(list, i); };
-    IPEX_CHECK(value.is_cpu(), op_, ": ", name(),
-               " must be on the device of weights[0] = cpu");
+    IPEX_CHECK(value.is_cpu(), op_, ": ", name(), " must be on the device of weights[0] = cpu");
     IPEX_CHECK(is_index_dtype(value.scalar_type()), op_, ": ", name(),
                " must have dtype int32, int64, got ", dtype_name(value.scalar_type()));
     IPEX_CHECK(value.dim() >= 1, op_, ": ", name(), " must have at least 1 dimension(s), got 0-D");

@@ -19,8 +19,7 @@ const auto adagrad_kernels = IPEX_KERNELS(kAdagrad, merged_embeddingbag_adagrad)
 
 void check_table(const char* op, const std::string& name, const Tensor& value, const Tensor& weight,
                  ScalarType dtype) {
-  IPEX_CHECK(value.is_cpu(), op, ": ", name,
-             " must be on the device of weights[0] = cpu");
+  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of weights[0] = cpu");
   IPEX_CHECK(value.scalar_type() == dtype, op, ": ", name, " must have dtype ", dtype_name(dtype),
              ", got ", dtype_name(value.scalar_type()));
   check_shape(op, name.c_str(), value, {weight.size(0), weight.size(1)});

@@ -119,8 +119,7 @@ class Step {
   };
 
   void add(const char* name, const Tensor& tensor, bool written) {
-    IPEX_CHECK(tensor.is_cpu(), op_, ": ", name,
-               " must be on the device of param = cpu");
+    IPEX_CHECK(tensor.is_cpu(), op_, ": ", name, " must be on the device of param = cpu");
     items_.push_back({tensor, written});
   }
 

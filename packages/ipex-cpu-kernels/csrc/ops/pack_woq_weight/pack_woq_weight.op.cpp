@@ -28,8 +28,7 @@ bool has_shape(const Tensor& x, int64_t a, int64_t b) {
 }
 
 void check_device(const char* name, const Tensor& value) {
-  IPEX_CHECK(value.is_cpu(), kOp, ": ", name,
-             " must be on the device of qweight = cpu");
+  IPEX_CHECK(value.is_cpu(), kOp, ": ", name, " must be on the device of qweight = cpu");
 }
 
 // Checks all but the names and fills in the rest of the header.

@@ -58,8 +58,7 @@ void check_inputs(const Program& program, const std::vector<Tensor>& tensors,
   IPEX_CHECK(integers.size() == program.integers, "program_run: integers must have ",
              program.integers, " elements, got ", integers.size());
   for (size_t i = 0; i < tensors.size(); ++i)
-    IPEX_CHECK(tensors[i].is_cpu(), "program_run: tensor ", i,
-               " must be on the CPU");
+    IPEX_CHECK(tensors[i].is_cpu(), "program_run: tensor ", i, " must be on the CPU");
 }
 
 void execute(const Program& program, OptionalTensor* registers, const int64_t* integers) {

@@ -18,8 +18,7 @@ int64_t item_size(const Tensor& x) { return x.scalar_type() == ScalarType::Float
 
 void check_integers(const char* op, const char* name, const Tensor& value, ScalarType dtype,
                     const char* of) {
-  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of,
-             " = cpu");
+  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of, " = cpu");
   IPEX_CHECK(value.scalar_type() == dtype, op, ": ", name, " must have dtype ", dtype_name(dtype),
              ", got ", dtype_name(value.scalar_type()));
 }

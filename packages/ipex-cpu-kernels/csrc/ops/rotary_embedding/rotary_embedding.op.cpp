@@ -107,8 +107,7 @@ void rotary_embedding_batched(const Tensor& positions, const Tensor& query, cons
              dtype_name(key.scalar_type()));
   check_rotary_dim(kOp, "rot_dim", rot_dim, head_size);
   const Tensor& cache = cos_sin_cache;
-  IPEX_CHECK(cache.is_cpu(), kOp,
-             ": cos_sin_cache must be on the device of query = cpu");
+  IPEX_CHECK(cache.is_cpu(), kOp, ": cos_sin_cache must be on the device of query = cpu");
   IPEX_CHECK(cache.scalar_type() == query.scalar_type() || cache.scalar_type() == ScalarType::Float,
              kOp,
              ": cos_sin_cache must have the dtype of query = ", dtype_name(query.scalar_type()),
@@ -120,8 +119,7 @@ void rotary_embedding_batched(const Tensor& positions, const Tensor& query, cons
   Indices offsets;
   if (cos_sin_cache_offsets) {
     const Tensor& o = *cos_sin_cache_offsets;
-    IPEX_CHECK(o.is_cpu(), kOp,
-               ": cos_sin_cache_offsets must be on the device of query = cpu");
+    IPEX_CHECK(o.is_cpu(), kOp, ": cos_sin_cache_offsets must be on the device of query = cpu");
     IPEX_CHECK(is_index_dtype(o.scalar_type()), kOp,
                ": cos_sin_cache_offsets must have dtype int32, int64, got ",
                dtype_name(o.scalar_type()));

@@ -79,8 +79,7 @@ struct RotaryRows {
       period = each ? tokens.count : tokens.positions;
       return;
     }
-    IPEX_CHECK(position_ids->is_cpu(), op,
-               ": position_ids must be on the device of query = cpu");
+    IPEX_CHECK(position_ids->is_cpu(), op, ": position_ids must be on the device of query = cpu");
     IPEX_CHECK(is_index_dtype(position_ids->scalar_type()), op,
                ": position_ids must have dtype int32, int64, got ",
                dtype_name(position_ids->scalar_type()));

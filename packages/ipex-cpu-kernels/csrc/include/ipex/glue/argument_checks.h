@@ -27,8 +27,7 @@ inline bool has_shape(const Tensor& x, std::initializer_list<int64_t> sizes) {
 // On the CPU, in the dtype of x (which the message calls `of`) or, if allowed, float32.
 inline void check_kind(const char* op, const char* name, const Tensor& value, const Tensor& x,
                        const char* of, bool or_float32) {
-  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of,
-             " = cpu");
+  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of, " = cpu");
   const ScalarType dtype = value.scalar_type();
   IPEX_CHECK(dtype == x.scalar_type() || (or_float32 && dtype == ScalarType::Float), op, ": ", name,
              " must have the dtype of ", of, " = ", dtype_name(x.scalar_type()),
@@ -51,8 +50,7 @@ inline void check_shaped(const char* op, const char* name, const OptionalTensor&
 
 inline void check_float32(const char* op, const char* name, const Tensor& value,
                           std::initializer_list<int64_t> sizes, const char* of) {
-  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of,
-             " = cpu");
+  IPEX_CHECK(value.is_cpu(), op, ": ", name, " must be on the device of ", of, " = cpu");
   IPEX_CHECK(value.scalar_type() == ScalarType::Float, op, ": ", name,
              " must have dtype float32, got ", dtype_name(value.scalar_type()));
   check_shape(op, name, value, sizes);

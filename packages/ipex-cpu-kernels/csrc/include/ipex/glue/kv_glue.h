@@ -84,8 +84,7 @@ inline void check_cache_kind(const char* op, const Tensor& cache, const std::str
 inline void check_caches(const char* op, const Tensor& key_cache, const Tensor& value_cache,
                          const Tensor& x, const char* of, const char* shape, bool written = false) {
   const auto one = [&](const char* name, const Tensor& cache) {
-    IPEX_CHECK(cache.is_cpu(), op, ": ", name, " must be on the device of ", of,
-               " = cpu");
+    IPEX_CHECK(cache.is_cpu(), op, ": ", name, " must be on the device of ", of, " = cpu");
     IPEX_CHECK(is_cache_dtype(cache.scalar_type(), x.scalar_type()), op, ": ", name,
                " must have the dtype of ", of, " = ", dtype_name(x.scalar_type()),
                ", int8, float8_e5m2 or float8_e4m3fn, got ", dtype_name(cache.scalar_type()));
@@ -110,8 +109,7 @@ inline void check_caches(const char* op, const Tensor& key_cache, const Tensor& 
 inline void check_row_scales(const char* op, const char* name, const OptionalTensor& scales,
                              const Tensor& cache) {
   if (!scales) return;
-  IPEX_CHECK(scales->is_cpu(), op, ": ", name,
-             " must be on the device of key_cache = cpu");
+  IPEX_CHECK(scales->is_cpu(), op, ": ", name, " must be on the device of key_cache = cpu");
   IPEX_CHECK(scales->scalar_type() == ScalarType::Float, op, ": ", name,
              " must have dtype float32, got ", dtype_name(scales->scalar_type()));
   IPEX_CHECK(cache.scalar_type() == ScalarType::Char, op, ": ", name,
