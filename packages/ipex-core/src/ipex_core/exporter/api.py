@@ -191,7 +191,7 @@ def _size_checks(name: str, text: str, value: Any, ranges: Mapping[Any, Any]) ->
         yield f"ipex_lay_out({name}, {text}, {{{layout}}}, {written});"
 
 
-# --- ``ipex.export``: a model as a file that runs without its Python code, in Python and in C++ ----------------------
+# --- export -----------------------------------------------------------------------------------------------------------
 # It is ``torch.export`` followed by AOTInductor, with what the compile backend sets for inference and with our kernels:
 # layers whose packed weight belongs to an op of ours keep it, as a constant of the file. All other packed weights are
 # handed over plain, because Inductor packs them itself.

@@ -339,7 +339,7 @@ def loaded_libraries(root: Path = ROOT) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-# --- How long OpenMP threads of a server wait for each other before they sleep ---------------------------------------
+# --- waiting threads --------------------------------------------------------------------------------------------------
 
 
 def restart_if_crowded() -> None:

@@ -55,7 +55,7 @@ def onednn_supports(dtype: torch.dtype) -> bool:
     return False
 
 
-# --- Every threshold: where an ipex kernel is the better choice, for ops whose stock counterpart wi-------------------
+# --- thresholds -------------------------------------------------------------------------------------------------------
 
 
 def prefer_ipex_attention(query: Sequence[int], key: Sequence[int], dtype: torch.dtype) -> bool:

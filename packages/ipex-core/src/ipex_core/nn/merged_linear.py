@@ -176,7 +176,7 @@ def _merge(members: tuple[nn.Module, ...]) -> bool:
     return True
 
 
-# --- The two linear layers in front of a gate as one op: ``act(gate(x)) * up(x)`` ------------------------------------
+# --- a linear layer and its gate --------------------------------------------------------------------------------------
 # The weights are stored once, with their rows interleaved; each layer's parameter is a `PackedWeight` that shows its
 # rows. As in `ipex_core.nn.merged_linear`, a layer that changes runs on its own until both can be merged again.
 

@@ -154,7 +154,7 @@ def _bmm(a: Tensor, b: Tensor, add: Tensor | None) -> Tensor:
     return y
 
 
-# --- Linear layer in training whose products run on our kernels where that is a gain ---------------------------------
+# --- the layer --------------------------------------------------------------------------------------------------------
 
 
 class TrainingLinear(nn.Linear):

@@ -95,7 +95,7 @@ def quantization_of(model: nn.Module) -> Quantization | None:
     return found if isinstance(found, Quantization) else None
 
 
-# --- ``save_pretrained`` of models of transformers whose parameters are cast and whose state dict i-------------------
+# --- saved models -----------------------------------------------------------------------------------------------------
 
 
 _NAME = "save_pretrained"

@@ -193,7 +193,7 @@ def _encode(scaled: Tensor, format: str, symmetric: bool) -> Tensor:
     return scaled.clamp(-limit, limit).to(dtype)
 
 
-# --- Numbers of 8-bit floating-point tensors with one scale: casts, magnitudes, scales -------------------------------
+# --- FP8 with one scale -----------------------------------------------------------------------------------------------
 
 
 #: By the numbers with which IPEX's functions call formats, those of `c10::ScalarType`.

@@ -292,7 +292,7 @@ def check_woq_packed(
     return layout
 
 
-# --- Layout of the packed format of quantized weights: header and sizes. `ipex_core.packing.woq` de-------------------
+# --- layout: header and sizes -----------------------------------------------------------------------------------------
 
 
 STRIP = 16

@@ -108,7 +108,7 @@ def figure_class(path: Path | None = None) -> Any:
     return Figure
 
 
-# --- Progress of long work: a bar on a terminal, log lines elsewhere, nothing when it is quick -----------------------
+# --- progress ---------------------------------------------------------------------------------------------------------
 
 
 log = logging.getLogger("ipex")

@@ -36,7 +36,7 @@ def write_whole(path: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
-# --- Memory of the process, as far as its allocator hides it ---------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def return_free_memory() -> None:

@@ -219,7 +219,7 @@ def _with_zeros(codes: Tensor, scales: Tensor, minima: Tensor, group: int) -> tu
     return scales, torch.where(constant, 1.0, minima / torch.where(constant, 1.0, scales))
 
 
-# --- GGUF files: metadata and tensors, mapped, so that nothing is read before it is used -----------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 # A file (version 2 or 3, little-endian) is: ``GGUF``, version, number of tensors and of metadata entries; the entries
 # (key, type, value); for each tensor its name, dimensions (of a row first), type and offset; then, aligned, the data.
 # Every length in it is checked against the bytes that are left before it is used.

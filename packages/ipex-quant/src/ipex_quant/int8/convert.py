@@ -189,7 +189,7 @@ def compare(
         )
 
 
-# --- Putting INT8 layers into a model, in place ----------------------------------------------------------------------
+# --- conversion -------------------------------------------------------------------------------------------------------
 
 
 #: Of each quantized layer: path of the float module and of the INT8 module that give the same output.

@@ -69,7 +69,7 @@ class RewrittenForward(InstanceForward):
         return RewrittenForward, (self._module(), self.source, self.names, self.lines)
 
 
-# --- What is done to a float model before it is observed: dropout removed; sums, activations, produ-------------------
+# --- rewriting a float model ------------------------------------------------------------------------------------------
 
 
 _ADDS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "iadd"})

@@ -299,7 +299,7 @@ def unpack(packed: Tensor) -> QuantizedWeight:
     return QuantizedWeight(layout.format, layout.k, codes, scales, zeros, group, g_idx)
 
 
-# --- The float weight of a layer that has codes: models read its dtype and shape -------------------------------------
+# --- the float weight of a layer --------------------------------------------------------------------------------------
 
 
 class _FloatWeight(PackedWeight):

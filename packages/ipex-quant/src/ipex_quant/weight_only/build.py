@@ -106,7 +106,7 @@ def _check_counts(folder: Path, config: Any, tensors: int, depth: int = 0) -> No
         _check_counts(folder, value, tensors, depth + 1)
 
 
-# --- Steps from the arguments of `WeightOnlyQuantizedLinear`'s class methods to a `QuantizedWeight`-------------------
+# --- from arguments to a quantized weight -----------------------------------------------------------------------------
 
 
 Tensor = torch.Tensor

@@ -280,7 +280,7 @@ class WoqLinearModule(nn.Module):
         )
 
 
-# --- The linear layer on a quantized weight --------------------------------------------------------------------------
+# --- the layer --------------------------------------------------------------------------------------------------------
 
 
 class WeightOnlyQuantizedLinear(WoqLinearModule):

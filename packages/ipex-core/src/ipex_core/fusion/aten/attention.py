@@ -354,7 +354,7 @@ def _written(level: Any) -> Any:
     return sizes[0] if sizes[0] != -1 else None
 
 
-# --- Recognition of attentions written as two matrix products around a softmax; `attention` replace-------------------
+# --- two products around a softmax ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -609,7 +609,7 @@ def _guarded(node: Any) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
     return division, condition, steps
 
 
-# --- Attention: the stock op, and its spellings as two matrix products around a softmax ------------------------------
+# --- the stock op and the decomposed form -----------------------------------------------------------------------------
 # ``softmax(q @ k.T * scale + mask) @ v`` as BERT, ViT, GPT-2, T5 and Llama write it in their eager form: the scale as a
 # product or a quotient or not at all, a softcap, any number of added masks, ``where`` with a mask and a number, the
 # softmax in float32, and what the stock op decomposes to where no kernel of torch takes it (one key head for all, as in

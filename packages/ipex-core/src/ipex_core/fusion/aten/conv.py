@@ -114,7 +114,7 @@ def _reason(node: fx.Node) -> str:
     return f"{_op(user)} reads the result, which is no part of a oneDNN convolution"
 
 
-# --- Convolutions with frozen weights become ``ipex::convolution`` where that is faster here and no-------------------
+# --- packed weights ---------------------------------------------------------------------------------------------------
 # This runs on the frozen graph, in which batch norms are part of the weights and before Inductor gives oneDNN what
 # follows a convolution. oneDNN and our kernel win at different shapes, CPUs and numbers of threads, so that no table
 # decides but a measurement at the shape in question, once in a process.

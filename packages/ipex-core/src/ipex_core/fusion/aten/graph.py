@@ -249,7 +249,7 @@ def module_of(node: fx.Node) -> str:
     )
 
 
-# --- One graph while the passes work on it: replacing a matched part by one op ---------------------------------------
+# --- a graph while passes work on it ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass

@@ -75,7 +75,7 @@ def _graph(argument: str, weight: str, eps: float, offset: float) -> fx.Graph:
     return graph
 
 
-# --- Patterns of the fusion pass, matched on the trace of one module -------------------------------------------------
+# --- patterns ---------------------------------------------------------------------------------------------------------
 
 
 _ADD = (operator.add, operator.iadd, torch.add)

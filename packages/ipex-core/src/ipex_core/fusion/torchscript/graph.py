@@ -110,7 +110,7 @@ def mean_square(root: Value, x: Value) -> float | None:
     return eps if square and power.inputsAt(0) == x else None
 
 
-# --- Changing a TorchScript graph: what all patterns use -------------------------------------------------------------
+# --- changes of a graph -----------------------------------------------------------------------------------------------
 
 
 class Editor:

@@ -129,7 +129,7 @@ def _by_gathering(
     return torch.cat(parts)
 
 
-# --- Embedding tables whose rows are spread over the ranks of a process group ----------------------------------------
+# --- tables whose rows are spread over ranks --------------------------------------------------------------------------
 
 
 _NAME = "DistMergeEmbeddingBagWithAdaGrad"

@@ -105,7 +105,7 @@ def on_huge_pages(tensor: Tensor) -> Tensor:
     return placed.copy_(tensor)
 
 
-# --- Embedding tables of a recommendation model in one module, with dense gradients ----------------------------------
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 class PoolingMode(IntEnum):

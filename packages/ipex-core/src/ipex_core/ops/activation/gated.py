@@ -83,7 +83,7 @@ register(
 )
 
 
-# --- Activations of a gated MLP whose gate and up projections lie in one tensor --------------------------------------
+# --- gate and up in one tensor ----------------------------------------------------------------------------------------
 
 
 def _silu_and_mul(x: Tensor) -> Tensor:

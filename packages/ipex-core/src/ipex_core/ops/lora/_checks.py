@@ -169,7 +169,7 @@ def lora_bench(op: str) -> Iterator[BenchCase]:
         )
 
 
-# --- Checks of the arguments of the ops for low-rank adapters --------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _values(tensor: Tensor) -> list[int]:

@@ -66,7 +66,7 @@ def woq_weight(n: int, k: int, *args: Any, order: str = "dot", **options: Any) -
     return woq.pack(qweight, scales, zeros, layout, g_idx)
 
 
-# --- Benchmark of `woq_linear`: shapes, and the stock op for the same weight where torch has one ---------------------
+# --- benchmark --------------------------------------------------------------------------------------------------------
 
 
 def stock_args(x: Tensor, packed_weight: Tensor, out_features: int, *_: Any) -> tuple[Any, ...]:
