@@ -204,10 +204,10 @@ def plan(
         MissingComponentError: As for `optimize`.
 
     Example:
-        >>> import torch, transformers
+        >>> import ipex_llm, transformers
         >>> config = transformers.LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
         ...     num_attention_heads=2)
-        >>> plan(transformers.LlamaForCausalLM(config).eval()).summary
+        >>> ipex_llm.plan(transformers.LlamaForCausalLM(config).eval()).summary
         'the whole decoder stack runs as one program per step'
     """
     if isinstance(model, torch.jit.ScriptModule):
