@@ -318,7 +318,7 @@ def test_a_torch_with_xpu_gets_kernels_and_nothing_else() -> None:
         "print(torch.allclose(y, expected, atol=1e-5), xpu.fallback_stats())\n"
         # All families, in a stream of torch's: the first sample of each op against its definition.
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from test_ipex_kernels import NAMES, run\nfrom ipex_core.library.spec import specs\n"
+        "from test_ipex_kernels import NAMES, run\nfrom ipex_core.library.kernels import specs\n"
         "same = torch.testing.assert_close\n"
         "for name in (*NAMES, 'silu_and_mul', 'add_layer_norm', 'adam_fused_step', 'rotary_embedding'):\n"
         "    assert torch._C._dispatch_has_kernel_for_dispatch_key('ipex::' + name, 'XPU'), name\n"
