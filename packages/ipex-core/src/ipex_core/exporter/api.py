@@ -177,7 +177,7 @@ def _size_checks(name: str, text: str, value: Any, ranges: Mapping[Any, Any]) ->
     sizes = list(value.get_size())
     for dim, size in enumerate(sizes):
         where = f"{name}, {text}, {len(sizes)}, {dim}"
-        # A symbol is this very size, or that of another input which this one has to be equal to.
+        # The symbol stands for this size, or for the size of another input that this size must equal.
         yield f"ipex_check_size({where}, {cexpr(size)}, {cexpr(size)});"
         span = ranges.get(size)
         if span is not None:

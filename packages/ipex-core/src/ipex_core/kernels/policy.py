@@ -32,7 +32,7 @@ def has_kernel(op: str) -> bool:
 
 
 def find_kernels() -> None:
-    """Look for the kernel package, if nobody has; Dynamo cannot follow that, so do it before something is compiled."""
+    """Look for the kernel package once. Call it before a compilation: Dynamo cannot follow the search."""
     global _native_ops
     if _native_ops is not None:
         return

@@ -133,7 +133,7 @@ def _first_call_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
 
 
 def _with_layout(output: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
-    """Return ``output`` with the strides the fake kernel promises: those of an input may have come through."""
+    """Return ``output`` with the strides of the fake kernel: a kernel may have kept the strides of an input."""
     return output if output.stride() == promised.stride() else promised.copy_(output)
 
 

@@ -30,8 +30,8 @@ _classes: dict[tuple[type, type], type] = {}
 def derive(kind: type, mixin: type, content: Callable[[], Mapping[str, Any]] | None = None) -> Any:
     """Return ``kind`` with ``mixin`` in front, once for each pair; its objects can be copied and pickled.
 
-    It has the name, module and docstring of ``kind``, since transformers looks at names. A forward of the mixin has the
-    signature of that of ``kind``.
+    It has the name, module and docstring of ``kind``, since transformers looks at names. A forward of the mixin gets
+    the signature of the forward of ``kind``.
 
     Args:
         kind: The class of the user.
@@ -65,7 +65,7 @@ def derive(kind: type, mixin: type, content: Callable[[], Mapping[str, Any]] | N
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    # A derived class is not found by its name, which is that of the object's own class.
+    # A derived class has the name of its original, so pickle would find the original by that name.
     return rebuild, (self._ipex_original, self._ipex_mixin), self.__getstate__()
 
 

@@ -29,7 +29,7 @@ _MAX_OPS = 16
 def find_rms_norm(module: nn.Module, graph: fx.Graph) -> fx.Graph | None:
     """Return a graph that calls the fused norm if the module is an RMS norm, else None."""
     parameters = [(n, p) for n, p in module._parameters.items() if p is not None]
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = graph.find_nodes(op="placeholder")
     if module._modules or len(parameters) != 1 or len(inputs) != 1 or len(graph.nodes) > _MAX_OPS:
         return None
     name, weight = parameters[0]
