@@ -69,8 +69,8 @@ TORCH_TESTS = (
 
 
 def torch_options() -> list[str]:
-    """Return options of pip for the sessions that install another torch: IPEX_TORCH_OPTIONS, or PyTorch's CPU index."""
-    return os.environ.get("IPEX_TORCH_OPTIONS", TORCH_INDEX).split()
+    """Return options of pip for the sessions that install another torch: TORCH_PIP_OPTIONS, or PyTorch's CPU index."""
+    return os.environ.get("TORCH_PIP_OPTIONS", TORCH_INDEX).split()
 
 
 def without_torch(session: nox.Session, *more: str) -> None:
@@ -88,7 +88,7 @@ def without_torch(session: nox.Session, *more: str) -> None:
 def torch(session: nox.Session, version: str) -> None:
     """Test the wheels in dist/ with another torch: `"torch(version='2.15')"`; `-- all` runs all tests of four packages.
 
-    Other arguments go to pytest. IPEX_TORCH_OPTIONS has the options with which pip finds that torch.
+    Other arguments go to pytest. TORCH_PIP_OPTIONS has the options with which pip finds that torch.
     """
     prepare(session)
     without_torch(session)
@@ -110,7 +110,7 @@ def torch(session: nox.Session, version: str) -> None:
 def nightly(session: nox.Session) -> None:
     """Run the conformance tests with the newest torch and transformers of the index, whatever constraints.txt says.
 
-    IPEX_TORCH_OPTIONS has the options with which pip finds torch; `--pre --index-url=...` takes nightly builds of it.
+    TORCH_PIP_OPTIONS has the options with which pip finds torch; `--pre --index-url=...` takes nightly builds of it.
     """
     prepare(session)
     without_torch(session, "transformers", "numpy")
@@ -130,7 +130,7 @@ def nightly(session: nox.Session) -> None:
 def wheels_xpu_for(session: nox.Session, version: str) -> None:
     """Build the wheel of ipex-xpu-kernels for another torch into dist/xpu/; `--force-python 3.12` for another Python.
 
-    IPEX_TORCH_OPTIONS has the options with which pip finds that torch.
+    TORCH_PIP_OPTIONS has the options with which pip finds that torch.
     """
     prepare(session)
     without_torch(session)
