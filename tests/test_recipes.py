@@ -228,13 +228,13 @@ def test_add_a_fusion(tmp_path: Path) -> None:
         write(title, tmp_path)
     change(f"{core}/src/ipex_core/fusion/aten/passes.py", tmp_path)
     tests = tmp_path / core / "tests"
-    tests.mkdir(parents=True)
-    for name in ("test_compile_linear.py", "compile_checks.py"):
+    (tests / "compiler").mkdir(parents=True)
+    for name in ("compiler/test_compile_linear.py", "compile_checks.py"):
         shutil.copy(ROOT / core / "tests" / name, tests / name)
-    change(f"{core}/tests/test_compile_linear.py", tmp_path)
+    change(f"{core}/tests/compiler/test_compile_linear.py", tmp_path)
     case = "test_each_pattern_can_be_disabled"
     assert f'nox -s tests-ipex-core -- -k "{case} and {OP}"' in commands()
-    own = f"import test_compile_linear as t; assert {OP!r} in t.PATTERNS; t.{case}({OP!r})"
+    own = f"import compiler.test_compile_linear as t; assert {OP!r} in t.PATTERNS; t.{case}({OP!r})"
     run(f"{example(f'{OP}_fused.txt', tmp_path)}\n{PATTERN_CASES}\n{own}", tmp_path, tests)
 
 

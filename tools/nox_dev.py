@@ -54,7 +54,7 @@ def dev(session: nox.Session) -> None:
         link(ROOT / "packages" / name / "src", site)
     python = Path(session.bin, "python")
     python = python.relative_to(ROOT) if python.is_relative_to(ROOT) else python
-    session.log(f"{python} -m pytest packages/ipex-core/tests/test_config.py")
+    session.log(f"{python} -m pytest packages/ipex-core/tests/config/test_config.py")
 
 
 def link(source: Path, site: Path) -> None:

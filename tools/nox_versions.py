@@ -36,35 +36,43 @@ TORCH_RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 TORCH_INDEX = "--extra-index-url=https://download.pytorch.org/whl/cpu"
 #: What can differ between releases of torch: the native boundary, graphs, file formats and transformers' models.
 #: About 1,300 tests.
-TORCH_TESTS = (
-    *(
-        "packages/ipex-cpu-kernels/tests/test_conformance.py",
-        "packages/ipex-cpu-kernels/tests/test_program.py",
-    ),
-    *(
-        f"packages/ipex-core/tests/test_{name}.py"
-        for name in (
+TORCH_TESTS = tuple(
+    f"packages/{package}/tests/{path}.py"
+    for package, paths in {
+        "ipex-cpu-kernels": ("test_conformance", "test_program"),
+        "ipex-core": (
+            "test_amp_lists",
             *(
-                "amp_lists",
-                "compile_attention",
-                "compile_backend",
-                "compile_linear",
-                "compile_modes",
-                "compile_woq",
-                "export",
+                f"compiler/test_compile_{name}"
+                for name in ("attention", "backend", "linear", "modes", "woq")
             ),
-            *("functional_derivatives", "graph_mode", "jit", "optimize_arguments", "optimize_fuse"),
-            *("optimize_layers", "optimize_state", "program", "training_prepack"),
-        )
-    ),
-    *(
-        f"packages/ipex-quant/tests/test_{name}.py"
-        for name in ("export", "int8_dynamic", "int8_static", "linear", "qconfig", "saving")
-    ),
-    *(
-        f"packages/ipex-llm/tests/test_{name}.py"
-        for name in ("emit", "generate", "match", "optimize")
-    ),
+            "exporter/test_export",
+            "jit/test_jit",
+            "library/test_functional_derivatives",
+            *(
+                f"optimization/test_{name}"
+                for name in (
+                    *("graph_mode", "optimize_arguments", "optimize_fuse", "optimize_layers"),
+                    *("optimize_state", "training_prepack"),
+                )
+            ),
+            "program/test_program",
+        ),
+        "ipex-quant": (
+            "test_export",
+            *(f"int8/test_{name}" for name in ("int8_dynamic", "int8_static")),
+            "io/test_saving",
+            "qconfig/test_qconfig",
+            "weight_only/test_linear",
+        ),
+        "ipex-llm": (
+            "arch/test_match",
+            "generation/test_generate",
+            "model_runner/test_emit",
+            "optimization/test_optimize",
+        ),
+    }.items()
+    for path in paths
 )
 
 
@@ -120,7 +128,7 @@ def nightly(session: nox.Session) -> None:
     session.run("python", "-c", versions)
     tests = (
         "packages/ipex-cpu-kernels/tests/test_conformance.py",
-        "packages/ipex-llm/tests/test_match.py",
+        "packages/ipex-llm/tests/arch/test_match.py",
     )
     session.run("pytest", *tests, *WORKERS, *session.posargs, env=WORKER_ENV)
 

@@ -15,8 +15,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 
+from entrypoints.test_serve import GREEDY, Server, SlowRunner, Tokenizer, events, text_of  # noqa: E402
 from fake_runner import FakeRunner  # noqa: E402
-from test_serve import GREEDY, Server, SlowRunner, Tokenizer, events, text_of  # noqa: E402
 
 from ipex_llm.engine import SamplingParams  # noqa: E402
 from ipex_llm.entrypoints.openai.prompts import CHARACTERS_PER_TOKEN  # noqa: E402

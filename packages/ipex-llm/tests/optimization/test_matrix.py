@@ -36,7 +36,7 @@ pytestmark = [
 Tensor = torch.Tensor
 
 DATA: dict[str, Any] = json.loads(
-    (Path(__file__).parent / "model_families.json").read_text("utf-8")
+    (Path(__file__).parents[1] / "model_families.json").read_text("utf-8")
 )
 TABLE: dict[str, dict[str, Any]] = {row["name"]: row for row in DATA["families"]}
 NAMES = [name for name in TABLE if name in FAMILIES or name in ENCODER_DECODERS]

@@ -168,8 +168,8 @@ def test_a_refused_program_is_told_beforehand() -> None:
 
 
 def test_static_int8(tmp_path: Any) -> None:
-    from test_static import build as static_model
-    from test_static import calibrate, int8_layers
+    from optimization.test_static import build as static_model
+    from optimization.test_static import calibrate, int8_layers
 
     from ipex_quant import get_smooth_quant_qconfig_mapping
 

@@ -191,7 +191,7 @@ def levels() -> list[str]:
 CHILD = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-import test_int8_saving as t
+import int8.test_int8_saving as t
 torch.set_num_threads(1)
 with torch.no_grad():
     for kind, (build, x, _) in t.CASES.items():
@@ -212,7 +212,7 @@ def test_every_level(tmp_path: Path) -> None:
         "ignore",
         "-c",
         CHILD,
-        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
         str(tmp_path),
     ]
     children = {

@@ -377,7 +377,7 @@ def test_as_a_command(_ipex, tmp_path):
 def test_every_option_is_in_the_documentation():
     from ipex_runtime.codeless.__main__ import make_parser
 
-    page = Path(__file__).parents[3] / "docs" / "codeless.md"
+    page = Path(__file__).parents[4] / "docs" / "codeless.md"
     if not page.exists():
         pytest.skip("no documentation beside the package")
     text = page.read_text(encoding="utf-8")

@@ -370,7 +370,7 @@ def test_every_key_and_option_is_in_the_documentation():
     from ipex_runtime.hypertune.__main__ import make_parser
     from ipex_runtime.hypertune.conf.config import DEFAULTS
 
-    page = Path(__file__).parents[3] / "docs" / "hypertune.md"
+    page = Path(__file__).parents[4] / "docs" / "hypertune.md"
     if not page.exists():
         pytest.skip("no documentation beside the package")
     text = page.read_text(encoding="utf-8")

@@ -228,7 +228,7 @@ def test_every_option_is_in_the_documentation():
 
     from ipex_runtime.launch.launch import init_parser
 
-    page = Path(__file__).parents[3] / "docs" / "launcher.md"
+    page = Path(__file__).parents[4] / "docs" / "launcher.md"
     if not page.exists():
         pytest.skip("no documentation beside the package")
     text = page.read_text(encoding="utf-8")
