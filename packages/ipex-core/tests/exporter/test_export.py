@@ -206,7 +206,7 @@ def test_files_check_their_inputs(tmp_path: Path, capfd: pytest.CaptureFixture[s
     ):
         with pytest.raises(RuntimeError) as caught:
             loaded(*wrong)
-        # torch 2.11 prints the reason, and raises an error that names a line of its own.
+        # torch 2.11 and 2.12 print the reason, and raise an error that names a line of their own.
         assert re.search(f"Inputs: .*{text}", f"{caught.value}{capfd.readouterr().err}")
 
 
