@@ -114,6 +114,25 @@ def test_the_plan_of_a_page_is_what_it_prints(
     assert capsys.readouterr().out == shown.partition("```")[0]
 
 
+def test_each_tab_of_the_first_page_prints_what_stands_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if pytest.importorskip("transformers").__version__.startswith("4."):
+        pytest.skip("the page names arguments as transformers 5 does")
+    pytest.importorskip("ipex_llm")
+    monkeypatch.chdir(tmp_path)
+    run_commands(["ipex llm make-model ./tiny"])
+    text = (ROOT / "docs/index.md").read_text("utf-8")
+    tabs = re.findall(r"^::::\{tab-item\} (.*?)^::::$", text, re.DOTALL | re.MULTILINE)
+    cards = re.findall(r"^:::\{grid-item-card\} (.*)$", text, re.MULTILINE)
+    assert [tab.partition("\n")[0] for tab in tabs] == cards
+    for tab in tabs:
+        ((code, shown),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", tab, re.DOTALL)
+        capsys.readouterr()
+        exec(compile(code, "docs/index.md", "exec"), {"__name__": "__main__"})
+        assert capsys.readouterr().out == shown
+
+
 def run_commands(lines: list[str]) -> None:
     """Run commands of a page: those of language models here, which saves a process each, then the others."""
     from ipex_cli.app import app

@@ -16,7 +16,8 @@ from nox_common import PACKAGES, REPORTS, ROOT, install_wheels, prepare
 def docs(session: nox.Session) -> None:
     """Build the documentation with warnings as errors and run its examples."""
     prepare(session)
-    install_wheels(session, PACKAGES, "sphinx", "myst-parser", "furo", "numpy", extras="[cpu]")
+    tools = ("sphinx", "myst-parser", "furo", "sphinx-design", "numpy")
+    install_wheels(session, PACKAGES, *tools, extras="[cpu]")
     common = ["-n", "-W", "--keep-going", "-d", "docs/_build/doctrees", "docs"]
     session.run("sphinx-build", "-b", "html", *common, "docs/_build/html")
     session.run("sphinx-build", "-b", "doctest", *common, "docs/_build/doctest")
