@@ -26,7 +26,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False, requires=["docs"])
 def screenshots(session: nox.Session) -> None:
-    """Open the documentation in headless Chromium; pictures of six pages in reports/screenshots."""
+    """Open the documentation in headless Chromium; pictures of eight pages in reports/screenshots."""
     prepare(session)
     session.install("playwright")
     if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):

@@ -23,6 +23,7 @@ from typing import Any
 import readme_figures
 from ipex_bench import peers
 from performance_charts import NARROW, Bar, chart
+from performance_chooser import parts
 
 __all__ = ["pages", "tables"]
 
@@ -46,6 +47,7 @@ def pages(folder: Path) -> dict[str, str]:
     night = [folder / "nightly" / f"{kind}.json" for kind in NIGHTLY]
     return {
         "parts/landing.md": landing(),
+        **parts(recorded),
         "parts/engines.md": summary(recorded.values()),
         "parts/performance.md": _rendered(recorded) or NOTHING,
         "parts/nightly.md": _rendered(_read(path for path in night if path.exists())) or NO_NIGHT,
