@@ -400,7 +400,12 @@ def overview(found: Found) -> Iterator[str]:
             text += f"; {other.title} {other.ratio:.2f} {short(other)}"
         return text
 
-    every = dict.fromkeys(work for works in pairs.values() for work in works)
+    every = dict.fromkeys(
+        one.work
+        for subject in SUBJECTS
+        for machine in MACHINES
+        for one in separated(found[subject.title, machine])[0]
+    )
     yield from rows(
         ("Work", *MACHINES),
         [
