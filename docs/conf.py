@@ -17,6 +17,7 @@ release = version = importlib.metadata.version("ipex-core")
 
 extensions = [
     "myst_parser",
+    "sphinx_design",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",

@@ -114,6 +114,34 @@ def test_the_plan_of_a_page_is_what_it_prints(
     assert capsys.readouterr().out == shown.partition("```")[0]
 
 
+def test_the_depth_of_a_family_is_what_the_page_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ipex_llm")
+    pytest.importorskip("transformers")
+    text = (ROOT / "docs/model_families.md").read_text("utf-8")
+    ((code, shown),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out == shown
+
+
+def test_each_tab_of_the_first_page_prints_what_stands_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if pytest.importorskip("transformers").__version__.startswith("4."):
+        pytest.skip("the page names arguments as transformers 5 does")
+    pytest.importorskip("ipex_llm")
+    monkeypatch.chdir(tmp_path)
+    run_commands(["ipex llm make-model ./tiny"])
+    text = (ROOT / "docs/index.md").read_text("utf-8")
+    tabs = re.findall(r"^::::\{tab-item\} (.*?)^::::$", text, re.DOTALL | re.MULTILINE)
+    cards = re.findall(r"^:::\{grid-item-card\} (.*)$", text, re.MULTILINE)
+    assert [tab.partition("\n")[0] for tab in tabs] == cards
+    for tab in tabs:
+        ((code, shown),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", tab, re.DOTALL)
+        capsys.readouterr()
+        exec(compile(code, "docs/index.md", "exec"), {"__name__": "__main__"})
+        assert capsys.readouterr().out == shown
+
+
 def run_commands(lines: list[str]) -> None:
     """Run commands of a page: those of language models here, which saves a process each, then the others."""
     from ipex_cli.app import app
@@ -147,6 +175,19 @@ def test_each_page_says_who_needs_it() -> None:
             found = (lines[0].startswith("# "), lines[1], lines[3])
             assert found == (True, "", ""), page
             assert re.fullmatch(r"For [^:]+: \S.*\.", lines[2]), f"{page}: {lines[2]}"
+
+
+def test_each_page_for_users_begins_with_an_example() -> None:
+    """Near the top of a page stands code or a command that `test_page`, or what `ELSEWHERE` names, runs."""
+    whole = {"changelog.md", "contributing.md"}  # other files, included
+    runnable = ("python", *SHELLS)
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        if "docs" not in page.parts[-3:-1] or page.name in whole or "\nFor contributors: " in text:
+            continue
+        first = next((b for b in blocks(page) if b.language in runnable), None)
+        assert first is not None and first.text.strip(), f"{page}: no example"
+        assert first.line <= 24, f"{page}:{first.line}: the first example is not near the top"
 
 
 def test_every_block_is_of_a_known_kind() -> None:

@@ -11,6 +11,7 @@ import sys
 import xml.etree.ElementTree
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,141 @@ def test_a_night_leaves_the_tables_of_the_text_alone(pages: ModuleType, tmp_path
     text = after["parts/nightly.md"]
     assert "CPU of the night" in text and "measured 2026-" in text and night["command"] in text
     assert "other programs took 50% of the CPUs" in text and "bootstrap" not in text
+
+
+def measured(kinds: tuple[str, ...] = ("llm", "models", "train")) -> list[dict[str, Any]]:
+    """Return the files of engines."""
+    files = [json.loads(path.read_text()) for path in sorted(DATA.glob("*.json"))]
+    return [data for data in files if data.get("kind") in kinds]
+
+
+def test_the_chooser_has_every_model_and_machine_that_was_measured(pages: ModuleType) -> None:
+    import performance_chooser as chooser
+
+    cases = {case for subject in chooser.SUBJECTS for case in subject.cases}
+    levels = {level for of_machine in chooser.MACHINES.values() for level in of_machine}
+    assert {row["case"] for data in measured() for row in data["rows"]} <= cases
+    assert {data["machine"]["level"] for data in measured()} <= levels
+    text = pages.pages(DATA)["parts/chooser.md"]
+    for data in measured():
+        for row in data["rows"]:
+            if row["engine"] != "stock_eager":
+                assert f"{row['ratio']:.2f} ({row['low']:.2f}-{row['high']:.2f}) of" in text
+
+
+def test_the_pictures_of_the_chooser_have_heads_that_fit_and_no_axis_behind_them(
+    pages: ModuleType,
+) -> None:
+    from performance_charts import NARROW
+
+    parts = pages.pages(DATA)
+    names = ("landing", "overview", "chooser")
+    for name in names:
+        charts = re.findall(r"<figure.*?</figure>", parts[f"parts/{name}.md"], re.DOTALL)
+        assert charts
+        for chart in charts:
+            root = xml.etree.ElementTree.fromstring(chart)
+            texts = [(float(t.attrib["y"]), t) for t in root.iter("text")]
+            heads = [(y, t.text or "") for y, t in texts if t.attrib.get("font-weight") == "bold"]
+            axis = [line for line in root.iter("line") if line.attrib["x1"] == line.attrib["x2"]]
+            assert heads and axis
+            for y, head in heads:
+                assert 7 * len(head) < NARROW, head
+                assert not [
+                    line
+                    for line in axis
+                    if float(line.attrib["y1"]) < y - 1 and y - 9 < float(line.attrib["y2"])
+                ], head
+
+
+def test_what_is_lost_is_listed(pages: ModuleType, tmp_path: Path) -> None:
+    behind = pages.pages(DATA)["parts/behind.md"]
+    lost = 0
+    for data in measured():
+        for case in {row["case"] for row in data["rows"]}:
+            here = [r for r in data["rows"] if r["case"] == case and r["engine"] != "stock_eager"]
+            ours = [row for row in here if row["engine"].startswith("ipex_")]
+            best = max(ours, key=lambda row: row["ratio"])
+            ahead = [r for r in here if r not in ours and r["low"] > best["high"]]
+            if ahead:
+                lost += 1
+                first = max(ahead, key=lambda row: row["ratio"])
+                number = f"{first['ratio']:.2f} ({first['low']:.2f}-{first['high']:.2f})"
+                assert f"{pages.title(first['engine'])} {number} |" in behind
+    assert lost and behind.count("\n") == lost + 2
+    data = json.loads((DATA / "9-models-vnni-fp32.json").read_text())
+    data["rows"] = [row for row in data["rows"] if row["engine"] != "openvino"]
+    for row in data["rows"]:
+        if row["engine"] == "ipex28":
+            row.update(ratio=1.0, low=0.9, high=1.1)
+    (tmp_path / "one.json").write_text(json.dumps(data))
+    assert "No row" in pages.pages(tmp_path)["parts/behind.md"]
+
+
+def calls() -> list[tuple[str, str, str, str]]:
+    """Return kind, engine, precision and dtype of stock of all that a call is shown for."""
+    found = {
+        (data["kind"], row["engine"], row["precision"], stock["precision"])
+        for data in measured()
+        for row in data["rows"]
+        if row["engine"] in ("ipex_eager", "ipex_compile")
+        for stock in data["rows"]
+        if stock["engine"] == "stock_eager" and stock["case"] == row["case"]
+    }
+    found -= {one for one in found if one[:2] == ("llm", "ipex_compile")}  # never the faster one
+    found |= {("llm", "ipex_eager", f"{bits} (1.1b)", "bfloat16") for bits in ("int8", "int4")}
+    found |= {("models", f"{what} INT8", "int8", "bfloat16") for what in ("static", "dynamic")}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("what", calls(), ids=" ".join)
+def test_the_code_of_a_row_runs(pages: ModuleType, what: tuple[str, str, str, str]) -> None:
+    import torch
+
+    import ipex
+    from performance_chooser import call
+
+    for package in ("ipex_llm", "ipex_quant"):
+        pytest.importorskip(package)
+    transformers = pytest.importorskip("transformers")
+    code = call(*what)
+    assert code is not None
+    name, text = code
+    kind, engine, _, stock = what
+    dtype = getattr(torch, stock)
+    names: dict[str, Any] = {"torch": torch, "ipex": ipex}
+    if kind == "llm":
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 64}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+        config = transformers.LlamaConfig(**sizes, **heads)
+        names["model"] = transformers.LlamaForCausalLM(config).eval().to(dtype)
+        exec(text, names)
+        ids = torch.tensor([[1, 2, 3]])
+        assert names["fast"].generate(ids, max_new_tokens=2, min_new_tokens=2).shape == (1, 5)
+        assert ("quantization_config" in name) == ("int" in what[2])
+        return
+    layers = [torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8)]
+    names["model"] = model = torch.nn.Sequential(*layers).eval()
+    x = torch.randn(4, 64)
+    if kind == "models":
+        names["batches"] = [x]
+        expected = model(x)
+        exec(text, names)
+        compiled = engine == "ipex_compile"
+        with torch.no_grad():
+            y = names["fast"](x.to(dtype) if compiled else x)
+        assert torch.nn.functional.cosine_similarity(y.float(), expected).min() > 0.99
+        assert ("ipex.optimize(" in text) != compiled
+        return
+    names["tables"] = [torch.nn.EmbeddingBag(8, 64, mode="sum") for _ in range(2)]
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    exec(text, names)
+    first, second = names["tables"]([torch.tensor([1, 2])] * 2, [torch.tensor([0, 1])] * 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        y = names["model"](x)
+    (y.float().sum() + (first + second).float().sum()).backward()
+    names["optimizer"].step()
+    assert ("torch.compile" in text) == (engine == "ipex_compile")
 
 
 @pytest.fixture(scope="module")

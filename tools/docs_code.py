@@ -60,7 +60,7 @@ ELSEWHERE = {
         "torchrun --nproc-per-node 2 distributed.py",
     ),
     "test_codeless.py": ("ipex auto", "python -m ipex_runtime.codeless"),
-    "test_tutorials.py": ("python -m intel_extension_for_pytorch.",),
+    "test_tutorials.py": ("python -m intel_extension_for_pytorch.", "python docs/tutorials/"),
 }
 
 

@@ -16,7 +16,8 @@ from nox_common import PACKAGES, REPORTS, ROOT, install_wheels, prepare
 def docs(session: nox.Session) -> None:
     """Build the documentation with warnings as errors and run its examples."""
     prepare(session)
-    install_wheels(session, PACKAGES, "sphinx", "myst-parser", "furo", "numpy", extras="[cpu]")
+    tools = ("sphinx", "myst-parser", "furo", "sphinx-design", "numpy")
+    install_wheels(session, PACKAGES, *tools, extras="[cpu]")
     common = ["-n", "-W", "--keep-going", "-d", "docs/_build/doctrees", "docs"]
     session.run("sphinx-build", "-b", "html", *common, "docs/_build/html")
     session.run("sphinx-build", "-b", "doctest", *common, "docs/_build/doctest")
@@ -25,7 +26,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False, requires=["docs"])
 def screenshots(session: nox.Session) -> None:
-    """Open the documentation in headless Chromium; pictures of six pages in reports/screenshots."""
+    """Open the documentation in headless Chromium; pictures of eight pages in reports/screenshots."""
     prepare(session)
     session.install("playwright")
     if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):

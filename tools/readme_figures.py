@@ -79,18 +79,24 @@ def bold(row: Row, best: bool) -> str:
     return f"**{text}**" if best else text
 
 
-def pictures() -> Iterator[tuple[Path, str]]:
-    """Yield the chart for light and dark pages: files and their contents."""
-    groups = []
+def groups(*machines: str) -> list[tuple[str, list[Bar]]]:
+    """Return the bars of each case on the machines; without machines of all cases, which then name theirs."""
+    found = []
     for name, machine, file, case in CASES:
-        _, found = measured(file, case)
+        if machines and machine not in machines:
+            continue
         bars = [
             Bar(title, row["ratio"], row["low"], row["high"], title == "ipex")
-            for title, row in found.items()
+            for title, row in measured(file, case)[1].items()
         ]
-        groups.append((f"{name}, {machine}", bars))
+        found.append((name if machines else f"{name}, {machine}", bars))
+    return found
+
+
+def pictures() -> Iterator[tuple[Path, str]]:
+    """Yield the chart for light and dark pages: files and their contents."""
     text = "Times as fast as stock PyTorch eager in bfloat16, with the 95 % interval."
-    (svg,) = re.findall(r"<svg.*</svg>", chart(groups, text), re.DOTALL)
+    (svg,) = re.findall(r"<svg.*</svg>", chart(groups(), text), re.DOTALL)
     # A file of its own has no page to take size and color from.
     svg = re.sub(r"style='[^']*'", "font-family='sans-serif' width='640'", svg, count=1)
     svg = svg.replace("<svg", "<svg xmlns='http://www.w3.org/2000/svg'", 1)

@@ -3,7 +3,7 @@
 
     python tools/screenshots.py docs/_build/html reports/screenshots
 
-Six pages, each as on a desktop and on a phone, in light and in dark. The exit status is 1 if any page, also of those
+Eight pages, each as on a desktop and on a phone, in light and in dark. The exit status is 1 if any page, also of those
 without a picture, writes an error to the console, asks for a file that is not there or for anything outside the
 folder, has a broken image, or is wider than the screen.
 
@@ -29,6 +29,8 @@ PAGES = (
     "generated/migration_names",
     "generated/ops/linear",
     "performance",
+    "targets",
+    "measured",
 )
 SCREENS: dict[str, dict[str, Any]] = {
     "desktop": {"viewport": {"width": 1280, "height": 900}},

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 __all__ = ["Bar", "chart"]
 
-#: Units of the picture; a phone shows them at about two thirds of a pixel.
+#: Units of the picture; a phone shows them at about two thirds of a pixel, and those of a narrow one at nine tenths.
 WIDTH, LEFT, RIGHT, LINE = 480, 130, 56, 18
+NARROW = 360
 #: About as wide as a letter of a label is on average; the labels get at least LEFT, at most half of the picture.
 LETTER = 6.2
 
@@ -29,12 +30,14 @@ class Bar:
     ours: bool
 
 
-def chart(groups: Sequence[tuple[str, Sequence[Bar]]], text: str) -> str:
+def chart(groups: Sequence[tuple[str, Sequence[Bar]]], text: str, width: int = WIDTH) -> str:
     """Return bars to both sides of 1 on a logarithmic axis, as HTML without blank lines.
 
     Args:
         groups: The head of each group, which may be empty, and its bars.
         text: What the chart shows, for the line below and for readers that see no pictures.
+        width: Units of the picture, `WIDTH` or `NARROW`. A narrow one has room for labels of 15 letters, and its
+            letters are larger on a phone.
     """
     bars = [bar for _, group in groups for bar in group]
     if not bars:
@@ -43,18 +46,27 @@ def chart(groups: Sequence[tuple[str, Sequence[Bar]]], text: str) -> str:
     least = min(0.5, max(min(bar.ratio for bar in bars) / 1.5, 1 / 64))
     most = max(2.0, min(max(bar.ratio for bar in bars) * 1.5, 64))
 
-    left = max(LEFT, min(LETTER * max(len(bar.label) for bar in bars) + 12, WIDTH / 2))
+    left = LETTER * max(len(bar.label) for bar in bars) + 12
+    left = max(LEFT * width / WIDTH, min(left, width / 2))
 
     def x(value: float) -> float:
         inside = min(max(value, least), most)
         share = math.log(inside / least) / math.log(most / least)
-        return round(left + share * (WIDTH - left - RIGHT), 1)
+        return round(left + share * (width - left - RIGHT), 1)
 
+    ticks = [2.0**n for n in range(-6, 7) if least <= 2.0**n <= most]
     parts, y = [], 4
     for head, group in groups:
         if head:
             parts.append(_text(4, y + 13, head, "font-weight='bold'"))
             y += LINE
+        # Lines of the axis only beside the bars: a long head would cross them.
+        for tick in ticks:
+            dashes = "" if tick == 1 else " stroke-dasharray='2 3' opacity='0.5'"
+            parts.append(
+                f"<line x1='{x(tick)}' x2='{x(tick)}' y1='{y}' y2='{y + LINE * len(group)}'"
+                f" stroke='currentColor'{dashes}/>"
+            )
         for bar in group:
             begin, end = sorted((x(1), x(bar.ratio)))
             middle = y + LINE / 2
@@ -64,23 +76,18 @@ def chart(groups: Sequence[tuple[str, Sequence[Bar]]], text: str) -> str:
                 f" fill='{OURS if bar.ours else OTHERS}'/>",
                 f"<line x1='{x(bar.low)}' x2='{x(bar.high)}' y1='{middle}' y2='{middle}'"
                 " stroke='currentColor'/>",
-                _text(WIDTH - 4, y + 13, f"{bar.ratio:.2f}", "text-anchor='end'"),
+                _text(width - 4, y + 13, f"{bar.ratio:.2f}", "text-anchor='end'"),
             ]
             y += LINE
         y += 6
-    ticks = [2.0**n for n in range(-6, 7) if least <= 2.0**n <= most]
     for tick in ticks:
-        dashes = "" if tick == 1 else " stroke-dasharray='2 3' opacity='0.5'"
-        parts.append(
-            f"<line x1='{x(tick)}' x2='{x(tick)}' y1='0' y2='{y}' stroke='currentColor'{dashes}/>"
-        )
         parts.append(_text(x(tick), y + 13, f"{tick:g}", "text-anchor='middle'"))
     y += LINE
     return "\n".join(
         [
-            "<figure style='margin:1em 0'>",
-            f"<svg role='img' aria-label='{html.escape(text)}' viewBox='0 0 {WIDTH} {y}'"
-            " style='width:100%;max-width:640px;height:auto' font-size='12' fill='currentColor'>",
+            "<figure>",
+            f"<svg role='img' aria-label='{html.escape(text)}' viewBox='0 0 {width} {y}'"
+            f" style='width:100%;max-width:{width * 4 // 3}px;height:auto' font-size='12' fill='currentColor'>",
             *parts,
             "</svg>",
             f"<figcaption>{html.escape(text)}</figcaption>",

@@ -20,8 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import readme_figures
 from ipex_bench import peers
-from performance_charts import Bar, chart
+from performance_charts import NARROW, Bar, chart
+from performance_chooser import parts
 
 __all__ = ["pages", "tables"]
 
@@ -40,10 +42,12 @@ SUMMARIES = {
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """Return the parts that ``performance.md`` includes."""
+    """Return the parts that ``index.md``, ``performance.md`` and ``measured.md`` include."""
     recorded = _read(sorted(folder.glob("*.json")))
     night = [folder / "nightly" / f"{kind}.json" for kind in NIGHTLY]
     return {
+        "parts/landing.md": landing(),
+        **parts(recorded),
         "parts/engines.md": summary(recorded.values()),
         "parts/performance.md": _rendered(recorded) or NOTHING,
         "parts/nightly.md": _rendered(_read(path for path in night if path.exists())) or NO_NIGHT,
@@ -58,6 +62,23 @@ def _rendered(recorded: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(
         render(table) for name, data in recorded.items() for table in tables(data, name)
     )
+
+
+#: The machines of README.md, and what they are.
+LANDING = {
+    "Zen 4": "AMD Zen 4, two cores of a virtual machine",
+    "AMX": "Intel Xeon with AMX, eight threads",
+}
+
+
+def landing() -> str:
+    """Return the charts of README.md side by side, one for each machine; they take the colors of the page."""
+    lines = ["::::{grid} 1 1 2 2", ":gutter: 2", ""]
+    for machine, name in LANDING.items():
+        text = "Times as fast as stock PyTorch eager in bfloat16; line: 95 % interval."
+        picture = chart(readme_figures.groups(machine), text, NARROW)
+        lines += [":::{grid-item}", f"**{name}**", "", picture, ":::", ""]
+    return "\n".join([*lines, "::::", ""])
 
 
 def summary(recorded: Iterable[Mapping[str, Any]]) -> str:

@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 #: Why products of activations stay float.
 NOT_NAMED = "products of activations are INT8 if the configuration names them"
-#: Sizes from which products are INT8 without being named. Measured on Zen 4 (docs/performance.md): 128 x 64 x 128 and
+#: Sizes from which products are INT8 without being named. Measured on Zen 4 (docs/targets.md): 128 x 64 x 128 and
 #: 128 x 128 x 64 take 0.45 of the time of float32, 32 rows the same time.
 _PAYS_ROWS, _PAYS_WIDTH = 128, 64
 #: Products of fewer rows are faster in float: packing the other factor takes longer than multiplying.
