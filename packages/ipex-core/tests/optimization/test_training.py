@@ -100,7 +100,7 @@ def test_split_takes_the_memory_of_float32() -> None:
     fast, optimizer = optimize(
         model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16
     )
-    rest = optimizer._ipex_masters._of[fast.weight].rest
+    rest = optimizer._ipex.masters._of[fast.weight].rest
     assert fast.weight.dtype == rest.dtype == torch.bfloat16
     assert torch.equal(fast.state_dict()["weight"], model.weight)  # bit for bit
 
@@ -154,7 +154,7 @@ def test_without_split_there_is_a_whole_master() -> None:
         dtype=torch.bfloat16,
         split_master_weight_for_bf16=False,
     )
-    assert optimizer._ipex_masters._of[fast.weight].rest.dtype == torch.float32
+    assert optimizer._ipex.masters._of[fast.weight].rest.dtype == torch.float32
     assert torch.equal(fast.weight.detach(), model.weight.detach().bfloat16())
 
 

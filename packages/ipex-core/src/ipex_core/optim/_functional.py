@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.optim.plain import plain_step, second
+from ipex_core.optim.plain import loss_of, plain_step, second
 
 __all__ = [
     "adagrad",
@@ -35,7 +35,9 @@ _Optional = Sequence["Tensor | None"]
 @torch.no_grad()
 def _step(self: Any, closure: Callable[[], float] | None = None) -> Any:
     """Do one step of an optimizer that has a fused op; with ``closure``, after calling it."""
-    return plain_step(self, closure)
+    loss = loss_of(closure)
+    plain_step(self)
+    return loss
 
 
 sgd_step = adagrad_step = adam_step = adamw_step = lamb_step = lars_step = _step

@@ -28,7 +28,7 @@ class Lamb(PlainOptimizer):
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019.
     """
 
-    _ipex_step = staticmethod(steps.lamb)
+    ipex_step = staticmethod(steps.lamb)
 
     def __init__(
         self,

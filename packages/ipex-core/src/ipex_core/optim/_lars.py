@@ -39,7 +39,7 @@ class Lars(PlainOptimizer):
     Source: You et al., "Large Batch Training of Convolutional Networks", 2017.
     """
 
-    _ipex_step = staticmethod(steps.lars)
+    ipex_step = staticmethod(steps.lars)
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ def optimizer_fusion(
         device_type: ``"cpu"`` or ``"xpu"``.
         user_explict_fuse: Whether to warn about an optimizer that stays.
     """
-    from ipex_core.optim.fused import adopt
+    from ipex_core.optim.fused import adopt, record_of
     from ipex_core.optim.master_weights import Masters
     from ipex_core.optim.steps import step_of
 
@@ -52,7 +52,8 @@ def optimizer_fusion(
             f"optimizer_fusion: device_type must be 'cpu' or 'xpu', got {device_type!r}"
         )
     if step_of(optimizer) is not None:
-        adopt(optimizer, getattr(optimizer, "_ipex_masters", None) or Masters(), True)
+        record = record_of(optimizer)
+        adopt(optimizer, Masters() if record is None else record.masters, True)
     elif user_explict_fuse:
         import warnings
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import weakref
@@ -19,10 +20,10 @@ from ipex_core.module_swap.derive import derive, swap
 from ipex_core.optim.dtensor import any_spread, is_spread
 from ipex_core.optim.foreach import laid_out_alike, stock_step
 from ipex_core.optim.master_weights import Masters
-from ipex_core.optim.plain import below_autograd, plain_step
+from ipex_core.optim.plain import PlainOptimizer, below_autograd, loss_of, plain_step
 from ipex_core.optim.steps import Calls, step_of
 
-__all__ = ["adopt", "needs_closure"]
+__all__ = ["Record", "adopt", "needs_closure", "record_of"]
 
 #: Stock optimizers that have a fused form for CPUs, which is as fast as the memory.
 _STOCK_FUSED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW)
@@ -33,11 +34,28 @@ _STOCK_FUSED_SPREAD = (torch.optim.Adam, torch.optim.AdamW)
 _Low = tuple[dict[str, Any], nn.Parameter, torch.Tensor, Any]
 
 
+@dataclasses.dataclass
+class Record:
+    """What `adopt` keeps on an optimizer."""
+
+    #: The weights in float32 of parameters in 16 bits.
+    masters: Masters
+    #: Whether steps are fused.
+    fuse: bool
+    #: Until the first step: the model, and its parameters by name.
+    made_for: tuple[weakref.ref[nn.Module], dict[nn.Parameter, str]] | None = None
+
+
+def record_of(optimizer: Optimizer) -> Record | None:
+    """Return the record of an optimizer that `adopt` has changed, else None."""
+    record: Record | None = optimizer.__dict__.get("_ipex")
+    return record
+
+
 class OptimizerMixin(Optimizer):
     """Put in front of an optimizer's class by `adopt`."""
 
-    _ipex_masters: Masters
-    _ipex_fuse: bool
+    _ipex: Record
     _ipex_original: type[Optimizer]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -45,13 +63,20 @@ class OptimizerMixin(Optimizer):
         state = {
             key: value
             for key, value in self.__dict__.items()
-            if key not in ("step", "_ipex_made_for") and not key.endswith("_hooks")
+            if key != "step" and not key.endswith("_hooks")
         }
+        state["_ipex"] = dataclasses.replace(self._ipex, made_for=None)
         return _rebuild, (type(self)._ipex_original,), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Files of ipex 0.1 have two attributes in the place of the record.
+        if "_ipex_masters" in state:
+            state["_ipex"] = Record(state.pop("_ipex_masters"), state.pop("_ipex_fuse"))
+        super().__setstate__(state)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state of the stock optimizer; its tensors stay float32."""
-        with self._ipex_masters.as_float32(self, _parameters(self)):
+        with self._ipex.masters.as_float32(self, _parameters(self)):
             super().load_state_dict(state_dict)
 
 
@@ -66,27 +91,22 @@ def _parameters(optimizer: Optimizer) -> Iterator[Any]:
         yield from group["params"]
 
 
-def _plain(optimizer: Optimizer) -> None:
-    plain_step(optimizer, None)
-
-
 @torch.no_grad()
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Do one step; with ``closure``, which computes the loss, after calling it."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    made_for = self.__dict__.pop("_ipex_made_for", None)
-    if made_for is not None:  # the first step
-        _follow(self, *made_for)
-    before = getattr(self, "_ipex_before_step", None)  # of an optimizer of ours
-    if before is not None:
-        before()
-    masters: Masters = self._ipex_masters
-    original = type(self)._ipex_original.step if before is None else _plain
-    original = getattr(original, "__wrapped__", original)  # hooks run around this function
-    fused = step_of(self) if self._ipex_fuse else None
+    loss = loss_of(closure)
+    record: Record = self._ipex
+    if record.made_for is not None:  # the first step
+        _follow(self, *record.made_for)
+        record.made_for = None
+    masters = record.masters
+    original: Any = type(self)._ipex_original.step
+    if inspect.unwrap(original) is inspect.unwrap(PlainOptimizer.step):
+        self.before_step()
+        original = plain_step
+    else:
+        original = getattr(original, "__wrapped__", original)  # hooks run around this function
+    fused = step_of(self) if record.fuse else None
     kind = type(self)._ipex_original
     if fused is not None and not len(masters) and stock_step(self, kind):
         return loss
@@ -114,7 +134,7 @@ def _in_16_bits(optimizer: Any) -> tuple[list[_Low], bool]:
             grad = p.grad
             if grad is None:
                 continue
-            master = optimizer._ipex_masters.find(p)
+            master = optimizer._ipex.masters.find(p)
             if master is None:
                 has_others = True
                 continue
@@ -167,7 +187,7 @@ def _follow(optimizer: Any, model: Any, names: dict[nn.Parameter, str]) -> None:
     parts = {old: now[name] for old, name in names.items() if is_spread(now.get(name, old))}
     stale = [p for p in _parameters(optimizer) if p in parts and parts[p] is not p]
     flat = any(name.rpartition(".")[2] == "_flat_param" for name in now)
-    if flat or any(p in optimizer._ipex_masters or optimizer.state.get(p) for p in stale):
+    if flat or any(p in optimizer._ipex.masters or optimizer.state.get(p) for p in stale):
         raise RuntimeError(
             "optimize: parameters must not be replaced by FSDP between optimize and the first step if the optimizer"
             f" holds 16-bit weights, a loaded state or parts of a FlatParameter, got {type(model()).__name__}."
@@ -182,7 +202,7 @@ def _stock_fused(optimizer: Any) -> Iterator[None]:
     """Let a stock optimizer use its fused form for this step where it can."""
     kind = type(optimizer)._ipex_original
     changed = []
-    if optimizer._ipex_fuse and kind in _STOCK_FUSED:
+    if optimizer._ipex.fuse and kind in _STOCK_FUSED:
         for group in optimizer.param_groups:
             asked = group.get("fused") is not None or group.get("foreach")
             if not asked and _fusable(group, kind, optimizer.state):
@@ -228,11 +248,10 @@ def _members() -> dict[str, Any]:
 def adopt(optimizer: Any, masters: Masters, fuse: bool, model: nn.Module | None = None) -> None:
     """Make an optimizer update parameters of a model, some of which have masters; in place."""
     swap(optimizer, OptimizerMixin, _members)
-    optimizer._ipex_masters = masters
-    optimizer._ipex_fuse = fuse
+    optimizer._ipex = Record(masters, fuse)
     if model is not None:
         names = {p: name for name, p in model.named_parameters()}
-        optimizer._ipex_made_for = weakref.ref(model), names
+        optimizer._ipex.made_for = weakref.ref(model), names
     if "step" in optimizer.__dict__:  # a scheduler has wrapped the former step
         del optimizer.__dict__["step"]
         step = type(optimizer).step

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -228,9 +229,13 @@ def announce_gradients(module: nn.Module, args: Any) -> None:
         _announce()
 
 
+#: Models in DistributedDataParallel that know that gradients are float32.
+_announced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 def _announce() -> bool:
     wrapper: Any = nn.parallel.DistributedDataParallel._get_active_ddp_module()
-    if wrapper is None or wrapper.__dict__.get("_ipex_announced"):
+    if wrapper is None or wrapper in _announced:
         return False
     if wrapper.mixed_precision is not None:
         return False
@@ -245,7 +250,7 @@ def _announce() -> bool:
                 f"DistributedDataParallel: {name} must be False for float16 weights of ipex.optimize, whose gradients"
                 " are float32, got True: use bfloat16 or leave it out"
             )
-    wrapper.__dict__["_ipex_announced"] = True
+    _announced.add(wrapper)
     # The buckets that are there stay in float16; those that it would make after the first step anyway do not.
     wrapper.reducer._set_mixed_precision_param_dtype(torch.float32)
     wrapper.reducer._push_all_rebuilt_params()

@@ -12,7 +12,14 @@ from torch.autograd.graph import increment_version
 from ipex_core.optim.dtensor import in_stock_operations
 from ipex_core.optim.steps import Calls, step_of
 
-__all__ = ["PlainOptimizer", "below_autograd", "check_numbers", "plain_step", "second"]
+__all__ = [
+    "PlainOptimizer",
+    "below_autograd",
+    "check_numbers",
+    "loss_of",
+    "plain_step",
+    "second",
+]
 
 
 def check_numbers(name: str, betas: Any = (0.0, 0.0), **values: Any) -> None:
@@ -29,13 +36,27 @@ def check_numbers(name: str, betas: Any = (0.0, 0.0), **values: Any) -> None:
             raise ValueError(f"{name}: betas[{index}] must be in [0, 1), got {beta}")
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss that the closure of a step computes, with gradients; None without closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class PlainOptimizer(torch.optim.Optimizer):
     """An optimizer whose step is `plain_step`."""
+
+    def before_step(self) -> None:
+        """Do what has to be done before each step."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Do one step; with ``closure``, which computes the loss, after calling it."""
-        return plain_step(self, closure)
+        loss = loss_of(closure)
+        self.before_step()
+        plain_step(self)
+        return loss
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state; states of 16-bit parameters stay float32."""
@@ -55,12 +76,8 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None) -> Any:
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
     """Run the step of an optimizer for each of its parameters; those in 16 bits through a float32 copy."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
     step = step_of(optimizer)
     assert step is not None
     calls = Calls()
@@ -91,7 +108,6 @@ def plain_step(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | 
     with below_autograd():
         calls.run()
     increment_version(written)
-    return loss
 
 
 def second(param: torch.Tensor, param2: torch.Tensor | None) -> torch.Tensor | None:

@@ -251,7 +251,7 @@ def lars(
 def step_of(optimizer: torch.optim.Optimizer) -> Step | None:
     """Return the fused step of an optimizer's own class, or None.
 
-    A class derived from a stock one may do its step in another way; one of ours names it, ``_ipex_step``.
+    A class derived from a stock one may do its step in another way; one of ours names it, ``ipex_step``.
     """
     steps: dict[type[torch.optim.Optimizer], Step] = {
         torch.optim.SGD: sgd,
@@ -260,4 +260,4 @@ def step_of(optimizer: torch.optim.Optimizer) -> Step | None:
         torch.optim.AdamW: adamw,
     }
     kind = original_class(optimizer)
-    return steps.get(kind) or getattr(kind, "_ipex_step", None)
+    return steps.get(kind) or getattr(kind, "ipex_step", None)

@@ -12,7 +12,8 @@ from torch.optim.optimizer import ParamsT
 
 from ipex_core.optim import steps
 from ipex_core.optim._lamb import Lamb as _Lamb
-from ipex_core.optim.plain import PlainOptimizer, check_numbers, plain_step
+from ipex_core.optim.fused import record_of
+from ipex_core.optim.plain import PlainOptimizer, check_numbers
 from ipex_core.optim.steps import Call
 
 __all__ = ["SGD", "AdamW", "DistLamb", "Lamb", "clip_grad_norm_"]
@@ -53,7 +54,7 @@ class SGD(torch.optim.SGD):
         nesterov: Nesterov's momentum.
     """
 
-    _ipex_step = staticmethod(steps.sgd)
+    ipex_step = staticmethod(steps.sgd)
 
     def __init__(
         self,
@@ -98,13 +99,14 @@ class AdamW(PlainOptimizer):
         super().__init__(params, {**defaults, "correct_bias": correct_bias})
 
     @staticmethod
-    def _ipex_step(
+    def ipex_step(
         group: dict[str, Any],
         state: dict[str, Any],
         param: Tensor,
         grad: Tensor,
         param2: Tensor | None,
     ) -> Call | None:
+        """Return the call of one parameter's step."""
         group = {**group, "amsgrad": False}
         return _step(steps.adamw, group, state, param, grad, param2)
 
@@ -142,15 +144,16 @@ class Lamb(_Lamb):
             group.setdefault("correct_bias", correct_bias)
 
     @staticmethod
-    def _ipex_step(
+    def ipex_step(
         group: dict[str, Any],
         state: dict[str, Any],
         param: Tensor,
         grad: Tensor,
         param2: Tensor | None,
     ) -> Call | None:
+        """Return the call of one parameter's step."""
         if group["adam"]:
-            return AdamW._ipex_step(group, state, param, grad, param2)
+            return AdamW.ipex_step(group, state, param, grad, param2)
         return _step(steps.lamb, group, state, param, grad, param2)
 
 
@@ -208,7 +211,7 @@ class DistLamb(Lamb):
         """Give all ranks the parameters of rank 0."""
         if _ranks() == 1:
             return
-        masters: Any = getattr(self, "_ipex_masters", ())
+        masters: Any = record.masters if (record := record_of(self)) is not None else ()
         for p in self._parameters():
             if p in masters:
                 torch.distributed.broadcast(value := masters.value(p), 0)
@@ -251,22 +254,12 @@ class DistLamb(Lamb):
             p.grad = (total / batches if avg else total).to(_of_gradient(p))
         self._collected, self._batches = {}, 0
 
-    def _ipex_before_step(self) -> None:
+    def before_step(self) -> None:
+        """Merge collected gradients, and average over ranks."""
         if self._collected:
             self.merge_acc_grad()
         if self.perform_allreduce:
             self.sync_grads()
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Do one step; with ``closure``, which computes the loss, after calling it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._ipex_before_step()
-        plain_step(self, None)
-        return loss
 
 
 def _of_gradient(parameter: Any) -> torch.dtype:
