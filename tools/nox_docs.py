@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions that build the documentation, and measure what its performance page shows."""
+"""Sessions that build the documentation, and measure what its pages show."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def version_of(package: str) -> str:
     return text.split('"')[-2]
 
 
-#: Where the performance page takes its nightly tables from. The other files in docs/data stay: texts are about them.
+#: Where the page of all tables takes its nightly ones from. The other files in docs/data stay: texts are about them.
 NIGHTLY = ROOT / "docs" / "data" / "nightly"
 BENCH_KINDS = ("ops", "peers", "models", "llm", "train")
 #: Minutes of each kind, an hour together with the installation; of the short form ten.
@@ -70,8 +70,8 @@ BENCH_ENGINES = (
 def bench(session: nox.Session) -> None:
     """Measure ops, models, language models and training against every engine: `ipex bench`.
 
-    Writes reports/bench-KIND.json, .md and .png; `-- --publish` also puts the JSON where the performance page takes its
-    nightly tables from. Names of kinds come first and take only those: `-- llm train`. Other arguments go to the
+    Writes reports/bench-KIND.json, .md and .png; `-- --publish` also puts the JSON where the page of all tables takes
+    its nightly ones from. Names of kinds come first and take only those: `-- llm train`. Other arguments go to the
     commands, to ops those that it has. All of it takes an hour at most, and `-- --short`, which takes the smallest
     sizes, ten minutes: an engine that is slow, and cases that the time does not reach, are listed as such.
     `--minutes 60` gives each kind another time.

@@ -88,7 +88,7 @@ class Result:
         engine: Its name in `ipex_bench.peers`, or what a finished table calls it.
         precision: What the engine computes in.
         stock: The dtype of stock eager in the same run, which the ratio is to.
-        asked: The dtype of the run.
+        asked: The dtype of the run; ``"any"`` where a table compares dtypes.
         low: Least of the interval; the ratio itself where the table has no interval.
         code: How the call is named, and the code; None for other engines.
         where: The run, so that only results of one run are compared.
@@ -277,18 +277,18 @@ def of_engines(data: Data, name: str, subject: Subject) -> Iterator[Result]:
         case, engine = row["case"], row["engine"]
         if engine != peers.BASELINE and case in subject.cases:
             yield Result(
-                subject.cases[case],
-                engine,
-                row["precision"],
-                stock[case],
-                data["dtype"],
-                row["ratio"],
-                row["low"],
-                row["high"],
-                f"{row['ms']:.3g}" if row["ms"] < 1000 else f"{row['ms']:,.0f}",
-                call(subject.kind, engine, row["precision"], stock[case]),
-                name,
-                f"{data['machine']['cpu']}, {data['machine']['threads']} threads",
+                work=subject.cases[case],
+                engine=engine,
+                precision=row["precision"],
+                stock=stock[case],
+                asked=data["dtype"],
+                ratio=row["ratio"],
+                low=row["low"],
+                high=row["high"],
+                ms=f"{row['ms']:.3g}" if row["ms"] < 1000 else f"{row['ms']:,.0f}",
+                code=call(subject.kind, engine, row["precision"], stock[case]),
+                where=name,
+                machine=f"{data['machine']['cpu']}, {data['machine']['threads']} threads",
             )
 
 
@@ -311,8 +311,18 @@ def of_table(table: Data, subject: Subject) -> Iterator[Result]:
             ):
                 ratio = number(row[column])
                 yield Result(
-                    *(f"Llama 1.1B: {work}", "ipex_eager", precision, "bfloat16", row[0]),
-                    *(ratio, ratio, ratio, row[column - 1], code, title, table["machine"]),
+                    work=f"Llama 1.1B: {work}",
+                    engine="ipex_eager",
+                    precision=precision,
+                    stock="bfloat16",
+                    asked=row[0],
+                    ratio=ratio,
+                    low=ratio,
+                    high=ratio,
+                    ms=row[column - 1],
+                    code=code,
+                    where=title,
+                    machine=table["machine"],
                 )
     elif {"Candidate", "Times stock fp32"} <= {*columns}:
         at = columns.index("Times stock fp32")
@@ -324,8 +334,18 @@ def of_table(table: Data, subject: Subject) -> Iterator[Result]:
             code = call("models", engine, precision, "float32" if "fp32" in row[1] else "bfloat16")
             ratio = number(row[at])
             yield Result(
-                *(subject.cases[row[0]], engine, precision, "float32", "any"),
-                *(ratio, ratio, ratio, row[2], code, title, table["machine"]),
+                work=subject.cases[row[0]],
+                engine=engine,
+                precision=precision,
+                stock="float32",
+                asked="any",
+                ratio=ratio,
+                low=ratio,
+                high=ratio,
+                ms=row[2],
+                code=code,
+                where=title,
+                machine=table["machine"],
             )
 
 
@@ -334,7 +354,7 @@ def number(cell: str) -> float:
     return float(re.search(r"\d+(?:\.\d+)?", cell)[0])  # type: ignore[index]
 
 
-def newest(found: Iterable[Result]) -> list[Result]:
+def one_run_each(found: Iterable[Result]) -> list[Result]:
     """Return the results of one run for each work and dtype: the one with the most other engines, then the first."""
     runs: dict[tuple[str, str, str], dict[str, list[Result]]] = {}
     for one in sorted(found, key=lambda one: "prompt" in one.work):
@@ -432,7 +452,7 @@ def behind(found: Found) -> Iterator[str]:
 
 def separated(found: Iterable[Result]) -> tuple[list[Result], list[Result]]:
     """Return the results that compare engines, and those that compare dtypes."""
-    chosen = newest(found)
+    chosen = one_run_each(found)
     return [r for r in chosen if r.asked != "any"], [r for r in chosen if r.asked == "any"]
 
 
