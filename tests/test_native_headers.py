@@ -23,6 +23,8 @@ FOLDERS = (CSRC / "include", CSRC / "ops", CSRC)
 def includes(path: Path) -> frozenset[Path | str]:
     """Return what a file includes, and what that includes: files of ours, and ``torch`` for torch's."""
     text = path.read_text(encoding="utf-8")
+    # What a header includes only where it exists, it does not need.
+    text = re.sub(r"^#if __has_include.*?^#endif", "", text, flags=re.MULTILINE | re.DOTALL)
     found: set[Path | str] = {"torch"} if re.search(r"#include <(torch|ATen|c10)/", text) else set()
     for name in re.findall(r'^ *# *include "([^"]+)"', text, re.MULTILINE):
         places = [folder / name for folder in (path.parent, *FOLDERS)]

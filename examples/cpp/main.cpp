@@ -3,7 +3,7 @@
 //
 //   run_models FOLDER
 //
-// Nothing here calls ipex: linking its library is enough for both kinds of model to find their ops.
+// Nothing here calls ipex: linking its library is enough for the models to find their ops.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/script.h>
 
@@ -17,12 +17,12 @@
 
 namespace {
 
-// A tensor that torch.save has written.
-torch::Tensor read_tensor(const std::string& path) {
+// A tensor, or a tuple of tensors, that torch.save has written.
+c10::IValue read(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   TORCH_CHECK(file, "cannot read ", path);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
-  return torch::jit::pickle_load(bytes).toTensor();
+  return torch::jit::pickle_load(bytes);
 }
 
 bool same(const char* what, const torch::Tensor& got, const torch::Tensor& wanted) {
@@ -43,8 +43,8 @@ int main(int argc, char** argv) {
   try {
     std::cout << "ISA level " << ipex_cpu_level() << '\n';
     const c10::InferenceMode guard;
-    const torch::Tensor input = read_tensor(folder + "input.pt");
-    const torch::Tensor wanted = read_tensor(folder + "output.pt");
+    const torch::Tensor input = read(folder + "input.pt").toTensor();
+    const torch::Tensor wanted = read(folder + "output.pt").toTensor();
 
     torch::jit::Module script = torch::jit::load(folder + "model.ts");
     const torch::Tensor from_script = script.forward({input}).toTensor();
@@ -52,8 +52,14 @@ int main(int argc, char** argv) {
     torch::inductor::AOTIModelPackageLoader package(folder + "model.pt2");
     const torch::Tensor from_package = package.run({input}).at(0);
 
+    torch::jit::Module int8 = torch::jit::load(folder + "int8.ts");
+    const c10::IValue arguments = read(folder + "int8_input.pt");
+    const torch::Tensor from_int8 =
+        int8.forward(arguments.toTupleRef().elements().vec()).toTensor();
+
     bool all = same("TorchScript", from_script, wanted);
     all = same("AOTInductor", from_package, wanted) && all;
+    all = same("INT8 TorchScript", from_int8, read(folder + "int8_output.pt").toTensor()) && all;
     return all ? 0 : 1;
   } catch (const std::exception& error) {
     std::cerr << error.what() << '\n';

@@ -3,16 +3,22 @@
 # used in place, and installed from there.
 include(CMakePackageConfigHelpers)
 
-add_library(ipex_cpp SHARED csrc/cpp/register.cpp)
+file(GLOB _cpp_sources CONFIGURE_DEPENDS csrc/cpp/*.cpp)
+add_library(ipex_cpp SHARED ${_cpp_sources} csrc/runtime/baseline.cpp)
 target_include_directories(ipex_cpp PRIVATE csrc csrc/include)
 target_include_directories(ipex_cpp SYSTEM PRIVATE ${TORCH_INCLUDE_DIR})
-target_link_options(ipex_cpp PRIVATE -Wl,-z,noexecstack -Wl,--no-as-needed)
+target_compile_definitions(ipex_cpp PRIVATE TORCH_TARGET_VERSION=0x020b000000000000)
+target_compile_options(ipex_cpp PRIVATE
+  $<$<CONFIG:Release>:-O2> -ffile-prefix-map=${TORCH_INCLUDE_DIR}=torch/include)
+target_link_options(ipex_cpp PRIVATE
+  -Wl,--version-script=${CMAKE_CURRENT_SOURCE_DIR}/cmake/cpp.map -Wl,-z,noexecstack -Wl,--no-as-needed)
 target_link_directories(ipex_cpp PRIVATE ${TORCH_LIBRARY_DIR} ${CMAKE_CURRENT_BINARY_DIR})
 # A module cannot be linked by its target.
 add_dependencies(ipex_cpp ipex_cpu)
 target_link_libraries(ipex_cpp PRIVATE -l:libipex_cpu.so torch_cpu)
 set_target_properties(ipex_cpp PROPERTIES
-  LINK_DEPENDS ${CMAKE_CURRENT_BINARY_DIR}/libipex_cpu.so BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN")
+  LINK_DEPENDS "${CMAKE_CURRENT_BINARY_DIR}/libipex_cpu.so;${CMAKE_CURRENT_SOURCE_DIR}/cmake/cpp.map"
+  BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN")
 install(TARGETS ipex_cpp LIBRARY DESTINATION lib)
 
 # Headers that declare C functions and kernels, and what they include. Those in ipex/kernel need the flags of one ISA

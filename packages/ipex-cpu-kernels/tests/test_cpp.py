@@ -117,6 +117,122 @@ except ImportError as error:
     assert out.startswith("KernelApiError libipex_cpp.so must be of the version of ipex-core")
 
 
+def _int8_calls() -> list[tuple[str, tuple[object, ...]]]:
+    """Return calls of the ops of static INT8: all kinds of input, residual, activation and result."""
+    torch.manual_seed(0)
+    calls: list[tuple[str, tuple[object, ...]]] = []
+    scale = torch.rand(8) * 0.01 + 0.01
+    for dims in (1, 2, 3):
+        weight = torch.randint(-128, 128, (8, 4, *[3] * dims), dtype=torch.int8)
+        geometry = ([2] * dims, [1] * dims, [1] * dims, 1)
+        image = torch.randn(2, 4, *[7] * dims)
+        memory = {2: torch.channels_last, 3: torch.channels_last_3d}.get(
+            dims, torch.contiguous_format
+        )
+        codes = torch.randint(0, 256, image.shape, dtype=torch.uint8)
+        inputs = (image, image.to(memory_format=memory), image[0], image.bfloat16(), codes)
+        added = torch.randn(2, 8, *[4] * dims)
+        residuals = (
+            None,
+            added,
+            added.bfloat16(),
+            torch.randint(0, 256, added.shape, dtype=torch.uint8),
+        )
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+            output = (0.05, 100) if dtype == torch.uint8 else (1.0, 0)
+            for x in inputs:
+                for activation in ("none", "relu", "relu6", "silu"):
+                    head = (
+                        x,
+                        weight,
+                        scale,
+                        0.02,
+                        120,
+                        torch.randn(8),
+                        *geometry,
+                        activation,
+                        dtype,
+                    )
+                    calls.append(("int8_conv", (*head, *output, None, 1.0, 0)))
+            for residual in residuals[1:]:
+                for activation in ("none", "relu"):
+                    head = (codes, weight, scale, 0.02, 120, None, *geometry, activation, dtype)
+                    calls.append(("int8_conv", (*head, *output, residual, 0.03, 110)))
+                    calls.append(("int8_conv_sum_", (*head, *output, residual.clone(), 0.03, 110)))
+    table = torch.ops.quantized.embedding_bag_byte_prepack(torch.randn(20, 8))
+    bag = (torch.randint(0, 20, (9,)), torch.tensor([0, 2, 9]))
+    calls.append(("int8_embedding_bag", (table, *bag, None, True)))
+    calls.append(("int8_embedding_bag", (table, *bag, torch.rand(9), False)))
+    return calls
+
+
+def test_int8_ops_are_those_of_python(tmp_path: Path) -> None:
+    """The native convolutions and embedding bags give the bits and the layout that ipex_quant gives."""
+    pytest.importorskip("ipex_quant.int8.ops")
+    calls = _int8_calls()
+    torch.save(calls, tmp_path / "calls.pt")
+    results = [getattr(torch.ops.ipex_quant, name)(*arguments) for name, arguments in calls]
+    torch.save(results, tmp_path / "results.pt")
+    out = python(
+        CHECK
+        + """
+torch.ops.load_library(library)
+calls, results = (torch.load(f"{sys.argv[2]}/{name}.pt") for name in ("calls", "results"))
+for again in (True, False):
+    for (name, arguments), y in zip(calls, results):
+        if name.endswith("_") and again: continue
+        got = getattr(torch.ops.ipex_quant, name)(*arguments)
+        assert got.dtype == y.dtype and got.stride() == y.stride() and torch.equal(got, y), (name, arguments[6:])
+print(len(calls), [m for m in sys.modules if "ipex" in m])
+""",
+        str(LIBRARY),
+        str(tmp_path),
+    )
+    assert out.split("\n")[0] == f"{len(calls)} []"
+
+
+def test_int8_weights_that_change() -> None:
+    """A weight that is written to is packed again; two that follow each other at one address are two."""
+    python(
+        CHECK
+        + """
+torch.ops.load_library(library)
+def run(x, weight):
+    tail = ([1, 1], [0, 0], [1, 1], 1, "none", torch.float32, 1.0, 0, None, 1.0, 0)
+    return torch.ops.ipex_quant.int8_conv(x, weight, torch.ones(8), 1.0, 0, None, *tail)
+x = torch.randint(0, 50, (1, 4, 6, 6)).float()
+weight = torch.randint(-9, 9, (8, 4, 3, 3), dtype=torch.int8)
+for _ in range(20):
+    torch.testing.assert_close(run(x, weight), torch.nn.functional.conv2d(x, weight.float()))
+    if _ % 2:
+        weight.random_(-9, 9)
+    else:
+        del weight
+        weight = torch.randint(-9, 9, (8, 4, 3, 3), dtype=torch.int8)
+""",
+        str(LIBRARY),
+    )
+
+
+@pytest.mark.parametrize("first", ["library", "ipex_quant"])
+def test_int8_ops_beside_python(first: str) -> None:
+    """Whichever comes second leaves the ops as they are, and both have fake kernels."""
+    steps = ["torch.ops.load_library(library)", "import ipex_quant.int8.ops"]
+    out = python(
+        CHECK
+        + "\n".join(steps if first == "library" else reversed(steps))
+        + """
+table = torch.ops.quantized.embedding_bag_byte_prepack(torch.randn(20, 8))
+bag = (torch.tensor([0, 1, 2]), torch.tensor([0, 2]))
+y = torch.ops.ipex_quant.int8_embedding_bag(table, *bag, None, False)
+fake = torch.ops.ipex_quant.int8_embedding_bag(*[x.to("meta") for x in (table, *bag)], None, False)
+print(tuple(y.shape), tuple(fake.shape))
+""",
+        str(LIBRARY),
+    )
+    assert out.split("\n")[0] == "(2, 8) (2, 8)"
+
+
 def test_impossible_level_is_reported() -> None:
     command = "import sys, torch; torch.ops.load_library(sys.argv[1])"
     result = subprocess.run(
@@ -193,12 +309,14 @@ def test_example_program(tmp_path: Path) -> None:
         out = run(str(build / "run_models"), str(models), IPEX_CPU_ISA=level)
         assert "TorchScript: same as in Python" in out
         assert "AOTInductor: same as in Python" in out
+        assert "INT8 TorchScript: same as in Python" in out
         assert f"ISA level {level}" in out
     # Without the library the models cannot run: it is what brings the ops.
     code = "import sys, torch; torch.jit.load(sys.argv[1])"
-    command = [sys.executable, "-c", code, str(models / "model.ts")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode != 0 and "ipex::" in result.stderr
+    for file, namespace in (("model.ts", "ipex::"), ("int8.ts", "ipex_quant::")):
+        command = [sys.executable, "-c", code, str(models / file)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode != 0 and namespace in result.stderr
 
 
 PROGRAM = """

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "cpp/int8_conv.h"
 #include "ipex/c_api.h"
 
 namespace {
@@ -40,6 +41,7 @@ void apply_environment() {
 
 __attribute__((constructor)) void load() {
   define_schemas();
+  ipex::cpp::define_int8_ops();
   apply_environment();
 }
 

@@ -49,25 +49,32 @@ def schemas() -> Mapping[str, str]:
     return MappingProxyType(_SCHEMAS)
 
 
-def define(schema: str) -> None:
+def define(schema: str, library: Library = LIBRARY) -> bool:
     """Give torch the schema of an op, unless a C++ library of ours, loaded before, has done that.
 
     Args:
         schema: With the name, ``"rms_norm(Tensor x, Tensor? weight) -> Tensor"``.
+        library: Where to define it; its namespace is that of the op.
+
+    Returns:
+        Whether the op is new. An op of another namespace that is not new has a CPU kernel, too.
 
     Raises:
         KernelApiError: The C++ library knows another op of this name: it belongs to another version.
     """
     name = schema.partition("(")[0]
-    _SCHEMAS[name] = schema
-    known = torch._C._jit_get_schemas_for_operator(f"{NAMESPACE}::{name}")
+    if library is LIBRARY:
+        _SCHEMAS[name] = schema
+    known = torch._C._jit_get_schemas_for_operator(f"{library.ns}::{name}")
     if not known:
-        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    elif known[0] != torch._C.parse_schema(f"{NAMESPACE}::{schema}"):
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        return True
+    if known[0] != torch._C.parse_schema(f"{library.ns}::{schema}"):
         raise KernelApiError(
             f"libipex_cpp.so must be of the version of ipex-core, which expects {schema}, got {known[0]}:"
             " pip install --upgrade ipex-core ipex-cpu-kernels"
         )
+    return False
 
 
 def register(spec: OpSpec) -> OpSpec:

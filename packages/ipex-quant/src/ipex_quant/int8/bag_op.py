@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ipex_core.library.kernels import define
 from ipex_core.library.portable import PORTABLE
 
 __all__ = ["TAIL", "run"]
@@ -12,10 +13,9 @@ __all__ = ["TAIL", "run"]
 Tensor = torch.Tensor
 
 _LIBRARY = torch.library.Library("ipex_quant", "FRAGMENT")
-_LIBRARY.define(
+_SCHEMA = (
     "int8_embedding_bag(Tensor weight, Tensor indices, Tensor offsets, Tensor? per_sample_weights,"
-    " bool include_last_offset) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    " bool include_last_offset) -> Tensor"
 )
 #: Scale and least number of a row, which follow its codes.
 TAIL = 8
@@ -37,6 +37,7 @@ def _fake(
     return weight.new_empty(shape, dtype=torch.float32)
 
 
-_LIBRARY.impl("int8_embedding_bag", run, "CPU")
+if define(_SCHEMA, _LIBRARY):  # otherwise it has the kernel of libipex_cpp.so
+    _LIBRARY.impl("int8_embedding_bag", run, "CPU")
 torch.library.register_fake("ipex_quant::int8_embedding_bag", _fake, lib=_LIBRARY)
 PORTABLE[torch.ops.ipex_quant.int8_embedding_bag.default] = run

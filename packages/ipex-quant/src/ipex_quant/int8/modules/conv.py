@@ -16,21 +16,19 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ipex_core.library.kernels import define
 from ipex_core.library.portable import FUNCTIONAL, PORTABLE
 
 __all__ = ["ACTIVATIONS", "int8_conv", "int8_conv_sum_"]
 
 Tensor = torch.Tensor
 
-_LIBRARY = torch.library.Library("ipex_quant", "DEF")
-for _name, _kind in (("int8_conv", "Tensor?"), ("int8_conv_sum_", "Tensor(a!)")):
-    _LIBRARY.define(
-        f"{_name}(Tensor x, Tensor weight, Tensor weight_scale, float x_scale, int x_zero, Tensor? bias,"
-        " int[] stride, int[] padding, int[] dilation, int groups, str activation, ScalarType dtype,"
-        f" float output_scale, int output_zero, {_kind} residual, float residual_scale, int residual_zero)"
-        " -> Tensor",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
+_LIBRARY = torch.library.Library("ipex_quant", "FRAGMENT")
+_SCHEMA = (
+    "(Tensor x, Tensor weight, Tensor weight_scale, float x_scale, int x_zero, Tensor? bias,"
+    " int[] stride, int[] padding, int[] dilation, int groups, str activation, ScalarType dtype,"
+    " float output_scale, int output_zero, {} residual, float residual_scale, int residual_zero) -> Tensor"
+)
 
 #: id of a weight -> the weight, what it was packed for, the packed weight and zeros for its channels.
 _packed: dict[int, tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor, Tensor]] = {}
@@ -200,9 +198,14 @@ def _fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
     return result
 
 
-_LIBRARY.impl("int8_conv", _run, "CPU")
-_LIBRARY.impl("int8_conv_sum_", functools.partial(_run, free=True), "CPU")
-for _name in ("int8_conv", "int8_conv_sum_"):
+for _name, _kind, _kernel in (
+    ("int8_conv", "Tensor?", _run),
+    ("int8_conv_sum_", "Tensor(a!)", functools.partial(_run, free=True)),
+):
+    if define(
+        _name + _SCHEMA.format(_kind), _LIBRARY
+    ):  # otherwise it has the kernel of libipex_cpp.so
+        _LIBRARY.impl(_name, _kernel, "CPU")
     torch.library.register_fake(f"ipex_quant::{_name}", _fake, lib=_LIBRARY)
 
 int8_conv = torch.ops.ipex_quant.int8_conv.default
