@@ -180,6 +180,22 @@ def test_the_models_own_forward_over_our_cache(name: str) -> None:
     close(parts(fast), parts(model))
 
 
+@pytest.mark.parametrize("most", [3, 2, 1])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama"])
+def test_masks_of_four_dimensions(name: str, most: int) -> None:
+    """What is bool hides keys where the stock attention is "sdpa"; eager attention adds it to the scores."""
+    if OLD:
+        pytest.skip("transformers 4 takes no bool masks of four dimensions")
+    model, ids = build(name), tokens(2, 6)
+    fast = optimize(model, depth=most)
+    seen = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    hidden = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for mask in (seen, hidden):
+        for cached in (False, True):
+            given = {"attention_mask": mask, "use_cache": cached}
+            close(fast(ids, **given).logits, model(ids, **given).logits)
+
+
 # -- the proof --------------------------------------------------------------------------------------------------------
 
 
