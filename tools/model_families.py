@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT / "packages" / "ipex-llm" / "tests"))
 import patterns  # noqa: E402
 
 #: Relative difference of logits that is rounding.
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 MEMORY = 8 << 30
 #: Numbers for the configurations whose defaults make no model.
 VALUES: dict[str, dict[str, Any]] = {

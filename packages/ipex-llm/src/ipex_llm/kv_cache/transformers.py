@@ -125,6 +125,9 @@ class CacheState:
                 )
             both = torch.cat([key, value], dim=-1)
             parts = (both, both)
+        repeats = key.shape[1] // shape.kv_heads
+        if repeats > 1:  # Falcon's own forward repeats keys and values for each query head
+            parts = (key[:, ::repeats], value[:, ::repeats])
         rows = []
         for part in parts:
             flat = part.transpose(1, 2)
@@ -138,6 +141,8 @@ class CacheState:
             scales = dict(zip(("k_scale", "v_scale"), self.cache.scales[layer], strict=True))
         torch.ops.ipex.reshape_and_cache(*rows, tensors[0], tensors[1], step.slots, **scales)
         found = self.padded(layer)
+        if repeats > 1:
+            found = tuple(part.repeat_interleave(repeats, dim=1) for part in found)  # type: ignore[assignment]
         return found[0].to(key.dtype), found[1].to(value.dtype)
 
     def padded(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -384,6 +384,9 @@ class LayerMixin(nn.Module):
         mask, pads = kwargs.get("attention_mask"), None
         attention = runner.plan.layers[0].attention
         if mask is not None:
+            eager = getattr(facts.config, "_attn_implementation", None) == "eager"
+            if mask.dtype == torch.bool and eager:
+                raise Reason("the attention mask is bool, and the layer adds it to the scores")
             pads = _pads(mask, batch, start, past, count, attention.window)
         if pads is not None and (
             attention.alibi_slopes is not None
