@@ -265,7 +265,7 @@ def test_add_a_model_structure(tmp_path: Path) -> None:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     copied("ipex_llm", tmp_path)
-    for name in ("arch/reference.py", "model_runner/program/mlp.py"):
+    for name in ("arch/reference.py", "model_runner/program.py"):
         change(f"packages/ipex-llm/src/ipex_llm/{name}", tmp_path)
     run(example("hardswish_llama.txt", tmp_path), tmp_path)
 

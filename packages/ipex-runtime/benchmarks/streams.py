@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ipex_runtime import CPUPool, MultiStreamModule, Task, pin, topology
-from ipex_runtime.multi_stream import _MultiStreamBenchmarkModule
+from ipex_runtime.multi_stream import MultiStreamBenchmarkModule
 
 SIZES = {
     "hidden_size": 384,
@@ -108,7 +108,7 @@ def requests(pool: CPUPool, kind: str, rounds: int, count: int) -> dict[str, Any
 
         def request() -> None:
             if not hasattr(state, "ready"):
-                from ipex_runtime._team import set_threads
+                from ipex_runtime.team import set_threads
 
                 set_threads(1)
                 state.ready = True
@@ -160,7 +160,7 @@ def memory(pool: CPUPool, kind: str) -> dict[str, float]:
     for streams in (1, 2, 4):
         shared = CPUPool(cpus)
         shared.places = tuple((cpus[i % len(cpus)],) for i in range(streams))
-        module = _MultiStreamBenchmarkModule(model, streams, shared)
+        module = MultiStreamBenchmarkModule(model, streams, shared)
         for _ in range(10):
             module(TOKENS)
         now = rss()

@@ -14,7 +14,7 @@ import torch
 
 from ipex_runtime import CPUPool, MultiStreamModule, MultiStreamModuleHint, Task
 from ipex_runtime.cpupool import process_cpus
-from ipex_runtime.multi_stream import _MultiStreamBenchmarkModule, get_default_num_streams
+from ipex_runtime.multi_stream import MultiStreamBenchmarkModule, get_default_num_streams
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -279,7 +279,7 @@ def test_copies_have_threads_of_their_own():
 
 def test_benchmark_module():
     x = torch.randn(4, 8)
-    found = _MultiStreamBenchmarkModule(MODEL, 2, pool(2))(x)
+    found = MultiStreamBenchmarkModule(MODEL, 2, pool(2))(x)
     assert len(found) == 2
     for y in found:
         torch.testing.assert_close(y, MODEL(x))

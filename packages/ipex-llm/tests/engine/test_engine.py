@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipex_llm.engine import CacheMemoryError, Engine, SamplingParams
-from ipex_llm.engine.text import TextStream
+from ipex_llm.engine.request import TextStream
 from ipex_llm.kv_cache.blocks import BlockPool, block_key
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_runtime.cpupool import pin as pin
     from ipex_runtime.memory import place_memory as place_memory
     from ipex_runtime.memory import set_memory_policy as set_memory_policy
+    from ipex_runtime.multi_stream import MultiStreamBenchmarkModule as MultiStreamBenchmarkModule
     from ipex_runtime.multi_stream import MultiStreamModule as MultiStreamModule
     from ipex_runtime.multi_stream import MultiStreamModuleHint as MultiStreamModuleHint
     from ipex_runtime.multi_stream import _MultiStreamBenchmarkModule as _MultiStreamBenchmarkModule
@@ -48,6 +49,7 @@ _LAZY: dict[str, str] = {
     "get_num_cores_per_node": "ipex_runtime.runtime_utils",
     "get_num_nodes": "ipex_runtime.runtime_utils",
     "is_runtime_ext_enabled": "ipex_runtime.cpupool",
+    "MultiStreamBenchmarkModule": "ipex_runtime.multi_stream",
     "MultiStreamModule": "ipex_runtime.multi_stream",
     "MultiStreamModuleHint": "ipex_runtime.multi_stream",
     "parse_cpu_list": "ipex_runtime.topology",

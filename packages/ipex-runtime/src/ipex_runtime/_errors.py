@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["WrongTypeError", "WrongValueError"]
+__all__ = ["LaunchArgumentError", "WrongTypeError", "WrongValueError"]
 
 
 class WrongTypeError(TypeError, AssertionError):
@@ -12,3 +12,7 @@ class WrongTypeError(TypeError, AssertionError):
 
 class WrongValueError(ValueError, AssertionError):
     """An argument has a value that cannot be."""
+
+
+class LaunchArgumentError(ValueError, AssertionError, RuntimeError):
+    """An option that cannot be met; old callers expect an AssertionError or a RuntimeError."""

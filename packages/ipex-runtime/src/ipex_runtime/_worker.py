@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads pinned to a pool that run calls one after the other.
+"""Threads pinned to a pool that run calls one after the other, with the state of the thread that calls.
 
 Python threads: torch gives the interpreter's lock back inside its ops, compiled code and TorchScript programs, so that
 streams compute at the same time. A worker that has nothing to do sleeps in a queue.
@@ -9,18 +9,66 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import os
 import queue
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+import torch
 
 from ipex_runtime.cpupool import CPUPool
 
-__all__ = ["Call", "Worker"]
+__all__ = ["Call", "CallerState", "Worker"]
+
+
+class CallerState:
+    """Grad mode, inference mode, autocast on the CPU and context variables of the thread that makes it."""
+
+    __slots__ = ("_autocast", "_context", "_grad", "_inference")
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast: tuple[torch.dtype, bool] | None = None
+        if torch.is_autocast_enabled("cpu"):
+            self._autocast = (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
+        self._context = contextvars.copy_context()
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function in this thread with the state of the other one.
+
+        One object may serve several threads, but not at the same time: each needs `copy`.
+        """
+        return self._context.run(self._call, function, args, kwargs)
+
+    def copy(self) -> CallerState:
+        """Return a state for one more thread."""
+        other = CallerState.__new__(CallerState)
+        other._grad, other._inference, other._autocast = self._grad, self._inference, self._autocast
+        other._context = self._context.copy()
+        return other
+
+    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._inference:
+            with torch.inference_mode(), torch.set_grad_enabled(self._grad):
+                return self._under_autocast(function, args, kwargs)
+        if self._grad == torch.is_grad_enabled():
+            return self._under_autocast(function, args, kwargs)
+        with torch.set_grad_enabled(self._grad):
+            return self._under_autocast(function, args, kwargs)
+
+    def _under_autocast(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._autocast is None:
+            return function(*args, **kwargs)
+        dtype, cache = self._autocast
+        with torch.autocast("cpu", dtype=dtype, cache_enabled=cache):
+            return function(*args, **kwargs)
+
 
 #: How long the end of the interpreter waits for calls that are running.
 EXIT_SECONDS = 5.0
@@ -114,7 +162,7 @@ def _close(lane: _Lane) -> None:
 
 
 def _work(lane: _Lane, pool: CPUPool) -> None:
-    from ipex_runtime._team import State, set_threads
+    from ipex_runtime.team import State, set_threads
 
     # Where the native library is missing, a team of threads inherits the CPUs of the thread that starts it: so first
     # the whole pool for this thread, then one place for each of its team.

@@ -39,7 +39,7 @@ def _affinity() -> frozenset[int]:
     # Of the main thread: the calling one may be the worker of a pool.
     affinity = frozenset(os.sched_getaffinity(os.getpid()))
     if "torch" in sys.modules:  # without torch there is no OpenMP that could have bound the thread
-        from ipex_runtime._team import omp_places
+        from ipex_runtime.team import omp_places
 
         affinity |= omp_places()
     return affinity
@@ -233,7 +233,7 @@ class pin:
         self.cpu_pool = cpu_pool
 
     def __enter__(self) -> CPUPool:
-        from ipex_runtime._team import State, set_threads
+        from ipex_runtime.team import State, set_threads
 
         global _before_pin
         pool = self.cpu_pool
@@ -246,7 +246,7 @@ class pin:
         return pool
 
     def __exit__(self, *exception: object) -> None:
-        from ipex_runtime._team import set_threads
+        from ipex_runtime.team import set_threads
 
         global _before_pin
         (threads, mkl), state = _pins.stack.pop()
@@ -278,10 +278,10 @@ def is_runtime_ext_enabled() -> bool:
 
     IPEX wanted Intel's OpenMP preloaded; torch's own does.
     """
-    from ipex_runtime import _team
+    from ipex_runtime import team
 
     return (
         sys.platform.startswith("linux")
-        and _team.library() is not None
-        and _team._omp("GOMP_parallel") is not None
+        and team.library() is not None
+        and team._omp("GOMP_parallel") is not None
     )

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from ipex_runtime import _split
-from ipex_runtime._context import CallerState
 from ipex_runtime._split import MultiStreamModuleHint
-from ipex_runtime._worker import Worker
+from ipex_runtime._worker import CallerState, Worker
 from ipex_runtime.cpupool import CPUPool
 
 __all__ = [
+    "MultiStreamBenchmarkModule",
     "MultiStreamModule",
     "MultiStreamModuleHint",
     "default_multi_stream_module_concat_hint",
@@ -232,17 +232,21 @@ class MultiStreamModule(_Streams):
         return _split.join(self.output_concat_hint, results) if self.concat_output else results
 
 
-class _MultiStreamBenchmarkModule(_Streams):
+class MultiStreamBenchmarkModule(_Streams):
     """Runs the whole input on every stream and returns the list of results: measures streams with shared weights."""
 
     def __init__(
         self, model: Any, num_streams: int | str = "AUTO", cpu_pool: CPUPool | None = None
     ) -> None:
-        super().__init__("_MultiStreamBenchmarkModule", model, num_streams, cpu_pool)
+        super().__init__("MultiStreamBenchmarkModule", model, num_streams, cpu_pool)
 
     def forward(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Run the model on all streams."""
         return self._run([(args, kwargs)] * self.num_streams)
+
+
+#: IPEX's name.
+_MultiStreamBenchmarkModule = MultiStreamBenchmarkModule
 
 
 def _stream_count(name: str, num_streams: int | str, pool: CPUPool) -> int:

@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ipex_runtime._context import CallerState
-from ipex_runtime._worker import Worker
+from ipex_runtime._worker import CallerState, Worker
 from ipex_runtime.cpupool import CPUPool
 
 __all__ = ["Task", "TaskFuture"]

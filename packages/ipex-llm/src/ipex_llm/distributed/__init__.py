@@ -25,9 +25,9 @@ How the parts fit together:
 from __future__ import annotations
 
 from ipex_llm.distributed.adopt import adopt, adopt_deepspeed, adopt_transformers
-from ipex_llm.distributed.divide import divide, divisible, shard_model
+from ipex_llm.distributed.cut import split_features, split_heads
+from ipex_llm.distributed.divide import divide, divisible, load_parts, shard_model
 from ipex_llm.distributed.group import HeadShard, TensorParallel
-from ipex_llm.distributed.load import load_parts
 from ipex_llm.distributed.modules import AllReduce, ShardedHead, ShardedModule, uncovered
 from ipex_llm.distributed.shard import (
     PARALLEL,
@@ -38,7 +38,6 @@ from ipex_llm.distributed.shard import (
     wrap_head,
     wrap_outputs,
 )
-from ipex_llm.distributed.split import split_features, split_heads
 
 __all__ = [
     "PARALLEL",

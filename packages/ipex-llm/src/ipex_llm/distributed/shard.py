@@ -25,15 +25,18 @@ from ipex_llm.arch.types import (
 )
 from ipex_llm.distributed.checkpoint import split_range
 from ipex_llm.distributed.cut import (
+    GRAINS,
+    HeadRange,
     cut_columns,
     cut_experts,
     cut_rows,
     features_in,
     features_out,
+    split_features,
+    split_heads,
 )
 from ipex_llm.distributed.group import HeadShard, TensorParallel
 from ipex_llm.distributed.modules import AllReduce, ShardedHead, inner, replace_child
-from ipex_llm.distributed.split import GRAINS, HeadRange, split_features, split_heads
 
 __all__ = [
     "PARALLEL",

@@ -20,7 +20,14 @@ from typing import Any
 import torch
 
 from ipex_llm.engine.batch import BlockTables
-from ipex_llm.engine.limits import cache_blocks, check_positive, check_prompt, prompt_ids
+from ipex_llm.engine.limits import (
+    cache_blocks,
+    check_positive,
+    check_prompt,
+    end_tokens,
+    prompt_ids,
+    runner_of,
+)
 from ipex_llm.engine.params import (
     EngineStats,
     GenerationOutput,
@@ -28,13 +35,11 @@ from ipex_llm.engine.params import (
     StepOutput,
     TokenLogprobs,
 )
-from ipex_llm.engine.request import Request
+from ipex_llm.engine.request import Request, TextStream
 from ipex_llm.engine.sampler import choose
 from ipex_llm.engine.scheduler import Scheduler
-from ipex_llm.engine.source import end_tokens, runner_of
-from ipex_llm.engine.text import TextStream
 from ipex_llm.kv_cache.blocks import BlockPool
-from ipex_llm.kv_cache.memory import CacheMemoryError
+from ipex_llm.kv_cache.paged import CacheMemoryError
 
 __all__ = [
     "CacheMemoryError",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before any work: sizes, memory, prompts."""
+"""Checks before any work: the model, sizes, memory, prompts; and the tokens that end an output."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 
-from ipex_llm.kv_cache.memory import CacheMemoryError, available_memory, format_bytes
+from ipex_llm.kv_cache.paged import CacheMemoryError, available_memory, format_bytes
 
-__all__ = ["cache_blocks", "check_positive", "check_prompt", "prompt_ids"]
+__all__ = [
+    "cache_blocks",
+    "check_positive",
+    "check_prompt",
+    "end_tokens",
+    "prompt_ids",
+    "runner_of",
+]
 
 #: Share of the free memory that the cache takes if nothing else is said.
 DEFAULT_MEMORY_SHARE = 0.5
@@ -93,3 +100,40 @@ def check_prompt(tokens: Sequence[int], max_model_len: int, vocab_size: int) -> 
     wrong = [token for token in tokens if not 0 <= token < vocab_size]
     if wrong:
         raise ValueError(f"{where}: prompt must have ids in [0, {vocab_size}), got {wrong[0]}")
+
+
+_RUNNER = ("forward", "new_cache", "cache_bytes", "plan", "vocab_size")
+
+
+def runner_of(model: Any) -> Any:
+    """Return the runner of an optimized model, or the runner itself.
+
+    Raises:
+        TypeError: The model has none.
+    """
+    found = getattr(model, "_ipex_runner", model)
+    if not all(hasattr(found, name) for name in _RUNNER):
+        raise TypeError(
+            "Engine: model must be one that ipex.llm.optimize runs as a whole (see ipex.explain(model)), got"
+            f" {type(model).__name__}"
+        )
+    return found
+
+
+def _ids(value: Any) -> set[int]:
+    if value is None:
+        return set()
+    return {int(token) for token in value} if isinstance(value, Iterable) else {int(value)}
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """Return the end tokens that generation config, config and tokenizer name, the first of them that names any."""
+    for owner in (
+        getattr(model, "generation_config", None),
+        getattr(model, "config", None),
+        tokenizer,
+    ):
+        found = _ids(getattr(owner, "eos_token_id", None))
+        if found:
+            return found
+    return set()

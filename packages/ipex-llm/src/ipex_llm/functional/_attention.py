@@ -3,21 +3,47 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
 import torch
 
 from ipex_core.library.spec import check
 from ipex_core.nn.call import call
 from ipex_core.nn.ipex_api.kv_cache import indirect_access_kv_cache_attention
 from ipex_core.util.arguments import also_named
-from ipex_llm.functional._names import alibi_may_be_missing
 
 __all__ = ["indirect_access_kv_cache_attention", "varlen_attention", "varlen_fwd"]
 
 Tensor = torch.Tensor
 _OPS = torch.ops.ipex
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
-@alibi_may_be_missing
+def _alibi_may_be_missing(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a function whose seventh argument is ``alibi_slopes`` accept calls without it.
+
+    That was the signature for CPUs, by which clients of IPEX call when its version says so.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        plain: Any = args
+        if len(plain) > 6:
+            # Where the slopes would be stands a length: a number, or a tensor that is one.
+            is_tensor = isinstance(plain[6], torch.Tensor)
+            if plain[6].dim() == 0 if is_tensor else plain[6] is not None:
+                plain = (*plain[:6], None, *plain[6:])
+        else:
+            kwargs.setdefault("alibi_slopes", None)
+        return function(*plain, **kwargs)
+
+    return call
+
+
+@_alibi_may_be_missing
 def varlen_attention(
     query: Tensor,
     key: Tensor,

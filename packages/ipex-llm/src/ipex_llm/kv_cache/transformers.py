@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ipex_core.module_swap.derive import set_class
-from ipex_llm.kv_cache.memory import CacheMemoryError, available_memory, format_bytes
-from ipex_llm.kv_cache.paged import PagedCache, Sequences, Step
+from ipex_llm.kv_cache.paged import (
+    CacheMemoryError,
+    PagedCache,
+    Sequences,
+    Step,
+    available_memory,
+    format_bytes,
+)
 
 if TYPE_CHECKING:
     from ipex_llm.model_runner.runner import Runner

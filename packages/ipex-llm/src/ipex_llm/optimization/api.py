@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -308,11 +309,25 @@ def _shard(model: nn.Module, decision: Decision) -> tuple[DecoderPlan | None, Ch
 def _quantize_static(
     model: nn.Module, request: Request, layers: list[Found]
 ) -> tuple[nn.Module, list[Found]]:
-    from ipex_llm.optimization.static import quantize_static
+    """Make a model INT8 in place, with the scales of the file that the request names."""
+    from ipex_quant import convert, prepare
 
     names = dict(model.named_modules(remove_duplicate=False))
-    model = quantize_static(model, request)
-    return model, remapped(model, names, None, layers)[1]
+    inputs: Any = request.sample_inputs
+    if inputs is None:
+        inputs = model.dummy_inputs
+    named = dict(inputs) if isinstance(inputs, Mapping) else None
+    with torch.no_grad():
+        prepared = prepare(
+            model,
+            request.quantization_config,
+            example_inputs=inputs if named is None else None,
+            example_kwarg_inputs=named,
+            inplace=True,
+        )
+        prepared.load_qconf_summary(qconf_summary=request.summary)
+        quantized: nn.Module = convert(prepared, inplace=True)
+    return quantized, remapped(quantized, names, None, layers)[1]
 
 
 def _report(model: nn.Module, decision: Decision) -> None:

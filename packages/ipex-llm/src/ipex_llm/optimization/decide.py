@@ -19,8 +19,8 @@ from ipex_core.optimization.records import Record, class_name
 from ipex_llm.arch.layers import Found, layer_plans
 from ipex_llm.arch.types import DecoderPlan, ExpertsPlan, LayerPlan
 from ipex_llm.distributed import TensorParallel, divisible, is_sharded, uncovered
+from ipex_llm.distributed.cut import GRAINS
 from ipex_llm.distributed.shard import PARALLEL, head_sizes, inner_size, shard_numbers
-from ipex_llm.distributed.split import GRAINS
 from ipex_llm.model_runner.program import unsupported_reason
 from ipex_llm.model_runner.weights.woq_model import Choice, choose
 from ipex_llm.optimization.plan import OptimizePlan, PlannedShard

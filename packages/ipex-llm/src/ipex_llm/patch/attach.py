@@ -19,9 +19,8 @@ from ipex_llm.arch.types import DecoderPlan, linear_modules
 from ipex_llm.distributed import is_sharded, parallel_plan
 from ipex_llm.model_runner.runner import Rope, Runner
 from ipex_llm.model_runner.weights.dense import Owners, UnsupportedPlan
-from ipex_llm.patch.decoder import DecoderMixin
+from ipex_llm.patch.decoder import KEY, DecoderMixin, Patch, patch_of
 from ipex_llm.patch.layer import LayerMixin, hooks_of
-from ipex_llm.patch.state import KEY, Patch, patch_of
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = [

@@ -2,7 +2,8 @@
 """The forward of a decoder that runs as programs.
 
 The class of the decoder is exchanged for a subclass whose ``forward`` runs the programs. What they cannot do - outputs
-of each layer, training, foreign caches - goes to the forward of the original class, and is told once.
+of each layer, training, foreign caches - goes to the forward of the original class, and is told once. `Patch` is what a
+patched module keeps.
 """
 
 from __future__ import annotations
@@ -12,28 +13,70 @@ import contextvars
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from ipex_llm.arch.layers import parameter_names
+from ipex_llm.arch.layers import Facts, parameter_names
 from ipex_llm.kv_cache.transformers import CacheState, adopt, state_of_cache
 from ipex_llm.model_runner.runner import Runner
-from ipex_llm.patch.state import kv_dtype, patch_of
+from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = [
+    "KEY",
     "DecoderMixin",
+    "Patch",
     "Reason",
     "check_call",
     "check_gaps",
     "check_inference",
     "given_cache",
+    "kv_dtype",
+    "patch_of",
     "silence",
     "tell",
     "usable_runner",
 ]
+
+#: Where a module keeps its `Patch`.
+KEY = "_ipex_patch"
+
+
+@dataclasses.dataclass
+class Patch:
+    """The patch of one module. A copy of the module has a copy of it, without a runner.
+
+    Attributes:
+        top: The model that was optimized.
+        rebuild: Function that packs the module again and returns its runner, or None if that is not possible.
+        kv: dtype of the cache, None for that of the model.
+        kv_scales: Scales of an FP8 or INT8 cache.
+        stock_calls: Kinds of calls that the stock forward answers.
+        layer: Of a layer that runs alone, what its forward must know.
+        hooks: Modules inside a layer, with what is done around their forwards.
+    """
+
+    top: nn.Module
+    rebuild: Callable[[nn.Module], Runner | None]
+    kv: torch.dtype | None = None
+    kv_scales: KVCacheScales | None = None
+    stock_calls: frozenset[str] = frozenset()
+    layer: Facts | None = None
+    hooks: tuple[tuple[nn.Module, tuple[int, int, int]], ...] = ()
+
+
+def patch_of(module: nn.Module) -> Patch | None:
+    """Return the patch of a module, or None."""
+    return module.__dict__.get(KEY)
+
+
+def kv_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the cache of a patched model, None for that of the model."""
+    patch = patch_of(module)
+    return None if patch is None else patch.kv
+
 
 Tensor = torch.Tensor
 logger = logging.getLogger("ipex.llm")

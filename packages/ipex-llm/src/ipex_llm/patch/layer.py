@@ -17,8 +17,7 @@ from torch import nn
 from ipex_llm.arch.layers import Facts
 from ipex_llm.kv_cache.paged import Step
 from ipex_llm.model_runner.runner import Runner
-from ipex_llm.patch.decoder import Reason, check_inference, given_cache, tell
-from ipex_llm.patch.state import KEY, Patch, patch_of
+from ipex_llm.patch.decoder import KEY, Patch, Reason, check_inference, given_cache, patch_of, tell
 
 __all__ = ["LayerMixin", "hooks_of"]
 

@@ -22,8 +22,8 @@ from ipex_quant.weight.tensor import QuantizedWeight
 
 __all__ = [
     "BLOCKS",
-    "Block",
     "FLOATS",
+    "Block",
     "GgufFile",
     "GgufTensor",
     "blocks_weight",

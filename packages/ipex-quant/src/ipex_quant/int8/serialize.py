@@ -19,7 +19,6 @@ graph for the same code; that it does is checked.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch import fx, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
-from ipex_core.optimization.records import QUANTIZATION, Quantization, Record, quantization_of
+from ipex_core.optimization.records import QUANTIZATION, Quantization, Record
 from ipex_quant.int8.boundary import Fused, Start
 from ipex_quant.int8.dataflow import activation_of
 from ipex_quant.int8.modules import recurrent as _int8_recurrent
@@ -45,9 +44,16 @@ from ipex_quant.int8.modules.matmul import Int8Interaction, Int8MatMul
 from ipex_quant.int8.modules.norm import SmoothNorm
 from ipex_quant.int8.modules.pool import Int8AvgPool, Int8MaxPool, Int8Mean
 from ipex_quant.int8.rewrite import RewrittenForward, lines_of, rewrite, rewrite_model
-from ipex_quant.util.modules import dtypes_of, keep_dtypes, replace_module
+from ipex_quant.util.modules import (
+    RECURRENT,
+    dtypes_of,
+    is_whole,
+    keep_dtypes,
+    replace_module,
+    saved_parts,
+)
 
-__all__ = ["describe", "is_int8", "rebuild", "records", "restore_records", "saved"]
+__all__ = ["describe", "rebuild", "restore_records"]
 
 Tensor = torch.Tensor
 Progress = Callable[[int, int, str], None]
@@ -78,23 +84,10 @@ _PARTS: dict[str, Any] = {
 }
 
 
-def is_int8(module: nn.Module) -> bool:
-    """Return whether a module is one that `convert` makes for INT8."""
-    return type(module) in _KINDS.values() or _int8_recurrent.is_recurrent(module)
-
-
-def saved(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the numbers and the tensors of an INT8 module."""
-    if _int8_recurrent.is_recurrent(module):
-        return _int8_recurrent.saved(module)
-    about, tensors = module.saved()  # type: ignore[operator]
-    return {"kind": type(module).__name__, **about}, tensors
-
-
 def describe(model: nn.Module) -> dict[str, Any] | None:
     """Return the entry for ``quantization_config``, or None for a model without INT8 modules."""
     every = list(model.named_modules(remove_duplicate=False))
-    found = {name: saved(m)[0] for name, m in model.named_modules() if is_int8(m)}
+    found = {name: saved_parts(m)[0] for name, m in model.named_modules() if is_whole(m)}
     if not found:
         return None
     graphs = {n: lines_of(m) for n, m in every if isinstance(m, fx.GraphModule) and n}
@@ -110,14 +103,6 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
         "start": {n: [m.layer, *m.steps] for n, m in every if isinstance(m, Start)},
         "rewritten": graphs,
     }
-
-
-def records(model: nn.Module) -> dict[str, Any]:
-    """Return what ``ipex.explain`` shows of the quantization, for ``quantization_config``."""
-    log = quantization_of(model)
-    if log is None:
-        return {}
-    return {"records": [dataclasses.astuple(it) for it in log.records], "notes": log.notes}
 
 
 def restore_records(op: str, model: nn.Module, about: Mapping[str, Any]) -> None:
@@ -224,7 +209,7 @@ def _make(
     op: str, model: nn.Module, name: str, entry: Any, state: MutableMapping[str, Tensor]
 ) -> nn.Module:
     kind: Any = entry.get("kind") if isinstance(entry, Mapping) else None
-    recurrent = _int8_recurrent.KINDS
+    recurrent = RECURRENT
     known = sorted((*_KINDS, *recurrent))
     check(kind in known, op, f"kind of {name}", f"be one of {', '.join(known)}", kind)
     start = f"{name}."

@@ -16,8 +16,7 @@ from torch import nn
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_quant.int8.serialize import rebuild, restore_records
-from ipex_quant.io.pretrained import UNREADABLE
-from ipex_quant.io.save import VERSION, is_saved
+from ipex_quant.io.save import is_saved
 from ipex_quant.qconfig.weight_only import (
     QConfigWoq,
     WoqActQuantMode,
@@ -35,6 +34,7 @@ from ipex_quant.weight_only.replace import (
     load_rest,
     replace_linears_from_checkpoint,
 )
+from ipex_quant.weight_only.saving import UNREADABLE, VERSION
 
 __all__ = ["load", "no_init"]
 

@@ -23,10 +23,9 @@ Example:
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +33,25 @@ import torch
 from torch import nn
 
 from ipex_core.library.spec import check
-from ipex_core.module_swap.derive import original_class
-from ipex_quant.int8.serialize import describe, is_int8, records, saved
+from ipex_quant.int8.serialize import describe
 from ipex_quant.util.folders import replacing
-from ipex_quant.util.safetensors import NAMES, ShardWriter, read_config
+from ipex_quant.util.safetensors import ShardWriter, read_config
 from ipex_quant.weight_only.linear import WoqLinearModule
+from ipex_quant.weight_only.saving import (
+    FORMATS,
+    Kinds,
+    about,
+    entries,
+    identity,
+    model_config,
+    modules,
+    whole,
+    write_json,
+)
 
-__all__ = [
-    "VERSION",
-    "Kinds",
-    "about",
-    "entries",
-    "identity",
-    "is_saved",
-    "model_config",
-    "modules",
-    "save",
-    "ties",
-    "write_json",
-]
+__all__ = ["is_saved", "save"]
 
 Tensor = torch.Tensor
-Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-
-#: Version of what ``quantization_config`` says.
-VERSION = 1
-_FORMATS = ("woq", "int8")
 
 
 def save(
@@ -98,7 +90,7 @@ def save(
     shards, tied = _plan(op, model, shard_bytes)
     description = about(model, names, tied)
     if int8 is not None:
-        description.update(format=_FORMATS[1], int8=int8)
+        description.update(format=FORMATS[1], int8=int8)
     with replacing(target) as work:
         _write(work, model, shards, description)
     return (*names, *(int8["modules"] if int8 is not None else ()))
@@ -123,61 +115,7 @@ def _config_or_none(folder: Path) -> Mapping[str, Any] | None:
 def is_saved(config: Mapping[str, Any] | None) -> bool:
     """Return whether a ``config.json`` is of a folder that `save` wrote."""
     about = None if config is None else config.get("quantization_config")
-    return isinstance(about, dict) and about.get("format") in _FORMATS
-
-
-def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that have tensors of their own, each once; quantized layers have nothing below them."""
-    inside: set[int] = set()
-    for name, module in model.named_modules():
-        if id(module) in inside:
-            continue
-        if _whole(module):
-            inside.update(id(m) for m in module.modules())
-        yield name, module
-
-
-def _whole(module: nn.Module) -> bool:
-    """Return whether a module is written as a whole, in a form that is made for it."""
-    return isinstance(module, WoqLinearModule) or is_int8(module)
-
-
-def entries(op: str, name: str, module: nn.Module) -> dict[str, Tensor]:
-    """Return what a module alone adds to a state dict."""
-    prefix = f"{name}." if name else ""
-    if is_int8(module):
-        return {prefix + key: value for key, value in saved(module)[1].items()}
-    found: Any = {}
-    for before in module._state_dict_pre_hooks.values():
-        before(module, prefix, False)
-    module._save_to_state_dict(found, prefix, False)
-    for after in module._state_dict_hooks.values():
-        after(module, found, prefix, {})
-    for key, value in found.items():
-        check(isinstance(value, Tensor), op, key, "be a tensor", type(value).__name__)
-        check(value.dtype in NAMES, op, key, "have a dtype of safetensors", value.dtype)
-        check(not value.is_meta, op, key, "have values", "a tensor on the meta device")
-        other = key.endswith(".woq") and not isinstance(module, WoqLinearModule)
-        check(not other, op, "model", "have no quantized layers but linear ones", name)
-    return found  # type: ignore[no-any-return]
-
-
-def identity(value: Tensor) -> tuple[Any, ...]:
-    """Return what tells that two tensors are one."""
-    return value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
-
-
-def ties(op: str, model: nn.Module) -> dict[str, str]:
-    """Return which names of tensors that are not quantized share the tensor of another."""
-    seen: dict[tuple[Any, ...], str] = {}
-    tied: dict[str, str] = {}
-    for name, module in modules(model):
-        if _whole(module):
-            continue
-        for key, value in entries(op, name, module).items():
-            if value.numel() and (first := seen.setdefault(identity(value), key)) != key:
-                tied[key] = first
-    return tied
+    return isinstance(about, dict) and about.get("format") in FORMATS
 
 
 def _plan(
@@ -191,7 +129,7 @@ def _plan(
     for name, module in modules(model):
         kinds: Kinds = {}
         for key, value in entries(op, name, module).items():
-            own = not _whole(module) and value.numel() > 0
+            own = not whole(module) and value.numel() > 0
             first = seen.setdefault(identity(value), key) if own else key
             if first != key:
                 tied[key] = first
@@ -205,32 +143,6 @@ def _plan(
         shards[-1][1].update(kinds)
         size += more
     return shards, tied
-
-
-def about(
-    model: nn.Module, layers: Mapping[str, WoqLinearModule], tied: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the ``quantization_config``."""
-    first = {id(module): name for name, module in layers.items()}
-    every = model.named_modules(remove_duplicate=False)
-    shared = {n: first[id(m)] for n, m in every if id(m) in first and first[id(m)] != n}
-    return {
-        "quant_method": "ipex",
-        "format": _FORMATS[0],
-        "version": VERSION,
-        "layers": {
-            name: {
-                "lowp_mode": module.lowp_mode.name,
-                "act_quant_mode": module.act_quant_mode.name,
-                "cache_weight_for_large_batch": module.cache_weight_for_large_batch,
-                "weight": str(module._float_dtype).removeprefix("torch."),
-            }
-            for name, module in layers.items()
-        },
-        "shared": shared,
-        "tied": dict(tied),
-        **records(model),
-    }
 
 
 def _write(
@@ -257,24 +169,3 @@ def _write(
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "save_pretrained"):
         generation.save_pretrained(work)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file and wait until the disk has it."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, default=str)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def model_config(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration of a model of transformers, with the name of its class."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
-        return {}
-    kind = original_class(model)
-    found = {**config.to_dict(), "architectures": [kind.__name__]}
-    # Old releases of transformers write that they have chosen the attention; who reads that stays with eager.
-    found.pop("_attn_implementation_autoset", None)
-    return found

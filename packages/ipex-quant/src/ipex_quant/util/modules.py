@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of a model: putting one in the place of another, and the dtypes that the outputs of layers have."""
+"""Modules of a model: putting one in the place of another, dtypes of outputs, and modules that are saved as a whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["call_encoder_layers", "dtypes_of", "keep_dtypes", "replace_module"]
+__all__ = [
+    "RECURRENT",
+    "WholeModule",
+    "call_encoder_layers",
+    "dtypes_of",
+    "is_whole",
+    "keep_dtypes",
+    "recurrent_options",
+    "replace_module",
+    "saved_parts",
+]
+
+Tensor = torch.Tensor
 
 #: What makes the encoder layers of torch read the weights of their parts instead of calling the parts.
 _SHORT_CUTS: tuple[tuple[type[nn.Module], str, Any], ...] = (
@@ -58,3 +70,65 @@ def _call_parts(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     for name, value in found:
         setattr(module, name, value)
     return before
+
+
+# --- modules that are saved as a whole --------------------------------------------------------------------------------
+
+#: Classes of ``torch.ao.nn.quantized.dynamic``.
+RECURRENT = ("GRU", "GRUCell", "LSTM", "LSTMCell", "RNNCell")
+_LAYER = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout")
+_CELL = ("input_size", "hidden_size", "bias")
+
+
+class WholeModule:
+    """Base class of modules that are saved as a whole, in a form that is made for them."""
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the numbers and the tensors that a copy of the module can be made of."""
+        raise NotImplementedError
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Return whether `saved_parts` is the form in which a module is saved; `convert` makes such modules for INT8."""
+    return isinstance(module, WholeModule) or _is_recurrent(module)
+
+
+def saved_parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the numbers and the tensors of a module that is saved as a whole."""
+    if _is_recurrent(module):
+        return _recurrent_parts(module)
+    assert isinstance(module, WholeModule)
+    about, tensors = module.saved()
+    return {"kind": type(module).__name__, **about}, tensors
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    """Return whether a module is a recurrent layer of torch with int8 weights."""
+    kind = type(module)
+    # Importing the classes to compare with costs much more than a name.
+    return kind.__name__ in RECURRENT and kind.__module__.startswith(
+        "torch.ao.nn.quantized.dynamic"
+    )
+
+
+def recurrent_options(module: Any) -> dict[str, Any]:
+    """Return the arguments of the constructor of a recurrent layer or cell."""
+    names = _CELL if type(module).__name__.endswith("Cell") else (*_LAYER, "bidirectional")
+    options = {name: getattr(module, name) for name in names}
+    if hasattr(module, "nonlinearity"):
+        options["nonlinearity"] = module.nonlinearity
+    return options
+
+
+def _recurrent_parts(module: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the numbers and the tensors of a layer; a weight is its codes and, as ``_q``, scale and zero point."""
+    about = {"kind": type(module).__name__, **recurrent_options(module)}
+    tensors: dict[str, Tensor] = {}
+    for name, weight in module.get_weight().items():
+        tensors[name] = weight.int_repr()
+        step = (weight.q_scale(), weight.q_zero_point())
+        tensors[f"{name}_q"] = torch.tensor(step, dtype=torch.float64)
+    for name, bias in module.get_bias().items():
+        if bias is not None:
+            tensors[name] = bias.detach()
+    return about, tensors

@@ -20,7 +20,7 @@ from torch import nn
 from ipex_core.library.spec import check
 from ipex_core.util.console import progress as show_progress
 from ipex_core.util.files import return_free_memory
-from ipex_quant.weight_only.convert import _is_linear
+from ipex_quant.weight_only.convert import _is_linear, stacks
 
 __all__ = ["Block", "Inputs", "Sample", "blocks", "linears_of", "samples_of"]
 
@@ -148,24 +148,6 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_cast(item, dtype) for item in value)
     return {k: _cast(v, dtype) for k, v in value.items()} if type(value) is dict else value
-
-
-def stacks(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
-    """Return the outermost lists of modules that have linear layers; the model itself if there are none."""
-    found: list[list[tuple[str, nn.Module]]] = []
-
-    def visit(name: str, module: nn.Module) -> None:
-        prefix = f"{name}." if name else ""
-        children = [(prefix + key, child) for key, child in module.named_children()]
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and children:
-            if any(_is_linear(m) for _, child in children for m in child.modules()):
-                found.append(children)
-            return
-        for key, child in children:
-            visit(key, child)
-
-    visit("", model)
-    return found or [[("", model)]]
 
 
 def linears_of(block: Block) -> dict[str, nn.Module]:

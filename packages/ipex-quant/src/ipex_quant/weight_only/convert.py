@@ -20,19 +20,20 @@ from ipex_core.module_swap.base import has_hooks
 from ipex_core.nn import OptimizedLinear
 from ipex_core.util.console import progress as show_progress
 from ipex_core.util.files import return_free_memory
-from ipex_quant.io.pretrained import describe_saved
 from ipex_quant.qconfig.static import qconfig_of
 from ipex_quant.qconfig.weight_only import QConfigWoq
 from ipex_quant.util.modules import replace_module
 from ipex_quant.weight.tensor import packable_group
 from ipex_quant.weight_only.build import as_qconfig
 from ipex_quant.weight_only.linear import WeightOnlyQuantizedLinear
+from ipex_quant.weight_only.saving import describe_saved
 
 __all__ = [
     "ChosenLinear",
     "choose_linears",
     "matches",
     "quantize_linears",
+    "stacks",
     "woq_qconfig_of",
     "woq_qconfigs",
 ]
@@ -205,6 +206,24 @@ def matching(name: str, patterns: Sequence[str]) -> list[str]:
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a module is meant by one of the patterns."""
     return bool(matching(name, patterns))
+
+
+def stacks(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """Return the outermost lists of modules that have linear layers; the model itself if there are none."""
+    found: list[list[tuple[str, nn.Module]]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        prefix = f"{name}." if name else ""
+        children = [(prefix + key, child) for key, child in module.named_children()]
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and children:
+            if any(_is_linear(m) for _, child in children for m in child.modules()):
+                found.append(children)
+            return
+        for key, child in children:
+            visit(key, child)
+
+    visit("", model)
+    return found or [[("", model)]]
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -12,13 +12,13 @@ from torch import nn
 
 from ipex_core.library.spec import check
 from ipex_quant.formats.schemes import method_of
-from ipex_quant.io.pretrained import describe_saved
 from ipex_quant.qconfig import WoqWeightDtype
 from ipex_quant.qconfig.weight_only import QConfigWoq
 from ipex_quant.util.modules import replace_module
 from ipex_quant.weight.tensor import QuantizedWeight
 from ipex_quant.weight_only.build import as_qconfig, dtype_of
 from ipex_quant.weight_only.checkpoint import linear_from, quantized_names, read_linear
+from ipex_quant.weight_only.saving import describe_saved
 
 __all__ = [
     "Replaced",

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "ipex auto") -> None:
     """
     args = parse_args(argv, prog)
     from ipex_runtime.codeless import _hook, _script
-    from ipex_runtime.codeless._settings import Settings
+    from ipex_runtime.codeless._options import Settings
 
     _hook.enable(
         Settings(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ipex_runtime.codeless._settings import Settings
+    from ipex_runtime.codeless._options import Settings
 
 __all__ = ["disable", "enable"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ipex_runtime._facade import facade
-from ipex_runtime.codeless._settings import Settings
+from ipex_runtime.codeless._options import Settings
 
 __all__ = ["Models"]
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of codeless optimization, for its own command and for the launcher."""
+"""What codeless optimization does with models, and its options, for its own command and for the launcher."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
-__all__ = ["DTYPES", "QUANTIZATIONS", "add_auto_ipex_params", "as_arguments"]
+__all__ = ["DTYPES", "QUANTIZATIONS", "Settings", "add_auto_ipex_params", "as_arguments"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8-dynamic", "woq-int8", "woq-int4")
@@ -51,3 +52,20 @@ def as_arguments(args: argparse.Namespace) -> list[str]:
     if args.disable_ipex_graph_mode:
         arguments.append("--disable-ipex-graph-mode")
     return arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to do with models.
+
+    Attributes:
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        quantization: ``"none"``, ``"int8-dynamic"``, ``"woq-int8"`` or ``"woq-int4"``.
+        graph_mode: Whether to capture models as graphs.
+        verbose: Whether to tell what was done; what was left alone is always told.
+    """
+
+    dtype: str = "float32"
+    quantization: str = "none"
+    graph_mode: bool = True
+    verbose: bool = False

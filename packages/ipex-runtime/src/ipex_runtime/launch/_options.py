@@ -7,10 +7,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from ipex_runtime._errors import LaunchArgumentError
 from ipex_runtime.codeless._options import DTYPES, QUANTIZATIONS
 from ipex_runtime.codeless._options import add_auto_ipex_params as add_codeless
 from ipex_runtime.codeless._options import as_arguments as codeless_options
-from ipex_runtime.launch._errors import LaunchArgumentError
 from ipex_runtime.topology.cpu_lists import CpuListError, parse_cpu_list
 
 __all__ = [

@@ -15,8 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from ipex_runtime._errors import LaunchArgumentError
 from ipex_runtime.launch import _supervise
-from ipex_runtime.launch._errors import LaunchArgumentError
 from ipex_runtime.launch._instance import Instance
 
 if TYPE_CHECKING:

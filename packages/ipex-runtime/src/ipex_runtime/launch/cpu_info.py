@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ipex_runtime import topology
-from ipex_runtime.launch._errors import LaunchArgumentError
+from ipex_runtime._errors import LaunchArgumentError
 from ipex_runtime.topology.cpu_lists import format_cpu_list
 
 __all__ = ["CPUPool", "CPUPoolList", "CoreInfo"]

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ipex_runtime._errors import LaunchArgumentError
 from ipex_runtime.launch import _options
-from ipex_runtime.launch._errors import LaunchArgumentError
 from ipex_runtime.launch._report import check_program, make_logger, prepare_logs
 from ipex_runtime.launch.launcher_base import Launcher
 from ipex_runtime.launch.launcher_distributed import DistributedTrainingLauncher

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ipex_runtime._errors import LaunchArgumentError
 from ipex_runtime.launch import _options
-from ipex_runtime.launch._errors import LaunchArgumentError
 from ipex_runtime.launch._libraries import (
     find_library,
     names_library,

@@ -18,8 +18,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from ipex_runtime._errors import LaunchArgumentError
 from ipex_runtime.launch import _options
-from ipex_runtime.launch._errors import LaunchArgumentError
 from ipex_runtime.launch._report import execute, log_path
 from ipex_runtime.launch._supervise import Instance
 from ipex_runtime.launch.cpu_info import CPUPool

@@ -8,8 +8,8 @@ import os
 import shutil
 from collections.abc import Sequence
 
+from ipex_runtime._errors import LaunchArgumentError
 from ipex_runtime.launch import _options
-from ipex_runtime.launch._errors import LaunchArgumentError
 from ipex_runtime.launch._libraries import names_library
 from ipex_runtime.launch._report import execute, log_path
 from ipex_runtime.launch._supervise import Instance

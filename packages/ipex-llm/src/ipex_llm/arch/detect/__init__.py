@@ -15,7 +15,7 @@ from torch import nn
 
 from ipex_llm.arch.detect.decoder import MatchedLayer, match_decoder, match_layers
 from ipex_llm.arch.detect.decoder import match_each as _match_each
-from ipex_llm.arch.detect.experts import is_mixture, match_experts
+from ipex_llm.arch.detect.mlp import is_mixture, match_experts
 from ipex_llm.arch.detect.trace import Config, MatchError, Trace
 from ipex_llm.arch.types import DecoderPlan, ExpertsPlan
 

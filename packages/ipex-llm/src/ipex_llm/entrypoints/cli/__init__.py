@@ -6,9 +6,8 @@ from __future__ import annotations
 import typer
 
 from ipex_llm.entrypoints.cli.bench import bench
+from ipex_llm.entrypoints.cli.folders import make_model, quantize
 from ipex_llm.entrypoints.cli.generate import generate
-from ipex_llm.entrypoints.cli.make_model import make_model
-from ipex_llm.entrypoints.cli.quantize import quantize
 from ipex_llm.entrypoints.cli.serve import serve
 
 __all__ = ["app"]

@@ -11,7 +11,8 @@ from torch import nn
 
 from ipex_core.nn.embedding import MergedEmbeddingBagWithCat
 from ipex_core.ops.embedding.merged_embeddingbag_int8 import quantize_table
-from ipex_quant.int8.bag_op import TAIL, run
+from ipex_quant.int8.ops import TAIL, run
+from ipex_quant.util.modules import WholeModule
 from ipex_quant.weight.tensor import ShowsFloatWeight
 
 __all__ = ["TABLES", "Int8EmbeddingBag", "Int8MergedEmbeddingBag", "why_not"]
@@ -33,7 +34,7 @@ def why_not(bag: nn.EmbeddingBag | MergedEmbeddingBagWithCat) -> str:
     return "it changes its weight (max_norm)" if bag.max_norm is not None else ""
 
 
-class Int8EmbeddingBag(ShowsFloatWeight):
+class Int8EmbeddingBag(ShowsFloatWeight, WholeModule):
     """Sums of rows of a table of 8-bit numbers; each row has its own scale and least number.
 
     Takes what `torch.nn.EmbeddingBag` takes, gives float32.
@@ -119,7 +120,7 @@ class Int8EmbeddingBag(ShowsFloatWeight):
         return f"{self.num_embeddings}, {self.embedding_dim}, mode='sum'"
 
 
-class Int8MergedEmbeddingBag(nn.Module):
+class Int8MergedEmbeddingBag(nn.Module, WholeModule):
     """The tables of a `MergedEmbeddingBagWithCat` as int8 numbers with a scale for each row.
 
     Attributes:

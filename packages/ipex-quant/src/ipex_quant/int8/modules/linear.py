@@ -19,6 +19,7 @@ from ipex_quant.int8.modules import conv as _int8_conv
 from ipex_quant.int8.modules import group as _int8_group
 from ipex_quant.int8.modules.conv import int8_conv, int8_conv_sum_
 from ipex_quant.int8.modules.group import InputGroup
+from ipex_quant.util.modules import WholeModule
 from ipex_quant.weight.tensor import ShowsFloatWeight
 
 __all__ = ["DynamicInt8Linear", "Int8Conv", "Int8Linear"]
@@ -46,7 +47,7 @@ def _codes_or_float(x: Any, scale: Scale) -> Tensor:
     return x if x.is_floating_point() else x.float()  # type: ignore[no-any-return]
 
 
-class _Int8Layer(ShowsFloatWeight):
+class _Int8Layer(ShowsFloatWeight, WholeModule):
     """What both kinds share: the scales, and staying 8-bit when the model is cast.
 
     A state dict has the integers, their scales, the bias and, as one tensor of the layer's extra state, the scales of

@@ -16,6 +16,7 @@ from ipex_core.nn.functional import interaction
 from ipex_core.ops.int8.int8_matmul import MOST_DEPTH
 from ipex_quant.int8.boundary import Codes, Scale, plain
 from ipex_quant.int8.modules.linear import _result_dtype
+from ipex_quant.util.modules import WholeModule
 
 __all__ = [
     "NOT_NAMED",
@@ -123,7 +124,7 @@ def named_in(mapping: Any) -> frozenset[str]:
     return found
 
 
-class Int8MatMul(nn.Module):
+class Int8MatMul(nn.Module, WholeModule):
     """``a @ b`` on 8-bit integers with a static scale for each factor; takes and gives float.
 
     Attributes:
@@ -178,7 +179,7 @@ class Int8MatMul(nn.Module):
         )
 
 
-class Int8Interaction(nn.Module):
+class Int8Interaction(nn.Module, WholeModule):
     """The interaction on int8 codes with a static scale for each input; takes float.
 
     Gives float, or uint8 codes where the next layer takes them.

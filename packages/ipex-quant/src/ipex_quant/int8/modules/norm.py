@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from ipex_quant.int8.boundary import Scaled, plain
+from ipex_quant.util.modules import WholeModule
 
 __all__ = ["SmoothNorm"]
 
 Tensor = torch.Tensor
 
 
-class SmoothNorm(nn.Module):
+class SmoothNorm(nn.Module, WholeModule):
     """A layer norm or RMS norm whose weight has the channel scales of the layers that read it in it.
 
     Those layers get the product; any other reader gets what the norm gave before.

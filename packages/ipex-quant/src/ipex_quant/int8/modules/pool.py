@@ -12,6 +12,7 @@ from torch import nn
 from ipex_quant.int8.boundary import Codes, Scale, plain
 from ipex_quant.int8.modules.conv import int8_conv
 from ipex_quant.int8.modules.linear import _codes_or_float, _result_dtype
+from ipex_quant.util.modules import WholeModule
 
 __all__ = ["Int8AvgPool", "Int8MaxPool", "Int8Mean", "pool_for", "role_of_pool"]
 
@@ -79,7 +80,7 @@ def _sizes(value: Any, dims: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value)
 
 
-class _Scaled(nn.Module):
+class _Scaled(nn.Module, WholeModule):
     """Has the scale of the codes that it gets, also in its state dict."""
 
     scale: Scale
@@ -94,7 +95,7 @@ class _Scaled(nn.Module):
         self.scale = Scale(scale, round(zero))
 
 
-class _Pool(nn.Module):
+class _Pool(nn.Module, WholeModule):
     """Kernel size, stride and padding, each a number for each dimension."""
 
     def __init__(self, kernel_size: list[int], stride: list[int], padding: list[int]) -> None:

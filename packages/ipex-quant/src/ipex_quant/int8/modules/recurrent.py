@@ -13,12 +13,10 @@ from torch import nn
 
 from ipex_core.library.spec import dtype_name
 from ipex_core.util.quiet import quiet
+from ipex_quant.util.modules import recurrent_options
 
 __all__ = [
-    "KINDS",
     "from_saved",
-    "is_recurrent",
-    "saved",
     "why_no_form",
     "why_not",
     "with_bias",
@@ -26,25 +24,14 @@ __all__ = [
 
 Tensor = torch.Tensor
 
-#: Classes of ``torch.ao.nn.quantized.dynamic``.
-KINDS = ("GRU", "GRUCell", "LSTM", "LSTMCell", "RNNCell")
 #: Weights of a layer: with fewer, quantizing each step takes longer than reading them in float (measured with 1 and 2
 #: threads: 0.5x to 0.7x of the speed of float at 33 thousand, 0.9x to 2.5x at half a million, 2x to 3.5x at 2 million).
 _LEAST = 1 << 20
-_LAYER = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout")
-_CELL = ("input_size", "hidden_size", "bias")
 
 
 @functools.cache
 def _module() -> Any:
     return importlib.import_module("torch.ao.nn.quantized.dynamic")
-
-
-def is_recurrent(module: nn.Module) -> bool:
-    """Return whether a module is one of these layers."""
-    kind = type(module)
-    # Importing the classes to compare with costs much more than a name.
-    return kind.__name__ in KINDS and kind.__module__.startswith("torch.ao.nn.quantized.dynamic")
 
 
 def why_no_form(layer: Any) -> str:
@@ -73,20 +60,11 @@ def why_not(layer: nn.LSTM, packed: bool = False) -> str:
     return reason
 
 
-def _options(module: Any) -> dict[str, Any]:
-    """Return the arguments of the constructor of a layer or cell."""
-    names = _CELL if type(module).__name__.endswith("Cell") else (*_LAYER, "bidirectional")
-    options = {name: getattr(module, name) for name in names}
-    if hasattr(module, "nonlinearity"):
-        options["nonlinearity"] = module.nonlinearity
-    return options
-
-
 def with_bias(layer: Any) -> Any:
     """Return a layer or cell with a bias, of zeros where it has none: torch's INT8 forms need one."""
     if layer.bias:
         return layer
-    made = type(layer)(**{**_options(layer), "bias": True})
+    made = type(layer)(**{**recurrent_options(layer), "bias": True})
     own = dict(layer.named_parameters())
     with torch.no_grad():
         for name, value in made.named_parameters():
@@ -97,22 +75,8 @@ def with_bias(layer: Any) -> Any:
     return made.train(layer.training)
 
 
-def saved(module: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the numbers and the tensors of a layer; a weight is its codes and, as ``_q``, scale and zero point."""
-    about = {"kind": type(module).__name__, **_options(module)}
-    tensors: dict[str, Tensor] = {}
-    for name, weight in module.get_weight().items():
-        tensors[name] = weight.int_repr()
-        step = (weight.q_scale(), weight.q_zero_point())
-        tensors[f"{name}_q"] = torch.tensor(step, dtype=torch.float64)
-    for name, bias in module.get_bias().items():
-        if bias is not None:
-            tensors[name] = bias.detach()
-    return about, tensors
-
-
 def from_saved(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return the layer that `saved` described."""
+    """Return the layer that `ipex_quant.util.modules.saved_parts` described."""
     options = {name: value for name, value in about.items() if name != "kind"}
     with quiet():  # torch's note to itself about the tensors it keeps weights in
         made = getattr(_module(), about["kind"])(**options)

@@ -188,7 +188,7 @@ class TuneStrategy:
         self._plot()
 
     def _plot(self) -> None:
-        from ipex_runtime.hypertune._plot import plot
+        from ipex_runtime.hypertune._record import plot
 
         path = Path(self.conf.output_dir) / "hypertune.png"
         try:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ipex llm quantize``: a model folder with quantized weights from one with float weights."""
+"""Commands that write a model folder.
+
+``ipex llm quantize`` makes one with quantized weights from one with float weights, ``ipex llm make-model`` one with
+random weights, without a download.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,19 @@ from rich.progress import (
 )
 
 from ipex_core.util.console import make_console
-from ipex_llm.entrypoints.cli.common import Model, Threads, errors, set_threads
+from ipex_llm.entrypoints.cli.common import (
+    DTYPES,
+    Model,
+    Threads,
+    errors,
+    quiet_transformers,
+    set_threads,
+)
 
 if TYPE_CHECKING:
     from ipex_llm.model_loader import quantize as work
 
-__all__ = ["quantize"]
+__all__ = ["make_model", "quantize"]
 
 
 def quantize(
@@ -53,7 +64,7 @@ def quantize(
     console = make_console()
     start = time.monotonic()
     with errors():
-        from ipex_llm.kv_cache.memory import format_bytes, peak_memory, resident_memory
+        from ipex_llm.kv_cache.paged import format_bytes, peak_memory, resident_memory
         from ipex_llm.model_loader import quantize as work
         from ipex_llm.model_loader.schemes import make_scheme
 
@@ -98,3 +109,25 @@ def quantize(
         f" {time.monotonic() - start:.1f} s, peak memory {format_bytes(peak_memory())}",
         highlight=False,
     )
+
+
+def make_model(
+    folder: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
+    shape: Annotated[str, typer.Option(help="tiny, small or 1b.")] = "tiny",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
+) -> None:
+    """Make a Llama-shaped model with random weights and a small tokenizer, to try the other commands on.
+
+    It writes nothing that makes sense, but takes as long as a trained model of its shape.
+    """
+    if DTYPES.get(dtype, ("", ""))[1] is not None:
+        raise typer.BadParameter(f"must be bf16, fp16 or fp32, got {dtype!r}", param_hint="--dtype")
+    with errors():
+        import torch
+
+        from ipex_llm.model_loader.make import make_folder
+
+        quiet_transformers()
+        count = make_folder(folder, shape, getattr(torch, DTYPES[dtype][0]), seed)
+    make_console().print(f"wrote {folder}: {count / 1e6:,.1f} million parameters", highlight=False)

@@ -1,0 +1,837 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a plan to programs: the whole decoder stack as one list of op calls.
+
+Two programs run a decoder. Both take the tokens of all sequences back to back as rows ``[T, H]``, without padding, and
+write keys and values to a paged cache:
+
+- *decode*: one token of each sequence; attention is ``single_query_cached_kv_attention``.
+- *prefill*: any number of tokens of each sequence, behind any history; attention is ``flash_attn_varlen_func``.
+
+Each returns either the rows after the last norm or the logits of chosen rows. `Emitter` packs the weights of a plan in
+the forms in which programs call them. `Writer` writes one program: inputs, norms, residual stream, head.
+
+In latent attention, what is cached is the latent, and the projections from it are absorbed. A score of a head is
+``q . (U c) = (U^T q) . c`` with the latent ``c``, so queries are projected to the latent once and meet it as it is;
+values are projected from the weighted sum of latents. All heads share one row of the cache, ``[latent | rotated key]``,
+and attention is that of many queries to one key and value head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ipex_core.library.spec import FLOATS
+from ipex_core.packing.parameter import PackedWeight
+from ipex_core.program import Program, ProgramBuilder, Register
+from ipex_core.util.files import return_free_memory
+from ipex_llm.arch.types import (
+    AttentionPlan,
+    DecoderPlan,
+    ExpertsPlan,
+    LayerPlan,
+    LinearPlan,
+    MlpPlan,
+    NormPlan,
+)
+from ipex_llm.model_runner.weights import woq
+from ipex_llm.model_runner.weights.dense import (
+    DIFFERENT,
+    MIXED,
+    Linear,
+    UnsupportedPlan,
+    WeightStore,
+    _unpack,
+    check_packable,
+)
+from ipex_llm.model_runner.weights.experts import Experts, check_experts, pack_experts
+
+__all__ = ["Emitter", "Mode", "rope_key", "unsupported_reason"]
+
+Tensor = torch.Tensor
+
+#: Activations that ``fused_experts`` computes.
+_EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+
+
+def rope_key(attention: AttentionPlan) -> str | None:
+    """Return a name that attentions with the same rotation share, or None without rotation."""
+    return None if attention.rope is None else repr(attention.rope)
+
+
+@dataclasses.dataclass
+class LayerWeights:
+    """Packed weights of one layer."""
+
+    qkv: Linear
+    output: Linear
+    mlp: tuple[Linear, ...] = ()
+    experts: Experts | None = None
+    router: Linear | None = None
+    shared_gate: Linear | None = None
+    latent: Latent | None = None
+
+
+class Emitter:
+    """Packs the weights of a plan and writes its programs.
+
+    Args:
+        plan: The structure.
+        store: Where packed weights are kept.
+
+    Raises:
+        UnsupportedPlan: The plan has a part that no op computes.
+    """
+
+    def __init__(self, plan: DecoderPlan, store: WeightStore) -> None:
+        self.plan = plan
+        self.store = store
+        self.ropes = list(dict.fromkeys(k for p in plan.layers if (k := rope_key(p.attention))))
+        temperatures = (p.attention.temperature for p in plan.layers)
+        self.temperatures = list(dict.fromkeys(t for t in temperatures if t is not None))
+        for layer in plan.layers:  # before anything is packed
+            _check(layer)
+        self.before = self._linear(plan.embedding_projection)
+        self.layers = [self._pack(layer) for layer in plan.layers]
+        self.after = self._linear(plan.output_projection)
+        self.head = self._linear(plan.head)
+        self._norms: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+
+    def _linear(self, plan: LinearPlan | None) -> Linear | None:
+        return None if plan is None else self.store.linear(plan)
+
+    def _pack(self, layer: LayerPlan) -> LayerWeights:
+        store, mlp = self.store, layer.mlp
+        packed = LayerWeights(
+            store.linear(layer.attention.qkv), store.linear(layer.attention.output)
+        )
+        if layer.attention.latent is not None:
+            packed.latent = pack_latent(store, layer.attention)
+        if isinstance(mlp, ExpertsPlan):
+            packed.router = _router(mlp, store.dtype)
+            packed.experts = pack_experts(store, mlp)
+            if mlp.shared is not None:
+                packed.mlp = self._mlp(mlp.shared)
+            if mlp.shared_gate is not None:
+                packed.shared_gate = store.linear(LinearPlan((mlp.shared_gate,)))
+        else:
+            packed.mlp = self._mlp(mlp)
+        return_free_memory()
+        return packed
+
+    def _mlp(self, mlp: MlpPlan) -> tuple[Linear, ...]:
+        store = self.store
+        down = store.linear(mlp.down)
+        if mlp.fused:
+            if mlp.activation in GATES:
+                return store.fused_gate(mlp.up), down
+            return store.linear(mlp.up), down
+        if mlp.gate is None:
+            return store.linear(mlp.up), down
+        if mlp.activation in GATES:
+            return store.linear(mlp.gate, mlp.up), down
+        return store.linear(mlp.gate), store.linear(mlp.up), down
+
+    # -------------------------------------------------------------------------------------------------------- programs
+
+    def program(
+        self,
+        mode: Mode,
+        logits: bool,
+        cache_dtype: torch.dtype | None = None,
+        states: bool = False,
+        cache_scales: Sequence[tuple[float, float]] | None = None,
+    ) -> Program:
+        """Write a program.
+
+        Its inputs are ``hidden`` [T, H] (embeddings of the tokens), ``positions`` [T], ``slots`` [T], ``tables``
+        [B, M]; then ``lengths`` [B] (decode) or ``query_starts`` and ``key_starts`` [B + 1] (prefill); ``rows`` [R]
+        with ``logits``; cosines and sines of each rotation; the factors on queries [T, 1, 1] of each temperature; the
+        tensors of the cache layer by layer; and the integers
+        ``block_size``, ``max_context`` and (prefill) ``max_query``.
+
+        Args:
+            mode: See `ipex_llm.model_runner.program`.
+            logits: Return logits of ``rows`` instead of all rows after the last norm.
+            cache_dtype: dtype of the cache if it is not that of the rows.
+            states: Return what each layer read as well (not with ``logits``).
+            cache_scales: Scales of keys and values of each layer of a cache of 8-bit numbers. Without them an int8
+                cache has tensors with a scale for each row.
+        """
+        return Writer(self, mode, logits, cache_dtype, states, cache_scales).write()
+
+    def norm(self, plan: NormPlan) -> tuple[Tensor | None, Tensor | None]:
+        """Return weight and bias of a norm."""
+        key = id(plan.module)
+        if key not in self._norms:
+            self._norms[key] = (
+                self.store.constant(plan.module, "weight", plan.weight),
+                self.store.constant(plan.module, "bias", plan.bias),
+            )
+        return self._norms[key]
+
+
+def _router(mlp: ExpertsPlan, dtype: torch.dtype) -> Linear:
+    weight: Any = mlp.router._parameters.get("weight")
+    if isinstance(weight, PackedWeight):  # a linear layer, which ipex_core.optimize has packed
+        weight = weight.plain()
+    elif weight is None:
+        weight = mlp.router_weight
+    weight = weight.detach().to(dtype).contiguous()
+    bias = None if mlp.router_bias is None else mlp.router_bias.detach()
+    packed = torch.ops.ipex.pack_linear_weight(weight)
+    return Linear("linear", packed, weight.shape[0], bias)
+
+
+def _check(layer: LayerPlan) -> None:
+    """Raise if no op computes a part of a layer."""
+    mlp: MlpPlan | ExpertsPlan | None = layer.mlp
+    if isinstance(mlp, ExpertsPlan):
+        if mlp.scale_input and mlp.top_k != 1:
+            raise UnsupportedPlan("the weights of several experts multiply their input")
+        if mlp.activation not in _EXPERT_ACTIVATIONS:
+            raise UnsupportedPlan(f"activation {mlp.activation!r} of experts")
+        mlp = mlp.shared
+    if mlp is not None:
+        check_mlp(mlp)
+
+
+def unsupported_reason(
+    plan: DecoderPlan, dtype: torch.dtype, form: Callable[[nn.Module], object]
+) -> str | None:
+    """Return why no program can be written for a plan, before any weight is packed; None if nothing is known.
+
+    Args:
+        plan: The plan.
+        dtype: dtype that rows and weights will have.
+        form: Returns how the weight of a linear layer will be quantized, None for floats; layers with one input need
+            equal forms.
+    """
+    if dtype not in FLOATS:
+        return f"weights of {dtype}"
+    try:
+        for layer in plan.layers:
+            _check(layer)
+            if layer.attention.latent is not None:
+                check_latent(layer.attention)
+        for modules, gated in _groups(plan):
+            _check_forms(modules, gated, form)
+        for layer in plan.layers:
+            if isinstance(layer.mlp, ExpertsPlan):
+                check_experts(layer.mlp, form)
+    except UnsupportedPlan as error:
+        return str(error)
+    return None
+
+
+def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
+    """Yield the linear layers that are packed as one weight each, and whether they are a gate and its factor."""
+    for linear in (plan.embedding_projection, plan.output_projection, plan.head):
+        if linear is not None:
+            yield (linear,), False
+    for layer in plan.layers:
+        attention, mlp = layer.attention, layer.mlp
+        yield (attention.qkv,), False
+        yield (attention.output,), False
+        if attention.latent is not None:
+            yield (LinearPlan((attention.latent.up,)),), False
+            if attention.latent.query is not None:
+                yield (attention.latent.query,), False
+        block = mlp.shared if isinstance(mlp, ExpertsPlan) else mlp
+        if isinstance(mlp, ExpertsPlan) and mlp.shared_gate is not None:
+            yield (LinearPlan((mlp.shared_gate,)),), False
+        if block is None:
+            continue
+        yield (block.down,), False
+        gated = block.activation in GATES
+        if block.gate is not None and gated:
+            yield (block.gate, block.up), True
+        else:
+            yield (block.up,), block.fused and gated
+            if block.gate is not None:
+                yield (block.gate,), False
+
+
+def _check_forms(
+    plans: tuple[LinearPlan, ...], gated: bool, form: Callable[[nn.Module], object]
+) -> None:
+    """Raise if linear layers have no common packed weight."""
+    modules = [module for plan in plans for module in plan.modules]
+    forms = [form(module) for module in modules]
+    if all(one is None for one in forms):
+        check_packable(modules)
+    elif None in forms:
+        raise UnsupportedPlan(MIXED)
+    elif len(set(forms)) > 1 or (gated and any(plan.order is not None for plan in plans)):
+        raise UnsupportedPlan(DIFFERENT)
+
+
+# --- one program ----------------------------------------------------------------------------------------------------
+
+Mode = Literal["decode", "prefill"]
+
+
+class Writer:
+    """Writes one program."""
+
+    def __init__(
+        self,
+        emitter: Emitter,
+        mode: Mode,
+        logits: bool,
+        cache_dtype: torch.dtype | None,
+        states: bool = False,
+        cache_scales: Sequence[tuple[float, float]] | None = None,
+    ) -> None:
+        self.e = emitter
+        self.plan = emitter.plan
+        self.mode = mode
+        self.logits = logits
+        self.states: list[Register] | None = [] if states else None
+        self.b = b = ProgramBuilder()
+        self.scaled = cache_dtype == torch.int8 and cache_scales is None  # by rows
+        self.cache_scales = cache_scales
+        self.own_cache = cache_dtype in (None, emitter.store.dtype)
+        self.hidden = b.input("hidden")
+        self.positions = b.input("positions")
+        self.slots = b.input("slots")
+        self.tables = b.input("tables")
+        if mode == "decode":
+            self.lengths = b.input("lengths")
+        else:
+            self.starts, self.key_starts = b.input("query_starts"), b.input("key_starts")
+        self.rows = b.input("rows") if logits else None
+        self.ropes = {
+            k: (b.input(f"cos {i}"), b.input(f"sin {i}")) for i, k in enumerate(emitter.ropes)
+        }
+        self.factors = {t: b.input(f"query factors {t}") for t in emitter.temperatures}
+        parts = ("key", "value", "key_scales", "value_scales")[: 4 if self.scaled else 2]
+        self.caches = [
+            tuple(b.input(f"{part} {i}") for part in parts) for i in range(len(self.plan.layers))
+        ]
+        self.block_size = b.input_int("block_size")
+        self.max_context = b.input_int("max_context")
+        if mode == "prefill":
+            self.max_query = b.input_int("max_query")
+
+    def scales_of(self, index: int) -> dict[str, Any]:
+        """Return the arguments of ops on the cache of a layer that say what its numbers stand for."""
+        if self.scaled:
+            cache = self.caches[index]
+            return {"key_scales": cache[2], "value_scales": cache[3]}
+        if self.cache_scales is None:
+            return {}
+        return dict(zip(("k_scale", "v_scale"), self.cache_scales[index], strict=True))
+
+    def write(self) -> Program:
+        b, plan, e = self.b, self.plan, self.e
+        h: Register = self.hidden
+        if plan.embedding_norm is not None:
+            h = self.norm(plan.embedding_norm, h)
+        pending: Register | None = None  # what the last block adds to the stream
+        for index, layer in enumerate(plan.layers):
+            h, pending = self.layer(index, layer, e.layers[index], h, pending)
+        if self.logits:
+            if pending is not None:
+                h = b.call("add", h, pending)
+            h = b.call("select_rows", h, self.rows)
+            pending = None
+        h = self._normed(plan.final_norm, h, pending)[0]
+        if e.after is not None:
+            h = self.linear(e.after, h)
+        if not self.logits:
+            return b.build([h, *(self.states or ())])
+        if e.head is None:
+            raise UnsupportedPlan("there is no head")
+        parallel = plan.parallel
+        if parallel is None:
+            y = self.linear(e.head, h)
+        else:
+            y = self.linear(e.head, parallel.emit_head_input(b, h))
+            y = parallel.emit_head_output(b, y)
+        if plan.logit_scale != 1.0:
+            y = b.call("mul", y, plan.logit_scale)
+        if plan.logit_softcap > 0:
+            y = b.call("tanh", b.call("mul", y, 1.0 / plan.logit_softcap))
+            y = b.call("mul", y, plan.logit_softcap)
+        return b.build([y])
+
+    # ----------------------------------------------------------------------------------------------------- small parts
+
+    def linear(self, weight: Linear, x: Register, **post: Any) -> Register:
+        bias = None if weight.bias is None else self.b.constant(weight.bias)
+        w = self.b.constant(weight.weight)
+        result: Register = self.b.call(
+            weight.op, x, w, weight.features, bias, **post, **weight.options
+        )
+        return result
+
+    def norm(self, plan: NormPlan, x: Register) -> Register:
+        b = self.b
+        weight, bias = self._norm_constants(plan)
+        stored = self.e.norm(plan)[0]
+        by_head = stored is not None and stored.dim() == 2  # one norm for each head
+        own, shift = (None, None) if by_head else (weight, bias)
+        result: Register
+        if plan.kind == "rms":
+            result = b.call("rms_norm", x, own, plan.eps, 0.0 if by_head else plan.offset)
+        else:
+            result = b.call("layer_norm", x, own, shift, plan.eps)
+        if by_head:
+            result = b.call("mul", result, weight)
+            result = result if bias is None else b.call("add", result, bias)
+        return result
+
+    def _norm_constants(self, plan: NormPlan) -> tuple[Register | None, Register | None]:
+        weight, bias = self.e.norm(plan)
+        separate = plan.kind == "layer" or (weight is not None and weight.dim() == 2)
+        if separate and plan.offset and weight is not None:
+            weight = (weight.float() + plan.offset).to(weight.dtype)
+        constant = self.b.constant
+        return (
+            None if weight is None else constant(weight),
+            None if bias is None else constant(bias),
+        )
+
+    def _normed(
+        self, plan: NormPlan | None, h: Register, pending: Register | None
+    ) -> tuple[Register, Register]:
+        """Return the norm of ``h + pending`` and the sum."""
+        if plan is None:
+            total = h if pending is None else self.b.call("add", h, pending)
+            return total, total
+        if pending is None:
+            return self.norm(plan, h), h
+        weight, bias = self._norm_constants(plan)
+        if plan.kind == "rms":
+            normed, total = self.b.call("add_rms_norm", pending, h, weight, plan.eps, plan.offset)
+        else:
+            normed, total = self.b.call("add_layer_norm", pending, h, weight, bias, plan.eps)
+        return normed, total
+
+    # ------------------------------------------------------------------------------------------------------- the layer
+
+    def layer(
+        self, index: int, layer: LayerPlan, w: LayerWeights, h: Register, pending: Register | None
+    ) -> tuple[Register, Register | None]:
+        """Write one layer; return the stream and what is still to be added to it."""
+        x, h = self._normed(layer.input_norm, h, pending)
+        if self.states is not None:
+            self.states.append(h)
+        if layer.residual_after_norm:
+            h = x
+        attended = self.attention(index, layer.attention, w, x)
+        if layer.parallel:
+            y = x if layer.mlp_norm is None else self.norm(layer.mlp_norm, h)
+            added, rest = self._block(layer, w.output, attended, layer.post_attention_norm, h)
+            h = added if rest is None else self.b.call("add", added, rest)
+            return self.mlp(layer, w, y, h)
+        h, rest = self._block(layer, w.output, attended, layer.post_attention_norm, h)
+        y, h = self._normed(layer.mlp_norm, h, rest)
+        if layer.residual_after_norm:
+            h = y
+        return self.mlp(layer, w, y, h)
+
+    def _block(
+        self,
+        layer: LayerPlan,
+        last: Linear,
+        x: Register,
+        norm: NormPlan | None,
+        h: Register,
+        **post: Any,
+    ) -> tuple[Register, Register | None]:
+        """Write a block's last linear layer: added to the stream by it, or pending."""
+        if norm is None and layer.residual_scale == 1.0 and self.plan.parallel is None:
+            return self.linear(last, x, residual=h, **post), None
+        y = self._sum(self.linear(last, x, **post))
+        return h, self._scaled(layer, norm, y)
+
+    def _sum(self, y: Register) -> Register:
+        """Write the sum over the ranks that have parts of ``y``."""
+        parallel = self.plan.parallel
+        return y if parallel is None else parallel.emit_all_reduce(self.b, y)
+
+    def _scaled(self, layer: LayerPlan, norm: NormPlan | None, y: Register) -> Register:
+        if norm is not None:
+            y = self.norm(norm, y)
+        if layer.residual_scale != 1.0:
+            y = self.b.call("mul", y, layer.residual_scale)
+        return y
+
+    def attention(self, index: int, a: AttentionPlan, w: LayerWeights, x: Register) -> Register:
+        """Write an attention but for its output projection."""
+        qkv = self.linear(w.qkv, x)
+        if a.clip_qkv is not None:
+            qkv = self.b.call("clamp", qkv, -a.clip_qkv, a.clip_qkv)
+        if w.latent is not None:
+            return write_latent(self, index, a, qkv, w.latent)
+        return write_attention(self, index, a, qkv)
+
+    def mlp(
+        self, layer: LayerPlan, w: LayerWeights, x: Register, h: Register
+    ) -> tuple[Register, Register | None]:
+        mlp = layer.mlp
+        norm = layer.post_mlp_norm
+        if isinstance(mlp, MlpPlan):
+            inner = write_inner(self, mlp, w.mlp, x)
+            return self._block(layer, w.mlp[-1], inner, norm, h)
+        y = self._sum(write_experts(self, mlp, w, x))
+        if norm is None and layer.residual_scale == 1.0 and mlp.shared is None:
+            return h, y
+        return h, self._scaled(layer, norm, y)
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def write_attention(writer: Writer, index: int, a: AttentionPlan, qkv: Register) -> Register:
+    """Write an attention.
+
+    Args:
+        writer: Writes the program.
+        index: Of the layer.
+        a: Its plan.
+        qkv: Queries, keys and values side by side.
+
+    Returns:
+        What the output projection reads.
+    """
+    b = writer.b
+    heads, kv, d = a.heads, a.kv_heads, a.head_dim
+    rows = b.call("reshape", qkv, [0, heads + 2 * kv, d])
+    q = b.call("narrow", rows, 1, 0, heads)
+    k = b.call("narrow", rows, 1, heads, kv)
+    v = b.call("narrow", rows, 1, heads + kv, kv)
+    if not a.norm_after_rope:
+        q = _head_norm(writer, a, a.query_norm, q, heads)
+        k = _head_norm(writer, a, a.key_norm, k, kv)
+    cache = writer.caches[index]
+    rope = a.rope
+    fused = rope is not None and not writer.scaled and not a.norm_after_rope
+    if rope is not None:
+        cos, sin = writer.ropes[repr(rope)]
+        if fused:
+            b.call(
+                "rotary_embedding_and_cache",
+                *(q, k, v, cache[0], cache[1], sin, cos, writer.slots),
+                *(rope.dim, rope.half, writer.positions),
+                **writer.scales_of(index),
+            )
+        else:
+            b.call("rotary_embedding", q, k, sin, cos, rope.dim, rope.half, writer.positions)
+    if a.norm_after_rope:
+        q = _head_norm(writer, a, a.query_norm, q, heads)
+        k = _head_norm(writer, a, a.key_norm, k, kv)
+    if not fused:
+        scales = writer.scales_of(index)
+        b.call("reshape_and_cache", k, v, cache[0], cache[1], writer.slots, **scales)
+    if a.temperature is not None:
+        wide = b.call("mul", b.call("cast", q, torch.float32), writer.factors[a.temperature])
+        q = b.call("cast", wide, writer.e.store.dtype)
+    out = b.call("empty_like", q)
+    attend(writer, index, a, out, q)
+    result: Register = b.call("reshape", out, [0, heads * d])
+    return result
+
+
+def _head_norm(
+    writer: Writer, a: AttentionPlan, norm: NormPlan | None, x: Register, heads: int
+) -> Register:
+    if norm is None:
+        return x
+    if a.norm_over == "head":
+        return writer.norm(norm, x)
+    flat = writer.b.call("reshape", x, [0, heads * a.head_dim])
+    result: Register = writer.b.call("reshape", writer.norm(norm, flat), [0, heads, a.head_dim])
+    return result
+
+
+def attend(writer: Writer, index: int, a: AttentionPlan, out: Register, q: Register) -> None:
+    """Write the attention of queries ``[T, heads, width]`` to the cache of a layer, into ``out``."""
+    b, cache = writer.b, writer.caches[index]
+    slopes = None if a.alibi_slopes is None else b.constant(a.alibi_slopes.detach().float())
+    more: dict[str, Any] = {"softcap": a.softcap, **writer.scales_of(index)}
+    if a.sinks is not None:
+        more["sinks"] = b.constant(a.sinks.detach().float())
+    if writer.mode == "decode":
+        b.call(
+            "single_query_cached_kv_attention",
+            *(out, q, cache[0], cache[1], None, a.scale, writer.tables, writer.lengths),
+            *(writer.block_size, writer.max_context, slopes),
+            window_size=-1 if a.window < 0 else a.window + 1,
+            **more,
+        )
+        return
+    b.call(
+        "flash_attn_varlen_func",
+        *(out, q, cache[0], cache[1], writer.starts, writer.key_starts),
+        *(writer.max_query, writer.max_context, a.scale, True, writer.tables, slopes),
+        window_left=a.window,
+        **more,
+    )
+
+
+# --- latent attention -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Latent:
+    """Packed weights around the latent: uint8 ``[heads, bytes]``, see ``bmm``."""
+
+    keys: Tensor  # of each head [rank + rotated, plain]: queries to latents, zeros behind for the rotated part
+    values: Tensor  # of each head [value_dim, rank]
+    query: Linear | None
+
+
+def check_latent(plan: AttentionPlan) -> None:
+    """Raise UnsupportedPlan if the projection from the latent has a bias."""
+    if plan.latent is not None and getattr(plan.latent.up, "bias", None) is not None:
+        raise UnsupportedPlan("the projection from the latent has a bias")
+
+
+@torch.no_grad()
+def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
+    """Pack the projections from the latent.
+
+    Raises:
+        UnsupportedPlan: They have a bias, or no plain weight.
+    """
+    latent, rope = plan.latent, plan.rope
+    assert latent is not None and rope is not None
+    up: Any = latent.up
+    check_latent(plan)
+    plain = plan.head_dim - rope.dim
+    quantized = woq.is_quantized(up)
+    if quantized:  # small; products of single heads have no quantized form
+        weight = up.dequantize(store.dtype)
+        store._own.append((up, "packed_weight", up._buffers["packed_weight"]))
+    else:
+        check_packable([up])
+        _unpack(up)
+        weight = up._parameters["weight"].detach().to(store.dtype)
+    heads = weight.view(plan.heads, plain + latent.value_dim, latent.rank)
+    keys = heads.new_zeros(plan.heads, latent.rank + rope.dim, plain)
+    keys[:, : latent.rank] = heads[:, :plain].transpose(1, 2)
+    packed = _pack(keys), _pack(heads[:, plain:])
+    if not quantized:
+        part = _UpPart(*packed, latent.rank, rope.dim, plain, latent.value_dim, store.dtype)
+        store._replace(up, "weight", packed[0], part)
+    query = None if latent.query is None else store.linear(latent.query)
+    return Latent(*packed, query)
+
+
+def _pack(weights: Tensor) -> Tensor:
+    pack = torch.ops.ipex.pack_linear_weight
+    return torch.stack([pack(one.contiguous()) for one in weights])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _UpPart:
+    """Gives the weight of the projection from the latent back."""
+
+    keys: Tensor
+    values: Tensor
+    rank: int
+    rotated: int
+    plain: int
+    value_dim: int
+    dtype: torch.dtype
+
+    def __call__(self) -> Tensor:
+        unpack = torch.ops.ipex.unpack_linear_weight
+        size = self.rank + self.rotated
+        keys = [unpack(one, size, self.plain, self.dtype)[: self.rank].t() for one in self.keys]
+        values = [unpack(one, self.value_dim, self.rank, self.dtype) for one in self.values]
+        both = [part for pair in zip(keys, values, strict=True) for part in pair]
+        return torch.cat(both).contiguous()
+
+
+def write_latent(
+    writer: Writer, index: int, a: AttentionPlan, rows: Register, weights: Latent
+) -> Register:
+    """Write a latent attention.
+
+    Args:
+        writer: Writes the program.
+        index: Of the layer.
+        a: Its plan.
+        rows: What `a.qkv` gives.
+        weights: Of `pack_latent`.
+
+    Returns:
+        What the output projection reads.
+    """
+    b, latent, rope = writer.b, a.latent, a.rope
+    assert latent is not None and rope is not None
+    width, plain = latent.rank + rope.dim, a.head_dim - rope.dim
+    if latent.query is None:
+        first = a.heads * a.head_dim
+        query = b.call("narrow", rows, 1, 0, first)
+    else:
+        assert weights.query is not None
+        first = _features(a)
+        query = b.call("narrow", rows, 1, 0, first)
+        if latent.query_norm is not None:
+            query = writer.norm(latent.query_norm, query)
+        query = writer.linear(weights.query, query)
+    # The row of the cache is made where the projection has written it.
+    row = b.call("narrow", rows, 1, first, width)
+    if latent.norm is not None:
+        low = b.call("narrow", row, 1, 0, latent.rank)
+        b.call("copy_", low, writer.norm(latent.norm, low))
+    row = b.call("reshape", row, [0, 1, width])
+    heads = b.call("reshape", query, [0, a.heads, a.head_dim])
+    turned = b.call("narrow", heads, 2, plain, rope.dim)
+    cos, sin = writer.ropes[repr(rope)]
+    key = b.call("narrow", row, 2, latent.rank, rope.dim)
+    b.call("rotary_embedding", turned, key, sin, cos, rope.dim, rope.half, writer.positions)
+    cache = writer.caches[index]
+    scales = writer.scales_of(index)
+    b.call("reshape_and_cache", row, row, cache[0], cache[1], writer.slots, **scales)
+    # Queries for latents, by heads; the place behind them is for the rotated part.
+    unturned = b.call("transpose", b.call("narrow", heads, 2, 0, plain), 0, 1)
+    absorbed = b.call("bmm", unturned, b.constant(weights.keys), None, 1.0, width)
+    place = b.call("narrow", absorbed, 2, latent.rank, rope.dim)
+    b.call("copy_", place, b.call("transpose", turned, 0, 1))
+    q = b.call("transpose", absorbed, 0, 1)
+    if writer.mode == "decode" and writer.own_cache:
+        kv = b.call("reshape", cache[0], [0, -1, width])
+        out = b.call(
+            "mla_decode_attention",
+            *(q, kv, writer.lengths, a.scale, latent.rank, writer.tables),
+        )
+    else:
+        wide = b.call("empty_like", q)
+        attend(writer, index, a, wide, q)
+        out = b.call("narrow", wide, 2, 0, latent.rank)
+    y = b.call(
+        "bmm",
+        b.call("transpose", out, 0, 1),
+        b.constant(weights.values),
+        None,
+        1.0,
+        latent.value_dim,
+    )
+    result: Register = b.call(
+        "reshape", b.call("transpose", y, 0, 1), [0, a.heads * latent.value_dim]
+    )
+    return result
+
+
+def _features(a: AttentionPlan) -> int:
+    """Return how many features the queries are made of."""
+    module: Any = a.qkv.modules[0]
+    return int(module.out_features)
+
+
+# --- feed-forward blocks: plain, gated, experts ---------------------------------------------------------------------
+
+#: Activations that ``linear`` applies to its result, and those it takes for a gate.
+EPILOGUES = ("none", "relu", "gelu", "gelu_tanh", "silu")
+GATES = ("silu", "gelu", "gelu_tanh")
+
+#: Activations that are instructions of their own behind the layer.
+SEPARATE: Mapping[str, Callable[[ProgramBuilder, Register], Register]] = {
+    "gelu_quick": lambda b, x: b.call("gelu_quick", x),
+}
+
+
+def check_mlp(mlp: MlpPlan) -> None:
+    """Raise if no op computes the activation of a block.
+
+    Raises:
+        UnsupportedPlan: No op computes it.
+    """
+    if mlp.fused and mlp.activation not in (*GATES, *SEPARATE):
+        raise UnsupportedPlan(f"activation {mlp.activation!r} of a fused pair")
+    if mlp.activation not in (*EPILOGUES, "relu2", *SEPARATE):
+        raise UnsupportedPlan(f"activation {mlp.activation!r}")
+
+
+def write_inner(writer: Writer, mlp: MlpPlan, weights: tuple[Linear, ...], x: Register) -> Register:
+    """Write everything before the down projection."""
+    b, act = writer.b, mlp.activation
+    if mlp.gate is None and not mlp.fused:
+        return _activated(writer, act, weights[0], x)
+    if act in GATES:
+        return writer.linear(weights[0], x, gate=act)
+    if mlp.fused:
+        both = writer.linear(weights[0], x)
+        size = weights[0].features // 2
+        gate = b.call("narrow", both, 1, 0, size)
+        result: Register = b.call(
+            "mul", SEPARATE[act](b, gate), b.call("narrow", both, 1, size, size)
+        )
+        return result
+    return writer.linear(weights[1], x, mul=_activated(writer, act, weights[0], x))
+
+
+def _activated(writer: Writer, name: str, weight: Linear, x: Register) -> Register:
+    """Write a linear layer and the activation behind it."""
+    if name in EPILOGUES:
+        return writer.linear(weight, x, activation=name)
+    if name == "relu2":
+        positive = writer.linear(weight, x, activation="relu")
+        squared: Register = writer.b.call("mul", positive, positive)
+        return squared
+    return SEPARATE[name](writer.b, writer.linear(weight, x))
+
+
+def write_experts(writer: Writer, mlp: ExpertsPlan, w: LayerWeights, x: Register) -> Register:
+    """Write experts, with what all tokens share of them."""
+    b = writer.b
+    assert w.router is not None and w.experts is not None
+    correction, plain = mlp.correction_bias, x
+    weights, ids = b.call(
+        "moe_routing",
+        writer.linear(w.router, x),
+        mlp.top_k,
+        mlp.renormalize,
+        mlp.scoring,
+        mlp.groups,
+        mlp.top_groups,
+        None if correction is None else b.constant(correction.detach().float()),
+        mlp.routed_scale,
+    )
+    if mlp.scale_input:
+        x, weights = _scaled_input(writer, x, weights)
+    e = w.experts
+    y: Register = b.call(
+        "fused_experts",
+        *(x, b.constant(e.w13), b.constant(e.w2), weights, ids, mlp.intermediate_size),
+        mlp.activation,
+        None if e.w13_bias is None else b.constant(e.w13_bias),
+        None if e.w2_bias is None else b.constant(e.w2_bias),
+        swiglu_alpha=mlp.swiglu_alpha,
+        swiglu_limit=mlp.swiglu_limit,
+        lowp_mode=e.lowp,
+    )
+    if mlp.shared is None:
+        return y
+    inner = write_inner(writer, mlp.shared, w.mlp, plain)
+    if w.shared_gate is None:
+        return writer.linear(w.mlp[-1], inner, residual=y)
+    # The sigmoid of one number per row is the routing to a single expert.
+    factor, _ = b.call("moe_routing", writer.linear(w.shared_gate, x), 1, False, "sigmoid")
+    own = b.call("mul", writer.linear(w.mlp[-1], inner), _like(writer, factor))
+    result: Register = b.call("add", own, y)
+    return result
+
+
+def _scaled_input(writer: Writer, x: Register, weights: Register) -> tuple[Register, Register]:
+    """Multiply rows with the weight of their only expert; return them and a weight of one for each."""
+    ones, _ = writer.b.call("moe_routing", weights, 1, True)
+    return writer.b.call("mul", x, _like(writer, weights)), ones
+
+
+def _like(writer: Writer, x: Register) -> Register:
+    dtype = writer.e.store.dtype
+    if dtype == torch.float32:
+        return x
+    result: Register = writer.b.call("cast", x, dtype)
+    return result
