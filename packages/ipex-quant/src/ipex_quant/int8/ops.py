@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ipex_core.library.portable import PORTABLE
+from ipex_core.library.spec import PORTABLE
 from ipex_quant.int8.modules import conv
 
 __all__ = ["TAIL", "conv", "run"]

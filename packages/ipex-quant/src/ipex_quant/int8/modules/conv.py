@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core.library.portable import FUNCTIONAL, PORTABLE
+from ipex_core.library.spec import FUNCTIONAL, PORTABLE
 
 __all__ = ["ACTIVATIONS", "int8_conv", "int8_conv_sum_"]
 
