@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ipex_core import export
 from ipex_core.errors import ExportError
 from ipex_core.exporter import api
-from ipex_core.library.portable import PORTABLE
+from ipex_core.library.spec import PORTABLE
 from ipex_quant import (
     WoqWeightDtype,
     convert,

@@ -38,8 +38,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ipex_core.compiler.freeze import CompiledGraph, FrozenGraph, compiled_often, lift_parameters
-from ipex_core.compiler.options import Options, read_options
+from ipex_core.compiler import (
+    CompiledGraph,
+    FrozenGraph,
+    Options,
+    compiled_often,
+    lift_parameters,
+    read_options,
+)
 from ipex_core.fusion.report import GraphReport, Origin, remember, tensor_refs
 from ipex_core.kernels.policy import prefer_ipex_attention
 
@@ -169,7 +175,7 @@ def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], asked: Options, report: GraphReport
 ) -> CompiledGraph:
     if _on_xpu(gm, example_inputs):
-        from ipex_core.compiler.eager import compile_eager
+        from ipex_core.compiler import compile_eager
 
         return CompiledGraph(compile_eager(gm, example_inputs, asked, report), report)
     patches = dict(asked.inductor)

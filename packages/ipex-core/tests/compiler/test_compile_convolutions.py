@@ -14,7 +14,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional as F
 
 import ipex_core
-from ipex_core.fusion.aten import timing
+from ipex_core.fusion.aten import linear
 from ipex_core.fusion.aten.conv import pack_convolutions
 from ipex_core.fusion.report import GraphReport
 
@@ -195,8 +195,8 @@ def test_measured(faster, prepare, monkeypatch):
         assert len(results) == 2 and times[-1][0] == times[-1][1]
         return faster, "a and b"
 
-    monkeypatch.setattr(timing, "fastest", fastest)
-    monkeypatch.setattr(timing, "_known", {})
+    monkeypatch.setattr(linear, "fastest", fastest)
+    monkeypatch.setattr(linear, "_known", {})
     conv, x, y = nn.Conv2d(8, 16, 3, padding=1), image(2, 8, 6, 7), image(2, 16, 6, 7)
     functions = [
         lambda x, y: F.relu(conv(x)),

@@ -21,7 +21,7 @@ from compile_checks import (
 from torch import nn
 from torch.nn import functional as F
 
-from ipex_core.fusion.aten import linear, timing
+from ipex_core.fusion.aten import linear
 from ipex_core.fusion.aten.passes import PATTERNS
 from ipex_core.ops.linear.epilogue import weight_rows
 
@@ -214,9 +214,9 @@ def test_float32_is_measured_where_no_table_holds(faster, monkeypatch):
         timed.append(first.shape)
         return faster, "a and b"
 
-    monkeypatch.setattr(timing, "fastest", fastest)
-    monkeypatch.setattr(timing, "_known", {})
-    monkeypatch.setattr(timing, "_table_holds", lambda: False)
+    monkeypatch.setattr(linear, "fastest", fastest)
+    monkeypatch.setattr(linear, "_known", {})
+    monkeypatch.setattr(linear, "_table_holds", lambda: False)
     inputs = randn(3, 512), weight(256, 512, torch.float32), randn(256)
     for _ in range(2):
         report, _ = fuse(F.linear, *inputs, constants=(1, 2), always=False)
@@ -245,10 +245,10 @@ def test_an_activation_behind_a_layer_is_measured_with_it(kind, monkeypatch):
         return "ipex", "a and b"
 
     inputs = randn(2, 3, 512), weight(256, 512, torch.float32), randn(256)
-    monkeypatch.setattr(timing, "fastest", fastest)
-    monkeypatch.setattr(timing, "_known", {})
-    monkeypatch.setattr(timing, "_table_holds", lambda: False)
-    assert timing.measured_linear(torch.float32, 256, 512, 6, True, kind) is None
+    monkeypatch.setattr(linear, "fastest", fastest)
+    monkeypatch.setattr(linear, "_known", {})
+    monkeypatch.setattr(linear, "_table_holds", lambda: False)
+    assert linear.measured_linear(torch.float32, 256, 512, 6, True, kind) is None
     monkeypatch.setattr(linear, "measured_linear", measured)
     activation = getattr(F, kind)
     report, _ = fuse(lambda *a: activation(F.linear(*a)), *inputs, constants=(1, 2), always=False)
@@ -267,9 +267,9 @@ def test_an_activation_behind_a_layer_is_measured_with_it(kind, monkeypatch):
 @pytest.mark.parametrize("gate", ["none", "gelu"])
 def test_packed_layers_are_measured_too(gate, faster, monkeypatch):
     """Those of `ipex.optimize`; where Inductor is faster, they are plain again."""
-    monkeypatch.setattr(timing, "fastest", lambda runs, seconds: (faster, "a and b"))
-    monkeypatch.setattr(timing, "_known", {})
-    monkeypatch.setattr(timing, "_table_holds", lambda: False)
+    monkeypatch.setattr(linear, "fastest", lambda runs, seconds: (faster, "a and b"))
+    monkeypatch.setattr(linear, "_known", {})
+    monkeypatch.setattr(linear, "_table_holds", lambda: False)
     n = 40
     rows = n if gate == "none" else weight_rows(n, gate)
     x, r = randn(2, 3, 512), randn(2, 3, n)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import ipex_core
 from ipex_core import optimize
 from ipex_core.compile_backend import ipex_backend
-from ipex_core.compiler.options import read_options
+from ipex_core.compiler import read_options
 from ipex_core.testing import run_ranks
 
 Tensor = torch.Tensor

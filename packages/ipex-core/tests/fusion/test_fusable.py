@@ -11,8 +11,7 @@ from torch import nn
 from ipex_core.kernels.policy import has_kernel
 from ipex_core.nn import FusableLinear, OptimizedLinear, PackedWeight
 from ipex_core.nn.functional import linear
-from ipex_core.nn.fusable import is_fusable
-from ipex_core.nn.lower import lower_linear
+from ipex_core.nn.linear import is_fusable, lower_linear
 from ipex_core.nn.merged_linear import GatedPair
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ipex_core.module_swap.pickle import SavedTensor
+from ipex_core.module_swap.state_dict import SavedTensor
 from ipex_core.nn import PackedWeight
 from ipex_core.optimization import optimize, restore
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, TensorArgument
 
 from ipex_core.errors import ExportError, OpArgumentError
-from ipex_core.library.portable import FUNCTIONAL, PORTABLE
-from ipex_core.library.spec import dtype_name
+from ipex_core.library.spec import FUNCTIONAL, PORTABLE, dtype_name
 from ipex_core.packing.parameter import PackedWeight, exporting_kernels
 from ipex_core.util.quiet import quiet
 
@@ -244,7 +243,7 @@ def export(
         >>> torch._inductor.aoti_load_package(str(path))(torch.ones(2, 8)).shape  # doctest: +SKIP
         torch.Size([2, 4])
     """
-    from ipex_core.compiler.options import read_options
+    from ipex_core.compiler import read_options
 
     module = _checked_model(model)
     args, kwargs = _checked_inputs(module, example_inputs)

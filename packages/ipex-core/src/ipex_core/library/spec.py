@@ -16,7 +16,17 @@ import torch
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.arguments import Arguments, bind
 
-__all__ = ["FLOATS", "NAMESPACE", "BenchCase", "OpSpec", "Sample", "check", "dtype_name"]
+__all__ = [
+    "FLOATS",
+    "FUNCTIONAL",
+    "NAMESPACE",
+    "PORTABLE",
+    "BenchCase",
+    "OpSpec",
+    "Sample",
+    "check",
+    "dtype_name",
+]
 
 NAMESPACE = "ipex"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -153,3 +163,12 @@ def check(condition: bool, op: str, argument: str, expected: str, got: object) -
     """
     if not condition:
         raise OpArgumentError(f"{op}: {argument} must {expected}, got {got}")
+
+
+# --- ops that exist in Python only ----------------------------------------------------------------------------------
+
+#: Op -> the same in ops that C++ has. Packages with such ops add theirs.
+PORTABLE: dict[Any, Callable[..., Any]] = {}
+
+#: Op that writes to an argument which nobody reads afterwards -> the same without that; applied before `PORTABLE`.
+FUNCTIONAL: dict[Any, Any] = {}

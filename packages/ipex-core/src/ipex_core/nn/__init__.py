@@ -20,12 +20,11 @@ from ipex_core.nn.conv import (
     OptimizedConvTranspose3d,
 )
 from ipex_core.nn.encoder import OptimizedTransformerEncoder, OptimizedTransformerEncoderLayer
-from ipex_core.nn.frozen_batch_norm import FrozenBatchNorm2d
-from ipex_core.nn.fusable import FusableLinear
 from ipex_core.nn.layers import (
     FoldedBatchNorm1d,
     FoldedBatchNorm2d,
     FoldedBatchNorm3d,
+    FrozenBatchNorm2d,
     OptimizedEmbeddingBag,
     OptimizedGELU,
     OptimizedGroupNorm,
@@ -35,7 +34,7 @@ from ipex_core.nn.layers import (
     OptimizedRMSNorm,
     OptimizedSoftmax,
 )
-from ipex_core.nn.linear import OptimizedLinear
+from ipex_core.nn.linear import FusableLinear, OptimizedLinear
 from ipex_core.nn.recurrent import OptimizedGRU, OptimizedLSTM, OptimizedRNN
 from ipex_core.packing.parameter import PackedWeight
 

@@ -14,11 +14,11 @@ from ipex_core.module_swap.base import (
     is_stand_in,
     needs_grad,
     record_call,
+    stock_only,
     usable_parameters,
 )
 from ipex_core.module_swap.script import stock_forward
 from ipex_core.module_swap.state_dict import state_of
-from ipex_core.nn.call import stock_only
 from ipex_core.packing import onednn
 from ipex_core.packing.parameter import PackedWeight, captured
 

@@ -15,9 +15,7 @@ from torch.nn import functional as F
 
 from ipex_core.kernels.policy import has_kernel, prefer_ipex_attention
 from ipex_core.library.spec import FLOATS
-from ipex_core.module_swap.base import has_hooks
-from ipex_core.nn.call import call, stock_only
-from ipex_core.nn.fusable import finish, is_fusable
+from ipex_core.module_swap.base import call, has_hooks, stock_only
 from ipex_core.nn.ipex_api import roi_align_helper as _roi_align_helper
 from ipex_core.nn.ipex_api.detection import (
     batch_score_nms,
@@ -43,6 +41,7 @@ from ipex_core.nn.ipex_api.state_space import (
     selective_scan_fn,
     selective_state_update,
 )
+from ipex_core.nn.linear import finish, is_fusable
 from ipex_core.nn.torchscript import function
 from ipex_core.ops.linear.linear import activate
 from ipex_core.packing.parameter import exporting

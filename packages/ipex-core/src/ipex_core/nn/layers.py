@@ -15,9 +15,8 @@ from torch._jit_internal import is_scripting
 from torch.nn import functional
 
 from ipex_core.library.spec import FLOATS
-from ipex_core.module_swap.base import OptimizedModule, is_stand_in, record_call
+from ipex_core.module_swap.base import OptimizedModule, call, is_stand_in, record_call, stock_only
 from ipex_core.module_swap.script import stock_forward
-from ipex_core.nn.call import call, stock_only
 from ipex_core.nn.functional import layer_norm, rms_norm
 from ipex_core.nn.torchscript import rms_norm as script_rms_norm
 from ipex_core.nn.torchscript import scale_and_shift as script_scale_and_shift
@@ -27,6 +26,7 @@ __all__ = [
     "FoldedBatchNorm1d",
     "FoldedBatchNorm2d",
     "FoldedBatchNorm3d",
+    "FrozenBatchNorm2d",
     "OptimizedEmbeddingBag",
     "OptimizedGELU",
     "OptimizedGroupNorm",
@@ -421,3 +421,46 @@ _DROPOUTS: dict[type[nn.Module], type[nn.Module]] = {
 def identity_dropout(kind: type[nn.Module]) -> type[nn.Module] | None:
     """Return the class that replaces a dropout class, or None."""
     return _DROPOUTS.get(kind)
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """`torch.nn.BatchNorm2d` whose statistics and parameters are constants.
+
+    All four vectors are buffers, so that nothing trains them; the input gets its gradient. In a model that is cast to
+    bfloat16 or float16 the buffers may stay float32.
+
+    Args:
+        num_features: Channels of the input.
+        eps: Added to the variance.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, num_features: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.eps = eps
+        self.register_buffer("weight", torch.ones(num_features))
+        self.register_buffer("bias", torch.zeros(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # A checkpoint of nn.BatchNorm2d has a counter that means nothing here.
+        state_dict.pop(prefix + "num_batches_tracked", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x [N, C, H, W]``, float32, bfloat16 or float16; the result has its dtype and memory format."""
+        return torch.ops.ipex.frozen_batch_norm(  # type: ignore[no-any-return]
+            x, self.weight, self.bias, self.running_mean, self.running_var, self.eps
+        )
+
+    def extra_repr(self) -> str:
+        """Return the size and eps."""
+        return f"{self.num_features}, eps={self.eps}"

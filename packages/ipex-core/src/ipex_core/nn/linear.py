@@ -1,33 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layer on a packed weight."""
+"""Linear layer on a packed weight, and what it offers so that the operations after it run in the same op."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import threading
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 
+from ipex_core.kernels.policy import has_kernel
 from ipex_core.module_swap.base import (
     OptimizedModule,
+    below_autograd,
+    call,
+    has_hooks,
     is_stand_in,
     needs_grad,
     record_call,
+    stock_only,
     usable_parameters,
 )
-from ipex_core.module_swap.state_dict import state_of
-from ipex_core.nn.call import below_autograd, call, stock_only
-from ipex_core.nn.fusable import finish, fits
+from ipex_core.module_swap.state_dict import attach, realize, state_of, swap_class
 from ipex_core.nn.torchscript import function
+from ipex_core.ops.linear.linear import activate
 from ipex_core.packing import onednn
+from ipex_core.packing.dense import FORMATS
 from ipex_core.packing.parameter import PackedWeight, captured, pack
 from ipex_core.util.symbolic import tracing
 
-__all__ = ["OptimizedLinear"]
+__all__ = [
+    "FusableLinear",
+    "IPEXLinearEltwise",
+    "OptimizedLinear",
+    "finish",
+    "fits",
+    "is_fusable",
+    "lower_linear",
+]
 
 Tensor = torch.Tensor
+
+
+class FusableLinear(Protocol):
+    """A linear layer, dense or quantized, that can finish its result before it is stored.
+
+    It is recognized by its attributes, not by its class: a module that has both ``packed_weight`` and ``fused`` is one.
+    `OptimizedLinear` is one, and so is any layer with a packed quantized weight that wants to take part.
+
+    Attributes:
+        in_features: Size of the last dimension of the input.
+        out_features: Size of the last dimension of the result.
+    """
+
+    in_features: int
+    out_features: int
+
+    @property
+    def packed_weight(self) -> Tensor | None:
+        """The packed weight as its op (``linear``, ``woq_linear``) takes it; None while there is none."""
+        ...
+
+    def fused(
+        self,
+        x: Tensor,
+        post: str = "none",
+        residual: Tensor | None = None,
+        mul: Tensor | None = None,
+        residual2: Tensor | None = None,
+    ) -> Tensor:
+        """Compute ``post(x @ weight.T + bias) * mul + residual + residual2``.
+
+        It must accept operands of other dtypes and of shapes that are broadcast, and be differentiable where its
+        parameters are; it decides itself what runs in one op.
+
+        Args:
+            x: ``[..., in_features]``.
+            post: ``"none"``, ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
+            residual: ``[..., out_features]``, or None.
+            mul: Likewise.
+            residual2: Likewise.
+
+        Returns:
+            ``[..., out_features]``.
+        """
+        ...
+
+
+def is_fusable(module: nn.Module) -> bool:
+    """Return whether a module is a `FusableLinear`."""
+    kind = type(module)
+    return hasattr(kind, "fused") and (
+        hasattr(kind, "packed_weight") or hasattr(module, "packed_weight")
+    )
+
+
+def fits(operand: Tensor | None, x: Tensor, out_features: int) -> bool:
+    """Return whether the ops can take what the result of a linear layer is multiplied by or added to."""
+    if operand is None:
+        return True
+    shape = operand.shape
+    return (
+        operand.dtype is x.dtype
+        and len(shape) == x.dim()
+        and shape[-1] == out_features
+        and shape[:-1] == x.shape[:-1]
+    )
+
+
+def finish(
+    y: Tensor,
+    post: str = "none",
+    residual: Tensor | None = None,
+    mul: Tensor | None = None,
+    residual2: Tensor | None = None,
+) -> Tensor:
+    """Return ``post(y) * mul + residual + residual2``, with stock ops."""
+    y = activate(y, post)
+    if mul is not None:
+        y = y * mul
+    if residual is not None:
+        y = y + residual
+    return y if residual2 is None else y + residual2
+
+
 _LINEAR = torch.ops.ipex.linear.default
 
 
@@ -252,3 +350,88 @@ class _PackedLinear(torch.autograd.Function):
         grad_x = grad @ weight.plain() if need_x else None
         grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if need_weight else None
         return grad_x, grad_weight, rows.sum(0) if need_bias else None, None
+
+
+# --- one layer, outside of ipex.optimize ----------------------------------------------------------------------------
+
+_lock = threading.Lock()
+
+
+def lower_linear(module: nn.Module) -> bool:
+    """Pack the weight of a linear layer for this CPU, in place, and return whether it is packed now.
+
+    The layer stays the same object, an ``nn.Linear``, with the same state dict; its class becomes `OptimizedLinear`, as
+    `ipex.optimize` does it. Layers that compute something of their own (subclasses, parametrizations, hooks), layers on
+    other devices and those in training mode stay as they are.
+
+    Args:
+        module: Any module.
+    """
+    if not _may_lower(module):
+        return isinstance(module, OptimizedLinear) and module._packed is not None
+    with _lock:
+        if _may_lower(module):
+            assert isinstance(module, nn.Linear)
+            own = has_kernel("linear")
+            swap_class(module, OptimizedLinear)
+            state = attach(module)
+            state.packing = "ipex" if own else "mkldnn"
+            state.kernel_op = "linear" if own else None
+            realize(module)
+    return isinstance(module, OptimizedLinear) and module._packed is not None
+
+
+def _may_lower(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear or module.training or has_hooks(module):
+        return False
+    if state_of(module) is not None or "weight" not in module._parameters:
+        return False
+    weight = module._parameters["weight"]
+    if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.numel() == 0:
+        return False
+    bias = module._parameters.get("bias", module)
+    if bias is not None and type(bias) is not nn.Parameter:
+        return False
+    dtype: torch.dtype = weight.dtype
+    if bias is not None and bias.dtype not in (dtype, torch.float32):
+        return False
+    return dtype in FORMATS and (has_kernel("linear") or onednn.supports(dtype))
+
+
+class IPEXLinearEltwise(nn.Module):
+    """``relu`` or ``sigmoid`` of a linear layer; ``relu`` is computed in the op of a layer from `ipex.optimize`.
+
+    Args:
+        ipex_linear_module: The layer; one that `ipex.optimize` has not prepared works too.
+        eltwise: ``"relu"`` or ``"sigmoid"``.
+
+    Raises:
+        TypeError: ``ipex_linear_module`` is not a linear layer.
+        ValueError: ``eltwise`` is something else.
+    """
+
+    def __init__(self, ipex_linear_module: nn.Linear, eltwise: str = "relu") -> None:
+        super().__init__()
+        if not isinstance(ipex_linear_module, nn.Linear):
+            raise TypeError(
+                "IPEXLinearEltwise: ipex_linear_module must be a linear layer,"
+                f" got {type(ipex_linear_module).__name__}"
+            )
+        if eltwise not in ("relu", "sigmoid"):
+            raise ValueError(
+                f"IPEXLinearEltwise: eltwise must be 'relu' or 'sigmoid', got {eltwise!r}"
+            )
+        self.m = ipex_linear_module
+        self.eltwise = eltwise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``eltwise(linear(x))`` for ``x [..., in_features]``; differentiable."""
+        if self.eltwise == "sigmoid":
+            return torch.sigmoid(self.m(x))
+        if isinstance(self.m, OptimizedLinear):
+            return self.m.fused(x, "relu")
+        return torch.relu(self.m(x))
+
+    def extra_repr(self) -> str:
+        """Return the name of the activation."""
+        return f"eltwise={self.eltwise!r}"

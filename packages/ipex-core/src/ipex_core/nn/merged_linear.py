@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core.module_swap.base import has_hooks
+from ipex_core.module_swap.base import call, has_hooks, stock_only
 from ipex_core.module_swap.state_dict import state_of, unpack_weight
-from ipex_core.nn.call import call, stock_only
 from ipex_core.nn.linear import OptimizedLinear
 from ipex_core.ops.linear.epilogue import GATES
 from ipex_core.packing import onednn

@@ -14,14 +14,13 @@ from torch._jit_internal import is_scripting
 from torch.nn import functional
 
 from ipex_core.kernels import providers
-from ipex_core.kernels.policy import has_kernel
-from ipex_core.kernels.timing import fastest, numbers
+from ipex_core.kernels.policy import fastest, has_kernel, numbers
 from ipex_core.library.checks import dtype_name
-from ipex_core.nn.call import below_autograd, stock_only
+from ipex_core.module_swap.base import below_autograd, stock_only
 
 __all__ = [
-    "Choice",
     "STOCK",
+    "Choice",
     "TrainingLinear",
     "choose",
     "input_gradient",

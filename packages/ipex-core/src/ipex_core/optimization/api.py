@@ -18,8 +18,7 @@ from ipex_core.library.spec import dtype_name
 from ipex_core.module_swap.state_dict import detach
 from ipex_core.optimization.options import Options, check_model, parse
 from ipex_core.optimization.passes.base import Context, Pass, run_on
-from ipex_core.optimization.passes.buffers import Buffers
-from ipex_core.optimization.passes.cast import Cast
+from ipex_core.optimization.passes.cast import Buffers, Cast
 from ipex_core.optimization.passes.folding import ConvBatchNorm, LinearBatchNorm
 from ipex_core.optimization.passes.fuse import Fuse
 from ipex_core.optimization.passes.layout import ChannelsLast, auto_channels_last

@@ -4,16 +4,24 @@
 transformers looks its attention function up by a name in the configuration of the model. A function under the name
 ``"ipex"`` is registered the first time a model needs it; the pass writes that name into the configuration. Nothing of
 transformers is replaced, and nothing is registered before a model is optimized or a user asks for the name.
+
+A few modelling modules (Falcon, GPT-J, SAM ...) index a dictionary such as `FALCON_ATTENTION_CLASSES` by the name of
+the attention and know only the names in it: transformers accepts a registered name, and making the model fails with a
+`KeyError`. Such a table gets one entry more, which makes the class of ``"sdpa"``, or else of ``"eager"``, and tells the
+caller that offered it. transformers has no registry for these tables. They are found by what is in a module, not by a
+list of models: in modules that are imported already at once, in others when they are imported. No entry is replaced.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.machinery
 import inspect
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -21,9 +29,8 @@ from torch import Tensor, nn
 
 from ipex_core.kernels.policy import find_kernels, has_kernel
 from ipex_core.library.spec import FLOATS
-from ipex_core.nn.call import call
+from ipex_core.module_swap.base import call
 from ipex_core.nn.functional import attention_supported
-from ipex_core.optimization import transformers_tables
 from ipex_core.optimization.passes.base import Context, Pass
 from ipex_core.optimization.records import Log
 
@@ -307,7 +314,7 @@ def register_interface() -> None:
 
     find_kernels()  # which Dynamo cannot follow: the first call may be one that is compiled
     AttentionInterface.register(NAME, attention_forward)
-    transformers_tables.watch(NAME, _has_own)
+    _watch(NAME, _has_own)
     try:
         from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
     except ImportError:  # before 4.53 models make their masks themselves
@@ -384,3 +391,82 @@ class HuggingFaceAttention(Pass):
             for config in _configs(model):
                 if config._attn_implementation_internal == NAME:
                     config._attn_implementation_internal = former
+
+
+# --- tables of classes in modules -----------------------------------------------------------------------------------
+
+_PACKAGE = "transformers.models."
+
+_Made = Callable[[type, str], None]
+
+
+def _offer(module: types.ModuleType, name: str, made: _Made) -> None:
+    """Add an entry to the tables of attention classes in a module.
+
+    Args:
+        module: A modelling module.
+        name: The new key.
+        made: Called with the class of the configuration and the name of the stock class when a model is made so.
+    """
+    for key, table in list(vars(module).items()):
+        if not key.endswith("ATTENTION_CLASSES") or not isinstance(table, dict):
+            continue
+        stock = table.get("sdpa", table.get("eager"))
+        if isinstance(stock, type):
+            table.setdefault(name, _entry(stock, made))
+
+
+def _entry(stock: type, made: _Made) -> Callable[..., Any]:
+    def make(config: Any, *args: Any, **kwargs: Any) -> Any:
+        made(type(config), stock.__name__)
+        return stock(config, *args, **kwargs)
+
+    return make
+
+
+def _watch(name: str, made: _Made) -> None:
+    """Call `_offer` for the modelling modules that are imported, and for each one that will be; once for a name."""
+    if any(isinstance(finder, _TableFinder) and finder.name == name for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _TableFinder(name, made))
+    for key, module in list(sys.modules.items()):
+        if _is_modeling(key) and isinstance(module, types.ModuleType):
+            _offer(module, name, made)
+
+
+def _is_modeling(name: str) -> bool:
+    return name.startswith(_PACKAGE) and name.rpartition(".")[2].startswith("modeling_")
+
+
+class _TableLoader(importlib.machinery.SourceFileLoader):
+    """Runs a module as usual, and looks for tables in it afterwards."""
+
+    finder: _TableFinder
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        super().exec_module(module)
+        _offer(module, self.finder.name, self.finder.made)
+
+
+class _TableFinder:
+    """Finds modelling modules as Python does, for `_TableLoader` to run; other names are not looked at."""
+
+    def __init__(self, name: str, made: _Made) -> None:
+        self.name = name
+        self.made = made
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if not _is_modeling(fullname):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
+            return None  # leave modules with a custom loader alone
+        loader = _TableLoader(fullname, spec.loader.path)
+        loader.finder = self
+        spec.loader = loader
+        return spec

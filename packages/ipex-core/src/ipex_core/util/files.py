@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that appear when they are complete, and memory that is given back."""
+"""Files that appear when they are complete."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-__all__ = [
-    "return_free_memory",
-    "write_whole",
-]
+__all__ = ["write_whole"]
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -34,25 +27,3 @@ def write_whole(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     finally:
         part.unlink(missing_ok=True)
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def return_free_memory() -> None:
-    """Give freed memory back to the system, where the allocator (glibc's) would keep it.
-
-    Whoever replaces the weights of a model one by one frees blocks between blocks that live on; without this the
-    process keeps both the old and the new ones until it ends.
-    """
-    trim = _trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _trim() -> Callable[[int], Any] | None:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):  # another C library
-        return None

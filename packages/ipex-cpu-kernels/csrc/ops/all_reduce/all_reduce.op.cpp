@@ -24,7 +24,7 @@ std::string list_text(const std::vector<int64_t>& values) {
   return text + "]";
 }
 
-// What the ranks of a call must agree about; as note_of in ipex_core/ops/collective/_exchange.py.
+// What the ranks of a call must agree about; as note_of in ipex_core/ops/collective/exchange.py.
 int64_t note_of(int64_t size, ScalarType dtype, int64_t kind) {
   const int64_t code = dtype == ScalarType::Float ? 1 : dtype == ScalarType::BFloat16 ? 2 : 3;
   return size * 64 + code * 8 + kind;

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ipex_core.library.checks import dtype_name
 from ipex_core.library.spec import check
-from ipex_core.nn.call import call
+from ipex_core.module_swap.base import call
 
 __all__ = ["gelu_and_mul", "gelu_mul", "gelu_quick", "silu_and_mul", "silu_mul"]
 

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ipex_core.library.spec import check
-from ipex_core.nn.call import call
+from ipex_core.module_swap.base import call
 from ipex_core.nn.ipex_api.kv_cache import indirect_access_kv_cache_attention
 from ipex_core.util.arguments import also_named
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ipex_core.library.spec import check
-from ipex_core.nn.call import call
+from ipex_core.module_swap.base import call
 
 __all__ = ["add_layer_norm", "add_rms_norm", "fast_layer_norm", "rms_norm"]
 

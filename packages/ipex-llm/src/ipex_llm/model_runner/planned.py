@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core.module_swap.base import OptimizedModule
-from ipex_core.nn.call import call
+from ipex_core.module_swap.base import OptimizedModule, call
 from ipex_core.packing.parameter import KEEPS_CLASS, PackedWeight, hollow
 from ipex_core.woq import deinterleave_gate_up
 from ipex_llm.arch.types import LinearPlan

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ipex_core.library.spec import check
-from ipex_core.nn.call import call
+from ipex_core.module_swap.base import call
 from ipex_core.util.arguments import also_named
 from ipex_llm import functional
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps

@@ -14,8 +14,7 @@ from torch import nn
 
 from ipex_core.nn import OptimizedLinear
 from ipex_core.nn.functional import linear as run
-from ipex_core.nn.fusable import finish
-from ipex_core.nn.lower import lower_linear
+from ipex_core.nn.linear import finish, lower_linear
 from ipex_core.nn.merged_linear import GatedPair
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 

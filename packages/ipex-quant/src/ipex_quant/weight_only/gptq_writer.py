@@ -13,8 +13,7 @@ from torch import nn
 
 from ipex_core.library.spec import check
 from ipex_quant.util.safetensors import ShardWriter
-from ipex_quant.weight_only.convert import stacks
-from ipex_quant.weight_only.convert import _is_conv1d, _is_linear, matches
+from ipex_quant.weight_only.convert import _is_conv1d, _is_linear, matches, stacks
 from ipex_quant.weight_only.gptq_solve import Solved
 from ipex_quant.weight_only.saving import (
     Kinds,

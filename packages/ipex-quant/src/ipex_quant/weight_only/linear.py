@@ -12,8 +12,8 @@ from torch import nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
-from ipex_core.nn.call import call
-from ipex_core.nn.fusable import finish, fits
+from ipex_core.module_swap.base import call
+from ipex_core.nn.linear import finish, fits
 from ipex_core.packing.parameter import PackedWeight
 from ipex_quant.qconfig.weight_only import (
     QConfigWoq,

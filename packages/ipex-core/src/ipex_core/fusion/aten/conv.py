@@ -22,7 +22,7 @@ from ipex_core.fusion.aten.graph import (
     shape_of,
     val,
 )
-from ipex_core.fusion.aten.timing import against_ours
+from ipex_core.fusion.aten.linear import against_ours
 from ipex_core.fusion.report import Fusion, GraphReport
 from ipex_core.library.spec import FLOATS
 from ipex_core.util.symbolic import hints
@@ -350,7 +350,7 @@ def _runs(
     conv: _Convolution, shape: list[int], residual: bool, kind: str
 ) -> dict[str, Callable[[], Tensor]]:
     """Return the candidates, on as many of the images as make a call long enough to be timed."""
-    from ipex_core.kernels.timing import numbers
+    from ipex_core.kernels.policy import numbers
     from ipex_core.ops.conv.convolution import pack_convolution
     from ipex_core.ops.linear.epilogue import activate
     from ipex_core.packing import onednn as _mkldnn

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers: frozen weights are packed for our kernel, and what follows a layer moves into its kernel.
 
-Three steps, each of use without the others:
+Steps, each of use without the others:
 
+* `unpack_linears`: layers that `ipex.optimize` has packed go back to Inductor where its library was measured to be
+  faster. The choice of `ipex.optimize` is one against the stock op, which packs nothing. A frozen graph packs its
+  weights for MKL in float32, and that is faster on some CPUs.
 * `pack_linears`: ``addmm`` and ``mm`` with a weight that freezing makes constant become ``ipex::linear`` (float32,
   bfloat16, float16), for few rows above all.
 * `fuse_gated`: ``silu(x @ gate.T) * (x @ up.T)`` becomes one ``ipex::linear`` on the interleaved weights.
@@ -12,11 +15,14 @@ Three steps, each of use without the others:
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 from ipex_core.fusion.aten.epilogue import Activation, find_activations
 from ipex_core.fusion.aten.graph import (
@@ -31,19 +37,23 @@ from ipex_core.fusion.aten.graph import (
     static,
     val,
 )
-from ipex_core.fusion.aten.timing import measured_linear
-from ipex_core.kernels.policy import choose_linear
+from ipex_core.kernels import providers
+from ipex_core.kernels.policy import choose_linear, fastest, numbers
 from ipex_core.library.spec import FLOATS
-from ipex_core.packing.dense import interleave_gate_up
+from ipex_core.ops.linear.epilogue import activate, apply_epilogue, weight_rows
+from ipex_core.packing.dense import deinterleave_gate_up, interleave_gate_up
 from ipex_core.util.symbolic import hints
 
 __all__ = [
     "VIEWS",
+    "against_ours",
     "arguments",
     "fuse_gated",
     "fuse_post_ops",
+    "measured_linear",
     "pack_linears",
     "unflattened",
+    "unpack_linears",
 ]
 
 aten = torch.ops.aten
@@ -420,3 +430,165 @@ def _exchange(
     schema = target._schema  # type: ignore[union-attr]
     args = tuple(given[a.name] for a in schema.arguments)
     return ctx.replace("post_op", root, interior, target, args, text)
+
+
+# --- timing stock code and ours while a graph is compiled -----------------------------------------------------------
+
+#: Seconds that a measurement may go on; the whole of a network should be far below the time that compiling takes.
+_SECONDS = 0.04
+
+_known: dict[Any, str | None] = {}
+
+
+def against_ours(
+    key: tuple[Any, ...], runs: Callable[[], dict[str, Callable[[], torch.Tensor]]]
+) -> str | None:
+    """Return why stock code is to run, None if ours was measured to be faster; once in a process.
+
+    Args:
+        key: What the times depend on, but for the number of threads.
+        runs: Makes the candidates, ``"stock"`` and ``"ipex"``, on data of their own.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are asked for, and a measurement may come out either way"
+    key = (*key, torch.get_num_threads())
+    if key not in _known:
+        # Below autograd, as compiled graphs run: its kernel for ours is Python and takes some 8 us.
+        with (
+            torch.utils._python_dispatch._disable_current_modes(),
+            torch.no_grad(),
+            torch._C._AutoDispatchBelowAutograd(),
+        ):
+            best, text = fastest(runs(), _SECONDS)
+        _known[key] = None if best == "ipex" else f"measured: {text}"
+    return _known[key]
+
+
+def measured_linear(
+    dtype: torch.dtype, n: int, k: int, rows: int, biased: bool, activation: str = "none"
+) -> str | None:
+    """Return why Inductor is to compute a linear layer; None if ours was measured to be faster or a table says so.
+
+    Args:
+        dtype: Type of the operands.
+        n: Rows of the weight.
+        k: Columns of the weight.
+        rows: Rows of the input.
+        biased: Whether there is a bias.
+        activation: What follows and our kernel computes on the way; Inductor makes a loop of its own of it.
+    """
+    if dtype != torch.float32 or rows == 0 or _table_holds():
+        return None
+    sizes = n, k, rows, biased, _stock_is_mkl(), activation
+    return against_ours(("linear", *sizes), lambda: _linears(*sizes))
+
+
+def _table_holds() -> bool:
+    """Whether the table of `choose_linear` is also one against MKL on a packed weight, Inductor's in float32.
+
+    MKL has other code for each vendor and level. On a Xeon with AVX512-VNNI it is 1.0-1.7 times as fast as ours from 32
+    rows on and slower with 4 to 16; on Zen 4 it is slower throughout.
+    """
+    return providers.cpu_level() == "avx512_bf16"
+
+
+def _stock_is_mkl() -> bool:
+    """Whether Inductor hands a linear layer in float32 to MKL; a file compiled ahead of time has oneDNN."""
+    from torch._inductor.virtualized import V
+
+    return bool(torch._C.has_mkl) and not V.aot_compilation
+
+
+def _linears(
+    n: int, k: int, rows: int, biased: bool, mkl: bool, activation: str
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return what computes a linear layer in float32: Inductor's choice and ours."""
+    from ipex_core.ops.linear.epilogue import activate
+    from ipex_core.packing import onednn
+    from ipex_core.packing.parameter import pack
+
+    n = min(n, 2048)  # the rest is more of the same
+    x, weight = numbers(rows, k), numbers(n, k)
+    bias = torch.zeros(n) if biased else None
+    packed = torch.ops.ipex.pack_linear_weight(weight)
+    runs = {"ipex": lambda: torch.ops.ipex.linear(x, packed, n, bias, None, activation)}
+    if mkl:
+        for_mkl = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
+        stock = functools.partial(torch.ops.mkl._mkl_linear, x, for_mkl, weight, bias, rows)
+    else:
+        for_onednn = pack(weight, "mkldnn")
+        stock = functools.partial(onednn.linear, x, for_onednn, bias)
+    # The ops of torch take the time of Inductor's loops for these.
+    runs["stock"] = lambda: activate(stock(), activation)
+    return runs
+
+
+# --- back to Inductor -----------------------------------------------------------------------------------------------
+
+
+def unpack_linears(ctx: Context) -> None:
+    """Replace ``ipex::linear`` on packed weights by plain ops where these are faster."""
+    if ctx.always or torch.are_deterministic_algorithms_enabled():
+        return
+    for node in ctx.nodes(ipex.linear.default):
+        given = arguments(node)
+        x, bias = val(given["x"]), given["bias"]
+        if x is None or x.dtype != torch.float32 or not static(x.shape):
+            continue
+        if not ctx.is_constant(given["packed_weight"]) or 0 in x.shape:
+            continue
+        n = weight_rows(given["out_features"], given["gate"])
+        k, rows = int(x.shape[-1]), x.shape[:-1].numel()
+        reason = measured_linear(x.dtype, n, k, rows, bias is not None, given["activation"])
+        if reason is not None:
+            ctx.reject("linear", node, "ipex::linear", reason)
+            _unpack(ctx, node, given, n)
+
+
+def _plain(
+    x: Tensor,
+    packed_weight: Tensor,
+    rows: int,
+    out_features: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    mul: Tensor | None,
+    residual2: Tensor | None,
+    gate: str,
+) -> Tensor:
+    weight = ipex.unpack_linear_weight(packed_weight, rows, x.shape[-1], x.dtype)
+    if gate == "none":
+        y = activate(functional.linear(x, weight, bias), activation)
+    else:
+        weights = deinterleave_gate_up(weight, out_features)
+        biases = (None, None) if bias is None else deinterleave_gate_up(bias, out_features)
+        first, up = (functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+        y = activate(first, gate) * up
+    return apply_epilogue(y, out_features, None, "none", mul, residual, residual2)
+
+
+def _unpack(ctx: Context, node: fx.Node, given: dict[str, Any], n: int) -> None:
+    """Put the plain ops of a layer in its place."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    names = [name for name, value in given.items() if isinstance(value, fx.Node)]
+
+    def function(*values: Tensor) -> Tensor:
+        return _plain(rows=n, **{**given, **dict(zip(names, values, strict=True))})
+
+    with ctx.fake_mode(), torch.no_grad():
+        values = [val(given[name]) for name in names]
+        plain = make_fx(function, select_decomp_table())(*values).graph
+    inputs = plain.find_nodes(op="placeholder")
+    copies: dict[fx.Node, Any] = dict(zip(inputs, (given[n] for n in names), strict=True))
+    with ctx.graph.inserting_before(node):
+        result = ctx.graph.graph_copy(plain, copies)
+    assert isinstance(result, fx.Node)
+    for name in ("stack_trace", "nn_module_stack"):
+        for new in copies.values():
+            if name in node.meta and name not in new.meta and new.op == "call_function":
+                new.meta[name] = node.meta[name]
+    node.replace_all_uses_with(result)
+    ctx.drop([node])

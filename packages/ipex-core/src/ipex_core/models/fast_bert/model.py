@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from ipex_core.models.fast_bert.blocks import LinearDropoutAddNorm, LinearGelu, SelfAttention
 from ipex_core.models.fast_bert.tokens import MOST_GROUPS, Tokens, padded, unpadded
+from ipex_core.module_swap.base import transformed
 from ipex_core.module_swap.derive import restore_class, swap
-from ipex_core.nn.call import transformed
 from ipex_core.nn.training_linear import TrainingLinear
 from ipex_core.optimization.passes.cast import cast_input
 from ipex_core.optimization.training.api import widen_input

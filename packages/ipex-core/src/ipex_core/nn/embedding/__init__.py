@@ -10,8 +10,12 @@ from ipex_core.nn.embedding.fused_update import (
     MergedEmbeddingBagWithSGD,
     SGDArgs,
 )
-from ipex_core.nn.embedding.inference import MergedEmbeddingBagWithCat
-from ipex_core.nn.embedding.tables import EmbeddingSpec, MergedEmbeddingBag, PoolingMode
+from ipex_core.nn.embedding.tables import (
+    EmbeddingSpec,
+    MergedEmbeddingBag,
+    MergedEmbeddingBagWithCat,
+    PoolingMode,
+)
 
 __all__ = [
     "AdaGradArgs",

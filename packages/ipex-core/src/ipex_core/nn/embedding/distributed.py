@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ipex_core.nn.call import check_recorded
+from ipex_core.module_swap.base import check_recorded
 from ipex_core.nn.embedding.fused_update import MergedEmbeddingBagWithAdaGrad
 from ipex_core.nn.embedding.tables import (
     EmbeddingSpec,

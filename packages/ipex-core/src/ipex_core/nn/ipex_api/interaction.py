@@ -10,7 +10,7 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ipex_core.nn.call import transformed
+from ipex_core.module_swap.base import transformed
 from ipex_core.ops.embedding import interaction as definition
 
 __all__ = ["InteractionFunc", "interaction"]

@@ -33,8 +33,8 @@ _NAMES = {
 #: Name -> module of `ipex_core.nn` that has it.
 _OWN = {
     "DistMergeEmbeddingBagWithAdaGrad": "embedding",
-    "FrozenBatchNorm2d": "frozen_batch_norm",
-    "IPEXLinearEltwise": "linear_eltwise",
+    "FrozenBatchNorm2d": "layers",
+    "IPEXLinearEltwise": "linear",
     "MergedEmbeddingBag": "embedding",
     "MergedEmbeddingBagWithAdaGrad": "embedding",
     "MergedEmbeddingBagWithCat": "embedding",

@@ -14,7 +14,7 @@ from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_score_scale, check_tensor, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name
-from ipex_core.ops.attention._decode import (
+from ipex_core.ops.attention.checks import (
     TOLERANCE,
     attend,
     check_head_groups,

@@ -21,7 +21,7 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
-from ipex_core.ops.attention._decode import TOLERANCE
+from ipex_core.ops.attention.checks import TOLERANCE
 from ipex_core.ops.kv_cache.checks import check_block_tables, check_index_tensor, check_lengths
 
 Tensor = torch.Tensor

@@ -20,7 +20,7 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name
-from ipex_core.ops.attention._decode import (
+from ipex_core.ops.attention.checks import (
     TOLERANCE,
     attend,
     check_head_groups,

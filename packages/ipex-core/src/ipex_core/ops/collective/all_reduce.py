@@ -19,7 +19,7 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import LIBRARY, define, register
 from ipex_core.library.spec import OpSpec, Sample, check
-from ipex_core.ops.collective._exchange import (
+from ipex_core.ops.collective.exchange import (
     SharedBuffer,
     buffer_bytes,
     format_buffer,

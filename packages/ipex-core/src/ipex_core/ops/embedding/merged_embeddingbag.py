@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_device, check_dtype, randn, strided
 from ipex_core.library.kernels import register
-from ipex_core.library.portable import PORTABLE
-from ipex_core.library.spec import BenchCase, OpSpec, Sample
-from ipex_core.ops.embedding._bags import (
+from ipex_core.library.spec import PORTABLE, BenchCase, OpSpec, Sample
+from ipex_core.ops.embedding.bags import (
     bag_count,
     bags_of,
     check_bags,

@@ -13,7 +13,7 @@ from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_device, check_shape, check_tensor, randn, strided
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample
-from ipex_core.ops.embedding._bags import (
+from ipex_core.ops.embedding.bags import (
     bags_of,
     check_bags,
     check_dense,

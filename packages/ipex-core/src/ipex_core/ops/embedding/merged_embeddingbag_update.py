@@ -20,7 +20,7 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
-from ipex_core.ops.embedding._bags import (
+from ipex_core.ops.embedding.bags import (
     bags_of,
     check_bags,
     check_table_list,

@@ -13,7 +13,7 @@ from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample
-from ipex_core.ops.optim._common import (
+from ipex_core.ops.optim.common import (
     check_numbers,
     check_param,
     check_states,

@@ -11,7 +11,7 @@ from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_like, check_tensor, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import OpSpec, Sample
-from ipex_core.ops.optim._common import join, split
+from ipex_core.ops.optim.common import join, split
 
 Tensor = torch.Tensor
 

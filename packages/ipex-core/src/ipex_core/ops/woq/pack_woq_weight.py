@@ -17,7 +17,7 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import OpSpec, Sample, check
-from ipex_core.ops.woq._samples import woq_parts
+from ipex_core.ops.woq.samples import woq_parts
 from ipex_core.packing import woq
 from ipex_core.packing.woq import Layout
 

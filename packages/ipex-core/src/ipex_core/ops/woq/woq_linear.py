@@ -20,7 +20,7 @@ from ipex_core.ops.linear.epilogue import (
     check_operands,
     weight_rows,
 )
-from ipex_core.ops.woq._samples import stock_args, stock_woq_linear, woq_bench, woq_weight
+from ipex_core.ops.woq.samples import stock_args, stock_woq_linear, woq_bench, woq_weight
 from ipex_core.packing import woq
 from ipex_core.packing.woq import Layout, check_woq_packed
 

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cast of the parameters to bfloat16 or float16.
+"""Cast of the parameters to bfloat16 or float16, and of the buffers without which the model then does not run.
 
 All floating parameters are cast, as ``model.to(dtype)`` would do, except those of batch norms, weights that a module
-around the layer holds too, since it may compute with them, and those that a model of transformers asks to keep.
-Buffers stay, since rotary frequencies and position tables need their precision (but see `_buffers`). Stock layers with
-cast weights convert their input, so the model takes float32 inputs with or without autocast. The originals are
-remembered exactly.
+around the layer holds too, since it may compute with them, and those that a model of transformers asks to keep. Stock
+layers with cast weights convert their input, so the model takes float32 inputs with or without autocast. The originals
+are remembered exactly.
+
+Buffers stay float32, since rotary frequencies and position tables need their precision. Where a forward multiplies
+matrices of which one comes from a buffer (the decays of MiniMax), torch refuses the two dtypes. Such a model is found
+by running it: on ``sample_input``, or on the token ids that transformers has for each of its models. Nothing is run
+where no buffer could be the cause.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,11 +28,11 @@ from torch.utils._pytree import tree_map_only
 from ipex_core import nn as inn
 from ipex_core.library.spec import FLOATS, dtype_name
 from ipex_core.module_swap.script import refuse_hook
-from ipex_core.module_swap.state_dict import attach, swap_class
-from ipex_core.optimization.passes.base import Context, Pass, swap_reason
+from ipex_core.module_swap.state_dict import attach, realize, revert, swap_class
+from ipex_core.optimization.passes.base import Context, Pass, run_on, swap_reason
 from ipex_core.optimization.records import Log
 
-__all__ = ["Cast", "held_above", "wide_names"]
+__all__ = ["Buffers", "Cast", "held_above", "wide_names"]
 
 log = logging.getLogger("ipex")
 
@@ -247,3 +252,91 @@ class Cast(Pass):
                     module.__dict__.pop("__prepare_scriptable__", None)
                     del module._forward_pre_hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+# --- buffers --------------------------------------------------------------------------------------------------------
+
+#: What angles are computed from; rounding it turns them by more the farther a token is.
+_ROTARY = "inv_freq"
+
+
+class Buffers(Pass):
+    """Cast buffers, if the model does not run otherwise."""
+
+    name = "buffers"
+
+    def applies(self, context: Context) -> bool:
+        """Return whether a reduced dtype was asked for."""
+        return context.options.reduced is not None
+
+    def apply(self, context: Context) -> None:
+        """Run the model, and cast buffers if it raises."""
+        found = list(_candidates(context))
+        inputs = _inputs(context) if found else None
+        if inputs is None or _runs(context.model, inputs) is not False:
+            return
+        beside = [one for one in found if any(p.is_floating_point() for p in one[1].parameters())]
+        for chosen in (beside, found):
+            if chosen and self._cast(context, chosen, inputs):
+                return
+
+    def _cast(
+        self, context: Context, chosen: list[tuple[str, nn.Module, str]], inputs: Any
+    ) -> bool:
+        """Cast buffers; put them back and return False if the model does not run with them either."""
+        dtype = context.options.reduced
+        assert dtype is not None
+        modules = {id(module): (path, module) for path, module, _ in chosen}
+        for _, module, name in chosen:
+            attach(module).buffers[name] = dtype
+        for _, module in modules.values():
+            realize(module)
+        if _runs(context.model, inputs):
+            for path, module in modules.values():
+                names = ", ".join(name for _, other, name in chosen if other is module)
+                text = (
+                    f"buffers cast to {dtype_name(dtype)}, without which the model raises: {names}"
+                )
+                context.log.add(path, module, self.name, True, text)
+            return True
+        for _, module in modules.values():
+            revert(module)
+            attach(module).buffers.clear()
+            realize(module)
+        return False
+
+
+def _candidates(context: Context) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield path, module and name of the buffers that may be cast."""
+    wide = wide_names(context.model)
+    for path, module in context.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.dtype != torch.float32 or _ROTARY in name:
+                continue
+            if wide is None or not wide.search(f"{path}.{name}"):
+                yield path, module, name
+
+
+def _inputs(context: Context) -> Any:
+    """Return arguments for the model, or None if there are none."""
+    if torch._guards.detect_fake_mode() is not None:
+        return None
+    if context.sample is not None:
+        return context.sample
+    if getattr(context.model, "main_input_name", None) != "input_ids":
+        return None
+    inputs = getattr(context.model, "dummy_inputs", None)
+    return inputs if isinstance(inputs, dict) else None
+
+
+def _runs(model: nn.Module, inputs: Any) -> bool | None:
+    """Return whether a model runs; None if these are not its inputs, or something else than dtypes is wrong."""
+    try:
+        run_on(model, inputs)
+    except RuntimeError as error:
+        return False if "type" in str(error) else None
+    except Exception:  # whatever a model raises for inputs that are not its own
+        return None
+    return True

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from ipex_core import nn as inn
-from ipex_core.kernels.policy import LinearChoice, choose_linear, has_kernel
-from ipex_core.kernels.timing import fastest, numbers
+from ipex_core.kernels.policy import LinearChoice, choose_linear, fastest, has_kernel, numbers
 from ipex_core.library.spec import dtype_name
+from ipex_core.module_swap.base import call
 from ipex_core.module_swap.state_dict import attach, state_of, swap_class
-from ipex_core.nn.call import call
 from ipex_core.optimization.passes.base import Context, Pass, swap_reason
 from ipex_core.optimization.passes.cast import LEAVES
 from ipex_core.packing import onednn

@@ -11,7 +11,7 @@ from ipex_core.module_swap.state_dict import attach, realize, state_of, swap_cla
 from ipex_core.nn.layers import identity_dropout
 from ipex_core.optimization.passes.base import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
-from ipex_core.util.files import return_free_memory
+from ipex_core.util.memory import return_free_memory
 
 __all__ = ["Dropout", "GraphMode", "Kernels", "Realize", "Recurrent"]
 
@@ -159,7 +159,7 @@ class Realize(Pass):
 
     def apply(self, context: Context) -> None:
         """Fold, cast, lay out and pack."""
-        from ipex_core.module_swap.pickle import SavedTensor
+        from ipex_core.module_swap.state_dict import SavedTensor
         from ipex_core.util.console import progress
 
         registry: dict[int, SavedTensor] = {}

@@ -20,8 +20,8 @@ from torch import nn
 from ipex_core import nn as inn
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.module_swap.derive import derive
-from ipex_core.module_swap.pickle import SavedTensor
 from ipex_core.module_swap.state_dict import (
+    SavedTensor,
     attach,
     put_back,
     realize,
