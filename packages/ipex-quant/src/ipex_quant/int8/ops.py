@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import torch
 
-<<<<<<< HEAD
 from ipex_core.library.kernels import define
-from ipex_core.library.portable import PORTABLE
-=======
 from ipex_core.library.spec import PORTABLE
->>>>>>> h/join
 from ipex_quant.int8.modules import conv
 
 __all__ = ["TAIL", "conv", "run"]

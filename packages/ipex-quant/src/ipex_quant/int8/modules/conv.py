@@ -16,12 +16,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-<<<<<<< HEAD
 from ipex_core.library.kernels import define
-from ipex_core.library.portable import FUNCTIONAL, PORTABLE
-=======
 from ipex_core.library.spec import FUNCTIONAL, PORTABLE
->>>>>>> h/join
 
 __all__ = ["ACTIVATIONS", "int8_conv", "int8_conv_sum_"]
 
