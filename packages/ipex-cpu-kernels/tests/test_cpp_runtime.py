@@ -12,18 +12,17 @@ import pytest
 import torch
 
 import ipex_cpu_kernels
-from ipex_cpu_kernels import _native
 
 ROOT = Path(__file__).resolve().parents[3]
-LIBRARY = _native._find_library().parent / "libipex_cpp.so"
+PACKAGE = Path(ipex_cpu_kernels.cmake_prefix_path) / "IPEX" / "IPEXConfig.cmake"
 COMPILER = os.environ.get("CXX") or shutil.which("g++")
 CMAKE = shutil.which("cmake")
 
 # A wheel always has it.
 pytestmark = [
     pytest.mark.skipif(
-        LIBRARY.parent.resolve().is_relative_to(ROOT) and not LIBRARY.exists(),
-        reason="the build folder of the source tree has no libipex_cpp.so",
+        PACKAGE.resolve().is_relative_to(ROOT) and not PACKAGE.exists(),
+        reason="the build folder of the source tree has no CMake package",
     ),
     pytest.mark.skipif(COMPILER is None or CMAKE is None, reason="no C++ compiler or no cmake"),
     pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="pinning is of Linux"),

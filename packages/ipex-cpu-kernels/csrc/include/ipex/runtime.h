@@ -2,12 +2,13 @@
 // Pools of cores, and tasks that run on them: what ipex.runtime has in Python, for C++ programs.
 // Link IPEX::ipex. Needs C++17 and neither torch nor Python.
 //
-//   ipex::runtime::WithCPUPool pinned(ipex::runtime::CPUPool({0, 1}));  // until the end of the
-//   block
+//   using namespace ipex::runtime;
+//   WithCPUPool pinned(CPUPool({0, 1}));  // until the end of the block
 //
-//   auto executor = std::make_shared<ipex::runtime::TaskExecutor>(std::vector<int32_t>{0, 1});
-//   ipex::runtime::Task task([&](at::Tensor x) { return module.forward({x}).toTensor(); },
-//   executor); std::future<at::Tensor> future = task(x);
+//   auto executor = std::make_shared<TaskExecutor>(std::vector<int32_t>{0, 1});
+//   auto forward = [&](at::Tensor x) { return module.forward({x}).toTensor(); };
+//   Task task(forward, executor);
+//   std::future<at::Tensor> future = task(x);
 #pragma once
 
 #include <cstdint>
