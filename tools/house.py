@@ -702,7 +702,7 @@ def write(
         fell = number <= bound.today or check in names
         if fell and number != bound.today:
             told.append(f"{check}: {bound.today} -> {number}")
-            bound = dataclasses.replace(bound, today=number)
+            bound = dataclasses.replace(bound, today=number, goal=min(bound.goal, number))
         bounds.append("\t".join(map(str, dataclasses.astuple(bound))))
         # What has grown beyond its bound keeps its old places, so that the test still says what is new.
         kept = now[check] if fell and check in now else old.get(check, {})
