@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ipex_core import export
+from ipex_core import export, exporter
 from ipex_core.errors import ExportError
-from ipex_core.exporter import api
 from ipex_core.library.spec import PORTABLE
 from ipex_quant import (
     WoqWeightDtype,
@@ -57,7 +56,7 @@ def test_files_that_would_hand_over_a_wrong_dtype_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of torch 2.11 give float64 to an op that is to give float32."""
-    monkeypatch.setattr("ipex_core.exporter.api._DTYPES_ARRIVE", False)
+    monkeypatch.setattr("ipex_core.exporter._DTYPES_ARRIVE", False)
     x = torch.randn(4, 32)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).eval()
     prepared = prepare(model, default_static_qconfig_mapping, example_inputs=x)
@@ -66,7 +65,7 @@ def test_files_that_would_hand_over_a_wrong_dtype_are_refused(
         export(convert(prepared), x, tmp_path / "model.pt2")
 
 
-@pytest.mark.skipif(not api._DTYPES_ARRIVE, reason="refused with this torch")
+@pytest.mark.skipif(not exporter._DTYPES_ARRIVE, reason="refused with this torch")
 def test_static_int8_and_weight_only(tmp_path: Path) -> None:
     torch.manual_seed(0)
     images, ids = torch.randn(2, 3, 6, 6), torch.randint(50, (2, 5))

@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_core.diagnostics.explain import explain as explain
     from ipex_core.diagnostics.introspect import op_info as op_info
     from ipex_core.diagnostics.introspect import show_config as show_config
-    from ipex_core.exporter.api import export as export
+    from ipex_core.exporter import export as export
     from ipex_core.kernels.providers import KERNEL_API as KERNEL_API
     from ipex_core.kernels.providers import ProviderInfo as ProviderInfo
     from ipex_core.library.spec import BenchCase as BenchCase
@@ -82,7 +82,7 @@ _LAZY = {
     "enable_auto_channels_last": "ipex_core.optimization",
     "doctor": "ipex_core.diagnostics.doctor",
     "explain": "ipex_core.diagnostics.explain",
-    "export": "ipex_core.exporter.api",
+    "export": "ipex_core.exporter",
     "fast_bert": "ipex_core.models.fast_bert",
     "op_info": "ipex_core.diagnostics.introspect",
     "optimize": "ipex_core.optimization",

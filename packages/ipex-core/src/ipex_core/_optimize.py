@@ -9,9 +9,8 @@ from __future__ import annotations
 import sys
 
 from ipex_core.optim import fused, master_weights
-from ipex_core.optimization import options, records
+from ipex_core.optimization import options, records, training
 from ipex_core.optimization.passes import cast
-from ipex_core.optimization.training import api
 
 # The import of `ipex_core._optimize._cast` imports this module first and takes what it has entered.
 sys.modules.update(
@@ -21,6 +20,6 @@ sys.modules.update(
         f"{__name__}._masters": master_weights,
         f"{__name__}._records": records,
         f"{__name__}._train_step": fused,
-        f"{__name__}._training": api,
+        f"{__name__}._training": training,
     }
 )

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from ipex_core.exporter.api import _record
+from ipex_core.exporter import _record
 from ipex_core.optimization import optimize
 from ipex_core.util.quiet import quiet, raised
 from ipex_core.util.symbolic import Tracer

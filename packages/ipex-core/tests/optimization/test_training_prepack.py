@@ -17,7 +17,7 @@ from ipex_core import explain, optimize, restore
 from ipex_core.nn import training_linear
 from ipex_core.nn import training_linear as training_products
 from ipex_core.nn.training_linear import TrainingLinear
-from ipex_core.optimization.training import api
+from ipex_core.optimization import training
 
 Tensor = torch.Tensor
 BOUNDS = {
@@ -41,7 +41,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return run
 
-    monkeypatch.setattr(api, "why_not", lambda *_: None)
+    monkeypatch.setattr(training, "why_not", lambda *_: None)
     monkeypatch.setattr(
         training_linear, "choose", lambda *_: training_products.Choice(True, True, True)
     )

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ipex_core.diagnostics.explain import explain as explain
     from ipex_core.diagnostics.introspect import op_info as op_info
     from ipex_core.diagnostics.introspect import show_config as show_config
-    from ipex_core.exporter.api import export as export
+    from ipex_core.exporter import export as export
     from ipex_core.jit import enable_onednn_fusion as enable_onednn_fusion
     from ipex_core.kernels.sdk import cmake_prefix_path as cmake_prefix_path
     from ipex_core.models.fast_bert import fast_bert as fast_bert
@@ -98,11 +98,11 @@ _NAMES = {
 _SUBMODULES = ("cpu", "tpp", "utils", *finder.SUBMODULES)
 
 __all__ = [
-    "FP32MathMode",
-    "OnDevice",
     "VERBOSE_OFF",
     "VERBOSE_ON",
     "VERBOSE_ON_CREATION",
+    "FP32MathMode",
+    "OnDevice",
     "__version__",
     "amp",
     "compile",

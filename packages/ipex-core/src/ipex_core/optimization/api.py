@@ -238,7 +238,7 @@ def _training(
     if not inplace:
         # Together, so that the copied optimizer holds the copied parameters.
         model, optimizer = copy_model((model, optimizer))
-    from ipex_core.optimization.training.api import train
+    from ipex_core.optimization.training import train
 
     if log_of(model) is not None:
         restore(model)

@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 _ROWS_HINT = 128
 
 
-#: Whether programs of ``torch.export`` may call our kernels on packed weights: set by `ipex_core.exporter.api`.
+#: Whether programs of ``torch.export`` may call our kernels on packed weights: set by `ipex_core.exporter`.
 _exporting_kernels = False
 
 

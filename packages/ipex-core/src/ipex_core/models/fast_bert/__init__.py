@@ -15,7 +15,7 @@ from ipex_core.models.fast_bert.model import bert_models, speed_up, unsupported
 from ipex_core.optimization.api import copy_model, restore
 from ipex_core.optimization.options import ModelTypeError, parse
 from ipex_core.optimization.records import KEY, log_of
-from ipex_core.optimization.training.api import train
+from ipex_core.optimization.training import train
 
 __all__ = ["fast_bert"]
 

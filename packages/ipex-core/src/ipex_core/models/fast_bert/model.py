@@ -20,7 +20,7 @@ from ipex_core.module_swap.base import transformed
 from ipex_core.module_swap.derive import restore_class, swap
 from ipex_core.nn.training_linear import TrainingLinear
 from ipex_core.optimization.passes.cast import cast_input
-from ipex_core.optimization.training.api import widen_input
+from ipex_core.optimization.training import widen_input
 
 __all__ = ["bert_models", "speed_up", "unsupported"]
 

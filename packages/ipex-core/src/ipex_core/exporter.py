@@ -22,10 +22,7 @@ from ipex_core.library.spec import FUNCTIONAL, PORTABLE, dtype_name
 from ipex_core.packing.parameter import PackedWeight, exporting_kernels
 from ipex_core.util.quiet import quiet
 
-__all__ = [
-    "checked_inputs",
-    "export",
-]
+__all__ = ["checked_inputs", "export"]
 
 #: What the generated code calls. Its text becomes the message of a Python error, too.
 _FUNCTIONS = r"""
