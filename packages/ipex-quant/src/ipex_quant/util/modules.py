@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["call_encoder_layers", "dtypes_of", "keep_dtypes", "replace_module"]
+__all__ = ["call_encoder_layers", "dtypes_of", "keep_dtypes", "patterns_of", "replace_module"]
 
 #: What makes the encoder layers of torch read the weights of their parts instead of calling the parts.
 _SHORT_CUTS: tuple[tuple[type[nn.Module], str, Any], ...] = (
@@ -58,3 +59,14 @@ def _call_parts(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     for name, value in found:
         setattr(module, name, value)
     return before
+
+
+def patterns_of(op: str, modules: Iterable[str], name: str = "modules_to_skip") -> tuple[str, ...]:
+    """Return names and patterns of layers to skip as a tuple.
+
+    Raises:
+        TypeError: A single text: its letters would be the patterns.
+    """
+    if isinstance(modules, str):
+        raise TypeError(f"{op}: {name} must be a list of texts, got {modules!r}")
+    return tuple(modules)
