@@ -145,3 +145,71 @@ def test_table_and_page():
         assert bool(row.reason) == (row.outcome != "passed"), row
         assert not row.reason or row.kind in suite.KINDS, row
     assert f"{suite.START}\n{suite.rates(rows.values())}\n{suite.END}" in suite.PAGE.read_text()
+
+
+# -- the table of the suite and the migration table ------------------------------------------------------------------
+
+#: How the reason of a test that is open begins -> the row of the migration table that tells of it.
+OPEN = {
+    "Conv1d stays contiguous": "enable_auto_channels_last",
+    "stock EmbeddingBag stays stock": "cpu.autocast.autocast",
+    "interaction is lower precision": "nn.functional.interaction",
+    "packed experts in float32": "llm.modules.GatedMLPMOE",
+    "state_dict of a cast model": "optimize",
+    "groups of 4 input features": "nn.modules.WeightOnlyQuantizedLinear",
+    "weight.dtype of WeightOnlyQuantizedLinear": "nn.modules.WeightOnlyQuantizedLinear",
+    "the bias is added in float32": "nn.modules.WeightOnlyQuantizedLinear",
+    "IPEX replaces Tensor.numpy": "nn.functional._tensor_method._numpy",
+}
+#: Reasons that say nothing of what a name does: other names, graphs, logs, or something that is not installed.
+ELSEWHERE = {"nodes", "private", "log", "environment", "stock"}
+
+
+def _migration() -> dict[str, list[str]]:
+    path = ROOT / "packages/ipex/src/ipex_cli/_data/migration.tsv"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = (line.split("\t") for line in lines if line and not line.startswith("#"))
+    return {row[0]: row for row in rows}
+
+
+def test_what_is_open_differs():
+    """A test that fails for what our function does, not for how it was written, is told in the migration table."""
+    migration, used = _migration(), set()
+    for test, row in suite.read(suite.TABLE).items():
+        if row.kind != "open":
+            continue
+        text = row.reason.partition(": ")[2]
+        found = [start for start in OPEN if text.startswith(start)]
+        assert found, f"{test}: no row of the migration table tells of it: {text}"
+        used.add(found[0])
+        assert migration[OPEN[found[0]]][1] in ("differs", "absent"), OPEN[found[0]]
+    assert used == set(OPEN)
+
+
+def test_names_that_are_the_same_pass():
+    """Where tests have the name of an op or function that is "same", one passes, and no failure is open."""
+    table = suite.read(suite.TABLE)
+    tests = [(row, f"_{test.rpartition('::')[2].lower()}_") for test, row in table.items()]
+    seen, wrong = set(), []
+    for name, row in _migration().items():
+        last = name.rpartition(".")[2]
+        if row[1] != "same" or ("_" not in last and not name.startswith("torch.ops.")):
+            continue
+        found = [test for test, text in tests if f"_{last.lower()}_" in text]
+        seen |= {last for _ in found}
+        failed = [test for test in found if test.outcome != "passed"]
+        if any(test.kind not in ELSEWHERE for test in failed):
+            wrong.append(f"{name}: {[test.test for test in failed]}")
+        if len(failed) == len(found) > 0 and not all(t.kind != "stock" for t in failed):
+            wrong.append(f"{name}: no test passes")
+    assert not wrong, "\n".join(wrong)
+    assert {"rnnt_update_batch", "rmsnorm", "dequantize_nf4", "rpn_nms", "adagrad_step"} <= seen
+
+
+def test_names_of_one_thing_have_one_state():
+    """A name in another module is no way around what the table says of the first."""
+    states: dict[tuple[str, str], set[str]] = {}
+    for name, row in _migration().items():
+        if row[1] in ("same", "differs") and not name.startswith("xpu."):
+            states.setdefault((name.rpartition(".")[2], row[2]), set()).add(row[1])
+    assert not [key for key, found in states.items() if len(found) > 1]

@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -83,7 +85,7 @@ def test_wrong_configurations_raise_before_a_model_is_loaded():
 
 
 def test_only_the_cpu_as_device():
-    from ipex_llm.integrations._quantizer import IpexQuantizer
+    from ipex_quant.weight_only.transformers import IpexQuantizer
 
     quantizer = IpexQuantizer(IpexConfig("int8"))
     for device in ("auto", "cpu", {"": "cpu"}, {"": torch.device("cpu")}, None):
@@ -197,3 +199,41 @@ def test_load_of_a_config_that_asks_for_more_than_there_is(changes, tmp_path, mo
     with pytest.raises((CheckpointError, OpArgumentError)):
         ipex_quant.load(tmp_path)
     assert set(made) <= {"meta"} or 0 in changes.values()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_neox", "gpt2"])
+def test_save_pretrained_keeps_the_names_of_the_model(name, tmp_path):
+    """Those of older checkpoints (one tensor for each expert) have no place in a quantized model."""
+    from families import build
+
+    model = build(name)
+    qconfig = ipex_quant.woq_qconfig(weight_dtype=ipex_quant.WoqWeightDtype.INT8)
+    ipex_quant.quantize_linears(model, qconfig, [])
+    model.save_pretrained(tmp_path)
+    ids = padded()["input_ids"]
+    for again in (
+        ipex_quant.load(tmp_path),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path),
+    ):
+        with torch.no_grad():
+            torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_quantized_model_makes_its_folders_known(tmp_path):
+    """Without a call of `register_transformers`: weights that are made up are no weights."""
+    done = subprocess.run([sys.executable, "-c", ROUND_TRIP, str(tmp_path)], check=False)
+    assert done.returncode == 0
+
+
+ROUND_TRIP = """
+import sys, torch, transformers, ipex_quant
+shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+config = transformers.LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=1)
+model = transformers.LlamaForCausalLM(config).eval()
+ipex_quant.quantize_linears(model, ipex_quant.woq_qconfig(weight_dtype=1), ["lm_head"])
+model.save_pretrained(sys.argv[1])
+again = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = torch.arange(8).unsqueeze(0)
+with torch.no_grad():
+    assert torch.equal(again(ids).logits, model(ids).logits)
+"""

@@ -38,14 +38,14 @@ def register_transformers() -> None:
         True
     """
     from ipex_core.optimization.transformers import register_interface
-    from ipex_llm.integrations import _quantizer
+    from ipex_quant.weight_only.transformers import register
 
     register_interface()
-    _quantizer.register()
+    register()
 
 
 def __getattr__(name: str) -> Any:
     if name == "IpexConfig":
         # Its base class is one of transformers.
-        return importlib.import_module("ipex_llm.integrations._quantizer").IpexConfig
+        return importlib.import_module("ipex_quant.weight_only.transformers").IpexConfig
     raise AttributeError(f"module 'ipex_llm.integrations' has no attribute {name!r}")

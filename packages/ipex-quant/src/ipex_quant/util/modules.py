@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ __all__ = [
     "dtypes_of",
     "is_whole",
     "keep_dtypes",
+    "patterns_of",
     "recurrent_options",
     "replace_module",
     "saved_parts",
@@ -70,6 +72,17 @@ def _call_parts(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     for name, value in found:
         setattr(module, name, value)
     return before
+
+
+def patterns_of(op: str, modules: Iterable[str], name: str = "modules_to_skip") -> tuple[str, ...]:
+    """Return names and patterns of layers to skip as a tuple.
+
+    Raises:
+        TypeError: A single text: its letters would be the patterns.
+    """
+    if isinstance(modules, str):
+        raise TypeError(f"{op}: {name} must be a list of texts, got {modules!r}")
+    return tuple(modules)
 
 
 # --- modules that are saved as a whole --------------------------------------------------------------------------------

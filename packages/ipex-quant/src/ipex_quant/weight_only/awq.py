@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from ipex_core.library.spec import check
+from ipex_quant.util.modules import patterns_of
 from ipex_quant.weight_only.build import as_qconfig
 from ipex_quant.weight_only.calibrate import Block, Inputs, blocks, linears_of, samples_of
-from ipex_quant.weight_only.convert import _is_conv1d, _is_linear, matches, patterns_of
+from ipex_quant.weight_only.convert import _is_conv1d, _is_linear, matches
 from ipex_quant.weight_only.gptq import check_arguments, matrix_of, replace_layer
 from ipex_quant.weight_only.gptq_solve import Solved, change, nearest
 

@@ -22,7 +22,7 @@ from ipex_core.util.console import progress as show_progress
 from ipex_core.util.memory import return_free_memory
 from ipex_quant.qconfig.static import qconfig_of
 from ipex_quant.qconfig.weight_only import QConfigWoq
-from ipex_quant.util.modules import replace_module
+from ipex_quant.util.modules import patterns_of, replace_module
 from ipex_quant.weight.tensor import packable_group
 from ipex_quant.weight_only.build import as_qconfig
 from ipex_quant.weight_only.linear import WeightOnlyQuantizedLinear
@@ -185,17 +185,6 @@ def woq_qconfig_of(qconfig: Any, name: str, module: nn.Module) -> QConfigWoq | N
     if isinstance(qconfig, QConfigMapping):
         qconfig = qconfig_of(qconfig, name, module)
     return qconfig if isinstance(qconfig, QConfigWoq) else None
-
-
-def patterns_of(op: str, modules: Iterable[str], name: str = "modules_to_skip") -> tuple[str, ...]:
-    """Return names and patterns of layers to skip as a tuple.
-
-    Raises:
-        TypeError: A single text: its letters would be the patterns.
-    """
-    if isinstance(modules, str):
-        raise TypeError(f"{op}: {name} must be a list of texts, got {modules!r}")
-    return tuple(modules)
 
 
 def matching(name: str, patterns: Sequence[str]) -> list[str]:

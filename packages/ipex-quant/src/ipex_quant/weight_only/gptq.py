@@ -16,12 +16,12 @@ from torch import nn
 
 from ipex_core.library.spec import FLOATS, check
 from ipex_quant.qconfig.weight_only import QConfigWoq
-from ipex_quant.util.modules import replace_module
+from ipex_quant.util.modules import patterns_of, replace_module
 from ipex_quant.weight.layouts import unsigned_weight
 from ipex_quant.weight_only.build import as_qconfig
 from ipex_quant.weight_only.calibrate import Block, Inputs, blocks, linears_of, samples_of
 from ipex_quant.weight_only.checkpoint import linear_from
-from ipex_quant.weight_only.convert import _is_conv1d, matches, patterns_of
+from ipex_quant.weight_only.convert import _is_conv1d, matches
 from ipex_quant.weight_only.gptq_solve import Solved, solve
 from ipex_quant.weight_only.gptq_writer import GptqWriter
 

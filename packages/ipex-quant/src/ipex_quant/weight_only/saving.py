@@ -7,7 +7,10 @@ common.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -198,6 +201,9 @@ class SaveQuantized:
 
         if main and upload is not None:  # transformers uploads before it returns
             model.__dict__[_UPLOAD] = described
+        # By the names that tensors have in the model: those of older checkpoints have no place for codes.
+        if "save_original_format" in inspect.signature(type(model).save_pretrained).parameters:
+            kwargs.setdefault("save_original_format", False)
         try:
             result = SavePretrained(model)(save_directory, *args, **kwargs)
         finally:
@@ -208,10 +214,15 @@ class SaveQuantized:
 
 
 def describe_saved(model: nn.Module) -> None:
-    """Let the models of transformers in a model say which of the layers that they save are quantized."""
+    """Let the models of transformers in a model say which of the layers that they save are quantized.
+
+    From then on ``from_pretrained`` reads such folders in this process: it would make weights up otherwise.
+    """
     for module in model.modules():
         if hasattr(type(module), _NAME) and hasattr(getattr(module, "config", None), "to_dict"):
             module.__dict__[_NAME] = SaveQuantized(module)
+            with contextlib.suppress(ImportError, RuntimeError):  # another library has the name
+                importlib.import_module("ipex_quant.weight_only.transformers").register()
 
 
 def _describe(model: nn.Module, folder: Path) -> None:

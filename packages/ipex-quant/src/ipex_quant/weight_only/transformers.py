@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.quantizers import auto
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
+
+import ipex_quant
 
 __all__ = ["IpexConfig", "IpexQuantizer", "register"]
 
 NAME = "ipex"
 log = logging.getLogger("ipex")
+
+auto: Any = importlib.import_module("transformers.quantizers.auto")
+HfQuantizer: Any = importlib.import_module("transformers.quantizers.base").HfQuantizer
+QuantizationConfigMixin: Any = importlib.import_module(
+    "transformers.utils.quantization_config"
+).QuantizationConfigMixin
 
 
 class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -49,8 +55,8 @@ class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
         modules_to_not_convert: list[str] | None = None,
         **saved: Any,
     ) -> None:
-        from ipex_quant import WoqLowpMode, WoqWeightDtype
-        from ipex_quant.weight_only.convert import patterns_of
+        from ipex_quant.qconfig.weight_only import WoqLowpMode, WoqWeightDtype
+        from ipex_quant.util.modules import patterns_of
 
         self.quant_method: Any = NAME
         for name, value, kind in (
@@ -80,7 +86,7 @@ class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
         Raises:
             ValueError: The values do not fit together.
         """
-        from ipex_quant import WoqLowpMode, WoqWeightDtype, woq_qconfig
+        from ipex_quant.qconfig.weight_only import WoqLowpMode, WoqWeightDtype, woq_qconfig
 
         return woq_qconfig(
             weight_dtype=WoqWeightDtype[self.weight_dtype.upper()],
@@ -168,17 +174,13 @@ class IpexQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         del kwargs
         if self.pre_quantized:
-            from ipex_quant import load
-
-            return load(self._folder, model)
-        from ipex_quant import quantize_linears
-
+            return ipex_quant.load(self._folder, model)
         settings: Any = self.quantization_config
         skip = settings.modules_to_not_convert
         if skip is None:
             head = model.get_output_embeddings()
             skip = [name for name, module in model.named_modules() if module is head]
-        quantize_linears(model, settings.qconfig(), skip, progress=False)
+        ipex_quant.quantize_linears(model, settings.qconfig(), skip, progress=False)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -210,7 +212,7 @@ def register() -> None:
     Raises:
         RuntimeError: Something else has the name.
     """
-    known = auto.AUTO_QUANTIZER_MAPPING.get(NAME)
+    known: Any = auto.AUTO_QUANTIZER_MAPPING.get(NAME)
     if known is IpexQuantizer:
         return
     if known is not None:
