@@ -85,7 +85,7 @@ def test_wrong_configurations_raise_before_a_model_is_loaded():
 
 
 def test_only_the_cpu_as_device():
-    from ipex_quant.weight_only.transformers import IpexQuantizer
+    from ipex_quant.io.transformers import IpexQuantizer
 
     quantizer = IpexQuantizer(IpexConfig("int8"))
     for device in ("auto", "cpu", {"": "cpu"}, {"": torch.device("cpu")}, None):

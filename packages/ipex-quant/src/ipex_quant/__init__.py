@@ -6,12 +6,14 @@ Names are imported from the module they live in when they are first used.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
 from ipex_quant._version import __version__
+from ipex_quant.util.hooks import on_describe
 
 
 def _check_siblings() -> None:
@@ -27,6 +29,14 @@ def _check_siblings() -> None:
 
 
 _check_siblings()
+
+
+def _register_transformers() -> None:
+    with contextlib.suppress(ImportError, RuntimeError):  # another library has the name
+        importlib.import_module("ipex_quant.io.transformers").register()
+
+
+on_describe.append(_register_transformers)
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_quant import fp8 as fp8

@@ -38,7 +38,7 @@ def register_transformers() -> None:
         True
     """
     from ipex_core.optimization.transformers import register_interface
-    from ipex_quant.weight_only.transformers import register
+    from ipex_quant.io.transformers import register
 
     register_interface()
     register()
@@ -47,5 +47,5 @@ def register_transformers() -> None:
 def __getattr__(name: str) -> Any:
     if name == "IpexConfig":
         # Its base class is one of transformers.
-        return importlib.import_module("ipex_quant.weight_only.transformers").IpexConfig
+        return importlib.import_module("ipex_quant.io.transformers").IpexConfig
     raise AttributeError(f"module 'ipex_llm.integrations' has no attribute {name!r}")

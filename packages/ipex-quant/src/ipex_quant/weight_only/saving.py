@@ -7,9 +7,7 @@ common.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
 import inspect
 import json
 import os
@@ -24,6 +22,7 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.module_swap.derive import original_class
 from ipex_core.optimization.records import SavePretrained, quantization_of
+from ipex_quant.util.hooks import on_describe
 from ipex_quant.util.modules import is_whole, saved_parts
 from ipex_quant.util.safetensors import (
     NAMES,
@@ -221,8 +220,8 @@ def describe_saved(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(type(module), _NAME) and hasattr(getattr(module, "config", None), "to_dict"):
             module.__dict__[_NAME] = SaveQuantized(module)
-            with contextlib.suppress(ImportError, RuntimeError):  # another library has the name
-                importlib.import_module("ipex_quant.weight_only.transformers").register()
+            for hook in on_describe:
+                hook()
 
 
 def _describe(model: nn.Module, folder: Path) -> None:

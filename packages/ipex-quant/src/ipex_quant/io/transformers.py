@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import ipex_quant
+from ipex_quant.io.load import load
+from ipex_quant.weight_only.convert import quantize_linears
 
 __all__ = ["IpexConfig", "IpexQuantizer", "register"]
 
@@ -174,13 +175,13 @@ class IpexQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         del kwargs
         if self.pre_quantized:
-            return ipex_quant.load(self._folder, model)
+            return load(self._folder, model)
         settings: Any = self.quantization_config
         skip = settings.modules_to_not_convert
         if skip is None:
             head = model.get_output_embeddings()
             skip = [name for name, module in model.named_modules() if module is head]
-        ipex_quant.quantize_linears(model, settings.qconfig(), skip, progress=False)
+        quantize_linears(model, settings.qconfig(), skip, progress=False)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
