@@ -9,6 +9,7 @@ forward) is noticed, and the views are copied once.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -232,26 +233,30 @@ def _call(
 
 
 def _padded(batch: int, past: int, count: int, rows: _Rows, pads: tuple[int, ...]) -> _Call:
-    spare, capacity = max(pads), rows.block_size
-    begin = torch.tensor(pads, dtype=torch.int64).unsqueeze(1)
-    blocks = torch.arange(batch).unsqueeze(1) * rows.keys.shape[1] * capacity + begin
-    places = torch.arange(past, past + count).unsqueeze(0) - begin  # in each sequence
-    slots = (blocks * (capacity - spare) + places).view(-1)
-    is_real = places >= 0
-    counts = is_real.sum(1)
-    starts = torch.zeros(batch + 1, dtype=torch.int32)
-    starts[1:] = counts.cumsum(0)
+    # In Python: a call of torch takes longer than the numbers of a small batch.
+    spare, capacity, total = max(pads), rows.block_size, past + count
+    stride = rows.keys.shape[1] * capacity
+    blocks = [row * stride + pad for row, pad in enumerate(pads)]
+    first = [max(past, pad) for pad in pads]  # the first new row that is no padding
+    slots = torch.cat(
+        [
+            torch.arange(at - pad, total - pad) + block * (capacity - spare)
+            for at, pad, block in zip(first, pads, blocks, strict=True)
+        ]
+    )
     real = None
-    if not bool(is_real.all()):
-        real = is_real.view(-1).nonzero().view(-1)
-        slots = slots[real]
+    if any(at > past for at in first):
+        real = torch.cat(
+            [torch.arange(at - past, count) + row * count for row, at in enumerate(first)]
+        )
+    counts = [total - at for at in first]
     step = Step(
         slots,
-        blocks.to(torch.int32),
-        starts,
-        (past + count - begin).view(-1).to(torch.int32),
-        past + count - min(pads),
-        int(counts.max()),
+        torch.tensor(blocks, dtype=torch.int32).unsqueeze(1),
+        torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
+        torch.tensor([total - pad for pad in pads], dtype=torch.int32),
+        total - min(pads),
+        max(counts),
         count == 1,
     )
     return _Call(step, _counted(batch, past, count), spare, real)
@@ -406,7 +411,9 @@ class LayerMixin(nn.Module):
         else:
             y = torch.zeros_like(x)
             real = call.real
-            y[real] = runner.run(call.shifted(rows), x[real], positions[real], call.step)
+            places = positions.index_select(0, real)
+            some = runner.run(call.shifted(rows), x.index_select(0, real), places, call.step)
+            y.index_copy_(0, real, some)
         if slot is not None:
             slot.show(rows, past, count)
         y = y.view(batch, count, -1)
