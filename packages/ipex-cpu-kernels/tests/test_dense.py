@@ -65,7 +65,11 @@ BAD += [
     ("grouped_linear", (X, ENDS, STACK, 0), "out_features must be positive"),
     ("grouped_linear", (X, ENDS, STACK[:1], 5), "packed_weight must be 2 float32 weights"),
     ("grouped_linear", (X, ENDS, STACK[:, :-1], 5), "packed_weight must be"),
-    ("grouped_linear", (X, ENDS, STACK, 6), "got another header in row 0"),
+    (
+        "grouped_linear",
+        (X, ENDS, STACK, 6),
+        "got the header of a float32 weight of shape \\[5, 8\\] in row 0",
+    ),
     ("grouped_linear", (X, ENDS, STACK, 5, torch.ones(5)), "bias must have shape \\[2, 5\\]"),
     ("grouped_linear", (X, ENDS, STACK, 5, torch.ones(2, 5).half()), "bias must have the dtype"),
     ("grouped_linear", (X, ENDS, STACK, 5, None, Y[:2]), "residual must have shape \\[3, 5\\]"),
@@ -85,7 +89,11 @@ BAD += [
     ("bmm", (A, B, None, 1.0, 4), "out_features must be b.shape\\[2\\] = 5 or 0, got 4"),
     ("bmm", (A, STACK), "out_features must be positive where b is packed, got 0"),
     ("bmm", (A, STACK[:1], None, 1.0, 5), "b must be 2 float32 weights"),
-    ("bmm", (A, STACK, None, 1.0, 6), "got another header in row 0"),
+    (
+        "bmm",
+        (A, STACK, None, 1.0, 6),
+        "got the header of a float32 weight of shape \\[5, 8\\] in row 0",
+    ),
 ]
 
 

@@ -50,13 +50,17 @@ def bad_calls():
     yield "unpack_int8_weight", (PACKED, 0, 8), "out_features must be positive, got 0"
     yield "unpack_int8_weight", (PACKED, 5, -1), "in_features must be positive, got -1"
     yield "unpack_int8_weight", (PACKED, 5, 9), "packed must be a weight of shape \\[5, 9\\]"
-    yield "unpack_int8_weight", (torch.zeros_like(PACKED), 5, 8), "another header"
+    yield (
+        "unpack_int8_weight",
+        (torch.zeros_like(PACKED), 5, 8),
+        "got a tensor without the header of a packed weight",
+    )
     linear = "int8_linear"
     good = (PACKED, 5, SCALES)
     yield linear, (X.double(), *good), "x must have dtype float32, bfloat16, float16, int8, uint8"
     yield linear, (torch.tensor(1.0), *good), "x must have at least 1 dimension"
     yield linear, (X, PACKED, 0, SCALES), "out_features must be positive, got 0"
-    yield linear, (X, PACKED, 6, SCALE), "got a tensor with another header"
+    yield linear, (X, PACKED, 6, SCALE), "got the header of a quantized weight of shape \\[5, 8\\]"
     yield linear, (X[:, :4], *good), "packed_weight must be a weight of shape \\[5, 4\\]"
     yield linear, (X, ops.pack_linear_weight(torch.ones(5, 8)), 5, SCALES), "packed_weight must be"
     yield linear, (X, PACKED, 5, SCALES.double()), "weight_scale must have dtype float32"

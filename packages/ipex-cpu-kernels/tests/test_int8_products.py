@@ -17,8 +17,11 @@ SCALES = torch.ones(3)
     ("args", "text"),
     [
         ((A, B.double(), 1.0, 0, 1.0, 0), "b must have the dtype of a = float32, got float64"),
-        ((A, A, 1.0, 0, 1.0, 0), r"b must have a.shape\[-1\] rows and leading sizes that fit"),
-        ((A, B[:1].expand(3, 4, 5), 1.0, 0, 1.0, 0), r"b must have .* of a = \[2, 3, 4\], got"),
+        (
+            (A, A, 1.0, 0, 1.0, 0),
+            r"b must have a.shape\[-1\] rows and leading sizes that broadcast",
+        ),
+        ((A, B[:1].expand(3, 4, 5), 1.0, 0, 1.0, 0), r"b must have .* of shape \[2, 3, 4\], got"),
         ((A, B[0, 0], 1.0, 0, 1.0, 0), "b must have"),
         ((A[(None,) * 14], B, 1.0, 0, 1.0, 0), "a must have at most 16 dimensions, got 17"),
         ((A[0, 0], B, 1.0, 0, 1.0, 0), "a must have at least 2 dimension"),
@@ -48,7 +51,10 @@ def test_matmul(args, text):
         (([X[0], X[0][:2]], SCALES[:2]), r"inputs\[1\] must have the shape of inputs\[0\]"),
         ((X, SCALES[:2]), r"scales must have shape \[3\], got \[2\]"),
         ((X, SCALES.double()), "scales must have dtype float32, got float64"),
-        ((X, SCALES, torch.bfloat16), r"dtype must be that of inputs\[0\], int8 or uint8, got"),
+        (
+            (X, SCALES, torch.bfloat16),
+            r"dtype must be the dtype of inputs\[0\] = float32, int8 or uint8, got",
+        ),
         ((X, SCALES, torch.int32), "dtype must be float32, bfloat16, float16, int8 or uint8"),
         ((X, SCALES, torch.uint8), "output_scale must be finite and at least"),
         ((X, SCALES, torch.uint8, 1.0, -1), r"output_zero must be in \[0, 255\], got -1"),

@@ -371,9 +371,9 @@ def bad_experts():
     yield but(inner=25), "w2 must be float32 weights of shape \\[E, 40, 25\\]"
     yield but(w13=W13), "w13 must be"
     yield but(w13=P13[0]), "w13 must be"
-    yield but(w13=torch.zeros_like(P13)), "another header"
+    yield but(w13=torch.zeros_like(P13)), "got a tensor without the header of a packed weight"
     yield but(w2=P2[:3]), "w2 must have as many experts as w13 = 4, got 3"
-    yield but(w2=torch.zeros_like(P2)), "another header"
+    yield but(w2=torch.zeros_like(P2)), "got a tensor without the header of a packed weight"
     yield but(ids=IDS.float()), "topk_ids must have dtype int32, int64, got float32"
     yield but(ids=IDS[:4]), "topk_ids must be 2-D with 5 rows"
     yield but(ids=IDS[:, 0]), "topk_ids must be 2-D"
@@ -433,7 +433,11 @@ def bad_packing():
     yield "unpack_moe_weight", (P2, H, INNER, torch.float64), "dtype must be"
     yield "unpack_moe_weight", (P2, H, INNER, torch.float16), "packed must be"
     yield "unpack_moe_weight", (P13, 47, H, torch.float32, True), "must be even if gated"
-    yield "unpack_moe_weight", (torch.zeros_like(P2), H, INNER, torch.float32), "another header"
+    yield (
+        "unpack_moe_weight",
+        (torch.zeros_like(P2), H, INNER, torch.float32),
+        "got a tensor without the header of a packed weight",
+    )
 
 
 CASES = [

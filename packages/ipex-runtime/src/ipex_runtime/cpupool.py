@@ -84,7 +84,7 @@ class CPUPool:
             warnings.warn(
                 "CPUPool: node_id is ignored, because core_ids is given", UserWarning, stacklevel=2
             )
-        if memory is not None and memory not in MODES:
+        if memory is not None and memory not in tuple(MODES):
             raise ValueError(
                 f"CPUPool: memory must be one of {', '.join(MODES)} or None, got {memory!r}"
             )

@@ -113,8 +113,10 @@ def policy_row(mode: str | None, nodes: Sequence[int]) -> tuple[int, list[int]]:
 def _checked(function: str, mode: str, nodes: Iterable[int]) -> list[int]:
     from ipex_runtime import topology
 
-    if mode not in MODES:
+    if mode not in tuple(MODES):
         raise ValueError(f"{function}: mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if isinstance(nodes, str) or not isinstance(nodes, Iterable):
+        raise TypeError(f"{function}: nodes must be numbers of NUMA nodes, got {nodes!r}")
     wanted = sorted(set(nodes))
     if mode in ("default", "local"):
         if wanted:

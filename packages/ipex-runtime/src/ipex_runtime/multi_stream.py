@@ -31,7 +31,15 @@ default_multi_stream_module_concat_hint = MultiStreamModuleHint(0)
 
 
 def get_default_num_streams(cpu_pool: CPUPool) -> int:
-    """Return one stream per core of the pool."""
+    """Return one stream per core of the pool.
+
+    Raises:
+        TypeError: ``cpu_pool`` is not a `CPUPool`.
+    """
+    if not isinstance(cpu_pool, CPUPool):
+        raise TypeError(
+            f"get_default_num_streams: cpu_pool must be a CPUPool, got {type(cpu_pool).__name__}"
+        )
     return cpu_pool.num_threads
 
 

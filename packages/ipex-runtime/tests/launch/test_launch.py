@@ -117,7 +117,7 @@ def test_an_allocator_that_is_not_there_is_advice_not_failure(tmp_path, monkeypa
         (["--no-python", "/nowhere/program"], "the program must exist and be executable"),
         (["--cores-list", "7000", "SCRIPT"], "--cores-list must name CPUs that this process may use"),
         (["--cores-list", "3-1", "SCRIPT"], "must rise"),
-        (["--cores-list", "a", "SCRIPT"], "'a' is not a CPU number"),
+        (["--cores-list", "a", "SCRIPT"], "got 'a' in 'a'"),
         (["--nodes-list", "900", "SCRIPT"], "--nodes-list must name NUMA nodes"),
         (["--ninstances", "100000", "SCRIPT"], "--ninstances must be at most"),
         (["--instance-idx", "3", "SCRIPT"], "--instance-idx must be below 1"),

@@ -84,11 +84,13 @@ sycl::nd_range<N> range(const WorkSize& size) {
 
 void check(const WorkSize& size) {
   if (size.global.empty() || size.global.size() > 3 || size.local.size() != size.global.size())
-    throw std::invalid_argument("the numbers of work-items must be 1 to 3, and as many of a group");
+    throw std::invalid_argument(
+        "WorkSize: global and local must have 1 to 3 sizes, as many each, got " +
+        std::to_string(size.global.size()) + " and " + std::to_string(size.local.size()));
   for (std::size_t i = 0; i < size.global.size(); ++i) {
     if (size.local[i] == 0 || size.global[i] % size.local[i] != 0) {
       throw std::invalid_argument(
-          "the number of work-items must be a multiple of those of a group, got " +
+          "WorkSize: each global size must be a multiple of its local size, got " +
           std::to_string(size.global[i]) + " and " + std::to_string(size.local[i]));
     }
   }

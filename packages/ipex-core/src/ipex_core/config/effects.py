@@ -331,9 +331,11 @@ def _set_onednn_verbose(level: int) -> None:
     backends: Any = torch.backends
     native: Any = torch._C
     if not backends.mkldnn.is_available():
-        raise RuntimeError("verbose: this PyTorch was built without oneDNN")
+        raise RuntimeError(
+            f"verbose: level must be 0 where PyTorch was built without oneDNN, got {level}"
+        )
     if not native._verbose.mkldnn_set_verbose(level):
-        raise RuntimeError(f"verbose: oneDNN refused verbose level {level}")
+        raise RuntimeError(f"verbose: level must be one that oneDNN supports, got {level}")
 
 
 values.on_change(apply)

@@ -194,7 +194,10 @@ def _load_provider(name: str, entry: importlib.metadata.EntryPoint | None) -> Pr
     except (IsaError, ConfigError):
         raise
     except Exception as cause:
-        message = f"the kernel package {distribution} is installed but cannot be loaded: {cause}"
+        message = (
+            f"the kernel package {distribution} is installed but cannot be loaded: {cause};"
+            " install the version of this ipex-core, or uninstall it"
+        )
         if _strict():
             raise BrokenComponentError(message) from cause
         warnings.warn(f"{message}; its ops run their slow reference", RuntimeWarning, stacklevel=2)
@@ -208,7 +211,7 @@ def _check_info(info: Any) -> None:
         raise TypeError(f"its register must return a ProviderInfo, got {type(info).__name__}")
     if info.kernel_api != KERNEL_API:
         raise KernelApiError(
-            f"it implements version {info.kernel_api} of the kernel interface, this ipex-core {KERNEL_API}"
+            f"its kernel interface must have version {KERNEL_API}, as this ipex-core, got {info.kernel_api}"
         )
 
 

@@ -50,7 +50,8 @@ class Arguments:
         """
         if not condition:
             value = got[0] if got else self.__dict__[argument]
-            raise OpArgumentError(f"{self.op}: {argument} must {expected}, got {value}")
+            text = str(value) or "''"
+            raise OpArgumentError(f"{self.op}: {argument} must {expected}, got {text}")
 
 
 def bind(op: str, schema: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -162,7 +162,8 @@ def check(condition: bool, op: str, argument: str, expected: str, got: object) -
         ipex_core.errors.OpArgumentError: rms_norm: weight must be 1-D, got [3, 4]
     """
     if not condition:
-        raise OpArgumentError(f"{op}: {argument} must {expected}, got {got}")
+        text = str(got) or "''"
+        raise OpArgumentError(f"{op}: {argument} must {expected}, got {text}")
 
 
 # --- ops that exist in Python only ----------------------------------------------------------------------------------

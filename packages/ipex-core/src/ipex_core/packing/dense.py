@@ -17,6 +17,7 @@ import torch
 from ipex_core.library.spec import check, dtype_name
 
 __all__ = [
+    "bytes_text",
     "HEADER_BYTES",
     "PANEL",
     "check_bytes",
@@ -24,6 +25,7 @@ __all__ = [
     "check_packed",
     "deinterleave_gate_up",
     "header",
+    "header_text",
     "interleave_gate_up",
     "pack",
     "packed_bytes",
@@ -162,8 +164,23 @@ def check_bytes(op: str, name: str, packed: torch.Tensor, size: int, what: str) 
     """Check that a tensor has the dtype and size of something packed."""
     bytes_in_a_row = packed.dtype == torch.uint8 and packed.dim() == 1 and packed.is_contiguous()
     fits = bytes_in_a_row and packed.shape[0] == size
-    got = f"{dtype_name(packed.dtype)} {list(packed.shape)}"
-    check(fits, op, name, f"be {what} ({size} bytes)", got)
+    check(fits, op, name, f"be {what} ({size} bytes)", bytes_text(packed))
+
+
+def bytes_text(packed: torch.Tensor) -> str:
+    """Return what a message says of a tensor that is not the packed weight it should be: ``"uint8 [64]"``."""
+    text = f"{dtype_name(packed.dtype)} {list(packed.shape)}"
+    return text if packed.is_contiguous() else f"{text} that is not contiguous"
+
+
+def header_text(packed: torch.Tensor) -> str:
+    """Return what a message says of the header of a tensor; the native kernels say the same."""
+    found = read_header(packed)
+    if found is None:
+        return "a tensor without the header of a packed weight"
+    layout, n, k = found
+    names = {layout: dtype_name(dtype) for dtype, layout in FORMATS.items()}
+    return f"the header of a {names.get(layout, 'quantized')} weight of shape [{n}, {k}]"
 
 
 def check_header(
@@ -187,5 +204,5 @@ def check_header(
         name,
         f"be a {dtype_name(dtype)} weight of shape [{out_features}, {in_features}]"
         " packed by pack_linear_weight",
-        "a tensor with another header",
+        header_text(packed),
     )

@@ -71,5 +71,5 @@ def check_header(
         op,
         name,
         f"be a weight of shape [{out_features}, {in_features}] packed by pack_int8_weight",
-        "a tensor with another header",
+        dense.header_text(packed),
     )

@@ -20,6 +20,7 @@ import struct
 import torch
 
 from ipex_core.library.spec import check, dtype_name
+from ipex_core.packing import dense
 from ipex_core.packing.dense import HEADER_BYTES, PANEL
 from ipex_core.packing.quantize import (
     CODEBOOKS,
@@ -287,7 +288,7 @@ def check_woq_packed(
         op,
         name,
         expected,
-        "a tensor with another header",
+        dense.header_text(packed if layout else packed[:0]),
     )
     return layout
 

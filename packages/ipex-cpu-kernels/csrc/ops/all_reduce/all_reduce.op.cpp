@@ -24,12 +24,6 @@ std::string list_text(const std::vector<int64_t>& values) {
   return text + "]";
 }
 
-// What the ranks of a call must agree about; as note_of in ipex_core/ops/collective/exchange.py.
-int64_t note_of(int64_t size, ScalarType dtype, int64_t kind) {
-  const int64_t code = dtype == ScalarType::Float ? 1 : dtype == ScalarType::BFloat16 ? 2 : 3;
-  return size * 64 + code * 8 + kind;
-}
-
 void check_group(const char* op, const OptionalTensor& memory, int64_t rank, double timeout,
                  const std::string& group) {
   if (memory.has_value()) {
@@ -37,7 +31,8 @@ void check_group(const char* op, const OptionalTensor& memory, int64_t rank, dou
     IPEX_CHECK(memory->scalar_type() == ScalarType::Byte, op,
                ": memory must have dtype uint8, got ", dtype_name(memory->scalar_type()));
     IPEX_CHECK(memory->dim() == 1 && memory->is_contiguous(), op,
-               ": memory must be 1-D and contiguous, got ", shape_text(*memory));
+               ": memory must be 1-D and contiguous, got ", shape_text(*memory),
+               memory->is_contiguous() ? "" : " that is not contiguous");
   } else {
     IPEX_CHECK(!group.empty(), op, ": memory must be given where group is empty, got None");
   }

@@ -17,6 +17,19 @@
 
 namespace ipex {
 
+// What the ranks of a call must agree about; as note_of in ipex_core/ops/collective/exchange.py.
+inline int64_t note_of(int64_t size, ScalarType dtype, int64_t kind) {
+  const int64_t code = dtype == ScalarType::Float ? 1 : dtype == ScalarType::BFloat16 ? 2 : 3;
+  return size * 64 + code * 8 + kind;
+}
+
+inline std::string note_text(int64_t note) {
+  const char* const dtypes[] = {"unknown", "float32", "bfloat16", "float16"};
+  const auto code = static_cast<uint64_t>(note) / 8 % 8;
+  return std::to_string(note / 64) + " elements of " + dtypes[code < 4 ? code : 0] +
+         (note % 8 == 0 ? " to all_reduce_" : " to all_gather_columns");
+}
+
 class SharedBuffer {
  public:
   static constexpr int64_t kMostRanks = 64;
@@ -56,8 +69,9 @@ class SharedBuffer {
     for (int64_t r = 0; r < ranks_; ++r) wait(r, count);
     for (int64_t r = 0; r < ranks_; ++r)
       IPEX_CHECK(line(r)[1 + parity_] == note, op_,
-                 ": x must have the same size and dtype on all ranks, got another on rank ", r,
-                 " than on rank ", rank_);
+                 ": x must have the same size and dtype on all ranks, got ",
+                 note_text(line(r)[1 + parity_]), " on rank ", r, " and ", note_text(note),
+                 " on rank ", rank_);
   }
 
   char* slot(int64_t rank) const {
@@ -100,11 +114,13 @@ class SharedBuffer {
     while (!there()) {
       const int64_t known = failed.load(std::memory_order_relaxed);
       IPEX_CHECK(known == 0, op_, ": rank ", known - 1, " of ", ranks_,
-                 " is missing: another rank waited for it in vain");
+                 " is missing: another rank waited for it until its timeout;"
+                 " all ranks must make the same calls");
       if (now() > end) {
         failed.store(1 + rank, std::memory_order_relaxed);
-        fail(op_, ": rank ", rank, " of ", ranks_, " did not arrive within ", timeout_,
-             " s: it has ended, hangs or called something else");
+        fail(
+            op_, ": rank ", rank, " of ", ranks_, " did not arrive within ", timeout_,
+            " s: it has ended, hangs or called something else; all ranks must make the same calls");
       }
       const timespec pause{0, kSleep};
       nanosleep(&pause, nullptr);

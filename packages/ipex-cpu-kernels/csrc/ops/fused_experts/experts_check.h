@@ -21,8 +21,7 @@ inline void check_experts(const char* op, const char* name, const Tensor& packed
   IPEX_CHECK(packed.is_cpu() && packed.scalar_type() == ScalarType::Byte && packed.dim() == 2 &&
                  packed.size(0) > 0 && packed.size(1) == size && packed.is_contiguous(),
              op, ": ", name, " must be ", dtype_name(dtype), " weights of shape [E, ", n, ", ", k,
-             "] packed by pack_moe_weight (E rows of ", size, " bytes), got ",
-             dtype_name(packed.scalar_type()), " ", shape_text(packed));
+             "] packed by pack_moe_weight (E rows of ", size, " bytes), got ", bytes_text(packed));
 }
 
 // Expert `e` must hold what the shape of the tensor promises.
@@ -33,7 +32,7 @@ inline void check_expert_header(const char* op, const char* name, const void* ex
                  header->format == format_of(dtype) && header->n == expert_rows(n, gated) &&
                  header->k == k,
              op, ": ", name, " must be ", dtype_name(dtype), " weights of shape [E, ", n, ", ", k,
-             "] packed by pack_moe_weight, got a tensor with another header");
+             "] packed by pack_moe_weight, got ", header_text(header));
 }
 
 // The header of the first expert if the tensor holds quantized weights, else null.

@@ -111,7 +111,8 @@ void check_routed(const Call& c) {
 void check_shared(const Call& c) {
   const bool both = c.shared_w13 && c.shared_w2;
   IPEX_CHECK(both || (!c.shared_w13 && !c.shared_w2), kOp,
-             ": shared_w2 must be given if and only if shared_w13 is, got one of them");
+             ": shared_w2 must be given if and only if shared_w13 is, got ",
+             c.shared_w2 ? "a tensor" : "None");
   if (!both) {
     IPEX_CHECK(!c.shared_weights, kOp,
                ": shared_weights must be None without a shared expert, got a tensor");

@@ -46,19 +46,20 @@ Tensor int8_interaction(const std::vector<Tensor>& inputs, const Tensor& scales0
   const auto* by = static_cast<const float*>(scales.const_data_ptr());
   for (int64_t i = 0; i < count; ++i)
     IPEX_CHECK(by[i] >= 0x1p-120f && std::isfinite(by[i]), kOp,
-               ": scales must be finite and at least 2^-120, got another value");
+               ": scales must be finite and at least 2^-120, got ", by[i]);
   const bool codes = first.scalar_type() == ScalarType::Char;
   const ScalarType out = dtype ? *dtype : codes ? ScalarType::Float : first.scalar_type();
   IPEX_CHECK(is_kernel_dtype(out) || is_code_dtype(out), kOp,
              ": dtype must be float32, bfloat16, float16, int8 or uint8, got ", dtype_name(out));
   const bool to_codes = is_code_dtype(out);
   IPEX_CHECK(codes || to_codes || out == first.scalar_type(), kOp,
-             ": dtype must be that of inputs[0], int8 or uint8, got ", dtype_name(out));
+             ": dtype must be the dtype of inputs[0] = ", dtype_name(first.scalar_type()),
+             ", int8 or uint8, got ", dtype_name(out));
   const auto out_scale = static_cast<float>(output_scale);
   const int64_t low = out == ScalarType::Char ? -128 : 0;
   if (to_codes) {
     IPEX_CHECK(out_scale >= 0x1p-120f && std::isfinite(out_scale), kOp,
-               ": output_scale must be finite and at least 2^-120, got another value");
+               ": output_scale must be finite and at least 2^-120, got ", output_scale);
     IPEX_CHECK(output_zero >= low && output_zero <= low + 255, kOp, ": output_zero must be in [",
                low, ", ", low + 255, "], got ", output_zero);
   }

@@ -133,7 +133,7 @@ class Activations {
     for (int64_t i = 0; i < scales; ++i) {
       const int32_t value = zeros ? zeros[i] : 0;
       IPEX_CHECK(value >= low && value <= low + 255, op, ": x_zero must be in [", low, ", ",
-                 low + 255, "], got another value");
+                 low + 255, "], got ", value);
       zero_[i] = value - low;
     }
   }

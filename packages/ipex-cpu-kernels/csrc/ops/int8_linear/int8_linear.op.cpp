@@ -63,7 +63,7 @@ Tensor int8_linear(const Tensor& x, const Tensor& packed_weight, int64_t out_fea
   const int64_t low = out == ScalarType::Char ? -128 : 0;
   if (to_codes) {
     IPEX_CHECK(y_scale >= kSmallestScale && std::isfinite(y_scale), kOp,
-               ": output_scale must be finite and at least 2^-120, got another value");
+               ": output_scale must be finite and at least 2^-120, got ", output_scale);
     IPEX_CHECK(output_zero >= low && output_zero <= low + 255, kOp, ": output_zero must be in [",
                low, ", ", low + 255, "], got ", output_zero);
   }

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "ipex/glue/dispatch.h"
-#include "linear/packed.h"
+#include "linear/packed_check.h"
 
 namespace ipex {
 
@@ -38,13 +38,12 @@ inline void check_int8_packed(const char* op, const char* name, const Tensor& pa
   IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 &&
                  packed.size(0) == at.bytes && packed.is_contiguous(),
              op, ": ", name, " must be a weight of shape [", n, ", ", k,
-             "] packed by pack_int8_weight (", at.bytes, " bytes), got ",
-             dtype_name(packed.scalar_type()), " ", shape_text(packed));
+             "] packed by pack_int8_weight (", at.bytes, " bytes), got ", bytes_text(packed));
   const auto* header = static_cast<const PackedHeader*>(packed.const_data_ptr());
   IPEX_CHECK(header->magic == kPackedMagic && header->version == kPackedVersion &&
                  header->format == kFormatInt8Panels && header->n == n && header->k == k,
              op, ": ", name, " must be a weight of shape [", n, ", ", k,
-             "] packed by pack_int8_weight, got a tensor with another header");
+             "] packed by pack_int8_weight, got ", header_text(header));
 }
 
 }  // namespace ipex

@@ -24,7 +24,7 @@ const auto kernels = IPEX_KERNELS("int8_matmul", int8_matmul);
 void check_scale(const char* name, const char* zero_name, double scale, int64_t zero) {
   const auto narrow = static_cast<float>(scale);
   IPEX_CHECK(narrow >= 0x1p-120f && std::isfinite(narrow), kOp, ": ", name,
-             " must be finite and at least 2^-120, got another value");
+             " must be finite and at least 2^-120, got ", scale);
   IPEX_CHECK(zero >= 0 && zero <= 255, kOp, ": ", zero_name, " must be in [0, 255], got ", zero);
 }
 
@@ -58,7 +58,8 @@ Tensor int8_matmul(const Tensor& a0, const Tensor& b0, double a_scale, int64_t a
     fits = x == y || x == 1 || y == 1;
     sizes[static_cast<size_t>(dim - i)] = x == 1 ? y : x;
   }
-  IPEX_CHECK(fits, kOp, ": b must have a.shape[-1] rows and leading sizes that fit those of a = ",
+  IPEX_CHECK(fits, kOp,
+             ": b must have a.shape[-1] rows and leading sizes that broadcast with a of shape ",
              shape_text(a0), ", got ", shape_text(b0));
   IPEX_CHECK(dim <= kMostDims, kOp, ": a must have at most ", kMostDims, " dimensions, got ",
              a_dim);

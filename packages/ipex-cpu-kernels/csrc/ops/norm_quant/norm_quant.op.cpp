@@ -31,7 +31,7 @@ float scale_value(const char* op, const OptionalTensor& scale) {
   if (!scale) return 0.0f;
   const float value = *static_cast<const float*>(scale->const_data_ptr());
   IPEX_CHECK(value >= 0x1p-120f && std::isfinite(value), op,
-             ": scale must be finite and at least 2^-120, got another value");
+             ": scale must be finite and at least 2^-120, got ", value);
   return value;
 }
 

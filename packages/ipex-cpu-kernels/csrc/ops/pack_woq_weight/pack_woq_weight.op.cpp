@@ -83,17 +83,15 @@ std::vector<int32_t> sort_by_group(const int32_t* g_idx, int64_t k, int64_t grou
   std::vector<int64_t> next(static_cast<size_t>(groups));
   for (int64_t g = 0; g < groups; ++g) next[static_cast<size_t>(g)] = g * group;
   std::vector<int32_t> places(static_cast<size_t>(k));
-  bool fits = true;
-  for (int64_t i = 0; i < k && fits; ++i) {
+  for (int64_t i = 0; i < k; ++i) {
     const int64_t g = g_idx[i];
-    fits = g >= 0 && g < groups;
-    if (!fits) break;
-    int64_t& at = next[static_cast<size_t>(g)];
-    fits = at < std::min(k, (g + 1) * group);
-    if (fits) places[static_cast<size_t>(at++)] = static_cast<int32_t>(i);
+    const bool known = g >= 0 && g < groups;
+    const int64_t at = known ? next[static_cast<size_t>(g)]++ : 0;
+    IPEX_CHECK(known && at < std::min(k, (g + 1) * group), kOp, ": g_idx must give each of the ",
+               groups, " groups ", group, " input features, the last one the rest, got ",
+               known ? "one more for group " : "group ", g, " at index ", i);
+    places[static_cast<size_t>(at)] = static_cast<int32_t>(i);
   }
-  IPEX_CHECK(fits, kOp, ": g_idx must give each of the ", groups, " groups ", group,
-             " input features, the last one the rest, got other counts");
   return places;
 }
 

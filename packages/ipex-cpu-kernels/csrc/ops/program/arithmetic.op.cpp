@@ -62,8 +62,8 @@ struct Broadcast {
       a_steps[i] = na == 1 ? 0 : a.stride(ia);
       b_steps[i] = nb == 1 ? 0 : b.stride(ib);
     }
-    IPEX_CHECK(fits, op, ": b must have a shape that broadcasts with that of a = ", shape_text(a),
-               ", got ", shape_text(b));
+    IPEX_CHECK(fits, op, ": b must broadcast with a of shape ", shape_text(a), ", got ",
+               shape_text(b));
   }
 };
 

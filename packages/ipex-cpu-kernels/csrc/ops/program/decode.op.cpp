@@ -20,6 +20,33 @@ ScalarType dtype_of(const std::string& name) {
   fail(kOp, ": dtype must be one that programs know, got ", name);
 }
 
+const char* kind_name(Kind kind) {
+  switch (kind) {
+    case Kind::kNone:
+      return "None";
+    case Kind::kTensor:
+      return "a tensor";
+    case Kind::kInt:
+      return "an int";
+    case Kind::kFloat:
+      return "a float";
+    case Kind::kBool:
+      return "a bool";
+    case Kind::kString:
+      return "a string";
+    case Kind::kDtype:
+      return "a dtype";
+    case Kind::kList:
+      return "a list";
+  }
+  return "an unknown kind";
+}
+
+std::string tensor_text(const Tensor& x) {
+  return std::string(x.is_contiguous() ? "a contiguous " : "a non-contiguous ") +
+         dtype_name(x.scalar_type()) + (x.is_cpu() ? " tensor on the CPU" : " tensor elsewhere");
+}
+
 class Decoder {
  public:
   Decoder(const Tensor& code, const Tensor& text, const std::vector<Tensor>& constants)
@@ -32,7 +59,8 @@ class Decoder {
   }
 
   std::shared_ptr<const Program> decode() {
-    IPEX_CHECK(word() == kVersion, kOp, ": code must have version ", kVersion, ", got another");
+    const int64_t version = word();
+    IPEX_CHECK(version == kVersion, kOp, ": code must have version ", kVersion, ", got ", version);
     program_->registers = count();
     states_.resize(program_->registers);
     for (size_t n = count(); n > 0; --n) {
@@ -189,11 +217,12 @@ class Decoder {
 
   static void check_kind(const Argument& value, const Parameter& parameter, size_t i) {
     const bool none = value.kind == Kind::kNone && parameter.optional;
-    IPEX_CHECK(none || value.kind == parameter.kind, "argument ", i,
-               " must be of the kind of the native function, got another");
+    IPEX_CHECK(none || value.kind == parameter.kind, "argument ", i, " must be ",
+               kind_name(parameter.kind), ", got ", kind_name(value.kind));
     for (const Argument& element : value.elements)
       IPEX_CHECK(element.kind == parameter.element, "argument ", i,
-                 " must have elements of the kind of the native function, got another");
+                 " must be a list of elements that are ", kind_name(parameter.element), ", got ",
+                 kind_name(element.kind));
   }
 
   static constexpr int64_t kMaxRegisters = int64_t{1} << 24;
@@ -211,9 +240,9 @@ class Decoder {
 std::shared_ptr<const Program> decode(const Tensor& code, const Tensor& text,
                                       const std::vector<Tensor>& constants) {
   IPEX_CHECK(code.is_cpu() && code.scalar_type() == ScalarType::Long && code.is_contiguous(), kOp,
-             ": code must be a contiguous int64 tensor on the cpu, got another");
+             ": code must be a contiguous int64 tensor on the CPU, got ", tensor_text(code));
   IPEX_CHECK(text.is_cpu() && text.scalar_type() == ScalarType::Byte && text.is_contiguous(), kOp,
-             ": text must be a contiguous uint8 tensor on the cpu, got another");
+             ": text must be a contiguous uint8 tensor on the CPU, got ", tensor_text(text));
   for (const Tensor& constant : constants)
     IPEX_CHECK(constant.is_cpu(), kOp, ": constants must be on the CPU");
   return Decoder(code, text, constants).decode();

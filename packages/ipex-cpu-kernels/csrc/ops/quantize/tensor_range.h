@@ -57,7 +57,7 @@ TensorScale find_tensor_scale(const Kernels& kernels, const Rows& x, ScalarType 
 // Raises unless a given scale can be used.
 inline void check_given_scale(const char* op, const char* name, float scale) {
   IPEX_CHECK(scale >= kSmallestScale && std::isfinite(scale), op, ": ", name,
-             " must be finite and at least 2^-120, got another value");
+             " must be finite and at least 2^-120, got ", scale);
 }
 
 }  // namespace ipex

@@ -45,7 +45,8 @@ void check_arguments(const char* op, const Tensor& key, const Tensor& value,
   if (key_scales) check_not_expanded(op, "key_scales", *key_scales);
   if (value_scales) check_not_expanded(op, "value_scales", *value_scales);
   IPEX_CHECK(key_scales.has_value() == value_scales.has_value(), op,
-             ": value_scales must be given if and only if key_scales are, got one of them");
+             ": value_scales must be given if and only if key_scales are, got ",
+             value_scales ? "a tensor" : "None");
 }
 
 Tensor elements_contiguous(const Tensor& x) {

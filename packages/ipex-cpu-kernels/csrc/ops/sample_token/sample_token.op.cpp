@@ -222,7 +222,8 @@ class Row {
   int32_t* indices_;
 };
 
-void check_arguments(const Tensor& logits, const Tensor& noise, const Options& options) {
+void check_arguments(const Tensor& logits, const Tensor& noise, double temperature,
+                     const Options& options) {
   check_tensor(kOp, "logits", logits);
   const int64_t lead = logits.dim() - 1;
   IPEX_CHECK(logits.size(lead) > 0 && logits.size(lead) < (int64_t{1} << 31), kOp,
@@ -236,7 +237,7 @@ void check_arguments(const Tensor& logits, const Tensor& noise, const Options& o
              shape_text(noise));
   // Wide enough for any use, narrow enough that float holds it and its reciprocal.
   IPEX_CHECK(options.temperature >= 1e-6f && options.temperature <= 1e6f, kOp,
-             ": temperature must be in [1e-06, 1e+06], got ", options.temperature);
+             ": temperature must be in [1e-06, 1e+06], got ", temperature);
   IPEX_CHECK(options.top_k >= 0, kOp, ": top_k must be at least 0, got ", options.top_k);
   IPEX_CHECK(options.top_p >= 0 && options.top_p <= 1, kOp, ": top_p must be in [0, 1], got ",
              options.top_p);
@@ -247,7 +248,7 @@ void check_arguments(const Tensor& logits, const Tensor& noise, const Options& o
 Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperature, int64_t top_k,
                     double top_p, double min_p) {
   const Options options{static_cast<float>(temperature), top_k, top_p, min_p};
-  check_arguments(logits, noise, options);
+  check_arguments(logits, noise, temperature, options);
   const int64_t columns = logits.size(logits.dim() - 1);
   Tensor tokens = new_contiguous(logits.sizes().data(), logits.dim() - 1, ScalarType::Long);
   if (logits.numel() == 0) return tokens;
@@ -256,7 +257,7 @@ Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperatur
   auto* to = static_cast<int64_t*>(tokens.mutable_data_ptr());
   const Rows in = as_rows(logits);
   for (int64_t r = 0; r < in.rows; ++r)
-    IPEX_CHECK(u[r] >= 0.0f && u[r] < 1.0f, kOp, ": noise must be in [0, 1), got another value");
+    IPEX_CHECK(u[r] >= 0.0f && u[r] < 1.0f, kOp, ": noise must be in [0, 1), got ", u[r]);
 
   const int64_t blocks = (columns + kSampleBlock - 1) / kSampleBlock;
   std::vector<float> found(static_cast<size_t>(2 * in.rows * blocks));
@@ -280,9 +281,10 @@ Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperatur
       most = std::max(most, largest[b]);
       sum += sums[b];
     }
-    IPEX_CHECK(sum == sum && most > -kInfinity && most < kInfinity, kOp,
-               ": logits must have a finite maximum and no NaN in each row, got another in row ",
-               r);
+    IPEX_CHECK(
+        sum == sum && most > -kInfinity && most < kInfinity, kOp,
+        ": logits must have a finite maximum and no NaN in each row, got NaN or infinity in row ",
+        r);
   }
 
   std::atomic<bool> no_memory{false};

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ipex/glue/dispatch.h"
+#include "linear/packed_check.h"
 #include "woq_linear/woq_format.h"
 
 namespace ipex {
@@ -39,8 +40,7 @@ inline const PackedHeader& check_woq_packed(const char* op, const char* name, co
   IPEX_CHECK(packed.scalar_type() == ScalarType::Byte && packed.dim() == 1, expected(),
              dtype_name(packed.scalar_type()), " ", shape_text(packed));
   const PackedHeader* header = woq_header(packed);
-  IPEX_CHECK(header && header->n == n && header->k == k, expected(),
-             "a tensor with another header");
+  IPEX_CHECK(header && header->n == n && header->k == k, expected(), header_text(header));
   if (header->flags & kFlagPermuted) {
     // Activations are gathered through it.
     const auto* places = reinterpret_cast<const int32_t*>(

@@ -92,13 +92,15 @@ def prepare(
         ``load_qconf_summary(path)``, which write and read the scales as JSON.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module, or ``inplace`` or ``bn_folding`` not a bool.
         OpArgumentError: Another argument is not as described, or the example inputs do not fit the model. Without
             example inputs for a static configuration it is an ``AssertionError`` too, as in IPEX.
     """
     op = "prepare"
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
+    _check_flag(op, "inplace", inplace)
+    _check_flag(op, "bn_folding", bn_folding)
     mapping = _mapping(op, configure)
     given = example_inputs is not None or example_kwarg_inputs is not None
     asked = _what_is_asked(model, mapping, given)
@@ -175,6 +177,7 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")
     state = state_of(model)
+    _check_flag("convert", "inplace", inplace)
     if state is None:
         raise OpArgumentError(
             f"convert: model must be a result of prepare, got a {type(model).__name__} that is not prepared"
@@ -376,6 +379,11 @@ def _examples(
     return args, dict(named or {})
 
 
+def _check_flag(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
+
+
 def _run_once(
     op: str,
     model: nn.Module,
@@ -402,7 +410,8 @@ def _record(op: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     except Exception as error:
         shapes = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         raise OpArgumentError(
-            f"{op}: example_inputs must fit the model, got tensors of shapes {shapes}, which fail with"
+            f"{op}: example_inputs and example_kwarg_inputs must fit the model, got tensors of shapes {shapes} and"
+            f" names {list(kwargs)}, which fail with"
             f" {type(error).__name__}: {error}"
         ) from error
 

@@ -419,8 +419,15 @@ def _build(layer: Layer, module: Any, scale: Scale, factor: Tensor | None) -> An
 
 def _quantize_weight(path: str, qconfig: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 codes and one scale for each output channel, as the observer of the weight says."""
-    finite = bool(weight.isfinite().all())
-    check(finite, "convert", f"the weight of {path}", "be finite", "another value")
+    finite = weight.isfinite()
+    bad = weight[~finite]
+    check(
+        not bad.numel(),
+        "convert",
+        f"the weight of {path}",
+        "be finite",
+        f"{bad.numel()} values that are not; leave this layer float with set_module_name({path!r}, None)",
+    )
     observer: Any = qconfig.weight()
     observer(weight)
     scale, zero = observer.calculate_qparams()

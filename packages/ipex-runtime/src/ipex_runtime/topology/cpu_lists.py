@@ -33,12 +33,12 @@ def parse_cpu_list(text: str) -> list[int]:
         numbers = [first, last if dash else first, step or "1"]
         if not all(n.isascii() and n.isdigit() for n in numbers) or (":" in part and not step):
             raise CpuListError(
-                f"{part!r} is not a CPU number or range in {text!r}: use a form such as 0,2-4"
+                f"a CPU list must be numbers and ranges such as 0,2-4, got {part!r} in {text!r}"
             )
         low, high, stride = (int(n) for n in numbers)
         if high < low or high >= MAX_CPUS or stride < 1:
             raise CpuListError(
-                f"{part!r} in {text!r} must rise and stay below {MAX_CPUS}, as in 0-3"
+                f"the ranges of a CPU list must rise and stay below {MAX_CPUS}, as in 0-3, got {part!r} in {text!r}"
             )
         found.update(range(low, high + 1, stride))
     return sorted(found)

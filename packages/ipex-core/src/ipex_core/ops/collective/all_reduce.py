@@ -153,7 +153,8 @@ def _check_group(
         check_device(op, "memory", memory, x)
         check_dtype_in(op, "memory", memory, torch.uint8)
         flat = memory.dim() == 1 and memory.is_contiguous()
-        check(flat, op, "memory", "be 1-D and contiguous", list(memory.shape))
+        rest = "" if memory.is_contiguous() else " that is not contiguous"
+        check(flat, op, "memory", "be 1-D and contiguous", f"{list(memory.shape)}{rest}")
     check(rank >= 0, op, "rank", "be >= 0", rank)
     check(timeout > 0, op, "timeout", "be positive", f"{timeout:g}")
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ipex_core.library.spec import check
+from ipex_core.library.spec import check, dtype_name
 
 __all__ = ["MAGIC", "MOST_RANKS", "SLOT_BYTES", "SharedBuffer", "buffer_bytes", "format_buffer"]
 
@@ -112,7 +112,7 @@ class SharedBuffer:
             self.op,
             "x",
             "have the same size and dtype on all ranks",
-            f"another on rank {other} than on rank {self.rank}",
+            f"{_note_text(notes[other or 0])} on rank {other} and {_note_text(note)} on rank {self.rank}",
         )
         return self.slots[parity]
 
@@ -125,7 +125,8 @@ class SharedBuffer:
             failed = int(self.lines[0, 3])
             if failed:
                 raise RuntimeError(
-                    f"{self.op}: rank {failed - 1} of {self.ranks} is missing: another rank waited for it in vain"
+                    f"{self.op}: rank {failed - 1} of {self.ranks} is missing: another rank waited for it until its"
+                    " timeout; all ranks must make the same calls"
                 )
             spins += 1
             if spins < _SPINS:
@@ -136,7 +137,7 @@ class SharedBuffer:
                 self.lines[0, 3] = 1 + missing
                 raise RuntimeError(
                     f"{self.op}: rank {missing} of {self.ranks} did not arrive within {timeout:g} s:"
-                    " it has ended, hangs or called something else"
+                    " it has ended, hangs or called something else; all ranks must make the same calls"
                 )
             time.sleep(_SLEEP)
 
@@ -144,6 +145,12 @@ class SharedBuffer:
 def note_of(size: int, dtype: torch.dtype, kind: int) -> int:
     """Return what the ranks of a call must agree about as one number; ``kind`` tells ops apart."""
     return size * 64 + _CODES.get(dtype, 0) * 8 + kind
+
+
+def _note_text(note: int) -> str:
+    names = {code: dtype_name(dtype) for dtype, code in _CODES.items()}
+    op = "all_gather_columns" if note % 8 else "all_reduce_"
+    return f"{note // 64} elements of {names.get(note // 8 % 8, 'unknown')} to {op}"
 
 
 def pieces(size: int, slot_bytes: int, itemsize: int) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,7 @@ from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.embedding.interaction import _stock as _stock_interaction
 from ipex_core.ops.embedding.interaction import _width
 from ipex_core.ops.int8.pack_int8_weight import int8_randn
-from ipex_core.ops.int8.quantize import LEAST_SCALE, codes
+from ipex_core.ops.int8.quantize import check_scale, codes
 
 Tensor = torch.Tensor
 
@@ -62,8 +62,7 @@ def _interaction(
     Raises:
         RuntimeError: An argument is not as described.
     """
-    usable = bool(scales.isfinite().all()) and bool((scales >= LEAST_SCALE).all())
-    check(usable, OP, "scales", "be finite and at least 2^-120", "another value")
+    check_scale(OP, "scales", scales)
     none = torch.zeros((), dtype=torch.int32, device=scales.device)
     parts = [
         x if x.dtype == torch.int8 else codes(x, scale, none, symmetric=True)
@@ -101,10 +100,10 @@ def _check(a: Arguments) -> None:
     text = "be float32, bfloat16, float16, int8 or uint8"
     check(known, OP, "dtype", text, dtype_name(result))
     fits = first.dtype == torch.int8 or result in (first.dtype, *_CODES)
-    check(fits, OP, "dtype", "be that of inputs[0], int8 or uint8", dtype_name(result))
+    text = f"be the dtype of inputs[0] = {dtype_name(first.dtype)}, int8 or uint8"
+    check(fits, OP, "dtype", text, dtype_name(result))
     if result in _CODES:
-        usable = LEAST_SCALE <= a.output_scale < 3.4028235e38
-        check(usable, OP, "output_scale", "be finite and at least 2^-120", "another value")
+        check_scale(OP, "output_scale", a.output_scale)
         low = -128 if result == torch.int8 else 0
         usable = low <= a.output_zero <= low + 255
         check(usable, OP, "output_zero", f"be in [{low}, {low + 255}]", a.output_zero)

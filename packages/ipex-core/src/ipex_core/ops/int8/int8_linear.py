@@ -14,7 +14,7 @@ from ipex_core.library.checks import check_device, check_tensor, dtype_name, ran
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.int8.pack_int8_weight import int8_randn
-from ipex_core.ops.int8.quantize import LEAST_SCALE, choose, codes
+from ipex_core.ops.int8.quantize import check_scale, choose, codes
 from ipex_core.ops.linear.epilogue import (
     ACTIVATIONS,
     apply_epilogue,
@@ -123,12 +123,12 @@ def _check_values(x: Tensor, x_scale: Tensor | None, x_zero: Tensor | None) -> N
     if x_scale is None:
         return
     if x.dtype not in _CODES:
-        usable = bool(x_scale.isfinite().all()) and bool((x_scale >= LEAST_SCALE).all())
-        check(usable, _OP, "x_scale", "be finite and at least 2^-120", "another value")
+        check_scale(_OP, "x_scale", x_scale)
     if x_zero is not None:
         low = -128 if x.dtype == torch.int8 else 0
-        usable = bool(((x_zero >= low) & (x_zero <= low + 255)).all())
-        check(usable, _OP, "x_zero", f"be in [{low}, {low + 255}]", "another value")
+        wrong = x_zero[(x_zero < low) | (x_zero > low + 255)]
+        for value in wrong[:1].tolist():
+            check(False, _OP, "x_zero", f"be in [{low}, {low + 255}]", value)
 
 
 def _check(a: Arguments) -> None:
@@ -164,8 +164,7 @@ def _check(a: Arguments) -> None:
         dtype_name(result),
     )
     if result in _CODES:
-        usable = LEAST_SCALE <= a.output_scale < 3.4028235e38
-        check(usable, _OP, "output_scale", "be finite and at least 2^-120", "another value")
+        check_scale(_OP, "output_scale", a.output_scale)
         low = -128 if result == torch.int8 else 0
         usable = low <= a.output_zero <= low + 255
         check(usable, _OP, "output_zero", f"be in [{low}, {low + 255}]", a.output_zero)

@@ -12,7 +12,7 @@ from ipex_core.library.checks import check_device, check_dtype, check_tensor, ra
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.ops.int8.pack_int8_weight import int8_randn
-from ipex_core.ops.int8.quantize import LEAST_SCALE, codes
+from ipex_core.ops.int8.quantize import check_scale, codes
 
 Tensor = torch.Tensor
 
@@ -64,7 +64,9 @@ def _check(a: Arguments) -> None:
     both = zip(reversed(a.a.shape[:-2]), reversed(a.b.shape[:-2]), strict=False)
     fits = a.b.dim() >= 2 and a.b.shape[-2] == a.a.shape[-1]
     fits = fits and all(x in (y, 1) or y == 1 for x, y in both)
-    text = f"have a.shape[-1] rows and leading sizes that fit those of a = {list(a.a.shape)}"
+    text = (
+        f"have a.shape[-1] rows and leading sizes that broadcast with a of shape {list(a.a.shape)}"
+    )
     check(fits, OP, "b", text, list(a.b.shape))
     check(
         max(a.a.dim(), a.b.dim()) <= _MOST_DIMS,
@@ -76,8 +78,7 @@ def _check(a: Arguments) -> None:
     depth = a.a.shape[-1]
     check(depth <= MOST_DEPTH, OP, "a", f"have at most {MOST_DEPTH} columns", depth)
     for name, scale, zero in (("a", a.a_scale, a.a_zero), ("b", a.b_scale, a.b_zero)):
-        usable = LEAST_SCALE <= scale < 3.4028235e38
-        check(usable, OP, f"{name}_scale", "be finite and at least 2^-120", "another value")
+        check_scale(OP, f"{name}_scale", scale)
         check(0 <= zero <= 255, OP, f"{name}_zero", "be in [0, 255]", zero)
 
 

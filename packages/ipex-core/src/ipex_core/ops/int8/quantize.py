@@ -25,6 +25,15 @@ Tensor = torch.Tensor
 LEAST_SCALE = 2.0**-120
 
 
+def check_scale(op: str, name: str, scale: float | Tensor) -> None:
+    """Check given scales: finite and not below `LEAST_SCALE`. The first that is not stands in the message."""
+    if isinstance(scale, Tensor):
+        wrong = scale[~(scale.isfinite() & (scale >= LEAST_SCALE))]
+        scale = wrong[0].item() if wrong.numel() else 1.0
+    usable = LEAST_SCALE <= scale < 3.4028235e38
+    check(usable, op, name, "be finite and at least 2^-120", f"{scale:g}")
+
+
 def choose(x: Tensor, symmetric: bool, dim: int | None) -> tuple[Tensor, Tensor]:
     """Return float32 scale and int32 zero point of the values along ``dim``, or of all values.
 
@@ -173,8 +182,7 @@ def _per_tensor(
         new_zero = torch.zeros(1, dtype=torch.int32, device=x.device)
         if zero is not None:
             new_zero = zero.clone()
-        usable = bool(new_scale.isfinite().all()) and new_scale.item() >= LEAST_SCALE
-        check(usable, op, "scale", "be finite and at least 2^-120", "another value")
+        check_scale(op, "scale", new_scale)
         code = int(new_zero.item())
         check(0 <= code <= 255, op, "zero", "be in [0, 255]", code)
     new_scale, new_zero = new_scale.reshape(()), new_zero.reshape(())

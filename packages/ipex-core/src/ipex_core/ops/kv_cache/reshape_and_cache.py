@@ -188,7 +188,7 @@ def _check(a: Arguments) -> None:
         (a.key_scales is None) == (a.value_scales is None),
         "value_scales",
         "be given if and only if key_scales are",
-        "one of them",
+        "None" if a.value_scales is None else "a tensor",
     )
 
 

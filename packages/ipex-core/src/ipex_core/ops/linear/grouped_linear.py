@@ -58,7 +58,7 @@ def check_packed_rows(
         name,
         f"be {count} {dtype_name(dtype)} weights of shape [{n}, {k}] packed by"
         f" pack_linear_weight, a row of {size} bytes each",
-        f"{dtype_name(packed.dtype)} {list(packed.shape)}",
+        dense.bytes_text(packed),
     )
 
 
@@ -73,7 +73,7 @@ def unpack_rows(
             name,
             f"be {len(packed)} {dtype_name(dtype)} weights of shape [{n}, {k}] packed by"
             " pack_linear_weight",
-            f"another header in row {i}",
+            f"{dense.header_text(row)} in row {i}",
         )
     return [dense.unpack(row, n, k, dtype) for row in packed]
 

@@ -279,7 +279,7 @@ def _check_shared(
         op,
         "shared_w2",
         "be given if and only if shared_w13 is",
-        "one of them",
+        "None" if w2 is None else "a tensor",
     )
     if w13 is None or w2 is None:
         check(weights is None, op, "shared_weights", "be None without a shared expert", "a tensor")

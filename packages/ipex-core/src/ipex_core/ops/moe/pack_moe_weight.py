@@ -13,7 +13,7 @@ from ipex_core.library.kernels import register
 from ipex_core.library.spec import FLOATS, OpSpec, Sample, check
 from ipex_core.packing import experts as _experts
 from ipex_core.packing import woq
-from ipex_core.packing.dense import FORMATS, read_header
+from ipex_core.packing.dense import FORMATS, bytes_text, header_text, read_header
 
 Tensor = torch.Tensor
 
@@ -39,7 +39,7 @@ def check_experts(
         name,
         f"be {dtype_name(dtype)} weights of shape [E, {out_features}, {in_features}] packed by"
         f" pack_moe_weight (E rows of {size} bytes)",
-        f"{dtype_name(packed.dtype)} {list(packed.shape)}",
+        bytes_text(packed),
     )
 
 
@@ -96,7 +96,7 @@ def check_expert_header(
         name,
         f"be {dtype_name(dtype)} weights of shape [E, {out_features}, {in_features}] packed by"
         " pack_moe_weight",
-        "a tensor with another header",
+        header_text(packed),
     )
 
 

@@ -18,8 +18,8 @@ from ipex_core.library.checks import (
     dtype_name,
 )
 from ipex_core.library.kernels import register, specs
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
-from ipex_core.ops.int8.quantize import LEAST_SCALE, choose, codes
+from ipex_core.library.spec import BenchCase, OpSpec, Sample
+from ipex_core.ops.int8.quantize import check_scale, choose, codes
 from ipex_core.ops.norm.layer_norm import _normalize as normalize_layer
 from ipex_core.ops.norm.rms_norm import _normalize as normalize_rms
 
@@ -31,13 +31,8 @@ def _quantize(op: str, y: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]
         scale, zero = choose(y, True, -1)
         return codes(y, scale, zero, True), scale
     scale = scale.reshape(()).clone()
-    _check_scale_value(op, scale)
+    check_scale(op, "scale", scale)
     return codes(y, scale, torch.zeros_like(scale, dtype=torch.int32), True), scale
-
-
-def _check_scale_value(op: str, scale: Tensor) -> None:
-    usable = bool(scale.isfinite()) and scale.item() >= LEAST_SCALE
-    check(usable, op, "scale", "be finite and at least 2^-120", "another value")
 
 
 def _rms_norm_quant(
@@ -88,7 +83,7 @@ def _add_rms_norm_quant(
         ``(codes, scale)`` as `rms_norm_quant`.
     """
     if scale is not None:
-        _check_scale_value("add_rms_norm_quant_", scale.reshape(()))
+        check_scale("add_rms_norm_quant_", "scale", scale.reshape(()))
     residual.add_(x)
     y = normalize_rms(residual, weight, eps, weight_offset)
     return _quantize("add_rms_norm_quant_", y, scale)
@@ -138,7 +133,7 @@ def _add_layer_norm_quant(
         ``(codes, scale)`` as `rms_norm_quant`.
     """
     if scale is not None:
-        _check_scale_value("add_layer_norm_quant_", scale.reshape(()))
+        check_scale("add_layer_norm_quant_", "scale", scale.reshape(()))
     residual.add_(x)
     y = normalize_layer(residual, weight, bias, eps)
     return _quantize("add_layer_norm_quant_", y, scale)

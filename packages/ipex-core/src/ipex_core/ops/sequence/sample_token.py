@@ -55,15 +55,16 @@ def _sample_token(
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020 (top-p); Nguyen et al., "Turning Up
     the Heat: Min-p Sampling", 2024.
     """
-    usable = bool(((noise >= 0) & (noise < 1)).all())
-    check(usable, _OP, "noise", "be in [0, 1)", "another value")
+    wrong = noise[~((noise >= 0) & (noise < 1))]
+    for value in wrong[:1].tolist():
+        check(False, _OP, "noise", "be in [0, 1)", f"{value:g}")
     scores = acc(logits) / temperature
     if scores.numel() == 0:
         return torch.zeros(noise.shape, dtype=torch.int64, device=logits.device)
     largest = scores.amax(-1, keepdim=True)
     for row, value in enumerate(largest.isfinite().flatten().tolist()):
         wanted = "have a finite maximum and no NaN in each row"
-        check(value, _OP, "logits", wanted, f"another in row {row}")
+        check(value, _OP, "logits", wanted, f"NaN or infinity in row {row}")
 
     def keep(condition: Tensor) -> Tensor:
         return torch.where(condition, scores, -torch.inf)

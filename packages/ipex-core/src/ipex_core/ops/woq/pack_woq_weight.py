@@ -95,14 +95,13 @@ def _pack(
 def _check_g_idx_values(op: str, g_idx: Tensor | None, layout: Layout) -> None:
     if g_idx is None:
         return
-    wanted = torch.arange(layout.k, device=g_idx.device) // layout.group
-    check(
-        bool((g_idx.sort().values == wanted).all()),
-        op,
-        "g_idx",
-        f"give each of the {layout.groups} groups {layout.group} input features, the last one the rest",
-        "other counts",
-    )
+    free = [min(layout.group, layout.k - i * layout.group) for i in range(layout.groups)]
+    wanted = f"give each of the {layout.groups} groups {layout.group} input features, the last one the rest"
+    for i, group in enumerate(g_idx.tolist()):
+        known = 0 <= group < layout.groups
+        got = f"{'one more for group' if known else 'group'} {group} at index {i}"
+        check(known and free[group] > 0, op, "g_idx", wanted, got)
+        free[group] -= 1
 
 
 def _pack_check(a: Arguments) -> None:

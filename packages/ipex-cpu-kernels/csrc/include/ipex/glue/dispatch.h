@@ -41,7 +41,9 @@ template <class... Args>
 [[noreturn]] void fail(const Args&... args) {
   std::ostringstream text;
   (text << ... << args);
-  throw std::runtime_error(text.str());
+  std::string message = text.str();
+  if (message.ends_with("got ")) message += "''";  // an empty string
+  throw std::runtime_error(message);
 }
 
 // "bfloat16", as users write it.
