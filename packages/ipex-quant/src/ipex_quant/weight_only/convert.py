@@ -161,14 +161,19 @@ def choose_linears(
     return [ChosenLinear(m, tuple(found), qconfigs[m]) for m, found in names.items()], skipped
 
 
-def woq_qconfigs(op: str, qconfig: Any) -> list[QConfigWoq]:
+def woq_qconfigs(op: str, qconfig: Any, name: str = "qconfig") -> list[QConfigWoq]:
     """Return the configurations that a mapping has, or the one there is.
+
+    Args:
+        op: Name of the function in messages.
+        qconfig: A `QConfigWoq`, a mapping or None.
+        name: Name of the argument in messages.
 
     Raises:
         OpArgumentError: There is none.
     """
     if not isinstance(qconfig, QConfigMapping):
-        return [as_qconfig(op, qconfig)]
+        return [as_qconfig(op, qconfig, name)]
     values: list[Any] = [
         qconfig.global_qconfig,
         *qconfig.module_name_qconfigs.values(),
@@ -176,7 +181,7 @@ def woq_qconfigs(op: str, qconfig: Any) -> list[QConfigWoq]:
         *qconfig.object_type_qconfigs.values(),
     ]
     found = [value for value in values if isinstance(value, QConfigWoq)]
-    return found or [as_qconfig(op, qconfig)]
+    return found or [as_qconfig(op, qconfig, name)]
 
 
 def woq_qconfig_of(qconfig: Any, name: str, module: nn.Module) -> QConfigWoq | None:
