@@ -31,7 +31,7 @@ class FusableLinear(Protocol):
 
     @property
     def packed_weight(self) -> Tensor | None:
-        """The packed weight as its op (``linear``, ``woq_linear``) takes it; None while there is none."""
+        """The packed weight as its op (``linear``, ``woq_linear``) takes it; None while no weight is packed."""
         ...
 
     def fused(

@@ -89,7 +89,7 @@ class _Finder:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
-            return None  # whoever finds it runs it
+            return None  # leave modules with a custom loader alone
         loader = _Loader(fullname, spec.loader.path)
         loader.finder = self
         spec.loader = loader

@@ -42,7 +42,7 @@ def write_whole(path: Path, text: str) -> None:
 def return_free_memory() -> None:
     """Give freed memory back to the system, where the allocator (glibc's) would keep it.
 
-    Whoever replaces the weights of a model one by one frees blocks between blocks that live on; without this the
+    Code that replaces the weights of a model one by one frees blocks between blocks that live on; without this the
     process keeps both the old and the new ones until it ends.
     """
     trim = _trim()
