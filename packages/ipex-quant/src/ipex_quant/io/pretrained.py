@@ -33,7 +33,7 @@ class SaveQuantized:
         self.model = model
 
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save the model; arguments and result are those of transformers."""
+        """Save the model; arguments and result are as in transformers."""
         model: Any = self.model
         main = args[0] if args else kwargs.get("is_main_process", True)
         upload = getattr(model, _UPLOAD, None)

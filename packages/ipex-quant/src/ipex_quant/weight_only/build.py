@@ -133,7 +133,7 @@ def features_of(op: str, mod: nn.Module) -> tuple[int, int]:
 
 
 def as_qconfig(op: str, qconfig: Any, name: str = "qconfig") -> QConfigWoq:
-    """Return a configuration from itself, a mapping or None; ``name`` is that of the argument in messages."""
+    """Return a configuration from itself, a mapping or None; ``name`` names the argument in messages."""
     if qconfig is None:
         return woq_qconfig(weight_dtype=WoqWeightDtype.INT4, lowp_mode=WoqLowpMode.BF16)
     qconfig = getattr(qconfig, "global_qconfig", qconfig)

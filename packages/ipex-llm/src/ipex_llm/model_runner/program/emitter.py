@@ -143,7 +143,7 @@ class Emitter:
         Args:
             mode: See `ipex_llm.model_runner.program`.
             logits: Return logits of ``rows`` instead of all rows after the last norm.
-            cache_dtype: dtype of the cache if it is not that of the rows.
+            cache_dtype: dtype of the cache if it is not the dtype of the rows.
             states: Return what each layer read as well (not with ``logits``).
             cache_scales: Scales of keys and values of each layer of a cache of 8-bit numbers. Without them an int8
                 cache has tensors with a scale for each row.

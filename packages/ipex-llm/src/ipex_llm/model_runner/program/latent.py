@@ -3,7 +3,7 @@
 
 A score of a head is ``q . (U c) = (U^T q) . c`` with the latent ``c``, so queries are projected to the latent once and
 meet it as it is; values are projected from the weighted sum of latents. All heads share one row of the cache,
-``[latent | rotated key]``, and attention is that of many queries to one key and value head.
+``[latent | rotated key]``, and attention has many query heads and one key and value head.
 """
 
 from __future__ import annotations
