@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import ipex_core
@@ -235,3 +237,97 @@ def test_most_checks_are_reached():
     known = checks(Path(ipex_core.__file__).parent / "ops")
     reached = {(file, line) for op in specs() for file, line, _ in refused(op, False)}
     assert len(known & reached) >= 0.8 * len(known), sorted(known - reached)
+
+
+class _Other:
+    def __repr__(self) -> str:
+        return "<other>"
+
+
+#: What is passed for each argument of a public function.
+ANYTHING = (
+    *(None, True, "no such thing", "", -1, 0, 7, 1.5, math.nan, (), [1, -2], {"a": 1}, _Other()),
+    *(torch.zeros(2, 3), torch.int16, torch.float64, torch.device("meta"), nn.Linear(3, 4), len),
+)
+#: Arguments whose errors others raise: the model that is called with them, or the reader of a checkpoint.
+PASSED_ON = {"sample_input", "low_precision_checkpoint"}
+
+
+def _small() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+
+
+def _trained() -> dict[str, Any]:
+    model = _small().train()
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+
+
+def _prepare() -> dict[str, Any]:
+    from ipex_quant import default_static_qconfig_mapping
+
+    x = torch.ones(2, 8)
+    return {"model": _small(), "configure": default_static_qconfig_mapping, "example_inputs": x}
+
+
+def _convert() -> dict[str, Any]:
+    from ipex_quant import prepare
+
+    model = prepare(**_prepare())
+    model(torch.ones(2, 8))
+    return {"model": model}
+
+
+def _decoder() -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    config = transformers.LlamaConfig(**shape, **heads)
+    return {"model": transformers.LlamaForCausalLM._from_config(config).eval()}
+
+
+def _pool(**others: Any) -> dict[str, Any]:
+    from ipex_runtime import CPUPool
+
+    cpus = sorted(os.sched_getaffinity(0))[:1]
+    return {"cpu_pool": CPUPool(cpus), **others}
+
+
+#: Module, name, and good arguments of public functions and classes.
+PUBLIC: dict[str, Callable[[], dict[str, Any]]] = {
+    "ipex_core.optimize": lambda: {"model": _small()},
+    "ipex_core.optimize training": _trained,
+    "ipex_quant.prepare": _prepare,
+    "ipex_quant.convert": _convert,
+    "ipex_llm.optimize": _decoder,
+    "ipex_runtime.CPUPool": lambda: {"core_ids": sorted(os.sched_getaffinity(0))[:1]},
+    "ipex_runtime.CPUPool node": lambda: {"node_id": 0},
+    "ipex_runtime.MultiStreamModule": lambda: _pool(model=_small(), num_streams=1),
+    "ipex_runtime.Task": lambda: _pool(module=_small()),
+    "ipex_runtime.get_default_num_streams": _pool,
+    "ipex_runtime.place_memory": lambda: {"target": torch.ones(2), "mode": "local"},
+    "ipex_runtime.set_memory_policy": lambda: {"mode": "default"},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", list(PUBLIC))
+def test_public_functions_name_the_argument_and_show_what_came(path):
+    module, _, name = path.split()[0].rpartition(".")
+    function = getattr(pytest.importorskip(module), name)
+    known = inspect.signature(function).parameters
+    wrong, raised = set(), 0
+    for argument in known:
+        for value in ANYTHING:
+            arguments = {**PUBLIC[path](), argument: value}
+            try:
+                function(**arguments)
+            except Exception as error:
+                raised += 1
+                text = str(error)
+                found = FORM.match(text)
+                named = found and known.keys() & set(re.findall(r"\w+", found["argument"]))
+                ours = found and named and not VAGUE.search(found["got"])
+                if not ours and argument not in PASSED_ON:
+                    wrong.add(f"{argument}={value!r}: {type(error).__name__}: {text[:300]}")
+    assert raised
+    assert not wrong, "\n".join(sorted(wrong))

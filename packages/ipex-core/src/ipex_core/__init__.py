@@ -17,7 +17,7 @@ _OLDEST_TORCH = (2, 11)
 
 
 def _check_torch() -> None:
-    # Before anything else of torch is used: a name an old torch lacks would fail with a message that helps nobody.
+    # Before anything else of torch is used: a name an old torch lacks would fail with a message that does not help.
     import re
 
     wanted = ".".join(map(str, _OLDEST_TORCH))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Automatic mixed precision on the CPU: the names scripts use, over those of torch.
+"""Automatic mixed precision on the CPU: the names that scripts use, based on the ones of torch.
 
 Importing ipex changes nothing about `torch.autocast`: stock ops keep the lists of the installed torch, and the ops of
 ipex follow the rule in their specification (``ipex.op_info(name)["autocast"]``).
@@ -78,7 +78,7 @@ def native_reason(dtype: torch.dtype) -> str | None:
     name = str(dtype).removeprefix("torch.")
     if name not in machine.NATIVE_LEVELS:
         return None
-    slow = "products are computed in float32 and may be slower than those of float32"
+    slow = "products are computed in float32 and may be slower than in float32"
     features = set(machine.cpu_info().features)
     if features and not features.intersection(machine.NATIVE_FEATURES[name]):
         return f"this CPU has no {name} instructions: {slow}"

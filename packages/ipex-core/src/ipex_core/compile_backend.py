@@ -22,7 +22,7 @@ Three things happen beyond plain Inductor, all of them only for graphs that need
   compiled model lists them, and those that were left alone, with the reason.
 
 A graph that needs gradients goes through AOTAutograd and plain Inductor. Graphs of the device xpu run op by op where
-there is no Triton for it, with those of our ops that have patterns.
+there is no Triton for it, with the ipex ops that have patterns.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _on_xpu(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
         from triton.backends import backends  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         return True
-    return "intel" not in backends  # that of other GPUs does not help
+    return "intel" not in backends  # a backend of other GPUs does not help
 
 
 def _needs_grad(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -249,7 +249,7 @@ def _inference(
     spare = _spare(gm)
     try:
         compiled = _inductor(gm, example_inputs, {**patches, "cpp_wrapper": True})
-    except RestartAnalysis:  # no failure: Dynamo is to begin anew, with some number as a constant
+    except RestartAnalysis:  # no failure: Dynamo restarts, with some number as a constant
         raise
     except Exception as error:  # Inductor writes less into C++ than into Python, and g++ may fail
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -307,7 +307,7 @@ def _compile_frozen(
     # compile_fx owns and mutates the graph it gets; this copy is what runs when the weights have changed.
     unfrozen = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     compiled = _inference(gm, [example_inputs[i] for i in kept], patches, asked, report)
-    # What the graph writes to itself (the keys and values of a cache) it also reads anew in each call.
+    # What the graph writes to itself (the keys and values of a cache) it also reads again in each call.
     alive = {id(tensor) for tensor in written}
     weights = [weight for weight in weights if id(weight) not in alive]
     if patches.get("freezing_discard_parameters"):

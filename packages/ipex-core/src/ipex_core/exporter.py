@@ -226,7 +226,7 @@ def export(
         The path of the file.
 
     Raises:
-        TypeError: ``model`` is not a module that can be exported, ``example_inputs`` is none of the three, or ``path``
+        TypeError: ``model`` is not a module that can be exported, ``example_inputs`` has another form, or ``path``
             is no path.
         ValueError: ``model`` is in training mode or does not accept the inputs, ``path`` has another ending, or an
             option is unknown.

@@ -53,7 +53,7 @@ struct Free {
 template <Area kArea>
 class Scratch {
  public:
-  // Memory of the calling thread, valid until its next call; nullptr if there is none. Does not
+  // Memory of the calling thread, valid until its next call; nullptr if memory is short. Does not
   // throw, so that it can be called inside a parallel loop.
   static char* get(int64_t bytes) noexcept {
     thread_local Scratch block;

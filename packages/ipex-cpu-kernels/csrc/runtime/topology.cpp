@@ -15,7 +15,7 @@ struct Topology {
   bool shared = false;
 };
 
-// The first CPU of a list such as "3,67" or "0-1"; -1 if there is none.
+// The first CPU of a list such as "3,67" or "0-1"; -1 if it is unknown.
 int first_sibling(int cpu) {
   const std::string path =
       "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list";

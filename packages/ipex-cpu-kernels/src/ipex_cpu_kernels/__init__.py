@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU kernels of ipex, one native module per ISA level.
 
-The package is found through the entry point group ``ipex.kernels``; nobody needs to import it. Importing it loads no
+The package is found through the entry point group ``ipex.kernels``; it need not be imported. Importing it loads no
 native code: `register` does, when the core calls it.
 """
 
@@ -26,7 +26,7 @@ from ipex_cpu_kernels._version import __version__
 
 __all__ = ["KERNEL_API", "__version__", "cmake_prefix_path", "isa", "register"]
 
-#: Contract version of these kernels; must equal that of the core.
+#: Contract version of these kernels; must equal the version of the core.
 KERNEL_API = 1
 
 

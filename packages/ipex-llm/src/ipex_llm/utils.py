@@ -111,14 +111,14 @@ def shard_low_precision_checkpoint(
         model_config: The model's configuration, an object or a dictionary with ``num_attention_heads`` and, if they
             differ, ``num_key_value_heads``.
         rank: Whose part.
-        world_size: Number of ranks, at most that of key/value heads.
+        world_size: Number of ranks, at most the number of key/value heads.
         quantization_method: ``"gptq"``, ``"awq"``, ``"rtn"``, ``"auto-round"`` or ``"int8"``.
         tp_grain_size: Features of the MLP that stay together, if that leaves a piece for each rank.
         desc_act: GPTQ's act-order: a rank's part of a layer that is split by input features keeps all scales.
         bits: Bits of a code.
 
     Returns:
-        A new state dict; tensors that are not split are those of the checkpoint.
+        A new state dict; tensors that are not split are the tensors of the checkpoint.
 
     Raises:
         OpArgumentError: The model cannot be split so, or a tensor does not fit.

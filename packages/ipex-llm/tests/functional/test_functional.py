@@ -112,7 +112,7 @@ def test_norm_errors():
         fn.rms_norm(x, torch.ones(7), 1e-6)
     with pytest.raises(RuntimeError, match="residual must"):
         fn.add_rms_norm(x[:1], x, weight, None, 1e-6, True)
-    with pytest.raises(ValueError, match="normalized_shape must be that of the last dim"):
+    with pytest.raises(ValueError, match="normalized_shape must be the shape of the last dim"):
         fn.fast_layer_norm(x, (7,), None, None, 1e-5)
     with pytest.raises(ValueError, match="normalized_shape must name at least one"):
         fn.fast_layer_norm(x, (), None, None, 1e-5)

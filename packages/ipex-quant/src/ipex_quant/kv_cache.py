@@ -162,7 +162,7 @@ def _largest(states: Tensor, mask: Tensor | None) -> float:
 
 # -- checkpoints ----------------------------------------------------------------------------------------------
 
-#: Names of scales; the first number of a name is that of the layer.
+#: Names of scales; the first number of a name is the number of the layer.
 _NAME = re.compile(
     r"(?:^|\.)(?P<layer>\d+)\.(?:\w+\.)*?"
     r"(?:(?P<kind>[kv])_scale|(?P<proj>[kv])_proj\.output_scale|(?P<both>kv)_scale)$"

@@ -268,7 +268,7 @@ def test_state_dict() -> None:
     with fp8_autocast(enabled=True, fp8_recipe=recipe):
         assert torch.equal(again(x), model(x))
         assert torch.equal(copy.deepcopy(again).eval()(x), model.eval()(x))
-    with pytest.raises(ValueError, match="the extra state must be that of get_extra_state"):
+    with pytest.raises(ValueError, match="the extra state must be a result of get_extra_state"):
         again[0].set_extra_state(torch.ones(8, dtype=torch.uint8))
     assert again[0].fp8_meta == {"recipe": DelayedScaling()}
 

@@ -302,11 +302,17 @@ def test_damaged_folders(tmp_path: Path) -> None:
             return self.b(self.norm(self.a(x))) + x
 
     other[6] = Other(8)
-    fails("the forward of 6 must be that of the saved model, got one of other steps, Other", other)
+    fails(
+        "the forward of 6 must be the same as in the saved model, got one of other steps, Other",
+        other,
+    )
 
     class Data(Block):
         def forward(self, x: Tensor) -> Tensor:
             return x if x.sum() > 0 else super().forward(x)
 
     other[6] = Data(8)
-    fails("the forward of 6 must be that of the saved model, got one that cannot be traced", other)
+    fails(
+        "the forward of 6 must be the same as in the saved model, got one that cannot be traced",
+        other,
+    )

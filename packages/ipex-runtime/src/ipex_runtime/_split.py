@@ -57,7 +57,7 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def guess(args: Sequence[Any], kwargs: Mapping[str, Any]) -> MultiStreamModuleHint:
-    """Return hints for a call without any: all tensors whose first dimension is that of the first tensor."""
+    """Return hints for a call without any: all tensors whose first dimension equals the one in the first tensor."""
     hint = MultiStreamModuleHint()
     if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # the usual call
         hint.args = [0 if args[0].dim() else None]
@@ -225,7 +225,7 @@ def _like(value: Any, inner: dict[Any, Any]) -> Any:
 
 
 def join(hint: MultiStreamModuleHint, results: list[Any]) -> Any:
-    """Return the joined results: tensors concatenated, containers entered, of the rest that of the first stream.
+    """Return the joined results: tensors concatenated, containers entered, of the rest the result of the first stream.
 
     Raises:
         TypeError: The hint does not have the form of the result.

@@ -81,7 +81,7 @@ class Call(Protocol):
         """Run it."""
 
     def drop(self, error: BaseException) -> None:
-        """It will not be run: tell whoever waits for it."""
+        """It will not be run: tell the threads that wait for it."""
 
 
 class ExitError(BaseException):

@@ -115,9 +115,10 @@ def _checked(function: str, mode: str, nodes: Iterable[int]) -> list[int]:
 
     if mode not in tuple(MODES):
         raise ValueError(f"{function}: mode must be one of {', '.join(MODES)}, got {mode!r}")
-    if isinstance(nodes, str) or not isinstance(nodes, Iterable):
+    numbers = list(nodes) if isinstance(nodes, Iterable) else [nodes]
+    if not isinstance(nodes, Iterable) or not all(isinstance(n, int) for n in numbers):
         raise TypeError(f"{function}: nodes must be numbers of NUMA nodes, got {nodes!r}")
-    wanted = sorted(set(nodes))
+    wanted = sorted(set(numbers))
     if mode in ("default", "local"):
         if wanted:
             raise ValueError(f"{function}: nodes must be empty with mode {mode!r}, got {wanted}")

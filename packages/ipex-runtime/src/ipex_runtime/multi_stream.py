@@ -80,7 +80,7 @@ class _Part:
         self._index = index
 
     def run(self) -> None:
-        if self._round.error is not None:  # another stream failed: nobody will see this result
+        if self._round.error is not None:  # another stream failed: this result is not returned
             self._round.finish()
             return
         try:
@@ -171,7 +171,7 @@ class MultiStreamModule(_Streams):
         num_streams: Number of streams, or ``"AUTO"``: one per core of the pool. More than the pool has threads is too
             many, and reduced with a warning. If they do not share the cores evenly the first ones have one more.
         cpu_pool: The cores; default: all that this process may use.
-        concat_output: Join the results; otherwise the call returns a list with that of each stream.
+        concat_output: Join the results; otherwise the call returns a list with the result of each stream.
         input_split_hint: What is split, and where; default: all tensors in the arguments, also nested, whose first
             dimension is that of the first one. Arguments without a hint go whole to each stream. The first streams get
             a row more if the batch does not come out even; a batch smaller than the number of streams uses fewer.

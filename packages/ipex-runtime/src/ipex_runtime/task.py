@@ -36,7 +36,7 @@ class TaskFuture(concurrent.futures.Future):  # type: ignore[type-arg]
         Raises:
             TimeoutError: The time is over.
             concurrent.futures.CancelledError: The call was taken back.
-            RuntimeError: Nobody will ever run the call: it is waited for inside its own task, or was queued before the
+            RuntimeError: The call will never run: it is waited for inside its own task, or was queued before the
                 process was forked.
             Exception: What the call itself raised.
         """

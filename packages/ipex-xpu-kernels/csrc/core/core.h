@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <vector>
 
-// Contract version of this package; must equal that of the core.
+// Contract version of this package; must equal the version of the core.
 #define IPEX_KERNEL_API_VERSION 1
 
 namespace ipex::xpu {
@@ -44,7 +44,7 @@ struct DeviceInfo {
 // "cpu", "cpu:N" (the CPU device in N parts), "auto" (GPUs, else the CPU). Returns their number;
 // never throws, see `why_no_device`.
 int initialize(const std::string& request);
-// The devices and contexts of these queues instead: those of a torch that has XPU itself.
+// The devices and contexts of these queues instead: queues of a torch that has XPU itself.
 void adopt(const std::vector<sycl::queue*>& queues);
 int device_count() noexcept;
 const std::string& why_no_device() noexcept;
@@ -53,7 +53,7 @@ sycl::device& sycl_device(int device);
 sycl::context& sycl_context(int device);
 
 // A queue of the pools of a device: 0 is the default stream, the others are handed out round robin
-// by the caller, first those of normal, then those of high and of low priority. In order.
+// by the caller, first normal, then high and low priority. In order.
 inline constexpr int kStreamsOfPool = 32;
 inline constexpr int kStreamsPerDevice = 1 + 3 * kStreamsOfPool;
 // 0, -1 for high and 1 for low, as torch numbers them.

@@ -278,7 +278,7 @@ void shutdown() noexcept {
     try {
       synchronize(i);
     } catch (...) {
-      // Nobody is left who could be told.
+      // No one can be notified any more.
     }
   }
 }

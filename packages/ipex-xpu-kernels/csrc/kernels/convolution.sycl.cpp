@@ -131,7 +131,7 @@ void convolve_groups(const T* x, const T* weight, T* y, long outputs, long group
   store(y, to.index, sum);
 }
 
-// The gradient of x by that of y: x[n, c, z, y, x] is contiguous, strides are those of y.
+// The gradient of x from the gradient of y: x[n, c, z, y, x] is contiguous, strides are of y.
 template <typename T>
 IPEX_KERNEL(2)
 void convolve_groups_back(const T* y, const T* weight, T* x, long channels, long group_in,

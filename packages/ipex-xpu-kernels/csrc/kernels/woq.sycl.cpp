@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products with packed weights of 4 or 8 bits in the order for float activations (docs of
 // pack_woq_weight). A strip holds 16 columns, whose codes lie side by side: an item owns a column,
-// reads words next to those of its neighbors, and multiplies kRows rows of x with each.
+// reads words next to the words of its neighbors, and multiplies kRows rows of x with each.
 #include "names.h"
 
 constexpr unsigned long kStrip = 16;

@@ -52,7 +52,7 @@ __all__ = [
     "state",
 ]
 
-#: Contract version of these kernels; must equal that of the core.
+#: Contract version of these kernels; must equal the version of the core.
 KERNEL_API = 1
 
 

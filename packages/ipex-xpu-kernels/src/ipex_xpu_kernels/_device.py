@@ -23,7 +23,7 @@ class State:
     Attributes:
         mode: "own" (this package is the device), "native" (torch has XPU itself) or "none".
         count: Number of devices.
-        reason: Why there is none; empty otherwise.
+        reason: Why there is no device; empty otherwise.
     """
 
     mode: str
@@ -35,7 +35,7 @@ _state: State | None = None
 
 
 def state() -> State:
-    """Return what has become of the device; `activate` is called first if nobody has."""
+    """Return what has become of the device; `activate` is called first if it was not called."""
     return _state if _state is not None else activate()
 
 
@@ -51,7 +51,7 @@ def require(function: str) -> Any:
         function: For the message.
 
     Raises:
-        RuntimeError: There is none.
+        RuntimeError: There is no device.
     """
     now = state()
     if now.mode == "own":
@@ -185,7 +185,7 @@ def _shut_down(module: Any) -> None:
     import torch
 
     if torch._C._autograd._profiler_enabled():
-        # Nobody will read what it has gathered, and it would end when parts of torch are gone: an abort.
+        # What it gathered will not be read, and it would end when parts of torch are gone: an abort.
         torch._C._autograd._disable_profiler()
     module.stop_autograd_threads()
     module.shutdown()

@@ -26,7 +26,7 @@ def doctor(root: Any = "/") -> tuple[list[tuple[str, str]], list[str]]:
     """Return what there is and what to do, for ``ipex doctor``; never raises and registers nothing new by itself.
 
     Args:
-        root: Of the system, as the other parts of the report take it; devices are those of this process.
+        root: Of the system, as the other parts of the report take it; devices are the devices of this process.
     """
     try:
         now = _device.state()

@@ -20,7 +20,7 @@ _FILES = {"ipex/xpu.h": "prelude.h", "ipex/bfloat16.h": "bfloat16.h"}
 
 
 class SyclCompileError(RuntimeError):
-    """A SYCL source does not compile; the text is that of the compiler, with the lines of the source."""
+    """A SYCL source does not compile; the text comes from the compiler, with the lines of the source."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def load_inline(
 
     Raises:
         SyclCompileError: The source does not compile.
-        ValueError: A kernel is not in the source, or its parameters are not those of the op.
+        ValueError: A kernel is not in the source, or its parameters do not match the op.
         TypeError: The source is not text.
         RuntimeError: There is no xpu device.
 

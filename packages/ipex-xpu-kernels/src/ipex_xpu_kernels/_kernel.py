@@ -26,7 +26,7 @@ DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 _FLOATS = ("float", "double")
-#: Bits of whole numbers that are not those of ``long``; "unsigned" may stand before them.
+#: Bits of integers whose size is not the size of ``long``; "unsigned" may stand before them.
 _BITS = {"char": 8, "signed char": 8, "short": 16, "int": 32, "": 32, "bool": 1}
 #: Work-items of a group, by the number of dimensions.
 _LOCAL = {1: (256,), 2: (16, 16), 3: (4, 8, 8)}
@@ -40,7 +40,7 @@ class SyclKernel:
     """A kernel of a program that `load_inline` has compiled.
 
     Attributes:
-        name: Its name, with that of the program, for messages.
+        name: Its name, with the name of the program, for messages.
         parameters: C++ types of its parameters, such as ``"float const*"``.
         dimensions: How many sizes it is started with, where that is known.
     """

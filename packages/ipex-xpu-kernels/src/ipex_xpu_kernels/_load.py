@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the native module, whose C++ interface is that of one torch release."""
+"""Loads the native module, whose C++ interface fits one torch release."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SONAME = "libsycl.so.9"
 
 
 def foreign_runtime(maps: str = "/proc/self/maps") -> str:
-    """Return the path of a SYCL run-time of another release that this process has loaded; empty if there is none.
+    """Return the path of a SYCL run-time of another release that this process has loaded, or an empty path.
 
     Args:
         maps: List of what is mapped into the process.

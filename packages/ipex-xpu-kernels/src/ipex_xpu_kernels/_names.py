@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which names ``ipex.xpu`` has beyond those of ``torch.xpu``, and where they are; torch.xpu gets those it lacks."""
+"""Which names ``ipex.xpu`` has beyond ``torch.xpu``, and where they are; torch.xpu gets those it lacks."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def resolve(name: str) -> Any:
     """Return what a name of `NAMES`, `SUBMODULES` or `INSTEAD` stands for.
 
     Raises:
-        AttributeError: It is none of them.
+        AttributeError: It is not one of them.
     """
     if name in NAMES:
         return getattr(importlib.import_module(NAMES[name]), name)

@@ -8,13 +8,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-#: "0" does without oneDNN; a path is that of a libdnnl of one's own.
+#: "0" does without oneDNN; a path names another libdnnl.
 VARIABLE = "IPEX_XPU_ONEDNN"
 _LIBRARY = "libdnnl.so.3"
 
 
 def find() -> tuple[str, str]:
-    """Return the path of the library, or an empty one and why there is none."""
+    """Return the path of the library, or an empty path and the reason why there is no library."""
     chosen = os.environ.get(VARIABLE, "").strip()
     if chosen.lower() in ("0", "off"):
         return "", f"{VARIABLE}={chosen}"

@@ -18,7 +18,7 @@ def get_device_type(device: Any = None) -> str:
 
 
 def getDeviceIdListForCard(card_id: int = -1) -> list[int]:
-    """Return the indices of the devices of a card: all of them for -1, else that of one device.
+    """Return the indices of the devices of a card: all of them for -1, else the index of one device.
 
     Raises:
         ValueError: There is no such card.

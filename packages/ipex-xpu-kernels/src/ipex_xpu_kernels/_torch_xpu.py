@@ -116,7 +116,7 @@ class _Calls:
 
     def can_access(self, device: int, peer: int) -> bool:
         for index in (device, peer):
-            self.native.properties(index)  # raises where there is none
+            self.native.properties(index)  # raises where the device does not exist
         return device == peer
 
 

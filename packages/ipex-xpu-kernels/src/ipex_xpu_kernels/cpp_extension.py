@@ -48,7 +48,7 @@ def compiler(function: str) -> str:
 
 
 def include_paths() -> list[str]:
-    """Return the folders of headers that an extension needs: those of torch and of the SYCL run-time."""
+    """Return the folders of headers that an extension needs: headers of torch and the SYCL run-time."""
     from torch.utils import cpp_extension
 
     paths: list[str] = list(cpp_extension.include_paths())
@@ -62,7 +62,7 @@ def include_paths() -> list[str]:
 
 
 def library_paths() -> list[str]:
-    """Return the folders of libraries that an extension needs: those of torch and of the SYCL run-time."""
+    """Return the folders of libraries that an extension needs: torch and the SYCL run-time."""
     from torch.utils import cpp_extension
 
     paths: list[str] = list(cpp_extension.library_paths())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The old import name: every attribute of `ipex` but ``__version__``, which is that of IPEX.
+"""The old import name: every attribute of `ipex` but ``__version__``, which is a version of IPEX.
 
 Dotted names below it (``intel_extension_for_pytorch.nn``) are found by `ipex.compat.finder` and are the same modules.
 """

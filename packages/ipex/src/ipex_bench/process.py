@@ -92,7 +92,7 @@ class Worker:
         """Send a command and return the answer.
 
         Args:
-            timeout: Seconds to wait for it, if not those of the process.
+            timeout: Seconds to wait for it, if not the timeout of the process.
             request: The command. One without an answer ends the process.
 
         Raises:

@@ -88,7 +88,7 @@ def limit_percent(
 def interval(baseline: Sequence[float], candidate: Sequence[float]) -> tuple[float, float, float]:
     """Return how many times faster the candidate is: the median over rounds and its 95 % confidence interval.
 
-    The interval is that of the sign test: from the k-th lowest ratio to the k-th highest, with the largest k for which
+    The interval comes from the sign test: from the k-th lowest ratio to the k-th highest, with the largest k for which
     the median of all possible rounds lies between them in 95 % of cases, however the ratios are distributed. That needs
     six rounds; with fewer it is the whole range, which holds the median in 94 % (five), 88 %, 75 % and 50 % (two).
 

@@ -228,7 +228,7 @@ class _Group(contextlib.ExitStack):
     def measure(self, limits: Worker, facts: dict[str, float]) -> bool:
         """Let all engines take turns and add what that gave to the results; return whether they got to the end."""
         task, found = self.task, self.found
-        # In the order of the columns, whoever was ready first.
+        # In the order of the columns, not in the order of completion.
         about = {name: self.about[name] for name in peers.NAMES if name in self.about}
         self.say(f"{task.case}: timing {', '.join(about)}")
         workers = {_LIMITS: limits, **{name: self.workers[name] for name in about}}
@@ -265,7 +265,7 @@ def _disturbed(task: Task, facts: dict[str, float], about: About, found: Run) ->
 
 
 def _asked(worker: Worker, timeout: float | None = None, **request: Any) -> dict[str, Any]:
-    """Return the answer of a process; that there is none is an answer, too."""
+    """Return the answer of a process; a missing answer counts as one, too."""
     try:
         return worker.ask(timeout=timeout, **request)
     except EngineError as error:

@@ -36,7 +36,7 @@ LEAST_DECODED = {
 #: its weights, so this holds for few bits, too.
 LEAST_WHOLE = 0.999
 
-#: The largest relative difference of training losses from those of float32, by precision.
+#: The largest relative difference of training losses from float32, by precision.
 MOST_LOSS_ERROR = {"float32": 1e-3, "bfloat16": 0.03}
 
 

@@ -97,7 +97,7 @@ def prepare(task: Any, engine: str) -> tuple[Any, dict[str, Any]]:
         error = float(numpy.abs(got / wanted - 1).max())
         limit = table.MOST_LOSS_ERROR.get(prepared.precision, 0.03)
         fact["exactness"], right = error, error <= limit
-        text = f"losses differ from those of float32 by {error:.2%}, more than {limit:.1%}"
+        text = f"losses differ from float32 by {error:.2%}, more than {limit:.1%}"
         return (prepared, fact) if right else (None, {**fact, "error": f"wrong answer: {text}"})
     decoded = task.kind == "llm"
     limit = (table.LEAST_DECODED if decoded else table.LEAST_COSINE)[prepared.precision]

@@ -93,7 +93,7 @@ def _broken(entry: importlib.metadata.EntryPoint, cause: Exception) -> Any:
 
 
 class _Commands(typer.core.TyperGroup):
-    """The built-in commands and those of the entry points, loaded when they are needed."""
+    """The built-in commands and commands of entry points, loaded when they are needed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)

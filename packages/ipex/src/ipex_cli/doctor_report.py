@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["environment", "report_text", "versions"]
 
-#: Variables that change how the work runs. Others are nobody's business.
+#: Variables that change how the work runs. Others are not reported.
 _PREFIXES = (
     *("IPEX_", "OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH", "PYTORCH_"),
     *("MALLOC_", "TCMALLOC_", "JEMALLOC_", "SYCL_", "ZE_", "UR_", "CCL_", "NUMEXPR_", "OPENBLAS_"),

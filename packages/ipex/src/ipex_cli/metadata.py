@@ -2,7 +2,7 @@
 """A wheel without code that answers for the distribution ``intel_extension_for_pytorch``.
 
 accelerate, transformers, optimum-intel and auto-round look for the metadata of that distribution, in the release of
-torch, before they use the module. Whoever wants them to installs this wheel; pip removes it again.
+torch, before they use the module. Users who want that install this wheel; pip removes it again.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Row(NamedTuple):
         state: A key of `STATES`.
         here: Where it is here: a dotted name; for "absent" a text, what to use instead; for "xpu" the same for those
             who do not install the package that has it.
-        note: The difference; empty if there is none.
+        note: The difference; empty without a difference.
     """
 
     name: str

@@ -305,7 +305,7 @@ def _memory_limits(n_bytes: int, copies: int) -> dict[str, Callable[[], object]]
     """Return functions that move ``n_bytes`` and do nothing else.
 
     They have the footprint of the op under test, so a shape that fits a cache is compared with the rate of that cache.
-    A copy is the limit of an op that writes as much as it reads, a read that of a product with a large weight.
+    A copy is the limit of an op that writes as much as it reads, a read the limit of a product with a large weight.
     """
     whole = on_huge_pages(n_bytes * copies)[: n_bytes // 4 * copies]
     read = _in_turn(torch.sum, [(part,) for part in whole.view(copies, -1)])

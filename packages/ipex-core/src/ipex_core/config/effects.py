@@ -108,7 +108,7 @@ def _write(legacy: str | None, cuda_matmul: str, ops: tuple[str, str, str]) -> N
 
     if legacy is not None:
         # The older switch is moved along because torch.get_float32_matmul_precision() raises when the two disagree. It
-        # also writes the CUDA switch, which is none of our business: put back.
+        # also writes the CUDA switch, which must not change: put back.
         torch.set_float32_matmul_precision(legacy)
         cuda: Any = torch.backends.cuda.matmul
         cuda.fp32_precision = cuda_matmul

@@ -91,7 +91,7 @@ class Origin:
 
 
 def tensor_refs(tensors: Iterable[Tensor]) -> frozenset[WeakIdRef]:
-    """Return references that compare by identity; a bare id may by now be that of another tensor."""
+    """Return references that compare by identity; a bare id may by now belong to another tensor."""
     return frozenset(map(WeakIdRef, tensors))
 
 

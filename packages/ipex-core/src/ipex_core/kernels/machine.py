@@ -150,7 +150,7 @@ def memory_info(root: Path = ROOT) -> MemoryInfo:
 
 
 def _up(base: Path, path: str) -> Iterator[Path]:
-    # Each level limits those below it. In a container the path is often that of the host and does not exist inside;
+    # Each level limits the levels below it. In a container the path often names one of the host, unknown inside;
     # the mount itself is then the container's own group.
     parts = [p for p in path.split("/") if p not in ("", "..")]
     for n in range(len(parts), -1, -1):

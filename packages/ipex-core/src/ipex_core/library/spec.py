@@ -87,7 +87,7 @@ class OpSpec:
         fake: Shapes, dtypes and strides of the result of a call, without data.
         samples: Calls on which every kernel is compared with the reference, for one dtype.
         stock: What a user of stock PyTorch would write; the baseline of the benchmark.
-        stock_args: Turns arguments of the op into those of ``stock``, outside the timing (a packed weight into a plain
+        stock_args: Returns the arguments of ``stock`` from the op's, outside the timing (a packed weight into a plain
             one). None where they are the same.
         dtypes: Dtypes of the leading tensor argument that the op accepts.
         backward: ``"reference"`` differentiates the reference; ``None`` makes the backward pass an error. An op that

@@ -2,7 +2,7 @@
 """Common parts of the optimized layers.
 
 An optimized layer is a subclass of the layer it replaces, and the *same object*: only ``__class__`` changes. So
-``isinstance`` tests, names, hooks and references stay valid, and undoing is exact. Nobody constructs one directly.
+``isinstance`` tests, names, hooks and references stay valid, and undoing is exact. They are not constructed directly.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class OptimizedModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "weight":  # the packed form is that of another weight now
+        if name == "weight":  # the packed form belongs to another weight now
             self.__dict__["_packed"] = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def is_stand_in(x: Any) -> bool:
 
 
 def record_call(module: nn.Module, x: Any, *args: Any) -> Any:
-    """Record the call of a layer in a trace of torch.fx, as it records those of the stock layers."""
+    """Record the call of a layer in a trace of torch.fx, as it records calls of the stock layers."""
     path = x.tracer.path_of_module(module)
     if path:
         return x.tracer.create_proxy("call_module", path, (x, *args), {})

@@ -52,7 +52,7 @@ class LinearGroup:
         return LinearGroup().__dict__
 
     def fresh(self, members: tuple[nn.Module, ...]) -> bool:
-        """Return whether the wide weight is that of all members."""
+        """Return whether the merged weight is still used by all members."""
         if self.wide is None:
             return False
         for member in members:
@@ -184,7 +184,7 @@ _gate_lock = threading.Lock()
 
 
 class GatedPair(LinearGroup):
-    """The interleaved weight of two layers; kept by whoever calls them together."""
+    """The interleaved weight of two layers; kept by the module that calls them together."""
 
     def ready(self, x: Tensor, gate: nn.Module, up: nn.Module, activation: str = "silu") -> bool:
         """Return whether `forward` can run; merges the layers if that is what it needs."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of cosines and sines for rotary embeddings, for the ways models stretch their context.
 
-The parameters are those of the ``rope_scaling`` (or ``rope_parameters``) entry of a Hugging Face configuration.
+The parameters are the ones of the ``rope_scaling`` (or ``rope_parameters``) entry of a Hugging Face configuration.
 
 Example:
     >>> cos, sin = rope_tables("default", dim=8, max_positions=16, base=10000.0)
@@ -220,5 +220,5 @@ _KINDS: dict[str, Callable[[_Context], tuple[Tensor, float]]] = {
     "longrope": _longrope,
 }
 
-#: Names that `rope_tables` knows, those of ``rope_type`` in configurations.
+#: Names that `rope_tables` knows: values of ``rope_type`` in configurations.
 ROPE_KINDS: tuple[str, ...] = tuple(_KINDS)

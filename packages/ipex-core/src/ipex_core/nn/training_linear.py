@@ -200,7 +200,7 @@ class TrainingLinear(nn.Linear):
         if not plain:
             return STOCK
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is not dtype:
-            return STOCK  # autocast computes in another dtype than that of the weight
+            return STOCK  # autocast computes in another dtype than the weight has
         return measure(dtype, count // k, n, k) if choice is None else choice
 
 

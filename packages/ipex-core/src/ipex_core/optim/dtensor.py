@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps in stock operations: of float64 parameters, and of those that are spread over processes (FSDP2).
 
-Norms are those of the whole.
+Norms are computed over the whole tensor.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of stock optimizers by torch's fused ops, one call for each group of parameters.
 
-With many small parameters most of a step is the way to the kernels: torch checks and sorts its lists anew each time,
+With many small parameters most of a step is the way to the kernels: torch checks and sorts its lists again each time,
 and counts steps by a slow path. What is common is passed on here as it is; anything else is left to torch's step.
 
 The fused ops take numbers in the order of memory, whatever the strides say (torch 2.13: a state from a checkpoint, or
-from before a model became channels-last, is then that of other weights). So what differs gets the layout of the weight.
+from before a model became channels-last, would then be applied to other weights). So what differs gets the layout of
+the weight.
 """
 
 from __future__ import annotations

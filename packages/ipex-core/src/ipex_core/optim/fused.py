@@ -59,7 +59,7 @@ class OptimizerMixin(Optimizer):
     _ipex_original: type[Optimizer]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As torch does: no hooks, and no step that a scheduler has wrapped, which is that of this object.
+        # As torch does: no hooks, and no step that a scheduler has wrapped, because it belongs to this object.
         state = {
             key: value
             for key, value in self.__dict__.items()

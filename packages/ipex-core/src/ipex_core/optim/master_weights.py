@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters in 16 bits that are float32 for their optimizer and for whoever saves them.
+"""Parameters in 16 bits that are float32 for their optimizer and for code that saves them.
 
 A parameter keeps its identity; its data becomes the upper half of each number (split), or a rounded copy of a float32
 master weight. `Masters` knows the rest of each.
@@ -61,7 +61,7 @@ class Masters:
         self._of: dict[nn.Parameter, _Master] = {}
 
     def __getstate__(self) -> list[tuple[nn.Parameter, Tensor]]:
-        # Copies of parameters count their versions anew.
+        # Copies of parameters restart the count of their versions.
         for parameter in [p for p in list(self._of) if p in self]:
             self._of[parameter].follow(parameter)
         return [(parameter, master.rest) for parameter, master in self._of.items()]
@@ -209,7 +209,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _where_equal(value: Tensor, rounded: Tensor) -> Tensor:
-    """Return float32 numbers, but those of ``rounded`` where they are not rounded to it."""
+    """Return float32 values; where they do not round to ``rounded``, the values of ``rounded``."""
     return torch.where(value.to(rounded.dtype) == rounded, value, rounded.float())
 
 
@@ -239,7 +239,7 @@ def _announce() -> bool:
         return False
     if wrapper.mixed_precision is not None:
         return False
-    # It makes gradients in the dtype of the weights, or never makes its buckets anew.
+    # It makes gradients in the dtype of the weights, or never makes its buckets again.
     unused = wrapper.find_unused_parameters and not wrapper.static_graph
     for name, given in (
         ("gradient_as_bucket_view", wrapper.gradient_as_bucket_view),

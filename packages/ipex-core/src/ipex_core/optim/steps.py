@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused step of each optimizer that has one; states are those of the stock optimizers.
+"""The fused step of each optimizer that has one; states are as in the stock optimizers.
 
 A step tells which op it takes for a parameter. `Calls` collects that, and hands parameters with the same numbers to one
 call: with many small ones a step is mostly the way to its kernels.

@@ -220,7 +220,7 @@ def copy_model(what: Any) -> Any:
             " Pass inplace=True to change the model itself."
         ) from error
     if isinstance(what, tuple) and what[1] is not None:
-        # torch copies states and groups only. A step that a scheduler has wrapped is that of the original.
+        # torch copies states and groups only. A step that a scheduler has wrapped belongs to the original.
         for name in what[1].__dict__.keys() - copied[1].__dict__.keys() - {"step"}:
             value = what[1].__dict__[name]
             with contextlib.suppress(Exception):  # a process group: shared

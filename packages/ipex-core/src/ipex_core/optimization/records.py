@@ -103,7 +103,7 @@ _UPLOAD = "_upload_modified_files"
 
 
 class SavePretrained:
-    """Names the dtype of what is saved in the configuration, where transformers names that of the parameters.
+    """Names the dtype of what is saved in the configuration, where transformers names the dtype of the parameters.
 
     It would be loaded in that dtype otherwise, rounded. An object and no function: copies of a model have their own.
     """
@@ -112,7 +112,7 @@ class SavePretrained:
         self.model = model
 
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save the model; arguments and result are those of transformers."""
+        """Save the model; arguments and result are as in transformers."""
         model: Any = self.model
         main = args[0] if args else kwargs.get("is_main_process", True)
         upload = getattr(model, _UPLOAD, None)

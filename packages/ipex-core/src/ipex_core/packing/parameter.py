@@ -105,7 +105,7 @@ def pack(
 
 
 def unpack(packed: Tensor, form: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the plain weight, bit for bit; that of a quantized one (``"woq"``) is dequantized."""
+    """Return the plain weight, bit for bit; a quantized weight (``"woq"``) is dequantized."""
     plain: Tensor
     if form == "ipex":
         plain = torch.ops.ipex.unpack_linear_weight(packed, shape[0], shape[1], dtype)

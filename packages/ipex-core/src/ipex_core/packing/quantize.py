@@ -158,7 +158,7 @@ def _round_scale(scale: Tensor, largest: Tensor, format: str, dtype: torch.dtype
     if dtype == torch.float8_e8m0fnu:
         if (
             format == "fp4"
-        ):  # the exponent of the largest value meets that of 4.0, as the MX formats define it
+        ):  # the exponent of the largest value meets the exponent of 4.0, as the MX formats define it
             scale = torch.exp2(torch.floor(torch.log2(largest.clamp(min=2.0**-120))) - 2)
         else:
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
@@ -196,7 +196,7 @@ def _encode(scaled: Tensor, format: str, symmetric: bool) -> Tensor:
 # --- FP8 with one scale -----------------------------------------------------------------------------------------------
 
 
-#: By the numbers with which IPEX's functions call formats, those of `c10::ScalarType`.
+#: By the numbers of formats in IPEX's functions: values of `c10::ScalarType`.
 DTYPES = {24: torch.float8_e4m3fn, 23: torch.float8_e5m2}
 
 

@@ -124,7 +124,7 @@ def _check_pair(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
     check_dtype(op, "b", b, a, "a")
     check(known, op, "a", "have dtype float32, bfloat16, float16", dtype_name(a.dtype))
     pairs = zip(reversed(a.shape), reversed(b.shape), strict=False)
-    wanted = f"have a shape that broadcasts with that of a = {list(a.shape)}"
+    wanted = f"broadcast with a of shape {list(a.shape)}"
     check(all(m in (n, 1) or n == 1 for m, n in pairs), op, "b", wanted, list(b.shape))
 
 

@@ -158,7 +158,7 @@ def assert_matches_reference(spec: OpSpec, sample: Sample) -> None:
 
 
 def assert_inputs_unchanged(spec: OpSpec, sample: Sample) -> None:
-    """Check that a call writes to no input but those of its schema, and that no output shares memory with one."""
+    """Check that a call writes only to the inputs that its schema names, and that no output shares memory with one."""
     args, kwargs = _with_copies(spec, sample)
     named = {**dict(zip(_argument_names(spec), args, strict=False)), **kwargs}
     everything = list(_tensors(named.values()))

@@ -67,7 +67,7 @@ def run_ranks(
 
 
 def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """Return module, file and name of a function: test runners give modules names that nobody can import."""
+    """Return module, file and name of a function: test runners give modules names that cannot be imported."""
     return function.__module__, function.__code__.co_filename, function.__name__
 
 

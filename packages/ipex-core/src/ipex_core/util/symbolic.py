@@ -137,7 +137,7 @@ class Tracer(fx.Tracer):
             yield module.__dict__, _CALL, call
 
     def _outside(self) -> Iterator[nn.Module]:
-        """Yield modules that those of the tree refer to but do not have as children."""
+        """Yield modules that modules of the tree refer to but do not have as children."""
         inside = self.submodule_paths or {}
         for module in inside:
             for value in module.__dict__.values():
@@ -280,7 +280,7 @@ def _content(cell: types.CellType) -> Any:
 
 def _copy(function: types.FunctionType, scope: dict[str, Any]) -> types.FunctionType:
     closure = function.__closure__
-    if closure is not None:  # cells of functions are made anew, for the copies to be put in
+    if closure is not None:  # functions get new cells, which hold the copies
         contents = [_content(cell) for cell in closure]
         closure = tuple(
             types.CellType(content) if isinstance(content, types.FunctionType) else cell

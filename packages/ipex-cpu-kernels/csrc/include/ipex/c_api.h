@@ -30,7 +30,7 @@ IPEX_C_FUNCTION const char* ipex_cpu_why_unavailable(const char* level);
 IPEX_C_FUNCTION const char* ipex_cpu_set_level(const char* level);
 
 // The address of a kernel at the level in use, for instance of "ipex_k_rms_norm_bf16", or null if
-// there is none of this name. ipex/ops/<op>/<op>.h declare what they take. Ask again after
+// no kernel has this name. ipex/ops/<op>/<op>.h declare what they take. Ask again after
 // ipex_cpu_set_level.
 IPEX_C_FUNCTION void* ipex_cpu_find_kernel(const char* symbol);
 

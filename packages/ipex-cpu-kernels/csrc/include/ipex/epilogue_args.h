@@ -25,7 +25,7 @@ struct Epilogue {
   int64_t mul_stride, add_stride, add2_stride;
   bool bias_is_f32;  // else the dtype of y
   bool gated;
-  Activation activation;  // if gated that of the gate
+  Activation activation;  // if gated, of the gate
   float alpha = 1.0f;
   float swiglu_alpha = 0.0f, swiglu_limit = 0.0f;  // of kSwigluOai
 };

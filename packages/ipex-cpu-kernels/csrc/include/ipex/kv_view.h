@@ -32,7 +32,7 @@ struct E4m3 {
   uint8_t bits;
 };
 
-// Calls f.operator()<E>() with the type of a cache's elements; T is that of the query.
+// Calls f.operator()<E>() with the type of a cache's elements; T is the type of the query.
 template <class T, class F>
 inline __attribute__((always_inline)) void with_cache_type(KvType type, const F& f) {
   switch (type) {

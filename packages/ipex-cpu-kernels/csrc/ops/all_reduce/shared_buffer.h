@@ -83,7 +83,8 @@ class SharedBuffer {
   static constexpr int64_t kLine = 64;
   static constexpr int64_t kCopyGrain = 64 * 1024;
   // Ranks of one model arrive within some ten microseconds of each other: it is not worth a system
-  // call. Then the processor goes to whoever is late, where there are more threads than processors.
+  // call. Then the processor goes to ranks that are late, where there are more threads than
+  // processors.
   static constexpr int kSpins = 2000;
   static constexpr int kYields = 200;
   static constexpr long kSleep = 50'000;  // nanoseconds

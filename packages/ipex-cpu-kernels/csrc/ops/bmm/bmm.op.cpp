@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels are those of linear; here each second factor is packed just before it is used. With
+// It uses the kernels of linear; here each second factor is packed just before it is used. With
 // few rows it is not packed at all.
 #include <algorithm>
 #include <atomic>

@@ -22,7 +22,7 @@ struct CausalConvArgs {
   const void* x;
   void* y;
   const void* initial;  // [B][D][W - 1], or nullptr
-  // Distances in elements of [B, D, L]; those of the channels or those of the steps are 1, the same
+  // Distances in elements of [B, D, L]; the distance of channels or of steps is 1, the same
   // for x and y.
   int64_t x_batch, x_channel, x_step, y_batch, y_channel, y_step;
   int64_t batch, channels, steps;

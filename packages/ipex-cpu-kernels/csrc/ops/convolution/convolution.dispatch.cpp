@@ -58,7 +58,7 @@ void gather(const ConvolutionArgs& args, int64_t begin, int64_t end, T* to, int6
   }
 }
 
-// The rows [begin, end) of `block`, whose y and addend are those of row 0.
+// The rows [begin, end) of `block`, whose y and addend belong to row 0.
 template <class T>
 void convolve_copies(const ConvolutionArgs& args, int64_t begin, int64_t end, GemmBlock<T> block,
                      T* copies, char* tiles) {

@@ -249,7 +249,7 @@ void direct_block(const GemmBlock<T>& block, const T* const* from, int64_t segme
   }
 }
 
-// Rows [begin, end) of `block`, whose y and addend are those of row 0.
+// Rows [begin, end) of `block`, whose y and addend belong to row 0.
 template <class T>
 void convolve_direct(const ConvolutionArgs& args, int64_t begin, int64_t end, GemmBlock<T> block,
                      char* scratch) {

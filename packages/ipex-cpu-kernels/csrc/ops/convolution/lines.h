@@ -61,7 +61,7 @@ inline void copy_lines(const ConvolutionArgs& args, int64_t image, int64_t begin
   }
 }
 
-// The rows [begin, end) of `block`, whose x, y and addend are those of the first image.
+// The rows [begin, end) of `block`, whose x, y and addend belong to the first image.
 inline void convolve_lines(const ConvolutionArgs& args, int64_t begin, int64_t end,
                            GemmBlock<BFloat16> block, char* scratch, char* tiles) {
   const int64_t line = args.padded_width(), rows = args.out_height * line;

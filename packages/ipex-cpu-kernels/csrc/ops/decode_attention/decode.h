@@ -30,7 +30,7 @@ struct DecodeArgs {
   const float* sinks;  // logit of each query head that joins the denominator, or nullptr
   float* partial;      // results of items with several parts: [item][row][2 + padded size]
   const DecodeItem* items;
-  const int64_t* lengths;  // keys of each sequence, those of the queries included
+  const int64_t* lengths;  // keys of each sequence, with keys of the queries
   KvView kv;
   DecodeStrides query_strides, out_strides, mask_strides;
   int64_t mask_key_stride;  // 0 or 1

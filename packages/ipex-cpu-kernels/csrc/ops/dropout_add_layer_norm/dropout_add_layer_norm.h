@@ -29,7 +29,7 @@ IPEX_KERNEL_API void ipex_k_dropout_add_layer_norm_f16(
 
 // The gradients for blocks [begin, end) of kRowsOfBlock rows each.
 //   grad, sum  [rows, cols], rows grad_stride and sum_stride elements apart
-//   dsum       gradient of the sum, which is that of the residual; row-major
+//   dsum       gradient of the sum = gradient of the residual; row-major
 //   dx         gradient of x; row-major
 //   partial    [blocks, 3, cols]: sums over the rows of a block for the gradients of weight and
 //   bias

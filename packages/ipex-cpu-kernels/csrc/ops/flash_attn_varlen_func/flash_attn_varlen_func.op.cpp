@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels are those of attention, with keys and values packed straight from the pages, and
-// those of decode_attention for sequences with so few queries that packing would not pay.
+// It uses the kernels of attention, with keys and values packed straight from the pages, and
+// kernels of decode_attention for sequences with so few queries that packing would not pay.
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -84,7 +84,7 @@ void copy_rows(P* rows, char* close, const HeadStrides& strides, int64_t queries
     }
 }
 
-// Runs those of the sequences that have `queries` queries and suit the decode kernels, and takes
+// Runs the sequences that have `queries` queries and suit the decode kernels, and takes
 // the queries from them.
 void run_decodes(const AttentionArgs& prefill, const AttentionOptions& options, int64_t queries,
                  double scale, ScalarType dtype, int64_t cache_element,

@@ -7,7 +7,7 @@
 namespace ipex {
 namespace {
 
-// The bias of up to 32 columns as float, zero where there is none.
+// The bias of up to 32 columns as float, zero without a bias.
 template <class T>
 void load_bias(const void* bias, bool is_f32, int64_t column, int64_t count, float* to) {
   for (int64_t i = 0; i < kPanel; i += kLanes) {

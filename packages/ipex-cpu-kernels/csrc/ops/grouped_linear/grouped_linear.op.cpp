@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels are those of linear; the work here is to cut groups of unequal size into tasks.
+// It uses the kernels of linear; the work here is to cut groups of unequal size into tasks.
 #include <algorithm>
 #include <vector>
 

@@ -33,7 +33,7 @@ inline int64_t int8_interaction_scratch(int64_t count, int64_t dim) {
 
 }  // namespace ipex
 
-// Samples [begin, end); the type is that of float inputs and results. `scratch` is aligned to 64
+// Samples [begin, end); the type is the one of float inputs and results. `scratch` is aligned to 64
 // bytes.
 #define IPEX_DECLARE_INT8_INTERACTION(suffix)                                                  \
   IPEX_KERNEL_API void ipex_k_int8_interaction_##suffix(const ipex::Int8InteractionArgs* args, \

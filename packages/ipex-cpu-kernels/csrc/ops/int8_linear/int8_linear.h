@@ -18,7 +18,7 @@ struct Int8LinearArgs {
   const float* weight_scale;
   void* y;  // [rows, n], contiguous
   int64_t x_stride;
-  int64_t x_step;       // from one x_scale and x_zero to that of the next row, 0 or 1
+  int64_t x_step;       // from one x_scale and x_zero to the next row, 0 or 1
   int64_t weight_step;  // from one weight_scale to the next, 0 or 1
   int64_t n, k;         // n columns of y, k padded to 4
   int64_t weight_rows;  // columns of the product; if gated two panels for 32 columns of y

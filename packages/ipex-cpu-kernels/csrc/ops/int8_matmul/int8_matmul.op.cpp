@@ -29,7 +29,7 @@ void check_scale(const char* name, const char* zero_name, double scale, int64_t 
 }
 
 // Where the i-th matrix of the result finds its factor; `y` are the result's sizes. Leading
-// dimensions may have any strides, and those of size 1 or that are not there serve all.
+// dimensions may have any strides, and missing dimensions or dimensions of size 1 serve all.
 int64_t offset_of(const Tensor& x, const std::vector<int64_t>& y, int64_t i) {
   int64_t offset = 0;
   const int64_t less = static_cast<int64_t>(y.size()) - x.dim();

@@ -64,7 +64,7 @@ class CheckedEpilogue {
     check(x, out_features, x.scalar_type(), "x");
   }
 
-  // The same for operands of another dtype than x, that of what messages call `of`.
+  // The same for operands of another dtype than x: the dtype of what messages call `of`.
   void check(const Tensor& x, int64_t out_features, ScalarType operand_dtype, const char* of) {
     dtype_ = operand_dtype;
     of_ = of;

@@ -59,7 +59,7 @@ void Finisher<T>::rows(const float* c, int64_t ldc, int64_t rows, int64_t row, T
   }
 }
 
-// Bias of `count` columns as float, zero where there is none.
+// Bias of `count` columns as float, zero without a bias.
 template <class T>
 void Finisher<T>::load_bias(int64_t column, int64_t count, float* to) const {
   for (int64_t i = 0; i < count; i += kLanes) {

@@ -56,7 +56,7 @@ IPEX_INLINE void run(const LocationsArgs& args, int64_t begin, int64_t end) {
       i += kLanes;
       continue;
     }
-    // The last boxes before the priors begin anew, through copies.
+    // The last boxes before the priors start again, through copies.
     T locations[4 * kLanes] = {}, result[4 * kLanes];
     P priors[4 * kLanes] = {};
     for (int64_t k = 0; k < 4 * n; ++k) {

@@ -43,7 +43,7 @@ struct UpdateTable {
 
 struct UpdateArgs {
   const UpdateTable* tables;
-  const Lookup* lookups;  // sorted by row, those of a row in their order
+  const Lookup* lookups;  // sorted by row, stable within a row
   int64_t count, dim, bags;
   float lr, weight_decay, eps;
 };

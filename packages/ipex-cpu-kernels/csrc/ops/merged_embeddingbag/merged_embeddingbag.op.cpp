@@ -17,7 +17,7 @@ const auto kernels = IPEX_KERNELS(kForward, merged_embeddingbag);
 const auto cat_kernels = IPEX_KERNELS(kCat, merged_embeddingbag);
 const auto int8_kernels = IPEX_KERNELS(kInt8, merged_embeddingbag_int8);
 
-// The kernels write numbers of type `dtype`; `scales` are those of int8 tables, or empty.
+// The kernels write numbers of type `dtype`; `scales` belong to int8 tables, or are empty.
 template <class K>
 void run(const K& table_kernels, ScalarType dtype, const TensorList& weights,
          const TensorList& scales, const Lookups& lookups, BagArgs& args) {

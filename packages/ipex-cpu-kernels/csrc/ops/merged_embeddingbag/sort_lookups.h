@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sorts lookups by row, those of one row in their order: a radix sort from the lowest digit. For
+// Sorts lookups by row, stable within a row: a radix sort from the lowest digit. For
 // glue.
 #pragma once
 

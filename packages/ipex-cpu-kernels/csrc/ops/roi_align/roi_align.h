@@ -21,7 +21,7 @@ struct RoiTap {
   float weight;
 };
 
-// Taps of all bins of one axis: those of bin b are taps[b * pixels .. b * pixels + count[b]).
+// Taps of all bins of one axis: bin b has taps[b * pixels .. b * pixels + count[b]).
 struct RoiAxis {
   RoiTap* taps;
   int32_t* count;

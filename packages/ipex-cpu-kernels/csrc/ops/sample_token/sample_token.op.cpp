@@ -62,7 +62,7 @@ float weight_threshold(Candidate* c, int64_t n, double wanted) {
   return -kInfinity;
 }
 
-// Draws from one row. Memory for candidates is that of the thread.
+// Draws from one row. Memory for candidates belongs to the thread.
 template <class T, class Collect>
 class Row {
  public:

@@ -10,7 +10,7 @@ namespace {
 
 const auto kernels = IPEX_KERNELS("softmax", softmax);
 
-// The mask as kernels take it: its last dimension as long as that of x and contiguous, the others
+// The mask as kernels take it: its last dimension as long as in x and contiguous, the others
 // merged where one stride can step through several of them.
 struct Mask {
   static constexpr int64_t kMaxDims = 8;

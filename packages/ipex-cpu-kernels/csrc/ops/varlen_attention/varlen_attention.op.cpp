@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels are those of attention; here sequences are cut out of packed rows.
+// It uses the kernels of attention; here sequences are cut out of packed rows.
 #include <cstring>
 
 #include "../attention/plan.h"

@@ -62,7 +62,7 @@ class Table16 {
 inline constexpr float kInt4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 inline constexpr float kInt4Codes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// The table of a 4-bit format; for int4 with zero points that of the bare codes.
+// The table of a 4-bit format; for int4 with zero points the table of the bare codes.
 inline const float* nibble_values(const PackedHeader& header) {
   if (header.format == kFormatNf4) return kNf4Values;
   if (header.format == kFormatFp4) return kFp4Values;

@@ -91,7 +91,7 @@ struct WoqLayout {
   int64_t groups;       // G
   int64_t blocks;       // per strip
   int64_t k_padded;     // blocks * block_k
-  int64_t permutation;  // offset in the tensor, 0 if there is none
+  int64_t permutation;  // offset in the tensor, 0 without one
   int64_t first_strip;  // offset in the tensor
   int64_t strip_bytes;
   int64_t scales, zeros, sums, weights;  // zeros and sums are 0 if there are none

@@ -40,7 +40,7 @@ Tensor gather(const Rows& x, ScalarType dtype, const int32_t* places) {
   return ordered;
 }
 
-// Ranges that all rows share, from those of the rows; NaN stays.
+// Ranges that all rows share, from the ranges of the rows; NaN stays.
 std::vector<float> join_ranges(const std::vector<float>& ends, int64_t rows, int64_t blocks) {
   std::vector<float> joined(static_cast<size_t>(2 * blocks), 0.0f);
   for (int64_t i = 0; i < rows * blocks; ++i) {

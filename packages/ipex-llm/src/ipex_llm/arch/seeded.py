@@ -35,7 +35,7 @@ _LIKE: dict[Any, Any] = {torch.rand_like: torch.rand, torch.randn_like: torch.ra
 
 @functools.cache
 def _takes_generator(function: Any) -> bool:
-    """Return whether a function written in Python takes a generator, as those of ``torch.nn.init`` do."""
+    """Return whether a function written in Python takes a generator, as functions of ``torch.nn.init`` do."""
     try:
         return (
             inspect.isfunction(function) and "generator" in inspect.signature(function).parameters

@@ -81,7 +81,7 @@ class LinearPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopePlan:
-    """Rotary embedding; the tables are those of `ipex_core.nn.rope.rope_tables`, or given."""
+    """Rotary embedding; the tables come from `ipex_core.nn.rope.rope_tables`, or are given."""
 
     kind: str  # "default", "linear", "dynamic", "llama3", "yarn", "longrope"
     dim: int  # rotated elements of a head
@@ -159,7 +159,7 @@ class MlpPlan:
     up: LinearPlan
     down: LinearPlan
     activation: Activation
-    #: `up` holds both projections in one module: first all rows of the gate, then those of up.
+    #: `up` holds both projections in one module: first all rows of the gate, then all rows of up.
     fused: bool = False
 
 

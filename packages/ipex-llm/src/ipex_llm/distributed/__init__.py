@@ -16,7 +16,7 @@ How the parts fit together:
    added, which every rank has - and ``emit_head_input`` and ``emit_head_output`` around the head. The native op
    ``all_reduce_`` does the sum, so that a program stays one call; a group without shared memory uses its backend,
    through the same instruction.
-4. A biased projection has its bias on rank 0 only, so nobody needs to know about it.
+4. A biased projection has its bias on rank 0 only, so nothing else has to handle it.
 5. A model that is sharded already is matched like any other; `parallel_plan` turns what is found into a plan as in 1.
    `adopt` makes such a model of one that DeepSpeed or transformers have divided, `load_parts` of one that takes its
    weights from a quantized checkpoint.

@@ -77,9 +77,9 @@ class Engine:
         num_blocks: Size of the cache in blocks.
         cache_bytes: Size of the cache in bytes, instead of ``num_blocks``. With neither, half of the free memory, but
             no more than ``max_num_seqs`` requests of the greatest length can use.
-        cache_dtype: Element type of the cache, that of the model if None.
+        cache_dtype: Element type of the cache, the dtype of the model if None.
         prefix_reuse: Whether full blocks are shared and kept for later requests.
-        eos_token_ids: Tokens that end an output; those of the model's generation config or the tokenizer if None.
+        eos_token_ids: Tokens that end an output; from the model's generation config or the tokenizer if None.
 
     Raises:
         TypeError: The model is neither of the two.
@@ -278,7 +278,7 @@ class Engine:
 
     def _fail(self, request: Request) -> StepOutput:
         """End a request that no token can be chosen for."""
-        # Its keys and values may be as bad; who has the same prompt computes them anew.
+        # Its keys and values may be as bad; a request with the same prompt computes them again.
         self._pool.hide(request.blocks)
         del self._requests[request.id]
         self._scheduler.remove(request)

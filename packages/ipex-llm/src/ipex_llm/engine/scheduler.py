@@ -14,9 +14,10 @@ __all__ = ["Scheduler"]
 class Scheduler:
     """First come, first served, with a budget of tokens for each step.
 
-    Requests that generate get their one token first, so that a long prompt delays nobody by more than a step; what
-    is left of the budget goes to prompts, in order, in pieces. A request that needs a block when there is none takes
-    those of the one that came last, which starts anew later (its full blocks are found again if nobody needed them).
+    Requests that generate get their one token first, so that a long prompt delays no request by more than a step; what
+    is left of the budget goes to prompts, in order, in pieces. A request that needs a block when no block is
+    free takes the blocks of the request that came last. That request starts again later. Its full blocks are found
+    again unless another request took them.
 
     Args:
         pool: The blocks.
@@ -63,7 +64,7 @@ class Scheduler:
         return chosen
 
     def _switch_lengths(self, switch: int) -> None:
-        """Let requests that are beyond the switch now start anew."""
+        """Restart requests that are beyond the switch now."""
         for request in [*self.running, *self.waiting]:
             if not request.long and len(request.tokens) > switch:
                 if request.row >= 0:

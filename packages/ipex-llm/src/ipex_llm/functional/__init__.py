@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused functions for those who write their own model code: rotary embeddings, norms, activations, attention, LoRA.
 
-The names, the order of the arguments and what is written in place are those of IPEX, for all devices alike. Tensors on
+The names, the order of the arguments and what is written in place are as in IPEX, for all devices alike. Tensors on
 devices without kernels are computed by the reference of the op. Functions that write to their arguments have no
 derivative: call them under ``torch.no_grad()`` or with tensors that require no gradient.
 

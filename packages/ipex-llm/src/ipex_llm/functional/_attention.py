@@ -132,7 +132,7 @@ def varlen_fwd(
 ) -> Tensor:
     """Attend within each of several sequences whose keys lie behind each other or in a paged cache.
 
-    Arguments that are not named here are those of `varlen_attention`.
+    Arguments that are not named here are as for `varlen_attention`.
 
     Args:
         query: ``[tokens, heads, head_size]``, float32, bfloat16 or float16.

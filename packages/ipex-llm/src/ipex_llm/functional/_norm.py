@@ -58,14 +58,14 @@ def fast_layer_norm(
         A new tensor like ``hidden_states``.
 
     Raises:
-        OpArgumentError: ``normalized_shape`` is not that of the last dimensions, of ``weight`` or of ``bias``.
+        OpArgumentError: ``normalized_shape`` is not the shape of the last dimensions, of ``weight`` or of ``bias``.
         RuntimeError: For wrong dtypes.
     """
     op = "fast_layer_norm"
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     last = list(hidden_states.shape[-len(shape) :]) if shape else []
     check(bool(shape), op, "normalized_shape", "name at least one dimension", "none")
-    text = f"be that of the last dimensions of hidden_states = {list(hidden_states.shape)}"
+    text = f"be the shape of the last dimensions of hidden_states = {list(hidden_states.shape)}"
     check(last == shape, op, "normalized_shape", text, shape)
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None:

@@ -142,7 +142,7 @@ def _run(
         if value is not None:
             setattr(config, name, value)
     if do_sample:
-        # Limits are those of the warpers alone.
+        # Only the warpers set limits.
         config.temperature, config.top_k, config.top_p = 1.0, 0, 1.0
     limit = getattr(criteria, "max_length", None)
     if limit is not None:

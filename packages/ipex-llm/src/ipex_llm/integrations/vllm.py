@@ -29,7 +29,7 @@ OPS = {
 }
 
 
-#: Name of our implementations among those of ``vllm.ir.ops``.
+#: Name of the ipex implementations in ``vllm.ir.ops``.
 PROVIDER = "ipex"
 
 

@@ -92,7 +92,7 @@ class BlockPool:
             self._block_of[key] = block
 
     def hide(self, blocks: Iterable[int]) -> None:
-        """Let nobody find blocks any more whose contents are of no use; a holder keeps them."""
+        """Make blocks with useless contents impossible to find; a holder keeps them."""
         for block in blocks:
             key = self._key_of.pop(block, None)
             if key is not None:

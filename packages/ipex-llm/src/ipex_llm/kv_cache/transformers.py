@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged cache as a cache of transformers, for its own generation loops.
 
-`IpexCache` is a `transformers.DynamicCache`, and an empty DynamicCache is turned into one in place, so whoever made it
-keeps a valid reference. Its length is that of the padded batch, as transformers counts; what is stored is unpadded.
+`IpexCache` is a `transformers.DynamicCache`, and an empty DynamicCache is turned into one in place, so references to
+it stay valid. Its length is the length of the padded batch, as transformers counts; what is stored is unpadded.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CacheState:
         """Make room for ``count`` places of each sequence.
 
         Args:
-            batch: Number of sequences; must be that of the cache.
+            batch: Number of sequences; must equal the number in the cache.
             count: New places of each sequence.
             new: bool ``[batch, count]``, which of them are tokens; None: all.
         """
@@ -168,7 +168,7 @@ class CacheState:
 
 
 def state_of_cache(cache: Any) -> CacheState | None:
-    """Return the state of an `IpexCache`, or None for other caches and for one that nobody has used yet."""
+    """Return the state of an `IpexCache`, or None for other caches and for an unused one."""
     state = getattr(cache, KEY, None)
     return state if isinstance(state, CacheState) else None
 

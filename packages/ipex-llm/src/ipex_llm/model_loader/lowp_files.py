@@ -61,7 +61,7 @@ def quantization_config(op: str, folder: Path, config: dict[str, Any]) -> dict[s
 
 
 def tensors(op: str, folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a model folder; those of safetensors files are read when they are used.
+    """Yield all tensors of a model folder; tensors of safetensors files are read when they are used.
 
     Raises:
         OpArgumentError: There are no weights, a shard is missing or damaged, or lacks what the index promises.

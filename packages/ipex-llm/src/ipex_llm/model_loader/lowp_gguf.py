@@ -18,7 +18,7 @@ __all__ = ["is_gguf", "load_gguf"]
 
 Tensor = torch.Tensor
 
-#: Architectures whose tensors have these names; those of the second kind have rotary heads interleaved.
+#: Architectures whose tensors have these names; the second group has rotary heads interleaved.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _INTERLEAVED = ("llama",)
 _NAMES = {

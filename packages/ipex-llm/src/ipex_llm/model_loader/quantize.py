@@ -206,7 +206,7 @@ def _shards(items: Sequence[_Item], most: int) -> list[list[_Item]]:
 def _start(
     work: Path, source: Path, scheme: Scheme, skip: Sequence[str], head: bool, shard_bytes: int
 ) -> None:
-    """Make the folder of a run, or enter that of an earlier one if it did the same."""
+    """Make the folder of a run, or reuse the folder of an earlier run that did the same."""
     plan = {
         "scheme": dataclasses.asdict(scheme),
         "skip": list(skip),

@@ -146,7 +146,7 @@ class Part:
         total = 2 * self.features if self.gated else self.shape[0]
         if (
             self.rows == total or x.is_inference()
-        ):  # the only part; or nobody counts who writes to x
+        ):  # the only part; or the writes to x are not counted
             wide: Tensor = call(_LINEAR, x, self.packed, self.shape[0])
             return wide
         known = x.__dict__.pop(_WIDE, None)

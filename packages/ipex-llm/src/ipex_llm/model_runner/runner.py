@@ -205,7 +205,7 @@ class Runner:
         return self.place(h, positions)
 
     def place(self, h: Tensor, positions: Tensor) -> Tensor:
-        """Project embeddings of tokens and add those of positions, where the model does."""
+        """Project token embeddings and add position embeddings, where the model does."""
         before = self.emitter.before
         if before is not None:
             h = call_linear(before, h)

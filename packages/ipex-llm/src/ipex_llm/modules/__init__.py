@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused modules for those who write their own model code.
 
-Names, arguments and the layout of caches are those of IPEX. A module works on any device; the same class serves all.
+Names, arguments and the layout of caches are as in IPEX. A module works on any device; the same class serves all.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class PagedAttention:
         """Do as `single_query_cached_kv_attention`, told how many heads share a cache head.
 
         Raises:
-            OpArgumentError: ``num_queries_per_kv`` times the heads of the cache are not those of the query.
+            OpArgumentError: ``num_queries_per_kv`` times the heads of the cache do not equal the heads of the query.
         """
         fits = num_queries_per_kv * key_cache.shape[1] == query.shape[1]
         text = f"be heads / kv_heads = {query.shape[1]} / {key_cache.shape[1]}"

@@ -114,7 +114,7 @@ class GatedMLPMOE(nn.Module):
     and stay so, as the buffers ``w13_packed`` and ``w2_packed``; they cannot be trained.
 
     Args:
-        W13: ``[E, 2 I, H]``, the rows of the gate first; or, with ``W3``, those of the gate only, ``[E, I, H]``.
+        W13: ``[E, 2 I, H]``, the rows of the gate first; or, with ``W3``, the rows of the gate only, ``[E, I, H]``.
         W2: ``[E, H, I]``.
         W3: ``[E, I, H]``, or None.
         use_prepack: Pack the weights. False: keep them as they are and compute each expert with stock operations.

@@ -85,11 +85,11 @@ def optimize(
         deployment_mode: True: run the whole decoder as a program. False: only make layers faster, so that
             ``torch.compile`` sees an ordinary model; the same as ``depth=1``.
         cache_weight_for_large_batch: Accepted; one packed form serves all batch sizes.
-        kv_cache_dtype: dtype of cached keys and values: None (that of the model), ``"int8"``, ``"fp8_e4m3"`` or
+        kv_cache_dtype: dtype of cached keys and values: None (the dtype of the model), ``"int8"``, ``"fp8_e4m3"`` or
             ``"fp8_e5m2"`` (also ``"fp8"``).
         kv_cache_scales: Scales of each layer for such a cache, of ``ipex.quantization.calibrate_kv_cache``, or the file
             in which they were saved. None: int8 rows have scales of their own, which is more exact; fp8 numbers have
-            those of the ``low_precision_checkpoint``, or none.
+            the scales of the ``low_precision_checkpoint``, or none.
         tp_group: Divide the model among the ranks of a process group of ``torch.distributed`` (True: the default one,
             or a device mesh of one dimension): each rank calls this with the same whole model, keeps its part of the
             heads, features and vocabulary, and all call ``generate`` and ``forward`` together with the same input. A
@@ -106,7 +106,7 @@ def optimize(
             group that is not started, or has more ranks than heads; a model that cannot be divided.
         RuntimeError: An unknown device.
         NotImplementedError: An option that xpu does not have.
-        MissingComponentError: ``device`` is ``"xpu"``, but there is none.
+        MissingComponentError: ``device`` is ``"xpu"``, but there is no XPU.
 
     Example:
         >>> import torch, transformers

@@ -127,7 +127,8 @@ def _grains(config: Any) -> tuple[int, ...]:
         return GRAINS
     from ipex_quant.weight_only.convert import woq_qconfigs
 
-    group = math.lcm(*(max(one.group_size, 1) for one in woq_qconfigs("optimize", config)))
+    qconfigs = woq_qconfigs("optimize", config, "quantization_config")
+    group = math.lcm(*(max(one.group_size, 1) for one in qconfigs))
     return GRAINS if group <= 1 else (math.lcm(GRAINS[0], group), group, *GRAINS)
 
 

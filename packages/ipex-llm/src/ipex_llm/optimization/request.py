@@ -104,7 +104,7 @@ def checked(
         _check_xpu(tp_group, kv_cache_dtype, quantization_config if static else None)
     kv = _kv_dtype(kv_cache_dtype)
     scales = _kv_scales(kv_cache_scales, kv)
-    if isinstance(depth, bool) or depth not in (1, 2, 3):
+    if type(depth) is not int or depth not in (1, 2, 3):
         raise OpArgumentError(f"optimize: depth must be 1, 2 or 3, got {depth!r}")
     shallow = "" if depth == 3 else f"depth is {depth}"
     if place.type == "xpu":
@@ -145,7 +145,8 @@ def checked(
 def _check_arguments(optimizer: Any, dtype: Any, device: Any) -> None:
     if optimizer is not None:
         raise OpArgumentError(
-            "optimize: optimizer must be None, got one: ipex.llm.optimize is for inference; train with ipex.optimize"
+            f"optimize: optimizer must be None, got {type(optimizer).__name__}: ipex.llm.optimize is for inference;"
+            " train with ipex.optimize"
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"optimize: dtype must be a torch.dtype or None, got {dtype!r}")

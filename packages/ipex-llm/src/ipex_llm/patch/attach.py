@@ -40,7 +40,7 @@ _KEYS = ("_ipex_runner", "_ipex_undo", KEY)
 
 
 def find_plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
-    """Return the plan of a model, or why there is none."""
+    """Return the plan of a model, or the reason why there is no plan."""
     from ipex_llm.arch.detect import MatchError, match
 
     try:
@@ -166,14 +166,14 @@ def _attach_layer(
     patch = Patch(top, reattach_layer, layer=facts, hooks=hooks)
     module.__dict__.update({"_ipex_runner": runner, "_ipex_undo": _undo, KEY: patch})
     if isinstance(module.__dict__.get("forward"), FusedForward):
-        del module.__dict__["forward"]  # it would hide that of the class
+        del module.__dict__["forward"]  # it would hide the forward of the class
     if not isinstance(module, LayerMixin):
         swap(module, LayerMixin)
     return None
 
 
 def _layer_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the rows of a model: that of its token embedding."""
+    """Return the dtype of the rows of a model: the dtype of its token embedding."""
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 

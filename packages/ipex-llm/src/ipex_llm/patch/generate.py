@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our loops in the place of those of transformers, behind ``model.generate``.
+"""Generation loops that replace those in transformers in ``model.generate``.
 
 ``generate`` prepares everything as ever: generation config, processors of logits, stopping criteria, streamer. Only the
 loop itself is exchanged, and only where it can honor all of that; otherwise the loop of transformers runs on our

@@ -283,7 +283,7 @@ def _pads(
         Reason: The mask says more than what comes later, is too far away, or is padding in front.
     """
     key = (batch, start, past, count, window)
-    # Nobody counts who writes to an inference tensor, and Dynamo knows no attributes of tensors.
+    # Writes to an inference tensor are not counted, and Dynamo knows no attributes of tensors.
     if torch.compiler.is_compiling() or mask.is_inference():
         found = _read(mask, *key)
     else:

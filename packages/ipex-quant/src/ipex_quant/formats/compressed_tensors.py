@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights with a code in each byte, and those of compressed-tensors, read into `QuantizedWeight`."""
+"""Weights with one code per byte, and weights of compressed-tensors, read into `QuantizedWeight`."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def _decode(data: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor | None]:
         offset = 0
     if block.bits == 4:
         stored = pack_nibbles(codes)
-    else:  # those of 8 bits wrap around into their sign
+    else:  # 8-bit codes wrap around into their sign
         stored = (codes - offset).view(torch.int8)
     return stored.view(rows, -1), scales.view(rows, -1), zeros
 
@@ -337,7 +337,7 @@ class GgufFile:
             )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 self._read(_Cursor(op, self.path, data))
-        # Private: nobody can write to the file through a tensor.
+        # Private: writing to a tensor does not change the file.
         self._bytes = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
 
     def _read(self, cursor: _Cursor) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training and inference with 8-bit floating-point operands and delayed scaling, as ``ipex.quantization.fp8``.
 
-The names and modules are those of IPEX. The 8-bit numbers are exact on any CPU; products are computed in the dtype of
+The names and modules are as in IPEX. The 8-bit numbers are exact on any CPU; products are computed in the dtype of
 the activations, which holds each of them.
 """
 

@@ -136,7 +136,7 @@ class Fp8BaseModule(torch.nn.Module):
         except Exception as error:
             self.fp8_meta = {"recipe": DelayedScaling()}
             op = type(self).__name__
-            check(False, op, "the extra state", "be that of get_extra_state", repr(error))
+            check(False, op, "the extra state", "be a result of get_extra_state", repr(error))
 
     def _take(self, found: dict[str, Any]) -> None:
         values = found["recipe"]

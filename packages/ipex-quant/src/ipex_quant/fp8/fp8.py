@@ -37,7 +37,7 @@ class _State(threading.local):
     """What the innermost `fp8_autocast` of this thread asked for."""
 
     def __init__(self) -> None:
-        # Attributes of the instance: Dynamo of torch 2.11 reads those of the class and keeps them.
+        # Attributes of the instance: Dynamo of torch 2.11 reads the attributes of the class and keeps them.
         self.enabled = False
         self.calibrating = False
         self.recipe: DelayedScaling | None = None

@@ -259,7 +259,7 @@ class FP8Linear(Fp8BaseModule):
     # ---------------------------------------------------------------------------------------------------- packed weight
 
     def _pack(self) -> Tensor | None:
-        """Return the packed weight, made anew if it is old; in a compiled graph what there is, or None."""
+        """Return the packed weight, repacked if it is old; in a compiled graph the existing one, or None."""
         if torch.compiler.is_compiling():
             return self._packed
         interpreter: Any = torch._C

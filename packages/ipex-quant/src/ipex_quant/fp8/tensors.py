@@ -33,7 +33,7 @@ class FP8BwdTensors(IntEnum):
 
 
 class Float8Format(IntEnum):
-    """8-bit formats; the numbers are those of torch's scalar types."""
+    """8-bit formats; the numbers are torch's scalar types."""
 
     kFloat8_E4M3 = 24
     kFloat8_E5M2 = 23

@@ -74,7 +74,7 @@ def prepare(
     static configuration, run the result on a few hundred typical inputs, then call `convert`; with a dynamic one call
     `convert` at once.
 
-    A model that is prepared already is prepared anew, without what was observed. A model without a layer that the
+    A prepared model is prepared again, without what was observed. A model without a layer that the
     configuration quantizes gives a warning, and `convert` returns it as it is.
 
     Args:

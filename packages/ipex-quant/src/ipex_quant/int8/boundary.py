@@ -146,7 +146,7 @@ class Codes(Wired):
         return self.read()
 
     def overwrite(self, by: str) -> bool:
-        """Return whether a layer may overwrite the codes; nobody can read them then."""
+        """Return whether a layer may overwrite the codes: no other layer reads them."""
         if self.seen or self._float is not None or self._gone:
             return False
         self._gone = by
@@ -251,7 +251,7 @@ def plain(value: Any) -> Any:
 
 
 def take(value: Any, step: str) -> Any:
-    """Return what an `Early` passes on at one of its steps, or None if the value is none for this step."""
+    """Return what an `Early` passes on at one of its steps, or None if the value does not belong to this step."""
     if type(value) is not Early or value.steps[0] != step:
         return None
     rest = value.steps[1:]
@@ -303,7 +303,7 @@ class Start(nn.Identity):
     """Stands where a layer was whose place is now that of the sum it computes too: passes its input on.
 
     Args:
-        layer: Path of this module, that of the layer.
+        layer: Path of this module: the path of the layer.
         steps: Paths of the modules up to the sum.
         stood: The layer that stood here; a forward may read its geometry.
     """

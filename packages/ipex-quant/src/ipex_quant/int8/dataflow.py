@@ -42,7 +42,7 @@ class Event:
         index: Position in the order of calls.
         role: ``"linear"``, ``"conv"``, ``"norm"``, ``"batch_norm"``, ``"activation"``, ``"add"``, ``"same_codes"``,
             ``"mean"``, ``"product"``, ``"other"`` for a known module without a meaning here, or ``"function"``.
-        path: Path of the module; for a function that of the module whose forward called it.
+        path: Path of the module; for a function the path of the module whose forward called it.
         name: Name of the class or function.
         inputs: The values that go in, in the order of arguments.
         outputs: The values that come out.
@@ -113,7 +113,7 @@ class Flow:
         return bool(event.inputs) and all(map(self.constant, event.inputs))
 
     def only_consumer(self, value: int) -> Event | None:
-        """Return the one call that reads a value that nobody else sees, if its module is called once."""
+        """Return the only call that reads a value, if its module is called once."""
         readers = self.consumers.get(value, [])
         if value in self.results or len(readers) != 1 or readers[0].role == "function":
             return None

@@ -112,7 +112,7 @@ class Watch:
         return self.runs > 0 or self.scale is not None
 
     def get_scale(self) -> Scale:
-        """Return the scale from the file, or that of the observer."""
+        """Return the scale from the file, or the scale of the observer."""
         if self.scale is None:
             self.scale = scale_of(self.observer, self.name)
         return self.scale

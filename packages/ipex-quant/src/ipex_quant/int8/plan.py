@@ -163,7 +163,7 @@ def make_plan(
 
 
 def _read_last(plan: Plan, flow: Flow, layer: Layer) -> bool:
-    """Return whether a sum reads its residual after everyone else, and nobody has a view of it."""
+    """Return whether a sum is the last reader of its residual, and the residual has no views."""
 
     def when(path: str) -> int:
         """Return the time of a call; a layer computes where the sum fused into it stands."""
@@ -333,7 +333,7 @@ def can_fold(modules: dict[str, nn.Module], path: str, event: Event) -> bool:
     conv = hasattr(layer, "out_channels")
     usable = norm.running_mean is not None
     usable = usable and norm.num_features == (layer.out_channels if conv else layer.out_features)
-    # A linear layer's channels are the last dimension, those of the norm the second.
+    # A linear layer's channels are the last dimension, the channels of the norm the second.
     usable = usable and (conv or isinstance(norm, nn.BatchNorm1d))
     # torch folds into transposed convolutions without groups only.
     return usable and (not getattr(layer, "transposed", False) or layer.groups == 1)

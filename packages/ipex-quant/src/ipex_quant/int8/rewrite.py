@@ -282,7 +282,7 @@ def _module_for(node: fx.Node) -> nn.Module | None:
         in_place = node.target is operator.iadd or node.target == "add_"
         if len(operands) != 2 or len(node.args) != 2 or node.kwargs:
             return None
-        # Whoever reads the first operand later would see the sum.
+        # A later reader of the first operand would see the sum.
         return None if in_place and len(operands[0].users) != 1 else Add()
     if by_function and node.target is functional.interaction:
         return Interaction() if len(operands) == len(node.args) > 1 else None

@@ -6,7 +6,7 @@
     "int8": {
         "modules": {path: {"kind": name of the class, its scales and numbers}},
         "identity": [paths of modules that do nothing],
-        "fused": {path: [its own, that of the layer that computes it too]},
+        "fused": {path: [its own path, path of the layer that computes it too]},
         "start": {path: [that of a layer, those of modules up to the sum in whose place it computes]},
         "rewritten": {path: [one line for each node of the graph that its forward became]}
     }
@@ -200,7 +200,13 @@ def _rewrite(op: str, model: nn.Module, graphs: Mapping[str, list[str]]) -> None
         what = f"the forward of {name or 'the model'}"
         got = "one of other steps" if made is not None else "one that cannot be traced"
         same = lines == list(graphs[name])
-        check(same, op, what, "be that of the saved model", f"{got}, {type(container).__name__}")
+        check(
+            same,
+            op,
+            what,
+            "be the same as in the saved model",
+            f"{got}, {type(container).__name__}",
+        )
         if name and made is not container:
             replace_module(model, name, made)
 

@@ -54,7 +54,7 @@ def smooth_group(
         watch: Of the activation, calibrated.
         weights: The float weights ``[N, K]`` of the layers that share the scales.
         name: Of the first layer, for its alpha.
-        alpha: Instead of that of the configuration.
+        alpha: Used instead of the alpha of the configuration.
     """
     low, high = watch.channel_range()
     x_peak = torch.maximum(low.abs(), high.abs()).float()

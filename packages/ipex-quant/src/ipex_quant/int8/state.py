@@ -225,7 +225,7 @@ def scales_of_layers(
 def _alphas_of_blocks(
     model: nn.Module, state: Prepared, groups: Collection[Group]
 ) -> dict[str, float]:
-    """Return the alpha of layers that get that of their block. The blocks are run without observing."""
+    """Return the alpha of layers that get the alpha of their block. The blocks are run without observing."""
     watches: list[Any] = [*state.watches.values(), *state.blocks.values()]
     before = [watch.enabled for watch in watches]
     for watch in watches:

@@ -221,7 +221,7 @@ def _describe(observer: Any) -> dict[str, Any]:
 def _read(
     op: str, model: nn.Module, state: Prepared, data: Any
 ) -> tuple[dict[str, tuple[Scale, Tensor | None]], dict[int, Scale]]:
-    """Return the scale of each layer's input, and those of results that are codes and of factors of products."""
+    """Return the scales of each layer's input, of results that are codes, and of factors of products."""
     loaded: dict[str, tuple[Scale, Tensor | None]] = {}
     results: dict[int, Scale] = {}
     for name, info in _entries_of(op, model, state, _entries(op, data)).items():
@@ -281,7 +281,7 @@ def _entries_of(
 def _layer_scales(
     op: str, layer: Layer, module: Any, name: str, info: Any
 ) -> tuple[Scale, Tensor | None, Scale | None]:
-    """Return the scale of the input, those of its channels under SmoothQuant, and that of a result in codes."""
+    """Return the scales of the input, of its channels under SmoothQuant, and of a result in codes."""
     same = info.get("op_type") == str(type(module))
     check(same, op, f"op_type of {name}", f"be {type(module)}", info.get("op_type"))
     coded = None
@@ -344,7 +344,7 @@ def _is_float(info: Any) -> bool:
 
 
 def _scale(info: Any) -> Scale:
-    """Return the scale of an entry; signed codes are those of IPEX's qint8."""
+    """Return the scale of an entry; signed codes are IPEX's qint8."""
     scale, zero = float(info["scale"][0]), int(info["zero_point"][0])
     if not 0.0 < scale < 3e38:
         raise ValueError(f"scale must be above 0 and below 3e38, got {scale}")

@@ -58,7 +58,7 @@ def load(
             None for models of transformers, whose class ``config.json`` names.
         progress: Called with the number of quantized layers done, of all, and the name of the last one.
         trust_remote_code: Run the Python code that ``config.json`` names (``auto_map``) as the model's class or
-            configuration. Nobody is ever asked: without it such a folder is an error.
+            configuration. There is no prompt: without it such a folder is an error.
 
     Returns:
         The model, in evaluation mode, with the tensors and dtypes that were saved.

@@ -39,7 +39,7 @@ class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Raises:
         TypeError: An argument is not known, or ``modules_to_not_convert`` is a single text.
-        ValueError: A value is none of these.
+        ValueError: A value is not one of these.
 
     Example:
         >>> from ipex_llm.integrations import IpexConfig, register_transformers

@@ -47,7 +47,7 @@ class WoqLowpMode(IntEnum):
 
 
 class WoqActQuantMode(IntEnum):
-    """How activations share a scale where products are those of integers.
+    """How activations share a scale where integers are multiplied.
 
     IC is the input channel, that is K: a block of it is a group of the weight. BATCH is a row. SYM: no zero point.
     """

@@ -190,7 +190,7 @@ def _check_seconds(tuning_time: Any) -> None:
 
 
 def _in_order(smooth: Any, sizes: Any, criterion: Any, seconds: Any) -> tuple[Any, Any, Any, Any]:
-    """Return four arguments in this order, also those given in that of IPEX 2.8, where the first is missing."""
+    """Return four arguments in this order, also if given in the order of IPEX 2.8, without the first."""
     shifted = isinstance(smooth, (int, list, tuple)) or (
         smooth is None and isinstance(sizes, Mapping)
     )

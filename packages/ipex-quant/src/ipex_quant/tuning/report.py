@@ -104,7 +104,7 @@ class Progress:
     """A line on a terminal with what is tried and the share of the time used, log lines elsewhere."""
 
     def __init__(self, shown: bool, budget: float) -> None:
-        """Start nothing yet; ``budget`` in seconds, 0 if there is none."""
+        """Start nothing yet; ``budget`` in seconds, 0 for no limit."""
         self.budget, self.count = budget, 0
         self._bar: Any = None
         self._task: Any = None

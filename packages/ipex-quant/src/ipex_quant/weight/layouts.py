@@ -75,7 +75,7 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def codes_by_rows(words: Tensor, bits: int, count: int) -> Tensor:
-    """Return ``[C, count]`` codes from ``[W, C]`` words: those of `unpack_words`, turned in pieces that fit a cache."""
+    """Return ``[C, count]`` codes from ``[W, C]`` words: `unpack_words`, transposed in pieces that fit a cache."""
     result = torch.empty(words.shape[1], count, dtype=torch.uint8)
     for start in range(0, words.shape[1], _COLUMNS):
         part = words[:, start : start + _COLUMNS].contiguous()
@@ -84,7 +84,7 @@ def codes_by_rows(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def awq_by_rows(words: Tensor, columns: int) -> Tensor:
-    """Return ``[columns, R]`` codes from ``[R, C]`` words: those of `unpack_awq`, turned."""
+    """Return ``[columns, R]`` codes from ``[R, C]`` words: `unpack_awq`, transposed."""
     result = torch.empty(words.shape[1] * 8, words.shape[0], dtype=torch.uint8)
     step = _COLUMNS // 8
     for start in range(0, words.shape[1], step):

@@ -71,7 +71,7 @@ def quantize_per_channel(
     Args:
         t: ``[N, K]``, float.
         dtype: A `WoqWeightDtype` other than MXFP4.
-        scales: ``[N]`` or ``[N, 1]`` to use instead of those of the extremes, or None.
+        scales: ``[N]`` or ``[N, 1]`` to use, or None: computed from the extremes.
         zero_points: Likewise; goes with ``scales``.
         sym_quant: Without zero points; only INT8 and INT4 can have them.
 
@@ -103,7 +103,7 @@ def quantize_per_block(
         input: ``[N, K]``, float.
         dtype: A `WoqWeightDtype`.
         group_size: Positive, or -1 for all of K. The last block may be shorter and has a scale of its own.
-        scales: ``[N, G]`` with G = ceil(K / group_size) to use instead of those of the extremes, or None.
+        scales: ``[N, G]`` with G = ceil(K / group_size) to use, or None: computed from the extremes.
         zero_points: Likewise; goes with ``scales``.
         sym_quant: Without zero points; only INT8 and INT4 can have them.
 

@@ -341,7 +341,7 @@ class ShowsFloatWeight(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The float weight; its values are computed when they are read."""
-        # Graphs leave out what nobody computes with, and cannot make the stand-in.
+        # Graphs leave out what is not computed with, and cannot make the proxy.
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self.dequantize()
         return _FloatWeight(self)

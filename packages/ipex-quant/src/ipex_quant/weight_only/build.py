@@ -132,15 +132,15 @@ def features_of(op: str, mod: nn.Module) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def as_qconfig(op: str, qconfig: Any) -> QConfigWoq:
-    """Return a configuration from itself, a mapping or None."""
+def as_qconfig(op: str, qconfig: Any, name: str = "qconfig") -> QConfigWoq:
+    """Return a configuration from itself, a mapping or None; ``name`` names the argument in messages."""
     if qconfig is None:
         return woq_qconfig(weight_dtype=WoqWeightDtype.INT4, lowp_mode=WoqLowpMode.BF16)
     qconfig = getattr(qconfig, "global_qconfig", qconfig)
     check(
         isinstance(qconfig, QConfigWoq),
         op,
-        "qconfig",
+        name,
         "be a QConfigWoq, a mapping with one as global, or None",
         type(qconfig).__name__,
     )

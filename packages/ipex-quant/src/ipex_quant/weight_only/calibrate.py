@@ -230,7 +230,7 @@ def _calibrating(model: nn.Module) -> Iterator[None]:
 
 
 def blocks(model: nn.Module, samples: list[Sample], progress: bool = False) -> Iterator[Block]:
-    """Yield the blocks of a model in the order in which they run; whoever takes one may change its layers.
+    """Yield the blocks of a model in the order in which they run; the caller may change the layers of a block.
 
     Args:
         model: The model.

@@ -121,7 +121,7 @@ def read_linear(
     """Return the quantized weight of one layer, with its bias.
 
     Args:
-        state_dict: Tensors of the checkpoint; those of this layer are enough.
+        state_dict: Tensors of the checkpoint; the tensors of this layer are enough.
         name: The layer's name.
         quant_config: As for `read_checkpoint`.
 
@@ -198,7 +198,7 @@ def _read_words(parts: Parts, scheme: LayerScheme, name: str) -> QuantizedWeight
         qzeros = _need(parts, name, "qzeros")
     awq = scheme.layout == "awq"
     if scheme.layout == "any":
-        # Words of GPTQ lie along K, those of AWQ along N.
+        # Words of GPTQ lie along K, words of AWQ along N.
         awq = qweight.dim() == 2 and scales.dim() == 2 and qweight.shape[1] != scales.shape[1]
     group = scheme.group_size
     if group is None:  # no configuration says it

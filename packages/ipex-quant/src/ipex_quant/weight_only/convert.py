@@ -55,8 +55,8 @@ def quantize_linears(
 ) -> tuple[str, ...]:
     """Replace the linear layers of a model by `WeightOnlyQuantizedLinear`, in place.
 
-    One layer at a time is quantized and its float weight freed, so memory never exceeds that of the model by more than
-    one layer. Layers on the meta device become layers without a weight, ready for ``load_state_dict``. Subclasses of
+    One layer at a time is quantized and its float weight freed, so memory never exceeds the model by more than one
+    layer. Layers on the meta device become layers without a weight, ready for ``load_state_dict``. Subclasses of
     `torch.nn.Linear` that compute something else are left alone; ``Conv1D`` of transformers is replaced.
 
     Args:
@@ -162,14 +162,19 @@ def choose_linears(
     return [ChosenLinear(m, tuple(found), qconfigs[m]) for m, found in names.items()], skipped
 
 
-def woq_qconfigs(op: str, qconfig: Any) -> list[QConfigWoq]:
+def woq_qconfigs(op: str, qconfig: Any, name: str = "qconfig") -> list[QConfigWoq]:
     """Return the configurations that a mapping has, or the one there is.
 
+    Args:
+        op: Name of the function in messages.
+        qconfig: A `QConfigWoq`, a mapping or None.
+        name: Name of the argument in messages.
+
     Raises:
-        OpArgumentError: There is none.
+        OpArgumentError: There is no configuration.
     """
     if not isinstance(qconfig, QConfigMapping):
-        return [as_qconfig(op, qconfig)]
+        return [as_qconfig(op, qconfig, name)]
     values: list[Any] = [
         qconfig.global_qconfig,
         *qconfig.module_name_qconfigs.values(),
@@ -177,7 +182,7 @@ def woq_qconfigs(op: str, qconfig: Any) -> list[QConfigWoq]:
         *qconfig.object_type_qconfigs.values(),
     ]
     found = [value for value in values if isinstance(value, QConfigWoq)]
-    return found or [as_qconfig(op, qconfig)]
+    return found or [as_qconfig(op, qconfig, name)]
 
 
 def woq_qconfig_of(qconfig: Any, name: str, module: nn.Module) -> QConfigWoq | None:
@@ -234,7 +239,7 @@ def _has_only(module: nn.Linear) -> bool:
     )
 
 
-#: What the forward of a linear layer may read or call; whoever also sums over processes, or scales, reads more.
+#: What the forward of a linear layer may read or call; a class that also sums over processes, or scales, reads more.
 _LINEAR_NAMES = frozenset(
     {"weight", "bias", "T", "t", "matmul", "linear", "F", "functional", "nn", "torch"}
 )
@@ -246,7 +251,7 @@ def _computes_linear(kind: Any) -> bool:
     code = getattr(kind.forward, "__code__", None)
     if code is None or code.co_freevars or not _LINEAR_NAMES.issuperset(code.co_names):
         return False
-    # Numbers of our own: those of torch's generator belong to the user.
+    # A generator of its own: torch's generator belongs to the user.
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         layer = kind.__new__(kind)

@@ -333,12 +333,12 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
 
         Args:
             mod: `torch.nn.Linear` or a subclass with a float weight, and with an attribute ``qconfig``.
-            scales: ``[N, G]`` to use instead of those of the extremes (``[N]`` without groups), or None.
+            scales: ``[N, G]`` to use (``[N]`` without groups), or None: computed from the extremes.
             zero_points: Likewise.
             scale_dtype: What scales are rounded to before codes are computed: float32, bfloat16 or float16.
 
         Returns:
-            The quantized layer, without weight if that of ``mod`` is on the meta device; ``mod`` itself, unchanged, if
+            The quantized layer, without weight if ``mod.weight`` is on the meta device; ``mod`` itself, unchanged, if
             its ``qconfig`` is not a `QConfigWoq`.
 
         Raises:
@@ -399,7 +399,7 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
             scales: ``[N, G]``, or ``[N]`` for one group; GPTQ and AWQ: ``[G, N]``.
             zero_points: ``[N, G]`` or ``[N]``, or for INT4 int32 ``[N, ceil(G / 8)]`` with eight in a word, the first
                 lowest; or None. GPTQ and AWQ: packed like the codes.
-            bias: ``[N]``, or None for that of ``mod``.
+            bias: ``[N]``, or None for the bias of ``mod``.
             group_size: Input features that share a scale, or -1.
             g_idx: int32 ``[K]``, the group of each input feature, or None.
             weight_format: A `WoqWeightFormat`.

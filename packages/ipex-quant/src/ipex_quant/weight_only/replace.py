@@ -64,7 +64,7 @@ def replace_linears_from_checkpoint(
     exact: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Replaced:
-    """Replace the linear layers of a model by those of a quantized checkpoint, in place, and load its other tensors.
+    """Replace the linear layers of a model by layers of a quantized checkpoint, in place, and load its other tensors.
 
     The model may be on the meta device, have other weights, or have layers of another library that hold the same
     tensors (then ``state_dict`` is ``model.state_dict()``). One layer at a time is unpacked.
@@ -77,8 +77,8 @@ def replace_linears_from_checkpoint(
             group size if it has one, must be those of the checkpoint. None: in the dtype of the input. A dictionary
             has one for each layer of the checkpoint, of which only the modes matter.
         take: Remove from ``state_dict`` what has been read, so that its memory is freed.
-        parts: Accept layers with fewer features than the model's: those of one rank.
-        exact: The other tensors replace those of the model and keep their dtype, instead of being copied. What a model
+        parts: Accept layers with fewer features than the model's: the layers of one rank.
+        exact: The other tensors replace the model's and keep their dtype, instead of being copied. What a model
             on the meta device lacks then is left to the caller (`finish_meta`).
         progress: Called with the number of layers done, of all, and the name of the last one.
 

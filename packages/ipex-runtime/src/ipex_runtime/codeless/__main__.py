@@ -29,7 +29,7 @@ def make_parser(prog: str = "ipex auto") -> argparse.ArgumentParser:
 
 
 def parse_args(argv: Sequence[str] | None = None, prog: str = "ipex auto") -> argparse.Namespace:
-    """Return the parsed command line, by default that of this process."""
+    """Return the parsed command line, by default the arguments of this process."""
     return make_parser(prog).parse_args(argv)
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "ipex auto") -> None:
     """Run a script with codeless optimization.
 
     Args:
-        argv: Options, script and its arguments; by default those of the process.
+        argv: Options, script and its arguments; by default the arguments of the process.
         prog: Name of the command for help and messages.
 
     Raises:

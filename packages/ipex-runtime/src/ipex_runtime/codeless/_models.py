@@ -181,7 +181,7 @@ def _in_transformation() -> bool:
 
 
 def _why_not(module: nn.Module, args: Any, kwargs: Any) -> str | None:
-    """Return why a module is not optimized; an empty text for what nobody would expect to be, None to optimize it."""
+    """Return why a module is not optimized; an empty text where no optimization is expected, None to optimize it."""
     parameters = list(module.parameters())
     if not parameters:
         return ""

@@ -61,7 +61,7 @@ def make_parser(prog: str = "ipex hypertune") -> argparse.ArgumentParser:
 def parse_args(
     argv: Sequence[str] | None = None, prog: str = "ipex hypertune"
 ) -> argparse.Namespace:
-    """Return the parsed command line, by default that of this process."""
+    """Return the parsed command line, by default the arguments of this process."""
     return make_parser(prog).parse_args(argv)
 
 

@@ -64,7 +64,7 @@ class Record:
                 os.replace(self.path, self.path.with_suffix(".csv.bak"))
 
     def add(self, trial: Trial, objectives: Sequence[str]) -> None:
-        """Append a trial and write the file, whole and at once: whoever reads it sees a complete one."""
+        """Append a trial and write the file, whole and at once: a reader sees a complete file."""
         if trial.values:
             self.objectives = list(objectives)
         self.trials.append(trial)

@@ -99,7 +99,7 @@ def parse(text: str, file: str) -> Place:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigurationError):
             raise
-        # A number or a date that is none, and lists that are nested without end.
+        # An invalid number or date, and lists that are nested without end.
         raise ConfigurationError(f"{file}: must be valid YAML, got: {error}") from error
 
 

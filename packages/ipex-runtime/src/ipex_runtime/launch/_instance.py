@@ -40,7 +40,7 @@ class Instance:
         label: Its name in messages, for instance ``"instance 0"``.
         command: Program and arguments.
         environment: All environment variables.
-        cpus: CPUs to bind it to; empty: those of the launcher.
+        cpus: CPUs to bind it to; empty: the CPUs of the launcher.
         nodes: NUMA nodes for its memory; empty: any.
         log: File that its output is written to, too.
         process: The process, once it was started.

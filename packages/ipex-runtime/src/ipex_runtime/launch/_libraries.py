@@ -13,7 +13,7 @@ __all__ = ["find_library", "names_library", "search_paths", "valid_preload"]
 
 
 def search_paths() -> list[str]:
-    """Return the folders to search, in order: environments, the user's, then those of the system."""
+    """Return the folders to search, in order: environments, the user's, then the system's."""
     folders = [
         f"{os.environ[name]}/lib"
         for name in ("CONDA_PREFIX", "VIRTUAL_ENV")
@@ -29,7 +29,7 @@ def search_paths() -> list[str]:
 
 
 def names_library(path: str, name: str) -> bool:
-    """Return whether a file name is that of the library ``name``, of any version.
+    """Return whether a file name belongs to the library ``name``, of any version.
 
     Example:
         >>> names_library("/usr/lib/libjemalloc.so.2", "jemalloc")
@@ -42,7 +42,7 @@ def names_library(path: str, name: str) -> bool:
 
 
 def find_library(name: str, folders: Sequence[str]) -> str | None:
-    """Return the path of ``lib<name>.so`` or of its lowest installed version, None if there is none."""
+    """Return the path of ``lib<name>.so`` or of its lowest installed version, None if it is not installed."""
     for folder in folders:
         found = glob.glob(f"{glob.escape(folder)}/lib{name}*.so*")
         # The development link and the whole library come before versions and the minimal one.

@@ -172,7 +172,7 @@ def add_distributed(parser: argparse.ArgumentParser) -> None:
     group.add(
         "--hostfile",
         default="hostfile",
-        help="file with the address of each machine, one a line, the first one that of rank 0",
+        help="file with the address of each machine, one a line, rank 0 first",
     )
     group.add(
         "--node-rank",

@@ -31,7 +31,7 @@ FORWARDED: tuple[int, ...] = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-#: Requests to end; SIGINT is none, since an interactive program may go on after it.
+#: Requests to end; not SIGINT, since an interactive program may go on after it.
 ENDING: tuple[int, ...] = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 #: Time without output after which the pipe of an ended instance is closed; what it started may hold the other end.

@@ -28,7 +28,7 @@ class CoreInfo:
         cpu: Number of the CPU, as in ``taskset``.
         core: Number of its physical core, unique in the machine.
         socket: Number of its socket.
-        node: Number of its NUMA node; that of the socket if there are no nodes.
+        node: Number of its NUMA node; the number of the socket if there are no nodes.
         is_physical_core: True for the first CPU of each core.
         maxmhz: Highest frequency in MHz, 0 if unknown.
         is_p_core: False for efficiency cores.

@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "ipexrun") -> int:
     """Run a command line and return the exit code.
 
     Args:
-        argv: The arguments, default those of the process. A first word ``cpu`` or ``xpu`` names the backend.
+        argv: The arguments, default the arguments of the process. A first word ``cpu`` or ``xpu`` names the backend.
         prog: Name of the command for help and messages.
 
     Returns:

@@ -113,7 +113,7 @@ class Topology:
         """Return the cores this process may use, each with its allowed CPUs only.
 
         Args:
-            node: Only those of this NUMA node.
+            node: Only cores of this NUMA node.
             kind: Only ``"performance"`` or ``"efficiency"`` cores; a machine with one kind has it under both names.
         """
         allowed = set(self.allowed)

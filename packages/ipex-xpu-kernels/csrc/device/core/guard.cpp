@@ -127,7 +127,7 @@ void check_device(DeviceIndex device) {
               "), got ", static_cast<int>(device));
 }
 
-// These two ask torch's guard, which is ours or that of a torch that has XPU itself.
+// These two ask torch's guard, which is ours or belongs to a torch that has XPU itself.
 DeviceIndex current_device() noexcept {
   return c10::impl::VirtualGuardImpl(c10::kXPU).getDevice().index();
 }

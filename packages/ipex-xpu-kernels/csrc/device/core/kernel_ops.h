@@ -26,7 +26,7 @@ std::optional<std::string> kernel_dtype(at::ScalarType dtype);
 std::string kernel_name(const char* kernel, const std::string& first,
                         const std::string& second = {});
 
-// Copies with a kernel of the device; false if there is none for these dtypes and shapes.
+// Copies with a kernel of the device; false if no kernel takes these dtypes and shapes.
 bool copy_kernel(const at::Tensor& to, const at::Tensor& from);
 
 // Starts a kernel on the current stream of the tensor's device: one work-item for each of `count`
@@ -117,7 +117,7 @@ struct Tensors {
   std::int64_t largest = 0;  // elements
 };
 Tensors common_device(const torch::jit::Stack& stack, std::size_t count, bool numbers);
-// Replaces the arguments by those of them that the op writes to.
+// Keeps only the arguments that the op writes to.
 void return_written(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 template <typename Function>
@@ -169,8 +169,8 @@ void add_kernel(torch::Library& library, const char* name) {
 }
 
 // out = beta * addend + alpha * a @ b for matrices or batches of them of one dtype that kernels
-// have and any strides; the shapes are right, and `addend`, which may be null, has that of `out`.
-// False for a dtype that they do not have.
+// have and any strides; the shapes are right, and `addend`, which may be null, has the shape of
+// `out`. False for a dtype that they do not have.
 bool matmul_kernel(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                    const at::Tensor* addend, float beta, float alpha);
 

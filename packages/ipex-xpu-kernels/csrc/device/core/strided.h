@@ -26,7 +26,8 @@ struct Layout {
 // Nothing for more than four dimensions that do not coalesce, and for offsets beyond 31 bits.
 std::optional<Layout> layout_of(at::TensorIteratorBase& iter);
 
-// What kernels that only move elements call those of this size; nothing for more than 8 bytes.
+// The name of elements of this size in kernels that only move elements; nothing for more than 8
+// bytes.
 std::optional<std::string> bits_dtype(at::ScalarType dtype);
 // What kernels call the dtype where whole numbers are among theirs: int, long, and bool as bytes.
 std::optional<std::string> number_dtype(at::ScalarType dtype);

@@ -9,7 +9,7 @@
 namespace ipex::xpu::onednn {
 namespace {
 
-// The interface above is that of this major release.
+// The interface above belongs to this major release.
 constexpr int kMajor = 3;
 
 std::atomic<Mode> g_mode{Mode::Auto};

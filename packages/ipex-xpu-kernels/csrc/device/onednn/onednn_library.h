@@ -112,7 +112,7 @@ Mode mode();
 // Where the library is; empty: nowhere, `why` being the reason. To be called before the first use.
 void set_path(const std::string& path, const std::string& why);
 
-// The library, loaded by the first call; null if there is none, or if it is turned off.
+// The library, loaded by the first call; null if it is missing or turned off.
 const Library* library();
 struct State {
   std::string path;

@@ -111,7 +111,7 @@ def lookup(module: str, name: str) -> Any:
 
 
 def _keep(module: types.ModuleType, name: str, value: Any) -> Any:
-    """Enter a value into a module and return it; values that may be assigned anew where they live are not entered."""
+    """Enter a value into a module and return it; values that may be reassigned where they live are not entered."""
     if callable(value) or isinstance(value, types.ModuleType):
         module.__dict__[name] = value
     return value
@@ -199,7 +199,7 @@ def _parents() -> frozenset[str]:
 
 
 class TableFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules that IPEX had and nobody has here. It stands behind all other finders."""
+    """Finds modules that IPEX had and ipex has not. It comes after all other finders."""
 
     def find_spec(
         self,

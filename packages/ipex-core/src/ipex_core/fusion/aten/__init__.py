@@ -16,7 +16,7 @@ a constant right after the passes, and Inductor's constant folding runs the pack
 packed.
 
 **Matching** is written by hand on top of `graph` rather than with ``torch._inductor.pattern_matcher``: its traced
-patterns need one registration for each combination of dtypes, masks and scales, and tell nobody why a near miss was not
+patterns need one registration for each combination of dtypes, masks and scales, and cannot say why a near miss was not
 taken, which `ipex.explain` has to say.
 
 A pass never changes what a graph computes, so a match only has to decide two things: whether it is *exactly* the op

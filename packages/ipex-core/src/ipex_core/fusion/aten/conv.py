@@ -191,7 +191,7 @@ def _onednn() -> tuple[Any, ...]:
 
 
 def _read(ctx: Context, node: fx.Node) -> _Convolution | str | None:
-    """Return the arguments of a convolution, a reason against it, or None if it is none with a frozen weight."""
+    """Return the arguments of a convolution, a reason against it, or None if its weight is not frozen."""
     onednn = node.target is not aten.convolution.default
     x, weight, bias, *rest = node.args
     if onednn:

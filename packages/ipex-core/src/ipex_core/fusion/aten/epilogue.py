@@ -46,7 +46,7 @@ def find_activations(ctx: Context) -> dict[fx.Node, Activation]:
         match = None
         if node.target is aten.relu.default and isinstance(node.args[0], fx.Node):
             match = Activation("relu", node, node.args[0], ())
-        elif node.target is aten.silu.default:  # where nobody has taken it apart
+        elif node.target is aten.silu.default:  # where it is not decomposed
             match = Activation("silu", node, node.args[0], ())
         elif node.target is aten.erf.default:
             match = _gelu(node, _erf_argument(node), "gelu")

@@ -2,7 +2,7 @@
 """Several calls that become one: linear layers that read the same tensor, and embedding bags of several tables.
 
 Both run behind the patterns that see single layers, so a layer that something has moved into, such as the two of a
-gated MLP or one with an activation, is none of these any more.
+gated MLP or one with an activation, is not one of these any more.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _pack_int4(packed: Tensor, scales_and_zeros: Tensor, group: int) -> Tensor:
 
 
 def _fake_packed(codes: Tensor, *rest: Any) -> Tensor:
-    return codes.new_empty(64 + codes.numel(), dtype=torch.uint8)  # nobody reads the length
+    return codes.new_empty(64 + codes.numel(), dtype=torch.uint8)  # the length is not read
 
 
 _library.impl("pack_int8_rows", _pack_int8, "CompositeExplicitAutograd")

@@ -37,7 +37,7 @@ _CONDITIONAL = (
 
 
 def merge_by_source(module: nn.Module) -> tuple[list[list[str]], str | None]:
-    """Merge what can be merged in a module; return the names of each group, or why there is none."""
+    """Merge what can be merged in a module; return the names of each group, or the reason why there is no group."""
     forward = type(module).forward
     if not isinstance(forward, types.FunctionType) or hasattr(forward, "__wrapped__"):
         return [], "the forward is decorated"

@@ -165,7 +165,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class _StandIn(fx.Proxy):
-    """A stand-in that records ``a += b`` as such; that of torch.fx records an addition to a new tensor."""
+    """A proxy that records ``a += b`` as such; `torch.fx.Proxy` records an addition to a new tensor."""
 
 
 def _record(function: Any) -> Any:
@@ -276,7 +276,7 @@ def guards_of(module: nn.Module, entered: list[str], fused: list[str]) -> tuple[
 
 
 def _constants(value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield a plain value under an empty key, or those of a configuration's plain attributes that may be read."""
+    """Yield a plain value under an empty key, or the plain attributes of a configuration that may be read."""
     if _plain(value):
         yield "", value
     elif hasattr(value, "__dict__") and not isinstance(

@@ -87,7 +87,7 @@ class Convolutions:
         return self.editor.packed[key]
 
     def _plain(self, value: Value, user: Node) -> Node | None:
-        """Return the convolution that makes a value, if nothing was fused to it and nobody else reads it."""
+        """Return the convolution that makes a value, if nothing was fused to it and it has one reader."""
         node = value.node()
         place = _POST.get(node.kind())
         if place is None or not only_use(value, user):

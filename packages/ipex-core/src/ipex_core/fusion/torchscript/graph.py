@@ -127,7 +127,7 @@ class Editor:
 
     def each(self, kind: str, pattern: Callable[[Node], str | None]) -> None:
         """Offer all nodes of a kind to a pattern, which returns a name where it has matched."""
-        # By name, and each found anew: a pattern may have removed others. Nodes that patterns have inserted are not
+        # By name, and each found again: a pattern may have removed others. Nodes that patterns have inserted are not
         # for them: the branch for operands that do not fit has the very nodes that were matched.
         names = self._names(kind)
         if self._own is not None:

@@ -86,7 +86,7 @@ def _matmul(editor: Editor, node: Node) -> None:
     if add is None or vector is None or vector.shape != (matrix.shape[1],):
         _linear(editor, node, x, w, None)
     elif vector.dtype == matrix.dtype:
-        # The bias anew: its constant may stand behind the product.
+        # A new bias: its constant may come after the product.
         _linear(editor, node, x, w, editor.constant(vector, node))
         editor.replace(add, next(v for v in add.inputs() if not is_constant(v)))
 

@@ -103,7 +103,7 @@ class LinearDropoutAddNorm(torch.autograd.Function):
 
 
 class SelfAttention(torch.autograd.Function):
-    """Attention of each sequence to itself, projections of query, key and value included, that of the output not."""
+    """Self-attention, with the projections of query, key and value, without the output projection."""
 
     @staticmethod
     def forward(

@@ -111,7 +111,7 @@ def _p(dropout: nn.Module) -> float:
 
 
 def _dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype to compute in: that of the weights, lowered by autocast."""
+    """Return the dtype to compute in: the dtype of the weights, lowered by autocast."""
     if weight.dtype == torch.float32 and torch.is_autocast_enabled("cpu"):
         return torch.get_autocast_dtype("cpu")
     return weight.dtype

@@ -40,7 +40,7 @@ class Group:
         return x if self.rows is None else x.index_select(0, self.rows)
 
     def take_gradient(self, x: Tensor) -> Tensor:
-        """Return the rows of the group, those of padding zero."""
+        """Return the rows of the group; padding rows are zero."""
         taken = self.take(x)
         return taken if self.padding is None else taken.index_fill_(0, self.padding, 0.0)
 

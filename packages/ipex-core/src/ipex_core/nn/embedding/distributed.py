@@ -38,7 +38,7 @@ _ways: weakref.WeakKeyDictionary[dist.ProcessGroup, _Way] = weakref.WeakKeyDicti
 def exchange(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Return the rows that the other ranks sent here, those of rank 0 first.
+    """Return the rows that the other ranks sent here, rank 0 first.
 
     Args:
         rows: ``[sum(sent), ...]``, those for rank 0 first.

@@ -170,7 +170,7 @@ class _Updated(MergedEmbeddingBag):
     def to_bfloat16_train(self) -> None:
         """Split the float32 tables into halves: the tables become bfloat16, the rest is kept beside them.
 
-        Steps are taken on the whole numbers, so training is that of float32 with a forward pass in bfloat16, and takes
+        Steps are taken on the whole numbers, so training is float32 training with a forward pass in bfloat16, and takes
         the memory of float32 alone.
 
         Raises:

@@ -232,7 +232,7 @@ class PoolingMode(IntEnum):
 
 
 class EmbeddingSpec(NamedTuple):
-    """One table; the fields are those of `torch.nn.EmbeddingBag`. Without a weight it is drawn as there."""
+    """One table; the fields are as in `torch.nn.EmbeddingBag`. Without a weight it is drawn as there."""
 
     num_embeddings: int
     embedding_dim: int

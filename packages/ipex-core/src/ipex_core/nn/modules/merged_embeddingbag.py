@@ -115,7 +115,7 @@ def merged_embeddingbag_adagrad(
 
 
 class _OfCaller(MergedEmbeddingBag):
-    """Tables and state are those of the caller, and the module is made for one call."""
+    """Tables and state belong to the caller, and the module is made for one call."""
 
     def _place(self) -> None:
         pass

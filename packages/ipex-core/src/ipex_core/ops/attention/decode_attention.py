@@ -64,7 +64,7 @@ def _decode_attention(
         key_cache: ``[B, kv_heads, S, D]`` of any strides but with a contiguous last dimension; the dtype of ``query``,
             int8, float8_e5m2 or float8_e4m3fn.
         value_cache: Like ``key_cache``.
-        lengths: ``[B]`` int32 or int64, rows in use, those of the queries included; None: S.
+        lengths: ``[B]`` int32 or int64, rows in use, with the rows of the queries; None: S.
         mask: Broadcastable to ``[B, heads, Q, S]``: boolean (True takes part) or additive in the dtype of ``query`` or
             float32; or None.
         scale: Factor on the scores; 0 means ``1 / sqrt(D)``.

@@ -274,7 +274,7 @@ def stock_args(
     dilation: list[int],
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[int], list[int], list[int]]:
-    """Return the arguments of stock ``conv2d`` for those of the op."""
+    """Return the arguments of stock ``conv2d`` for the arguments of the op."""
     weight = _plain(x, packed_weight, out_channels, kernel_size)
     return x, weight, bias, stride, padding, dilation
 

@@ -22,7 +22,7 @@ def _frozen_batch_norm(
 ) -> Tensor:
     """Scale and shift each channel: ``(x - mean) / sqrt(var + eps) * weight + bias``.
 
-    The statistics are constants, so the result is that of batch normalization in evaluation mode. Computed in float32
+    The statistics are constants, so the result equals batch normalization in evaluation mode. Computed in float32
     and rounded once.
 
     Args:

@@ -65,7 +65,7 @@ def _axes(
     sampling_ratio: int,
     aligned: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights of rows and of columns; those of rows are divided by the number of samples."""
+    """Return the weights of rows and columns; row weights are divided by the number of samples."""
     corners = rois[:, 1:].detach().double() * spatial_scale - (0.5 if aligned else 0.0)
     left, top, right, bottom = corners.unbind(1)
     width, height = right - left, bottom - top

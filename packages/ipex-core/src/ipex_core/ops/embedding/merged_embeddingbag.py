@@ -37,7 +37,7 @@ def _forward(
     pooling_mode: str = "sum",
     include_last_offset: bool = False,
 ) -> Tensor:
-    """Look up rows of T embedding tables and add those of each bag, as T calls of ``embedding_bag`` do.
+    """Look up rows of T embedding tables and add the rows of each bag, as T calls of ``embedding_bag`` do.
 
     Args:
         weights: T tables ``[rows, D]`` of one D and dtype: float32, bfloat16 or float16.

@@ -52,7 +52,7 @@ def _interaction(
         inputs: N tensors ``[B, D]``, all of one shape and dtype: int8 codes, or float32, bfloat16 or float16, which are
             quantized on the way in: ``round(x / scale)``, limited to -128..127. At most 4096, with D up to 32768.
         scales: float32 ``[N]``, finite and at least 2^-120.
-        dtype: Of the result: that of float inputs, a float for codes (None: float32), or int8 or uint8 codes.
+        dtype: Of the result: the dtype of float inputs, a float for codes (None: float32), or int8 or uint8 codes.
         output_scale: Scale of an int8 or uint8 result, finite and at least 2^-120.
         output_zero: Its zero point, a number of its dtype.
 

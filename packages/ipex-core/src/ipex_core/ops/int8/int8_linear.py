@@ -73,7 +73,7 @@ def _linear(
         gate: ``"none"``, ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; not together with an activation.
         act_quant: ``"per_token"`` or ``"per_tensor"``: the range of float ``x`` without ``x_scale``.
         symmetric: Whether float ``x`` gets int8 codes without a zero point; otherwise uint8 codes.
-        dtype: The dtype of the result; None for that of float ``x``, or float32.
+        dtype: The dtype of the result; None for the dtype of float ``x``, or float32.
         output_scale: Scale of an int8 or uint8 result, finite and at least 2^-120.
         output_zero: Its zero point, a number of its dtype.
 
@@ -276,7 +276,7 @@ def _case(dtype: torch.dtype, m: int, k: int, n: int, kind: str) -> tuple[object
     scale = torch.full((n,), k**-0.5 / 74)
     if kind == "codes":  # what a quantized layer before gives
         return int8_randn(m, k, seed=9).view(torch.uint8), packed, n, scale, torch.tensor(0.03)
-    # Numbers whose codes are exact, so that the result is that of stock on float activations.
+    # Numbers whose codes are exact, so that the result equals stock on float activations.
     x = int8_randn(m, k, seed=9).clamp(min=-127)
     x[:, 0] = 127
     return (x / 64).to(dtype), packed, n, scale

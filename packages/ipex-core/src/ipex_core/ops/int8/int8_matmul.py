@@ -139,7 +139,7 @@ def _bench() -> Iterator[BenchCase]:
             def make(
                 dtype: torch.dtype, batch: int = batch, m: int = m, k: int = k, n: int = n
             ) -> tuple[object, ...]:
-                # Numbers whose codes are exact, so that the result is that of stock.
+                # Numbers whose codes are exact, so that the result equals stock.
                 step = 2.0**-5
                 a = (int8_randn(batch, _HEADS, m, k, seed=1) * step).to(dtype)
                 b = (int8_randn(batch, _HEADS, n, k, seed=2) * step).to(dtype).mT

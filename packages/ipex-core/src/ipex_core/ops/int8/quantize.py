@@ -59,7 +59,7 @@ def choose(x: Tensor, symmetric: bool, dim: int | None) -> tuple[Tensor, Tensor]
 def codes(x: Tensor, scale: Tensor, zero: Tensor, symmetric: bool) -> Tensor:
     """Return the codes of ``x``; values outside of the range are saturated, NaN gets the code of 0.
 
-    With a scale that is not finite all codes are that of 0.
+    With a scale that is not finite all codes are the code of 0.
     """
     value = torch.round(x.float() * scale.reciprocal())
     value = torch.where(value.isnan() | ~scale.isfinite(), 0.0, value) + zero
@@ -160,14 +160,14 @@ register(
 def _per_tensor(
     x: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, symmetric: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize ``x`` to 8 bits with one scale, which is given (static) or that of its range (dynamic).
+    """Quantize ``x`` to 8 bits with one scale, which is given (static) or computed from its range (dynamic).
 
     See `quantize_per_token` for the codes. With a given scale, values outside of its range are saturated, to -128 too,
     and NaN gets the code of 0.
 
     Args:
         x: Any shape, float32, bfloat16 or float16.
-        scale: One element, float32, finite and at least 2^-120; None for that of the range of ``x``.
+        scale: One element, float32, finite and at least 2^-120; None to compute it from the range of ``x``.
         zero: One element, int32 in ``[0, 255]``, only with ``scale`` and for codes that are not symmetric; 0 if None.
         symmetric: Whether codes are signed, without a zero point.
 

@@ -138,7 +138,7 @@ def _reshape_and_cache_flash(
     ``[num_blocks, kv_heads, block_size, head_size]``, which all attention ops here read; a cache stored as
     ``[num_blocks, block_size, kv_heads, head_size]`` is passed as its ``transpose(1, 2)``.
 
-    Arguments and errors are those of `reshape_and_cache`.
+    Arguments and errors are as for `reshape_and_cache`.
     """
     _write(
         "reshape_and_cache_flash",

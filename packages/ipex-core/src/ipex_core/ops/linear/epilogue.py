@@ -77,7 +77,7 @@ def check_operands(
 ) -> None:
     """Check the tensors; the result has the shape of ``x`` with ``out_features`` last.
 
-    Their dtype is that of ``x``, or ``dtype``, which is that of what messages call ``of``.
+    Their dtype is the dtype of ``x``, or ``dtype``: the dtype of the tensor that messages call ``of``.
     """
     like = x if dtype is None else x.new_empty((), dtype=dtype)
     if bias is not None:

@@ -36,7 +36,7 @@ Tensor = torch.Tensor
 
 
 def stored_dtype(x: Tensor, packed_weight: Tensor) -> torch.dtype:
-    """Return the dtype of a packed weight: that of ``x`` unless the reference is run in float64."""
+    """Return the dtype of a packed weight: the dtype of ``x`` unless the reference is run in float64."""
     if x.dtype != torch.float64:
         return x.dtype
     header = dense.read_header(packed_weight)
@@ -57,7 +57,7 @@ def _linear(
 ) -> Tensor:
     """Compute ``activation(x @ weight.T + bias) * mul + residual + residual2`` with a packed weight.
 
-    With a gate, the rows of the weight alternate between those of a gate and those of the other factor, see
+    With a gate, the rows of the weight alternate between rows of gate_proj and rows of up_proj, see
     `ipex_core.woq.interleave_gate_up`, and ``gate(x @ gate.T + bias_g) * (x @ up.T + bias_u)`` takes the place of the
     activation.
     Products are accumulated in float32 and the result is rounded once.
@@ -193,7 +193,7 @@ def _bench() -> Iterator[BenchCase]:
 def stock_args(
     x: Tensor, packed_weight: Tensor, out_features: int, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the arguments of stock ``linear`` for those of the op."""
+    """Return the arguments of stock ``linear`` for the arguments of the op."""
     return x, dense.unpack(packed_weight, out_features, x.shape[-1], x.dtype), bias
 
 

@@ -188,7 +188,7 @@ def adapter_of_rows(op: str, indices: Tensor, adapters: int) -> list[int]:
 def adapter_of_sequences(
     op: str, indices: Tensor, seq_lens: Tensor, seq_starts: Tensor | None, adapters: int, rows: int
 ) -> list[int]:
-    """Return the adapter of each row, given those of the sequences; -1 for rows without."""
+    """Return the adapter of each row from the adapters of the sequences; -1 for rows without."""
     numbers, lengths = adapter_of_rows(op, indices, adapters), _values(seq_lens)
     starts = None if seq_starts is None else _values(seq_starts)
     adapter_of = [-1] * rows

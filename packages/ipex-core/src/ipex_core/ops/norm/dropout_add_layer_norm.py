@@ -48,7 +48,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Drop elements of ``x``, add ``residual`` and normalize the sum: the end of a block of BERT.
 
-    The sum is rounded to the dtype before it is normalized. Dropout is that of `dropout`.
+    The sum is rounded to the dtype before it is normalized. Dropout is done as in `dropout`.
 
     Args:
         x: ``[..., C]``, float32, bfloat16 or float16.

@@ -162,7 +162,7 @@ def _fake(a: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def _samples_of(norm: str, defaults: tuple[float, ...]) -> Callable[..., Iterator[Sample]]:
-    """Return samples of the fused op from those of the normalization alone."""
+    """Return samples of the fused op from samples of the normalization alone."""
 
     def samples(dtype: torch.dtype) -> Iterator[Sample]:
         for sample in specs()[norm].samples(dtype):

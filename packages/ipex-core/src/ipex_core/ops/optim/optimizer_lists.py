@@ -2,7 +2,7 @@
 """The steps of optimizers for lists of parameters: ``sgd_fused_steps`` for many ``sgd_fused_step``, and so on.
 
 Each tensor of the step for one parameter is a list here, whose name ends in "s"; an empty one stands for tensors that
-are not there. The numbers are those of all parameters. With many small parameters most of the time of a step is the way
+are not there. The numbers hold for all parameters. With many small parameters most of the time of a step is the way
 to its kernel.
 """
 

@@ -60,7 +60,7 @@ def woq_parts(
 
 
 def woq_weight(n: int, k: int, *args: Any, order: str = "dot", **options: Any) -> Tensor:
-    """Return a packed random weight; the arguments are those of `woq_parts`."""
+    """Return a packed random weight; the arguments are as for `woq_parts`."""
     qweight, scales, zeros, format, _, group_size, g_idx = woq_parts(n, k, *args, **options)
     layout = woq.layout_of(qweight, scales, zeros, format, k, group_size, g_idx, order)
     return woq.pack(qweight, scales, zeros, layout, g_idx)

@@ -92,7 +92,7 @@ def _woq_linear(
     - ``lowp_mode="none"``: the dtype of ``x``. Products are accumulated in float32; a kernel may round the float
       weight to that dtype.
     - ``"fp16"``, ``"bf16"``: float weight and activations are rounded to that dtype first.
-    - ``"int8"``: activations are rounded to 8 bits at each call, and products are those of integers. The scale of the
+    - ``"int8"``: activations are rounded to 8 bits at each call, and integers are multiplied. The scale of the
       activations is shared as ``act_quant_mode`` says: ``"per_tensor"``, ``"per_ic_block"`` (all rows, a block of
       input features), ``"per_batch"`` (a row), ``"per_batch_ic_block"`` (a row and a block), with the suffix
       ``"_sym"`` without zero point. A block is a group of the weight, or 128 features where it has one group. The

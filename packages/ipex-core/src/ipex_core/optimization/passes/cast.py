@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cast of the parameters to bfloat16 or float16, and of the buffers without which the model then does not run.
 
-All floating parameters are cast, as ``model.to(dtype)`` would do, except those of batch norms, weights that a module
+All floating parameters are cast, as ``model.to(dtype)`` would do, except batch norms, weights that a module
 around the layer holds too, since it may compute with them, and those that a model of transformers asks to keep. Stock
 layers with cast weights convert their input, so the model takes float32 inputs with or without autocast. The originals
 are remembered exactly.
@@ -206,7 +206,7 @@ class Cast(Pass):
                 if isinstance(module, nn.MultiheadAttention) and id(module) not in encoders:
                     casts.add(id(module.out_proj))  # its weight is taken, it is not called
             elif type(module) in LEAVES.values() or id(module) in casts:
-                pass  # an earlier pass has exchanged the class, or nobody calls it
+                pass  # an earlier pass has exchanged the class, or it is not called
             elif isinstance(module, (*LEAVES, *_HOOKED)):
                 _hook(module)
                 text += ", input cast by a hook"

@@ -15,7 +15,7 @@ __all__ = [
     "enable_auto_channels_last",
 ]
 
-#: Not those of signals: seven shapes, with 1 thread of a shared machine, took 0.5 to 1.3 (float32) and 0.9 to 1.2
+#: Not for signals: seven shapes, with 1 thread of a shared machine, took 0.5 to 1.3 (float32) and 0.9 to 1.2
 #: (bfloat16) times the time of contiguous weights.
 _FORMATS: dict[type[nn.Module], str] = {
     nn.Conv2d: "channels_last",

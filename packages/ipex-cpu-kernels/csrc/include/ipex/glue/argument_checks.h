@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of arguments whose shape does not follow that of the leading one; the texts are those of
-// the Python checks. For glue.
+// Checks of arguments whose shape does not follow the leading one; the texts equal the
+// Python checks. For glue.
 #pragma once
 
 #include <initializer_list>

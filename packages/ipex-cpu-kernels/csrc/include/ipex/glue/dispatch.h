@@ -55,7 +55,7 @@ inline bool is_kernel_dtype(ScalarType dtype) {
   return dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
 }
 
-// The checks that most ops share; the texts are those of ipex_core.library.checks.
+// The checks that most ops share; the texts are as in ipex_core.library.checks.
 void check_tensor(const char* op, const char* name, const Tensor& x, int64_t min_dim = 1);
 void check_like(const char* op, const char* name, const Tensor& value, const Tensor& x,
                 const char* of = "x");

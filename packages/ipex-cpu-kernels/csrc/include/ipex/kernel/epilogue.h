@@ -14,7 +14,7 @@
 
 namespace ipex {
 
-// Columns of C that a Finisher takes at most, and those of each half if it is gated.
+// Columns of C that a Finisher takes at most, and columns of each half if it is gated.
 inline constexpr int64_t kFinishColumns = 64;
 inline constexpr int64_t kGateColumns = 32;
 

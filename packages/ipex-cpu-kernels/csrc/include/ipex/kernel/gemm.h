@@ -280,8 +280,8 @@ struct alignas(64) TileConfig {
 IPEX_INLINE void tile_fence(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
 // Tile registers: 0..3 C (2 x 2), 4..5 A, 6..7 W.
-// The tile configuration is per thread and belongs to whoever set it last (oneDNN keeps one across
-// calls): it is saved and put back.
+// The tile configuration is per thread and belongs to the code that set it last (oneDNN keeps one
+// across calls): it is saved and put back.
 class TileScope {
  public:
   TileScope() {

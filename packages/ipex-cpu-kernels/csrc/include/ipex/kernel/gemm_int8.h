@@ -8,7 +8,7 @@
 // the columns of W.
 //
 // Every level has one way: AMX tiles, VPDPBUSD (AVX-512 or AVX-VNNI), or else products of 16-bit
-// numbers, whose pairs cannot saturate as those of 8-bit numbers do.
+// numbers, whose pairs cannot saturate as pairs of 8-bit numbers do.
 #pragma once
 
 #include "ipex/kernel/gemm.h"

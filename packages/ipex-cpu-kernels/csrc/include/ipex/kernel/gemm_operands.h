@@ -19,7 +19,7 @@ struct GemmBlock {
   int64_t y_stride;
   int64_t row, column, columns;  // where the block lies in y, for what follows the product
   const Epilogue* epilogue;
-  const T* addend;  // what the sums begin with, its rows as far apart as those of y, or null
+  const T* addend;  // what the sums begin with, its rows as far apart as in y, or null
   // Where the rows are pixels in lines: the pixels of a line, of which y has the first `kept`, and
   // the number of the first row. y and the addend then begin at pixel 0. 0: rows are rows of y.
   int64_t line = 0, kept = 0, first = 0;

@@ -75,7 +75,7 @@ def why_not(model: nn.Module) -> tuple[MatchError, ...]:
 
 @torch.no_grad()
 def find_mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsPlan | MatchError]]:
-    """Yield the mixtures of experts of any model: name, block, and plan or the reason why there is none.
+    """Yield the mixtures of experts of any model: name, block, and plan or the reason why there is no plan.
 
     Args:
         model: As for `match`; the rest of it need not be understood.
@@ -99,7 +99,7 @@ def find_mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsPla
 
 
 def _config(model: nn.Module, block: nn.Module) -> object:
-    """Return the configuration of a block: its own, or that of the innermost module around it that has one."""
+    """Return the configuration of a block: its own, or the one of the innermost module around it that has one."""
     found: object = getattr(model, "config", None)
     for module in model.modules():
         if any(part is block for part in module.modules()):

@@ -228,7 +228,7 @@ def _embedding(trace: Trace, owner: nn.Module) -> nn.Module | None:
         if not trace.ran(module) or not isinstance(weight, Tensor) or weight.ndim != 2:
             continue
         read = trace.inputs[module]
-        # The token table is what reads the tokens; that of positions reads other integers.
+        # The token table reads the tokens; the position table reads other integers.
         if not read.is_floating_point() and same(read, trace.ids):
             return module
     return None

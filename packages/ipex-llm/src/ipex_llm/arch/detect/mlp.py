@@ -73,7 +73,7 @@ def match_mlp(
         parts: Its linear layers, if they are not all that are in `module`.
 
     Raises:
-        MatchError: The linear layers are not those of an mlp, or the activation is unknown.
+        MatchError: The linear layers do not form an mlp, or the activation is unknown.
     """
     parts = list(linears(module, trace)) if parts is None else parts
     names = ", ".join(name for name, _ in parts) or "none"

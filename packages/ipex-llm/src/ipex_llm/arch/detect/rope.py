@@ -83,7 +83,7 @@ def match_ropes(
     Which one it is, halves or pairs, and whether the layer rotates at all is found by the numbers of the layer.
 
     Raises:
-        MatchError: The model's own frequencies are not those of its configuration.
+        MatchError: The model's own frequencies differ from its configuration.
     """
     own = _frequencies(attention, kind, deep=True)
     shared = own or _frequencies(decoder, kind, deep=False)

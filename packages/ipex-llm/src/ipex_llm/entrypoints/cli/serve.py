@@ -33,7 +33,8 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="Of the model, for clients (default: that of the folder).")
+        str | None,
+        typer.Option(help="Of the model, for clients (default: the name of the folder)."),
     ] = None,
     api_key_file: Annotated[
         Path | None,

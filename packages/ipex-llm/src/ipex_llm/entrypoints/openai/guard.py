@@ -73,7 +73,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":  # a WebSocket: there is none here
+        if scope["type"] != "http":  # a WebSocket: not supported
             await send({"type": "websocket.close", "code": 1000})
             return
         answer = _Answer(send, self.metrics, scope["path"] if scope["path"] in _PATHS else "other")

@@ -19,7 +19,7 @@ __all__ = ["protocol"]
 
 
 class _Protocol(H11Protocol):
-    """Closes connections whose headers do not come, whose body nobody waits for, or that do not take what was written.
+    """Closes connections whose headers do not come, whose body is not awaited, or that do not take what was written.
 
     The body of a request that is being answered is not watched here: `Guard` does that.
     """
@@ -50,7 +50,7 @@ class _Protocol(H11Protocol):
             self._watch()
 
     def _watch(self) -> None:
-        """Start the timer where the next thing must come from the client; it does not start anew with each byte."""
+        """Start the timer where the next thing must come from the client; it does not restart with each byte."""
         answered = self.cycle is None or self.cycle.response_complete
         due = self.conn.their_state is h11.IDLE
         due = due or (self.conn.their_state is h11.SEND_BODY and answered)
@@ -77,7 +77,7 @@ class _Protocol(H11Protocol):
         else:
             self.transport.close()
         if self.cycle is not None and not self.cycle.response_complete:
-            # Nobody can write to this connection any more.
+            # The connection cannot be written to any more.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 

@@ -196,7 +196,7 @@ class _Api:
             "requests_failed_total": ("Requests whose logits were not finite.", now.failed),
             "requests_rejected_total": ("Requests refused: the queue was full.", worker.rejected),
             "engine_errors_total": ("Batches that failed.", worker.errors),
-            "preemptions_total": ("Requests that had to start anew.", now.preemptions),
+            "preemptions_total": ("Requests that had to be computed again.", now.preemptions),
             "prompt_tokens_total": ("Tokens of prompts.", now.prompt_tokens),
             "cached_tokens_total": ("Tokens of prompts found in the cache.", now.cached_tokens),
             "generated_tokens_total": ("New tokens.", now.generated_tokens),

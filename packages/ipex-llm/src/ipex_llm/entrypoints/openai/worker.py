@@ -81,7 +81,7 @@ class Ticket:
 
     def send(self, event: Event) -> None:
         """Hand an event over to the event loop of the server."""
-        # A loop that is closed raises: nobody waits any more.
+        # A closed loop raises: no task waits any more.
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
@@ -90,7 +90,7 @@ class Worker:
     """Runs the engine in a thread of its own. Prompts are tokenized in others, so that no stream waits for that.
 
     Args:
-        engine: The engine; nobody else may use it.
+        engine: The engine; no other thread may use it.
         max_queue: Most requests that wait beside those that can run; more raise `QueueFull`.
     """
 

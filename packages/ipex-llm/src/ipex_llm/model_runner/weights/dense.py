@@ -122,7 +122,7 @@ class WeightStore:
         return self._memo[key]
 
     def fused_gate(self, plan: LinearPlan) -> Linear:
-        """Pack one module that holds a gate's rows and then those of its factor, interleaved."""
+        """Pack one module that holds gate rows and then up rows, interleaved."""
         key = (True, *map(id, plan.modules))
         if key not in self._memo:
             self._memo[key] = self._any([plan], True)
@@ -258,7 +258,7 @@ class WeightStore:
         parameter.data = torch.empty(0, dtype=parameter.dtype)
 
     def constant(self, module: nn.Module, name: str, value: Tensor | None) -> Tensor | None:
-        """Return a small parameter that programs read as it is, or None if there is none."""
+        """Return a small parameter that programs read as it is, or None if the module has no such parameter."""
         if value is None:
             return None
         parameter = module._parameters.get(name)

@@ -239,6 +239,6 @@ def _join_quantized(store: WeightStore, count: int, gate_up: Any, down: Any) -> 
         for expert, one in enumerate(zip(*parts, strict=True)):
             store._lent += woq.lend(one, packed[expert], gated)
     modes = {module.modes[0] for module in (*gate_up, *down)}
-    # Their products with int8 activations have no grouped form: those of the rows' own dtype are more exact.
+    # Their products with int8 activations have no grouped form: products in the rows' own dtype are more exact.
     lowp = modes.pop() if len(modes) == 1 else "none"
     return Experts(made[0], made[1], *biases, "none" if lowp == "int8" else lowp)

@@ -143,7 +143,7 @@ class _State:
     @property
     def lowp(self) -> str:
         name = self.qconfig.lowp_mode.name.lower()
-        # Products with int8 activations have no grouped form: those of the rows' own dtype are more exact.
+        # Products with int8 activations have no grouped form: products in the rows' own dtype are more exact.
         return "none" if name == "int8" else name
 
 

@@ -72,7 +72,7 @@ def choose(model: nn.Module, plan: DecoderPlan | None, config: Any) -> Choice:
         "be for weights only; quantize activations before, with ipex.quantization.prepare and convert",
         type(given).__name__,
     )
-    first = woq_qconfigs("optimize", config)[0]
+    first = woq_qconfigs("optimize", config, "quantization_config")[0]
     config = first if config is None else config
     paths = {id(module): name for name, module in model.named_modules()}
     found, notes = _mixtures(model, plan)

@@ -322,7 +322,7 @@ def _scale(name: str, parameter: torch.Tensor, embeddings: set[int]) -> float:
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     """Give a model weights that make all of its parts matter, and return it in eval mode.
 
-    Biases are not zero and norms not one, unlike those of a freshly made model.
+    Biases are not zero and norms not one, unlike in a new model.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops ``ipex_quant::int8_conv`` and ``int8_conv_sum_``: a convolution on codes, run by oneDNN.
 
-The second one may overwrite the codes that it adds, where nobody reads them any more: one copy less.
+The second one may overwrite the codes that it adds, where they are not read any more: one copy less.
 
 oneDNN wants the weight in a layout of its own, which cannot be saved, copied or compiled. So the op takes the plain
 weight and keeps what it made of it as long as the weight lives.

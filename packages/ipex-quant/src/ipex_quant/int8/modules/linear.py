@@ -336,7 +336,7 @@ class Int8Conv(_Int8Layer):
         weight: The float weight ``[out_channels, in_channels / groups, ...]``; a state dict has the int8 one.
         weight_scale: float32 ``[out_channels]``.
         bias: float32 ``[out_channels]``, or None.
-        residual_free: Whether nobody reads the residual after this layer, so that it may be overwritten.
+        residual_free: Whether the residual is not read after this layer, so that it may be overwritten.
     """
 
     residual_free: bool = False

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of attention.sycl.cpp, for torch's op and for those of ipex.
+// The kernel of attention.sycl.cpp, for torch's op and for ops of ipex.
 #pragma once
 
 #include <ATen/core/TensorBody.h>

@@ -70,7 +70,7 @@ std::string name_for(const char* kernel, const Tensor& x) {
 // Groups of so few channels are not for products of matrices.
 constexpr std::int64_t kFewChannels = 4;
 
-// Strides of a batch of images, those of missing dimensions of space being 0: n, c, z, y, x.
+// Strides of a batch of images, 0 for missing dimensions of space: n, c, z, y, x.
 std::array<std::int64_t, 5> strides_of(const Tensor& x) {
   std::array<std::int64_t, 5> result{x.stride(0), x.stride(1), 0, 0, 0};
   for (std::int64_t d = 2; d < x.dim(); ++d)

@@ -186,7 +186,7 @@ bool bitwise_or_out(const Tensor& a, const Tensor& b, Tensor& out) {
 bool bitwise_xor_out(const Tensor& a, const Tensor& b, Tensor& out) {
   return bits("bitwise_xor", a, b, out);
 }
-// Of truth values the logical ops are those of bits.
+// For bool the logical ops equal the bitwise ops.
 template <bool (*function)(const Tensor&, const Tensor&, Tensor&)>
 bool logical(const Tensor& a, const Tensor& b, Tensor& out) {
   return out.scalar_type() == at::kBool && function(a, b, out);

@@ -34,7 +34,7 @@ constexpr KernelSpeed kSpeed = KernelSpeed::Slower;
 constexpr std::int64_t kFewestProducts = std::int64_t{1} << 23;
 constexpr std::int64_t kMostProducts = std::int64_t{1} << 26;
 
-// A batch of matrices: a dimension of size 1 in front where there is none.
+// A batch of matrices: a matrix gets a leading dimension of size 1.
 Tensor batched(const Tensor& x) { return x.dim() == 2 ? x.unsqueeze(0) : x; }
 
 // `out` as torch would make it, and memory of its own.

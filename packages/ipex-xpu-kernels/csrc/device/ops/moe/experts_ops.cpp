@@ -81,7 +81,7 @@ optional<Weights> weights_of(const Tensor& bytes, std::int64_t n, std::int64_t k
 // Products
 // -----------------------------------------------------------------------------------------------
 
-// Rows for kernels: the places of expert 0, then those of expert 1 and so on.
+// Rows for kernels: the places of expert 0, then of expert 1 and so on.
 class Places {
  public:
   explicit Places(const std::vector<std::int64_t>& counts) {
@@ -195,7 +195,7 @@ optional<Tensor> grouped_linear(const Tensor& x, const Tensor& offsets, const Te
 // Mixture of experts
 // -----------------------------------------------------------------------------------------------
 
-// Which tokens go where. Nothing if an id is none.
+// Which tokens go where. Nothing if an id is invalid.
 struct Routes {
   std::vector<std::int64_t> counts;  // of each expert
   std::vector<int> tokens;           // of each place

@@ -34,7 +34,7 @@ using at::Generator;
 using at::Tensor;
 using std::optional;
 
-// Calls f with a dense tensor of this dtype, whose elements then become those of `self`.
+// Calls f with a dense tensor of this dtype, whose elements are then copied to `self`.
 template <typename F>
 void in_order(const Tensor& self, at::ScalarType dtype, F f) {
   const bool itself = self.is_contiguous() && self.scalar_type() == dtype;

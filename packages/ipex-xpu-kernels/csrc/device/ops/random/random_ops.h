@@ -11,7 +11,7 @@ struct Philox {
   unsigned long seed;
   unsigned long offset;
 };
-// The next numbers of a generator, by default that of the tensor's device; raises for one of
+// The next numbers of a generator, by default of the tensor's device; raises for one of
 // another kind of device.
 Philox draw_from(const at::Tensor& like, const std::optional<at::Generator>& generator);
 

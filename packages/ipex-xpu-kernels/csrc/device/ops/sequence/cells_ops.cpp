@@ -20,7 +20,7 @@ using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 
 bool given(const optional<Tensor>& tensor) { return tensor && tensor->defined(); }
 
-// A contiguous operand, kept alive for the call; null where there is none.
+// A contiguous operand, kept alive for the call; null if it was not given.
 class Operands {
  public:
   const void* add(const optional<Tensor>& tensor) {

@@ -28,7 +28,7 @@ optional<Tensor> to_host(const optional<Tensor>& tensor) {
 
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 
-// Gradients, of which those that nobody asked for are undefined.
+// Gradients; gradients that were not requested are undefined.
 ThreeTensors to_device(const ThreeTensors& host, DeviceIndex device) {
   const auto back = [&](const Tensor& tensor) {
     return tensor.defined() ? xpu::to_device(tensor, device) : tensor;

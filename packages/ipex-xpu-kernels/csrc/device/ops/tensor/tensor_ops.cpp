@@ -58,7 +58,7 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarTy
   return result;
 }
 
-// Zeros without memory, of which gradients consist that nobody looks at.
+// Zeros without memory, for gradients that are not read.
 Tensor efficient_zero_tensor(IntArrayRef size, optional<at::ScalarType> dtype,
                              optional<at::Layout> layout, optional<at::Device> device,
                              optional<bool>) {

@@ -36,7 +36,7 @@ def _prepare_4d_causal_attention_mask(
         )
     past, dtype = int(past_kv_len), inputs_embeds.dtype
     length = past + positions
-    # Absolute positions of the queries, against those of the keys.
+    # Absolute positions of the queries, against positions of the keys.
     queries = torch.arange(past, length, device=inputs_embeds.device).unsqueeze(1)
     keys = torch.arange(length, device=inputs_embeds.device)
     seen = (keys <= queries) & (keys >= queries - sliding_window)
@@ -86,7 +86,7 @@ def _rotary_position_embedding(
     offset: int,
     rotary_ndims: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Rotate heads ``[batch, positions, N, H]``, or those of a fused projection ``[batch, positions, features]``.
+    """Rotate heads ``[batch, positions, N, H]``, or heads of a fused projection ``[batch, positions, features]``.
 
     Key and value are None where ``t_in`` has only ``N`` heads. ``t_emb_pos`` is ``[rows, rotary_ndims]``: sines, then
     cosines. One number in ``t_pos`` is the position of the first token.

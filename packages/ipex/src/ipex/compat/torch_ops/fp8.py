@@ -76,7 +76,7 @@ def _fp8_linear(
     bias: Tensor,
     output: Tensor,
 ) -> Tensor:
-    """Write the product of 8-bit operands to ``output``; an empty bias is none. The result is a copy of it."""
+    """Write the product of 8-bit operands to ``output``; an empty bias means no bias. The result is a copy of it."""
     rows = _floats(input, _dtype("fp8_linear", "input_type", input_type))
     columns = _floats(weight, _dtype("fp8_linear", "weight_type", weight_type))
     y = torch.nn.functional.linear(

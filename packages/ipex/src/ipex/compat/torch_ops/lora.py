@@ -10,7 +10,7 @@ from ipex.compat.torch_ops._alias_op import alias_op
 Tensor = torch.Tensor
 
 _ROWS = "Tensor(a!) out, Tensor input, Tensor weights, Tensor indicies"
-#: Name -> further arguments; those of ``sgmv_*`` start with the lengths of the sequences.
+#: Name -> further arguments; for ``sgmv_*`` they start with the lengths of the sequences.
 _FURTHER = {
     "shrink": "float scale",
     "expand": "bool add_inputs",

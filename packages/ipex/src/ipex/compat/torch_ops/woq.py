@@ -67,12 +67,12 @@ def lowp_name(op: str, lowp_mode: int) -> str:
 
 
 def _columns(values: Tensor) -> Tensor:
-    """Return ``[N, G]`` scales or zero points; ``[N]`` are those of one group."""
+    """Return ``[N, G]`` scales or zero points; ``[N]`` means one group."""
     return values.unsqueeze(1) if values.dim() == 1 else values
 
 
 def _zeros(zeros: Tensor | None) -> Tensor | None:
-    """Return zero points in a dtype that `pack_woq_weight` takes; those of `quantize_per_block` are int32."""
+    """Return zero points in a dtype that `pack_woq_weight` takes; zero points of `quantize_per_block` are int32."""
     if zeros is None or zeros.dtype in (torch.int8, torch.float32):
         return None if zeros is None else _columns(zeros)
     small = zeros.to(torch.int8)
@@ -212,7 +212,7 @@ def weight_only_qlinear_prepack(
 ) -> PackedLinear:
     """Pack a weight and keep it with its bias and modes.
 
-    Arguments are those of ``woq_linear_pack_weight``, the dtype a value of ``WoqWeightDtype``. ``batch_size`` and
+    Arguments are as for ``woq_linear_pack_weight``, the dtype a value of ``WoqWeightDtype``. ``batch_size`` and
     ``cache_weight_for_large_batch`` are not read: one form serves all sizes.
     """
     op = "weight_only_qlinear_prepack"
