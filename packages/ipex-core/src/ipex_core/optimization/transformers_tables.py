@@ -4,7 +4,7 @@
 A few modelling modules (Falcon, GPT-J, SAM ...) index a dictionary such as `FALCON_ATTENTION_CLASSES` by the name of
 the attention and know only the names in it: transformers accepts a registered name, and making the model fails with a
 `KeyError`. Such a table gets one entry more, which makes the class of ``"sdpa"``, or else of ``"eager"``, and tells
-whoever offered it. transformers has no registry for these tables. They are found by what is in a module, not by a list
+its caller. transformers has no registry for these tables. They are found by what is in a module, not by a list
 of models: in modules that are imported already at once, in others when they are imported. No entry is replaced.
 """
 

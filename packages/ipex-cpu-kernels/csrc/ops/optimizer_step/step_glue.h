@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the glue of all optimizer steps shares: checks, layouts, threads. The texts are those of
+// What the glue of all optimizer steps shares: checks, layouts, threads. The texts are as in
 // ipex_core.ops.optim._common.
 #pragma once
 
