@@ -3,7 +3,7 @@
 //
 // Both belong to a thread. The affinity of another thread could be set from outside, its memory
 // policy cannot: the code has to run in each thread of the team, which is why this is not Python.
-// The team is that of the OpenMP runtime in the process, found by name when it is needed.
+// The team belongs to the OpenMP runtime in the process, found by name when it is needed.
 
 #include <dlfcn.h>
 #include <errno.h>

@@ -200,7 +200,7 @@ _lock = threading.Lock()
 def shared_group(group: dist.ProcessGroup | None = None) -> SharedGroup | None:
     """Return the shared memory of a group, or None if it has none.
 
-    There is none if the ranks run on several hosts or ``IPEX_SHARED_MEMORY=0`` is set on one of them. The first call
+    It has none if the ranks run on several hosts or ``IPEX_SHARED_MEMORY=0`` is set on one of them. The first call
     for a group is collective: all its ranks must make it.
 
     Args:

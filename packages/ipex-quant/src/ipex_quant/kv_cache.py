@@ -179,7 +179,7 @@ def read_kv_cache_scales(
 
     Args:
         state_dict: Tensors of the checkpoint.
-        quant_config: Its configuration; ``kv_cache_scheme`` says whether scales are those of 8-bit integers or
+        quant_config: Its configuration; ``kv_cache_scheme`` says whether scales belong to 8-bit integers or
             (without it too) of float8_e4m3fn numbers.
 
     Returns:

@@ -173,8 +173,9 @@ class MultiStreamModule(_Streams):
         cpu_pool: The cores; default: all that this process may use.
         concat_output: Join the results; otherwise the call returns a list with the result of each stream.
         input_split_hint: What is split, and where; default: all tensors in the arguments, also nested, whose first
-            dimension is that of the first one. Arguments without a hint go whole to each stream. The first streams get
-            a row more if the batch does not come out even; a batch smaller than the number of streams uses fewer.
+            dimension is as long as in the first tensor. Arguments without a hint go whole to each stream. The first
+            streams get a row more if the batch does not come out even; a batch smaller than the number of streams
+            uses fewer.
         output_concat_hint: Where results are joined; default: all tensors along dimension 0. What is no tensor is
             taken from the first stream.
 

@@ -100,8 +100,8 @@ std::vector<unsigned char> OpenClProgram::binary() const {
   std::vector<std::size_t> sizes(devices_bytes / sizeof(std::size_t));
   check(api().info(program_, CL_PROGRAM_BINARY_SIZES, devices_bytes, sizes.data(), nullptr),
         "no binary");
-  // A context of several devices has one slot for each, of which only that of the built device is
-  // filled.
+  // A context of several devices has one slot for each, of which only the slot of the built device
+  // is filled.
   std::vector<std::vector<unsigned char>> binaries;
   std::vector<unsigned char*> pointers;
   for (const std::size_t size : sizes) binaries.emplace_back(size);

@@ -34,7 +34,7 @@ class SourceProgram {
 
   // Types of a kernel's parameters as C++ has them, such as "float const*".
   const std::vector<std::string>& parameters(const std::string& kernel) const;
-  // Starts a kernel in a queue. Throws std::invalid_argument where the arguments are not those of
+  // Starts a kernel in a queue. Throws std::invalid_argument where the arguments do not match
   // the kernel.
   void launch(const std::string& kernel, sycl::queue& queue, const WorkSize& size,
               const std::vector<KernelArgument>& arguments);

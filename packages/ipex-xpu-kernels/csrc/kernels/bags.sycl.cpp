@@ -5,7 +5,7 @@
 
 using Index = unsigned long;
 
-// Raises the flag where an index is none of a row, and where offsets do not begin with 0, decrease
+// Raises the flag where an index names no row, and where offsets do not begin with 0, decrease
 // or pass the last index.
 template <typename I>
 IPEX_KERNEL(2)

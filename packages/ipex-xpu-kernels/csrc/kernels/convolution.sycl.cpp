@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What turns convolutions into products of matrices: inputs spread to columns, and columns summed
 // back to inputs. Both have three dimensions of space, of which the first ones may be 1. An item
-// writes one number; those of a row of the range share all but the last two dimensions of space, so
+// writes one number; items of a row of the range share all but the last two dimensions of space, so
 // that most divisions are made once for all of them.
 #include "names.h"
 

@@ -21,7 +21,7 @@ constexpr Index kSteps = 16;  // steps of the sums in a block of a panel, the la
 constexpr Index kSmallRows = 8;  // rows of the result that an item makes of small operands
 inline Index smaller(Index a, Index b) { return a < b ? a : b; }
 
-// A block of a panel of kWidth rows, of those of x[batch, row, step], whose strides are x_batch,
+// A block of a panel of kWidth rows of x[batch, row, step], whose strides are x_batch,
 // `along` and `by`.
 template <typename T, Index kWidth>
 struct Block {

@@ -125,7 +125,7 @@ void draw(T* y, unsigned long n, unsigned long quarter, float a, float b, float 
   }
 }
 
-// Each element with a probability of its own; the flag becomes the bits of one that is none.
+// Each element with a probability of its own; the flag becomes the bits of an invalid one.
 template <typename T>
 IPEX_KERNEL(1)
 void bernoulli_each(T* y, const float* p, unsigned long n, unsigned long quarter,

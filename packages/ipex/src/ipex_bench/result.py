@@ -252,7 +252,7 @@ class Run:
         """Read a file that was written from `to_json`.
 
         Raises:
-            ValueError: It is none.
+            ValueError: It is another file.
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))

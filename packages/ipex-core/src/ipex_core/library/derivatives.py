@@ -57,7 +57,7 @@ def _not_differentiable(op: str) -> RuntimeError:
 def flattened(args: Sequence[Any]) -> tuple[list[Any], list[int]]:
     """Return the arguments with the elements of lists of tensors, which autograd would not find, one by one.
 
-    The numbers are those of the elements for such a list, -1 for any other argument.
+    The numbers are the lengths of such lists, -1 for any other argument.
     """
     flat: list[Any] = []
     counts = []

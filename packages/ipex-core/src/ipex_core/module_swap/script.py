@@ -90,7 +90,7 @@ class MethodOfClass:
 
     @property
     def __class__(self) -> Any:
-        """Its class; to the function of the compiler that looks for a stub, that of stubs."""
+        """Its class; for the function of the compiler that looks for a stub, the class of stubs."""
         compiler = torch.jit._recursive
         if sys._getframe(1).f_code is compiler.make_stub_from_method.__code__:
             return compiler.ScriptMethodStub

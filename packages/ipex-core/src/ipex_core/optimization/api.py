@@ -85,8 +85,8 @@ def optimize(
         model: Module in inference mode (``model.eval()``). With ``optimizer``, module in training mode. A
             ``torch.jit.ScriptModule`` is returned untouched.
         dtype: ``torch.bfloat16`` or ``torch.float16`` to cast the parameters, ``torch.float32`` or None to leave them.
-            In training those of linear layers, convolutions and embeddings. A layer whose weight a module around it
-            holds as a parameter of its own stays float32.
+            In training only linear layers, convolutions and embeddings are cast. A layer whose weight a module around
+            it holds as a parameter of its own stays float32.
         optimizer: Optimizer of a model in training mode. States and state dicts stay float32.
         level: ``"O1"`` turns on what is marked below, ``"O0"`` nothing. Knobs that are not None win over the level.
         inplace: Change ``model`` itself. Otherwise a deep copy is changed and ``model`` stays as it is.

@@ -123,8 +123,8 @@ def hollow(
 ) -> Any:
     """Make a tensor of a subclass that computes its values itself: all elements share the memory of one NaN.
 
-    Without any memory ``torch.jit.save`` would crash: it writes the parameters of a trace from where they should lie
-    and asks nobody. A program that was saved so has NaN in the place of a weight that it does not use.
+    Without any memory ``torch.jit.save`` would crash: it writes the parameters of a trace from where they should lie,
+    unchecked. A program that was saved so has NaN in the place of a weight that it does not use.
     """
     with _disable_current_modes():
         nothing = torch.full((), torch.nan, dtype=dtype, device="cpu").expand(shape)

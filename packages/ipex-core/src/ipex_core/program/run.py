@@ -24,7 +24,7 @@ __all__ = ["Instruction", "Program", "Register", "without_owner"]
 
 # The three ops are defined here and not by an `OpSpec`. What a spec demands of an op makes no sense for them: they have
 # no samples, as a handle means nothing in another process; no reference, as `Program.run_reference` is that; no fake
-# kernel, as the shapes of the outputs are those of any ops; no derivative. A kernel package registers them or does not.
+# kernel, as the outputs may come from any ops; no derivative. A kernel package registers them or does not.
 define("program_create(Tensor code, Tensor text, Tensor[] constants) -> int")
 define("program_run(int handle, Tensor[] tensors, int[] integers) -> Tensor[]")
 define("program_free(int handle) -> ()")

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of the arguments that all ops on embedding bags share; the texts are those of the Python
+// Checks of the arguments that all ops on embedding bags share; the texts equal the Python
 // checks. For glue.
 #pragma once
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks and descriptions of arguments that the rotary ops share; the texts are those of
+// Checks and descriptions of arguments that the rotary ops share; the texts are as in
 // ipex_core.ops.rotary._common.
 #pragma once
 

@@ -25,7 +25,7 @@ struct WoqInt8Args {
   Epilogue epilogue;
 
   int64_t chunk, chunks;  // elements of K in a chunk; their number
-  bool stored_sums;       // the sums of v in the packed tensor are those of the chunks
+  bool stored_sums;       // the packed tensor has the sums of v for each chunk
   bool symmetric;
   bool by_chunk;      // each chunk of activations has its own scale
   const float* ends;  // range that all rows share, [chunks or 1][2]; null: each row has its own

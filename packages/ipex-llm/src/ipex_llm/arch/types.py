@@ -40,7 +40,7 @@ Activation = str
 class NormPlan:
     """RMS or layer norm over the last dimension; ``y = norm(x) * (weight + offset) + bias``.
 
-    Weight and bias are ``[width]``; those of a norm of queries or keys may be ``[heads, head_dim]``, one for each.
+    Weight and bias are ``[width]``; in a norm of queries or keys they may be ``[heads, head_dim]``, one for each head.
     """
 
     kind: Literal["rms", "layer"]
@@ -113,7 +113,7 @@ class LatentPlan:
 
     `AttentionPlan.qkv` gives the queries, or what they are made of; then the latent ``[rank]``; then the part of the
     keys that is rotated and the same for all heads, ``[rope.dim]``. The head of a query is ``[head_dim - rope.dim |
-    rope.dim]``, and so is that of a key: what `up` makes of the latent, and the rotated part.
+    rope.dim]``, and so is the head of a key: what `up` makes of the latent, and the rotated part.
     """
 
     up: nn.Module  # rows: of each head the key's without rotation, then the value's
@@ -205,7 +205,7 @@ class LayerPlan:
 
     A decoder whose layers end in a norm of the sum (OPT 350m) is the same chain cut elsewhere, and is given so: with
     `residual_after_norm`, no `input_norm` in the first layer, the last norm of each layer as the next one's
-    `input_norm`, and that of the last layer as the decoder's `final_norm`.
+    `input_norm`, and the last norm of the last layer as the decoder's `final_norm`.
     """
 
     module: nn.Module
@@ -233,9 +233,7 @@ class DecoderPlan:
     hidden_size: int
     vocab_size: int
     max_positions: int
-    attention_chunk: int = (
-        0  # places; tokens of later chunks do not see those of the ones before in some layers
-    )
+    attention_chunk: int = 0  # places; in some layers, tokens do not see earlier chunks
     embedding_scale: float = 1.0
     embedding_norm: NormPlan | None = None
     embedding_projection: LinearPlan | None = None  # OPT's project_in

@@ -61,7 +61,7 @@ class SamplingParams:
         stop_token_ids: Tokens that end the output, besides the end tokens of the engine.
         ignore_eos: End tokens of the engine do not end the output.
         logprobs: How many alternatives to report with their log probabilities at each place, None for no report.
-            They are those of the model, before temperature and limits.
+            They are computed before temperature and limits are applied.
 
     Raises:
         ValueError: A value is not as described.

@@ -122,7 +122,7 @@ def cache_dtype(value: Any, own: torch.dtype) -> torch.dtype:
     """Return the dtype of a cache for rows of dtype ``own``.
 
     Raises:
-        ValueError: It is none of the model's own, int8, float8_e5m2 and float8_e4m3fn.
+        ValueError: It is not the model's own, int8, float8_e5m2 or float8_e4m3fn.
     """
     if isinstance(value, str) and value in CACHE_DTYPES:
         value = CACHE_DTYPES[value]

@@ -328,7 +328,7 @@ class DecoderMixin(nn.Module):
                 raise Reason(f"position_ids of shape {list(given.shape)}")
             # One comparison of a prompt; steps of one token need none.
             if count > 1 and mask is None and not bool((given.diff(dim=1) == 1).all()):
-                raise Reason("position_ids begin anew within a row, as those of packed texts")
+                raise Reason("position_ids start again within a row, as in packed texts")
             return given.to(torch.int64)
         past = state.length
         if (

@@ -249,7 +249,7 @@ def _check_prompt(runner: Any, input_ids: torch.Tensor, mask: torch.Tensor | Non
     if input_ids.dim() != 2 or input_ids.shape[1] == 0 or input_ids.dtype != torch.int64:
         raise Reason("the prompt is empty")
     if mask is not None and mask.shape != input_ids.shape:
-        raise Reason("the attention mask is not that of the prompt")
+        raise Reason("the attention mask has another shape than the prompt")
     if mask is not None and not bool(mask.any(1).all()):
         raise Reason("a prompt has no token")
     if mask is not None:

@@ -2,7 +2,7 @@
 """Decoder layers that run as one program each, in a model whose stack as a whole is not understood.
 
 The model keeps its own forward, loop and cache. A layer's program writes keys and values to memory with room for more,
-and shows the model's cache views of the part that is filled; whoever exchanges those (beams, another layer's own
+and shows the model's cache views of the part that is filled; code that replaces those (beams, another layer's own
 forward) is noticed, and the views are copied once.
 """
 

@@ -6,8 +6,8 @@ each block of it, as floats, or as indices of ``weight.nested_quant_map`` in blo
 are the 16 values, and ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``) is JSON in bytes. 8 bits: int8 ``weight``
 and ``SCB``, the largest magnitude of each row.
 
-The values of bitsandbytes' FP4 are 1 / 12 of 0, 1 / 16, 8, 12, 4, 6, 2, 3 and their negatives. One of them is none of
-e2m1's, so such a weight becomes fp8_e4m3, which has them all.
+The values of bitsandbytes' FP4 are 1 / 12 of 0, 1 / 16, 8, 12, 4, 6, 2, 3 and their negatives. e2m1 lacks one of
+them, so such a weight becomes fp8_e4m3, which has them all.
 """
 
 from __future__ import annotations

@@ -413,7 +413,7 @@ def files_of(op: str, path: str | os.PathLike[str]) -> list[GgufFile]:
     """Return a GGUF file, or all parts of one that was split, from any of its parts or the only one of a folder.
 
     Raises:
-        OpArgumentError: There is none, there are several, a part is missing, or one is damaged.
+        OpArgumentError: There is no file, there are several, a part is missing, or one is damaged.
     """
     place = Path(path)
     if place.is_dir():

@@ -300,7 +300,7 @@ _GEOMETRY = (
 
 
 class Start(nn.Identity):
-    """Stands where a layer was whose place is now that of the sum it computes too: passes its input on.
+    """Replaces a layer that moved to the place of the sum that it computes too: passes its input on.
 
     Args:
         layer: Path of this module: the path of the layer.

@@ -183,7 +183,7 @@ def compare(
         named = [(float(row[1]), row[0]) for row in rows[1 : len(rows) - len(before.model)]]
         hint = f"; the layer with the most noise is {min(named)[1]}" if named else ""
         warnings.warn(
-            f"convert: the outputs of the INT8 model have a cosine of {worst:.4f} to those of the float"
+            f"convert: the outputs of the INT8 model have a cosine of {worst:.4f} to the float"
             f" model, below {min_cosine}{hint}",
             stacklevel=3,
         )

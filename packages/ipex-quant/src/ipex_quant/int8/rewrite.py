@@ -36,7 +36,7 @@ class RewrittenForward(InstanceForward):
     """Runs other code in place of a module's forward; installed as ``module.__dict__["forward"]``.
 
     Unlike the forwards that ``optimize`` installs it stays for good: the modules that it calls compute other things
-    than those of the original.
+    than the modules of the original.
 
     Args:
         module: The module; it has the children that the code calls.

@@ -7,7 +7,7 @@
         "modules": {path: {"kind": name of the class, its scales and numbers}},
         "identity": [paths of modules that do nothing],
         "fused": {path: [its own path, path of the layer that computes it too]},
-        "start": {path: [that of a layer, those of modules up to the sum in whose place it computes]},
+        "start": {path: [path of a layer, paths of modules up to the sum in whose place it computes]},
         "rewritten": {path: [one line for each node of the graph that its forward became]}
     }
 

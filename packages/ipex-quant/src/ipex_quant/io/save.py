@@ -4,8 +4,8 @@
 ===================================  =================================================================================
 file                                 content
 ===================================  =================================================================================
-``model.safetensors``, or shards     all tensors by the names of ``model.state_dict()``; those of a quantized layer are
-with ``model.safetensors.index...``  its codes, scales and zero points, and not the packed form
+``model.safetensors``, or shards     all tensors by the names of ``model.state_dict()``; a quantized layer has
+with ``model.safetensors.index...``  codes, scales and zero points, and not the packed form
 ``config.json``                      the model's configuration, if it has one; ``quantization_config`` says how each
                                      quantized layer computes, what shares its weight, and what else of the model
                                      static quantization changed

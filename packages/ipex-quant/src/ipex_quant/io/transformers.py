@@ -110,7 +110,7 @@ class _Place(nn.Module):
         super().__init__()
         self.in_features = getattr(layer, "in_features", None)
         self.out_features = getattr(layer, "out_features", None)
-        # Blocks that initialize the layers inside them look for these; a tensor that is no parameter is none to load.
+        # Blocks that initialize the layers inside them look for these; only parameters are loaded, not other tensors.
         for name in ("weight", "bias"):
             value = getattr(layer, name, None)
             if value is not None:

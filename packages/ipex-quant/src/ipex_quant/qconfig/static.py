@@ -77,10 +77,11 @@ class AutoAlpha(NamedTuple):
 class QConfigSmoothQuant(NamedTuple):
     """Configuration of SmoothQuant, as `get_smooth_quant_qconfig_mapping` makes it.
 
-    ``activation`` makes the observer of the smoothed activation (None: its exact range) and ``weight`` that of the
-    smoothed weight, ``act_ic_observer`` and ``wei_ic_observer`` those of their input channels. ``alpha`` says how much
-    of the difficulty moves to the weights: 0 to 1, ``"auto"``, or a mapping from patterns of names to these. With
-    ``share_weight_observers`` linear layers that read one activation use one scale for each input channel.
+    ``activation`` makes the observer of the smoothed activation (None: its exact range), ``weight`` the observer of
+    the smoothed weight. ``act_ic_observer`` and ``wei_ic_observer`` make the observers of their input channels.
+    ``alpha`` says how much of the difficulty moves to the weights: 0 to 1, ``"auto"``, or a mapping from patterns of
+    names to these. With ``share_weight_observers`` linear layers that read one activation use one scale for each
+    input channel.
     """
 
     activation: Observers | None

@@ -67,7 +67,7 @@ def autotune(
             of one of these and a label. It is gone through more than once.
         calib_func: Calibrates a prepared model instead of the loader, whose first batch is an example then.
         eval_func: Takes a model and returns its accuracy, a number, the more the better. None: the mean cosine of the
-            outputs to those of the float model on the loader.
+            outputs to the float model on the loader.
         op_type_dict: Choices by type of layer, in the form of neural-compressor: ``{"linear": {"weight": {"dtype":
             ["fp32"]}}}`` leaves linear layers float; ``algo``, ``scheme`` and ``granularity`` choose observers.
         smoothquant_args: ``{"alpha": ...}`` with a number, a list of numbers or ``"auto"``, and ``auto_alpha_args`` as

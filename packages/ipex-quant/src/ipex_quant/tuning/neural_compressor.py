@@ -102,6 +102,6 @@ def _config_class(base: Any) -> Any:
 
         @classmethod
         def get_config_set_for_tuning(cls) -> None:
-            """There is none."""
+            """Return None: there is no such set."""
 
     return Recipe

@@ -74,7 +74,7 @@ def replace_linears_from_checkpoint(
         state_dict: All tensors of the checkpoint. Names may have or lack the prefix of the base model.
         quant_config: The ``quantization_config`` of its ``config.json``; None for GPTQ with 4 bits.
         qconfig: A `QConfigWoq`, or a mapping with one as global, which says how to compute; its bit width, and its
-            group size if it has one, must be those of the checkpoint. None: in the dtype of the input. A dictionary
+            group size if it has one, must equal the checkpoint's. None: in the dtype of the input. A dictionary
             has one for each layer of the checkpoint, of which only the modes matter.
         take: Remove from ``state_dict`` what has been read, so that its memory is freed.
         parts: Accept layers with fewer features than the model's: the layers of one rank.

@@ -275,7 +275,7 @@ def parse_list(function: str, text: str) -> list[int]:
     """Return the numbers of a text such as ``"0,2-4"``, sorted, each once.
 
     Raises:
-        LaunchArgumentError: The text is none.
+        LaunchArgumentError: The text is no list of CPUs.
     """
     try:
         return parse_cpu_list(text)

@@ -213,7 +213,7 @@ class Launcher:
         """Return the numbers of ``"0,2-4"``, sorted, each once.
 
         Raises:
-            LaunchArgumentError: The text is none.
+            LaunchArgumentError: The text is no list of CPUs.
         """
         return _options.parse_list("ipexrun", txt)
 

@@ -37,8 +37,8 @@ def read(root: str | os.PathLike[str] = "/", affinity: Iterable[int] | None = No
 
     Args:
         root: Root of the procfs and sysfs trees; other than ``/`` for tests and for recorded machines.
-        affinity: The CPUs of the process; default those of the calling thread, or under another root those in
-            ``proc/self/status``.
+        affinity: The CPUs of the process; default the CPUs of the calling thread, or under another root the CPUs
+            in ``proc/self/status``.
 
     Returns:
         The topology. Where the system tells nothing (not Linux, a sandbox without sysfs) each CPU is a core of its own

@@ -19,8 +19,8 @@ namespace ipex::xpu {
 // ends take of any dtype.
 enum class Wire : std::uint8_t { Values, Bytes };
 
-// The tensors of one collective on the host. Kept alive until the collective has ended, whoever
-// drops its handle.
+// The tensors of one collective on the host. Kept alive until the collective has ended, also
+// if its handle is dropped.
 class Stage {
  public:
   // What the back end reads and, where `output`, writes; always contiguous. Tensors of the host

@@ -232,7 +232,7 @@ PYBIND11_MODULE(_C, m) {
     return result;
   });
   m.def("reset_fallback_stats", &reset_fallback_stats);
-  // Queues are those of torch's streams, by their addresses: of this package or of a torch with
+  // Queues belong to torch's streams, by their addresses: of this package or of a torch with
   // XPU.
   py::class_<SourceProgram>(m, "SourceProgram")
       .def(py::init([](std::string source, std::vector<std::string> kernels,

@@ -82,8 +82,8 @@ namespace {
 // Plans of so many shapes are kept; more are made again.
 constexpr std::size_t kMaxPlans = 4096;
 
-// Reference implementations are slower than our kernels; on a CPU so are those of bfloat16 and
-// float16 without instructions for them, which convert whole matrices.
+// Reference implementations are slower than our kernels; on a CPU so are implementations in
+// bfloat16 and float16 without instructions for them, which convert whole matrices.
 bool fast(const Library& library, const PrimitiveDesc* desc, bool cpu) {
   const char* name = nullptr;
   if (library.primitive_desc_query(desc, kImplementation, 0, &name) != 0 || name == nullptr)

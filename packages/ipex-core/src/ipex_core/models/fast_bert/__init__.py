@@ -29,8 +29,8 @@ def fast_bert(
     """Make a BERT model faster in training and inference.
 
     Embeddings, self-attention, dropout, residual additions, norms and GELU run in fused kernels with gradients of
-    their own. The model stays of its class with its modules and names; ``state_dict`` of model and optimizer is that of
-    the original, in float32. `ipex.explain` tells what was done and `ipex.restore` undoes it.
+    their own. The model keeps its class, modules and names. The ``state_dict`` of model and optimizer is as before, in
+    float32. `ipex.explain` tells what was done and `ipex.restore` undoes it.
 
     Call it after weights are loaded, instead of `ipex.optimize`, and before DistributedDataParallel.
 

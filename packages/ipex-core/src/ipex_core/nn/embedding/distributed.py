@@ -174,7 +174,7 @@ class _DistBags(torch.autograd.Function):
 class DistMergeEmbeddingBagWithAdaGrad(MergedEmbeddingBagWithAdaGrad):
     """`MergedEmbeddingBagWithAdaGrad` whose tables are spread over the ranks of a process group.
 
-    Row r of a table is on rank r % ranks. Every rank calls forward and backward with the same lookups, those of the
+    Row r of a table is on rank r % ranks. Every rank calls forward and backward with the lookups of the
     whole batch, and gets the bags of its own part of the batch: what other ranks have of them comes in one exchange,
     and the gradients go back in another. The group may have any backend that can exchange or gather tensors.
 

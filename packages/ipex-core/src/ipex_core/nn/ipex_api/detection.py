@@ -93,7 +93,7 @@ def batch_score_nms(
         max_output: Most boxes of an image.
 
     Returns:
-        For all images one after the other: boxes ``[K, 4]``, labels ``[K]`` int64 and scores ``[K]``, those of an
+        For all images one after the other: boxes ``[K, 4]``, labels ``[K]`` int64 and scores ``[K]``, each
         image in ascending order of the score; and the number of boxes of each image, int32 ``[B]``.
 
     Raises:

@@ -46,7 +46,7 @@ def indirect_access_kv_cache_attention(
         layer_past: What the previous call returned, or None. Only the shape of the length carrier
             ``[1, length, length, 1]`` counts. A key cache of dtype float8_e5m2 or float8_e4m3fn asks for caches of
             this type. Beam indices may be ``[positions, sequences]``, without the two rows about prompts: then the
-            history of a sequence is what they say at each position, those of the prompt included.
+            history of a sequence is what they say at each position, also in the prompt.
         head_mask: Must be None.
         attention_mask: 4-D, boolean or additive, broadcastable to ``[batch, heads, tokens, length]``; None: attention
             among the new tokens, not causal, without a cache.

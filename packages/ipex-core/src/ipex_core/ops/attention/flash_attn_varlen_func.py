@@ -67,8 +67,8 @@ def _flash_attn_varlen_func(
     """Write the attention of each sequence to its rows of a paged cache into ``out``.
 
     Sequence b owns the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of ``query`` and ``out``. Its keys are the
-    first ``cu_seqlens_kv[b + 1] - cu_seqlens_kv[b]`` rows of the blocks that ``block_table[b]`` names, those of its
-    queries included: the queries are the last positions, query i of n stands at the key ``p = keys - n + i``. So one
+    first ``cu_seqlens_kv[b + 1] - cu_seqlens_kv[b]`` rows of the blocks that ``block_table[b]`` names, with the keys
+    of its queries: the queries are the last positions, query i of n stands at the key ``p = keys - n + i``. So one
     batch may hold whole prompts, pieces of prompts and single new tokens. A query that sees no key gets zeros. Rows
     of ``out`` of no sequence stay as they are.
 

@@ -73,7 +73,7 @@ def _convolution(
     Args:
         x: ``[N, C, H, W]``, float32, bfloat16 or float16; copied unless it is channels-last.
         packed_weight: Result of `pack_linear_weight` for the weight ``[out_channels, KH * KW * C]`` in the dtype of
-            ``x``: that of a stock convolution with its channels behind the places of the window.
+            ``x``: the weight of a stock convolution, with channels as the last dimension.
         out_channels: The number of output channels.
         kernel_size: ``[KH, KW]``.
         stride: Steps of the window.

@@ -62,7 +62,7 @@ def _linear(
         out_features: The number of output features, N.
         weight_scale: float32, one element or one for each row of the weight.
         x_scale: float32. For codes one element, or one for each row of ``x``; for float ``x`` one element, or None to
-            take that of the range.
+            compute it from the range.
         x_zero: int32 with as many elements as ``x_scale``, in [0, 255] (int8 codes: [-128, 127]), or None for 0. With
             float ``x`` only if the codes are not symmetric.
         bias: float32 or in the dtype of the result, one for each row of the weight, or None.

@@ -102,7 +102,7 @@ def _fused_experts(
             ``"bf16"`` or ``"fp16"``; see `woq_linear`.
 
     The weights may be quantized, all of them in any formats of `pack_woq_weight` with order ``dot``: each expert's
-    rows, those of ``w13`` interleaved as `pack_moe_weight` says, packed alone and put together by `pack_moe_stack`;
+    rows (of ``w13`` interleaved as `pack_moe_weight` says) packed alone and put together by `pack_moe_stack`;
     `ipex_core.nn.moe.pack_woq_experts` does that.
 
     Returns:

@@ -114,8 +114,8 @@ def _backward(
 
     Returns:
         The gradients of ``residual`` and of ``x``, both contiguous and like ``grad``, and float32 ``[3, C]``: the
-        gradients of ``weight`` and ``bias`` and the sum over all rows of the gradient of ``x``, which is that of the
-        bias of a linear layer before.
+        gradients of ``weight`` and ``bias`` and the sum over all rows of the gradient of ``x``, which is the gradient
+        of the bias of a linear layer before.
     """
     g = acc(grad)
     y, factor = _standardize(acc(sum), eps)

@@ -30,7 +30,7 @@ class Finisher {
   // where the block's first element goes, `row` the row of y it belongs to.
   void rows(const float* c, int64_t ldc, int64_t rows, int64_t row, T* y, int64_t y_stride) const;
 
-  // That of the block's columns; zeros if there is none.
+  // Bias of the block's columns; zeros without a bias.
   const float* bias() const { return bias_; }
 
  private:

@@ -6,7 +6,7 @@
 // NaN for NaN and the limits for +-infinity. `fn<kFast>(x)` picks one of the two.
 //
 // Coefficients are minimax fits of our own (Lawson iteration in double precision); the error stated
-// next to each is that of the polynomial alone.
+// next to each is the error of the polynomial alone.
 #pragma once
 
 #include "ipex/kernel/vec.h"

@@ -78,14 +78,14 @@ def match_mlp(
     parts = list(linears(module, trace)) if parts is None else parts
     names = ", ".join(name for name, _ in parts) or "none"
     if not 2 <= len(parts) <= 3:
-        raise trace.error(module, f"has linear layers ({names}) that are not those of an mlp")
+        raise trace.error(module, f"has linear layers ({names}) that do not form an mlp")
     source = trace.inputs.get(module)
     if source is None or not any(same(trace.input(m), source) for _, m in parts):
         source = trace.input(parts[0][1])
     ups = [m for _, m in parts if same(trace.input(m), source)]
     downs = [m for _, m in parts if not same(trace.input(m), source)]
     if len(downs) != 1 or not ups:
-        raise trace.error(module, f"has linear layers ({names}) that are not those of an mlp")
+        raise trace.error(module, f"has linear layers ({names}) that do not form an mlp")
     down = downs[0]
     expected = trace.input(down)
     width = expected.shape[-1]

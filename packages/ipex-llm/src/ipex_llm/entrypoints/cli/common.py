@@ -115,7 +115,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a model folder; its code runs only if it is trusted.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no tokenizer.
     """
     from transformers import AutoTokenizer
 

@@ -154,7 +154,7 @@ def combine(
 def lend(
     modules: tuple[WoqLinearModule, ...], packed: Tensor, gated: bool
 ) -> list[tuple[WoqLinearModule, Tensor]]:
-    """Make a packed weight, gate and up or a single one, that of its modules; return what `taken` checks."""
+    """Make a packed weight, gate and up or a single one, the weight of its modules; return what `taken` checks."""
     for index, module in enumerate(modules):
         rows = module.out_features
         _lend(module, _Part(packed, index, 0, rows, rows if gated else 0, False, None))

@@ -213,7 +213,7 @@ def parse_objective(text: str, where: str) -> dict[str, Any]:
     """Return the objective of a text such as ``{'name': 'latency', 'higher_is_better': False, 'target_val': 0}``.
 
     Raises:
-        ConfigurationError: The text is none; ``where`` begins the message.
+        ConfigurationError: The text is no objective; ``where`` begins the message.
     """
     try:
         value = ast.literal_eval(text.strip())

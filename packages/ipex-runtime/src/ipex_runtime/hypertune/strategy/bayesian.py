@@ -41,7 +41,7 @@ class BayesianTuneStrategy(TuneStrategy):
             self._results.append(trial)
 
     def next_tune_cfg(self) -> Iterator[dict[str, Any]]:
-        """Yield them; until there is a result, those of the grid."""
+        """Yield configurations; until there is a result, of the grid."""
         tried: set[tuple[Any, ...]] = {tuple(t.configuration.values()) for t in self.record.trials}
         for cfg in self.space:
             if self._results:

@@ -60,8 +60,8 @@ class Bags {
     check.is_index = false;
     return in_bounds(first_, std::move(check));
   }
-  // The results of a table begin `table_step` elements after those of the one before, those of a
-  // bag likewise.
+  // The results of a table begin `table_step` elements after the results of the one before, a
+  // bag's likewise.
   void pool(const Tensor& out, void* to, std::int64_t table_step, std::int64_t bag_step,
             bool mean) const {
     launch_columns(out, kernel_name("pool_bags", *kernel_dtype(out.scalar_type()), index_dtype_),

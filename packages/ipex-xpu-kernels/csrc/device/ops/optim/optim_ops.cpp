@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of optimizers on the kernels of optim.sycl.cpp: those of torch.optim with fused=True, and
-// those of ipex for float32 parameters.
+// Steps of optimizers on the kernels of optim.sycl.cpp: torch.optim with fused=True, and
+// ipex steps for float32 parameters.
 #include <ATen/Functions.h>
 
 #include <cmath>

@@ -64,7 +64,7 @@ bool moves(const Tensor& a, const Tensor& b) {
 bool take(const char* op, const Tensor& out, const Tensor& x, Indexed part) {
   if (out.numel() == 0) return true;
   const Tensor& index = part.index;
-  // The offsets of an expanded index are those of its elements.
+  // An expanded index has the offsets of its elements.
   std::vector<std::int64_t> sizes, strides;
   for (std::int64_t d = 0; d < index.dim(); ++d)
     sizes.push_back(index.stride(d) == 0 ? 1 : index.size(d));
@@ -139,7 +139,7 @@ struct Advanced {
     }
     return x.as_strided(size, stride);
   }
-  // Offsets of the shape of the indices, in that of sizes().
+  // Offsets in the shape of the indices, expanded to sizes().
   Tensor spread(const Tensor& offsets) const {
     std::vector<std::int64_t> stride(static_cast<std::size_t>(before), 0);
     stride.insert(stride.end(), offsets.strides().begin(), offsets.strides().end());
