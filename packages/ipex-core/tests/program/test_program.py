@@ -144,7 +144,7 @@ def test_an_error_names_the_instruction():
             method(torch.ones(2, 3))
     b = ProgramBuilder()
     program = b.build([b.call("add", b.input("x"), b.input("y"))])
-    with pytest.raises(RuntimeError, match=r"program: instruction 0 \(add\): add: b must have a"):
+    with pytest.raises(RuntimeError, match=r"program: instruction 0 \(add\): add: b must broadcast"):
         program.run_reference(torch.ones(2), torch.ones(3))
 
 
@@ -183,7 +183,7 @@ def test_wrong_inputs(method, inputs, message):
         (lambda b, x, i: b.call("reshape", x, [-1, -1]), "negative but for one -1"),
         (lambda b, x, i: b.call("mul", x, i), "b must have the dtype of a = float32, got int64"),
         (lambda b, x, i: b.call("mul", i, 2), "mul: a must have dtype float32, .* got int64"),
-        (lambda b, x, i: b.call("add", x, b.constant(torch.ones(3))), "broadcasts with that of a"),
+        (lambda b, x, i: b.call("add", x, b.constant(torch.ones(3))), "b must broadcast with a"),
         (lambda b, x, i: b.call("copy_", x, b.constant(torch.ones(3))) or x, "shape of dst ="),
     ],
 )
