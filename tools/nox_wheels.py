@@ -36,6 +36,9 @@ CHECK_ISA = ROOT / "tools" / "check_isa.py"
 CCACHE = {
     "CMAKE_CXX_COMPILER_LAUNCHER": "ccache",
     "CCACHE_BASEDIR": tempfile.gettempdir(),
+    # Entries are found by the files themselves: to the preprocessed text a precompiled header with another comment is
+    # the same, and the compiler then takes its files for others and reads them twice.
+    "CCACHE_DEPEND": "true",
     "CCACHE_SLOPPINESS": "pch_defines,time_macros,include_file_mtime,include_file_ctime",
 }
 # Not the sources of a wheel, or products of a build.
