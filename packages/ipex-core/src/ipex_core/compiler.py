@@ -285,18 +285,18 @@ _CPU_ONLY = frozenset({"attention", "linear", "post_op"})
 def compile_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], asked: Options, report: GraphReport
 ) -> Callable[..., Any]:
-    """Return the graph as a sequence of ops, those of inference fused where our patterns find them.
+    """Return the graph as a sequence of ops; inference graphs are fused where our patterns match.
 
     Args:
         gm: The graph of Dynamo.
         example_inputs: One value for each input.
-        asked: Options of the user; those of Inductor have no meaning here.
+        asked: Options of the user; options of Inductor have no meaning here.
         report: Collects the decisions.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 
-    report.notes.append("xpu without Triton: our ops and those of torch, one by one")
+    report.notes.append("xpu without Triton: ops of ipex and torch, one by one")
 
     def inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from ipex_core.fusion.aten.passes import run_passes

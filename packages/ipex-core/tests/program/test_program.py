@@ -144,7 +144,9 @@ def test_an_error_names_the_instruction():
             method(torch.ones(2, 3))
     b = ProgramBuilder()
     program = b.build([b.call("add", b.input("x"), b.input("y"))])
-    with pytest.raises(RuntimeError, match=r"program: instruction 0 \(add\): add: b must broadcast"):
+    with pytest.raises(
+        RuntimeError, match=r"program: instruction 0 \(add\): add: b must broadcast"
+    ):
         program.run_reference(torch.ones(2), torch.ones(3))
 
 

@@ -88,7 +88,7 @@ class Cache {
     auto found = entries_.find(key);
     if (found == entries_.end()) {
       // The stable ABI cannot tell when a weight dies. Weights of models that are gone are let go
-      // here; those of a model that rests are packed once more.
+      // here; weights of an idle model are packed again.
       std::erase_if(entries_,
                     [&](const auto& item) { return now - item.second.used > kLongestRest; });
       const Tensor plain = weight.dim() == 3 ? torch::stable::unsqueeze(weight, 2) : weight;

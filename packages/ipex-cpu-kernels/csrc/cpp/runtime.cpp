@@ -68,7 +68,7 @@ void add_omp_places(Mask& mask) {
 std::mutex main_mutex;
 std::optional<Mask> main_before;
 
-// Asks the main thread: the calling one may be that of an executor.
+// Asks the main thread: the calling one may belong to an executor.
 Mask process_cpus() {
   const std::lock_guard lock(main_mutex);
   if (main_before) return *main_before;

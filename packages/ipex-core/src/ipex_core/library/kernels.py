@@ -54,7 +54,7 @@ def define(schema: str, library: Library = LIBRARY) -> bool:
 
     Args:
         schema: With the name, ``"rms_norm(Tensor x, Tensor? weight) -> Tensor"``.
-        library: Where to define it; its namespace is that of the op.
+        library: Where to define it; the op gets its namespace.
 
     Returns:
         Whether the op is new. An op of another namespace that is not new has a CPU kernel, too.

@@ -171,5 +171,5 @@ def check(condition: bool, op: str, argument: str, expected: str, got: object) -
 #: Op -> the same in ops that C++ has. Packages with such ops add theirs.
 PORTABLE: dict[Any, Callable[..., Any]] = {}
 
-#: Op that writes to an argument which nobody reads afterwards -> the same without that; applied before `PORTABLE`.
+#: Op that writes to an argument that is not read afterwards -> the same without that; applied before `PORTABLE`.
 FUNCTIONAL: dict[Any, Any] = {}

@@ -60,7 +60,7 @@ class FusableLinear(Protocol):
 
     @property
     def packed_weight(self) -> Tensor | None:
-        """The packed weight as its op (``linear``, ``woq_linear``) takes it; None while there is none."""
+        """The packed weight as its op (``linear``, ``woq_linear``) takes it; None while the weight is not packed."""
         ...
 
     def fused(

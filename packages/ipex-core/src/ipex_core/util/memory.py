@@ -14,7 +14,7 @@ __all__ = ["return_free_memory"]
 def return_free_memory() -> None:
     """Give freed memory back to the system, where the allocator (glibc's) would keep it.
 
-    Whoever replaces the weights of a model one by one frees blocks between blocks that live on; without this the
+    Code that replaces the weights of a model one by one frees blocks between blocks that live on; without this the
     process keeps both the old and the new ones until it ends.
     """
     trim = _trim()

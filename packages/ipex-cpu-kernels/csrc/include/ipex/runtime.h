@@ -82,7 +82,7 @@ class IPEX_CPP_API TaskExecutor {
 
 // Runs a callable on the thread of an executor.
 //
-// F is its type. Args, if given, are the types of the arguments, else those of each call count. The
+// F is its type. Args, if given, are the types of the arguments, else each call has its own. The
 // callable is copied, and the arguments of a call are. Where the headers of torch are found, calls
 // see the grad mode, the inference mode and the autocast of their callers.
 //

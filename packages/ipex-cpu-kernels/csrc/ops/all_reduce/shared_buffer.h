@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that the processes of one host share to exchange tensors. Layout and protocol are those of
+// Memory that the processes of one host share to exchange tensors. Layout and protocol are as in
 // ipex_core/ops/collective/exchange.py, so that ranks with and without native kernels understand
 // each other.
 #pragma once

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the glue of all optimizer steps shares: checks, layouts, threads. The texts are those of
-// ipex_core.ops.optim.common.
+// What the glue of all optimizer steps shares: checks, layouts, threads. The texts are the same as
+// in ipex_core.ops.optim.common.
 #pragma once
 
 #include <algorithm>

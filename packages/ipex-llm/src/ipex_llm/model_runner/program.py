@@ -13,7 +13,7 @@ the forms in which programs call them. `Writer` writes one program: inputs, norm
 In latent attention, what is cached is the latent, and the projections from it are absorbed. A score of a head is
 ``q . (U c) = (U^T q) . c`` with the latent ``c``, so queries are projected to the latent once and meet it as it is;
 values are projected from the weighted sum of latents. All heads share one row of the cache, ``[latent | rotated key]``,
-and attention is that of many queries to one key and value head.
+and attention has many query heads to one key and value head.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Emitter:
         Args:
             mode: See `ipex_llm.model_runner.program`.
             logits: Return logits of ``rows`` instead of all rows after the last norm.
-            cache_dtype: dtype of the cache if it is not that of the rows.
+            cache_dtype: dtype of the cache if it differs from the dtype of the rows.
             states: Return what each layer read as well (not with ``logits``).
             cache_scales: Scales of keys and values of each layer of a cache of 8-bit numbers. Without them an int8
                 cache has tensors with a scale for each row.

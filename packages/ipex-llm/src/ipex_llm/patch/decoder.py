@@ -51,7 +51,7 @@ class Patch:
     Attributes:
         top: The model that was optimized.
         rebuild: Function that packs the module again and returns its runner, or None if that is not possible.
-        kv: dtype of the cache, None for that of the model.
+        kv: dtype of the cache, None for the dtype of the model.
         kv_scales: Scales of an FP8 or INT8 cache.
         stock_calls: Kinds of calls that the stock forward answers.
         layer: Of a layer that runs alone, what its forward must know.
@@ -73,7 +73,7 @@ def patch_of(module: nn.Module) -> Patch | None:
 
 
 def kv_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype of the cache of a patched model, None for that of the model."""
+    """Return the dtype of the cache of a patched model, None for the dtype of the model."""
     patch = patch_of(module)
     return None if patch is None else patch.kv
 

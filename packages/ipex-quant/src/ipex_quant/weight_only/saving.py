@@ -188,7 +188,7 @@ class SaveQuantized:
         self.model = model
 
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save the model; arguments and result are those of transformers."""
+        """Save the model; arguments and result are as in transformers."""
         model: Any = self.model
         main = args[0] if args else kwargs.get("is_main_process", True)
         upload = getattr(model, _UPLOAD, None)
@@ -200,7 +200,7 @@ class SaveQuantized:
 
         if main and upload is not None:  # transformers uploads before it returns
             model.__dict__[_UPLOAD] = described
-        # By the names that tensors have in the model: those of older checkpoints have no place for codes.
+        # By the names that tensors have in the model: names of older checkpoints have no place for codes.
         if "save_original_format" in inspect.signature(type(model).save_pretrained).parameters:
             kwargs.setdefault("save_original_format", False)
         try:

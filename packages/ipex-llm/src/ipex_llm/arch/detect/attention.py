@@ -433,7 +433,7 @@ def _candidates(
     """Yield plans with each rotation and scale.
 
     Where pairs are rotated and come out as halves (``rope_interleave``), rows are put in the order of halves before:
-    cached keys are then those of the model's own forward.
+    cached keys are then equal to the keys of the model's own forward.
     """
     split = bool(config.get("rope_interleave", default=False))
     for rope in sorted(ropes, key=lambda one: one.half != split):

@@ -103,7 +103,7 @@ def _feed_forward(
 
 
 def _factor(total: Tensor, residual: Tensor, added: Tensor) -> float | None:
-    """Return s of ``total = residual + s * added``, or None if there is none."""
+    """Return s of ``total = residual + s * added``, or None if no s fits."""
     rest = (total.float() - residual.float()).double()
     part = added.double()
     scale = float((rest * part).sum() / part.square().sum().clamp_min(1e-30))
