@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 __all__ = ["Bar", "chart"]
 
-#: Units of the picture; a phone shows them at about two thirds of a pixel, and those of a narrow one at nine tenths.
+#: Units of the picture; a phone shows them at about two thirds of a pixel, and a narrow picture at nine tenths.
 WIDTH, LEFT, RIGHT, LINE = 480, 130, 56, 18
 NARROW = 360
 #: About as wide as a letter of a label is on average; the labels get at least LEFT, at most half of the picture.

@@ -162,7 +162,7 @@ def test_padding_without_position_ids() -> None:
 
 @pytest.mark.parametrize("name", ["falcon_gqa", "llama", "gpt2"])
 def test_the_models_own_forward_over_our_cache(name: str) -> None:
-    """Packed texts behind a prompt run it; that of Falcon repeats keys and values for each query head."""
+    """Packed texts behind a prompt run it; the forward of Falcon repeats keys and values for each query head."""
     model, ids = build(name), tokens(2, 14)
     places = torch.tensor([[*range(5), *range(4), *range(5)]])
 

@@ -450,6 +450,6 @@ def _expose(
 
 
 def _tensors(results: Any) -> list[torch.Tensor]:
-    from ipex_quant.int8.dataflow import _tensors as tensors
+    from ipex_quant.int8.dataflow import tensors_of
 
-    return [t.clone() for t in tensors(results)]
+    return [t.clone() for t in tensors_of(results)]

@@ -21,8 +21,7 @@ from ipex_core.optimization.passes.layout import auto_channels_last
 from ipex_core.optimization.records import QUANTIZATION, Quantization, quantization_of
 from ipex_core.util.quiet import quiet
 from ipex_quant.int8.boundary import Codes, Early, Fused, Scale, Start
-from ipex_quant.int8.dataflow import _tensors as tensors_of
-from ipex_quant.int8.dataflow import activation_of
+from ipex_quant.int8.dataflow import activation_of, tensors_of
 from ipex_quant.int8.modules.conv_transpose import Int8ConvTranspose, output_rows
 from ipex_quant.int8.modules.embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
 from ipex_quant.int8.modules.linear import DynamicInt8Linear, Int8Conv, Int8Linear, share_input

@@ -23,7 +23,7 @@ from ipex_quant.int8.boundary import FIELDS, MOVES, SIZES
 from ipex_quant.int8.modules.matmul import Interaction, MatMul
 from ipex_quant.int8.modules.pool import role_of_pool
 
-__all__ = ["Add", "Event", "Flow", "activation_of", "record", "role_of"]
+__all__ = ["Add", "Event", "Flow", "activation_of", "record", "role_of", "tensors_of"]
 
 
 class Add(nn.Module):
@@ -274,7 +274,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             handles.append(module.register_forward_hook(leave, with_kwargs=True))
         with torch.no_grad(), recorder:
             results = model(*args, **kwargs)
-        outputs = {recorder.value(t) for t in _tensors(results)}
+        outputs = {recorder.value(t) for t in tensors_of(results)}
         parameters = {
             recorder.numbers[id(t)]
             for t in recorder.alive
@@ -298,12 +298,12 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _tensors(results: Any) -> Iterator[torch.Tensor]:
+def tensors_of(results: Any) -> Iterator[torch.Tensor]:
     """Return all tensors of an output, also those in objects that are not known to pytree."""
     for leaf in tree_leaves(results):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):
-            yield from _tensors(list(leaf.values()))
+            yield from tensors_of(list(leaf.values()))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+            yield from tensors_of([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])

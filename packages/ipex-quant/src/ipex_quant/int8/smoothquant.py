@@ -19,7 +19,7 @@ from torch.ao.quantization.observer import MinMaxObserver
 from torch.utils._pytree import tree_map
 
 from ipex_quant.int8.boundary import Scale
-from ipex_quant.int8.dataflow import _tensors
+from ipex_quant.int8.dataflow import tensors_of
 from ipex_quant.int8.observe import Watch, scale_of
 from ipex_quant.int8.plan import Layer
 from ipex_quant.qconfig.static import QConfigSmoothQuant
@@ -234,7 +234,7 @@ def _inside(path: str, name: str) -> bool:
 
 
 def _first(output: Any) -> Tensor:
-    return next(iter(_tensors(output))).float()
+    return next(iter(tensors_of(output))).float()
 
 
 def _copy(value: Any) -> Any:

@@ -21,7 +21,7 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_quant.int8.api import _DYNAMIC, _STATIC
 from ipex_quant.int8.convert import as_call, cosine
-from ipex_quant.int8.dataflow import _tensors
+from ipex_quant.int8.dataflow import tensors_of
 from ipex_quant.int8.state import KEY, detach, state_of
 from ipex_quant.tuning.neural_compressor import tuner_of
 from ipex_quant.tuning.report import Progress, Tuning
@@ -356,6 +356,6 @@ def _agreement(
     found = []
     with torch.no_grad():
         for args, kwargs in calls():
-            ours, theirs = (_tensors(m(*args, **kwargs)) for m in (candidate, model))
+            ours, theirs = (tensors_of(m(*args, **kwargs)) for m in (candidate, model))
             found.append(cosine(*(next(iter(t)).float() for t in (theirs, ours))))
     return sum(found) / len(found)

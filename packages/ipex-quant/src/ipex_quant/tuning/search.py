@@ -215,9 +215,9 @@ class Search:
         return self.state.noise[key]
 
     def _outputs(self, model: nn.Module) -> list[torch.Tensor]:
-        from ipex_quant.int8.dataflow import _tensors as tensors
+        from ipex_quant.int8.dataflow import tensors_of
 
-        return [t.float() for t in tensors(model(*self.args, **self.kwargs))]
+        return [t.float() for t in tensors_of(model(*self.args, **self.kwargs))]
 
 
 def _accuracy(result: Result) -> float:

@@ -21,7 +21,7 @@ from ipex_core.library.spec import check
 from ipex_quant.util.modules import patterns_of
 from ipex_quant.weight_only.build import as_qconfig
 from ipex_quant.weight_only.calibrate import Block, Inputs, blocks, linears_of, samples_of
-from ipex_quant.weight_only.convert import _is_conv1d, _is_linear, matches
+from ipex_quant.weight_only.convert import is_conv1d, is_linear, matches
 from ipex_quant.weight_only.gptq import check_arguments, matrix_of, replace_layer
 from ipex_quant.weight_only.gptq_solve import Solved, change, nearest
 
@@ -275,8 +275,8 @@ def _fits(
 def _divide(maker: Maker, scales: Tensor) -> None:
     module, shifted = maker
     weight: Any = module.weight
-    if _is_linear(module):
-        shape = (1, -1) if _is_conv1d(module) else (-1, 1)
+    if is_linear(module):
+        shape = (1, -1) if is_conv1d(module) else (-1, 1)
         weight.data.div_(scales.view(shape))
     elif shifted:
         weight.data.copy_((1 + weight.data) / scales - 1)
@@ -290,4 +290,4 @@ def _divide(maker: Maker, scales: Tensor) -> None:
 def _scale_columns(layers: list[nn.Module], scales: Tensor) -> None:
     for layer in layers:
         weight: Any = layer.weight
-        weight.data.mul_(scales.view((-1, 1) if _is_conv1d(layer) else (1, -1)))
+        weight.data.mul_(scales.view((-1, 1) if is_conv1d(layer) else (1, -1)))

@@ -20,7 +20,7 @@ from torch import nn
 from ipex_core.library.spec import check
 from ipex_core.util.console import progress as show_progress
 from ipex_core.util.memory import return_free_memory
-from ipex_quant.weight_only.convert import _is_linear, stacks
+from ipex_quant.weight_only.convert import is_linear, stacks
 
 __all__ = ["Block", "Inputs", "Sample", "blocks", "linears_of", "samples_of"]
 
@@ -156,7 +156,7 @@ def linears_of(block: Block) -> dict[str, nn.Module]:
     return {
         (prefix + name).rstrip("."): module
         for name, module in block.module.named_modules()
-        if _is_linear(module)
+        if is_linear(module)
     }
 
 

@@ -31,6 +31,8 @@ from ipex_quant.weight_only.saving import describe_saved
 __all__ = [
     "ChosenLinear",
     "choose_linears",
+    "is_conv1d",
+    "is_linear",
     "matches",
     "quantize_linears",
     "stacks",
@@ -138,12 +140,12 @@ def choose_linears(
     """
     single = woq_qconfigs(op, qconfig)[0]
     qconfig = qconfig if isinstance(qconfig, QConfigMapping) else single
-    check(not _is_linear(model), op, "model", "contain linear layers, not be one", "a linear layer")
+    check(not is_linear(model), op, "model", "contain linear layers, not be one", "a linear layer")
     names: dict[nn.Module, list[str]] = {}
     qconfigs: dict[nn.Module, QConfigWoq] = {}
     skipped: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if not _is_linear(module):
+        if not is_linear(module):
             if isinstance(module, nn.Linear):
                 skipped[name] = f"{type(module).__name__} computes more than a linear layer"
             continue
@@ -210,7 +212,7 @@ def stacks(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
         prefix = f"{name}." if name else ""
         children = [(prefix + key, child) for key, child in module.named_children()]
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and children:
-            if any(_is_linear(m) for _, child in children for m in child.modules()):
+            if any(is_linear(m) for _, child in children for m in child.modules()):
                 found.append(children)
             return
         for key, child in children:
@@ -220,11 +222,11 @@ def stacks(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     return found or [[("", model)]]
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     kind: Any = type(module)
     if kind is NonDynamicallyQuantizableLinear:  # multi-head attention reads its weight
         return False
-    if kind in (nn.Linear, OptimizedLinear) or _is_conv1d(module):
+    if kind in (nn.Linear, OptimizedLinear) or is_conv1d(module):
         return True
     return isinstance(module, nn.Linear) and _has_only(module) and _computes_linear(kind)
 
@@ -264,14 +266,14 @@ def _computes_linear(kind: Any) -> bool:
     return found.shape == expected.shape and torch.allclose(found, expected, 1e-4, 1e-5)
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
     """Return whether it is transformers' ``Conv1D``, a linear layer with a transposed weight."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
 def _in_features(module: Any) -> int:
-    return int(module.weight.shape[0 if _is_conv1d(module) else 1])
+    return int(module.weight.shape[0 if is_conv1d(module) else 1])
 
 
 def _check_group(op: str, module: nn.Module, name: str, qconfig: QConfigWoq) -> None:
@@ -295,7 +297,7 @@ def _quantize(
     module: Any, qconfig: QConfigWoq, name: str, scale_dtype: torch.dtype
 ) -> WeightOnlyQuantizedLinear:
     source = module
-    if _is_conv1d(module):
+    if is_conv1d(module):
         rows, columns = module.weight.shape
         source = nn.Linear(rows, columns, bias=False, device="meta")
         source.weight = nn.Parameter(module.weight.detach().t(), requires_grad=False)

@@ -21,7 +21,7 @@ from ipex_quant.weight.layouts import unsigned_weight
 from ipex_quant.weight_only.build import as_qconfig
 from ipex_quant.weight_only.calibrate import Block, Inputs, blocks, linears_of, samples_of
 from ipex_quant.weight_only.checkpoint import linear_from
-from ipex_quant.weight_only.convert import _is_conv1d, matches
+from ipex_quant.weight_only.convert import is_conv1d, matches
 from ipex_quant.weight_only.gptq_solve import Solved, solve
 from ipex_quant.weight_only.gptq_writer import GptqWriter
 
@@ -167,7 +167,7 @@ def check_arguments(
     devices = {p.device.type for p in model.parameters()} - {"cpu"}
     check(not devices, op, "model", "be on the CPU", ", ".join(sorted(devices)))
     named = any(
-        True for block in model.modules() if isinstance(block, nn.Linear) or _is_conv1d(block)
+        True for block in model.modules() if isinstance(block, nn.Linear) or is_conv1d(block)
     )
     check(named, op, "model", "have linear layers", type(model).__name__)
 
@@ -175,7 +175,7 @@ def check_arguments(
 def matrix_of(layer: Any) -> Tensor:
     """Return the ``[N, K]`` weight of a linear layer."""
     weight: Tensor = layer.weight.detach()
-    return weight.t() if _is_conv1d(layer) else weight
+    return weight.t() if is_conv1d(layer) else weight
 
 
 def replace_layer(

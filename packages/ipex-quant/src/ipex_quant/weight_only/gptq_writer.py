@@ -13,7 +13,7 @@ from torch import nn
 
 from ipex_core.library.spec import check
 from ipex_quant.util.safetensors import ShardWriter
-from ipex_quant.weight_only.convert import _is_conv1d, _is_linear, matches, stacks
+from ipex_quant.weight_only.convert import is_conv1d, is_linear, matches, stacks
 from ipex_quant.weight_only.gptq_solve import Solved
 from ipex_quant.weight_only.saving import (
     Kinds,
@@ -104,7 +104,7 @@ class GptqWriter:
         self._writer = ShardWriter(folder / _FILE, kinds)
 
     def _kinds(self, name: str, layer: Any, scale_dtype: torch.dtype) -> Kinds:
-        k, n = layer.weight.shape if _is_conv1d(layer) else reversed(layer.weight.shape)
+        k, n = layer.weight.shape if is_conv1d(layer) else reversed(layer.weight.shape)
         size = self.settings["group_size"]
         groups = 1 if size == -1 else -(-k // size)
         return {
@@ -162,6 +162,6 @@ def _targets(model: nn.Module, skip: Sequence[str]) -> dict[str, nn.Module]:
         for name, block in stack:
             for inner, module in block.named_modules():
                 full = ".".join(part for part in (name, inner) if part)
-                if _is_linear(module) and not matches(full, skip) and module not in found.values():
+                if is_linear(module) and not matches(full, skip) and module not in found.values():
                     found[full] = module
     return found

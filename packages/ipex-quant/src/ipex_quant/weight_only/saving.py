@@ -217,11 +217,13 @@ def describe_saved(model: nn.Module) -> None:
 
     From then on ``from_pretrained`` reads such folders in this process: it would make weights up otherwise.
     """
+    found = False
     for module in model.modules():
         if hasattr(type(module), _NAME) and hasattr(getattr(module, "config", None), "to_dict"):
             module.__dict__[_NAME] = SaveQuantized(module)
-            for hook in on_describe:
-                hook()
+            found = True
+    for hook in on_describe if found else ():
+        hook()
 
 
 def _describe(model: nn.Module, folder: Path) -> None:
