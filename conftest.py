@@ -29,6 +29,13 @@ def _seed() -> None:
         torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_compiled_functions() -> None:
+    """Forget what other tests compiled: modules of torch.nn share one frame, and Dynamo stops at its eighth graph."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+
+
 @pytest.fixture
 def no_gradients() -> Iterator[None]:
     """Record nothing for a backward pass."""
@@ -47,23 +54,13 @@ def small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    """Start and end without compiled functions."""
-    import torch
-
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let patterns fire without a kernel package too: the ops then run their reference."""
     monkeypatch.setattr("ipex_core.kernels.policy.has_kernel", lambda op: True)
 
 
 @pytest.fixture
-def no_code_generation(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None, kernels: None) -> None:
+def no_code_generation(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
     """Interpret the graphs that the passes make instead of compiling them to C++, which takes most of the time."""
     from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
     from torch._inductor.decomposition import select_decomp_table

@@ -130,7 +130,6 @@ def test_opcheck(op):
 def test_compiles_without_graph_break(op):
     spec = specs()[op]
     sample = list(spec.samples(spec.dtypes[0]))[2]
-    torch._dynamo.reset()
     compiled = torch.compile(
         lambda *args: spec.op(*args, **sample.kwargs), fullgraph=True, backend="aot_eager"
     )

@@ -80,7 +80,6 @@ def test_quick_run_writes_everything(tmp_path):
 @pytest.mark.slow
 def test_compiled_candidates(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    torch._dynamo.reset()
     # Compilation takes seconds: the one with the backend, and what it is compared with.
     pair = [c for c in dm.CANDIDATES if "freezing" in c.name or c.kind in ("backend", "eager")]
     monkeypatch.setattr(dm, "CANDIDATES", pair)

@@ -22,7 +22,7 @@ from ipex_core.compile_backend import compile as ipex_compile
 from ipex_core.compile_backend import ipex_backend
 from ipex_core.errors import FallbackError
 
-pytestmark = pytest.mark.usefixtures("inductor_cache", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("inductor_cache")
 
 
 def mlp() -> nn.Module:

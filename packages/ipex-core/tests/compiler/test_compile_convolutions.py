@@ -220,7 +220,7 @@ def test_not_measured_if_results_must_repeat():
     assert not fired(report) and "deterministic" in reasons(report)
 
 
-def test_compiled(fresh_dynamo):
+def test_compiled():
     """Batch norms are part of the weights; lengths may vary; the strides are those of eager code."""
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False),
@@ -250,7 +250,7 @@ def test_compiled(fresh_dynamo):
         }
 
 
-def test_double_precision_is_not_packed(fresh_dynamo):
+def test_double_precision_is_not_packed():
     """oneDNN has no float64; Inductor's freezing asks it all the same, where stock compile does not freeze."""
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2)

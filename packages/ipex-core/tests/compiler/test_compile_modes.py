@@ -204,7 +204,7 @@ def test_optimized_models_do_not_share_the_recompile_limit(no_code_generation: N
 # ---------------------------------------------------------------------------------------------------- generated code
 
 
-def test_optimized_images(fresh_dynamo: None, kernels: None) -> None:
+def test_optimized_images(kernels: None) -> None:
     """Convolutions that optimize has packed, in channels-last and plain images."""
     for options in ({}, {"weights_prepack": False}):
         model, (x,) = optimize(Images().eval(), **options), MODELS["images"][1](torch.float32)
@@ -232,7 +232,7 @@ lean_only = pytest.mark.skipif(torch.__version__ < "2.13", reason="calls stay in
 
 
 @lean_only
-def test_cpp_wrapper(fresh_dynamo: None, kernels: None) -> None:
+def test_cpp_wrapper(kernels: None) -> None:
     """The calls between kernels are in C++, too, where the mode asks for little cost per call."""
     model, (x,) = optimize(Block().eval(), weights_prepack=False), MODELS["block"][1](torch.float32)
     compiled = torch.compile(model, backend=LEAN, fullgraph=True)
@@ -246,9 +246,7 @@ def test_cpp_wrapper(fresh_dynamo: None, kernels: None) -> None:
 
 
 @lean_only
-def test_cpp_wrapper_that_fails(
-    fresh_dynamo: None, kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpp_wrapper_that_fails(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph is compiled again, with the calls in Python, and explain tells why."""
     from torch._inductor.codecache import CppWrapperCodeCache
 
@@ -362,9 +360,7 @@ def test_training_under_ddp() -> None:
 
 
 @lean_only
-def test_cpp_wrapper_is_no_reason_to_stay(
-    fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpp_wrapper_is_no_reason_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo's wish to begin anew is no failure of the calls in C++."""
     tried: list[bool] = []
 

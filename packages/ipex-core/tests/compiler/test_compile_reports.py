@@ -17,7 +17,7 @@ from ipex_core.compile_backend import ipex_backend
 from ipex_core.compiler import CompiledGraph
 from ipex_core.fusion.report import GraphReport, Origin, remember, reports_of, tensor_refs
 
-pytestmark = pytest.mark.usefixtures("inductor_cache", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("inductor_cache")
 
 
 def mlp() -> nn.Module:

@@ -143,7 +143,6 @@ def test_compiled(monkeypatch, tmp_path):
     """With code generation: the weights are packed once, as constants."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("ipex_core.kernels.policy.has_kernel", lambda op: True)
-    torch._dynamo.reset()
     model = nn.Sequential(Int8Linear(48, 64), nn.ReLU(), Int8Linear(32, 48)).eval()
     compiled = torch.compile(model, backend="ipex", fullgraph=True)
     x = torch.randn(5, 64)
@@ -151,4 +150,3 @@ def test_compiled(monkeypatch, tmp_path):
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
     (report,) = ipex_core.explain(compiled).graphs
     assert fired(report) == {"woq": 2, "post_op": 1}
-    torch._dynamo.reset()

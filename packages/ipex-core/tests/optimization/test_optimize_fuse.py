@@ -343,7 +343,6 @@ def test_compile(backend, dtype):
             y = self.bn(self.conv(x)).mean((2, 3))
             return self.out(self.mid(y), y)
 
-    torch._dynamo.reset()
     model = Net().eval()
     x = torch.randn(2, 3, 9, 9)
     result = optimize(model, dtype=dtype)

@@ -349,7 +349,6 @@ def test_compiled_step(dtype: Any) -> None:
         optimizer.step()
         return loss.detach()
 
-    torch._dynamo.reset()
     compiled = torch.compile(one, backend="aot_eager")
     got = [float(compiled(*data(step))) for step in range(4)]
     want = steps(plain, other, range(4), dtype)

@@ -236,7 +236,6 @@ def test_low_precision_checkpoint():
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_made_faster_compile_without_graph_breaks(name, dtype):
-    torch._dynamo.reset()
     model = optimize(FAMILIES[name](), dtype=dtype, deployment_mode=False)
     ids = tokens(1, 12)
     with torch.no_grad():

@@ -326,7 +326,6 @@ def test_own_module() -> None:
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_and_trace(calibrated: bool) -> None:
     model = prepare_fp8(_net().eval())
     x = torch.randn(4, 32)
@@ -348,7 +347,6 @@ def test_compile_and_trace(calibrated: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, where a graph ends
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_training() -> None:
     a, b = prepare_fp8(_net()), prepare_fp8(_net())
     b.load_state_dict(a.state_dict())
@@ -363,7 +361,6 @@ def test_compiled_training() -> None:
     torch.testing.assert_close(a[0].weight.grad, b[0].weight.grad)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_without_packed_weight() -> None:
     model = prepare_fp8(_net().eval())
     x = torch.randn(4, 32)
