@@ -54,7 +54,7 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room("kernels", "providers, ISA levels, thresholds", "kernels"),
         _room("library", "OpSpec, checks, derivatives", "library _spec"),
         _room("packing", "packed weights: dense, INT8, weight-only, experts", "packing woq"),
-        _room("ops", "one file for each op", "ops"),
+        _room("ops", "specifications of ops, by families", "ops"),
         _room("module_swap", "optimized layers in place of the user's, and back", "module_swap"),
         _room("nn", "optimized layers, nn.functional", "nn"),
         _room("optim", "fused optimizers", "optim"),

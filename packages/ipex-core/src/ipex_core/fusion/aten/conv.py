@@ -260,7 +260,7 @@ def _pack(
         return
     weight = conv.weight
     with torch.utils._python_dispatch._disable_current_modes():
-        from ipex_core.ops.conv.convolution import pack_convolution
+        from ipex_core.ops.conv import pack_convolution
 
         packed = _constant(ctx, root, pack_convolution(weight))
     operands = [_channels_last(ctx, root, n) for n in (conv.x, residual)]
@@ -351,8 +351,8 @@ def _runs(
 ) -> dict[str, Callable[[], Tensor]]:
     """Return the candidates, on as many of the images as make a call long enough to be timed."""
     from ipex_core.kernels.policy import numbers
-    from ipex_core.ops.conv.convolution import pack_convolution
-    from ipex_core.ops.linear.epilogue import activate
+    from ipex_core.ops.conv import pack_convolution
+    from ipex_core.ops.linear import activate
     from ipex_core.packing import onednn as _mkldnn
 
     ipex, last = torch.ops.ipex.convolution.default, torch.channels_last

@@ -40,7 +40,7 @@ from ipex_core.fusion.aten.graph import (
 from ipex_core.kernels import providers
 from ipex_core.kernels.policy import choose_linear, fastest, numbers
 from ipex_core.library.spec import FLOATS
-from ipex_core.ops.linear.epilogue import activate, apply_epilogue, weight_rows
+from ipex_core.ops.linear import activate, apply_epilogue, weight_rows
 from ipex_core.packing.dense import deinterleave_gate_up, interleave_gate_up
 from ipex_core.util.symbolic import hints
 
@@ -503,7 +503,7 @@ def _linears(
     n: int, k: int, rows: int, biased: bool, mkl: bool, activation: str
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Return what computes a linear layer in float32: Inductor's choice and ours."""
-    from ipex_core.ops.linear.epilogue import activate
+    from ipex_core.ops.linear import activate
     from ipex_core.packing import onednn
     from ipex_core.packing.parameter import pack
 

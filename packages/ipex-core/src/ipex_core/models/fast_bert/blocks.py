@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks of BERT in training: each is one node of autograd's graph and keeps no more than its gradient needs.
 
-All work on rows of tokens, ``[tokens, hidden]``. Dropout follows from a seed (see `ipex_core.ops.activation.dropout`),
+All work on rows of tokens, ``[tokens, hidden]``. Dropout follows from a seed (see `ipex_core.ops.softmax`),
 so no mask is kept; sums for the gradients of biases come from the same pass as the gradients.
 """
 
