@@ -70,7 +70,7 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room("diagnostics", "doctor, explain", "diagnostics"),
         _room("benchmark", "timing of ops", "benchmark"),
         _room("testing", "checks for authors of kernels", "testing"),
-        _room("models", "fast_bert", "models"),
+        _room("bert", "fast_bert", "bert"),
         _room("", "public names", "__init__"),
     ),
     "ipex_cpu_kernels": (

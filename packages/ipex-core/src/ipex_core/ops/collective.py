@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_dtype_in,
@@ -33,7 +32,7 @@ from ipex_core.library.checks import (
     strided,
 )
 from ipex_core.library.kernels import LIBRARY, define, register
-from ipex_core.library.spec import OpSpec, Sample, check, dtype_name
+from ipex_core.library.spec import Arguments, OpSpec, Sample, check, dtype_name
 
 Tensor = torch.Tensor
 

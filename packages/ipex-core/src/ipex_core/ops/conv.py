@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_device, check_dtype, check_tensor, fake_like, randn
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.linear import activate, check_activation, stored_dtype
 from ipex_core.ops.state_space import check_shaped
 from ipex_core.packing import dense

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -21,7 +20,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check, dtype_name
 from ipex_core.ops.attention import (
     TOLERANCE,
     attend,

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_broadcastable,
@@ -21,7 +20,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
 
 Tensor = torch.Tensor
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_dtype,
@@ -19,7 +18,7 @@ from ipex_core.library.checks import (
     strided,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.linear import (
     ACTIVATIONS,
     apply_epilogue,

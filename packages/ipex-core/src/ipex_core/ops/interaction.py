@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -19,7 +18,7 @@ from ipex_core.library.checks import (
     strided,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.int8_linear import int8_randn
 from ipex_core.ops.quantize import check_scale, codes
 

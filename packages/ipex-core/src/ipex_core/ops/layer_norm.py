@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_like,
@@ -20,9 +19,9 @@ from ipex_core.library.checks import (
     row_bench,
     row_samples,
 )
-from ipex_core.library.keep_mask import check_drop, drop
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
+from ipex_core.ops.softmax import check_drop, drop
 
 Tensor = torch.Tensor
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -21,7 +20,7 @@ from ipex_core.library.checks import (
     strided,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.packing import dense
 from ipex_core.packing.dense import PANEL, check_packed, deinterleave_gate_up, interleave_gate_up
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ipex_core.errors import OpArgumentError
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -21,7 +20,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.state_space import check_writable
 
 Tensor = torch.Tensor

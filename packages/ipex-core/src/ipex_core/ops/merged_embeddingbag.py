@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -22,7 +21,7 @@ from ipex_core.library.checks import (
     strided,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, PORTABLE, BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import FLOATS, PORTABLE, Arguments, BenchCase, OpSpec, Sample, check
 
 Tensor = torch.Tensor
 

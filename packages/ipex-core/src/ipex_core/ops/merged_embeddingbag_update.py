@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -19,7 +18,7 @@ from ipex_core.library.checks import (
     dtype_name,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.merged_embeddingbag import (
     bags_of,
     check_bags,

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -17,7 +16,7 @@ from ipex_core.library.checks import (
     strided,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check, dtype_name
+from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check, dtype_name
 from ipex_core.packing import experts as _experts
 from ipex_core.packing import woq
 from ipex_core.packing.dense import FORMATS, bytes_text, header_text, read_header

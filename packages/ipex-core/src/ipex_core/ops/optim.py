@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_dtype_in,
@@ -29,7 +28,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, OpSpec, Sample, check
+from ipex_core.library.spec import FLOATS, Arguments, OpSpec, Sample, check
 
 Tensor = torch.Tensor
 

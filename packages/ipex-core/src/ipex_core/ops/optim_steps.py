@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, randn
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
 from ipex_core.ops.optim import (
     check_numbers,
     check_param,

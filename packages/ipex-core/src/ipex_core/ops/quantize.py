@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_dtype_in,
@@ -17,7 +16,7 @@ from ipex_core.library.checks import (
     row_samples,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
 
 Tensor = torch.Tensor
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -23,7 +22,7 @@ from ipex_core.library.checks import (
     row_samples,
 )
 from ipex_core.library.kernels import register, specs
-from ipex_core.library.spec import BenchCase, OpSpec, Sample
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
 from ipex_core.ops.layer_norm import _normalize as normalize_layer
 from ipex_core.ops.quantize import check_scale, choose, codes
 

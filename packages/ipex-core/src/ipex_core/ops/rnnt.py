@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from ipex_core.errors import OpArgumentError
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_device, check_dtype, check_tensor, dtype_name, randn
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, OpSpec, Sample, check
+from ipex_core.library.spec import FLOATS, Arguments, OpSpec, Sample, check
 from ipex_core.ops.state_space import check_writable
 
 Tensor = torch.Tensor

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -27,7 +26,7 @@ from ipex_core.library.checks import (
     strided,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 
 Tensor = torch.Tensor
 

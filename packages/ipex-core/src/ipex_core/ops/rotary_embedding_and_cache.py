@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_like, check_not_expanded, randn
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check, dtype_name
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check, dtype_name
 from ipex_core.ops.kv_cache import QUANTIZED, check_caches, check_index_tensor, quantize
 from ipex_core.ops.rotary_embedding import (
     check_heads,

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_device, check_tensor, dtype_name, randn, row_samples
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 
 Tensor = torch.Tensor
 

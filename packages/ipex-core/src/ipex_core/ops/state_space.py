@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn import functional as F
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_device,
@@ -21,7 +20,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 
 Tensor = torch.Tensor
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import check_device, check_dtype, check_score_scale, randn
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.attention import (
     attention_reference,
     check_offset_tensor,

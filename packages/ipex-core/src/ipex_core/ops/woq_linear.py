@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import acc, check_device, check_one_of, check_tensor, randn, strided
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import OpSpec, Sample
+from ipex_core.library.spec import Arguments, OpSpec, Sample
 from ipex_core.ops.linear import (
     apply_epilogue,
     check_activation,

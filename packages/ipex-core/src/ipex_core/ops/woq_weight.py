@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     check_device,
     check_dtype_in,
@@ -20,7 +19,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.packing import woq
 from ipex_core.packing.woq import Layout, check_woq_packed
 

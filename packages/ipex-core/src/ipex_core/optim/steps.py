@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.module_swap.derive import original_class
+from ipex_core.module_swap.base import original_class
 from ipex_core.optim import dtensor
 
 __all__ = ["Call", "Calls", "Step", "step_of"]

@@ -29,7 +29,7 @@ from ipex_core.kernels.policy import find_kernels, has_kernel
 from ipex_core.library.spec import FLOATS
 from ipex_core.module_swap.base import call
 from ipex_core.nn.functional import attention_supported
-from ipex_core.optimization.passes.base import Context, Pass
+from ipex_core.optimization.passes import Context, Pass
 from ipex_core.optimization.records import Log
 from ipex_core.util.import_hooks import when_matching
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ipex_core.fusion.aten.epilogue import Activation, find_activations
-from ipex_core.fusion.aten.graph import (
+from ipex_core.fusion import Fusion, GraphReport
+from ipex_core.fusion.aten import (
     Context,
     binary,
     describe,
@@ -22,8 +22,7 @@ from ipex_core.fusion.aten.graph import (
     shape_of,
     val,
 )
-from ipex_core.fusion.aten.linear import against_ours
-from ipex_core.fusion.report import Fusion, GraphReport
+from ipex_core.fusion.aten.linear import Activation, against_ours, find_activations
 from ipex_core.library.spec import FLOATS
 from ipex_core.util.symbolic import hints
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from ipex_core import explain, fast_bert, optimize, restore
-from ipex_core.models.fast_bert.model import FastBert
-from ipex_core.models.fast_bert.tokens import MOST_GROUPS, _alike
+from ipex_core.bert import MOST_GROUPS, FastBert, _alike
 
 transformers = pytest.importorskip("transformers")
 
