@@ -60,7 +60,7 @@ import ipex_core
 import torch
 from ipex import *
 from ipex_core.library import *
-from ipex_core.library.arguments import bind
+from ipex_core.library.spec import bind
 from ipex_core.amp import *
 from ipex_core.benchmark import *
 from ipex_core.jit import fuse, fused

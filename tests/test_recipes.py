@@ -21,7 +21,7 @@ import generate_isa
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = Path("packages/ipex-cpu-kernels")
 OP = "squared_relu"
-SPECIFICATION = f"packages/ipex-core/src/ipex_core/ops/activation/{OP}.py"
+SPECIFICATION = f"packages/ipex-core/src/ipex_core/ops/{OP}.py"
 
 pytest.importorskip("ipex_core")
 

@@ -54,7 +54,7 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room("kernels", "providers, ISA levels, thresholds", "kernels"),
         _room("library", "OpSpec, checks, derivatives", "library _spec"),
         _room("packing", "packed weights: dense, INT8, weight-only, experts", "packing woq"),
-        _room("ops", "one file for each op", "ops"),
+        _room("ops", "specifications of ops, by families", "ops"),
         _room("module_swap", "optimized layers in place of the user's, and back", "module_swap"),
         _room("nn", "optimized layers, nn.functional", "nn"),
         _room("optim", "fused optimizers", "optim"),
@@ -70,7 +70,7 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room("diagnostics", "doctor, explain", "diagnostics"),
         _room("benchmark", "timing of ops", "benchmark"),
         _room("testing", "checks for authors of kernels", "testing"),
-        _room("models", "fast_bert", "models"),
+        _room("bert", "fast_bert", "bert"),
         _room("", "public names", "__init__"),
     ),
     "ipex_cpu_kernels": (

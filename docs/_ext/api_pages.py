@@ -49,7 +49,7 @@ import ipex_runtime.multi_stream
 import ipex_runtime.runtime_utils
 import ipex_runtime.task
 import ipex_runtime.topology
-from ipex_core.diagnostics.report import Report
+from ipex_core.diagnostics.doctor import Report
 
 __all__ = ["pages"]
 
@@ -95,7 +95,7 @@ def user_page() -> str:
         "",
     ]
     for name, value in (
-        ("ipex_core.diagnostics.report", Report),
+        ("ipex_core.diagnostics.doctor", Report),
         ("ipex_core.diagnostics.explain", ipex_core.diagnostics.explain.Explanation),
     ):
         classes += entry(name, value.__name__, value)

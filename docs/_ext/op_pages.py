@@ -12,7 +12,7 @@ import torch
 from sphinx.ext.napoleon import Config
 from sphinx.ext.napoleon.docstring import GoogleDocstring
 
-from ipex_core.diagnostics.introspect import op_info
+from ipex_core.diagnostics.explain import op_info
 from ipex_core.kernels.providers import provider_for
 from ipex_core.library.kernels import specs
 from ipex_core.library.spec import OpSpec

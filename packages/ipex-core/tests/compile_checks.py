@@ -9,8 +9,8 @@ from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from ipex_core.fusion import GraphReport
 from ipex_core.fusion.aten.passes import PATTERNS, run_passes
-from ipex_core.fusion.report import GraphReport
 
 __all__ = [
     "DTYPES",

@@ -13,7 +13,7 @@ import torch
 
 from ipex_core import config, distributed
 from ipex_core.errors import OpArgumentError
-from ipex_core.ops.collective.exchange import SLOT_BYTES
+from ipex_core.ops.collective import SLOT_BYTES
 from ipex_core.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no memory to share here")

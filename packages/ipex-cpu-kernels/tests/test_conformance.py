@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ipex_core  # noqa: F401  (registers the ops)
-from ipex_core.diagnostics.introspect import op_info
+from ipex_core.diagnostics.explain import op_info
 from ipex_core.kernels.providers import provider_for
 from ipex_core.library.kernels import specs
 from ipex_core.testing import (

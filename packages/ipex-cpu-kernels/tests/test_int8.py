@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import ipex_core  # noqa: F401
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.kernels import specs
-from ipex_core.ops.woq.samples import woq_weight
-from ipex_core.ops.woq.woq_linear import ACT_QUANT_MODES
+from ipex_core.ops.woq_linear import ACT_QUANT_MODES
+from ipex_core.ops.woq_weight import woq_weight
 from ipex_core.packing import int8 as _packed_int8
 from ipex_core.packing import woq
 

@@ -211,7 +211,7 @@ def test_missing_modules_of_all_levels(tmp_path):
 
 
 def test_what_op_info_says_about_the_stock_op_is_what_core_does():
-    from ipex_core.diagnostics.introspect import op_info
+    from ipex_core.diagnostics.explain import op_info
     from ipex_core.kernels.policy import MIN_WEIGHTS, prefer_ipex_attention
 
     words = op_info("linear")["stock_when"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ipex_core  # noqa: F401
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.kernels import specs
-from ipex_core.ops.woq.samples import woq_parts, woq_weight
+from ipex_core.ops.woq_weight import woq_parts, woq_weight
 from ipex_core.packing import woq as _woq
 from ipex_core.woq import interleave_gate_up
 

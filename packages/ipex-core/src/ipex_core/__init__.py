@@ -55,17 +55,17 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_core import program as program
     from ipex_core import testing as testing
     from ipex_core import woq as woq
+    from ipex_core.bert import fast_bert as fast_bert
     from ipex_core.diagnostics.doctor import doctor as doctor
     from ipex_core.diagnostics.explain import explain as explain
-    from ipex_core.diagnostics.introspect import op_info as op_info
-    from ipex_core.diagnostics.introspect import show_config as show_config
+    from ipex_core.diagnostics.explain import op_info as op_info
+    from ipex_core.diagnostics.explain import show_config as show_config
     from ipex_core.exporter import export as export
     from ipex_core.kernels.providers import KERNEL_API as KERNEL_API
     from ipex_core.kernels.providers import ProviderInfo as ProviderInfo
     from ipex_core.library.spec import BenchCase as BenchCase
     from ipex_core.library.spec import OpSpec as OpSpec
     from ipex_core.library.spec import Sample as Sample
-    from ipex_core.models.fast_bert import fast_bert as fast_bert
     from ipex_core.optimization import disable_auto_channels_last as disable_auto_channels_last
     from ipex_core.optimization import enable_auto_channels_last as enable_auto_channels_last
     from ipex_core.optimization import optimize as optimize
@@ -83,11 +83,11 @@ _LAZY = {
     "doctor": "ipex_core.diagnostics.doctor",
     "explain": "ipex_core.diagnostics.explain",
     "export": "ipex_core.exporter",
-    "fast_bert": "ipex_core.models.fast_bert",
-    "op_info": "ipex_core.diagnostics.introspect",
+    "fast_bert": "ipex_core.bert",
+    "op_info": "ipex_core.diagnostics.explain",
     "optimize": "ipex_core.optimization",
     "restore": "ipex_core.optimization",
-    "show_config": "ipex_core.diagnostics.introspect",
+    "show_config": "ipex_core.diagnostics.explain",
 }
 
 #: Modules that are imported when they are named.

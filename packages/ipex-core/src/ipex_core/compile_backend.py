@@ -46,7 +46,7 @@ from ipex_core.compiler import (
     lift_parameters,
     read_options,
 )
-from ipex_core.fusion.report import GraphReport, Origin, remember, tensor_refs
+from ipex_core.fusion import GraphReport, Origin, remember, tensor_refs
 from ipex_core.kernels.policy import prefer_ipex_attention
 
 __all__ = ["compile", "ipex_backend", "prefer_ipex_attention"]
@@ -283,7 +283,7 @@ def _compile_training(
     patches: dict[str, Any],
     report: GraphReport,
 ) -> _Compiled:
-    from ipex_core.fusion.aten.recurrent import compile_around_recurrent, has_recurrent
+    from ipex_core.fusion.aten.passes import compile_around_recurrent, has_recurrent
 
     if not has_recurrent(gm):
         return _inductor(gm, example_inputs, patches)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from ipex_core.errors import FallbackError
-from ipex_core.fusion.report import GraphReport
+from ipex_core.fusion import GraphReport
 
 __all__ = [
     "CompiledGraph",

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from ipex_core.library.spec import FLOATS
-from ipex_core.ops.collective.exchange import MOST_RANKS, buffer_bytes, format_buffer
+from ipex_core.ops.collective import MOST_RANKS, buffer_bytes, format_buffer
 
 __all__ = [
     "SharedGroup",

@@ -397,7 +397,7 @@ def _unpack(program: torch.export.ExportedProgram) -> None:
 
 def _compile(program: torch.export.ExportedProgram, path: Path, asked: Any, name: str) -> None:
     from ipex_core.compile_backend import INFERENCE_DEFAULTS, _custom_passes
-    from ipex_core.fusion.report import GraphReport
+    from ipex_core.fusion import GraphReport
 
     patches = {**INFERENCE_DEFAULTS, **asked.inductor}
     report = GraphReport(f"export of {name}", inference=True, frozen=bool(patches["freezing"]))

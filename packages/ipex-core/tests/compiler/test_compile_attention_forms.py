@@ -13,9 +13,9 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from ipex_core.fusion.aten.graph import number
+from ipex_core.fusion import GraphReport
+from ipex_core.fusion.aten import number
 from ipex_core.fusion.aten.passes import run_passes
-from ipex_core.fusion.report import GraphReport
 
 
 def flat(x):

@@ -14,9 +14,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional as F
 
 import ipex_core
+from ipex_core.fusion import GraphReport
 from ipex_core.fusion.aten import linear
 from ipex_core.fusion.aten.conv import pack_convolutions
-from ipex_core.fusion.report import GraphReport
 
 LAST = torch.channels_last
 

@@ -18,8 +18,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ipex_core.fusion import GraphReport
 from ipex_core.fusion.aten.passes import run_passes
-from ipex_core.fusion.report import GraphReport
 
 
 def check(family: str, seed: int) -> GraphReport:

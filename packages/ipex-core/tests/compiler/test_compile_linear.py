@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ipex_core.fusion.aten import linear
 from ipex_core.fusion.aten.passes import PATTERNS
-from ipex_core.ops.linear.epilogue import weight_rows
+from ipex_core.ops.linear import weight_rows
 
 ipex = torch.ops.ipex
 

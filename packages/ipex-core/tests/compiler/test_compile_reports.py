@@ -15,7 +15,7 @@ import ipex_core
 from ipex_core.compile_backend import compile as ipex_compile
 from ipex_core.compile_backend import ipex_backend
 from ipex_core.compiler import CompiledGraph
-from ipex_core.fusion.report import GraphReport, Origin, remember, reports_of, tensor_refs
+from ipex_core.fusion import GraphReport, Origin, remember, reports_of, tensor_refs
 
 pytestmark = pytest.mark.usefixtures("inductor_cache")
 

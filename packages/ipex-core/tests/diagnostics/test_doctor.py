@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from ipex_core import config
-from ipex_core.diagnostics.doctor import doctor
-from ipex_core.diagnostics.report import Report, advice
+from ipex_core.diagnostics.doctor import Report, advice, doctor
 from ipex_core.errors import IsaError
 from ipex_core.kernels import machine, providers
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ipex_core.diagnostics import report as texts
+from ipex_core.diagnostics import doctor as texts
 from ipex_core.diagnostics.doctor import doctor
 from ipex_core.kernels import machine
 from ipex_core.kernels import machine as spin

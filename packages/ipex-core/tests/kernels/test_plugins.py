@@ -13,7 +13,7 @@ import pytest
 
 import ipex_core
 from ipex_core import config
-from ipex_core.diagnostics import introspect
+from ipex_core.diagnostics import explain
 from ipex_core.errors import (
     BrokenComponentError,
     IsaError,
@@ -71,11 +71,11 @@ def test_active_provider(plug):
     assert providers.provider_for("cpu").name == "cpu"
     assert providers.provider_for("tpu") is None
     assert seen == [providers.KERNEL_API], "register is called once, with the contract version"
-    told = introspect.op_info("gelu")
+    told = explain.op_info("gelu")
     assert told["provider"] == "cpu"
     assert told["kernels"]["ipex_k_gelu_f32"]["current"] == "default"
     assert told["stock_when"] == "never"
-    assert introspect.op_info("softmax")["provider"] == "reference"
+    assert explain.op_info("softmax")["provider"] == "reference"
 
 
 def test_missing_provider_is_silent(plug):
@@ -97,7 +97,7 @@ def test_broken_provider_warns_once_and_is_recorded(plug):
     assert len(seen) == 1
     assert status("cpu").state == "broken"
     assert isinstance(status("cpu").cause, OSError)
-    assert "broken" in introspect.show_config()
+    assert "broken" in explain.show_config()
 
 
 def test_broken_provider_raises_in_strict_mode(plug):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ipex_core.module_swap import derive
+from ipex_core.module_swap import base as derive
 from ipex_core.nn.training_linear import TrainingLinear
 
 

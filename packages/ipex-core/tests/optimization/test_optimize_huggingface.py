@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ipex_core.bert import fast_bert
 from ipex_core.diagnostics.explain import explain
 from ipex_core.kernels.policy import has_kernel
-from ipex_core.models.fast_bert import fast_bert
 from ipex_core.optimization import optimize, restore
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")

@@ -255,7 +255,7 @@ if not FIRST: register_transformers(); register_transformers()
 table = falcon.FALCON_ATTENTION_CLASSES
 assert set(table) == {*stock, "ipex"} and table["eager"] is falcon.FalconAttention
 assert "class FalconAttention" in inspect.getsource(falcon) and falcon.__spec__.origin == falcon.__file__
-assert sum(type(f).__module__ == "ipex_core.optimization.transformers" for f in sys.meta_path) == 1
+assert sum(type(f).__module__ == "ipex_core.util.import_hooks" for f in sys.meta_path) == 1
 import transformers.models.sam.modeling_sam as sam
 tables = sam.SAM_VISION_ATTENTION_CLASSES
 config = sam.SamVisionConfig(hidden_size=32, num_attention_heads=2, attn_implementation="ipex")

@@ -18,7 +18,7 @@ import re, sys
 from pathlib import Path
 import torch, transformers
 import ipex_llm
-from ipex_core.util.memory import return_free_memory
+from ipex_core.util import return_free_memory
 from ipex_quant import WoqLowpMode, WoqWeightDtype, get_weight_only_quant_qconfig_mapping
 
 def status(key):

@@ -17,7 +17,7 @@ from torch import nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
-from ipex_core.util.files import write_whole
+from ipex_core.util import write_whole
 from ipex_quant.weight_only.calibrate import samples_of
 
 __all__ = ["KVCacheScales", "calibrate_kv_cache", "read_kv_cache_scales"]

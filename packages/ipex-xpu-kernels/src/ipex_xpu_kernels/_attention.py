@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ipex_core.library.spec import check
-from ipex_core.ops.attention.checks import check_offsets
-from ipex_core.ops.kv_cache.checks import check_block_tables, check_lengths, check_longest
+from ipex_core.ops.attention import check_offsets
+from ipex_core.ops.kv_cache import check_block_tables, check_lengths, check_longest
 
 __all__ = ["FUNCTIONS"]
 

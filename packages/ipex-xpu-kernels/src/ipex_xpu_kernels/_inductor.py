@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_MODULE = "torch._inductor.exc"
 HINT = (
     " There is none for the xpu device of ipex-xpu-kernels on this system. torch.compile(model, backend='ipex'),"
     " backend='aot_eager' and uncompiled models need none."
@@ -18,10 +14,9 @@ HINT = (
 
 def install() -> None:
     """Add the hint when torch's module of these errors is imported, or now if it has been."""
-    if _MODULE in sys.modules:
-        _add_hint(sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, _Finder())
+    from ipex_core.util.import_hooks import when_imported
+
+    when_imported("torch._inductor.exc", _add_hint)
 
 
 def _add_hint(module: ModuleType) -> None:
@@ -37,28 +32,3 @@ def _add_hint(module: ModuleType) -> None:
 
     TritonMissing.__module__, TritonMissing.__qualname__ = module.__name__, "TritonMissing"
     module.TritonMissing = TritonMissing  # type: ignore[attr-defined]
-
-
-class _Finder:
-    """Finds one module, once, where torch has it."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
-        return spec
-
-
-class _Loader:
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> Any:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _add_hint(module)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 _SETTINGS = "ipex_xpu_kernels._settings"
@@ -146,6 +145,8 @@ def attach() -> None:
     """Let ``torch.xpu`` have the names that it lacks, when they are first asked for, and import its submodules."""
     import torch
 
+    from ipex_core.util.import_hooks import second_names
+
     xpu: Any = torch.xpu
 
     def find(name: str) -> Any:
@@ -159,28 +160,4 @@ def attach() -> None:
 
     if "__getattr__" not in vars(xpu):
         xpu.__getattr__ = find
-    sys.meta_path.append(_Finder())
-
-
-class _Finder:
-    """Finds ``torch.xpu.amp``, ``torch.xpu.cpp_extension`` and ``torch.xpu.overrides`` when they are imported."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> Any:
-        prefix, _, last = name.rpartition(".")
-        if prefix != "torch.xpu" or last not in SUBMODULES:
-            return None
-        from importlib.machinery import ModuleSpec
-
-        return ModuleSpec(name, _Loader(last))  # type: ignore[arg-type]
-
-
-class _Loader:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def create_module(self, spec: object) -> Any:
-        return importlib.import_module(f"ipex_xpu_kernels.{self._name}")
-
-    def exec_module(self, module: Any) -> None:
-        """The module was executed under its own name."""
+    second_names({f"torch.xpu.{name}": f"ipex_xpu_kernels.{name}" for name in SUBMODULES})

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.spec import FLOATS
-from ipex_core.ops.linear.epilogue import apply_epilogue, weight_rows
+from ipex_core.ops.linear import apply_epilogue, weight_rows
 from ipex_core.packing import woq
 from ipex_core.packing.dense import HEADER_BYTES
 from ipex_core.packing.woq import check_woq_packed

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ipex_core import nn as nn
     from ipex_core import optim as optim
     from ipex_core import testing as testing
+    from ipex_core.bert import fast_bert as fast_bert
     from ipex_core.compile_backend import compile as compile
     from ipex_core.compile_backend import get_compiler_backend as _get_compiler_backend  # noqa: F401
     from ipex_core.compile_backend import set_compiler_backend as _set_compiler_backend  # noqa: F401
@@ -48,12 +49,11 @@ if TYPE_CHECKING:
     from ipex_core.config import verbose as verbose
     from ipex_core.diagnostics.doctor import doctor as doctor
     from ipex_core.diagnostics.explain import explain as explain
-    from ipex_core.diagnostics.introspect import op_info as op_info
-    from ipex_core.diagnostics.introspect import show_config as show_config
+    from ipex_core.diagnostics.explain import op_info as op_info
+    from ipex_core.diagnostics.explain import show_config as show_config
     from ipex_core.exporter import export as export
     from ipex_core.jit import enable_onednn_fusion as enable_onednn_fusion
-    from ipex_core.kernels.sdk import cmake_prefix_path as cmake_prefix_path
-    from ipex_core.models.fast_bert import fast_bert as fast_bert
+    from ipex_core.kernels import cmake_prefix_path as cmake_prefix_path
     from ipex_core.optimization import disable_auto_channels_last as disable_auto_channels_last
     from ipex_core.optimization import enable_auto_channels_last as enable_auto_channels_last
     from ipex_core.optimization import optimize as optimize
@@ -74,7 +74,7 @@ _NAMES = {
     "export": "ipex_core",
     "fast_bert": "ipex_core",
     # Not in __all__: without other packages they are errors, and `from ipex import *` must work.
-    "cmake_prefix_path": "ipex_core.kernels.sdk",
+    "cmake_prefix_path": "ipex_core.kernels",
     "optimize_transformers": "ipex.llm",
     "op_info": "ipex_core",
     "show_config": "ipex_core",

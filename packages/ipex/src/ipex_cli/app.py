@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 if TYPE_CHECKING:
-    from ipex_core.diagnostics.report import Report
+    from ipex_core.diagnostics.doctor import Report
 
 __all__ = ["app", "main"]
 
@@ -249,10 +249,10 @@ def show_config(
     """Show every configuration value, where it comes from, and the state of the packages."""
     _tolerate_bad_environment()
     from ipex_core import config
-    from ipex_core.diagnostics import introspect
+    from ipex_core.diagnostics import explain
 
     if not as_json:
-        print(introspect.show_config())
+        print(explain.show_config())
         return
     rows = [
         {
@@ -274,14 +274,14 @@ def op_info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show which kernels stand behind an op, at which ISA level they run, and when the stock op is used."""
-    from ipex_core.diagnostics import introspect
+    from ipex_core.diagnostics import explain
     from ipex_core.library.kernels import specs
 
     if name is not None:
-        info = introspect.op_info(name)
+        info = explain.op_info(name)
         print(json.dumps(info, indent=2) if as_json else _describe(info))
         return
-    found = [introspect.op_info(op) for op in sorted(specs())]
+    found = [explain.op_info(op) for op in sorted(specs())]
     if as_json:
         print(json.dumps(found, indent=2))
         return

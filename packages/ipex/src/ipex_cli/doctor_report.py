@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ipex_core.diagnostics.report import Report
+    from ipex_core.diagnostics.doctor import Report
 
 __all__ = ["environment", "report_text", "versions"]
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from ipex_core.library.arguments import Arguments
 from ipex_core.library.checks import (
     acc,
     check_broadcastable,
@@ -26,7 +25,7 @@ from ipex_core.library.checks import (
     strided,
 )
 from ipex_core.library.kernels import define, register, schemas, specs
-from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 
 __all__ = [
     "Arguments",

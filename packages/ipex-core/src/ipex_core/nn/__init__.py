@@ -19,7 +19,6 @@ from ipex_core.nn.conv import (
     OptimizedConvTranspose2d,
     OptimizedConvTranspose3d,
 )
-from ipex_core.nn.encoder import OptimizedTransformerEncoder, OptimizedTransformerEncoderLayer
 from ipex_core.nn.layers import (
     FoldedBatchNorm1d,
     FoldedBatchNorm2d,
@@ -33,6 +32,8 @@ from ipex_core.nn.layers import (
     OptimizedPReLU,
     OptimizedRMSNorm,
     OptimizedSoftmax,
+    OptimizedTransformerEncoder,
+    OptimizedTransformerEncoderLayer,
 )
 from ipex_core.nn.linear import FusableLinear, OptimizedLinear
 from ipex_core.nn.recurrent import OptimizedGRU, OptimizedLSTM, OptimizedRNN

@@ -43,7 +43,7 @@ from ipex_core.nn.ipex_api.state_space import (
 )
 from ipex_core.nn.linear import finish, is_fusable
 from ipex_core.nn.torchscript import function
-from ipex_core.ops.linear.linear import activate
+from ipex_core.ops.linear import activate
 from ipex_core.packing.parameter import exporting
 from ipex_core.util.symbolic import hints, tracing
 

@@ -25,7 +25,7 @@ from ipex_core.module_swap.base import (
 )
 from ipex_core.module_swap.state_dict import attach, realize, state_of, swap_class
 from ipex_core.nn.torchscript import function
-from ipex_core.ops.linear.linear import activate
+from ipex_core.ops.linear import activate
 from ipex_core.packing import onednn
 from ipex_core.packing.dense import FORMATS
 from ipex_core.packing.parameter import PackedWeight, captured, pack

@@ -17,7 +17,7 @@ from torch import nn
 from ipex_core.module_swap.base import call, has_hooks, stock_only
 from ipex_core.module_swap.state_dict import state_of, unpack_weight
 from ipex_core.nn.linear import OptimizedLinear
-from ipex_core.ops.linear.epilogue import GATES
+from ipex_core.ops.linear import GATES
 from ipex_core.packing import onednn
 from ipex_core.packing.dense import interleave_gate_up
 from ipex_core.packing.parameter import PackedWeight, captured, pack

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One module per op, in folders of families; importing this package registers them all.
+"""One module for each family of ops; importing this package registers them all.
 
-A new op is a new file in a folder here: nothing else lists ops. Names that begin with an underscore hold what the ops
-of a family share.
+A new op is a new file here, or joins its family: nothing else lists ops.
 """
 
 from __future__ import annotations
@@ -10,6 +9,5 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-for _module in pkgutil.walk_packages(__path__, f"{__name__}."):
-    if "._" not in _module.name:
-        importlib.import_module(_module.name)
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)

@@ -2,7 +2,7 @@
 """The functions of IPEX's ``optim._functional``: steps of whole optimizers, and of lists of tensors.
 
 ``params2`` has, for each parameter, the lower halves of a bfloat16 one, the 16-bit copy of a float32 one, or an empty
-tensor (or None); see `ipex_core.ops.optim.common`.
+tensor (or None); see `ipex_core.ops.optim`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.ops.optim.common import with_momentum
+from ipex_core.ops.optim import with_momentum
 
 __all__ = [
     "adamw_step",

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from ipex_core.module_swap.derive import derive, swap
+from ipex_core.module_swap.base import derive, swap
 from ipex_core.optim.dtensor import any_spread, is_spread
 from ipex_core.optim.foreach import laid_out_alike, stock_step
 from ipex_core.optim.master_weights import Masters

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ipex_core.module_swap.derive import original_class
+from ipex_core.module_swap.base import original_class
 from ipex_core.optim import dtensor
 
 __all__ = ["Call", "Calls", "Step", "step_of"]
 
 Tensor = torch.Tensor
-#: ``(group, state, param, grad, param2)``; see `ipex_core.ops.optim.common` for the forms of a parameter.
+#: ``(group, state, param, grad, param2)``; see `ipex_core.ops.optim` for the forms of a parameter.
 Step = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor, "Tensor | None"], "Call | None"]
 #: Name of the op, its tensors and its numbers; None: the step has been done.
 Call = tuple[str, tuple["Tensor | None", ...], tuple[Any, ...]]

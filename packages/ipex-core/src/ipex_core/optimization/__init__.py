@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ipex_core.optimization.api import optimize, restore
-from ipex_core.optimization.passes.layout import (
+from ipex_core.optimization.passes.prepack import (
     disable_auto_channels_last,
     enable_auto_channels_last,
 )

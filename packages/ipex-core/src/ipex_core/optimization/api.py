@@ -12,17 +12,15 @@ from torch import nn
 
 from ipex_core.amp import warn_if_emulated
 from ipex_core.errors import OpArgumentError
-from ipex_core.jit._traced import ATTRIBUTE as TRACED
-from ipex_core.jit._traced import TracedForward
+from ipex_core.jit import ATTRIBUTE as TRACED
+from ipex_core.jit import TracedForward
 from ipex_core.library.spec import dtype_name
 from ipex_core.module_swap.state_dict import detach
 from ipex_core.optimization.options import Options, check_model, parse
-from ipex_core.optimization.passes.base import Context, Pass, run_on
+from ipex_core.optimization.passes import Context, Pass, run_on
 from ipex_core.optimization.passes.cast import Buffers, Cast
-from ipex_core.optimization.passes.folding import ConvBatchNorm, LinearBatchNorm
-from ipex_core.optimization.passes.fuse import Fuse
-from ipex_core.optimization.passes.layout import ChannelsLast, auto_channels_last
-from ipex_core.optimization.passes.prepack import Prepack
+from ipex_core.optimization.passes.fuse import ConvBatchNorm, Fuse, LinearBatchNorm
+from ipex_core.optimization.passes.prepack import ChannelsLast, Prepack, auto_channels_last
 from ipex_core.optimization.passes.swap import (
     Dropout,
     Encoder,

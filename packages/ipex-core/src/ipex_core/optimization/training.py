@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core.module_swap.derive import set_class
+from ipex_core.module_swap.base import set_class
 from ipex_core.nn.training_linear import LEAST_ROWS, TrainingLinear, why_not
 from ipex_core.optim.dtensor import is_spread, is_wrapped
 from ipex_core.optim.fused import adopt, needs_closure

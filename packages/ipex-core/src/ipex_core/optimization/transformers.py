@@ -15,13 +15,11 @@ list of models: in modules that are imported already at once, in others when the
 from __future__ import annotations
 
 import functools
-import importlib.machinery
 import inspect
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,8 +29,9 @@ from ipex_core.kernels.policy import find_kernels, has_kernel
 from ipex_core.library.spec import FLOATS
 from ipex_core.module_swap.base import call
 from ipex_core.nn.functional import attention_supported
-from ipex_core.optimization.passes.base import Context, Pass
+from ipex_core.optimization.passes import Context, Pass
 from ipex_core.optimization.records import Log
+from ipex_core.util.import_hooks import when_matching
 
 __all__ = ["HuggingFaceAttention", "attention_forward", "register_interface"]
 
@@ -424,49 +423,11 @@ def _entry(stock: type, made: _Made) -> Callable[..., Any]:
     return make
 
 
+@functools.cache
 def _watch(name: str, made: _Made) -> None:
     """Call `_offer` for the modelling modules that are imported, and for each one that will be; once for a name."""
-    if any(isinstance(finder, _TableFinder) and finder.name == name for finder in sys.meta_path):
-        return
-    sys.meta_path.insert(0, _TableFinder(name, made))
-    for key, module in list(sys.modules.items()):
-        if _is_modeling(key) and isinstance(module, types.ModuleType):
-            _offer(module, name, made)
+    when_matching(_is_modeling, lambda module: _offer(module, name, made))
 
 
 def _is_modeling(name: str) -> bool:
     return name.startswith(_PACKAGE) and name.rpartition(".")[2].startswith("modeling_")
-
-
-class _TableLoader(importlib.machinery.SourceFileLoader):
-    """Runs a module as usual, and looks for tables in it afterwards."""
-
-    finder: _TableFinder
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        super().exec_module(module)
-        _offer(module, self.finder.name, self.finder.made)
-
-
-class _TableFinder:
-    """Finds modelling modules as Python does, for `_TableLoader` to run; other names are not looked at."""
-
-    def __init__(self, name: str, made: _Made) -> None:
-        self.name = name
-        self.made = made
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: types.ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        if not _is_modeling(fullname):
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
-            return None  # leave modules with a custom loader alone
-        loader = _TableLoader(fullname, spec.loader.path)
-        loader.finder = self
-        spec.loader = loader
-        return spec

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory that the processes of one host share to exchange tensors. Layout and protocol are as in
-// ipex_core/ops/collective/exchange.py, so that ranks with and without native kernels understand
+// ipex_core/ops/collective.py, so that ranks with and without native kernels understand
 // each other.
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace ipex {
 
-// What the ranks of a call must agree about; as note_of in ipex_core/ops/collective/exchange.py.
+// What the ranks of a call must agree about; as note_of in ipex_core/ops/collective.py.
 inline int64_t note_of(int64_t size, ScalarType dtype, int64_t kind) {
   const int64_t code = dtype == ScalarType::Float ? 1 : dtype == ScalarType::BFloat16 ? 2 : 3;
   return size * 64 + code * 8 + kind;

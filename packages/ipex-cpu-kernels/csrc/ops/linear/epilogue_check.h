@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks of the arguments that follow a matrix product, shared by the glue of linear, woq_linear,
-// int8_linear and others; ipex_core.ops.linear.epilogue has the same checks in Python.
+// int8_linear and others; ipex_core.ops.linear has the same checks in Python.
 #pragma once
 
 #include <string>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the glue of all optimizer steps shares: checks, layouts, threads. The texts are the same as
-// in ipex_core.ops.optim.common.
+// in ipex_core.ops.optim.
 #pragma once
 
 #include <algorithm>

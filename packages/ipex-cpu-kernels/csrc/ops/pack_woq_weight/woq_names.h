@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Names and dtypes of quantized formats, with the checks that packing and unpacking share. The
-// texts are as in ipex_core.ops.woq.pack_woq_weight.
+// texts are as in ipex_core.ops.woq_weight.
 #pragma once
 
 #include <algorithm>

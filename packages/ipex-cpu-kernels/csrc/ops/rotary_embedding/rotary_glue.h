@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks and descriptions of arguments that the rotary ops share; the texts are as in
-// ipex_core.ops.rotary._common.
+// ipex_core.ops.rotary_embedding.
 #pragma once
 
 #include <algorithm>

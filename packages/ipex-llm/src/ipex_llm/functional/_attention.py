@@ -12,7 +12,7 @@ import torch
 from ipex_core.library.spec import check
 from ipex_core.module_swap.base import call
 from ipex_core.nn.ipex_api.kv_cache import indirect_access_kv_cache_attention
-from ipex_core.util.arguments import also_named
+from ipex_core.util import also_named
 
 __all__ = ["indirect_access_kv_cache_attention", "varlen_attention", "varlen_fwd"]
 

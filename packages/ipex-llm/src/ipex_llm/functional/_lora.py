@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ipex_core.nn.ipex_api import lora
-from ipex_core.util.arguments import also_named
+from ipex_core.util import also_named
 
 __all__ = ["bgmv_expand", "bgmv_expand_slice", "bgmv_shrink"]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ipex_core.module_swap.base import call
-from ipex_core.util.arguments import also_named
+from ipex_core.util import also_named
 
 __all__ = ["rotary_embedding", "rotary_embedding_batched"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ipex_core.errors import IpexError
-from ipex_core.ops.kv_cache.checks import QUANTIZED
+from ipex_core.ops.kv_cache import QUANTIZED
 
 __all__ = [
     "CACHE_DTYPES",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ipex_core.module_swap.derive import set_class
+from ipex_core.module_swap.base import set_class
 from ipex_llm.kv_cache.paged import (
     CacheMemoryError,
     PagedCache,

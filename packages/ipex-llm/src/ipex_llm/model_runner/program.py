@@ -28,7 +28,7 @@ from torch import nn
 from ipex_core.library.spec import FLOATS
 from ipex_core.packing.parameter import PackedWeight
 from ipex_core.program import Program, ProgramBuilder, Register
-from ipex_core.util.memory import return_free_memory
+from ipex_core.util import return_free_memory
 from ipex_llm.arch.types import (
     AttentionPlan,
     DecoderPlan,

@@ -11,7 +11,7 @@ import torch
 
 from ipex_core.library.spec import FLOATS
 from ipex_core.nn.rope import rope_frequencies
-from ipex_core.ops.kv_cache.checks import QUANTIZED
+from ipex_core.ops.kv_cache import QUANTIZED
 from ipex_core.program import Program
 from ipex_llm.arch.reference import query_factors
 from ipex_llm.arch.types import AttentionPlan, DecoderPlan, RopePlan

@@ -11,7 +11,7 @@ from torch import nn
 
 from ipex_core.library.spec import check
 from ipex_core.module_swap.base import call
-from ipex_core.util.arguments import also_named
+from ipex_core.util import also_named
 from ipex_llm import functional
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 

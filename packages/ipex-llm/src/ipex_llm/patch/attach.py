@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ipex_core
-from ipex_core.module_swap.derive import as_original, restore_class, swap
+from ipex_core.module_swap.base import as_original, restore_class, swap
 from ipex_core.module_swap.forward import FusedForward
 from ipex_core.optimization.passes.prepack import PACKED_LATER
 from ipex_core.packing.parameter import PackedWeight

@@ -12,7 +12,7 @@ from torch import nn
 from ipex_core.library.spec import check
 from ipex_core.optimization.records import QUANTIZATION, Quantization, quantization_of
 from ipex_core.packing.quantize import DTYPES, amax, to_fp8
-from ipex_core.util.arguments import also_named
+from ipex_core.util import also_named
 from ipex_quant.fp8.linear import EMULATED, FP8Linear
 from ipex_quant.fp8.tensors import Float8Format, FP8TensorMeta
 from ipex_quant.util.modules import replace_module

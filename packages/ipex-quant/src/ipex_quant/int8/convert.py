@@ -17,7 +17,7 @@ from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconf
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
-from ipex_core.optimization.passes.layout import auto_channels_last
+from ipex_core.optimization.passes.prepack import auto_channels_last
 from ipex_core.optimization.records import QUANTIZATION, Quantization, quantization_of
 from ipex_core.util.quiet import quiet
 from ipex_quant.int8.boundary import Codes, Early, Fused, Scale, Start

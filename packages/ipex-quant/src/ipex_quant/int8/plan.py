@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from ipex_core.module_swap.base import has_hooks
-from ipex_core.ops.linear.epilogue import ACTIVATIONS
+from ipex_core.ops.linear import ACTIVATIONS
 from ipex_quant.int8.dataflow import Event, Flow, activation_of
 from ipex_quant.int8.modules import conv as _int8_conv
 from ipex_quant.int8.modules.matmul import Interaction, MatMul, Product, why_float

@@ -15,7 +15,7 @@ from torch import nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
-from ipex_core.util.files import write_whole
+from ipex_core.util import write_whole
 from ipex_quant.int8.boundary import Scale
 from ipex_quant.int8.modules.conv_transpose import output_rows
 from ipex_quant.int8.modules.matmul import Interaction, MatMul, Product

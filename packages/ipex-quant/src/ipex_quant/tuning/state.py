@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ipex_core.errors import OpArgumentError
-from ipex_core.util.files import write_whole
+from ipex_core.util import write_whole
 from ipex_quant.tuning.space import Trial
 
 __all__ = ["Result", "State", "fingerprint"]

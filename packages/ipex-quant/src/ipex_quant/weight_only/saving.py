@@ -20,7 +20,7 @@ from torch import nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
-from ipex_core.module_swap.derive import original_class
+from ipex_core.module_swap.base import original_class
 from ipex_core.optimization.records import SavePretrained, quantization_of
 from ipex_quant.util.hooks import on_describe
 from ipex_quant.util.modules import is_whole, saved_parts

@@ -2,7 +2,8 @@
 """Second names of modules: ``ipex.nn`` is `ipex_core.nn`, ``intel_extension_for_pytorch.nn`` is ``ipex.nn``.
 
 A finder on ``sys.meta_path`` answers only for names below the two prefixes, imports the real module and enters the same
-object under the second name. Nothing is imported before it is named.
+object under the second name. Nothing is imported before it is named. What no finder knows is looked up in the migration
+table.
 """
 
 from __future__ import annotations
@@ -92,15 +93,30 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         Raises:
             MissingComponentError: The name belongs to a component that is not installed.
             BrokenComponentError: The component is installed, but cannot be imported.
+            NotOfferedModuleError: IPEX had the name, and it is knowingly not there.
         """
         package, _, rest = fullname.partition(".")
         if not rest or package not in ("ipex", OLD_NAME):
             return None
         real = f"ipex.{rest}" if package == OLD_NAME else _real_name(rest)
-        if real is None or not _exists(real):
+        if real is not None and _exists(real):
+            # `python -m` runs no packages but the `__main__` inside.
+            return ModuleSpec(
+                fullname, _Loader(real), is_package=not fullname.endswith(".__main__")
+            )
+        if package == OLD_NAME:
             return None
-        # `python -m` runs no packages but the `__main__` inside.
-        return ModuleSpec(fullname, _Loader(real), is_package=not fullname.endswith(".__main__"))
+        return self._from_others(fullname, path, target) or migration.spec(fullname)
+
+    def _from_others(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None
+    ) -> ModuleSpec | None:
+        for other in list(sys.meta_path):
+            find = getattr(other, "find_spec", None) if other is not self else None
+            found: ModuleSpec | None = None if find is None else find(fullname, path, target)
+            if found is not None:
+                return found
+        return None
 
 
 def _exists(name: str) -> bool:
@@ -156,8 +172,7 @@ def started_by_dash_m() -> bool:
 
 
 def install() -> None:
-    """Put the finder in front of the usual ones, once."""
+    """Put the finder before the usual ones, once."""
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
-        # In front: the usual finder would load the files of ipex a second time under the old name.
+        # Before them: the usual finder would load the files of ipex a second time under the old name.
         sys.meta_path.insert(0, AliasFinder())
-    migration.install()

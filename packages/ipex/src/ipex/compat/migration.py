@@ -11,15 +11,13 @@ import functools
 import importlib
 import importlib.abc
 import importlib.util
-import sys
 import types
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
 from ipex_cli.migration_table import Row, find, rows
 
-__all__ = ["TableFinder", "resolve", "teach"]
+__all__ = ["resolve", "spec", "teach"]
 
 
 @functools.cache
@@ -198,41 +196,29 @@ def _parents() -> frozenset[str]:
     return frozenset(name.rpartition(".")[0] for name in (*_modules(), *absent))
 
 
-class TableFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules that IPEX had and ipex has not. It comes after all other finders."""
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: types.ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        """Return a spec for a module of the table, None for other names.
-
-        Raises:
-            NotOfferedModuleError: What is imported is a name that is knowingly not there.
-        """
-        package, _, dotted = fullname.partition(".")
-        if package != "ipex" or not dotted:
-            return None
-        if dotted in _modules():
-            return ModuleSpec(fullname, self, is_package=True)
-        row = find(dotted)
-        if row is not None and _is_missing(row):
-            from ipex_core.errors import NotOfferedModuleError
-
-            raise NotOfferedModuleError(_text(dotted, row))
-        return None
-
+class _TableLoader(importlib.abc.Loader):
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        """Return the module."""
         return _TableModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Do nothing: the module has no code."""
 
 
-def install() -> None:
-    """Put the finder behind all others, once."""
-    if not any(isinstance(finder, TableFinder) for finder in sys.meta_path):
-        sys.meta_path.append(TableFinder())
+def spec(fullname: str) -> ModuleSpec | None:
+    """Return a spec for a module that IPEX had and ipex has not, None for other names.
+
+    Args:
+        fullname: A name below ``ipex`` that nothing else finds.
+
+    Raises:
+        NotOfferedModuleError: What is imported is a name that is knowingly not there.
+    """
+    dotted = fullname.partition(".")[2]
+    if dotted in _modules():
+        return ModuleSpec(fullname, _TableLoader(), is_package=True)
+    row = find(dotted)
+    if row is not None and _is_missing(row):
+        from ipex_core.errors import NotOfferedModuleError
+
+        raise NotOfferedModuleError(_text(dotted, row))
+    return None

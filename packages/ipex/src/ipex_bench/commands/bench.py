@@ -28,8 +28,8 @@ from ipex_bench.commands.ops_report import read_results, results_json, results_t
 from ipex_bench.commands.plan import Files, arguments_of, choice, deadline, native
 from ipex_bench.report import SHORT
 from ipex_bench.shapes import SIZES
+from ipex_core.util import write_whole
 from ipex_core.util.console import make_console, warn_if_busy, written
-from ipex_core.util.files import write_whole
 
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result

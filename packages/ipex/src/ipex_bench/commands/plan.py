@@ -22,8 +22,8 @@ from ipex_bench.result import Run
 from ipex_bench.run import Plan
 from ipex_bench.shapes import SIZES
 from ipex_bench.shapes import names as workloads
+from ipex_core.util import write_whole
 from ipex_core.util.console import figure_class, writable, written
-from ipex_core.util.files import write_whole
 
 __all__ = ["Files", "arguments_of", "choice", "deadline", "make_plan", "native"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ipex_core.fusion.aten.epilogue import Activation, find_activations
-from ipex_core.fusion.aten.graph import (
+from ipex_core.fusion import Fusion, GraphReport
+from ipex_core.fusion.aten import (
     Context,
     binary,
     describe,
@@ -22,8 +22,7 @@ from ipex_core.fusion.aten.graph import (
     shape_of,
     val,
 )
-from ipex_core.fusion.aten.linear import against_ours
-from ipex_core.fusion.report import Fusion, GraphReport
+from ipex_core.fusion.aten.linear import Activation, against_ours, find_activations
 from ipex_core.library.spec import FLOATS
 from ipex_core.util.symbolic import hints
 
@@ -260,7 +259,7 @@ def _pack(
         return
     weight = conv.weight
     with torch.utils._python_dispatch._disable_current_modes():
-        from ipex_core.ops.conv.convolution import pack_convolution
+        from ipex_core.ops.conv import pack_convolution
 
         packed = _constant(ctx, root, pack_convolution(weight))
     operands = [_channels_last(ctx, root, n) for n in (conv.x, residual)]
@@ -351,8 +350,8 @@ def _runs(
 ) -> dict[str, Callable[[], Tensor]]:
     """Return the candidates, on as many of the images as make a call long enough to be timed."""
     from ipex_core.kernels.policy import numbers
-    from ipex_core.ops.conv.convolution import pack_convolution
-    from ipex_core.ops.linear.epilogue import activate
+    from ipex_core.ops.conv import pack_convolution
+    from ipex_core.ops.linear import activate
     from ipex_core.packing import onednn as _mkldnn
 
     ipex, last = torch.ops.ipex.convolution.default, torch.channels_last

@@ -1,21 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers: frozen weights are packed for our kernel, and what follows a layer moves into its kernel.
-
-Steps, each of use without the others:
-
-* `unpack_linears`: layers that `ipex.optimize` has packed go back to Inductor where its library was measured to be
-  faster. The choice of `ipex.optimize` is one against the stock op, which packs nothing. A frozen graph packs its
-  weights for MKL in float32, and that is faster on some CPUs.
-* `pack_linears`: ``addmm`` and ``mm`` with a weight that freezing makes constant become ``ipex::linear`` (float32,
-  bfloat16, float16), for few rows above all.
-* `fuse_gated`: ``silu(x @ gate.T) * (x @ up.T)`` becomes one ``ipex::linear`` on the interleaved weights.
-* `fuse_post_ops`: an activation, a product and up to two additions move into any of ``ipex::linear``,
-  ``ipex::woq_linear`` and ``ipex::int8_linear``, also those that `ipex.optimize` or `ipex.quantization` have put there.
-"""
+"""Linear layers in ATen graphs, and what follows them: activations, products and sums."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -24,30 +14,36 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from ipex_core.fusion.aten.epilogue import Activation, find_activations
-from ipex_core.fusion.aten.graph import (
+from ipex_core.fusion.aten import (
     DEVICES,
     PURE,
     Context,
+    between,
     binary,
     describe,
     is_call,
+    narrowed,
     same,
+    scaled,
     shape_of,
+    shifted,
     static,
+    uncast,
     val,
 )
 from ipex_core.kernels import providers
 from ipex_core.kernels.policy import choose_linear, fastest, numbers
 from ipex_core.library.spec import FLOATS
-from ipex_core.ops.linear.epilogue import activate, apply_epilogue, weight_rows
+from ipex_core.ops.linear import activate, apply_epilogue, weight_rows
 from ipex_core.packing.dense import deinterleave_gate_up, interleave_gate_up
 from ipex_core.util.symbolic import hints
 
 __all__ = [
+    "Activation",
     "VIEWS",
     "against_ours",
     "arguments",
+    "find_activations",
     "fuse_gated",
     "fuse_post_ops",
     "measured_linear",
@@ -57,6 +53,151 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """``root = kind(source)``; the interior lies between."""
+
+    kind: str
+    root: fx.Node
+    source: fx.Node
+    interior: tuple[fx.Node, ...]
+
+
+def find_activations(ctx: Context) -> dict[fx.Node, Activation]:
+    """Return the activations of a graph by their root."""
+    found: dict[fx.Node, Activation] = {}
+    for node in ctx.graph.nodes:
+        if node.op != "call_function":
+            continue
+        match = None
+        if node.target is aten.relu.default and isinstance(node.args[0], fx.Node):
+            match = Activation("relu", node, node.args[0], ())
+        elif node.target is aten.silu.default:  # where it is not decomposed
+            match = Activation("silu", node, node.args[0], ())
+        elif node.target is aten.erf.default:
+            match = _gelu(node, _erf_argument(node), "gelu")
+        elif node.target is aten.tanh.default:
+            match = _gelu(node, _tanh_argument(node), "gelu_tanh")
+        elif node.target in (aten.div.Tensor, aten.mul.Tensor):
+            match = _silu(node)
+        if match is not None:
+            match = _with_casts(match)
+            found[match.root] = match
+    return found
+
+
+def _close(value: float, expected: float) -> bool:
+    return math.isclose(value, expected, rel_tol=1e-4)
+
+
+def _erf_argument(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    part = scaled(node.args[0])
+    if part is None or not _close(part[1], math.sqrt(0.5)):
+        return None
+    return part[0], [node.args[0]]  # type: ignore[list-item]
+
+
+def _tanh_argument(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """Match ``sqrt(2 / pi) * (x + 0.044715 * x^3)``; return x and the nodes passed."""
+    part = scaled(node.args[0])
+    if part is None or not _close(part[1], math.sqrt(2 / math.pi)):
+        return None
+    total = part[0]
+    pair = binary(total, aten.add.Tensor)
+    if pair is None:
+        return None
+    for x, rest in (pair, pair[::-1]):
+        cubic = scaled(rest)
+        if cubic is None or not _close(cubic[1], 0.044715):
+            continue
+        cube = _cube(cubic[0], x)
+        if cube is not None:
+            return x, [node.args[0], total, rest, *cube]
+    return None
+
+
+def _cube(node: fx.Node, x: fx.Node) -> list[fx.Node] | None:
+    if is_call(node, aten.pow.Tensor_Scalar):
+        return [node] if node.args[0] is x and node.args[1] == 3 else None
+    pair = binary(node, aten.mul.Tensor)
+    if pair is None:
+        return None
+    for square, factor in (pair, pair[::-1]):
+        if factor is x and (
+            binary(square, aten.mul.Tensor) == (x, x)
+            or (is_call(square, aten.pow.Tensor_Scalar) and square.args == (x, 2))
+        ):
+            return [node, square]
+    return None
+
+
+def _gelu(
+    anchor: fx.Node, argument: tuple[fx.Node, list[fx.Node]] | None, kind: str
+) -> Activation | None:
+    """Match ``0.5 * x * (1 + anchor)``, in any grouping of the factors."""
+    if argument is None or len(anchor.users) != 1:
+        return None
+    x, inside = argument
+    plus = next(iter(anchor.users))
+    shift = shifted(plus)
+    if shift is None or shift[1] != 1.0 or len(plus.users) != 1:
+        return None
+    product = next(iter(plus.users))
+    pair = binary(product, aten.mul.Tensor)
+    if pair is None:
+        return None
+    other = pair[1] if pair[0] is plus else pair[0]
+    half = scaled(other)
+    if half is not None and half[1] == 0.5 and half[0] is x:  # (0.5 x) (1 + ...)
+        return Activation(kind, product, x, (anchor, plus, other, *inside))
+    if other is x and len(product.users) == 1:  # (x (1 + ...)) 0.5
+        root = next(iter(product.users))
+        half = scaled(root)
+        if half is not None and half[1] == 0.5:
+            return Activation(kind, root, x, (anchor, plus, product, *inside))
+    return None
+
+
+def _silu(node: fx.Node) -> Activation | None:
+    """Match ``x / (1 + exp(-x))`` and ``x * sigmoid(x)``."""
+    pair = binary(node, aten.div.Tensor)
+    if pair is not None:
+        x, below = pair
+        shift = shifted(below)
+        if shift is None or shift[1] != 1.0 or not is_call(shift[0], aten.exp.default):
+            return None
+        negative = shift[0].args[0]
+        if is_call(negative, aten.neg.default) and negative.args[0] is x:  # type: ignore[union-attr]
+            return Activation("silu", node, x, (below, shift[0], negative))  # type: ignore[arg-type]
+        return None
+    pair = binary(node, aten.mul.Tensor)
+    if pair is not None:
+        for x, gate in (pair, pair[::-1]):
+            if is_call(gate, aten.sigmoid.default) and gate.args[0] is x:
+                return Activation("silu", node, x, (gate,))
+    return None
+
+
+def _with_casts(match: Activation) -> Activation:
+    """Widen a match over the conversions to float32 and back that surround it in 16 bit."""
+    source = uncast(match.source)
+    outer, inner = val(match.root), val(source)
+    if source is match.source or outer is None or inner is None or inner.dtype not in FLOATS:
+        return match
+    if outer.dtype == inner.dtype:
+        return match
+    narrow = narrowed(match.root, inner.dtype)
+    if narrow is None:
+        return match
+    inside = (match.root, *match.interior, *between(match.source, source))
+    return Activation(match.kind, narrow, source, inside)
+
+
+# --- linear layers ----------------------------------------------------------------------------------------------------
+
+
 ipex = torch.ops.ipex
 
 Tensor = torch.Tensor
@@ -503,7 +644,7 @@ def _linears(
     n: int, k: int, rows: int, biased: bool, mkl: bool, activation: str
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Return what computes a linear layer in float32: Inductor's choice and ours."""
-    from ipex_core.ops.linear.epilogue import activate
+    from ipex_core.ops.linear import activate
     from ipex_core.packing import onednn
     from ipex_core.packing.parameter import pack
 

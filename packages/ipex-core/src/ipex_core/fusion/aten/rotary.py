@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ipex_core.fusion.aten.graph import (
+from ipex_core.fusion.aten import (
     DEVICES,
     Context,
     binary,

@@ -22,8 +22,7 @@ from torch.autograd.function import once_differentiable
 from ipex_core import config
 from ipex_core.library.kernels import specs
 from ipex_core.module_swap.base import check_recorded
-from ipex_core.ops.embedding.bags import Bags
-from ipex_core.ops.embedding.merged_embeddingbag_int8 import quantize_table
+from ipex_core.ops.merged_embeddingbag import Bags, quantize_table
 
 __all__ = [
     "EmbeddingSpec",

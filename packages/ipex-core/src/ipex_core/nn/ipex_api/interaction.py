@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ipex_core.module_swap.base import transformed
-from ipex_core.ops.embedding import interaction as definition
+from ipex_core.ops import interaction as definition
 
 __all__ = ["InteractionFunc", "interaction"]
 

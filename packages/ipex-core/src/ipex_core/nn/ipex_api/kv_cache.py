@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ipex_core.library.spec import check
-from ipex_core.ops.kv_cache.checks import quantize
+from ipex_core.ops.kv_cache import quantize
 
 __all__ = ["LayerPast", "indirect_access_kv_cache_attention"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ipex_core.module_swap.derive import set_class
+from ipex_core.module_swap.base import set_class
 
 __all__ = ["_LSTM", "replace_lstm_with_ipex_lstm"]
 

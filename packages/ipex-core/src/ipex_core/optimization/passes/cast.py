@@ -29,7 +29,7 @@ from ipex_core import nn as inn
 from ipex_core.library.spec import FLOATS, dtype_name
 from ipex_core.module_swap.script import refuse_hook
 from ipex_core.module_swap.state_dict import attach, realize, revert, swap_class
-from ipex_core.optimization.passes.base import Context, Pass, run_on, swap_reason
+from ipex_core.optimization.passes import Context, Pass, run_on, swap_reason
 from ipex_core.optimization.records import Log
 
 __all__ = ["Buffers", "Cast", "held_above", "wide_names"]

@@ -9,9 +9,9 @@ from ipex_core import nn as inn
 from ipex_core.kernels.policy import has_kernel
 from ipex_core.module_swap.state_dict import attach, realize, state_of, swap_class
 from ipex_core.nn.layers import identity_dropout
-from ipex_core.optimization.passes.base import Context, Pass, swap_reason
+from ipex_core.optimization.passes import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
-from ipex_core.util.memory import return_free_memory
+from ipex_core.util import return_free_memory
 
 __all__ = ["Dropout", "GraphMode", "Kernels", "Realize", "Recurrent"]
 

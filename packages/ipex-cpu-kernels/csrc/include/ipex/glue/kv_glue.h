@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks of caches, block tables and lengths for the glue of attention ops. Everything that a
 // kernel will use as an index is checked here, before any memory is touched; the texts are as in
-// ipex_core.ops.kv_cache.checks.
+// ipex_core.ops.kv_cache.
 #pragma once
 
 #include <algorithm>

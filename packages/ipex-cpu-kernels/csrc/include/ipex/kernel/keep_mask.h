@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dropout without a stored mask: whether an element is kept follows from a key, its row and its
 // column, so that a backward pass finds the same elements again, on any CPU and with any number of
-// threads. ipex_core/library/keep_mask.py is the same in Python.
+// threads. ipex_core/ops/softmax.py is the same in Python.
 #pragma once
 
 #include <cstdint>

@@ -15,8 +15,8 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from ipex_core.util import write_whole
 from ipex_core.util.console import figure_class, make_console, warn_if_busy, writable, written
-from ipex_core.util.files import write_whole
 from ipex_llm.entrypoints.cli.common import (
     DTYPES,
     Dtype,

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from ipex_core import nn as inn
-from ipex_core.module_swap.base import has_hooks
-from ipex_core.module_swap.derive import derive
+from ipex_core.module_swap.base import derive, has_hooks
 from ipex_core.module_swap.state_dict import (
     SavedTensor,
     attach,

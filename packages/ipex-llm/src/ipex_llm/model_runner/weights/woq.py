@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core.module_swap.derive import restore_class, swap
+from ipex_core.module_swap.base import restore_class, swap
 from ipex_core.woq import deinterleave_gate_up
 from ipex_llm.arch.types import LinearPlan
 from ipex_quant import combine_linears

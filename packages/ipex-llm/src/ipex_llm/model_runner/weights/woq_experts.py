@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ipex_core.library.spec import FLOATS, check
-from ipex_core.module_swap.derive import swap
+from ipex_core.module_swap.base import swap
 from ipex_core.packing.parameter import PackedWeight, hollow
 from ipex_core.woq import interleave_gate_up
 from ipex_llm.arch.types import ExpertsPlan

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.module_swap.derive import original_class
+from ipex_core.module_swap.base import original_class
 from ipex_llm.arch.detect.trace import special_tokens
 from ipex_llm.arch.layers import parameter_names
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ipex_core.nn.embedding import MergedEmbeddingBagWithCat
-from ipex_core.ops.embedding.merged_embeddingbag_int8 import quantize_table
+from ipex_core.ops.merged_embeddingbag import quantize_table
 from ipex_quant.int8.ops import TAIL, run
 from ipex_quant.util.modules import WholeModule
 from ipex_quant.weight.tensor import ShowsFloatWeight

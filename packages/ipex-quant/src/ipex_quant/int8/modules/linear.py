@@ -13,7 +13,7 @@ from torch.ao.nn.quantized import dynamic
 
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_core.errors import OpArgumentError
-from ipex_core.ops.linear.epilogue import ACTIVATIONS
+from ipex_core.ops.linear import ACTIVATIONS
 from ipex_quant.int8.boundary import Codes, Early, Scale, Scaled, plain, take
 from ipex_quant.int8.modules import conv as _int8_conv
 from ipex_quant.int8.modules import group as _int8_group

@@ -13,7 +13,7 @@ from torch import nn
 
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_core.nn.functional import interaction
-from ipex_core.ops.int8.int8_matmul import MOST_DEPTH
+from ipex_core.ops.int8_linear import MOST_DEPTH
 from ipex_quant.int8.boundary import Codes, Scale, plain
 from ipex_quant.int8.modules.linear import _result_dtype
 from ipex_quant.util.modules import WholeModule

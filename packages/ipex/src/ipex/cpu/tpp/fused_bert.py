@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 
 from ipex.compat import migration
-from ipex_core.models.fast_bert import fast_bert
+from ipex_core.bert import fast_bert
 
 __all__ = ["fast_bert"]
 

@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions of images with packed weights and fused operands, and batch normalization with fixed statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ipex_core.library.checks import acc, check_device, check_dtype, check_tensor, fake_like, randn
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.ops.linear import activate, check_activation, stored_dtype
+from ipex_core.ops.state_space import check_shaped
+from ipex_core.packing import dense
+from ipex_core.packing.dense import check_packed
+
+Tensor = torch.Tensor
+
+#: Limit of sizes that are given as numbers.
+MOST = 4096
+
+
+def pack_convolution(weight: Tensor) -> Tensor:
+    """Pack the weight of a convolution without groups.
+
+    Args:
+        weight: ``[O, C, KH, KW]``, float32, bfloat16 or float16.
+
+    Returns:
+        `pack_linear_weight` of the weight as ``[O, KH * KW * C]``.
+
+    Example:
+        >>> pack_convolution(torch.zeros(32, 3, 5, 5)).numel() == 64 + 32 * 3 * 5 * 5 * 4
+        True
+    """
+    rows = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1)
+    packed: Tensor = torch.ops.ipex.pack_linear_weight(rows.contiguous())
+    return packed
+
+
+def _depth(x: Tensor, kernel_size: Sequence[int]) -> int:
+    return x.shape[1] * kernel_size[0] * kernel_size[1]
+
+
+def _plain(x: Tensor, packed_weight: Tensor, out_channels: int, kernel_size: list[int]) -> Tensor:
+    """Return the weight as ``[out_channels, C, KH, KW]``."""
+    stored = stored_dtype(x, packed_weight)
+    rows = dense.unpack(packed_weight, out_channels, _depth(x, kernel_size), stored)
+    return rows.view(out_channels, *kernel_size, x.shape[1]).permute(0, 3, 1, 2)
+
+
+def _convolution(
+    x: Tensor,
+    packed_weight: Tensor,
+    out_channels: int,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    """Compute ``activation(conv2d(x, weight) + bias + residual)`` with a packed weight, without groups.
+
+    Products are accumulated in float32 and the result is rounded once. Pairs of numbers are for height and width.
+
+    Args:
+        x: ``[N, C, H, W]``, float32, bfloat16 or float16; copied unless it is channels-last.
+        packed_weight: Result of `pack_linear_weight` for the weight ``[out_channels, KH * KW * C]`` in the dtype of
+            ``x``: the weight of a stock convolution, with channels as the last dimension.
+        out_channels: The number of output channels.
+        kernel_size: ``[KH, KW]``.
+        stride: Steps of the window.
+        padding: Zeros on each side.
+        dilation: Distance of the places of the window.
+        bias: ``[out_channels]`` in the dtype of ``x`` or float32, or None.
+        residual: In shape and dtype of the result, or None; copied unless it is channels-last.
+        activation: ``"none"``, ``"relu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"silu"``, of the sum.
+
+    Returns:
+        ``[N, out_channels, OH, OW]`` in the dtype of ``x``, channels-last.
+
+    Raises:
+        RuntimeError: For wrong dtypes, shapes or devices.
+    """
+    stored = stored_dtype(x, packed_weight)
+    depth = _depth(x, kernel_size)
+    dense.check_header("convolution", "packed_weight", packed_weight, out_channels, depth, stored)
+    wide = acc(x)
+    weight = _plain(x, packed_weight, out_channels, kernel_size).to(wide.dtype)
+    y = functional.conv2d(wide, weight, None, stride, padding, dilation)
+    if bias is not None:
+        y = y + bias.to(y.dtype).view(-1, 1, 1)
+    if residual is not None:
+        y = y + acc(residual)
+    return activate(y, activation).to(x.dtype).contiguous(memory_format=torch.channels_last)
+
+
+def _check_pair(name: str, value: Sequence[int], least: int) -> None:
+    fine = len(value) == 2 and all(least <= v <= MOST for v in value)
+    check(fine, "convolution", name, f"be 2 numbers from {least} to {MOST}", list(value))
+
+
+def _out_size(
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[int]:
+    """Return height and width of the result; 0 or less where the window does not fit."""
+    return [
+        (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (kernel_size[i] - 1) - 1) // stride[i] + 1
+        for i in (0, 1)
+    ]
+
+
+def _check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    shape = f"shape {list(a.x.shape)}"
+    a.require(a.x.dim() == 4 and a.x.shape[1] > 0, "x", "be 4-D [N, C, H, W] with C > 0", shape)
+    check_device(a.op, "packed_weight", a.packed_weight, a.x)
+    a.require(a.out_channels > 0, "out_channels", "be positive")
+    for name, value, least in (
+        ("kernel_size", a.kernel_size, 1),
+        ("stride", a.stride, 1),
+        ("padding", a.padding, 0),
+        ("dilation", a.dilation, 1),
+    ):
+        _check_pair(name, value, least)
+    check_activation(a.op, a.activation)
+    size = _out_size(a.x, a.kernel_size, a.stride, a.padding, a.dilation)
+    fits = size[0] > 0 and size[1] > 0
+    a.require(fits, "x", "have at least the size of the window with its padding", shape)
+    check_packed(
+        a.op,
+        "packed_weight",
+        a.packed_weight,
+        a.out_channels,
+        _depth(a.x, a.kernel_size),
+        a.x.dtype,
+    )
+    for name, tensor, wanted in (
+        ("bias", a.bias, [a.out_channels]),
+        ("residual", a.residual, [a.x.shape[0], a.out_channels, *size]),
+    ):
+        if tensor is not None:
+            check_device(a.op, name, tensor, a.x)
+            check_dtype(a.op, name, tensor, a.x, or_float32=name == "bias")
+            right = list(tensor.shape) == wanted
+            a.require(right, name, f"have shape {wanted}", list(tensor.shape))
+
+
+def _fake(a: Arguments) -> Tensor:
+    size = _out_size(a.x, a.kernel_size, a.stride, a.padding, a.dilation)
+    # Not new_empty().to(): of one pixel, that keeps the strides of the other format.
+    return torch.empty(
+        a.x.shape[0],
+        a.out_channels,
+        *size,
+        dtype=a.x.dtype,
+        device=a.x.device,
+        memory_format=torch.channels_last,
+    )
+
+
+_Args = tuple[Tensor, Tensor, int, list[int], list[int], list[int], list[int], Tensor]
+
+
+def _case(
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int, int, int],
+    kernel: int | list[int] = 1,
+    stride: int | list[int] = 1,
+    padding: int | list[int] = 0,
+    dilation: int | list[int] = 1,
+    seed: int = 0,
+) -> _Args:
+    """Return arguments for ``sizes`` = N, C, H, W and output channels, ``x`` channels-last."""
+    n, c, h, w, out = sizes
+    taps, *rest = ([v, v] if isinstance(v, int) else v for v in (kernel, stride, padding, dilation))
+    x = randn(n, h, w, c, dtype=dtype, seed=seed).permute(0, 3, 1, 2)
+    depth = c * taps[0] * taps[1]
+    rows = randn(out, depth, dtype=dtype, seed=seed + 1, scale=depth**-0.5)
+    bias = randn(out, dtype=dtype, seed=seed + 2)
+    return x, dense.pack(rows), out, taps, rest[0], rest[1], rest[2], bias
+
+
+def _samples(dtype: torch.dtype) -> Iterator[Sample]:
+    cases = {
+        "1x1": _case(dtype, (2, 32, 7, 5, 64)),
+        "1x1-odd": _case(dtype, (1, 7, 3, 3, 5)),
+        "1x1-stride": _case(dtype, (2, 16, 9, 8, 40), 1, 2),
+        "1x1-padding": _case(dtype, (1, 16, 3, 4, 33), 1, 1, 1),
+        "3x3": _case(dtype, (2, 32, 11, 10, 96), 3, 1, 1),
+        "3x3-valid": _case(dtype, (1, 5, 8, 9, 33), 3),
+        "3x3-stride": _case(dtype, (1, 24, 9, 14, 48), 3, 2, 1),
+        "3x3-dilation": _case(dtype, (1, 8, 12, 11, 20), 3, 1, 2, 2),
+        "3x3-one_pixel": _case(dtype, (3, 16, 1, 1, 32), 3, 1, 1),
+        "3x3-deep": _case(dtype, (1, 300, 4, 5, 70), 3, 1, 1),
+        "1x1-deep": _case(dtype, (1, 900, 3, 5, 70)),
+        "3x3-three_channels": _case(dtype, (2, 3, 17, 23, 33), 3, 1, 1),  # parts of several images
+        "7x7-three_channels": _case(dtype, (1, 3, 21, 23, 64), 7, 2, 3),
+        "1x5": _case(dtype, (1, 12, 6, 9, 32), [1, 5], [1, 2], [0, 2], [1, 2]),
+        # Many pixels and whole groups of 32 channels.
+        "3x3-lines": _case(dtype, (2, 96, 7, 9, 40), 3, 1, 1),
+        "1x1-stride-lines": _case(dtype, (1, 64, 17, 18, 32), 1, 2),
+        "3x2-lines": _case(dtype, (2, 32, 21, 19, 33), [3, 2], [2, 1], [3, 0], [2, 3]),
+        "wide_padding": _case(dtype, (1, 4, 2, 3, 8), 2, 3, 5),
+        "single": _case(dtype, (1, 1, 1, 1, 1)),
+    }
+    for name, args in cases.items():
+        yield Sample(args, id=name)
+    for name in ("1x1", "3x3", "3x3-stride", "3x3-deep", "3x3-lines", "1x1-deep"):
+        x, _, out, taps, stride, padding, dilation, bias = cases[name]
+        height, width = _out_size(x, taps, stride, padding, dilation)
+        residual = randn(x.shape[0], height, width, out, dtype=dtype, seed=5).permute(0, 3, 1, 2)
+        first = cases[name][:7]
+        yield Sample((*first, bias, residual, "relu"), id=f"{name}-residual-relu")
+        yield Sample((*first, None, residual), id=f"{name}-residual")
+    x, bias, rest = cases["3x3-valid"][0], cases["3x3-valid"][7], cases["3x3-valid"][1:7]
+    for activation in ("relu", "gelu", "gelu_tanh", "silu"):
+        yield Sample((x, *rest, bias, None, activation), id=activation)
+    yield Sample((x, *rest), id="no_bias")
+    yield Sample((x, *rest, bias.float()), id="float32_bias")
+    plain = randn(1, 33, 6, 7, dtype=dtype, seed=6)
+    yield Sample((x.contiguous(), *rest, bias, plain, "silu"), id="not_channels_last")
+    yield Sample((x[:0], *rest, bias), id="no_images")
+    special = x.clone()
+    special[0, 0, 0, 0], special[0, 1, 5, 5] = float("nan"), float("inf")
+    yield Sample((special, *rest, bias, None, "relu"), id="special_values")
+
+
+#: Of ResNet-50: channels, pixels a side, output channels, window, stride.
+_SHAPES = (
+    (64, 56, 256, 1, 1),
+    (512, 28, 128, 1, 1),
+    (1024, 14, 256, 1, 1),
+    (64, 56, 64, 3, 1),
+    (128, 28, 128, 3, 1),
+    (512, 7, 512, 3, 1),
+)
+
+
+def _bench() -> Iterator[BenchCase]:
+    for n in (1, 16):
+        for c, pixels, out, taps, stride in _SHAPES:
+            sizes = (n, c, pixels, pixels, out)
+            options = (taps, stride, taps // 2)
+            places = n * (pixels // stride) ** 2
+            depth = c * taps * taps
+            data = n * c * pixels * pixels + out * depth + places * out
+            yield BenchCase(
+                f"{n}x{c}x{pixels}x{pixels}-{out}-{taps}x{taps}",
+                lambda dtype, sizes=sizes, options=options: _case(dtype, sizes, *options),
+                lambda dtype, data=data: data * dtype.itemsize,
+                flops=2 * places * depth * out,
+            )
+
+
+def stock_args(
+    x: Tensor,
+    packed_weight: Tensor,
+    out_channels: int,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, list[int], list[int], list[int]]:
+    """Return the arguments of stock ``conv2d`` for the arguments of the op."""
+    weight = _plain(x, packed_weight, out_channels, kernel_size)
+    return x, weight, bias, stride, padding, dilation
+
+
+register(
+    OpSpec(
+        name="convolution",
+        schema=(
+            "(Tensor x, Tensor packed_weight, int out_channels, int[] kernel_size, int[] stride, int[] padding,"
+            " int[] dilation, Tensor? bias=None, Tensor? residual=None,"
+            ' str activation="none") -> Tensor'
+        ),
+        reference=_convolution,
+        check=_check,
+        fake=_fake,
+        samples=_samples,
+        stock=functional.conv2d,
+        stock_args=stock_args,
+        tolerance={
+            torch.float32: (1e-4, 1e-4),
+            torch.bfloat16: (1.6e-2, 2e-2),
+            torch.float16: (4e-3, 4e-3),
+        },
+        bench=_bench,
+        summary="2-D convolution on a packed weight with bias, residual and activation",
+    )
+)
+
+
+# --- batch normalization with fixed statistics ------------------------------------------------------------------------
+
+
+def _frozen_batch_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
+) -> Tensor:
+    """Scale and shift each channel: ``(x - mean) / sqrt(var + eps) * weight + bias``.
+
+    The statistics are constants, so the result equals batch normalization in evaluation mode. Computed in float32
+    and rounded once.
+
+    Args:
+        x: ``[N, C, ...]``, float32, bfloat16 or float16.
+        weight: ``[C]`` in the dtype of ``x`` or float32, like ``bias``, ``running_mean`` and ``running_var``.
+        bias: Added to the normalized values.
+        running_mean: Mean of each channel.
+        running_var: Variance of each channel.
+        eps: Added to the variance.
+
+    Returns:
+        A tensor like ``x``: channels-last if ``x`` is, else contiguous. Under autograd, gradients reach every tensor
+        argument; with one for ``x`` only, they cost one more call of the op.
+
+    Raises:
+        RuntimeError: For wrong dtypes, shapes or devices.
+
+    Source: Ioffe and Szegedy, "Batch Normalization", 2015.
+    """
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    factor = acc(weight) * torch.rsqrt(acc(running_var) + eps)
+    y = (acc(x) - acc(running_mean).view(shape)) * factor.view(shape) + acc(bias).view(shape)
+    return y.to(x.dtype)
+
+
+def _backward(grads: tuple[Tensor], *args: Any) -> tuple[Tensor | None, ...]:
+    _, weight, bias, mean, var, eps = args
+    (grad,) = grads
+    if any(value.requires_grad for value in (weight, bias, mean, var)):
+        inputs = [value for value in args[:5] if value.requires_grad]
+        with torch.enable_grad():
+            y = _frozen_batch_norm(*args)
+        found = iter(torch.autograd.grad(y, inputs, grad))
+        return (*(next(found) if value.requires_grad else None for value in args[:5]), None)
+    zeros = torch.zeros_like(weight)
+    return (
+        torch.ops.ipex.frozen_batch_norm(grad, weight, zeros, zeros, var, eps),
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+def _norm_check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x, min_dim=2)
+    for name, value in (
+        ("weight", a.weight),
+        ("bias", a.bias),
+        ("running_mean", a.running_mean),
+        ("running_var", a.running_var),
+    ):
+        check_shaped(a.op, name, value, [a.x.shape[1]], a.x, "x", or_float32=True)
+
+
+def channels_last(x: Tensor) -> bool:
+    """Return whether a 4-D tensor is stored with its channels side by side and not plainly."""
+    return (
+        x.dim() == 4
+        and not x.is_contiguous()
+        and x.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def _norm_fake(a: Arguments) -> Tensor:
+    if channels_last(a.x):
+        return torch.empty_like(a.x, memory_format=torch.channels_last)
+    return fake_like(a.x)
+
+
+def _parameters(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    var = randn(channels, seed=34).square() + 0.2
+    return (
+        randn(channels, dtype=dtype, seed=31),
+        randn(channels, dtype=dtype, seed=32),
+        randn(channels, dtype=dtype, seed=33),
+        var.to(dtype),
+    )
+
+
+def _norm_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for shape in ((1, 1, 1, 1), (2, 3, 5, 7), (1, 64, 9, 9), (3, 33, 4, 4), (2, 5, 40, 33)):
+        x = randn(*shape, dtype=dtype, seed=30)
+        name = "x".join(map(str, shape))
+        yield Sample((x, *_parameters(shape[1]), 1e-5), id=name)
+        last = x.contiguous(memory_format=torch.channels_last)
+        yield Sample((last, *_parameters(shape[1]), 1e-5), id=f"{name}-channels_last")
+    x = randn(2, 40, 6, 10, dtype=dtype, seed=35)
+    yield Sample((x, *_parameters(40, dtype), 1e-3), id="parameters_in_dtype")
+    yield Sample((x.transpose(2, 3), *_parameters(40), 1e-5), id="transposed")
+    yield Sample((x[:, 3:20], *_parameters(17), 1e-5), id="slice")
+    yield Sample((randn(7, 12, dtype=dtype), *_parameters(12), 1e-5), id="2d")
+    yield Sample((randn(2, 3, 4, 5, 6, dtype=dtype), *_parameters(3), 1e-5), id="5d")
+    yield Sample((x[:0], *_parameters(40), 1e-5), id="no_images")
+    yield Sample((x[:, :0], *_parameters(0), 1e-5), id="no_channels")
+    special = x.clone()
+    special[0, 1, 2, 3] = float("nan")
+    special[0, 2, 2, 3] = float("inf")
+    special[1, 3, 0, 0] = -float("inf")
+    yield Sample((special, *_parameters(40), 1e-5), id="special_values")
+
+
+def _stock(
+    x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
+) -> Tensor:
+    """Return what torchvision's layer of this name computes."""
+    scale = weight.view(1, -1, 1, 1) * (running_var.view(1, -1, 1, 1) + eps).rsqrt()
+    shift = bias.view(1, -1, 1, 1) - running_mean.view(1, -1, 1, 1) * scale
+    return x * scale.to(x.dtype) + shift.to(x.dtype)
+
+
+def _norm_bench() -> Iterator[BenchCase]:
+    for shape in ((1, 64, 200, 200), (1, 256, 100, 100), (4, 512, 28, 28)):
+        for last in (False, True):
+            fmt = torch.channels_last if last else torch.contiguous_format
+
+            def make(dtype: torch.dtype, shape: Any = shape, fmt: Any = fmt) -> tuple[Any, ...]:
+                x = randn(*shape, dtype=dtype).contiguous(memory_format=fmt)
+                return (x, *_parameters(shape[1]), 1e-5)
+
+            count = torch.Size(shape).numel()
+            yield BenchCase(
+                "x".join(map(str, shape)) + ("-channels_last" if last else ""),
+                make,
+                lambda dtype, n=count: 2 * n * dtype.itemsize,
+            )
+
+
+register(
+    OpSpec(
+        name="frozen_batch_norm",
+        schema=(
+            "(Tensor x, Tensor weight, Tensor bias, Tensor running_mean, Tensor running_var,"
+            " float eps) -> Tensor"
+        ),
+        reference=_frozen_batch_norm,
+        check=_norm_check,
+        fake=_norm_fake,
+        samples=_norm_samples,
+        stock=_stock,
+        backward=_backward,
+        tolerance={
+            torch.float32: (1e-5, 1e-4),
+            torch.bfloat16: (1.6e-2, 1e-2),
+            torch.float16: (2e-3, 2e-3),
+        },
+        bench=_norm_bench,
+        summary="Batch normalization with fixed statistics",
+    )
+)

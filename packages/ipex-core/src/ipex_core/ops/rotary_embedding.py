@@ -1,0 +1,550 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embedding as the references compute it, and the checks the rotary ops share.
+
+Kernels repeat these checks with the same text (``rotary_glue.h``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ipex_core.library.checks import (
+    acc,
+    check_device,
+    check_dtype,
+    check_dtype_in,
+    check_like,
+    check_not_expanded,
+    check_tensor,
+    dtype_name,
+    fake_like,
+    randn,
+    strided,
+)
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+
+Tensor = torch.Tensor
+
+MAX_ROTARY_DIM = 1024
+_INDEX = (torch.int32, torch.int64)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, half_split: bool) -> Tensor:
+    """Rotate the first ``rotary_dim`` elements of the last dimension of ``x``.
+
+    Args:
+        x: ``[..., heads, head_dim]``.
+        cos: ``[..., rotary_dim]`` or ``[..., rotary_dim / 2]``, without the dimension of heads.
+        sin: Like ``cos``.
+        rotary_dim: How many elements are rotated; the others are copied.
+        half_split: Element ``i`` pairs with ``i + rotary_dim / 2``, else ``2 i`` with ``2 i + 1``.
+    """
+
+    def spread(table: Tensor) -> Tensor:
+        table = acc(table).unsqueeze(-2)
+        if table.shape[-1] == rotary_dim:
+            return table
+        return torch.cat([table, table], -1) if half_split else table.repeat_interleave(2, -1)
+
+    y = acc(x[..., :rotary_dim])
+    if half_split:
+        one, two = y.chunk(2, -1)
+        turned = torch.cat([-two, one], -1)
+    else:
+        turned = torch.stack([-y[..., 1::2], y[..., ::2]], -1).flatten(-2)
+    y = y * spread(cos) + turned * spread(sin)
+    return torch.cat([y.to(x.dtype), x[..., rotary_dim:]], -1)
+
+
+def table_rows(op: str, table: Tensor, query: Tensor, position_ids: Tensor | None) -> Tensor:
+    """Return the row of ``table`` for each token, shaped ``[tokens, C]`` or ``[batch, positions, C]``.
+
+    Reads the position ids, so references call it and fakes do not.
+    """
+    flat = table.reshape(-1, table.shape[-1])
+    lead = query.shape[:-2]
+    if position_ids is None:
+        rows = flat if flat.shape[0] == lead.numel() else flat[: lead[-1]]
+    else:
+        for position in position_ids.flatten().tolist():
+            check(
+                0 <= position < flat.shape[0],
+                op,
+                "position_ids",
+                f"hold rows of sin and cos in [0, {flat.shape[0]})",
+                position,
+            )
+        rows = flat[position_ids.flatten().long()]
+    if rows.shape[0] == lead.numel():
+        return rows.reshape(*lead, rows.shape[-1])
+    return rows.expand(*lead, -1)
+
+
+def check_rotary_dim(op: str, name: str, rotary_dim: int, head_dim: int) -> None:
+    """Check that a part of a head is rotated that consists of pairs."""
+    most = min(head_dim, MAX_ROTARY_DIM)
+    check(
+        2 <= rotary_dim <= most and rotary_dim % 2 == 0,
+        op,
+        name,
+        f"be an even number between 2 and {most}",
+        rotary_dim,
+    )
+
+
+def check_heads(op: str, query: Tensor, key: Tensor) -> None:
+    """Check query and key: 3-D or 4-D, alike but for the number of heads."""
+    check_tensor(op, "query", query)
+    check(
+        query.dim() in (3, 4),
+        op,
+        "query",
+        "be 3-D [tokens, heads, head_dim] or 4-D [batch, positions, heads, head_dim]",
+        f"{query.dim()}-D",
+    )
+    check_device(op, "key", key, query, "query")
+    check_dtype(op, "key", key, query, "query")
+    check(
+        key.dim() == query.dim()
+        and key.shape[:-2] == query.shape[:-2]
+        and key.shape[-1] == query.shape[-1],
+        op,
+        "key",
+        f"have the shape of query but for the number of heads = {list(query.shape)}",
+        list(key.shape),
+    )
+
+
+def check_tables(op: str, sin: Tensor, cos: Tensor, query: Tensor, rotary_dim: int) -> None:
+    """Check the tables of sines and cosines."""
+    check_device(op, "sin", sin, query, "query")
+    check_dtype(op, "sin", sin, query, "query", or_float32=True)
+    check(
+        sin.dim() >= 2 and sin.shape[-1] in (rotary_dim, rotary_dim // 2),
+        op,
+        "sin",
+        f"have at least 2 dimensions, the last of size {rotary_dim} or {rotary_dim // 2}",
+        list(sin.shape),
+    )
+    check_like(op, "cos", cos, sin, "sin")
+
+
+def check_position_ids(op: str, query: Tensor, sin: Tensor, position_ids: Tensor | None) -> None:
+    """Check that there is a row of the tables for each token."""
+    lead = query.shape[:-2]
+    # torch.Size.numel() would turn symbolic sizes into numbers.
+    tokens, positions = math.prod(lead), lead[-1]
+    if position_ids is None:
+        rows = math.prod(sin.shape[:-1])
+        check(
+            rows == tokens or rows >= positions,
+            op,
+            "sin",
+            f"have a row for each of {tokens} tokens or {positions} positions",
+            f"{rows} rows",
+        )
+        return
+    check_device(op, "position_ids", position_ids, query, "query")
+    check_dtype_in(op, "position_ids", position_ids, *_INDEX)
+    check(
+        position_ids.numel() in (tokens, positions),
+        op,
+        "position_ids",
+        f"have an entry for each of {tokens} tokens or {positions} positions",
+        list(position_ids.shape),
+    )
+
+
+# --- queries and keys -------------------------------------------------------------------------------------------------
+
+
+def _rotary_embedding(
+    query: Tensor,
+    key: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    rotary_dim: int,
+    rotary_half: bool,
+    position_ids: Tensor | None = None,
+) -> None:
+    """Rotate pairs of elements of each head by the angle of the token's position, in place.
+
+    A pair ``(x1, x2)`` becomes ``(x1 cos - x2 sin, x2 cos + x1 sin)``. Computed in float32 and rounded once.
+
+    Args:
+        query: ``[tokens, heads, head_dim]`` or ``[batch, positions, heads, head_dim]``, float32, bfloat16 or
+            float16; overwritten. Views, for instance of a fused projection, are welcome.
+        key: Like ``query``, with its own number of heads; overwritten.
+        sin: ``[..., rotary_dim]``, or ``[..., rotary_dim / 2]`` with one number per pair, in the dtype of ``query``
+            or float32. All leading dimensions together count the rows of the table.
+        cos: Like ``sin``.
+        rotary_dim: The first elements of a head that are rotated, an even number up to 1024; the rest stays.
+        rotary_half: True: element ``i`` pairs with ``i + rotary_dim / 2`` (GPT-NeoX, Llama). False: element ``2 i``
+            pairs with ``2 i + 1`` (GPT-J).
+        position_ids: int32 or int64: the row of the tables of each token or, where all sequences agree, of each
+            position. None: row ``t`` for token ``t`` where there are as many rows as tokens, else row ``p`` for
+            position ``p``.
+
+    Raises:
+        RuntimeError: An argument does not fit, or a position has no row; nothing is written then.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    """
+    rows = [table_rows("rotary_embedding", table, query, position_ids) for table in (cos, sin)]
+    for x in (query, key):
+        x.copy_(rotate(x, rows[0], rows[1], rotary_dim, rotary_half))
+
+
+def _functional(
+    query: Tensor,
+    key: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    rotary_dim: int,
+    rotary_half: bool,
+    position_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate query and key as `rotary_embedding` does and return the results as new tensors.
+
+    The form for training and for rewriting traced graphs; it can be differentiated.
+
+    Args:
+        query: As for `rotary_embedding`; not written to.
+        key: As for `rotary_embedding`; not written to.
+        sin: As for `rotary_embedding`.
+        cos: As for `rotary_embedding`.
+        rotary_dim: As for `rotary_embedding`.
+        rotary_half: As for `rotary_embedding`.
+        position_ids: As for `rotary_embedding`.
+
+    Returns:
+        The rotated query and the rotated key, contiguous.
+    """
+    op = "rotary_embedding_functional"
+    rows = [table_rows(op, table, query, position_ids) for table in (cos, sin)]
+    q, k = (rotate(x, rows[0], rows[1], rotary_dim, rotary_half) for x in (query, key))
+    return q, k
+
+
+def _check_functional(a: Arguments) -> None:
+    check_heads(a.op, a.query, a.key)
+    check_rotary_dim(a.op, "rotary_dim", a.rotary_dim, a.query.shape[-1])
+    check_tables(a.op, a.sin, a.cos, a.query, a.rotary_dim)
+    check_position_ids(a.op, a.query, a.sin, a.position_ids)
+
+
+def _plain_check(a: Arguments) -> None:
+    _check_functional(a)
+    check_not_expanded(a.op, "query", a.query)
+    check_not_expanded(a.op, "key", a.key)
+
+
+def _fake(a: Arguments) -> None:
+    return None
+
+
+def _functional_fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    return fake_like(a.query), fake_like(a.key)
+
+
+def tables(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return sines and cosines of random angles: ``(sin, cos)``."""
+    angles = randn(rows, columns, seed=seed + 61, scale=3.0)
+    return angles.sin().to(dtype), angles.cos().to(dtype)
+
+
+def _plain_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for half in (True, False):
+        name = "half" if half else "pairs"
+        for dim, rotary in ((64, 64), (128, 128), (80, 32), (96, 96), (22, 10), (2, 2)):
+            q, k = randn(7, 4, dim, dtype=dtype, seed=1), randn(7, 2, dim, dtype=dtype, seed=2)
+            sin, cos = tables(7, rotary // 2, torch.float32)
+            yield Sample((q, k, sin, cos, rotary, half), id=f"{name}-{dim}-{rotary}")
+        q, k = (randn(2, 5, h, 64, dtype=dtype, seed=h) for h in (6, 3))
+        ids = torch.tensor([[3, 0, 9, 9, 1], [8, 7, 2, 0, 5]])
+        sin, cos = tables(10, 48, dtype, seed=1)
+        yield Sample((q, k, sin, cos, 48, half, ids), id=f"{name}-full-tables-positions")
+        fused = randn(2, 5, 12 * 32, dtype=dtype, seed=3).view(2, 5, 12, 32)
+        sin, cos = (t.view(1, 9, 16) for t in tables(9, 16, dtype, seed=2))
+        args = (fused[:, :, :8], fused[:, :, 8:10], sin, cos, 32, half)
+        yield Sample((*args, ids[1].int()), id=f"{name}-views-of-fused")
+        yield Sample(args, id=f"{name}-longer-tables")
+    q, k = (randn(2, h, 5, 64, dtype=dtype, seed=h).transpose(1, 2) for h in (6, 3))
+    sin, cos = (t.view(2, 5, 1, 32) for t in tables(10, 32, torch.float32, seed=3))
+    yield Sample((q, k, sin, cos, 64, True), id="transposed-one-row-per-token")
+    q, k = strided(randn(3, 4, 16, dtype=dtype, seed=4)), randn(3, 1, 16, dtype=dtype, seed=5)
+    sin, cos = tables(3, 16, dtype)
+    yield Sample((q, k, sin, cos, 16, True), id="scattered-heads")
+    yield Sample((q[:0], k[:0], sin, cos, 16, False), id="no_tokens")
+
+
+def stock_rotary(
+    query: Tensor,
+    key: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    rotary_dim: int,
+    rotary_half: bool,
+    position_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The chain of transformers' Llama model, for one table row per token and whole heads."""
+
+    def rotate_half(x: Tensor) -> Tensor:
+        return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+
+    c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return query * c + rotate_half(query) * s, key * c + rotate_half(key) * s
+
+
+def _plain_bench() -> Iterator[BenchCase]:
+    for tokens, heads, kv_heads, dim in (
+        (1, 32, 8, 128),
+        (512, 32, 8, 128),
+        (512, 32, 32, 128),
+        (2048, 16, 8, 64),
+    ):
+        yield BenchCase(
+            f"{tokens}x{heads}+{kv_heads}x{dim}",
+            lambda dtype, t=tokens, h=heads, k=kv_heads, d=dim: (
+                randn(t, h, d, dtype=dtype),
+                randn(t, k, d, dtype=dtype),
+                *tables(t, d, dtype),
+                d,
+                True,
+            ),
+            lambda dtype, n=tokens * (heads + kv_heads + 1) * dim: 2 * n * dtype.itemsize,
+        )
+
+
+_ARGUMENTS = "Tensor sin, Tensor cos, int rotary_dim, bool rotary_half, Tensor? position_ids=None)"
+
+register(
+    OpSpec(
+        name="rotary_embedding",
+        schema=f"(Tensor(a!) query, Tensor(b!) key, {_ARGUMENTS} -> ()",
+        reference=_rotary_embedding,
+        check=_plain_check,
+        fake=_fake,
+        samples=_plain_samples,
+        stock=stock_rotary,
+        backward=None,
+        bench=_plain_bench,
+        summary="Rotary position embedding of query and key in place",
+    )
+)
+register(
+    OpSpec(
+        name="rotary_embedding_functional",
+        schema=f"(Tensor query, Tensor key, {_ARGUMENTS} -> (Tensor, Tensor)",
+        reference=_functional,
+        check=_check_functional,
+        fake=_functional_fake,
+        samples=_plain_samples,
+        stock=stock_rotary,
+        bench=_plain_bench,
+        summary="Rotary position embedding of query and key as new tensors",
+    )
+)
+
+
+# --- one table of cosines and sines -----------------------------------------------------------------------------------
+
+
+_OP = "rotary_embedding_batched"
+
+
+def _batched(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rot_dim: int,
+    cos_sin_cache_offsets: Tensor | None = None,
+) -> None:
+    """Rotate query and key in place; see `rotary_embedding`.
+
+    Args:
+        positions: int32 or int64, ``[tokens]`` or ``[batch, positions]``.
+        query: ``positions.shape + [heads * head_size]`` or ``+ [heads, head_size]``, float32, bfloat16 or float16;
+            overwritten.
+        key: Like ``query``, with its own number of heads; overwritten.
+        head_size: Elements of a head.
+        cos_sin_cache: ``[rows, rot_dim]`` in the dtype of ``query`` or float32: cosines, then sines, one of each per
+            pair.
+        is_neox: True: element ``i`` pairs with ``i + rot_dim / 2``. False: element ``2 i`` pairs with ``2 i + 1``.
+        rot_dim: The first elements of a head that are rotated.
+        cos_sin_cache_offsets: int32 or int64, one per token, not negative, added to ``positions``: the start of the
+            table of each token where several lie in one cache. None: 0.
+
+    Raises:
+        RuntimeError: An argument does not fit, or a position has no row; nothing is written then.
+    """
+    rows = positions.long().flatten()
+    count = cos_sin_cache.shape[0]
+    given = rows.tolist()
+    if cos_sin_cache_offsets is not None:
+        offsets = cos_sin_cache_offsets.flatten().long()
+        valid = (rows >= 0) & (rows < count) & (offsets >= 0) & (offsets < count)
+        rows = torch.where(valid, rows + offsets, -1)
+    for position, row in zip(given, rows.tolist(), strict=True):
+        check(
+            0 <= row < count,
+            _OP,
+            "positions",
+            f"hold (with their offsets) rows of cos_sin_cache in [0, {count})",
+            position,
+        )
+    cos, sin = cos_sin_cache[rows].view(*positions.shape, rot_dim).chunk(2, -1)
+    for x in (query, key):
+        flat = x.dim() == positions.dim() + 1
+        heads = x.unflatten(-1, (x.shape[-1] // head_size, head_size)) if flat else x
+        rotated = rotate(heads, cos, sin, rot_dim, is_neox)
+        x.copy_(rotated.flatten(-2) if flat else rotated)
+
+
+def _batched_check(a: Arguments) -> None:
+    dtype = dtype_name(a.positions.dtype)
+    check(a.positions.dtype in _INDEX, _OP, "positions", "have dtype int32, int64", dtype)
+    check(
+        a.positions.dim() in (1, 2),
+        _OP,
+        "positions",
+        "be 1-D [tokens] or 2-D [batch, positions]",
+        f"{a.positions.dim()}-D",
+    )
+    check(a.head_size > 0, _OP, "head_size", "be positive", a.head_size)
+    for name, x in (("query", a.query), ("key", a.key)):
+        check_device(_OP, name, x, a.positions, "positions")
+        check_tensor(_OP, name, x)
+        _check_shape(name, x, a.positions, a.head_size)
+        check_not_expanded(_OP, name, x)
+    check_dtype(_OP, "key", a.key, a.query, "query")
+    check_rotary_dim(_OP, "rot_dim", a.rot_dim, a.head_size)
+    cache = a.cos_sin_cache
+    check_device(_OP, "cos_sin_cache", cache, a.query, "query")
+    check_dtype(_OP, "cos_sin_cache", cache, a.query, "query", or_float32=True)
+    check(
+        cache.dim() == 2 and cache.shape[1] == a.rot_dim,
+        _OP,
+        "cos_sin_cache",
+        f"be 2-D with rot_dim = {a.rot_dim} columns",
+        list(cache.shape),
+    )
+    if a.cos_sin_cache_offsets is None:
+        return
+    offsets, name = a.cos_sin_cache_offsets, "cos_sin_cache_offsets"
+    check_device(_OP, name, offsets, a.query, "query")
+    dtype = dtype_name(offsets.dtype)
+    check(offsets.dtype in _INDEX, _OP, name, "have dtype int32, int64", dtype)
+    check(
+        offsets.numel() == a.positions.numel(),
+        _OP,
+        name,
+        f"have an entry for each of {a.positions.numel()} tokens",
+        list(offsets.shape),
+    )
+
+
+def _check_shape(name: str, x: Tensor, positions: Tensor, head_size: int) -> None:
+    lead = positions.dim()
+    tail = list(x.shape[lead:])
+    check(
+        x.shape[:lead] == positions.shape
+        and (
+            (len(tail) == 1 and tail[0] % head_size == 0)
+            or (len(tail) == 2 and tail[1] == head_size)
+        ),
+        _OP,
+        name,
+        f"have shape {list(positions.shape)} + [heads * head_size] or + [heads, head_size]"
+        f" with head_size = {head_size}",
+        list(x.shape),
+    )
+
+
+def _cache(rows: int, rot_dim: int, dtype: torch.dtype) -> Tensor:
+    angles = randn(rows, rot_dim // 2, seed=71, scale=3.0)
+    return torch.cat([angles.cos(), angles.sin()], -1).to(dtype)
+
+
+def _batched_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    positions = torch.tensor([3, 0, 11, 11, 7])
+    args: tuple[Any, ...]
+    for neox in (True, False):
+        for size, rot in ((64, 64), (80, 32), (6, 6)):
+            q = randn(5, 4 * size, dtype=dtype, seed=1)
+            k = randn(5, 2 * size, dtype=dtype, seed=2)
+            name = f"{'half' if neox else 'pairs'}-{size}-{rot}"
+            yield Sample((positions, q, k, size, _cache(12, rot, dtype), neox, rot), id=name)
+        fused = randn(2, 5, 6, 32, dtype=dtype, seed=3)
+        batch = torch.stack([positions, positions.flip(0)]).int()
+        args = (batch, fused[:, :, :4], fused[:, :, 4:5], 32, _cache(12, 32, torch.float32))
+        yield Sample((*args, neox, 32), id=f"4d-{neox}")
+        offsets = torch.tensor([0, 12, 12, 0, 24])
+        q, k = (randn(5, h, 16, dtype=dtype, seed=h) for h in (4, 2))
+        args = (positions, q, k, 16, _cache(36, 16, dtype), neox, 16, offsets)
+        yield Sample(args, id=f"offsets-{neox}")
+    yield Sample((positions[:0], q[:0], k[:0], 16, _cache(2, 8, dtype), True, 8), id="no_tokens")
+
+
+def _stock(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rot_dim: int,
+) -> tuple[Tensor, Tensor]:
+    cos, sin = (t.unsqueeze(-2) for t in cos_sin_cache[positions].chunk(2, -1))
+
+    def turned(x: Tensor) -> Tensor:
+        heads = x.view(*positions.shape, -1, head_size)
+        one, two = heads.chunk(2, -1)
+        return torch.cat((one * cos - two * sin, two * cos + one * sin), -1).view_as(x)
+
+    return turned(query), turned(key)
+
+
+def _batched_bench() -> Iterator[BenchCase]:
+    for tokens, heads, kv_heads, size in ((1, 32, 8, 128), (512, 32, 8, 128)):
+        yield BenchCase(
+            f"{tokens}x{heads}+{kv_heads}x{size}",
+            lambda dtype, t=tokens, h=heads, k=kv_heads, s=size: (
+                torch.arange(t),
+                randn(t, h * s, dtype=dtype),
+                randn(t, k * s, dtype=dtype),
+                s,
+                _cache(4096, s, dtype),
+                True,
+                s,
+            ),
+            lambda dtype, n=tokens * (2 * heads + 2 * kv_heads + 1) * size: n * dtype.itemsize,
+        )
+
+
+register(
+    OpSpec(
+        name=_OP,
+        schema=(
+            "(Tensor positions, Tensor(a!) query, Tensor(b!) key, int head_size,"
+            " Tensor cos_sin_cache, bool is_neox, int rot_dim,"
+            " Tensor? cos_sin_cache_offsets=None) -> ()"
+        ),
+        reference=_batched,
+        check=_batched_check,
+        fake=_fake,
+        samples=_batched_samples,
+        stock=_stock,
+        backward=None,
+        bench=_batched_bench,
+        summary="Rotary position embedding in place, with cosines and sines in one table",
+    )
+)

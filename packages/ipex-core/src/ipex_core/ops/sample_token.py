@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choice of the next token: sampling from the logits of the vocabulary, and the largest logit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ipex_core.library.checks import acc, check_device, check_tensor, dtype_name, randn, row_samples
+from ipex_core.library.kernels import register
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+
+Tensor = torch.Tensor
+
+_OP = "sample_token"
+
+
+def _sample_token(
+    logits: Tensor,
+    noise: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> Tensor:
+    """Draw a token from ``softmax(logits / temperature)``, limited to likely tokens, by inverting its sum.
+
+    The limits apply in this order. Tokens of equal logits are kept or dropped together, so that the result does not
+    depend on how a sort breaks ties; the most likely token is always kept.
+
+    - ``top_k``: tokens whose logit is at least the ``top_k``-th largest.
+    - ``top_p``: tokens before which, in falling order, lies less than ``top_p`` of the probability that ``top_k``
+      left.
+    - ``min_p``: tokens at least ``min_p`` times as likely as the most likely one.
+
+    The token is the first at which the sum of the remaining probabilities, in the order of the vocabulary, exceeds
+    ``noise`` times their total. The op has no state: equal noise gives equal tokens.
+
+    Args:
+        logits: ``[..., V]``, float32, bfloat16 or float16; -infinity excludes a token.
+        noise: ``[...]`` float32 uniform random numbers in ``[0, 1)``, one per row.
+        temperature: Between 1e-6 and 1e6.
+        top_k: 0 for no limit.
+        top_p: Between 0 and 1; 1 for no limit.
+        min_p: Between 0 and 1; 0 for no limit.
+
+    Returns:
+        int64 ``[...]``: the index of the token of each row.
+
+    Raises:
+        RuntimeError: An argument does not fit, or a row has no finite maximum or a NaN.
+
+    Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020 (top-p); Nguyen et al., "Turning Up
+    the Heat: Min-p Sampling", 2024.
+    """
+    wrong = noise[~((noise >= 0) & (noise < 1))]
+    for value in wrong[:1].tolist():
+        check(False, _OP, "noise", "be in [0, 1)", f"{value:g}")
+    scores = acc(logits) / temperature
+    if scores.numel() == 0:
+        return torch.zeros(noise.shape, dtype=torch.int64, device=logits.device)
+    largest = scores.amax(-1, keepdim=True)
+    for row, value in enumerate(largest.isfinite().flatten().tolist()):
+        wanted = "have a finite maximum and no NaN in each row"
+        check(value, _OP, "logits", wanted, f"NaN or infinity in row {row}")
+
+    def keep(condition: Tensor) -> Tensor:
+        return torch.where(condition, scores, -torch.inf)
+
+    if 0 < top_k < scores.shape[-1]:
+        scores = keep(scores >= scores.topk(top_k).values[..., -1:])
+    if top_p < 1.0:
+        ordered = scores.sort(-1, descending=True).values
+        probability = ordered.softmax(-1)
+        before = probability.cumsum(-1) - probability
+        kept = before < top_p
+        kept[..., 0] = True
+        scores = keep(scores >= torch.where(kept, ordered, torch.inf).amin(-1, keepdim=True))
+    if min_p > 0.0:
+        scores = keep((scores - largest).exp() >= min_p)
+    probability = scores.softmax(-1)
+    total = probability.cumsum(-1)
+    target = noise.unsqueeze(-1).to(total.dtype) * total[..., -1:]
+    # Rounding may leave no sum above the target: then it is the last token that is possible.
+    exceeds = (total > target) & (probability > 0)
+    first = exceeds.to(torch.uint8).argmax(-1)
+    places = torch.arange(scores.shape[-1], device=scores.device)
+    last = torch.where(probability > 0, places, 0).amax(-1)
+    return torch.where(exceeds.any(-1), first, last)
+
+
+def _check(a: Arguments) -> None:
+    check_tensor(_OP, "logits", a.logits)
+    columns = a.logits.shape[-1]
+    wanted = "have between 1 and 2^31 - 1 columns"
+    check(0 < columns < 2**31, _OP, "logits", wanted, list(a.logits.shape))
+    check_device(_OP, "noise", a.noise, a.logits, "logits")
+    dtype = dtype_name(a.noise.dtype)
+    check(a.noise.dtype == torch.float32, _OP, "noise", "have dtype float32", dtype)
+    wanted = "have the shape of logits without its last dimension"
+    check(a.noise.shape == a.logits.shape[:-1], _OP, "noise", wanted, list(a.noise.shape))
+    # As floats of C++ are written, so that kernels say the same.
+    wanted, got = "be in [1e-06, 1e+06]", f"{a.temperature:g}"
+    check(1e-6 <= a.temperature <= 1e6, _OP, "temperature", wanted, got)
+    check(a.top_k >= 0, _OP, "top_k", "be at least 0", a.top_k)
+    check(0 <= a.top_p <= 1, _OP, "top_p", "be in [0, 1]", f"{a.top_p:g}")
+    check(0 <= a.min_p <= 1, _OP, "min_p", "be in [0, 1]", f"{a.min_p:g}")
+
+
+def _fake(a: Arguments) -> Tensor:
+    return a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64)
+
+
+def _noise(*shape: int, seed: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for rows, columns in ((1, 1), (3, 7), (5, 100), (2, 513), (3, 5000)):
+        logits = randn(rows, columns, dtype=dtype, seed=91, scale=3.0)
+        noise = _noise(rows, seed=columns)
+        name = f"{rows}x{columns}"
+        yield Sample((logits, noise), id=name)
+        yield Sample((logits, noise, 0.7, 5), id=f"{name}-k5")
+        yield Sample((logits, noise, 1.3, 0, 0.8), id=f"{name}-p0.8")
+        yield Sample((logits, noise, 1.0, 50, 0.9, 0.02), id=f"{name}-all")
+    yield Sample((logits * 0.01, noise, 1.0, 0, 0.95), id="flat-p0.95")
+    yield Sample((logits, noise, 0.8, 0, 1.0, 0.1), id="min_p")
+    yield Sample((logits, noise, 0.8, 2000, 0.999), id="large-k")
+    batch = randn(2, 3, 2000, dtype=dtype, seed=92)[..., ::2]
+    batch[0, 1, 20:] = -torch.inf
+    yield Sample((batch, _noise(2, 3, seed=1), 1.0, 40), id="3d-masked")
+    yield Sample((batch, _noise(2, 3, seed=2), 1.0, 0, 0.0), id="p0")
+    yield Sample((torch.zeros(1, 600, dtype=dtype), torch.tensor([0.5])), id="equal")
+    yield Sample((batch[:0], _noise(0, 3, seed=2)), id="no_rows")
+
+
+def _stock(
+    logits: Tensor,
+    noise: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> Tensor:
+    """The chain of transformers' logits warpers, followed by its draw."""
+    scores = logits.float() / temperature
+    if top_k:
+        least = torch.topk(scores, min(top_k, scores.shape[-1]))[0][..., -1, None]
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    if top_p < 1.0:
+        ordered, indices = torch.sort(scores, descending=False)
+        remove = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+        remove[..., -1:] = False
+        scores = scores.masked_fill(remove.scatter(1, indices, remove), -torch.inf)
+    if min_p > 0.0:
+        probability = scores.softmax(-1)
+        least = min_p * probability.amax(-1, keepdim=True)
+        scores = scores.masked_fill(probability < least, -torch.inf)
+    return torch.multinomial(scores.softmax(-1), 1).squeeze(-1)
+
+
+def _bench() -> Iterator[BenchCase]:
+    for rows in (1, 16):
+        for name, options in (
+            ("all", (1.0,)),
+            ("k50", (0.7, 50)),
+            ("p0.9", (0.7, 0, 0.9)),
+            ("k50-p0.9", (0.7, 50, 0.9)),
+        ):
+            yield BenchCase(
+                f"{rows}x128256-{name}",
+                lambda dtype, r=rows, o=options: (
+                    randn(r, 128256, dtype=dtype, scale=3.0),
+                    _noise(r, seed=3),
+                    *o,
+                ),
+                lambda dtype, r=rows: r * 128256 * dtype.itemsize,
+            )
+
+
+register(
+    OpSpec(
+        name=_OP,
+        schema=(
+            "(Tensor logits, Tensor noise, float temperature=1.0, int top_k=0, float top_p=1.0,"
+            " float min_p=0.0) -> Tensor"
+        ),
+        reference=_sample_token,
+        check=_check,
+        fake=_fake,
+        samples=_samples,
+        stock=_stock,
+        backward=None,
+        bench=_bench,
+        summary="Draw a token from logits with temperature, top-k, top-p and min-p",
+    )
+)
+
+
+def _argmax(x: Tensor) -> Tensor:
+    """Return the index of the largest element of each row: the token of greedy decoding.
+
+    The first of several; the first NaN counts as the largest, as in PyTorch.
+
+    Args:
+        x: ``[..., C]`` with ``C > 0``, float32, bfloat16 or float16.
+
+    Returns:
+        int64 ``[...]``.
+    """
+    return x.argmax(-1)
+
+
+def _argmax_check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    wanted = "have a last dimension that is not empty"
+    a.require(a.x.shape[-1] > 0, "x", wanted, list(a.x.shape))
+
+
+def _argmax_fake(a: Arguments) -> Tensor:
+    return a.x.new_empty(a.x.shape[:-1], dtype=torch.int64)
+
+
+def _argmax_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for name, x in row_samples(dtype):
+        if x.shape[-1] > 0:
+            yield Sample((x,), id=name)
+    x = randn(3, 40000, dtype=dtype, seed=93)
+    x[1, 39999] = torch.nan
+    x[2, 20000] = x[2, 30000] = 9.0
+    yield Sample((x,), id="several_pieces")
+    yield Sample((torch.full((2, 3000), -torch.inf, dtype=dtype),), id="minus_infinity")
+    yield Sample((torch.tensor([[-0.0, 0.0], [0.0, -0.0]], dtype=dtype),), id="zeros")
+
+
+def _argmax_bench() -> Iterator[BenchCase]:
+    for rows in (1, 16):
+        yield BenchCase(
+            f"{rows}x128256",
+            lambda dtype, r=rows: (randn(r, 128256, dtype=dtype),),
+            lambda dtype, r=rows: r * 128256 * dtype.itemsize,
+        )
+
+
+register(
+    OpSpec(
+        name="argmax",
+        schema="(Tensor x) -> Tensor",
+        reference=_argmax,
+        check=_argmax_check,
+        fake=_argmax_fake,
+        samples=_argmax_samples,
+        stock=lambda x: x.argmax(-1),
+        backward=None,
+        bench=_argmax_bench,
+        summary="Index of the largest element of each row",
+    )
+)
