@@ -12,7 +12,7 @@ from families import FAMILIES, OLD, tokens
 from ipex_llm.engine import CacheMemoryError
 from ipex_llm.kv_cache import paged
 from ipex_llm.kv_cache import transformers as _hf_cache
-from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization import optimize
 
 transformers = pytest.importorskip("transformers")
 

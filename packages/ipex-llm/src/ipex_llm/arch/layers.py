@@ -11,11 +11,11 @@ from torch import nn
 
 from ipex_core.module_swap.forward import FusedForward
 from ipex_core.optimization.passes.cast import cast_input
+from ipex_llm.arch import LayerPlan
 from ipex_llm.arch.detect import MatchedLayer, MatchError, match_each
 from ipex_llm.arch.detect.attention import find_attention
-from ipex_llm.arch.types import LayerPlan
 
-__all__ = ["Facts", "Found", "parameter_names", "layer_plans"]
+__all__ = ["Facts", "Found", "layer_plans", "parameter_names"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

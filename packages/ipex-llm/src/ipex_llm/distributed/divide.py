@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ipex_core.errors import OpArgumentError
-from ipex_llm.arch.types import DecoderPlan
+from ipex_llm.arch import DecoderPlan
 from ipex_llm.distributed.checkpoint import _ATTENTION_OUT, _value
 from ipex_llm.distributed.cut import GRAINS, split_heads
 from ipex_llm.distributed.group import TensorParallel

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ipex_core.errors import OpArgumentError
-from ipex_llm.arch.types import (
+from ipex_llm.arch import (
     AttentionPlan,
     DecoderPlan,
     ExpertsPlan,

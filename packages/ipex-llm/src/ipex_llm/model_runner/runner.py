@@ -13,8 +13,8 @@ from ipex_core.library.spec import FLOATS
 from ipex_core.nn.rope import rope_frequencies
 from ipex_core.ops.kv_cache.checks import QUANTIZED
 from ipex_core.program import Program
+from ipex_llm.arch import AttentionPlan, DecoderPlan, RopePlan
 from ipex_llm.arch.reference import query_factors
-from ipex_llm.arch.types import AttentionPlan, DecoderPlan, RopePlan
 from ipex_llm.kv_cache.paged import LayerShape, PagedCache, Step, cache_dtype
 from ipex_llm.model_runner.program import Emitter, Mode
 from ipex_llm.model_runner.weights.dense import (

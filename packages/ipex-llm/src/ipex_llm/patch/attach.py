@@ -14,8 +14,8 @@ from ipex_core.module_swap.derive import as_original, restore_class, swap
 from ipex_core.module_swap.forward import FusedForward
 from ipex_core.optimization.passes.prepack import PACKED_LATER
 from ipex_core.packing.parameter import PackedWeight
+from ipex_llm.arch import DecoderPlan, linear_modules
 from ipex_llm.arch.layers import Found, layer_plans
-from ipex_llm.arch.types import DecoderPlan, linear_modules
 from ipex_llm.distributed import is_sharded, parallel_plan
 from ipex_llm.model_runner.runner import Rope, Runner
 from ipex_llm.model_runner.weights.dense import Owners, UnsupportedPlan

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ipex_llm.arch import DecoderPlan, ExpertsPlan
 from ipex_llm.arch.detect.decoder import MatchedLayer, match_decoder, match_layers
 from ipex_llm.arch.detect.decoder import match_each as _match_each
 from ipex_llm.arch.detect.mlp import is_mixture, match_experts
 from ipex_llm.arch.detect.trace import Config, MatchError, Trace
-from ipex_llm.arch.types import DecoderPlan, ExpertsPlan
 
 __all__ = ["MatchError", "MatchedLayer", "find_mixtures", "match", "match_each", "why_not"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm.arch.types import ExpertsPlan
+from ipex_llm.arch import ExpertsPlan
 from ipex_llm.model_runner.weights import woq, woq_experts
 from ipex_llm.model_runner.weights.dense import (
     UnsupportedPlan,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ipex_core.module_swap.derive import original_class
-from ipex_llm.arch.types import DecoderPlan, ExpertsPlan, LayerPlan
+from ipex_llm.arch import DecoderPlan, ExpertsPlan, LayerPlan
 from ipex_llm.optimization.proof.probes import Probe, distance, outcome, probes
 from ipex_llm.optimization.proof.small import (
     POSITIONS,
