@@ -9,7 +9,7 @@ from families import FAMILIES, OLD, randomize, tokens
 
 import ipex_core
 from ipex_llm.arch.detect import match
-from ipex_llm.model_runner.runner import Runner
+from ipex_llm.model_runner import Runner
 from ipex_llm.optimization import optimize
 
 pytest.importorskip("transformers")

@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicCache
 
 import ipex_core
 import ipex_quant
-from ipex_llm.model_runner.runner import Runner
-from ipex_llm.model_runner.weights.dense import Part
+from ipex_llm.model_runner import Runner
+from ipex_llm.model_runner.dense import Part
 from ipex_llm.optimization import optimize
 from ipex_llm.patch.decoder import _silent
 from ipex_llm.patch.layer import _call, _pads, _read, _Rows

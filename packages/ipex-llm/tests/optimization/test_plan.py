@@ -20,7 +20,7 @@ import ipex_llm
 from ipex_core.errors import MissingComponentError
 from ipex_core.optimization.records import class_name
 from ipex_llm import OptimizePlan, optimization, optimize, plan
-from ipex_llm.model_runner.weights import woq_experts
+from ipex_llm.model_runner import woq_experts
 from ipex_llm.optimization.xpu import optimize_on_xpu
 from ipex_llm.patch.decoder import DecoderMixin
 from ipex_llm.patch.layer import LayerMixin

@@ -12,7 +12,7 @@ import torch
 from families import FAMILIES, UNPROVEN, tokens
 
 import ipex_core
-from ipex_llm.model_runner.weights.dense import PlannedWeight
+from ipex_llm.model_runner.dense import PlannedWeight
 from ipex_llm.optimization import optimize
 
 pytest.importorskip("transformers")

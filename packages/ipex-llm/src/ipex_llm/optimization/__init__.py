@@ -20,7 +20,7 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.optimization.api import copy_model
 from ipex_core.optimization.records import Record, class_name, log_of
 from ipex_llm.arch import DecoderPlan
-from ipex_llm.arch.layers import Found
+from ipex_llm.arch.detect import Found
 from ipex_llm.distributed import (
     adopt,
     divide,
@@ -30,7 +30,7 @@ from ipex_llm.distributed import (
     uncovered,
     wrap_head,
 )
-from ipex_llm.model_runner.weights.woq_model import Choice, choose, quantize, remapped
+from ipex_llm.model_runner.woq_model import Choice, choose, quantize, remapped
 from ipex_llm.optimization.decide import (
     Decision,
     Form,
@@ -41,7 +41,7 @@ from ipex_llm.optimization.decide import (
 )
 from ipex_llm.optimization.proof import small_copy
 from ipex_llm.optimization.request import Request, checked
-from ipex_llm.patch.attach import attach_decoder, attach_layers, optimize_rest, share_random
+from ipex_llm.patch import attach_decoder, attach_layers, optimize_rest, share_random
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = ["OptimizePlan", "optimize", "optimize_transformers", "plan", "planned"]

@@ -17,15 +17,15 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import FLOATS, dtype_name
 from ipex_core.optimization.records import Record, class_name
 from ipex_llm.arch import DecoderPlan, ExpertsPlan, LayerPlan
-from ipex_llm.arch.layers import Found, layer_plans
+from ipex_llm.arch.detect import Found, layer_plans
 from ipex_llm.distributed import TensorParallel, divisible, is_sharded, uncovered
 from ipex_llm.distributed.cut import GRAINS
 from ipex_llm.distributed.shard import PARALLEL, head_sizes, inner_size, shard_numbers
 from ipex_llm.model_runner.program import unsupported_reason
-from ipex_llm.model_runner.weights.woq_model import Choice, choose
+from ipex_llm.model_runner.woq_model import Choice, choose
 from ipex_llm.optimization.proof import prove_layers, prove_stack
 from ipex_llm.optimization.request import Request
-from ipex_llm.patch.attach import find_plan, layer_alone, row_dtype
+from ipex_llm.patch import find_plan, layer_alone, row_dtype
 from ipex_quant.kv_cache import KVCacheScales
 from ipex_quant.qconfig.static import qconfig_of
 from ipex_quant.qconfig.weight_only import QConfigWoq

@@ -34,7 +34,7 @@ from ipex_core.optimization.records import class_name
 from ipex_core.packing.parameter import KEEPS_CLASS, PackedWeight, hollow
 from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
 from ipex_llm.arch import LinearPlan
-from ipex_llm.model_runner.weights import woq as _woq
+from ipex_llm.model_runner import woq as _woq
 
 __all__ = [
     "Linear",
