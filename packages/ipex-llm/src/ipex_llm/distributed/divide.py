@@ -215,7 +215,7 @@ def load_parts(
     model.__dict__[PARALLEL] = parallel
 
 
-# -- Models that others have divided become ours ---------------------------------------------------
+# -- Models that others have divided become ours ----------------------------------------------------------------------
 
 
 def adopt(model: nn.Module) -> bool:

@@ -172,7 +172,7 @@ class Request:
         return float(torch.rand((), generator=self._generator))
 
 
-# -- The arguments of one forward pass for the requests of a step ----------------------------------
+# -- The arguments of one forward pass for the requests of a step -----------------------------------------------------
 
 
 Tensor = torch.Tensor
@@ -256,7 +256,7 @@ class BlockTables:
         )
 
 
-# -- The next token of each request from its row of logits -----------------------------------------
+# -- The next token of each request from its row of logits ------------------------------------------------------------
 
 
 def choose(requests: Sequence[Request], logits: Tensor) -> list[int | None]:

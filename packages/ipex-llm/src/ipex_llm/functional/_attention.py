@@ -205,7 +205,7 @@ def _used_rows(seqlen_k: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([empty, *rows]).to(seqlen_k.device), _offsets(seqused_k)
 
 
-# -- Rotary position embeddings --------------------------------------------------------------------
+# -- Rotary position embeddings ---------------------------------------------------------------------------------------
 
 
 def rotary_embedding(

@@ -170,7 +170,7 @@ def add_layer_norm(
     return y
 
 
-# -- Activations, and their products with a second factor ------------------------------------------
+# -- Activations, and their products with a second factor -------------------------------------------------------------
 
 
 def _given(op: str, y: Tensor, out: Tensor | None) -> Tensor:
@@ -281,7 +281,7 @@ def gelu_quick(x: Tensor, out: Tensor | None = None) -> Tensor:
     return _given("gelu_quick", call(_OPS.gelu_quick.default, x), out)
 
 
-# -- Low-rank adapters of many users in one batch, an adapter per row ------------------------------
+# -- Low-rank adapters of many users in one batch, an adapter per row -------------------------------------------------
 
 
 _also_named = also_named(

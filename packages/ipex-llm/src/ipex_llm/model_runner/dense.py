@@ -363,7 +363,7 @@ def _unpack(module: nn.Module) -> None:
         unpack_weight(module, state)
 
 
-# -- Parameters that are parts of packed weights, and how their values come back -------------------
+# -- Parameters that are parts of packed weights, and how their values come back --------------------------------------
 
 
 class PlannedWeight(PackedWeight):

@@ -126,7 +126,7 @@ class FastLayerNorm(nn.Module):
         return f"{self.normalized_shape}, eps={self.eps}"
 
 
-# -- Rotary embedding with its own tables ----------------------------------------------------------
+# -- Rotary embedding with its own tables -----------------------------------------------------------------------------
 
 
 _OP = "RotaryEmbedding"
@@ -328,7 +328,7 @@ def _kind(scaling: Mapping[str, Any]) -> str:
     return _SYNONYMS.get(str(name), str(name))
 
 
-# -- The parts of a Mamba layer --------------------------------------------------------------------
+# -- The parts of a Mamba layer ---------------------------------------------------------------------------------------
 
 
 class MambaMixer:

@@ -377,7 +377,7 @@ def _load(model: nn.Module, request: Request) -> None:
         replace_linears_from_checkpoint(model, tensors, scheme, request.quantization_config)
 
 
-# -- `ipex.llm.plan`: what is decided of a model, found on a copy that shares its weights ----------
+# -- `ipex.llm.plan`: what is decided of a model, found on a copy that shares its weights -----------------------------
 
 
 #: Buffers of more elements are shared with the copy; smaller ones are what a forward may change.

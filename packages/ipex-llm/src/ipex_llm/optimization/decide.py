@@ -179,7 +179,7 @@ def _size(count: int) -> str:
     return f"{count / 1024:.1f} KiB"
 
 
-# -- Deciding --------------------------------------------------------------------------------------
+# -- Deciding ---------------------------------------------------------------------------------------------------------
 
 
 #: Returns how the weight of a linear layer will be quantized, None for floats.

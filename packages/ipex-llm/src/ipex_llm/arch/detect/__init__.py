@@ -124,7 +124,7 @@ def _config(model: nn.Module, block: nn.Module) -> object:
     return found
 
 
-# -- Layers that can run on their own, whatever is around them -------------------------------------------------------
+# -- Layers that can run on their own, whatever is around them --------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

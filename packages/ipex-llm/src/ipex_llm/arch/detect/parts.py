@@ -72,7 +72,7 @@ def _apply(plan: NormPlan, x: torch.Tensor) -> torch.Tensor:
     return run_norm(plan, x)
 
 
-# -- Rotary embeddings of a layer, from the configuration and the buffers of the model -------------
+# -- Rotary embeddings of a layer, from the configuration and the buffers of the model --------------------------------
 
 
 def _parameters(config: Config, kind: str | None) -> list[dict[str, Any]]:

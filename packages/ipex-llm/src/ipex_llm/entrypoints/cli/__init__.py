@@ -178,7 +178,7 @@ def _report(prompt: int, count: int, loading: float, clock: _Clock) -> None:
     make_console(stderr=True).print(text, style="dim", highlight=False)
 
 
-# -- ipex llm serve --------------------------------------------------------------------------------
+# -- ipex llm serve ---------------------------------------------------------------------------------------------------
 
 
 _LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -303,7 +303,7 @@ def serve(
         )
 
 
-# -- Commands that write a model folder ------------------------------------------------------------
+# -- Commands that write a model folder -------------------------------------------------------------------------------
 
 
 def quantize(
@@ -402,7 +402,7 @@ def make_model(
     make_console().print(f"wrote {folder}: {count / 1e6:,.1f} million parameters", highlight=False)
 
 
-# -- The application ------------------------------------------------------------------------------
+# -- The application --------------------------------------------------------------------------------------------------
 
 
 app = typer.Typer(

@@ -258,7 +258,7 @@ async def _drain(receive: Receive) -> None:
             return
 
 
-# -- uvicorn's protocol on h11, with limits of time and errors in the form of the OpenAI API -------
+# -- uvicorn's protocol on h11, with limits of time and errors in the form of the OpenAI API --------------------------
 
 
 try:

@@ -70,7 +70,7 @@ class ApiError(Exception):
         return json.dumps({"error": error})
 
 
-# -- What clients send, as the OpenAI API defines it, and what becomes of it -----------------------
+# -- What clients send, as the OpenAI API defines it, and what becomes of it ------------------------------------------
 
 
 try:

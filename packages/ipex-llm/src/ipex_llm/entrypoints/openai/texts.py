@@ -100,7 +100,7 @@ class Prompts:
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
 
-# -- Answers in the form of the OpenAI API ---------------------------------------------------------
+# -- Answers in the form of the OpenAI API ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass

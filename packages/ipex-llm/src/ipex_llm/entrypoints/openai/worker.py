@@ -103,7 +103,7 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
-# -- The thread that owns the engine ---------------------------------------------------------------
+# -- The thread that owns the engine ----------------------------------------------------------------------------------
 
 
 log = logging.getLogger("ipex")

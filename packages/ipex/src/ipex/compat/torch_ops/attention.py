@@ -212,7 +212,7 @@ def _deepseekv2_mla(
     return output, none, cache, beams
 
 
-# -- The ops around attention in decoders ------------------------------------------
+# -- The ops around attention in decoders -----------------------------------------------------------------------------
 
 
 @alias_op(

@@ -168,7 +168,7 @@ for _name, _target in (
 _register_cast(torch.float8_e5m2, torch.float16, "convert_e5m2_to_fp16", "")
 
 
-# -- Batched products --------------------------------------------------------------
+# -- Batched products -------------------------------------------------------------------------------------------------
 
 
 @alias_op("bmm_add(Tensor input, Tensor batch1, Tensor batch2, Scalar alpha) -> Tensor")
@@ -190,7 +190,7 @@ def _bmm(out: Tensor, mat1: Tensor, mat2: Tensor, is_vnni: bool, scale: Tensor |
     return out.copy_(_OPS.bmm(mat1, mat2.transpose(1, 2)))
 
 
-# -- Normalizations and the softmax ---------------------------------------------
+# -- Normalizations and the softmax -----------------------------------------------------------------------------------
 
 
 def _of_rows(input: Tensor, weight: Tensor) -> bool:
@@ -251,7 +251,7 @@ def _add_softmax_(self: Tensor, other: Tensor) -> Tensor:
     return self.copy_(_OPS.softmax(self, other))
 
 
-# -- Low-rank adapters for many users (punica) -------------------------------------
+# -- Low-rank adapters for many users (punica) ------------------------------------------------------------------------
 
 
 _ROWS = "Tensor(a!) out, Tensor input, Tensor weights, Tensor indicies"

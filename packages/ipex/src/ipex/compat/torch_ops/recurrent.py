@@ -84,7 +84,7 @@ def _rnnt_update_batch(k: Tensor, out_lens: Tensor, *rest: object) -> bool:
     return bool(_OPS.rnnt_update(*args))
 
 
-# -- The ops of state space models -------------------------------------------------
+# -- The ops of state space models ------------------------------------------------------------------------------------
 
 
 def _activation(silu: bool) -> str:

@@ -172,7 +172,7 @@ def _lars(
     return buffer
 
 
-# -- Interaction and merged embedding bags -----------------------------------------
+# -- Interaction and merged embedding bags ----------------------------------------------------------------------------
 
 
 _MODES = ("sum", "mean")
