@@ -102,7 +102,7 @@ def line(error: BaseException) -> str:
 def compare(model: Any, count: int) -> Iterator[dict[str, str]]:
     """Yield the depth that a model reaches, and the worst difference of each depth, as they are known."""
     import ipex_core
-    from ipex_llm.optimization.api import optimize
+    from ipex_llm.optimization import optimize
     from ipex_llm.optimization.proof.small import config_of
 
     vocab = int(getattr(config_of(model), "vocab_size", 96))

@@ -337,8 +337,8 @@ def read_request(data: bytes, folder: Path) -> None:
     """Read the body of a request to the server, of both kinds."""
     import asyncio
 
-    from ipex_llm.entrypoints.openai.errors import ApiError
     from ipex_llm.entrypoints.openai.protocol import (
+        ApiError,
         ChatRequest,
         CompletionRequest,
         read_body,

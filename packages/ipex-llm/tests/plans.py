@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ipex_llm.arch.types import (
+from ipex_llm.arch import (
     AttentionPlan,
     DecoderPlan,
     LayerPlan,

@@ -26,7 +26,7 @@ import ipex_core
 from ipex_llm.arch.detect import match
 from ipex_llm.arch.reference import run_plan
 from ipex_llm.distributed import adopt_deepspeed, parallel_plan, shard_model
-from ipex_llm.optimization.api import optimize, plan
+from ipex_llm.optimization import optimize, plan
 from ipex_llm.utils import load_low_precision_checkpoint
 
 __all__ = ["every", "llama"]

@@ -91,7 +91,7 @@ def test_what_is_not_quantized_is_what_the_processor_multiplies(reason, tmp_path
 @pytest.mark.parametrize("reorder", [False, True])
 def test_a_step_with_its_cache_as_tensors_decodes_as_the_model_does(reorder, tmp_path):
     from ipex_bench import one_step
-    from ipex_bench.decoding import greedy
+    from ipex_bench.task import greedy
 
     task = task_in(tmp_path, "llm", "llama")
     torch_work.make(task)

@@ -15,7 +15,7 @@ from bench_runs import row, run
 
 from ipex_bench import shapes
 from ipex_bench.commands import peers
-from ipex_bench.commands.plan import arguments_of
+from ipex_bench.commands.peers import arguments_of
 from ipex_bench.result import Absent, Row, Run, interval, limit_percent, regressions, untold
 
 pytest.importorskip("numpy")

@@ -15,7 +15,7 @@ import torch
 
 import ipex
 from ipex.compat import migration
-from ipex.compat.torch_ops._alias_op import alias_names
+from ipex.compat.torch_ops import alias_names
 from ipex_cli import migration_table
 from ipex_core.errors import (
     MissingComponentError,

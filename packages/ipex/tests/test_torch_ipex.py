@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ipex.compat.torch_ops._alias_op import alias_names
+from ipex.compat.torch_ops import alias_names
 from ipex_core.packing import woq
 
 pytestmark = pytest.mark.usefixtures("no_gradients")

@@ -37,19 +37,19 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_llm import utils as utils
     from ipex_llm.engine import Engine as Engine
     from ipex_llm.engine import SamplingParams as SamplingParams
-    from ipex_llm.optimization.api import optimize as optimize
-    from ipex_llm.optimization.api import optimize_transformers as optimize_transformers
-    from ipex_llm.optimization.api import plan as plan
-    from ipex_llm.optimization.plan import OptimizePlan as OptimizePlan
+    from ipex_llm.optimization import optimize as optimize
+    from ipex_llm.optimization import optimize_transformers as optimize_transformers
+    from ipex_llm.optimization import plan as plan
+    from ipex_llm.optimization.decide import OptimizePlan as OptimizePlan
 
 #: Public name -> module that has it.
 _LAZY: dict[str, str] = {
     "Engine": "ipex_llm.engine",
-    "OptimizePlan": "ipex_llm.optimization.plan",
+    "OptimizePlan": "ipex_llm.optimization.decide",
     "SamplingParams": "ipex_llm.engine",
-    "optimize": "ipex_llm.optimization.api",
-    "optimize_transformers": "ipex_llm.optimization.api",
-    "plan": "ipex_llm.optimization.api",
+    "optimize": "ipex_llm.optimization",
+    "optimize_transformers": "ipex_llm.optimization",
+    "plan": "ipex_llm.optimization",
     "register_transformers": "ipex_llm.integrations",
 }
 

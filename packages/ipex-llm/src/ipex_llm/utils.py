@@ -18,9 +18,8 @@ import torch
 
 from ipex_core.library.spec import check
 from ipex_llm.distributed.checkpoint import Splitter
-from ipex_llm.model_loader.lowp_files import model_config as read_model_config
-from ipex_llm.model_loader.lowp_files import quantization_config, read_file, tensors
-from ipex_llm.model_loader.lowp_gguf import is_gguf, load_gguf
+from ipex_llm.model_loader import is_gguf, load_gguf, quantization_config, read_file, tensors
+from ipex_llm.model_loader import model_config as read_model_config
 from ipex_quant.formats.schemes import method_of
 from ipex_quant.weight_only.checkpoint import quantized_names
 from ipex_quant.weight_only.replace import Replaced, replace_linears_from_checkpoint

@@ -10,9 +10,9 @@ import torch
 from families import CAUSAL, FAMILIES, OLD, POSITIONS, UNMATCHED, VOCAB, WINDOW, tokens
 from torch import nn
 
+from ipex_llm.arch import AttentionPlan, DecoderPlan, ExpertsPlan, MlpPlan
 from ipex_llm.arch.detect import MatchError, match, why_not
 from ipex_llm.arch.reference import run_plan, verify
-from ipex_llm.arch.types import AttentionPlan, DecoderPlan, ExpertsPlan, MlpPlan
 
 #: Transformers 4 puts the window of some layers on all of them.
 WRONG = {"qwen2_window"} if OLD else set()

@@ -23,7 +23,7 @@ from ipex_llm.distributed import (
     split_features,
     split_heads,
 )
-from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization import optimize
 
 pytest.importorskip("transformers")
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipex_llm.engine import CacheMemoryError, Engine, SamplingParams
-from ipex_llm.engine.request import TextStream
-from ipex_llm.kv_cache.blocks import BlockPool, block_key
+from ipex_llm.engine.request import TextStream, block_key
+from ipex_llm.engine.scheduler import BlockPool
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
 

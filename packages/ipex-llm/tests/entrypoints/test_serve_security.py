@@ -19,7 +19,7 @@ from entrypoints.test_serve import GREEDY, Server, SlowRunner, Tokenizer, events
 from fake_runner import FakeRunner  # noqa: E402
 
 from ipex_llm.engine import SamplingParams  # noqa: E402
-from ipex_llm.entrypoints.openai.prompts import CHARACTERS_PER_TOKEN  # noqa: E402
+from ipex_llm.entrypoints.openai.texts import CHARACTERS_PER_TOKEN  # noqa: E402
 from ipex_llm.entrypoints.openai.worker import TOKENIZERS  # noqa: E402
 
 JSON = {"Content-Type": "application/json"}
@@ -450,7 +450,7 @@ class Live:
     def __init__(self, server, timeout=30.0, grace=30):
         import uvicorn
 
-        from ipex_llm.entrypoints.openai.http import protocol
+        from ipex_llm.entrypoints.openai.guard import protocol
 
         config = uvicorn.Config(
             server.app,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from families import FAMILIES, OLD, tokens
 
+from ipex_llm import kv_cache
 from ipex_llm.engine import CacheMemoryError
-from ipex_llm.kv_cache import paged
 from ipex_llm.kv_cache import transformers as _hf_cache
-from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization import optimize
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,7 +35,7 @@ def test_the_memory_of_the_cache_is_estimated_before_work(llama, monkeypatch):
         with pytest.raises(CacheMemoryError, match=message) as error:
             fast.generate(tokens(4, 8), max_new_tokens=2000, num_beams=beams, **options)
         assert isinstance(error.value, MemoryError)
-    monkeypatch.setattr(paged, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 10_000)
     cache = fast.model._ipex_runner.new_cache(4, 16)
     with pytest.raises(CacheMemoryError, match=r"free memory of 9\.8 KiB, got 1600 tokens"):
         cache.grow(100)

@@ -12,7 +12,7 @@ from families import FAMILIES, UNPROVEN, tokens
 
 from ipex_llm.generation._beam import BeamLoop
 from ipex_llm.kv_cache.transformers import state_of_cache
-from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization import optimize
 from ipex_llm.patch import decoder
 
 transformers = pytest.importorskip("transformers")

@@ -11,9 +11,9 @@ import torch
 from families import FAMILIES, OLD, UNPROVEN, tokens
 
 import ipex_core
-from ipex_llm.kv_cache.paged import CACHE_DTYPES
+from ipex_llm.kv_cache import CACHE_DTYPES
 from ipex_llm.kv_cache.transformers import state_of_cache
-from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization import optimize
 from ipex_llm.patch import decoder
 
 transformers = pytest.importorskip("transformers")

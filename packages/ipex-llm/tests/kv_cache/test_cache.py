@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ipex_llm.kv_cache.paged import LayerShape, PagedCache, Sequences, cache_dtype
+from ipex_llm.kv_cache import LayerShape, PagedCache, Sequences, cache_dtype
 
 SHAPES = [LayerShape(2, 4), LayerShape(2, 4), LayerShape(1, 8)]
 

@@ -12,7 +12,7 @@ from families import FAMILIES, UNPROVEN, tokens
 import ipex_core
 from ipex_llm import Engine
 from ipex_llm.kv_cache.transformers import state_of_cache
-from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization import optimize
 from ipex_quant import KVCacheScales, calibrate_kv_cache, read_kv_cache_scales
 
 pytest.importorskip("transformers")

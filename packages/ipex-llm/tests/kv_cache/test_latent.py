@@ -9,8 +9,8 @@ from families import FAMILIES, OLD, randomize, tokens
 
 import ipex_core
 from ipex_llm.arch.detect import match
-from ipex_llm.model_runner.runner import Runner
-from ipex_llm.optimization.api import optimize
+from ipex_llm.model_runner import Runner
+from ipex_llm.optimization import optimize
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -185,7 +185,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
 from pathlib import Path
 from ipex_llm.model_loader.quantize import quantize_folder
 from ipex_llm.model_loader.schemes import make_scheme
-from ipex_llm.kv_cache.paged import peak_memory
+from ipex_llm.kv_cache import peak_memory
 import torch
 torch.set_num_threads(1)
 make_scheme("int4").encode(torch.ones(64, 64))

@@ -16,8 +16,8 @@ from torch import nn
 import ipex_core
 import ipex_quant as q
 from ipex_core.errors import OpArgumentError
-from ipex_llm.model_runner.weights import woq_experts
-from ipex_llm.optimization.api import optimize
+from ipex_llm.model_runner import woq_experts
+from ipex_llm.optimization import optimize
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

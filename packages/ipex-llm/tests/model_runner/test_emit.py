@@ -13,9 +13,9 @@ from plans import llama_plan
 from small_llama import llama
 
 from ipex_llm.arch.detect import match
-from ipex_llm.kv_cache.paged import Sequences
-from ipex_llm.model_runner.runner import Runner
-from ipex_llm.model_runner.weights.dense import UnsupportedPlan
+from ipex_llm.kv_cache import Sequences
+from ipex_llm.model_runner import Runner
+from ipex_llm.model_runner.dense import UnsupportedPlan
 
 
 def run(runner, sequences, ids, rows=None, logits=True):

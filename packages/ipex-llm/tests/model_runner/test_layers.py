@@ -14,9 +14,9 @@ from transformers.cache_utils import DynamicCache
 
 import ipex_core
 import ipex_quant
-from ipex_llm.model_runner.planned import Part
-from ipex_llm.model_runner.runner import Runner
-from ipex_llm.optimization.api import optimize
+from ipex_llm.model_runner import Runner
+from ipex_llm.model_runner.dense import Part
+from ipex_llm.optimization import optimize
 from ipex_llm.patch.decoder import _silent
 from ipex_llm.patch.layer import _call, _pads, _read, _Rows
 

@@ -7,7 +7,7 @@ from accuracy import DTYPES, close
 
 from ipex_core.errors import OpArgumentError
 from ipex_llm import modules as M
-from ipex_llm.kv_cache.paged import CACHE_DTYPES
+from ipex_llm.kv_cache import CACHE_DTYPES
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import ipex_core
-from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization import optimize
 from ipex_llm.optimization.proof.small import small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -22,9 +22,8 @@ from torch import nn
 import ipex_core
 import ipex_quant
 from ipex_llm.generation._loop import Loop
-from ipex_llm.model_runner.runner import Runner
-from ipex_llm.model_runner.weights import woq_experts
-from ipex_llm.optimization.api import optimize
+from ipex_llm.model_runner import Runner, woq_experts
+from ipex_llm.optimization import optimize
 from ipex_llm.patch.decoder import _silent
 
 pytestmark = [

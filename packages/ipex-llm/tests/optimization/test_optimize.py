@@ -13,7 +13,7 @@ from families import FAMILIES, tokens
 from torch.ao.quantization import QConfigMapping
 
 import ipex_core
-from ipex_llm.optimization.api import optimize, optimize_transformers
+from ipex_llm.optimization import optimize, optimize_transformers
 from ipex_quant import WoqWeightDtype, woq_qconfig
 
 pytest.importorskip("transformers")

@@ -19,9 +19,8 @@ import ipex_core
 import ipex_llm
 from ipex_core.errors import MissingComponentError
 from ipex_core.optimization.records import class_name
-from ipex_llm import OptimizePlan, optimize, plan
-from ipex_llm.model_runner.weights import woq_experts
-from ipex_llm.optimization import outline
+from ipex_llm import OptimizePlan, optimization, optimize, plan
+from ipex_llm.model_runner import woq_experts
 from ipex_llm.optimization.xpu import optimize_on_xpu
 from ipex_llm.patch.decoder import DecoderMixin
 from ipex_llm.patch.layer import LayerMixin
@@ -245,7 +244,7 @@ def test_xpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.depth == 1 and found.reason is not None and found.reason.startswith("on xpu ")
     assert not found.layers and not found.rest and all(row.done for row in found.linears)
     requests = []
-    monkeypatch.setattr(outline, "planned", lambda model, request: requests.append(request))
+    monkeypatch.setattr(optimization, "planned", lambda model, request: requests.append(request))
     plan(build("llama"), device="xpu", dtype=torch.bfloat16)
     model = build("llama")
     request = dataclasses.replace(requests[0], device=torch.device("cpu"))
@@ -305,8 +304,8 @@ def test_bytes_of_weights(option: str) -> None:
 def test_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     seen: list[nn.Module] = []
-    decide = outline.decide
-    monkeypatch.setattr(outline, "decide", lambda m, *args: seen.append(m) or decide(m, *args))
+    decide = optimization.decide
+    monkeypatch.setattr(optimization, "decide", lambda m, *args: seen.append(m) or decide(m, *args))
     plan(model)
     (copied,) = seen
     assert copied is not model and copied.model.layers[0] is not model.model.layers[0]

@@ -14,7 +14,7 @@ from families import FAMILIES, OLD, UNPROVEN, build, tokens
 from torch import nn
 
 import ipex_core
-from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization import optimize
 from ipex_llm.optimization.proof import prove
 from ipex_llm.optimization.proof import small as _small
 

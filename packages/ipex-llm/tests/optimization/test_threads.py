@@ -15,7 +15,7 @@ from torch import nn
 
 from ipex_llm.arch.seeded import seeded
 from ipex_llm.distributed import PARALLEL
-from ipex_llm.optimization.api import optimize
+from ipex_llm.optimization import optimize
 from ipex_llm.optimization.proof import prove, small
 from ipex_llm.patch.generate import SameRandomMixin
 

@@ -12,8 +12,8 @@ import torch
 from families import FAMILIES, UNPROVEN, tokens
 
 import ipex_core
-from ipex_llm.model_runner.weights.dense import PlannedWeight
-from ipex_llm.optimization.api import optimize
+from ipex_llm.model_runner.dense import PlannedWeight
+from ipex_llm.optimization import optimize
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "Prepared",
     "Task",
     "UnsupportedError",
+    "greedy",
 ]
 
 #: The least cosine to the answer of float32, by the precision in which an engine computes. Random weights suffer more
@@ -125,3 +127,37 @@ class Prepared:
     calls: dict[str, Any]
     note: str = ""
     whole: Any = None
+
+
+def greedy(task: Task, step: Callable[[Any, int], Any], precision: str, note: str = "") -> Prepared:
+    """Return a language model ready to decode.
+
+    Args:
+        task: The task.
+        step: Gets token ids [batch, tokens] and the place of the first one in the text; 0 begins a new text. Returns
+            the logits of the last token, [batch, vocabulary]; they may be overwritten by the next step.
+        precision: In which it computes.
+        note: Goes into the table.
+    """
+    import numpy
+
+    ids, forced = task.inputs()["input_ids"], task.forced()
+    length, new = ids.shape[1], task.shape["new"]
+
+    def make(count: int) -> Any:
+        logits = step(ids, 0)
+        for place in range(length, length + count - 1):
+            logits = step(logits.argmax(-1)[:, None], place)
+        return logits
+
+    def answer() -> Any:
+        found = [step(ids, 0).copy()]
+        for place in range(forced.shape[1]):
+            found.append(step(forced[:, place : place + 1], length + place).copy())
+        return numpy.stack(found, 1)
+
+    def whole() -> Any:
+        return step(numpy.concatenate([ids, forced], 1), 0).copy()
+
+    calls = {"first": lambda: make(1), "all": lambda: make(new)}
+    return Prepared(precision, answer, calls, note, whole)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,20 @@ import torch
 from torch import nn
 
 from . import workloads
+from .result import SIDE, footprint
 from .shapes import LAST_STEPS
 from .task import Prepared, Task
 
-__all__ = ["GROUP", "generator", "inference", "make", "prepare", "tensors", "training"]
+__all__ = [
+    "GROUP",
+    "generator",
+    "inference",
+    "limit_calls",
+    "make",
+    "prepare",
+    "tensors",
+    "training",
+]
 
 #: Weights that share a scale, where they have four bits.
 GROUP = 32
@@ -246,3 +257,25 @@ def make(task: Task) -> None:
         "activations": 0 if task.kind == "train" else moved,
     }
     (task.path / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+# -- What the machine can do: reading memory and multiplying matrices, measured in the same rounds as the engines -----
+
+
+def limit_calls(n_bytes: int) -> dict[str, Callable[[], Any]]:
+    """Return the calls: ``read`` and one product for each element type."""
+    memory = mmap.mmap(-1, footprint(n_bytes))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    numbers = torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
+    found: dict[str, Callable[[], Any]] = {"read": lambda: torch.sum(numbers)}
+    for name in ("float32", "bfloat16", "int8"):
+        a = torch.ones(SIDE, SIDE, dtype=getattr(torch, name))
+        product = torch._int_mm if name == "int8" else torch.mm
+        found[name] = _call(product, a)
+    return found
+
+
+def _call(function: Callable[..., Any], a: torch.Tensor) -> Callable[[], Any]:
+    return lambda: function(a, a)

@@ -139,7 +139,7 @@ def main() -> None:
             if request["do"] == "make":
                 importlib.import_module(f"{ALIAS}.torch_work").make(task)
             elif request["do"] == "limits":
-                calls = importlib.import_module(f"{ALIAS}.limits").calls(request["bytes"])
+                calls = importlib.import_module(f"{ALIAS}.torch_work").limit_calls(request["bytes"])
             elif request["do"] == "prepare":
                 prepared, answer = prepare(task, engine)
                 if prepared is not None:

@@ -1,2 +1,264 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architecture of a decoder: description, detection by probing, reference implementation."""
+"""The structure of a decoder, as far as running it needs to know: what `ipex_llm.arch.detect` finds in a model.
+
+A plan names modules and not tensors, so it is made before weights are packed and stays valid after. Everything that
+differs between the families of models is a value here; nothing that runs a plan asks for the name of a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from ipex_llm.distributed.group import TensorParallel
+
+__all__ = [
+    "AttentionPlan",
+    "DecoderPlan",
+    "ExpertsPlan",
+    "LatentPlan",
+    "LayerPlan",
+    "LinearPlan",
+    "MlpPlan",
+    "NormPlan",
+    "RopePlan",
+    "linear_modules",
+]
+
+Tensor = torch.Tensor
+
+#: Activations by the names that the op ``linear`` takes; ``"gelu_quick"``, ``"relu2"`` and others have no fusion.
+Activation = str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NormPlan:
+    """RMS or layer norm over the last dimension; ``y = norm(x) * (weight + offset) + bias``.
+
+    Weight and bias are ``[width]``; in a norm of queries or keys they may be ``[heads, head_dim]``, one for each head.
+    """
+
+    kind: Literal["rms", "layer"]
+    module: nn.Module
+    eps: float
+    offset: float = 0.0  # 1.0: weights are stored less one (Gemma)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight as it is stored (without `offset`); None: the norm has none."""
+        return self._values("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, or None."""
+        return self._values("bias")
+
+    def _values(self, name: str) -> Tensor | None:
+        parts = next((c for c in self.module.children() if isinstance(c, nn.ModuleList)), None)
+        if parts is None:
+            value = getattr(self.module, name, None)
+            return value if isinstance(value, Tensor) else None
+        # One norm for each head (StableLM).
+        rows = [getattr(part, name, None) for part in parts]
+        return None if any(r is None for r in rows) else torch.stack(rows)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearPlan:
+    """A linear layer: one module, or several that read the same input, whose outputs are put side by side."""
+
+    modules: tuple[nn.Module, ...]
+    transposed: bool = False  # weights are [in, out] (GPT-2's Conv1D)
+    #: Order of the output rows, if it is not the one that the user of the layer expects: an index ``[out_features]``
+    #: such that ``rows[order]`` are in the expected order (fused QKV that interleaves heads).
+    order: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RopePlan:
+    """Rotary embedding; the tables come from `ipex_core.nn.rope.rope_tables`, or are given."""
+
+    kind: str  # "default", "linear", "dynamic", "llama3", "yarn", "longrope"
+    dim: int  # rotated elements of a head
+    base: float
+    scaling: dict[str, object] | None
+    half: bool  # NeoX halves; False: interleaved pairs (GPT-J)
+    max_position_embeddings: int
+    #: Factor on cosines and sines beyond what the kind brings along.
+    factor: float = 1.0
+
+    def tables(self, positions: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, each ``[positions, dim / 2]``, as the rotary ops take them."""
+        from ipex_core.nn.rope import rope_tables
+
+        cos, sin = rope_tables(
+            self.kind,
+            self.dim,
+            positions,
+            self.base,
+            self.scaling,
+            max_position_embeddings=self.max_position_embeddings,
+        )
+        return (cos * self.factor).to(dtype), (sin * self.factor).to(dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentPlan:
+    """Keys and values of all heads from one latent row (multi-head latent attention).
+
+    `AttentionPlan.qkv` gives the queries, or what they are made of; then the latent ``[rank]``; then the part of the
+    keys that is rotated and the same for all heads, ``[rope.dim]``. The head of a query is ``[head_dim - rope.dim |
+    rope.dim]``, and so is the head of a key: what `up` makes of the latent, and the rotated part.
+    """
+
+    up: nn.Module  # rows: of each head the key's without rotation, then the value's
+    norm: NormPlan | None  # of the latent, before `up`
+    rank: int
+    value_dim: int
+    query: LinearPlan | None = None  # None: `qkv` gives the queries
+    query_norm: NormPlan | None = None  # before `query`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Attention of queries to cached keys and values."""
+
+    qkv: (
+        LinearPlan  # rows: all query heads, all key heads, all value heads; with `latent` see there
+    )
+    output: LinearPlan
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopePlan | None = None
+    query_norm: NormPlan | None = None  # over head_dim, or over all heads if `norm_over` says so
+    key_norm: NormPlan | None = None
+    norm_over: Literal["head", "all"] = "head"
+    norm_after_rope: bool = False
+    alibi_slopes: Tensor | None = None  # float32 [heads]
+    window: int = -1  # keys visible to the left, the own one not counted; -1: all
+    softcap: float = -1.0
+    sinks: Tensor | None = None  # [heads]
+    clip_qkv: float | None = None
+    #: Queries are multiplied with ``1 + scale * log(1 + floor((position + 1) / floor_scale))`` (Llama 4); the two.
+    temperature: tuple[float, float] | None = None
+    latent: LatentPlan | None = None  # `kv_heads` is 1 then
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MlpPlan:
+    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate."""
+
+    gate: LinearPlan | None
+    up: LinearPlan
+    down: LinearPlan
+    activation: Activation
+    #: `up` holds both projections in one module: first all rows of the gate, then all rows of up.
+    fused: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertsPlan:
+    """A routed mixture of gated experts, with an optional shared one."""
+
+    router: nn.Module
+    router_weight: Tensor  # [E, hidden]
+    router_bias: Tensor | None
+    #: The module with the experts; their weights stacked, ``[E, 2 I, hidden]`` (rows of the gate first) and
+    #: ``[E, hidden, I]``, or modules: the gates of all experts and then their other projections; the E last ones.
+    module: nn.Module
+    gate_up: Tensor | tuple[nn.Module, ...]
+    down: Tensor | tuple[nn.Module, ...]
+    transposed: bool
+    interleaved: bool  # rows of gate_up alternate gate, up (gpt-oss)
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    experts: int
+    top_k: int
+    intermediate_size: int
+    activation: Activation
+    scoring: Literal["softmax", "sigmoid"]
+    renormalize: bool
+    groups: int = 0
+    top_groups: int = 0
+    correction_bias: Tensor | None = None
+    routed_scale: float = 1.0
+    scale_input: bool = False  # weights multiply the expert's input and not its output (Llama 4)
+    shared: MlpPlan | None = None
+    shared_gate: nn.Module | None = None  # sigmoid gate of the shared expert (Qwen2-MoE)
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One decoder layer.
+
+    Sequential: ``h += post_attention?(attention(input_norm(h)))``, then ``h += post_mlp?(mlp(mlp_norm(h)))``.
+    Parallel: both read ``h`` as it came in, through one norm or two, and both are added.
+
+    A decoder whose layers end in a norm of the sum (OPT 350m) is the same chain cut elsewhere, and is given so: with
+    `residual_after_norm`, no `input_norm` in the first layer, the last norm of each layer as the next one's
+    `input_norm`, and the last norm of the last layer as the decoder's `final_norm`.
+    """
+
+    module: nn.Module
+    attention: AttentionPlan
+    mlp: MlpPlan | ExpertsPlan
+    input_norm: NormPlan | None
+    mlp_norm: NormPlan | None  # parallel and None: the mlp reads what input_norm gives
+    post_attention_norm: NormPlan | None = None  # sandwich, or OLMo 2's norm after the block
+    post_mlp_norm: NormPlan | None = None
+    parallel: bool = False
+    residual_scale: float = 1.0  # factor on what a block adds
+    #: The residual is what the norm (of either block) gave, not what it read (Bloom's option).
+    residual_after_norm: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecoderPlan:
+    """A whole decoder: embedding, layers, last norm, head."""
+
+    decoder: nn.Module  # the module that has the layers
+    embedding: nn.Module  # token embedding, weight [vocab, width]
+    layers: tuple[LayerPlan, ...]
+    final_norm: NormPlan | None
+    head: LinearPlan | None  # None: the decoder alone
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    attention_chunk: int = 0  # places; in some layers, tokens do not see earlier chunks
+    embedding_scale: float = 1.0
+    embedding_norm: NormPlan | None = None
+    embedding_projection: LinearPlan | None = None  # OPT's project_in
+    output_projection: LinearPlan | None = None  # OPT's project_out
+    position_embedding: nn.Module | None = None
+    position_offset: int = 0  # row of position 0
+    #: Calls that run the stock forward, since a program is not proven for them; see `ipex_llm.optimization.proof`.
+    stock_calls: frozenset[str] = frozenset()
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+    #: The ranks that have the rest of a sharded model: output and down projections, experts and the head give parts.
+    parallel: TensorParallel | None = None
+
+    def linear_modules(self) -> Iterator[nn.Module]:
+        """Iterate over the modules of all linear layers of the plan."""
+        return linear_modules(self)
+
+
+def linear_modules(value: object) -> Iterator[nn.Module]:
+    """Iterate over the modules of all linear layers of a plan, or of a part of one."""
+    if isinstance(value, LinearPlan):
+        yield from value.modules
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from linear_modules(one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from linear_modules(getattr(value, field.name))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a plan in plain PyTorch: what each value of `ipex_llm.arch.types` means, and the proof that a plan fits a model.
+"""Runs a plan in plain PyTorch: what each value of `ipex_llm.arch` means, and the proof that a plan fits a model.
 
 No cache, no fusion, everything in float32; slow on purpose.
 """
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import ipex_core  # noqa: F401  (registers the ops)
-from ipex_llm.arch.types import (
+from ipex_llm.arch import (
     AttentionPlan,
     DecoderPlan,
     ExpertsPlan,

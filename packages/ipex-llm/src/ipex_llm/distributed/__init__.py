@@ -24,11 +24,24 @@ How the parts fit together:
 
 from __future__ import annotations
 
-from ipex_llm.distributed.adopt import adopt, adopt_deepspeed, adopt_transformers
 from ipex_llm.distributed.cut import split_features, split_heads
-from ipex_llm.distributed.divide import divide, divisible, load_parts, shard_model
-from ipex_llm.distributed.group import HeadShard, TensorParallel
-from ipex_llm.distributed.modules import AllReduce, ShardedHead, ShardedModule, uncovered
+from ipex_llm.distributed.divide import (
+    adopt,
+    adopt_deepspeed,
+    adopt_transformers,
+    divide,
+    divisible,
+    load_parts,
+    shard_model,
+)
+from ipex_llm.distributed.group import (
+    AllReduce,
+    HeadShard,
+    ShardedHead,
+    ShardedModule,
+    TensorParallel,
+    uncovered,
+)
 from ipex_llm.distributed.shard import (
     PARALLEL,
     is_sharded,

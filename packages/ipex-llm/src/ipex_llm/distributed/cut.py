@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ipex_core.errors import OpArgumentError
-from ipex_llm.arch.types import ExpertsPlan, LinearPlan
+from ipex_llm.arch import ExpertsPlan, LinearPlan
 from ipex_llm.distributed.checkpoint import split_range, split_sizes
 
 __all__ = [

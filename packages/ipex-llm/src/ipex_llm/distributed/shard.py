@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ipex_core.errors import OpArgumentError
-from ipex_llm.arch.types import (
+from ipex_llm.arch import (
     AttentionPlan,
     DecoderPlan,
     ExpertsPlan,
@@ -35,8 +35,14 @@ from ipex_llm.distributed.cut import (
     split_features,
     split_heads,
 )
-from ipex_llm.distributed.group import HeadShard, TensorParallel
-from ipex_llm.distributed.modules import AllReduce, ShardedHead, inner, replace_child
+from ipex_llm.distributed.group import (
+    AllReduce,
+    HeadShard,
+    ShardedHead,
+    TensorParallel,
+    inner,
+    replace_child,
+)
 
 __all__ = [
     "PARALLEL",

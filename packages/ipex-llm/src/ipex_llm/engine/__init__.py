@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from ipex_llm.engine.batch import BlockTables
 from ipex_llm.engine.limits import (
     cache_blocks,
     check_positive,
@@ -35,11 +34,9 @@ from ipex_llm.engine.params import (
     StepOutput,
     TokenLogprobs,
 )
-from ipex_llm.engine.request import Request, TextStream
-from ipex_llm.engine.sampler import choose
-from ipex_llm.engine.scheduler import Scheduler
-from ipex_llm.kv_cache.blocks import BlockPool
-from ipex_llm.kv_cache.paged import CacheMemoryError
+from ipex_llm.engine.request import BlockTables, Request, TextStream, choose
+from ipex_llm.engine.scheduler import BlockPool, Scheduler
+from ipex_llm.kv_cache import CacheMemoryError
 
 __all__ = [
     "CacheMemoryError",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ipex_llm.kv_cache.paged import CacheMemoryError, available_memory, format_bytes
+from ipex_llm.kv_cache import CacheMemoryError, available_memory, format_bytes
 
 __all__ = [
     "cache_blocks",

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one request inside the engine, and its text: from tokens to text, piece by piece."""
+"""A request inside the engine: its state, its part of a batch, its next token, its text."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import secrets
 import time
+from array import array
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ipex_llm.engine.params import SamplingParams, TokenLogprobs
-from ipex_llm.kv_cache.blocks import block_key
 
-__all__ = ["Request", "TextStream"]
+__all__ = ["Batch", "BlockTables", "Request", "TextStream", "block_key", "choose"]
 
 #: What tokenizers decode bytes to that are no whole character.
 _UNFINISHED = "\ufffd"
@@ -92,6 +95,15 @@ class TextStream:
         return longest
 
 
+def block_key(before: bytes, tokens: Sequence[int]) -> bytes:
+    """Return the key of a full block: a digest of its tokens and, through ``before``, of all tokens in front of them.
+
+    Long enough that two different prefixes do not meet in practice, by accident or by intent: what is found under a
+    key is used without another look at the tokens.
+    """
+    return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
 class Request:
     """One request: its tokens, how many of them are in the cache, and where.
 
@@ -158,3 +170,172 @@ class Request:
             self._generator = torch.Generator()
             self._generator.manual_seed(secrets.randbits(63) if seed is None else seed)
         return float(torch.rand((), generator=self._generator))
+
+
+# -- The arguments of one forward pass for the requests of a step -----------------------------------------------------
+
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """What `Runner.forward` takes, and the requests whose last token is in it.
+
+    Attributes:
+        tokens: int64 ``[T]``, of all requests back to back; `positions` and `slots` belong to them.
+        tables: int32 ``[B, M]`` blocks of each request, the rest zero.
+        starts: int32 ``[B + 1]``.
+        lengths: int32 ``[B]``: tokens in the cache after the pass.
+        rows: int64 ``[R]`` places of tokens whose logits are needed, None for the last one of each request.
+        complete: The R requests.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    tables: Tensor
+    starts: Tensor
+    lengths: Tensor
+    rows: Tensor | None
+    complete: list[Request]
+
+
+class BlockTables:
+    """The blocks of all running requests as one tensor, into which only new blocks are written.
+
+    Args:
+        rows: Most requests.
+        columns: Most blocks of a request.
+        block_size: Tokens in a block.
+    """
+
+    def __init__(self, rows: int, columns: int, block_size: int) -> None:
+        self._table = torch.zeros(rows, columns, dtype=torch.int32)
+        self._block_size = block_size
+
+    def _update(self, request: Request) -> None:
+        blocks = request.blocks
+        if request.written < len(blocks):
+            fresh = torch.tensor(blocks[request.written :], dtype=torch.int32)
+            self._table[request.row, request.written : len(blocks)] = fresh
+            request.written = len(blocks)
+
+    def batch(self, chosen: Sequence[tuple[Request, int]]) -> Batch:
+        """Return the arguments for requests with the number of tokens each computes."""
+        size = self._block_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts, lengths, rows = [0], [], []
+        complete = []
+        for request, count in chosen:
+            self._update(request)
+            first, last = request.computed, request.computed + count
+            tokens += request.tokens[first:last]
+            positions += range(first, last)
+            blocks = request.blocks
+            slots += [blocks[at // size] * size + at % size for at in range(first, last)]
+            starts.append(len(tokens))
+            lengths.append(last)
+            if last == len(request.tokens):
+                rows.append(len(tokens) - 1)
+                complete.append(request)
+        width = -(-max(lengths) // size)
+        order = torch.tensor([request.row for request, _ in chosen])
+        # Behind the blocks of a short request lie zeros or blocks of its row's last user: not read, but valid.
+        return Batch(
+            tokens=torch.tensor(tokens),
+            positions=torch.tensor(positions),
+            slots=torch.tensor(slots),
+            tables=self._table[order, :width],
+            starts=torch.tensor(starts, dtype=torch.int32),
+            lengths=torch.tensor(lengths, dtype=torch.int32),
+            rows=None if len(rows) == len(chosen) else torch.tensor(rows, dtype=torch.int64),
+            complete=complete,
+        )
+
+
+# -- The next token of each request from its row of logits ------------------------------------------------------------
+
+
+def choose(requests: Sequence[Request], logits: Tensor) -> list[int | None]:
+    """Choose a token for each request, and note log probabilities where they are asked for.
+
+    Each row is treated on its own, so that the tokens of a request do not depend on what else is in the batch.
+
+    Args:
+        requests: The requests, of which each may draw a random number.
+        logits: ``[R, vocab]``, a row for each request.
+
+    Returns:
+        R tokens; None for a row that no token can be chosen from, since it has NaN or infinity or no finite number.
+    """
+    original = logits
+    if any(_changed(request) for request in requests):
+        logits = logits.clone()
+        for request, row in zip(requests, logits, strict=True):
+            if _changed(request):
+                _change(request, row)
+    # The maximum is NaN if anything is.
+    usable = logits.amax(-1).isfinite().tolist()
+    groups: dict[tuple[float, int, float, float] | None, list[int]] = {}
+    for row, request in enumerate(requests):
+        if not usable[row]:
+            continue
+        groups.setdefault(_group(request.params), []).append(row)
+    chosen: list[int | None] = [None] * len(requests)
+    for group, rows in groups.items():
+        part = logits if len(rows) == len(requests) else logits[rows]
+        if group is None:
+            tokens = torch.ops.ipex.argmax(part)
+        else:
+            noise = torch.tensor([requests[row].noise() for row in rows], dtype=torch.float32)
+            tokens = torch.ops.ipex.sample_token(part, noise, *group)
+        for row, value in zip(rows, tokens.tolist(), strict=True):
+            chosen[row] = value
+    for row, request in enumerate(requests):
+        token = chosen[row]
+        if token is not None and request.params.logprobs is not None:
+            request.logprobs.append(_logprobs(original[row], token, request.params.logprobs))
+    return chosen
+
+
+def _group(params: SamplingParams) -> tuple[float, int, float, float] | None:
+    """Return what rows must share to be sampled by one call; None for the most likely token."""
+    if params.greedy:
+        return None
+    return float(params.temperature), params.top_k, float(params.top_p), float(params.min_p)
+
+
+def _changed(request: Request) -> bool:
+    return request.params.penalized or request.new_tokens < request.params.min_new_tokens
+
+
+def _change(request: Request, row: Tensor) -> None:
+    params = request.params
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(request.tokens)))
+        values = row[seen]
+        factor = params.repetition_penalty
+        row[seen] = torch.where(values > 0, values / factor, values * factor)
+    if params.presence_penalty or params.frequency_penalty:
+        counts = Counter(request.tokens[request.prompt_length :])
+        if counts:
+            places = torch.tensor(list(counts))
+            times = torch.tensor(list(counts.values()), dtype=torch.float32)
+            row[places] -= (times * params.frequency_penalty + params.presence_penalty).to(
+                row.dtype
+            )
+    if request.new_tokens < params.min_new_tokens:
+        ends = sorted({*request.ends, *params.stop_token_ids})
+        row[
+            torch.tensor([end for end in ends if end < row.numel()], dtype=torch.int64)
+        ] = -torch.inf
+
+
+def _logprobs(row: Tensor, token: int, count: int) -> TokenLogprobs:
+    values = row.float().log_softmax(-1)
+    top = values.topk(min(count, values.numel()))
+    alternatives = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return TokenLogprobs(token, float(values[token]), tuple(alternatives))

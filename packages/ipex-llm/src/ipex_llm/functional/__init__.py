@@ -12,21 +12,27 @@ Wrong arguments raise `OpArgumentError` (both a ``ValueError`` and a ``RuntimeEr
 from __future__ import annotations
 
 from ipex_core.nn.ipex_api.lora import sgmv_expand, sgmv_expand_slice, sgmv_shrink
-from ipex_llm.functional._activation import (
-    gelu_and_mul,
-    gelu_mul,
-    gelu_quick,
-    silu_and_mul,
-    silu_mul,
-)
 from ipex_llm.functional._attention import (
     indirect_access_kv_cache_attention,
+    rotary_embedding,
+    rotary_embedding_batched,
     varlen_attention,
     varlen_fwd,
 )
-from ipex_llm.functional._lora import bgmv_expand, bgmv_expand_slice, bgmv_shrink
-from ipex_llm.functional._norm import add_layer_norm, add_rms_norm, fast_layer_norm, rms_norm
-from ipex_llm.functional._rotary import rotary_embedding, rotary_embedding_batched
+from ipex_llm.functional._rows import (
+    add_layer_norm,
+    add_rms_norm,
+    bgmv_expand,
+    bgmv_expand_slice,
+    bgmv_shrink,
+    fast_layer_norm,
+    gelu_and_mul,
+    gelu_mul,
+    gelu_quick,
+    rms_norm,
+    silu_and_mul,
+    silu_mul,
+)
 
 __all__ = [
     "add_layer_norm",

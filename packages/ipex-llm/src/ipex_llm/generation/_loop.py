@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ipex_llm.kv_cache.transformers import CacheState, state_of_cache
-from ipex_llm.model_runner.runner import Runner
+from ipex_llm.model_runner import Runner
 
 __all__ = ["Choice", "Loop", "Session", "Stop", "choose"]
 

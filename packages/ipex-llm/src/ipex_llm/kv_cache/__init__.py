@@ -1,2 +1,437 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged cache of keys and values, and its transformers interface."""
+"""The paged cache of keys and values, the memory for it, and the sequences that live in it.
+
+`PagedCache` is memory: blocks of rows, numbered alike in all layers. `Sequences` says which blocks belong to which
+sequence. Sequences with a common past (beams) share blocks; a block is copied when one of several owners is about to
+write to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ipex_core.errors import IpexError
+from ipex_core.ops.kv_cache import QUANTIZED
+
+__all__ = [
+    "CACHE_DTYPES",
+    "CacheMemoryError",
+    "LayerShape",
+    "PagedCache",
+    "Sequences",
+    "Step",
+    "available_memory",
+    "cache_dtype",
+    "format_bytes",
+    "peak_memory",
+    "resident_memory",
+]
+
+
+class CacheMemoryError(IpexError, MemoryError):
+    """The cache of keys and values does not fit the memory, or a request does not fit the cache."""
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None  # no such limit, or "max"
+
+
+def available_memory() -> int | None:
+    """Return the bytes that this process can still use, without swapping; None if the system does not tell.
+
+    On Linux the smaller of what the machine has left and what the control group of the process has left.
+    """
+    found: list[int] = []
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvail")]
+    except (OSError, ValueError, IndexError):
+        pass
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        most, now = _number(limit), _number(used)
+        if most is not None and now is not None and most < 1 << 60:
+            found.append(max(most - now, 0))
+    if not found and hasattr(os, "sysconf"):
+        try:
+            found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        except (OSError, ValueError):
+            return None
+    return min(found, default=None)
+
+
+def _status(name: str) -> int:
+    try:
+        with open("/proc/self/status", encoding="ascii") as lines:
+            return next((int(line.split()[1]) << 10 for line in lines if line.startswith(name)), 0)
+    except OSError:
+        return 0
+
+
+def resident_memory() -> int:
+    """Return the bytes of this process that are in memory and are no mapped file; 0 if the system does not tell."""
+    return _status("RssAnon:")
+
+
+def peak_memory() -> int:
+    """Return the most bytes this process has had in memory, mapped files included; 0 if the system does not tell."""
+    return _status("VmHWM:")
+
+
+def format_bytes(count: float) -> str:
+    """Return a size for people.
+
+    Example:
+        >>> format_bytes(3 << 20)
+        '3.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+Tensor = torch.Tensor
+
+#: Names of cache dtypes, as options give them.
+CACHE_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "int8": torch.int8,
+    "fp8": torch.float8_e5m2,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+
+
+def cache_dtype(value: Any, own: torch.dtype) -> torch.dtype:
+    """Return the dtype of a cache for rows of dtype ``own``.
+
+    Raises:
+        ValueError: It is not the model's own, int8, float8_e5m2 or float8_e4m3fn.
+    """
+    if isinstance(value, str) and value in CACHE_DTYPES:
+        value = CACHE_DTYPES[value]
+    if value is None:
+        return own
+    if value not in (own, *QUANTIZED):
+        names = ", ".join(map(str, (own, *QUANTIZED)))
+        raise ValueError(f"PagedCache: dtype must be one of {names} or None, got {value!r}")
+    assert isinstance(value, torch.dtype)
+    return value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores for a token: ``kv_heads`` keys and values of ``head_dim``.
+
+    With ``latent``, a single row that is key and value: the first ``latent`` elements are what both are made of.
+    """
+
+    kv_heads: int
+    head_dim: int
+    latent: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Tensors of a layer."""
+        return 1 if self.latent else 2
+
+
+class PagedCache:
+    """Keys and values of all layers in blocks of rows.
+
+    Args:
+        layers: Shape of each layer.
+        num_blocks: Number of blocks; all layers have as many.
+        block_size: Rows (tokens) of a block.
+        dtype: dtype of the elements.
+        scales: Of each layer what a 1 of its keys and of its values stands for, if they are 8-bit numbers. Without
+            them an int8 cache has a scale for each row.
+
+    Attributes:
+        keys: Per layer ``[num_blocks, kv_heads, block_size, head_dim]``.
+        values: Likewise.
+        tensors: Keys, values and scales, layer by layer.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        scales: Sequence[tuple[float, float]] | None = None,
+    ) -> None:
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"PagedCache: {name} must be a positive int, got {value!r}")
+        self.layers = tuple(layers)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.scales = scales
+        self.row_scales = dtype == torch.int8 and scales is None
+        self._allocate(num_blocks)
+
+    def _allocate(self, num_blocks: int) -> None:
+        self._stores: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        start = 0
+        while start < len(
+            self.layers
+        ):  # neighbors of one shape share an allocation: one copy moves a block
+            shape = self.layers[start]
+            end = start
+            while end < len(self.layers) and self.layers[end] == shape:
+                end += 1
+            parts = shape.parts
+            size = (parts * (end - start), num_blocks, shape.kv_heads, self.block_size)
+            store = torch.empty(*size, shape.head_dim, dtype=self.dtype)
+            self._stores.append(store)
+            scales = None
+            if self.row_scales:
+                scales = torch.ones(*size)
+                self._stores.append(scales)
+            for i in range(end - start):
+                first, last = parts * i, parts * (i + 1) - 1
+                self.keys.append(store[first])
+                self.values.append(store[last])
+                self.tensors += [store[first], store[last]]
+                if scales is not None:
+                    self.tensors += [scales[first], scales[last]]
+            start = end
+
+    @staticmethod
+    def bytes(
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        scaled: bool = False,
+    ) -> int:
+        """Return the memory of a cache, with scales of layers if it is ``scaled``."""
+        more = 4 if dtype == torch.int8 and not scaled else 0
+        row = sum(s.parts * s.kv_heads * (s.head_dim * dtype.itemsize + more) for s in layers)
+        return row * num_blocks * block_size
+
+    def grow(self, num_blocks: int) -> None:
+        """Make room for more blocks; the former ones keep numbers and contents."""
+        if num_blocks <= self.num_blocks:
+            return
+        needed = self.bytes(
+            self.layers, num_blocks, self.block_size, self.dtype, self.scales is not None
+        )
+        free = available_memory()
+        if free is not None and needed > free:  # both are there while the contents move
+            raise CacheMemoryError(
+                f"PagedCache: the cache must fit the free memory of {format_bytes(free)}, got"
+                f" {num_blocks * self.block_size} tokens, {format_bytes(needed)}"
+            )
+        former, count = self._stores, self.num_blocks
+        self._allocate(num_blocks)
+        for new, old in zip(self._stores, former, strict=True):
+            _raw(new)[:, :count] = _raw(old)
+        self.num_blocks = num_blocks
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks of all layers."""
+        if not sources:
+            return
+        at, to = torch.tensor(sources), torch.tensor(targets)
+        for store in self._stores:
+            raw = _raw(store)
+            raw[:, to] = raw[:, at]
+
+    def tensors_of(self, layer: int) -> list[Tensor]:
+        """Return the entries of `tensors` that belong to a layer."""
+        per = 4 if self.row_scales else 2
+        return self.tensors[per * layer : per * layer + per]
+
+    def rows(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+        """Return the first ``length`` keys and values of some blocks as float rows ``[kv_heads, length, head_dim]``.
+
+        Of a layer with a latent: the latents, and the rotated parts of the keys.
+        """
+        found = []
+        tensors = self.tensors_of(layer)
+        for part in (0, 1):
+            data = tensors[part]
+            index = torch.tensor(blocks, dtype=torch.int64)
+            picked = _raw(data)[index].view(data.dtype)
+            if self.row_scales:
+                picked = picked.float() * tensors[2 + part][index].unsqueeze(-1)
+            elif self.scales is not None:
+                picked = picked.float() * self.scales[layer][part]
+            elif self.dtype in QUANTIZED:
+                picked = picked.float()
+            found.append(picked.transpose(0, 1).flatten(1, 2)[:, :length])
+        latent = self.layers[layer].latent
+        if latent:
+            return found[0][..., :latent], found[0][..., latent:]
+        return found[0], found[1]
+
+
+def _raw(store: Tensor) -> Tensor:
+    """Bytes instead of 8-bit numbers: torch cannot index floats of them."""
+    return store.view(torch.uint8) if store.dtype in QUANTIZED else store
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """Where the tokens of one forward call go; the arguments of `Runner.forward` as tensors."""
+
+    slots: Tensor  # int64 [T]
+    tables: Tensor  # int32 [B, blocks]
+    starts: Tensor  # int32 [B + 1]
+    lengths: Tensor  # int32 [B], history and new tokens
+    longest: int
+    most: int  # tokens of the sequence that has most new ones
+    singles: bool  # one token each
+
+
+class Sequences:
+    """Sequences in a cache that grows when it is full.
+
+    Args:
+        cache: The memory. It must not be used by anybody else.
+        count: Number of sequences, all empty.
+    """
+
+    def __init__(self, cache: PagedCache, count: int) -> None:
+        self.cache = cache
+        self.lengths = [0] * count
+        self.blocks: list[list[int]] = [[] for _ in range(count)]
+        self._owners: dict[int, int] = {}
+        self._free: list[int] = list(range(cache.num_blocks - 1, -1, -1))
+        self._tables: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    # ------------------------------------------------------------------------------------------------------- appending
+
+    def append(self, counts: Sequence[int] | int = 1) -> Step:
+        """Make room for new tokens behind each sequence and say where they go.
+
+        Args:
+            counts: New tokens of each sequence, or one number for all.
+        """
+        size = self.cache.block_size
+        number = len(self.lengths)
+        if isinstance(counts, int):
+            counts = [counts] * number
+        slots: list[int] = []
+        copies: tuple[list[int], list[int]] = ([], [])
+        for i, count in enumerate(counts):
+            blocks, first = self.blocks[i], self.lengths[i]
+            end = first + count
+            if count and first % size and self._owners[blocks[-1]] > 1:
+                self._own_last(i, copies)
+            while len(blocks) * size < end:
+                blocks.append(self._take())
+                self._tables = None
+            if count == 1:
+                slots.append(blocks[first // size] * size + first % size)
+            else:
+                for at in range(first // size, -(-end // size)):
+                    low, high = max(first, at * size), min(end, (at + 1) * size)
+                    base = blocks[at] * size - at * size
+                    slots.extend(range(base + low, base + high))
+            self.lengths[i] = end
+        if copies[0]:
+            self.cache.copy_blocks(*copies)
+            self._tables = None
+        starts = [0]
+        for count in counts:
+            starts.append(starts[-1] + count)
+        return Step(
+            torch.tensor(slots, dtype=torch.int64),
+            self.tables(),
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(self.lengths, dtype=torch.int32),
+            max(self.lengths, default=0),
+            max(counts, default=0),
+            starts[-1] == number and all(count == 1 for count in counts),
+        )
+
+    def _own_last(self, i: int, copies: tuple[list[int], list[int]]) -> None:
+        """Give a sequence a copy of its last block, which others own too."""
+        shared = self.blocks[i][-1]
+        new = self._take()
+        self._owners[shared] -= 1
+        self.blocks[i][-1] = new
+        copies[0].append(shared)
+        copies[1].append(new)
+
+    def _take(self) -> int:
+        if not self._free:
+            old = self.cache.num_blocks
+            new = 2 * old
+            self.cache.grow(new)
+            self._free = list(range(new - 1, old - 1, -1))
+        block = self._free.pop()
+        self._owners[block] = 1
+        return block
+
+    def _drop(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._owners[block] -= 1
+            if not self._owners[block]:
+                del self._owners[block]
+                self._free.append(block)
+
+    def tables(self) -> Tensor:
+        """Return the block tables, int32 ``[sequences, blocks]``."""
+        if self._tables is None:
+            width = max((len(b) for b in self.blocks), default=0) or 1
+            rows = [b + [0] * (width - len(b)) for b in self.blocks]
+            self._tables = torch.tensor(rows, dtype=torch.int32).view(len(rows), width)
+        return self._tables
+
+    # --------------------------------------------------------------------------------------------------------- changes
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Let sequence i be what sequence ``indices[i]`` was; there may be more or fewer than before."""
+        if list(indices) == list(range(len(self.lengths))):
+            return
+        former = self.blocks
+        self.blocks = [list(former[i]) for i in indices]
+        self.lengths = [self.lengths[i] for i in indices]
+        for blocks in self.blocks:
+            for block in blocks:
+                self._owners[block] += 1
+        for blocks in former:
+            self._drop(blocks)
+        self._tables = None
+
+    def cut(self, counts: Sequence[int]) -> None:
+        """Remove so many tokens from the end of each sequence."""
+        size = self.cache.block_size
+        for i, count in enumerate(counts):
+            length = max(self.lengths[i] - count, 0)
+            kept = -(-length // size)
+            self._drop(self.blocks[i][kept:])
+            del self.blocks[i][kept:]
+            self.lengths[i] = length
+        self._tables = None
+
+    def clear(self) -> None:
+        """Remove all tokens."""
+        self.cut(self.lengths)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ipex_core.module_swap.base import set_class
-from ipex_llm.kv_cache.paged import (
+from ipex_llm.kv_cache import (
     CacheMemoryError,
     PagedCache,
     Sequences,
@@ -25,7 +25,7 @@ from ipex_llm.kv_cache.paged import (
 )
 
 if TYPE_CHECKING:
-    from ipex_llm.model_runner.runner import Runner
+    from ipex_llm.model_runner import Runner
 
 __all__ = ["CacheState", "adopt", "cache_class", "state_of_cache"]
 

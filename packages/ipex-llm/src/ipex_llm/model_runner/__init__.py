@@ -1,2 +1,334 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights, programs and the runner of a decoder."""
+"""Runs a decoder: one call per step for the whole stack."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ipex_core.library.spec import FLOATS
+from ipex_core.nn.rope import rope_frequencies
+from ipex_core.ops.kv_cache import QUANTIZED
+from ipex_core.program import Program
+from ipex_llm.arch import AttentionPlan, DecoderPlan, RopePlan
+from ipex_llm.arch.reference import query_factors
+from ipex_llm.kv_cache import LayerShape, PagedCache, Step, cache_dtype
+from ipex_llm.model_runner.dense import (
+    Owners,
+    PlannedWeight,
+    UnsupportedPlan,
+    WeightStore,
+    call_linear,
+)
+from ipex_llm.model_runner.program import Emitter, Mode
+from ipex_quant.kv_cache import KVCacheScales
+
+__all__ = ["Rope", "Runner"]
+
+Tensor = torch.Tensor
+
+#: Kinds of rotation whose angles depend on the length of the sequence.
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+class Cache(Protocol):
+    """What a program must know of a cache; see `PagedCache`."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+
+class Runner:
+    """A decoder as programs over a paged cache.
+
+    Args:
+        plan: Structure of the decoder.
+        dtype: dtype of rows and weights.
+        shared: Owners of parameters that several modules have; see `WeightStore`.
+        ropes: Tables of rotations that other runners have too, by `rope_key`; gets what is new here.
+        kv_scales: Scales of the keys and values of each layer in caches of 8-bit numbers. None: int8 rows have their
+            own, 8-bit floats have none.
+
+    Attributes:
+        plan: As given.
+        dtype: As given.
+        vocab_size: Width of the logits.
+    """
+
+    def __init__(
+        self,
+        plan: DecoderPlan,
+        dtype: torch.dtype,
+        shared: Mapping[int, Owners] | None = None,
+        ropes: dict[str, Rope] | None = None,
+        kv_scales: KVCacheScales | None = None,
+    ) -> None:
+        if dtype not in FLOATS:
+            raise UnsupportedPlan(f"weights of {dtype}")
+        self.plan = plan
+        self.kv_scales = kv_scales
+        self.dtype = dtype
+        self.vocab_size = plan.vocab_size
+        self.store = WeightStore(dtype, shared)
+        try:
+            self.emitter = Emitter(plan, self.store)
+            #: Programs by (mode, with logits, cache dtype, with the states of all layers).
+            self._programs: dict[tuple[Mode, bool, torch.dtype | None, bool], Program] = {}
+            self._program(
+                "decode", plan.head is not None, None
+            )  # what cannot be written raises here
+        except BaseException:
+            self.store.undo()
+            raise
+        attentions = [layer.attention for layer in plan.layers]
+        self.shapes = tuple(map(_shape, attentions))
+        plans = {repr(a.rope): a.rope for a in attentions if a.rope is not None}
+        ropes = {} if ropes is None else ropes
+        for key in self.emitter.ropes:
+            if key not in ropes:
+                ropes[key] = Rope(plans[key], plan.max_positions)
+        self._ropes = [ropes[key] for key in self.emitter.ropes]
+        self._lock = threading.Lock()
+
+    def _program(
+        self, mode: Mode, logits: bool, cache: torch.dtype | None, states: bool = False
+    ) -> Program:
+        key = (mode, logits, cache, states)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self.emitter.program(*key, self._scales(cache))
+        return program
+
+    def _scales(self, dtype: torch.dtype | None) -> tuple[tuple[float, float], ...] | None:
+        """Return the scales of the layers of a cache, if it has them."""
+        if self.kv_scales is None or dtype not in QUANTIZED:
+            return None
+        return self.kv_scales.of(dtype)
+
+    @property
+    def length_switch(self) -> int | None:
+        """Length above which all tokens of a sequence get other angles (LongRoPE); None: at no length."""
+        return min((r.original for r in self._ropes if r.plan.kind == "longrope"), default=None)
+
+    def fresh(self) -> bool:
+        """Return whether the model's parameters are still those that were packed."""
+        return self.store.fresh()
+
+    # ---------------------------------------------------------------------------------------------------------- caches
+
+    def new_cache(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> PagedCache:
+        """Return a cache; per layer keys and values ``[num_blocks, kv_heads, block_size, head_dim]``.
+
+        Args:
+            num_blocks: Number of blocks.
+            block_size: Rows of a block.
+            dtype: The model's own (None), ``torch.int8``, ``torch.float8_e5m2`` or ``torch.float8_e4m3fn``.
+
+        Raises:
+            ValueError: An argument is out of range.
+        """
+        own = cache_dtype(dtype, self.dtype)
+        return PagedCache(self.shapes, num_blocks, block_size, own, self._scales(own))
+
+    def cache_bytes(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> int:
+        """Return the memory that such a cache takes."""
+        own = cache_dtype(dtype, self.dtype)
+        scaled = self.kv_scales is not None
+        return PagedCache.bytes(self.shapes, num_blocks, block_size, own, scaled)
+
+    # --------------------------------------------------------------------------------------------------------- running
+
+    def forward(
+        self,
+        cache: PagedCache,
+        tokens: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        rows: Tensor | None = None,
+        length: int | None = None,
+    ) -> Tensor:
+        """Run new tokens of some sequences and return logits.
+
+        Args:
+            cache: Of `new_cache`; keys and values of the tokens are written to it.
+            tokens: int64 ``[T]``, the tokens of all sequences back to back, without padding.
+            positions: int64 ``[T]``, their positions.
+            slot_mapping: int64 ``[T]``, ``block * block_size + row`` of each; negative: not stored.
+            block_tables: int32 ``[B, max_blocks]``.
+            query_starts: int32 ``[B + 1]``, offsets of the sequences in ``tokens``.
+            context_lens: int32 ``[B]``, history and new tokens of each sequence.
+            rows: int64 ``[R]``, the tokens that get logits; None: the last one of each sequence.
+            length: Length of the sequences that angles of rotation may depend on; None: of the longest one.
+
+        Returns:
+            Logits ``[R, vocab_size]`` in the dtype of the model.
+
+        Raises:
+            RuntimeError: A token, position, slot or block is out of range.
+        """
+        count, batch = tokens.shape[0], context_lens.shape[0]
+        singles = count == batch
+        longest = int(context_lens.max()) if batch else 0
+        most = 1 if singles else int((query_starts[1:] - query_starts[:-1]).max())
+        step = Step(slot_mapping, block_tables, query_starts, context_lens, longest, most, singles)
+        hidden = self.embed(tokens, positions)
+        return self.run(cache, hidden, positions, step, rows, logits=True, length=length)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the rows ``[T, H]`` that the first layer reads."""
+        plan = self.plan
+        weight: Any = plan.embedding._parameters["weight"]
+        if isinstance(weight, PlannedWeight) and weight.whole:
+            h = weight.look_up(tokens)
+        else:
+            h = torch.nn.functional.embedding(tokens, weight.detach())
+        if h.dtype is not self.dtype:
+            h = h.to(self.dtype)
+        if plan.embedding_scale != 1.0:
+            h = h * torch.tensor(plan.embedding_scale, dtype=self.dtype)
+        return self.place(h, positions)
+
+    def place(self, h: Tensor, positions: Tensor) -> Tensor:
+        """Project token embeddings and add position embeddings, where the model does."""
+        before = self.emitter.before
+        if before is not None:
+            h = call_linear(before, h)
+        module = self.plan.position_embedding
+        if module is None:
+            return h
+        weight: Any = module._parameters["weight"]
+        at = positions + self.plan.position_offset if self.plan.position_offset else positions
+        return h + torch.nn.functional.embedding(at, weight.detach()).to(self.dtype)
+
+    def run(
+        self,
+        cache: Cache,
+        hidden: Tensor,
+        positions: Tensor,
+        step: Step,
+        rows: Tensor | None = None,
+        *,
+        logits: bool = False,
+        states: list[Tensor] | None = None,
+        length: int | None = None,
+    ) -> Tensor:
+        """Run rows ``[T, H]`` through the stack; see `forward`.
+
+        Args:
+            states: Gets what each layer reads, ``[T, H]``, and at last the result. Not with ``logits``.
+
+        Returns:
+            Logits of ``rows`` (None: the last of each sequence), or without ``logits`` all rows after the last norm.
+        """
+        mode: Mode = "decode" if step.singles else "prefill"
+        own = None if cache.dtype == self.dtype else cache.dtype
+        program = self._program(mode, logits, own, states is not None)
+        inputs: list[Any] = [hidden, positions, step.slots, step.tables]
+        if step.singles:
+            inputs.append(step.lengths)
+        else:
+            key_starts = torch.zeros(step.lengths.shape[0] + 1, dtype=torch.int32)
+            torch.cumsum(step.lengths, 0, dtype=torch.int32, out=key_starts[1:])
+            inputs += [step.starts, key_starts]
+        if logits:
+            inputs.append(step.starts[1:].long() - 1 if rows is None else rows)
+        at = positions
+        for rope in self._ropes:
+            cos, sin, at = rope.tables(positions, step.longest, length)
+            inputs += [cos, sin]
+        if self._ropes:
+            inputs[1] = at
+        for temperature in self.emitter.temperatures:
+            inputs.append(query_factors(positions, temperature).view(-1, 1, 1))
+        inputs += cache.tensors
+        inputs += [cache.block_size, step.longest]
+        if not step.singles:
+            inputs.append(step.most)
+        result, *between = program.run(*inputs)
+        if states is not None:
+            states += [*between, result]
+        return result
+
+
+def _shape(plan: AttentionPlan) -> LayerShape:
+    latent = plan.latent
+    if latent is None:
+        return LayerShape(plan.kv_heads, plan.head_dim)
+    assert plan.rope is not None
+    return LayerShape(1, latent.rank + plan.rope.dim, latent.rank)
+
+
+class Rope:
+    """Cosines and sines of one rotation, for as many positions as were asked for."""
+
+    def __init__(self, plan: RopePlan, positions: int) -> None:
+        self.plan = plan
+        self.by_length = plan.kind in _BY_LENGTH
+        scaling = plan.scaling or {}
+        original: Any = scaling.get("original_max_position_embeddings")
+        self.original = int(original or plan.max_position_embeddings)
+        #: Tables by what the frequencies depend on.
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self._start = positions
+
+    def tables(
+        self, positions: Tensor, longest: int, length: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tables and the rows of them that belong to ``positions``.
+
+        Args:
+            positions: int64 ``[T]``.
+            longest: Length of the longest sequence.
+            length: The length that frequencies are chosen by; None: the longest one.
+        """
+        needed = longest
+        if positions.numel():
+            needed = max(needed, int(positions.max()) + 1)
+        length = needed if length is None else length
+        key = self._length_key(length)
+        found = self._made.get(key)
+        if found is None or needed > found[0].shape[0]:
+            if self.plan.kind == "dynamic":
+                self._made.clear()
+            doubled = 0 if found is None else 2 * found[0].shape[0]
+            size = max(needed, 0 if self.by_length else self._start, doubled)
+            found = self._made[key] = self._make(size, length if self.by_length else size)
+        return *found, positions
+
+    def _length_key(self, length: int) -> int:
+        """Return what of the length the frequencies depend on."""
+        if not self.by_length:
+            return 0
+        if self.plan.kind == "longrope":
+            return int(length > self.original)
+        return max(length, self.plan.max_position_embeddings)
+
+    def _make(self, size: int, length: int) -> tuple[Tensor, Tensor]:
+        plan = self.plan
+        frequencies, factor = rope_frequencies(
+            plan.kind,
+            plan.dim,
+            plan.base,
+            plan.scaling,
+            positions=length,
+            max_position_embeddings=plan.max_position_embeddings,
+        )
+        angles = torch.arange(size, dtype=torch.float64).unsqueeze(1) * frequencies
+        factor *= plan.factor
+        return (angles.cos() * factor).float(), (angles.sin() * factor).float()

@@ -29,7 +29,7 @@ from ipex_core.library.spec import FLOATS
 from ipex_core.packing.parameter import PackedWeight
 from ipex_core.program import Program, ProgramBuilder, Register
 from ipex_core.util import return_free_memory
-from ipex_llm.arch.types import (
+from ipex_llm.arch import (
     AttentionPlan,
     DecoderPlan,
     ExpertsPlan,
@@ -38,8 +38,8 @@ from ipex_llm.arch.types import (
     MlpPlan,
     NormPlan,
 )
-from ipex_llm.model_runner.weights import woq
-from ipex_llm.model_runner.weights.dense import (
+from ipex_llm.model_runner import woq
+from ipex_llm.model_runner.dense import (
     DIFFERENT,
     MIXED,
     Linear,
@@ -48,7 +48,7 @@ from ipex_llm.model_runner.weights.dense import (
     _unpack,
     check_packable,
 )
-from ipex_llm.model_runner.weights.experts import Experts, check_experts, pack_experts
+from ipex_llm.model_runner.experts import Experts, check_experts, pack_experts
 
 __all__ = ["Emitter", "Mode", "rope_key", "unsupported_reason"]
 

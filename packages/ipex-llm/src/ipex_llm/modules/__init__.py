@@ -25,10 +25,8 @@ from ipex_llm.modules._linear import (
     LinearSilu,
     LinearSiluMul,
 )
-from ipex_llm.modules._mamba import MambaMixer
 from ipex_llm.modules._moe import GatedMLPMOE
-from ipex_llm.modules._norm import FastLayerNorm, RMSNorm
-from ipex_llm.modules._rotary import RotaryEmbedding
+from ipex_llm.modules._norm import FastLayerNorm, MambaMixer, RMSNorm, RotaryEmbedding
 
 __all__ = [
     "FastLayerNorm",

@@ -18,7 +18,7 @@ from ipex_core.library.spec import FLOATS
 from ipex_core.ops.kv_cache import QUANTIZED
 from ipex_core.optimization.options import check_model
 from ipex_llm.distributed.group import TensorParallel
-from ipex_llm.kv_cache.paged import CACHE_DTYPES
+from ipex_llm.kv_cache import CACHE_DTYPES
 from ipex_quant.kv_cache import KVCacheScales, read_kv_cache_scales
 from ipex_quant.qconfig.static import QConfigSmoothQuant
 from ipex_quant.qconfig.weight_only import QConfigWoq

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm.arch.types import MlpPlan, NormPlan
-from ipex_llm.model_runner.weights.woq_model import choose, quantize
+from ipex_llm.arch import MlpPlan, NormPlan
+from ipex_llm.model_runner.woq_model import choose, quantize
 from ipex_llm.optimization.request import Request
-from ipex_llm.patch.attach import find_plan
+from ipex_llm.patch import find_plan
 
 logger = logging.getLogger("ipex.llm")
 

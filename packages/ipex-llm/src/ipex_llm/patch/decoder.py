@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm.arch.layers import Facts, parameter_names
+from ipex_llm.arch.detect import Facts, parameter_names
 from ipex_llm.kv_cache.transformers import CacheState, adopt, state_of_cache
-from ipex_llm.model_runner.runner import Runner
+from ipex_llm.model_runner import Runner
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = [

@@ -19,7 +19,7 @@ from ipex_llm.distributed import PARALLEL
 from ipex_llm.generation._beam import BeamLoop
 from ipex_llm.generation._loop import Loop, choose
 from ipex_llm.kv_cache.transformers import BLOCK, adopt, state_of_cache
-from ipex_llm.model_runner.runner import Runner
+from ipex_llm.model_runner import Runner
 from ipex_llm.patch.decoder import Reason, check_gaps, given_cache, kv_dtype, tell, usable_runner
 
 __all__ = [

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm.arch.layers import Facts
-from ipex_llm.kv_cache.paged import Step
-from ipex_llm.model_runner.runner import Runner
+from ipex_llm.arch.detect import Facts
+from ipex_llm.kv_cache import Step
+from ipex_llm.model_runner import Runner
 from ipex_llm.patch.decoder import KEY, Patch, Reason, check_inference, given_cache, patch_of, tell
 
 __all__ = ["LayerMixin", "hooks_of"]

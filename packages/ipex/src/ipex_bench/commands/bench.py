@@ -24,9 +24,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ipex_bench.commands import peers as bench_peers
-from ipex_bench.commands.ops_report import read_results, results_json, results_table, write_plot
-from ipex_bench.commands.plan import Files, arguments_of, choice, deadline, native
-from ipex_bench.report import SHORT
+from ipex_bench.commands.peers import Files, arguments_of, choice, deadline, native
+from ipex_bench.report import SHORT, read_results, results_json, results_table, write_results_plot
 from ipex_bench.shapes import SIZES
 from ipex_core.util import write_whole
 from ipex_core.util.console import make_console, warn_if_busy, written
@@ -226,7 +225,7 @@ def _bench_ops(
         written(
             files.json, lambda path: write_whole(path, results_json(results, command)), console
         ),
-        written(files.plot, lambda path: write_plot(path, results), console),
+        written(files.plot, lambda path: write_results_plot(path, results), console),
     )
     for key, (before, now) in regressed.items():
         console.print(f"[red]regression:[/] {' '.join(map(str, key))}: {before:.2f}x -> {now:.2f}x")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines. One file each; this is the list, in the order of the columns."""
+"""The engines: the list, in the order of the columns. Those that run the model with torch share a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 __all__ = ["BASELINE", "NAMES", "Peer", "load"]
 
-#: Column and file names; `load` finds the class.
+#: Names of the columns; `load` finds the class: ``Engine`` in the file of this name, or a row of `_WITH_TORCH`.
 NAMES = (
     "stock_eager",
     "stock_compile",
@@ -24,9 +24,20 @@ NAMES = (
 )
 BASELINE = "stock_eager"
 
+#: Name of an engine in the file ``with_torch``: its class.
+_WITH_TORCH = {
+    "stock_eager": "StockEager",
+    "stock_compile": "StockCompile",
+    "torchao": "TorchAO",
+    "ipex_eager": "IpexEager",
+    "ipex_compile": "IpexCompile",
+    "ipex28": "Ipex28",
+    "zentorch": "Zentorch",
+}
+
 
 class Peer:
-    """An engine. A subclass named ``Engine`` in each file sets these and prepares tasks.
+    """An engine. A subclass sets these and prepares tasks.
 
     Attributes:
         title: The head of its column.
@@ -63,6 +74,7 @@ class Peer:
 
 
 def load(name: str) -> Peer:
-    """Return the engine of a file."""
-    engine: Peer = importlib.import_module(f".{name}", __name__).Engine()
+    """Return the engine of a column."""
+    file, kind = ("with_torch", _WITH_TORCH[name]) if name in _WITH_TORCH else (name, "Engine")
+    engine: Peer = getattr(importlib.import_module(f".{file}", __name__), kind)()
     return engine

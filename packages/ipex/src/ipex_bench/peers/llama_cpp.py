@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..decoding import greedy
-from ..task import Prepared, Task, UnsupportedError
+from ..task import Prepared, Task, UnsupportedError, greedy
 from . import Peer
 
 __all__ = ["Engine"]

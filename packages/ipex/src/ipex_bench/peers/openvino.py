@@ -6,8 +6,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from ..decoding import greedy
-from ..task import Prepared, Task, UnsupportedError
+from ..task import Prepared, Task, UnsupportedError, greedy
 from . import Peer
 
 __all__ = ["Engine"]

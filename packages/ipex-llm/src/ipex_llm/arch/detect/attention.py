@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm.arch.detect.norm import match_norm
-from ipex_llm.arch.detect.rope import match_ropes
+from ipex_llm.arch import AttentionPlan, LatentPlan, LinearPlan, NormPlan, RopePlan
+from ipex_llm.arch.detect.parts import match_norm, match_ropes
 from ipex_llm.arch.detect.trace import Config, Trace, distance, is_norm, linears, same, settle
 from ipex_llm.arch.reference import attend
-from ipex_llm.arch.types import AttentionPlan, LatentPlan, LinearPlan, NormPlan, RopePlan
 
 __all__ = [
     "ATTENTION_NAMES",

@@ -11,6 +11,15 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ipex_llm.arch import (
+    AttentionPlan,
+    DecoderPlan,
+    ExpertsPlan,
+    LayerPlan,
+    LinearPlan,
+    MlpPlan,
+    NormPlan,
+)
 from ipex_llm.arch.detect.attention import (
     find_attention,
     is_latent,
@@ -19,7 +28,7 @@ from ipex_llm.arch.detect.attention import (
     match_latent,
 )
 from ipex_llm.arch.detect.mlp import is_mixture, match_experts, match_mlp
-from ipex_llm.arch.detect.norm import match_norm
+from ipex_llm.arch.detect.parts import match_norm
 from ipex_llm.arch.detect.trace import (
     Config,
     MatchError,
@@ -30,15 +39,6 @@ from ipex_llm.arch.detect.trace import (
     linears,
     same,
     tolerance,
-)
-from ipex_llm.arch.types import (
-    AttentionPlan,
-    DecoderPlan,
-    ExpertsPlan,
-    LayerPlan,
-    LinearPlan,
-    MlpPlan,
-    NormPlan,
 )
 
 __all__ = ["Layer", "MatchedLayer", "match_decoder", "match_each", "match_layer", "match_layers"]

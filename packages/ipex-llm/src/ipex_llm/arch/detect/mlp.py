@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_llm.arch import ExpertsPlan, MlpPlan
 from ipex_llm.arch.detect.attention import linear_plan
 from ipex_llm.arch.detect.trace import Config, Trace, distance, is_linear, linears, same, settle
 from ipex_llm.arch.reference import ACTIVATIONS, activate, combine_gate, run_experts
-from ipex_llm.arch.types import ExpertsPlan, MlpPlan
 
 __all__ = ["activations_of", "is_mixture", "match_experts", "match_mlp"]
 

@@ -3,14 +3,407 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
+from ipex_core.util.console import make_console
 from ipex_llm.entrypoints.cli.bench import bench
-from ipex_llm.entrypoints.cli.folders import make_model, quantize
-from ipex_llm.entrypoints.cli.generate import generate
-from ipex_llm.entrypoints.cli.serve import serve
+from ipex_llm.entrypoints.cli.common import (
+    DTYPES,
+    Dtype,
+    GroupSize,
+    Model,
+    Threads,
+    TrustRemoteCode,
+    errors,
+    load_model,
+    load_tokenizer,
+    quiet_transformers,
+    set_threads,
+)
 
-__all__ = ["app"]
+if TYPE_CHECKING:
+    from ipex_llm.model_loader import quantize as work
+
+__all__ = ["app", "generate", "make_model", "quantize", "serve"]
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="Text, or - for standard input.", show_default=False)],
+    dtype: Dtype = "bf16",
+    group_size: GroupSize = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Only the most likely tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Only the most likely tokens with this probability together.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of the random numbers.")] = None,
+    threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No line with the times.")] = False,
+) -> None:
+    """Generate text with a model folder."""
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    set_threads(threads)
+    with errors():
+        from ipex_llm.engine import SamplingParams
+
+        if not prompt:
+            raise ValueError("generate: prompt must have at least one character, got none")
+        SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )
+        begin = time.perf_counter()
+        tokenizer = load_tokenizer(model, trust_remote_code)
+        inputs = _encode(tokenizer, prompt, chat)
+        room = _room(model, inputs["input_ids"].shape[1])
+        loaded = load_model(model, dtype, group_size, trust_remote_code=trust_remote_code)
+        ready = time.perf_counter()
+
+    import torch
+
+    # As in the engine, the context of the model ends the output.
+    options: dict[str, Any] = {
+        "max_new_tokens": min(max_new_tokens, room),
+        "do_sample": temperature > 0,
+    }
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    if seed is not None:
+        torch.manual_seed(seed)
+    clock = _Clock(tokenizer if stream else None)
+    with errors(), torch.inference_mode():
+        output = loaded.generate(**inputs, **options, streamer=clock)
+    count = output.shape[1] - inputs["input_ids"].shape[1]
+    if not stream:
+        print(tokenizer.decode(output[0, -count:] if count else [], skip_special_tokens=True))
+    if not quiet:
+        _report(inputs["input_ids"].shape[1], count, ready - begin, clock)
+
+
+def _encode(tokenizer: Any, prompt: str, chat: bool) -> dict[str, Any]:
+    if not chat:
+        found = tokenizer(prompt, return_tensors="pt")
+        return {name: found[name] for name in ("input_ids", "attention_mask")}
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("generate: the tokenizer must have a chat template for --chat, got none")
+    from ipex_quant.util.safetensors import DAMAGE
+
+    messages = [{"role": "user", "content": prompt}]
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, *DAMAGE) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(f"generate: the chat template must take a message, got {got}") from error
+    found = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    return {name: found[name] for name in ("input_ids", "attention_mask")}
+
+
+def _room(folder: Any, length: int) -> int:
+    """Return how many tokens the context has left behind a prompt."""
+    from ipex_quant.util.safetensors import read_config
+
+    config = read_config(folder)
+    context = config.get("max_position_embeddings") or config.get("n_positions")
+    if length == 0:
+        raise ValueError("generate: prompt must have at least one token, got none")
+    if not isinstance(context, int):
+        return sys.maxsize
+    if length >= context:
+        raise ValueError(
+            f"generate: prompt must have fewer than {context} tokens, the context of the model, got {length}"
+        )
+    return context - length
+
+
+class _Clock:
+    """Notes when tokens come, and prints their text if it has a tokenizer; what `generate` takes as a streamer."""
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self.start = time.perf_counter()
+        self.first = self.last = 0.0
+        self._prompt = True
+        self._inner: Any = None
+        if tokenizer is not None:
+            from transformers import TextStreamer
+
+            self._inner = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    def put(self, value: Any) -> None:
+        if self._inner is not None:
+            self._inner.put(value)
+        if not self._prompt:
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+        self._prompt = False
+
+    def end(self) -> None:
+        if self._inner is not None:
+            self._inner.end()
+
+
+def _report(prompt: int, count: int, loading: float, clock: _Clock) -> None:
+    text = f"loaded in {loading:.1f} s; prompt {prompt} tokens"
+    if clock.first:
+        text += f" in {1e3 * (clock.first - clock.start):.1f} ms"
+    text += f"; {count} new"
+    if count > 1 and clock.last > clock.first:
+        each = (clock.last - clock.first) / (count - 1)
+        text += f", {1e3 * each:.2f} ms each ({1 / each:.1f} tokens/s)"
+    make_console(stderr=True).print(text, style="dim", highlight=False)
+
+
+# -- ipex llm serve ---------------------------------------------------------------------------------------------------
+
+
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(
+    model: Model,
+    dtype: Dtype = "bf16",
+    group_size: GroupSize = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Of the model, for clients (default: the name of the folder)."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="File with the key that clients have to send."
+        ),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests in a batch.")] = 16,
+    max_queue: Annotated[
+        int, typer.Option(min=0, help="Most requests that wait; more get the status 429.")
+    ] = 64,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Most tokens of prompt and output (default: the model's context)."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most new tokens that a request can ask for.")
+    ] = None,
+    cache_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Memory for the cache of keys and values (default: half of what is free)."
+        ),
+    ] = None,
+    max_body_kib: Annotated[int, typer.Option(min=1, help="Largest request.")] = 1024,
+    max_prompt_chars: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most characters of a prompt or a conversation (default: 16 for each token of the context).",
+        ),
+    ] = None,
+    request_timeout: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds in which the headers and then the body have to come."),
+    ] = 30.0,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name that clients may use for this server, besides --host. Can be repeated. Checked"
+            " on this machine's own addresses if there is no key."
+        ),
+    ] = None,
+    grace: Annotated[
+        int, typer.Option(min=0, help="Seconds that running requests get when the server stops.")
+    ] = 30,
+    threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Serve a model folder over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /metrics, /health."""
+    set_threads(threads)
+    console = make_console(stderr=True)
+    with errors():
+        from ipex_llm.engine import Engine
+        from ipex_llm.entrypoints.openai.guard import protocol
+        from ipex_llm.entrypoints.openai.server import Settings, create_app
+        from ipex_llm.entrypoints.openai.worker import Worker
+
+        key = None
+        if api_key_file is not None:
+            key = api_key_file.read_text(encoding="utf-8").strip()
+            if not key:
+                raise ValueError(f"serve: {api_key_file} must have a key, got an empty file")
+        hosts = None
+        if key is None and (host in _LOCAL or allowed_host):
+            hosts = (*_LOCAL, host, *(allowed_host or ()))
+        if host not in _LOCAL and key is None:
+            console.print(
+                f"anybody who reaches {host} can use this server: see --api-key-file",
+                style="yellow",
+            )
+        tokenizer = load_tokenizer(model, trust_remote_code)
+        engine = Engine(
+            load_model(model, dtype, group_size, trust_remote_code=trust_remote_code),
+            tokenizer,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            cache_bytes=None if cache_gib is None else int(cache_gib * (1 << 30)),
+        )
+        import uvicorn
+
+        settings = Settings(
+            name=name or model.resolve().name,
+            api_key=key,
+            max_new_tokens=max_new_tokens,
+            max_body=max_body_kib << 10,
+            max_prompt_characters=max_prompt_chars,
+            request_timeout=request_timeout,
+            hosts=hosts,
+        )
+        app = create_app(Worker(engine, max_queue), settings)
+        console.print(
+            f"{settings.name}: cache of {engine.stats().blocks * engine.block_size:,} tokens",
+            highlight=False,
+        )
+        uvicorn.run(
+            app,
+            host=host,
+            port=port,
+            log_level="info",
+            access_log=False,
+            http=protocol(request_timeout),
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=grace,
+        )
+
+
+# -- Commands that write a model folder -------------------------------------------------------------------------------
+
+
+def quantize(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.", show_default=False)],
+    scheme: Annotated[str, typer.Option(help="int4, int8, nf4, fp8 or mxfp4.")] = "int4",
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Input features that share a scale, -1 for all (default: what is usual for the scheme)."
+        ),
+    ] = None,
+    head: Annotated[bool, typer.Option("--head", help="Quantize the head (lm_head) too.")] = False,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(help="Regular expression: modules that stay as they are. Can be repeated."),
+    ] = None,
+    shard_size: Annotated[float, typer.Option(min=0.001, help="Largest file in GiB.")] = 2.0,
+    threads: Threads = None,
+) -> None:
+    """Quantize the linear layers of a model folder.
+
+    Weights are read, quantized and written a few rows at a time: no model is built, and little memory is needed. The
+    folder appears when it is complete. If the command is interrupted, the same command goes on where it stopped.
+    """
+    set_threads(threads)
+    console = make_console()
+    start = time.monotonic()
+    with errors():
+        from ipex_llm.kv_cache import format_bytes, peak_memory, resident_memory
+        from ipex_llm.model_loader import quantize as work
+        from ipex_llm.model_loader.schemes import make_scheme
+
+        columns = (
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("memory {task.fields[memory]}"),
+            TextColumn("{task.description}"),
+        )
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=None, memory="")
+            resumed = 0
+
+            def show(progress: work.Progress) -> None:
+                nonlocal resumed
+                resumed += progress.resumed
+                bar.update(
+                    task,
+                    total=progress.total,
+                    completed=progress.done,
+                    description=progress.name,
+                    memory=format_bytes(resident_memory()),
+                )
+
+            summary = work.quantize_folder(
+                model,
+                out,
+                make_scheme(scheme, group_size),
+                skip=skip or (),
+                head=head,
+                shard_bytes=int(shard_size * (1 << 30)),
+                on_progress=show,
+            )
+    if resumed:
+        console.print("went on where an earlier run had stopped")
+    console.print(
+        f"wrote {out}: {summary.quantized} weights quantized, {summary.kept} tensors kept,"
+        f" {format_bytes(summary.source_bytes)} -> {format_bytes(summary.result_bytes)},"
+        f" {time.monotonic() - start:.1f} s, peak memory {format_bytes(peak_memory())}",
+        highlight=False,
+    )
+
+
+def make_model(
+    folder: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
+    shape: Annotated[str, typer.Option(help="tiny, small or 1b.")] = "tiny",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
+) -> None:
+    """Make a Llama-shaped model with random weights and a small tokenizer, to try the other commands on.
+
+    It writes nothing that makes sense, but takes as long as a trained model of its shape.
+    """
+    if DTYPES.get(dtype, ("", ""))[1] is not None:
+        raise typer.BadParameter(f"must be bf16, fp16 or fp32, got {dtype!r}", param_hint="--dtype")
+    with errors():
+        import torch
+
+        from ipex_llm.model_loader.make import make_folder
+
+        quiet_transformers()
+        count = make_folder(folder, shape, getattr(torch, DTYPES[dtype][0]), seed)
+    make_console().print(f"wrote {folder}: {count / 1e6:,.1f} million parameters", highlight=False)
+
+
+# -- The application --------------------------------------------------------------------------------------------------
+
 
 app = typer.Typer(
     add_completion=False,

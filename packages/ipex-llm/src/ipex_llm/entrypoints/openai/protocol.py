@@ -7,13 +7,71 @@ import contextlib
 import gc
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from ipex_core.errors import MissingComponentError
 from ipex_llm.engine import SamplingParams
 from ipex_llm.engine.params import MAX_STOP, MAX_STOP_TOKENS
-from ipex_llm.entrypoints.openai.errors import ApiError
+
+__all__ = [
+    "ApiError",
+    "ChatRequest",
+    "CompletionRequest",
+    "Message",
+    "read_body",
+    "sampling_params",
+]
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: The HTTP status, which is the ``code`` too.
+        message: For people.
+        kind: The ``type``.
+        param: The field of the request that is wrong, or None.
+        headers: Headers of the answer besides those that follow from the status.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self._headers = dict(headers or {})
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the answer."""
+        found = {"Content-Type": "application/json", **self._headers}
+        if self.status in (429, 503):
+            found["Retry-After"] = "1"
+        if self.status == 401:
+            found["WWW-Authenticate"] = "Bearer"
+        return found
+
+    def json(self) -> str:
+        """Return the answer; in ASCII, since a message may quote what is no valid text."""
+        error = {
+            "message": str(self),
+            "type": self.kind,
+            "param": self.param,
+            "code": self.status,
+        }
+        return json.dumps({"error": error})
+
+
+# -- What clients send, as the OpenAI API defines it, and what becomes of it ------------------------------------------
+
 
 try:
     from pydantic import BaseModel, Field, ValidationError, field_validator
@@ -22,7 +80,6 @@ try:
 except ImportError as _error:
     raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
-__all__ = ["ChatRequest", "CompletionRequest", "Message", "read_body", "sampling_params"]
 
 #: Most choices and prompts of one request.
 MAX_CHOICES = 16

@@ -13,17 +13,16 @@ from typing import Any
 
 from ipex_core.errors import MissingComponentError
 from ipex_llm.engine import StepOutput, TokenLogprobs
-from ipex_llm.entrypoints.openai.errors import ApiError
 from ipex_llm.entrypoints.openai.guard import Guard
-from ipex_llm.entrypoints.openai.prompts import Prompts
 from ipex_llm.entrypoints.openai.protocol import (
     MAX_CHOICES,
+    ApiError,
     ChatRequest,
     CompletionRequest,
     read_body,
     sampling_params,
 )
-from ipex_llm.entrypoints.openai.replies import Reply, usage
+from ipex_llm.entrypoints.openai.texts import Prompts, Reply, usage
 from ipex_llm.entrypoints.openai.worker import (
     Accepted,
     Failed,

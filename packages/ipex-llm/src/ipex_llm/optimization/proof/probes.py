@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ipex_core.module_swap.base import original_class
+from ipex_llm.arch.detect import parameter_names
 from ipex_llm.arch.detect.trace import special_tokens
-from ipex_llm.arch.layers import parameter_names
 
 __all__ = ["CALLS", "Probe", "distance", "outcome", "probes"]
 

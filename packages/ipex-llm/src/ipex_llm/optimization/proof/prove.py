@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ipex_core.module_swap.base import original_class
-from ipex_llm.arch.types import DecoderPlan, ExpertsPlan, LayerPlan
+from ipex_llm.arch import DecoderPlan, ExpertsPlan, LayerPlan
 from ipex_llm.optimization.proof.probes import Probe, distance, outcome, probes
 from ipex_llm.optimization.proof.small import (
     POSITIONS,
@@ -277,7 +277,7 @@ def _run(
 
 
 def _stack(case: _Case) -> Verdict:
-    from ipex_llm.patch.attach import attach_decoder, find_plan, optimize_rest
+    from ipex_llm.patch import attach_decoder, find_plan, optimize_rest
 
     def make(calls: frozenset[str], dtype: torch.dtype = torch.float32) -> nn.Module:
         fast = copy.deepcopy(case.stock)
@@ -308,8 +308,8 @@ def _key(case: _Case, index: int, plan: LayerPlan) -> Key:
 
 
 def _layers(case: _Case) -> Verdict:
-    from ipex_llm.arch.layers import layer_plans
-    from ipex_llm.patch.attach import attach_layers, optimize_rest
+    from ipex_llm.arch.detect import layer_plans
+    from ipex_llm.patch import attach_layers, optimize_rest
 
     found = layer_plans(case.stock)
     keys = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ipex.compat.torch_ops._alias_op import alias_op
+from ipex.compat.torch_ops import alias_op
 from ipex_core.library.kernels import specs
 
 Tensor = torch.Tensor

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ipex.compat.torch_ops._alias_op import alias_op, python_op
+from ipex.compat.torch_ops import alias_op, python_op
 from ipex.compat.torch_ops.woq import PackedLinear, lowp_name
 from ipex_core.errors import OpArgumentError
 from ipex_core.packing.dense import read_header

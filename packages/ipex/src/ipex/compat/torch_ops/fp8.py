@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ipex.compat.torch_ops._alias_op import alias_op
+from ipex.compat.torch_ops import alias_op
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.packing.quantize import DTYPES, amax, to_fp8

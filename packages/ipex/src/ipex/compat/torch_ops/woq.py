@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ipex.compat.torch_ops._alias_op import alias_op, python_op
+from ipex.compat.torch_ops import alias_op, python_op
 from ipex_core.errors import OpArgumentError
 
 Tensor = torch.Tensor

@@ -11,9 +11,9 @@ from torch import nn
 from torch.ao.quantization import QConfig
 
 from ipex_core.library.spec import check
-from ipex_llm.arch.layers import Found
-from ipex_llm.arch.types import DecoderPlan, ExpertsPlan, LayerPlan, LinearPlan
-from ipex_llm.model_runner.weights import woq, woq_experts
+from ipex_llm.arch import DecoderPlan, ExpertsPlan, LayerPlan, LinearPlan
+from ipex_llm.arch.detect import Found
+from ipex_llm.model_runner import woq, woq_experts
 from ipex_quant import quantize_linears
 from ipex_quant.qconfig.weight_only import QConfigWoq
 from ipex_quant.weight_only.convert import (

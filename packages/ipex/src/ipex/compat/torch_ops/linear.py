@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second names of linear layers with what follows them, on plain or packed weights, and of casts from 8-bit floats."""
+"""Second names of linear layers with what follows them, batched products, norms, softmax and low-rank adapters."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
 
-from ipex.compat.torch_ops._alias_op import alias_op
+from ipex.compat.torch_ops import alias_op
 from ipex_core.errors import OpArgumentError
 
 Tensor = torch.Tensor
@@ -61,7 +61,7 @@ def _tpp_linear(t_in: Tensor, t_wt: Tensor, out_features: int | None = None) -> 
     return _linear("tpp_linear", t_in, t_wt, None, out_features)
 
 
-def _register(suffix: str, activation: str) -> None:
+def _register_linear(suffix: str, activation: str) -> None:
     op = f"tpp_linear_{suffix}"
 
     @alias_op(f"{op}(Tensor t_in, Tensor t_wt, Tensor t_bias, int? out_features=None) -> Tensor")
@@ -72,7 +72,7 @@ def _register(suffix: str, activation: str) -> None:
 
 
 for _suffix, _activation in _ACTIVATIONS.items():
-    _register(_suffix, _activation)
+    _register_linear(_suffix, _activation)
 
 
 @alias_op(
@@ -166,3 +166,113 @@ for _name, _target in (
         ", bool with_denorm, bool with_lut",
     )
 _register_cast(torch.float8_e5m2, torch.float16, "convert_e5m2_to_fp16", "")
+
+
+# -- Batched products -------------------------------------------------------------------------------------------------
+
+
+@alias_op("bmm_add(Tensor input, Tensor batch1, Tensor batch2, Scalar alpha) -> Tensor")
+def _bmm_add(input: Tensor, batch1: Tensor, batch2: Tensor, alpha: float) -> Tensor:
+    """Return ``input + alpha * batch1 @ batch2``; IPEX took an alpha but computed with 1."""
+    return _OPS.bmm(batch1, batch2, input, float(alpha))  # type: ignore[no-any-return]
+
+
+@alias_op(
+    "bmm(Tensor(a!) out, Tensor mat1, Tensor mat2, bool is_vnni, Tensor? scale) -> Tensor(a!)"
+)
+def _bmm(out: Tensor, mat1: Tensor, mat2: Tensor, is_vnni: bool, scale: Tensor | None) -> Tensor:
+    """Write ``mat1 @ mat2^T`` to ``out``: ``[B, M, K]`` times ``[B, N, K]``.
+
+    ``mat2`` is plain, or from ``convert_weight_packed``, which packs nothing here.
+    """
+    if scale is not None:
+        raise OpArgumentError("bmm: scale must be None, got a tensor: scale mat2 before")
+    return out.copy_(_OPS.bmm(mat1, mat2.transpose(1, 2)))
+
+
+# -- Normalizations and the softmax -----------------------------------------------------------------------------------
+
+
+def _of_rows(input: Tensor, weight: Tensor) -> bool:
+    """Return whether a weight is one that the op takes: a vector in the dtype of the input, or float32."""
+    return weight.dim() == 1 and weight.dtype in (input.dtype, torch.float32)
+
+
+def _times(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of the last dimension times a weight of any shape that broadcasts, rounded once."""
+    return (_OPS.rms_norm(input.float(), None, eps) * weight.float()).to(input.dtype)
+
+
+@alias_op("rmsnorm(Tensor input, Tensor weight, float eps) -> Tensor")
+def _rmsnorm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not _of_rows(input, weight):
+        return _times(input, weight, eps)
+    return _OPS.rms_norm(input, weight, eps)  # type: ignore[no-any-return]
+
+
+@alias_op(
+    "add_rmsnorm(Tensor input, Tensor(a!) input1, Tensor weight, float eps, bool add_back) -> Tensor"
+)
+def _add_rmsnorm(
+    input: Tensor, input1: Tensor, weight: Tensor, eps: float, add_back: bool
+) -> Tensor:
+    if _of_rows(input, weight):
+        output, total = _OPS.add_rms_norm(input, input1, weight, eps)
+    else:
+        total = input + input1
+        output = _times(total, weight, eps)
+    if add_back:
+        input1.copy_(total)
+    return output  # type: ignore[no-any-return]
+
+
+@alias_op(
+    "add_layernorm(Tensor a, Tensor b, int alpha, int[] normalized_shape, Tensor? weight_opt,"
+    " Tensor? bias_opt, float eps) -> Tensor"
+)
+def _add_layernorm(
+    a: Tensor,
+    b: Tensor,
+    alpha: int,
+    normalized_shape: list[int],
+    weight_opt: Tensor | None,
+    bias_opt: Tensor | None,
+    eps: float,
+) -> Tensor:
+    if list(normalized_shape) != list(a.shape[-1:]):
+        total = torch.add(a, b, alpha=alpha)
+        return torch.nn.functional.layer_norm(total, normalized_shape, weight_opt, bias_opt, eps)
+    scaled = b if alpha == 1 else b * alpha
+    return _OPS.add_layer_norm(a, scaled, weight_opt, bias_opt, eps)[0]  # type: ignore[no-any-return]
+
+
+@alias_op("add_softmax_(Tensor(a!) self, Tensor other) -> Tensor(a!)")
+def _add_softmax_(self: Tensor, other: Tensor) -> Tensor:
+    return self.copy_(_OPS.softmax(self, other))
+
+
+# -- Low-rank adapters for many users (punica) ------------------------------------------------------------------------
+
+
+_ROWS = "Tensor(a!) out, Tensor input, Tensor weights, Tensor indicies"
+#: Name -> further arguments; for ``sgmv_*`` they start with the lengths of the sequences.
+_FURTHER = {
+    "shrink": "float scale",
+    "expand": "bool add_inputs",
+    "expand_slice": "int offset, int size, bool add_inputs",
+}
+
+
+def _register_lora(kind: str, name: str) -> None:
+    op = getattr(torch.ops.ipex, f"{kind}_{name}")
+    lengths = "Tensor seq_lens, " if kind == "sgmv" else ""
+
+    @alias_op(f"punica_{kind}_{name}({_ROWS}, {lengths}{_FURTHER[name]}) -> Tensor(a!)")
+    def alias(out: Tensor, *args: object) -> Tensor:
+        op(out, *args)
+        return out
+
+
+for _kind in ("bgmv", "sgmv"):
+    for _name in _FURTHER:
+        _register_lora(_kind, _name)

@@ -20,8 +20,8 @@ from ipex_core.library.spec import FLOATS, check
 from ipex_core.module_swap.base import swap
 from ipex_core.packing.parameter import PackedWeight, hollow
 from ipex_core.woq import interleave_gate_up
-from ipex_llm.arch.types import ExpertsPlan
-from ipex_llm.model_runner.weights.woq import _Part
+from ipex_llm.arch import ExpertsPlan
+from ipex_llm.model_runner.woq import _Part
 from ipex_quant import QConfigWoq, QuantizedWeight
 from ipex_quant.weight import saved
 from ipex_quant.weight.tensor import packable_group

@@ -11,7 +11,7 @@ from torch import nn
 
 from ipex_core.module_swap.base import restore_class, swap
 from ipex_core.woq import deinterleave_gate_up
-from ipex_llm.arch.types import LinearPlan
+from ipex_llm.arch import LinearPlan
 from ipex_quant import combine_linears
 from ipex_quant.weight.tensor import QuantizedWeight, unpack
 from ipex_quant.weight_only.linear import WoqLinearModule

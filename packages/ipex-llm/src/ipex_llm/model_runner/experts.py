@@ -10,14 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm.arch.types import ExpertsPlan
-from ipex_llm.model_runner.weights import woq, woq_experts
-from ipex_llm.model_runner.weights.dense import (
-    UnsupportedPlan,
-    WeightStore,
-    _unpack,
-    check_packable,
-)
+from ipex_llm.arch import ExpertsPlan
+from ipex_llm.model_runner import woq, woq_experts
+from ipex_llm.model_runner.dense import UnsupportedPlan, WeightStore, _unpack, check_packable
 from ipex_quant import combine_linears
 
 __all__ = ["Experts", "check_experts", "pack_experts"]
