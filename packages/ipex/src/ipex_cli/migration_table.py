@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ipex import _version
-
 __all__ = ["OLD_NAME", "STATES", "Row", "find", "rows", "search", "write_metadata_wheel"]
 
 #: The import name of Intel Extension for PyTorch.
@@ -101,14 +99,15 @@ def write_metadata_wheel(folder: Path) -> Path:
     Raises:
         PackageNotFoundError: torch is not installed.
     """
+    ours = importlib.metadata.version("ipex")
     major, minor, *_ = importlib.metadata.version("torch").split(".")
-    version = f"{major}.{minor}.0+ipex{_version.__version__}"
+    version = f"{major}.{minor}.0+ipex{ours}"
     info = f"{OLD_NAME}-{version}.dist-info"
     files = {
         f"{info}/METADATA": (
             f"Metadata-Version: 2.1\nName: {OLD_NAME}\nVersion: {version}\n"
             "Summary: Says that ipex offers this module; has no code.\nLicense: Apache-2.0\n"
-            f"Requires-Dist: ipex=={_version.__version__}\n"
+            f"Requires-Dist: ipex=={ours}\n"
         ),
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: ipex\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
