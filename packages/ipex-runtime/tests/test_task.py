@@ -17,7 +17,7 @@ import weakref
 import pytest
 import torch
 
-from ipex_runtime import CPUPool, Task, team
+from ipex_runtime import CPUPool, Task, cpupool
 from ipex_runtime.cpupool import process_cpus
 
 POOL = CPUPool([process_cpus()[0]])
@@ -48,7 +48,7 @@ def test_the_thread_is_pinned():
 
 
 def test_without_the_native_library(monkeypatch):
-    monkeypatch.setattr(team, "library", lambda: None)
+    monkeypatch.setattr(cpupool, "library", lambda: None)
     with Task(lambda: os.sched_getaffinity(0), POOL) as task:
         assert task.run_sync() == {POOL.core_ids[0]}
 
@@ -272,7 +272,7 @@ def test_the_end_of_the_interpreter_does_not_wait_for_what_is_queued():
 
 def test_the_end_of_the_interpreter_stops_what_runs_for_ever():
     result = run(
-        "import ipex_runtime._worker as w\n"
+        "import ipex_runtime.task as w\n"
         "w.EXIT_SECONDS = 1.0\n"
         "def for_ever():\n"
         "    while True:\n"
