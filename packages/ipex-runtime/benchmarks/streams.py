@@ -108,7 +108,7 @@ def requests(pool: CPUPool, kind: str, rounds: int, count: int) -> dict[str, Any
 
         def request() -> None:
             if not hasattr(state, "ready"):
-                from ipex_runtime.cpupool import set_threads
+                from ipex_runtime.team import set_threads
 
                 set_threads(1)
                 state.ready = True

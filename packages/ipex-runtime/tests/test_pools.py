@@ -21,12 +21,13 @@ from ipex_runtime import (
     place_memory,
     runtime_utils,
     set_memory_policy,
+    team,
 )
 from ipex_runtime.cpupool import process_cpus
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pinning is of Linux")
 FIRST = process_cpus()[0]
-native = pytest.mark.skipif(cpupool.library() is None, reason="the native library is not built")
+native = pytest.mark.skipif(team.library() is None, reason="the native library is not built")
 
 
 def affinity() -> set[int]:
@@ -35,11 +36,11 @@ def affinity() -> set[int]:
 
 def team_affinities(count: int) -> list[set[int]]:
     """Return the affinity of each thread of the present team, by an exchange that changes nothing."""
-    state = cpupool.State([()] * count)
+    state = team.State([()] * count)
     # An empty place leaves the affinity alone, so ask by pinning to everything and back.
-    everything = cpupool.State([process_cpus()] * count)
+    everything = team.State([process_cpus()] * count)
     everything.exchange()
-    words = cpupool.CPU_WORDS
+    words = team.CPU_WORDS
     masks = [
         {
             w * 64 + b
@@ -266,7 +267,7 @@ def test_what_cannot_be_pinned():
 
 @linux
 def test_without_the_native_library(monkeypatch):
-    monkeypatch.setattr(cpupool, "library", lambda: None)
+    monkeypatch.setattr(team, "library", lambda: None)
     assert not is_runtime_ext_enabled()
     before = affinity()
     with pin(CPUPool([FIRST])):
@@ -285,7 +286,7 @@ def test_enabled():
 @native
 def test_a_refusal_is_told_once(monkeypatch):
     monkeypatch.setattr(memory, "_told", set())
-    state = cpupool.State([(8000,)])  # no machine has it
+    state = team.State([(8000,)])  # no machine has it
     with pytest.warns(RuntimeWarning, match="sched_setaffinity: the system refused"):
         state.exchange()
     with warnings.catch_warnings():

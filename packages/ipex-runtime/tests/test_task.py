@@ -17,7 +17,7 @@ import weakref
 import pytest
 import torch
 
-from ipex_runtime import CPUPool, Task, cpupool
+from ipex_runtime import CPUPool, Task, team
 from ipex_runtime.cpupool import process_cpus
 
 POOL = CPUPool([process_cpus()[0]])
@@ -48,7 +48,7 @@ def test_the_thread_is_pinned():
 
 
 def test_without_the_native_library(monkeypatch):
-    monkeypatch.setattr(cpupool, "library", lambda: None)
+    monkeypatch.setattr(team, "library", lambda: None)
     with Task(lambda: os.sched_getaffinity(0), POOL) as task:
         assert task.run_sync() == {POOL.core_ids[0]}
 

@@ -166,7 +166,7 @@ def _close(lane: _Lane) -> None:
 
 
 def _work(lane: _Lane, pool: CPUPool) -> None:
-    from ipex_runtime.cpupool import State, set_threads
+    from ipex_runtime.team import State, set_threads
 
     # Where the native library is missing, a team of threads inherits the CPUs of the thread that starts it: so first
     # the whole pool for this thread, then one place for each of its team.
