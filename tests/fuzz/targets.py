@@ -276,7 +276,7 @@ def read_scales(data: bytes, folder: Path) -> None:
 
 def read_yaml(data: bytes, folder: Path) -> None:
     from ipex_runtime.hypertune._yaml import ConfigurationError
-    from ipex_runtime.hypertune.conf.config import Conf
+    from ipex_runtime.hypertune.conf import Conf
 
     (folder / "tune.yaml").write_bytes(data)
     (folder / "script.py").write_text("")

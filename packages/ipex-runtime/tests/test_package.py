@@ -31,11 +31,11 @@ def test_every_public_name_exists():
 
 
 def test_command(capsys):
-    from ipex_runtime._commands.topology import command
+    from ipex_runtime._commands import show_topology
 
-    command()
+    show_topology()
     assert "NUMA node" in capsys.readouterr().out
-    command(json=True)
+    show_topology(json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["allowed"] == list(ipex_runtime.topology.read().allowed)
 

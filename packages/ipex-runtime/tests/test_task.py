@@ -272,7 +272,7 @@ def test_the_end_of_the_interpreter_does_not_wait_for_what_is_queued():
 
 def test_the_end_of_the_interpreter_stops_what_runs_for_ever():
     result = run(
-        "import ipex_runtime._worker as w\n"
+        "import ipex_runtime.task as w\n"
         "w.EXIT_SECONDS = 1.0\n"
         "def for_ever():\n"
         "    while True:\n"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ipex_runtime import topology
 from ipex_runtime._errors import WrongTypeError
 from ipex_runtime.memory import MODES
-from ipex_runtime.topology.cpu_lists import MAX_CPUS, format_cpu_list
+from ipex_runtime.topology.types import MAX_CPUS, format_cpu_list
 
 __all__ = ["CPUPool", "is_runtime_ext_enabled", "pin", "process_cpus"]
 

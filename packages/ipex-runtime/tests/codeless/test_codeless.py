@@ -138,7 +138,7 @@ def _ipex():
 def hook():
     """Wraps calls in this process, and takes the wrapper away again."""
     from ipex_runtime.codeless import disable, enable
-    from ipex_runtime.codeless._options import Settings
+    from ipex_runtime.codeless._script import Settings
 
     pytest.importorskip("ipex")
     pytest.importorskip("ipex_quant")

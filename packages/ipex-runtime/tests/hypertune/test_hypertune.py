@@ -15,7 +15,7 @@ import pytest
 yaml = pytest.importorskip("yaml")
 
 from ipex_runtime.hypertune._yaml import ConfigurationError  # noqa: E402
-from ipex_runtime.hypertune.conf.config import Conf, input_str_to_list_int, parse_objective  # noqa: E402
+from ipex_runtime.hypertune.conf import Conf, input_str_to_list_int, parse_objective  # noqa: E402
 from ipex_runtime.hypertune.objective import MultiObjective, TrialError  # noqa: E402
 from ipex_runtime.hypertune.strategy import STRATEGIES, TuneStrategy, strategy_registry  # noqa: E402
 
@@ -368,7 +368,7 @@ def test_a_search_that_is_ended_leaves_no_process(tmp_path):
 
 def test_every_key_and_option_is_in_the_documentation():
     from ipex_runtime.hypertune.__main__ import make_parser
-    from ipex_runtime.hypertune.conf.config import DEFAULTS
+    from ipex_runtime.hypertune.conf import DEFAULTS
 
     page = Path(__file__).parents[4] / "docs" / "hypertune.md"
     if not page.exists():

@@ -288,7 +288,7 @@ def test_called_from_python_a_failure_is_an_exception(tmp_path):
 def test_memory_is_bound_for_the_start_only_and_a_refusal_is_told(monkeypatch):
     import warnings
 
-    from ipex_runtime.launch import _bind
+    from ipex_runtime.launch import _instance
 
     calls, told = [], []
 
@@ -299,10 +299,10 @@ def test_memory_is_bound_for_the_start_only_and_a_refusal_is_told(monkeypatch):
             return False
         return True
 
-    monkeypatch.setattr(_bind, "set_memory_policy", policy)
-    with _bind.bound((CPUS[0],), (0,), told.append):
+    monkeypatch.setattr(_instance, "set_memory_policy", policy)
+    with _instance.bound((CPUS[0],), (0,), told.append):
         assert os.sched_getaffinity(0) == {CPUS[0]}
-    with _bind.bound((), (1,), told.append):
+    with _instance.bound((), (1,), told.append):
         pass
     assert calls == [("bind", (0,)), ("default", ()), ("bind", (1,))]
     assert told == ["refused"] and sorted(os.sched_getaffinity(0)) == CPUS

@@ -12,8 +12,8 @@ from torch import nn
 
 from ipex_core.amp import warn_if_emulated
 from ipex_core.errors import OpArgumentError
-from ipex_core.jit import ATTRIBUTE as TRACED
-from ipex_core.jit import TracedForward
+from ipex_core.jit._traced import ATTRIBUTE as TRACED
+from ipex_core.jit._traced import TracedForward
 from ipex_core.library.spec import dtype_name
 from ipex_core.module_swap.state_dict import detach
 from ipex_core.optimization.options import Options, check_model, parse

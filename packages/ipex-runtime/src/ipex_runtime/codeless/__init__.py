@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import Any
 
 #: Public name -> module that has it.
 _LAZY = {
-    "add_auto_ipex_params": "_options",
+    "add_auto_ipex_params": "_script",
     "disable": "_hook",
     "enable": "_hook",
     "main": "__main__",
@@ -19,6 +20,8 @@ _LAZY = {
 }
 
 __all__ = list(_LAZY)
+
+GROUP = "ipex_runtime.optimizers"
 
 
 def __getattr__(name: str) -> Any:
@@ -31,3 +34,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def facade() -> Any:
+    """Return the package that optimizes models, ipex: it has ``optimize``, ``restore``, ``quantization`` and ``xpu``.
+
+    Raises:
+        ImportError: No installed package offers one.
+    """
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        return entry.load()
+    raise ImportError("the package ipex is not installed: pip install ipex")

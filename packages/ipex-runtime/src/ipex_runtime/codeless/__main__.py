@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ipex_runtime.codeless._options import add_auto_ipex_params
+from ipex_runtime.codeless._script import add_auto_ipex_params
 
 __all__ = ["main", "make_parser", "parse_args"]
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "ipex auto") -> None:
     """
     args = parse_args(argv, prog)
     from ipex_runtime.codeless import _hook, _script
-    from ipex_runtime.codeless._options import Settings
+    from ipex_runtime.codeless._script import Settings
 
     _hook.enable(
         Settings(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ipex_runtime.codeless._options import Settings
+    from ipex_runtime.codeless._script import Settings
 
 __all__ = ["disable", "enable"]
 

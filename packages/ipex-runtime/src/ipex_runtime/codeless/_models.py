@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_runtime._facade import facade
-from ipex_runtime.codeless._options import Settings
+from ipex_runtime.codeless import facade
+from ipex_runtime.codeless._script import Settings
 
 __all__ = ["Models"]
 

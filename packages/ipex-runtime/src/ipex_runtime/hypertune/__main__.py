@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ipex_runtime.hypertune._yaml import ConfigurationError
-from ipex_runtime.hypertune.conf.config import Conf
+from ipex_runtime.hypertune.conf import Conf
 from ipex_runtime.hypertune.strategy import STRATEGIES
 
 __all__ = ["Hypertune", "main", "make_parser", "parse_args"]

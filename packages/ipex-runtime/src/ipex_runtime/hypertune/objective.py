@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ipex_runtime.hypertune._yaml import ConfigurationError
-from ipex_runtime.hypertune.conf.config import DEFAULTS, parse_objective
+from ipex_runtime.hypertune.conf import DEFAULTS, parse_objective
 
 __all__ = ["MultiObjective", "TrialError"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from ipex_runtime._facade import facade
+from ipex_runtime.codeless import facade
 from ipex_runtime.codeless._script import run
 
 

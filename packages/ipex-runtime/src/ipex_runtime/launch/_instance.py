@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process that the launcher runs: what to run, where, and what became of it."""
+"""One process that the launcher runs: what to run, on which CPUs and NUMA nodes, and what became of it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,56 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ipex_runtime.launch._bind import bound
-from ipex_runtime.topology.cpu_lists import format_cpu_list
+from ipex_runtime.memory import set_memory_policy
+from ipex_runtime.topology.types import format_cpu_list
 
-__all__ = ["Instance", "exit_code", "how_it_ended"]
+__all__ = [
+    "Instance",
+    "bound",
+    "exit_code",
+    "how_it_ended",
+]
+
+
+@contextlib.contextmanager
+def bound(
+    cpus: Sequence[int], nodes: Sequence[int], complain: Callable[[str], None]
+) -> Iterator[None]:
+    """Bind the calling thread, and so what it starts, for the time of the context.
+
+    Args:
+        cpus: Numbers of CPUs; empty: as it is.
+        nodes: Numbers of the NUMA nodes that memory comes from; empty: as it is.
+        complain: Gets a message where the system refuses the memory policy, as containers do; the CPUs hold anyway.
+
+    Raises:
+        OSError: The CPUs are refused.
+    """
+    before = os.sched_getaffinity(0)
+    memory = False
+    try:
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+        if nodes:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                memory = set_memory_policy("bind", nodes)
+            for warning in caught:
+                complain(str(warning.message))
+        yield
+    finally:
+        if memory:
+            set_memory_policy("default")
+        if cpus:
+            os.sched_setaffinity(0, before)
+
+
+# --- instances --------------------------------------------------------------------------------------------------------
 
 
 #: Of prctl: the signal that a process gets when the thread that started it ends.

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ipex_runtime._errors import LaunchArgumentError
-from ipex_runtime.codeless._options import DTYPES, QUANTIZATIONS
-from ipex_runtime.codeless._options import add_auto_ipex_params as add_codeless
-from ipex_runtime.codeless._options import as_arguments as codeless_options
-from ipex_runtime.topology.cpu_lists import CpuListError, parse_cpu_list
+from ipex_runtime.codeless._script import DTYPES, QUANTIZATIONS
+from ipex_runtime.codeless._script import add_auto_ipex_params as add_codeless
+from ipex_runtime.codeless._script import as_arguments as codeless_options
+from ipex_runtime.topology.types import CpuListError, parse_cpu_list
 
 __all__ = [
     "ALLOCATORS",

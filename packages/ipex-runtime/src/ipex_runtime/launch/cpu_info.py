@@ -13,7 +13,7 @@ from typing import Any
 
 from ipex_runtime import topology
 from ipex_runtime._errors import LaunchArgumentError
-from ipex_runtime.topology.cpu_lists import format_cpu_list
+from ipex_runtime.topology.types import format_cpu_list
 
 __all__ = ["CPUPool", "CPUPoolList", "CoreInfo"]
 

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 
 from ipex_runtime._errors import LaunchArgumentError
 from ipex_runtime.launch import _options
-from ipex_runtime.launch._libraries import names_library
 from ipex_runtime.launch._report import execute, log_path
 from ipex_runtime.launch._supervise import Instance
 from ipex_runtime.launch.cpu_info import CPUPool
-from ipex_runtime.launch.launcher_base import Launcher
-from ipex_runtime.topology.cpu_lists import format_cpu_list
+from ipex_runtime.launch.launcher_base import Launcher, names_library
+from ipex_runtime.topology.types import format_cpu_list
 
 __all__ = ["MultiInstancesLauncher"]
 

@@ -17,9 +17,15 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ipex_runtime.topology import cgroup, sysfs
-from ipex_runtime.topology.cpu_lists import CpuListError, format_cpu_list, parse_cpu_list
-from ipex_runtime.topology.types import Core, Node, Topology
+from ipex_runtime.topology import sysfs
+from ipex_runtime.topology.types import (
+    Core,
+    CpuListError,
+    Node,
+    Topology,
+    format_cpu_list,
+    parse_cpu_list,
+)
 
 __all__ = [
     "Core",
@@ -55,7 +61,7 @@ def read(root: str | os.PathLike[str] = "/", affinity: Iterable[int] | None = No
         affinity = sysfs.affinity(tree)
     online = {cpu for core in machine.cores for cpu in core.cpus}
     allowed = (online & set(affinity)) or online
-    limit = cgroup.cpuset(tree)
+    limit = sysfs.cpuset(tree)
     # A stale or foreign cpuset (a mount of the host seen from a container) cannot take the last CPU.
     allowed = (allowed & limit if limit is not None else allowed) or allowed
     nodes = {node.id for node in machine.nodes}
@@ -65,6 +71,6 @@ def read(root: str | os.PathLike[str] = "/", affinity: Iterable[int] | None = No
         nodes=machine.nodes,
         offline=machine.offline,
         allowed=tuple(sorted(allowed)),
-        quota=cgroup.quota(tree),
+        quota=sysfs.quota(tree),
         memory_nodes=tuple(sorted(memory)),
     )

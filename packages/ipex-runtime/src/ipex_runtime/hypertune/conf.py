@@ -1,27 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and checks the YAML file of a search, and the objectives that a script names."""
+"""A dictionary whose items are attributes, too."""
 
 from __future__ import annotations
 
 import ast
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ipex_runtime.hypertune._yaml import ConfigurationError, Place, parse
-from ipex_runtime.hypertune.conf.dotdict import DotDict
 from ipex_runtime.launch.cpu_info import CPUPoolList
 
 __all__ = [
-    "DEFAULTS",
-    "STRATEGIES",
     "Conf",
+    "DEFAULTS",
+    "DotDict",
+    "STRATEGIES",
     "input_str_to_list_int",
     "objectives_of",
     "parse_objective",
 ]
+
+
+class DotDict(dict[str, Any]):
+    """``d.tuning.strategy`` is ``d["tuning"]["strategy"]``."""
+
+    def __init__(self, value: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        for name, item in (value or {}).items():
+            self[name] = DotDict(item) if isinstance(item, Mapping) else item
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"DotDict: no item {name!r}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
 
 STRATEGIES = ("grid", "random", "bayesian")
 ALLOCATORS = ("tc", "je", "pt")

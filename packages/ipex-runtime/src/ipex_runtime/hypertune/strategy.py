@@ -4,18 +4,25 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ipex_runtime.hypertune._record import Record, Trial, locked
-from ipex_runtime.hypertune._space import Space
-from ipex_runtime.hypertune.conf.config import Conf
+from ipex_runtime.hypertune._record import Record, Space, Trial, locked
+from ipex_runtime.hypertune.conf import Conf
 from ipex_runtime.hypertune.objective import MultiObjective, TrialError
 
-__all__ = ["STRATEGIES", "TuneStrategy", "strategy_registry"]
+__all__ = [
+    "BayesianTuneStrategy",
+    "GridTuneStrategy",
+    "RandomTuneStrategy",
+    "STRATEGIES",
+    "TuneStrategy",
+    "strategy_registry",
+]
 
 #: Name -> class, filled by `strategy_registry`.
 STRATEGIES: dict[str, type[TuneStrategy]] = {}
@@ -205,3 +212,103 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+
+
+@strategy_registry
+class GridTuneStrategy(TuneStrategy):
+    """Tries all configurations; the last parameter varies fastest."""
+
+    def next_tune_cfg(self) -> Iterator[dict[str, Any]]:
+        """Yield them."""
+        yield from self.space
+
+
+@strategy_registry
+class RandomTuneStrategy(TuneStrategy):
+    """Tries configurations in random order; the seed is ``tuning.seed``."""
+
+    def next_tune_cfg(self) -> Iterator[dict[str, Any]]:
+        """Yield them."""
+        generator = random.Random(self.seed)
+        if self.space.product() <= 100_000:
+            everything = list(self.space)
+            generator.shuffle(everything)
+            yield from everything
+            return
+        seen: set[tuple[Any, ...]] = set()
+        # The space is far larger than the number of trials: hits on what was tried are rare.
+        for _ in range(100 * self.max_trials):
+            cfg = {name: generator.choice(values) for name, values in self.space.values.items()}
+            key = tuple(cfg.values())
+            if key not in seen and self.space.possible(cfg):
+                seen.add(key)
+                yield cfg
+
+
+#: Proposals in a row that were tried before, after which the search takes the next untried configuration.
+MOST_REPEATS = 20
+
+
+@strategy_registry
+class BayesianTuneStrategy(TuneStrategy):
+    """Tries what optuna proposes; needs the package ``optuna``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        try:
+            import optuna
+        except ImportError as error:
+            raise ImportError(
+                "hypertune: the strategy bayesian needs optuna: pip install 'ipex-runtime[bayesian]'"
+            ) from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna: Any = optuna
+        self._study: Any = None
+        self._results: list[Trial] = []
+
+    def feedback(self, trial: Trial) -> None:
+        """Keep a result for the next proposal."""
+        if trial.values:
+            self._results.append(trial)
+
+    def next_tune_cfg(self) -> Iterator[dict[str, Any]]:
+        """Yield configurations; until there is a result, of the grid."""
+        tried: set[tuple[Any, ...]] = {tuple(t.configuration.values()) for t in self.record.trials}
+        for cfg in self.space:
+            if self._results:
+                break
+            tried.add(tuple(cfg.values()))
+            yield cfg
+        while len(tried) < self.space.size():
+            cfg = self._propose(tried)
+            tried.add(tuple(cfg.values()))
+            yield cfg
+
+    def _propose(self, tried: set[tuple[Any, ...]]) -> dict[str, Any]:
+        optuna = self._optuna
+        spaces = {
+            name: optuna.distributions.CategoricalDistribution(values)
+            for name, values in self.space.values.items()
+        }
+        if self._study is None:
+            directions = [
+                "maximize" if o["higher_is_better"] else "minimize" for o in self.usr_objectives
+            ]
+            sampler = optuna.samplers.TPESampler(seed=self.seed, n_startup_trials=5)
+            self._study = optuna.create_study(directions=directions, sampler=sampler)
+        for trial in self._results:
+            self._study.add_trial(
+                optuna.trial.create_trial(
+                    params=trial.configuration, distributions=spaces, values=trial.values
+                )
+            )
+        self._results = []
+        for _ in range(MOST_REPEATS):
+            asked = self._study.ask(spaces)
+            self._study.tell(
+                asked, state=optuna.trial.TrialState.FAIL
+            )  # the result comes by add_trial
+            cfg = {name: asked.params[name] for name in self.space.names}
+            if tuple(cfg.values()) not in tried and self.space.possible(cfg):
+                return cfg
+        return next(cfg for cfg in self.space if tuple(cfg.values()) not in tried)

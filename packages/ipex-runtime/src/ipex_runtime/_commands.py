@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ipex run``, ``ipex auto`` and ``ipex hypertune``; their arguments are not parsed by the ``ipex`` command."""
+"""Sub-commands of ``ipex``, found through the entry-point group ``ipex.commands``."""
 
 from __future__ import annotations
 
 import sys
 
-__all__ = ["auto", "hypertune", "run"]
+from ipex_runtime import topology
+
+__all__ = [
+    "auto",
+    "show_topology",
+    "hypertune",
+    "run",
+]
 
 
 def run(argv: list[str]) -> None:
@@ -28,3 +35,16 @@ def hypertune(argv: list[str]) -> None:
     from ipex_runtime.hypertune.__main__ import main
 
     main(argv, "ipex hypertune")
+
+
+def show_topology(json: bool = False) -> None:
+    """Show sockets, NUMA nodes, cores and what this process may use of them, with advice."""
+    machine = topology.read()
+    if json:
+        from json import dumps
+
+        print(dumps({"schema": 1, **machine.to_dict()}, indent=2))
+        return
+    print(machine)
+    for line in machine.advice():
+        print(f"\nadvice: {line}")
