@@ -97,7 +97,8 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room("", "public names", "__init__"),
     ),
     "ipex_llm": (
-        _room("arch", "structure of a decoder, found by probing", "arch _version"),
+        _room("records", "what is kept on objects of the user", "records _version"),
+        _room("arch", "structure of a decoder, found by probing", "arch"),
         _room("distributed", "tensor parallelism, sharded checkpoints", "distributed"),
         _room("kv_cache", "paged cache", "kv_cache"),
         _room("model_runner", "weights, programs, runner", "model_runner"),

@@ -27,6 +27,7 @@ from ipex_llm.arch.detect import match
 from ipex_llm.arch.reference import run_plan
 from ipex_llm.distributed import adopt_deepspeed, parallel_plan, shard_model
 from ipex_llm.optimization import optimize, plan
+from ipex_llm.records import record_of
 from ipex_llm.utils import load_low_precision_checkpoint
 
 __all__ = ["every", "llama"]
@@ -264,7 +265,7 @@ def _planned(model: nn.Module, options: dict[str, Any]) -> list[str]:
     text = next(row.text for row in ipex_core.explain(fast).rows if row.step == "llm")
     if text != found.summary:
         wrong.append(f"{found.summary!r} became {text!r}")
-    runner = next((vars(m)["_ipex_runner"] for m in fast.modules() if "_ipex_runner" in vars(m)), 0)
+    runner = next((r for m in fast.modules() if (r := record_of(m).runner) is not None), 0)
     if (runner != 0) != (found.depth == 3):
         wrong.append(f"depth {found.depth}")
     for shard in found.shards:

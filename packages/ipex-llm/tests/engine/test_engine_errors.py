@@ -8,6 +8,7 @@ import torch
 from fake_runner import GREEDY, CharTokenizer, FakeRunner, drain, engine, prompts
 
 from ipex_llm.engine import Engine, SamplingParams
+from ipex_llm.records import record_of, update
 
 
 def test_cancelled_requests_free_their_blocks():
@@ -180,5 +181,5 @@ def test_only_runners_and_optimized_models():
     with pytest.raises(TypeError, match=r"ipex\.llm\.optimize"):
         Engine(torch.nn.Linear(2, 2))
     model = torch.nn.Linear(2, 2)
-    model._ipex_runner = FakeRunner()
-    assert Engine(model, num_blocks=1).runner is model._ipex_runner
+    update(model, runner=FakeRunner())
+    assert Engine(model, num_blocks=1).runner is record_of(model).runner

@@ -13,6 +13,7 @@ from ipex_llm import kv_cache
 from ipex_llm.engine import CacheMemoryError
 from ipex_llm.kv_cache import transformers as _hf_cache
 from ipex_llm.optimization import optimize
+from ipex_llm.records import record_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,7 +37,7 @@ def test_the_memory_of_the_cache_is_estimated_before_work(llama, monkeypatch):
             fast.generate(tokens(4, 8), max_new_tokens=2000, num_beams=beams, **options)
         assert isinstance(error.value, MemoryError)
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 10_000)
-    cache = fast.model._ipex_runner.new_cache(4, 16)
+    cache = record_of(fast.model).runner.new_cache(4, 16)
     with pytest.raises(CacheMemoryError, match=r"free memory of 9\.8 KiB, got 1600 tokens"):
         cache.grow(100)
     assert cache.num_blocks == 4

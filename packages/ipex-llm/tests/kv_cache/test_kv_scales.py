@@ -13,6 +13,7 @@ import ipex_core
 from ipex_llm import Engine
 from ipex_llm.kv_cache.transformers import state_of_cache
 from ipex_llm.optimization import optimize
+from ipex_llm.records import record_of
 from ipex_quant import KVCacheScales, calibrate_kv_cache, read_kv_cache_scales
 
 pytest.importorskip("transformers")
@@ -74,7 +75,7 @@ def test_memory_and_explain():
     model = FAMILIES["llama"]()
     fast = optimize(model, kv_cache_dtype="int8", kv_cache_scales=scales_of(model))
     rows = optimize(model, kv_cache_dtype="int8")
-    a, b = (m.__dict__["_ipex_runner"] for m in (fast, rows))
+    a, b = (record_of(m).runner for m in (fast, rows))
     assert a.cache_bytes(2, 32, torch.int8) < b.cache_bytes(2, 32, torch.int8)
     assert a.cache_bytes(2, 32) == b.cache_bytes(2, 32)  # of the model's own dtype
     texts = [
@@ -95,7 +96,7 @@ def test_engine_beams_and_copies():
     again = copy.deepcopy(fast)
     same = again.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, 12:]
     assert torch.equal(same, want)
-    assert again.__dict__["_ipex_runner"].kv_scales == scales
+    assert record_of(again).runner.kv_scales == scales
     beams = fast.generate(prompt, max_new_tokens=6, num_beams=3, do_sample=False, pad_token_id=0)
     assert beams.shape == (1, 18)
     with torch.no_grad():  # the model's own forward goes on with the cache
@@ -127,7 +128,7 @@ def test_scales_of_a_checkpoint(dtype):
         state[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(k)
         state[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor([v])
     fast = optimize(model, low_precision_checkpoint=(state, config), kv_cache_dtype=dtype)
-    used = fast.__dict__["_ipex_runner"].kv_scales
+    used = record_of(fast).runner.kv_scales
     if dtype == "int8":  # scales of rows are better
         assert used is None
     else:
@@ -136,7 +137,7 @@ def test_scales_of_a_checkpoint(dtype):
     given = optimize(
         model, low_precision_checkpoint=(state, config), kv_cache_dtype=dtype, kv_cache_scales=found
     )
-    assert given.__dict__["_ipex_runner"].kv_scales == found
+    assert record_of(given).runner.kv_scales == found
 
 
 @pytest.mark.parametrize(
@@ -163,4 +164,4 @@ def test_file(tmp_path):
     scales = scales_of(model)
     scales.save(tmp_path / "scales.json")
     fast = optimize(model, kv_cache_dtype="int8", kv_cache_scales=tmp_path / "scales.json")
-    assert fast.__dict__["_ipex_runner"].kv_scales == scales
+    assert record_of(fast).runner.kv_scales == scales

@@ -18,6 +18,7 @@ import ipex_quant as q
 from ipex_core.errors import OpArgumentError
 from ipex_llm.model_runner import woq_experts
 from ipex_llm.optimization import optimize
+from ipex_llm.records import record_of
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -147,7 +148,7 @@ def test_memory():
     lent = {
         id(part.packed._base): part.packed._base.numel()
         for m in fast.modules()
-        if (part := m.__dict__.get("_ipex_part")) is not None and part.packed._base is not None
+        if (part := record_of(m).part) is not None and part.packed._base is not None
     }
     assert size < (stored + sum(lent.values())) < 1.7 * size  # of 4 bytes each before
 

@@ -262,7 +262,7 @@ def test_an_input_that_is_written_to_between_its_projections() -> None:
                 got = found
         for a, b in zip(got, found, strict=True):
             close(a, b)
-        assert list(one.__dict__) in ([], ["_ipex_wide"])
+        assert list(one.__dict__) in ([], ["_ipex_llm"])
 
 
 def test_masks() -> None:

@@ -14,10 +14,10 @@ from families import build, tokens
 from torch import nn
 
 from ipex_llm.arch.seeded import seeded
-from ipex_llm.distributed import PARALLEL
 from ipex_llm.optimization import optimize
 from ipex_llm.optimization.proof import prove, small
 from ipex_llm.patch.generate import SameRandomMixin
+from ipex_llm.records import update
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -104,7 +104,7 @@ def test_ranks_draw_the_same_numbers_and_leave_those_of_the_process_alone() -> N
     found = []
     for rank in range(2):
         model = Sharded()
-        model.__dict__[PARALLEL] = First([17, 4])
+        update(model, parallel=First([17, 4]))
         torch.manual_seed(rank)
         numbers, alone = model.generate(do_sample=True)
         assert alone

@@ -43,7 +43,6 @@ from ipex_llm.distributed.group import (
     uncovered,
 )
 from ipex_llm.distributed.shard import (
-    PARALLEL,
     is_sharded,
     parallel_plan,
     shard_head,
@@ -53,7 +52,6 @@ from ipex_llm.distributed.shard import (
 )
 
 __all__ = [
-    "PARALLEL",
     "AllReduce",
     "HeadShard",
     "ShardedHead",

@@ -34,13 +34,13 @@ from ipex_llm.distributed.group import (
     replace_child,
 )
 from ipex_llm.distributed.shard import (
-    PARALLEL,
     check_shards,
     is_sharded,
     set_numbers,
     shard_plan,
     wrap_outputs,
 )
+from ipex_llm.records import update
 from ipex_quant.weight_only.replace import replace_linears_from_checkpoint
 
 __all__ = [
@@ -212,7 +212,7 @@ def load_parts(
             fused = hasattr(owner, "qkv_proj")
             set_numbers(owner, heads, kv_heads, width // part.heads, part, fused)
         setattr(owner, last, AllReduce(module, parallel))
-    model.__dict__[PARALLEL] = parallel
+    update(model, parallel=parallel)
 
 
 # -- Models that others have divided become ours ----------------------------------------------------------------------
@@ -280,7 +280,7 @@ def adopt_deepspeed(model: nn.Module) -> bool:
             replace_child(model, module, ShardedHead(linear, parallel, parallel.head))
         else:
             replace_child(model, module, AllReduce(linear, parallel))
-    model.__dict__[PARALLEL] = parallel
+    update(model, parallel=parallel)
     return True
 
 
@@ -359,7 +359,7 @@ def adopt_transformers(model: nn.Module) -> bool:
             replace_child(model, module, ShardedHead(module, parallel, parallel.head))
     for module in model.modules():  # those that only had gradients summed
         module.__dict__.pop("forward", None)
-    model.__dict__[PARALLEL] = parallel
+    update(model, parallel=parallel)
     return True
 
 

@@ -43,9 +43,9 @@ from ipex_llm.distributed.group import (
     inner,
     replace_child,
 )
+from ipex_llm.records import record_of, update
 
 __all__ = [
-    "PARALLEL",
     "check_shards",
     "head_sizes",
     "inner_size",
@@ -62,9 +62,6 @@ __all__ = [
 Tensor = torch.Tensor
 T = TypeVar("T")
 
-#: Where a sharded model keeps its `TensorParallel`.
-PARALLEL = "_ipex_parallel"
-
 # Numbers that attention modules keep for the shapes they make.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
@@ -76,7 +73,7 @@ _INNER = ("intermediate_size", "intermediate_dim", "expert_dim", "moe_intermedia
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a model has been divided among ranks."""
-    return PARALLEL in model.__dict__
+    return record_of(model).parallel is not None
 
 
 def shard_plan(
@@ -400,7 +397,7 @@ def wrap_head(model: nn.Module, plan: DecoderPlan) -> None:
     if plan.head is not None and parallel.head is not None:
         own = plan.head.modules[0]
         replace_child(model, own, ShardedHead(own, parallel, parallel.head))
-    model.__dict__[PARALLEL] = parallel
+    update(model, parallel=parallel)
 
 
 def parallel_plan(model: nn.Module, plan: DecoderPlan) -> DecoderPlan:
@@ -413,7 +410,7 @@ def parallel_plan(model: nn.Module, plan: DecoderPlan) -> DecoderPlan:
     Returns:
         The plan; as it came if the model is not sharded.
     """
-    parallel = model.__dict__.get(PARALLEL)
+    parallel = record_of(model).parallel
     if parallel is None:
         return plan
     return dataclasses.replace(_mapped(plan, inner), parallel=parallel)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ipex_llm.kv_cache import CacheMemoryError, available_memory, format_bytes
+from ipex_llm.records import record_of
 
 __all__ = [
     "cache_blocks",
@@ -111,7 +112,8 @@ def runner_of(model: Any) -> Any:
     Raises:
         TypeError: The model has none.
     """
-    found = getattr(model, "_ipex_runner", model)
+    found = record_of(model).runner
+    found = model if found is None else found
     if not all(hasattr(found, name) for name in _RUNNER):
         raise TypeError(
             "Engine: model must be one that ipex.llm.optimize runs as a whole (see ipex.explain(model)), got"

@@ -23,6 +23,7 @@ from ipex_llm.kv_cache import (
     available_memory,
     format_bytes,
 )
+from ipex_llm.records import record_of, recorded
 
 if TYPE_CHECKING:
     from ipex_llm.model_runner import Runner
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["CacheState", "adopt", "cache_class", "state_of_cache"]
 
 Tensor = torch.Tensor
-KEY = "_ipex_cache"
 
 #: Rows of a block: a beam that leaves its neighbors copies at most so many rows.
 BLOCK = 32
@@ -169,7 +169,7 @@ class CacheState:
 
 def state_of_cache(cache: Any) -> CacheState | None:
     """Return the state of an `IpexCache`, or None for other caches and for an unused one."""
-    state = getattr(cache, KEY, None)
+    state = record_of(cache).cache
     return state if isinstance(state, CacheState) else None
 
 
@@ -187,27 +187,30 @@ def cache_class() -> Any:
     class IpexCache(DynamicCache):  # type: ignore[misc]
         """Keys and values in blocks; see `ipex_llm`."""
 
-        _ipex_cache: CacheState
+        @property
+        def _state(self) -> CacheState:
+            state: CacheState = record_of(self).cache
+            return state
 
         def __repr__(self) -> str:
-            state = self._ipex_cache
+            state = self._state
             return f"IpexCache({len(state.sequences)} sequences, {state.length} tokens)"
 
         def __len__(self) -> int:
-            return len(self._ipex_cache.cache.layers)
+            return len(self._state.cache.layers)
 
         def __iter__(self) -> Any:
             for layer in range(len(self)):
-                yield (*self._ipex_cache.padded(layer), None)
+                yield (*self._state.padded(layer), None)
 
         def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
-            return self._ipex_cache.padded(layer)
+            return self._state.padded(layer)
 
         def to_legacy_cache(self) -> tuple[tuple[Tensor, Tensor], ...]:
-            return tuple(self._ipex_cache.padded(layer) for layer in range(len(self)))
+            return tuple(self._state.padded(layer) for layer in range(len(self)))
 
         def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
-            return self._ipex_cache.length
+            return self._state.length
 
         def get_max_length(self, *_: Any) -> int:
             return -1
@@ -218,27 +221,27 @@ def cache_class() -> Any:
         def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
             if isinstance(query_length, torch.Tensor):  # a cache_position, in older versions
                 query_length = query_length.shape[0]
-            return self._ipex_cache.length + query_length, 0
+            return self._state.length + query_length, 0
 
         def update(
             self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
         ) -> tuple[Tensor, Tensor]:
-            return self._ipex_cache.update(key_states, value_states, layer_idx)
+            return self._state.update(key_states, value_states, layer_idx)
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
-            self._ipex_cache.select(beam_idx.tolist())
+            self._state.select(beam_idx.tolist())
 
         def batch_select_indices(self, indices: Tensor) -> None:
             if indices.dtype == torch.bool:
                 indices = indices.nonzero().flatten()
-            self._ipex_cache.select(indices.tolist())
+            self._state.select(indices.tolist())
 
         def batch_repeat_interleave(self, repeats: int) -> None:
-            count = len(self._ipex_cache.sequences)
-            self._ipex_cache.select([i for i in range(count) for _ in range(repeats)])
+            count = len(self._state.sequences)
+            self._state.select([i for i in range(count) for _ in range(repeats)])
 
         def crop(self, max_length: int) -> None:
-            state = self._ipex_cache
+            state = self._state
             max_length = int(max_length)  # a tensor where drafts are verified, in some releases
             if max_length < 0:
                 state.cut(-max_length)
@@ -246,14 +249,14 @@ def cache_class() -> Any:
                 state.cut(state.length - max_length)
 
         def reset(self) -> None:
-            self._ipex_cache.cut(self._ipex_cache.length)
+            self._state.cut(self._state.length)
 
         def activate_past_recording(self) -> None:
             pass
 
         @property
         def batch_size(self) -> int:
-            return len(self._ipex_cache.sequences)
+            return len(self._state.sequences)
 
         @property
         def is_compileable(self) -> bool:
@@ -281,7 +284,7 @@ def cache_class() -> Any:
 
         @property
         def seen_tokens(self) -> int:
-            return self._ipex_cache.length
+            return self._state.length
 
     IpexCache.__qualname__ = "IpexCache"
     return IpexCache
@@ -319,5 +322,5 @@ def adopt(
         return cache, "past_key_values was filled by another model or before optimize"
     set_class(cache, kind)
     cache.layers = []
-    setattr(cache, KEY, CacheState(runner, batch, tokens, dtype))
+    recorded(cache).cache = CacheState(runner, batch, tokens, dtype)
     return cache, None

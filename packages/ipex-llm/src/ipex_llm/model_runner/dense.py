@@ -34,6 +34,7 @@ from ipex_core.packing.parameter import KEEPS_CLASS, PackedWeight, hollow
 from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
 from ipex_llm.arch import LinearPlan
 from ipex_llm.model_runner import woq as _woq
+from ipex_llm.records import recorded
 
 __all__ = [
     "Linear",
@@ -451,8 +452,6 @@ class PlannedWeight(PackedWeight):
 
 _EMBEDDING = torch.ops.aten.embedding.default
 _LINEAR = torch.ops.ipex.linear.default
-#: Attribute of an input: the product that the next part of a packed weight takes its columns from.
-_WIDE = "_ipex_wide"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -493,13 +492,14 @@ class Part:
         ):  # the only part; or the writes to x are not counted
             wide: Tensor = call(_LINEAR, x, self.packed, self.shape[0])
             return wide
-        known = x.__dict__.pop(_WIDE, None)
+        record = recorded(x)
+        known, record.wide = record.wide, None
         if known is not None and known[0] is self.packed and known[1] == x._version:
             wide, left = known[2:]
         else:
             wide, left = call(_LINEAR, x, self.packed, self.shape[0]), total
         if left > self.rows:  # another part is going to ask
-            x.__dict__[_WIDE] = self.packed, x._version, wide, left - self.rows
+            record.wide = self.packed, x._version, wide, left - self.rows
         return wide
 
     def _mine(self, wide: Tensor, dim: int = 0) -> Tensor:

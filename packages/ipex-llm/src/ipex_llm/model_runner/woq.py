@@ -12,6 +12,7 @@ from torch import nn
 from ipex_core.module_swap.base import restore_class, swap
 from ipex_core.woq import deinterleave_gate_up
 from ipex_llm.arch import LinearPlan
+from ipex_llm.records import record_of, update
 from ipex_quant import combine_linears
 from ipex_quant.weight.tensor import QuantizedWeight, unpack
 from ipex_quant.weight_only.linear import WoqLinearModule
@@ -19,7 +20,6 @@ from ipex_quant.weight_only.linear import WoqLinearModule
 __all__ = ["combine", "give_back", "is_quantized", "lend", "taken"]
 
 Tensor = torch.Tensor
-KEY = "_ipex_part"
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -70,7 +70,7 @@ class _Borrowed(WoqLinearModule):
     _ipex_original: type[WoqLinearModule]
 
     def quantized_weight(self) -> QuantizedWeight:
-        part: _Part = self.__dict__[KEY]
+        part: _Part = record_of(self).part
         weight = part.weight()
         weight.bias = self.bias
         return weight
@@ -162,14 +162,14 @@ def lend(
 
 
 def _lend(module: WoqLinearModule, part: _Part) -> None:
-    module.__dict__[KEY] = part
+    update(module, part=part)
     swap(module, _Borrowed)
     module._buffers["packed_weight"] = None
 
 
 def taken(module: WoqLinearModule, packed: Tensor) -> bool:
     """Return whether a module's weight still is a part of ``packed``."""
-    part = module.__dict__.get(KEY)
+    part = record_of(module).part
     return isinstance(part, _Part) and part.packed is packed
 
 
@@ -179,7 +179,7 @@ def give_back(module: WoqLinearModule, keep: bool = True) -> None:
         return
     weight = module.quantized_weight() if keep else None
     restore_class(module)
-    module.__dict__.pop(KEY)
+    update(module, part=None)
     if weight is not None:
         order = "vnni" if module.modes[0] == "int8" else "dot"
         module._buffers["packed_weight"] = weight.pack(order)

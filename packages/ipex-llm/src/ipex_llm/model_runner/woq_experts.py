@@ -22,6 +22,7 @@ from ipex_core.packing.parameter import PackedWeight, hollow
 from ipex_core.woq import interleave_gate_up
 from ipex_llm.arch import ExpertsPlan
 from ipex_llm.model_runner.woq import _Part
+from ipex_llm.records import record_of, update
 from ipex_quant import QConfigWoq, QuantizedWeight
 from ipex_quant.weight import saved
 from ipex_quant.weight.tensor import packable_group
@@ -39,7 +40,6 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-KEY = "_ipex_stacks"
 #: In front of the name of a parameter in state dicts: transformers rewrites entries with the names of parameters.
 SAVED = "woq_"
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
@@ -131,7 +131,7 @@ class _StackedWeight(PackedWeight):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _State:
     """What a module with quantized experts knows."""
 
@@ -139,6 +139,7 @@ class _State:
     plan: ExpertsPlan  # without modules and weights
     biases: tuple[str | None, str | None]
     qconfig: QConfigWoq
+    dtype: torch.dtype  # of the last rows, in which weights are shown
 
     @property
     def lowp(self) -> str:
@@ -153,13 +154,12 @@ class _Experts(nn.Module):
     _ipex_original: type[nn.Module]
 
     def __getattr__(self, name: str) -> Any:
-        state = self.__dict__.get(KEY)
+        state = record_of(self).experts
         if state is not None and name in state.stacks:
             stack = state.stacks[name]
-            dtype = self.__dict__["_ipex_dtype"]
             rows = self._buffers[stack.buffer]
             assert rows is not None
-            return _StackedWeight.of(rows, stack, dtype)
+            return _StackedWeight.of(rows, stack, state.dtype)
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,12 +169,12 @@ class _Experts(nn.Module):
             return self._fused(*given)
         x = given[0] if given else None
         if isinstance(x, Tensor) and x.is_floating_point():
-            self.__dict__["_ipex_dtype"] = x.dtype
+            record_of(self).experts.dtype = x.dtype
         return super().forward(*args, **kwargs)
 
     def _has_op(self, given: list[Any]) -> bool:
         """Return whether these are rows, ids and weights of a routing, in this order."""
-        state: _State = self.__dict__[KEY]
+        state: _State = record_of(self).experts
         if len(given) != 3 or not all(isinstance(value, Tensor) for value in given):
             return False
         x, ids, weights = given
@@ -191,7 +191,7 @@ class _Experts(nn.Module):
         )
 
     def _fused(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        state: _State = self.__dict__[KEY]
+        state: _State = record_of(self).experts
         plan = state.plan
         first, second = (self._buffers[stack.buffer] for stack in state.stacks.values())
         biases = (None if n is None else self._parameters[n] for n in state.biases)
@@ -211,7 +211,7 @@ class _Experts(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, stack in self.__dict__[KEY].stacks.items():
+        for name, stack in record_of(self).experts.stacks.items():
             rows: Any = self._buffers[stack.buffer]
             inner = f"{prefix}{SAVED}{name}."
             parts = [saved.tensors(stack.weight(row), inner) for row in rows]
@@ -230,7 +230,7 @@ class _Experts(nn.Module):
         error_msgs: list[str],
     ) -> None:
         rest = dict(state_dict)
-        for name, stack in self.__dict__[KEY].stacks.items():
+        for name, stack in record_of(self).experts.stacks.items():
             inner = f"{prefix}{SAVED}{name}."
             found = {key: rest.pop(key) for key in list(rest) if key.startswith(inner)}
             dense = rest.pop(prefix + name, None)
@@ -250,7 +250,7 @@ class _Experts(nn.Module):
     def _quantize(self, name: str, weight: Tensor, stack: _Stack) -> Tensor:
         shape = list(stack.shape)
         check(list(weight.shape) == shape, name, "weight", f"have shape {shape}", weight.shape)
-        return stack.pack(_quantized(name, weight, stack, self.__dict__[KEY].qconfig))
+        return stack.pack(_quantized(name, weight, stack, record_of(self).experts.qconfig))
 
 
 def _loaded(found: dict[str, Tensor], prefix: str, stack: _Stack) -> Tensor:
@@ -329,8 +329,7 @@ def quantize(plan: ExpertsPlan, name: str, qconfig: QConfigWoq) -> None:
     rule |= {"down": None, "gate_up_bias": None, "down_bias": None, "router_bias": None}
     rule |= {"correction_bias": None, "shared": None, "shared_gate": None}
     bare = dataclasses.replace(plan, **rule)
-    module.__dict__[KEY] = _State(stacks, bare, (biases[0], biases[1]), qconfig)
-    module.__dict__["_ipex_dtype"] = dtype
+    update(module, experts=_State(stacks, bare, (biases[0], biases[1]), qconfig, dtype))
     swap(module, _Experts)
 
 
@@ -344,7 +343,7 @@ class Stacks:
 
 def packed(module: nn.Module) -> Stacks | None:
     """Return the packed weights of quantized experts, or None."""
-    state = module.__dict__.get(KEY)
+    state = record_of(module).experts
     if not isinstance(state, _State):
         return None
     found: Any = {stack.buffer: module._buffers[stack.buffer] for stack in state.stacks.values()}
@@ -353,5 +352,5 @@ def packed(module: nn.Module) -> Stacks | None:
 
 def weights(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the weights of a module that are quantized experts, gates and ups first."""
-    state = module.__dict__.get(KEY)
+    state = record_of(module).experts
     return tuple(state.stacks) if isinstance(state, _State) else ()

@@ -20,12 +20,13 @@ from ipex_llm.arch import DecoderPlan, ExpertsPlan, LayerPlan
 from ipex_llm.arch.detect import Found, layer_plans
 from ipex_llm.distributed import TensorParallel, divisible, is_sharded, uncovered
 from ipex_llm.distributed.cut import GRAINS
-from ipex_llm.distributed.shard import PARALLEL, head_sizes, inner_size, shard_numbers
+from ipex_llm.distributed.shard import head_sizes, inner_size, shard_numbers
 from ipex_llm.model_runner.program import unsupported_reason
 from ipex_llm.model_runner.woq_model import Choice, choose
 from ipex_llm.optimization.proof import prove_layers, prove_stack
 from ipex_llm.optimization.request import Request
 from ipex_llm.patch import find_plan, layer_alone, row_dtype
+from ipex_llm.records import record_of
 from ipex_quant.kv_cache import KVCacheScales
 from ipex_quant.qconfig.static import qconfig_of
 from ipex_quant.qconfig.weight_only import QConfigWoq
@@ -380,7 +381,7 @@ def _described(
     grains: Sequence[int],
 ) -> OptimizePlan:
     names = {id(module): name for name, module in model.named_modules()}
-    parallel = request.parallel or model.__dict__.get(PARALLEL)
+    parallel = request.parallel or record_of(model).parallel
     shards: tuple[PlannedShard, ...] = ()
     if parallel is not None and parallel.ranks > 1:
         found = whole or stack

@@ -19,8 +19,9 @@ from ipex_llm.arch.detect import Found, layer_plans
 from ipex_llm.distributed import is_sharded, parallel_plan
 from ipex_llm.model_runner import Rope, Runner
 from ipex_llm.model_runner.dense import Owners, UnsupportedPlan
-from ipex_llm.patch.decoder import KEY, DecoderMixin, Patch, patch_of
+from ipex_llm.patch.decoder import DecoderMixin, Patch, patch_of
 from ipex_llm.patch.layer import LayerMixin, hooks_of
+from ipex_llm.records import record_of, update
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = [
@@ -35,8 +36,6 @@ __all__ = [
     "row_dtype",
     "share_random",
 ]
-
-_KEYS = ("_ipex_runner", "_ipex_undo", KEY)
 
 
 def find_plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
@@ -90,7 +89,8 @@ def attach_decoder(
 
     patch = Patch(model, attach_runner, kv=kv, kv_scales=scales, stock_calls=plan.stock_calls)
     for module in {id(m): m for m in (decoder, model)}.values():
-        module.__dict__.update({"_ipex_runner": runner, "_ipex_undo": _undo, KEY: patch})
+        module.__dict__["_ipex_undo"] = _undo
+        update(module, runner=runner, patch=patch)
     swap(decoder, DecoderMixin)
     if model is not decoder and can_generate(model) and plan.head is not None:
         mixin = GenerationMixin if plan.parallel is None else ParallelGenerationMixin
@@ -164,7 +164,8 @@ def _attach_layer(
         return str(reason)
     hooks = tuple((m, hooks_of(m)) for m in module.modules() if m is not module)
     patch = Patch(top, reattach_layer, layer=facts, hooks=hooks)
-    module.__dict__.update({"_ipex_runner": runner, "_ipex_undo": _undo, KEY: patch})
+    module.__dict__["_ipex_undo"] = _undo
+    update(module, runner=runner, patch=patch)
     if isinstance(module.__dict__.get("forward"), FusedForward):
         del module.__dict__["forward"]  # it would hide the forward of the class
     if not isinstance(module, LayerMixin):
@@ -182,7 +183,7 @@ def reattach_layer(layer: nn.Module) -> Runner | None:
     patch = patch_of(layer)
     if patch is not None:
         reattach_layers(patch.top)
-    runner = layer.__dict__.get("_ipex_runner")
+    runner = record_of(layer).runner
     return runner if isinstance(runner, Runner) else None
 
 
@@ -190,7 +191,8 @@ def reattach_layers(top: nn.Module) -> None:
     """Pack the layers of a model again whose parameters have changed, or of a copy."""
     modules = [m for m in top.modules() if isinstance(m, LayerMixin)]
     for module in modules:
-        former = module.__dict__.pop("_ipex_runner", None)
+        former = record_of(module).runner
+        update(module, runner=None)
         if isinstance(former, Runner):
             former.store.undo()
     with as_original(*modules):
@@ -215,11 +217,11 @@ def _shared(model: nn.Module) -> dict[int, Owners]:
 
 def _undo(module: nn.Module) -> None:
     """Take back what `attach_decoder` did to a module; called by `ipex.restore`."""
-    runner = module.__dict__.get("_ipex_runner")
+    runner = record_of(module).runner
     if isinstance(runner, Runner):
         runner.store.undo()
-    for key in _KEYS:
-        module.__dict__.pop(key, None)
+    module.__dict__.pop("_ipex_undo", None)
+    update(module, runner=None, patch=None)
     restore_class(module)
     if is_sharded(module):  # still
         share_random(module)
@@ -231,8 +233,9 @@ def attach_runner(decoder: nn.Module) -> Runner | None:
     if patch is None:
         return None
     top = patch.top
-    former = decoder.__dict__.pop("_ipex_runner", None)
-    top.__dict__.pop("_ipex_runner", None)
+    former = record_of(decoder).runner
+    update(decoder, runner=None)
+    update(top, runner=None)
     if isinstance(former, Runner):
         former.store.undo()
     with as_original(decoder, top):
@@ -244,5 +247,6 @@ def attach_runner(decoder: nn.Module) -> Runner | None:
             runner = Runner(plan, row_dtype(plan), _shared(top), kv_scales=patch.kv_scales)
         except UnsupportedPlan:
             return None
-    decoder.__dict__["_ipex_runner"] = top.__dict__["_ipex_runner"] = runner
+    update(decoder, runner=runner)
+    update(top, runner=runner)
     return runner

@@ -22,10 +22,10 @@ from torch import nn
 from ipex_llm.arch.detect import Facts, parameter_names
 from ipex_llm.kv_cache.transformers import CacheState, adopt, state_of_cache
 from ipex_llm.model_runner import Runner
+from ipex_llm.records import record_of, without
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = [
-    "KEY",
     "DecoderMixin",
     "Patch",
     "Reason",
@@ -39,9 +39,6 @@ __all__ = [
     "tell",
     "usable_runner",
 ]
-
-#: Where a module keeps its `Patch`.
-KEY = "_ipex_patch"
 
 
 @dataclasses.dataclass
@@ -69,7 +66,8 @@ class Patch:
 
 def patch_of(module: nn.Module) -> Patch | None:
     """Return the patch of a module, or None."""
-    return module.__dict__.get(KEY)
+    patch: Patch | None = record_of(module).patch
+    return patch
 
 
 def kv_dtype(module: nn.Module) -> torch.dtype | None:
@@ -181,15 +179,10 @@ def _cache_of(
 class DecoderMixin(nn.Module):
     """Forward through programs; put in front of a decoder's class by `subclass`."""
 
-    _ipex_runner: Runner
     _ipex_original: type[nn.Module]
 
     def __getstate__(self) -> dict[str, Any]:
-        content = dict(self.__dict__)
-        content.pop(
-            "_ipex_runner", None
-        )  # belongs to this object; a copy is run by its own forward
-        return content
+        return without(self.__dict__, "runner")  # a copy is run by its own forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder."""
@@ -316,7 +309,7 @@ class DecoderMixin(nn.Module):
         new = known[:, -count:].contiguous()
         if before is None:
             before = known.new_ones(batch, past)
-        check_gaps(self._ipex_runner, torch.cat([before, new], dim=1))
+        check_gaps(record_of(self).runner, torch.cat([before, new], dim=1))
         return new
 
     def _positions(
@@ -333,7 +326,7 @@ class DecoderMixin(nn.Module):
         past = state.length
         if (
             mask is not None
-            and self._ipex_runner.plan.position_offset
+            and record_of(self).runner.plan.position_offset
             and mask.shape[1] >= past + count
         ):
             # OPT counts the tokens that the mask lets through.
@@ -406,7 +399,7 @@ def usable_runner(module: Any) -> Runner:
     Raises:
         Reason: Why not.
     """
-    runner = module.__dict__.get("_ipex_runner")
+    runner = record_of(module).runner
     if not isinstance(runner, Runner):
         runner = _revive(module)
     check_inference(module)

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from ipex_llm.arch.seeded import seeded
-from ipex_llm.distributed import PARALLEL
 from ipex_llm.generation._beam import BeamLoop
 from ipex_llm.generation._loop import Loop, choose
 from ipex_llm.kv_cache.transformers import BLOCK, adopt, state_of_cache
 from ipex_llm.model_runner import Runner
 from ipex_llm.patch.decoder import Reason, check_gaps, given_cache, kv_dtype, tell, usable_runner
+from ipex_llm.records import record_of, without
 
 __all__ = [
     "GenerationMixin",
@@ -59,9 +59,7 @@ class GenerationMixin(nn.Module):
     config: Any
 
     def __getstate__(self) -> dict[str, Any]:
-        content = dict(self.__dict__)
-        content.pop("_ipex_runner", None)
-        return content
+        return without(self.__dict__, "runner")
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -143,7 +141,7 @@ class SameRandomMixin(nn.Module):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the one of transformers."""
-        parallel = self.__dict__.get(PARALLEL)
+        parallel = record_of(self).parallel
         if parallel is None:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         low, high = parallel.from_first(torch.randint(2**24, (2,)).tolist())
@@ -186,7 +184,7 @@ def start(
     Raises:
         Reason: Why it cannot do what is asked for.
     """
-    attached = model.__dict__.get("_ipex_runner")
+    attached = record_of(model).runner
     runner = usable_runner(model.get_decoder() if attached is None else attached.plan.decoder)
     if runner.plan.head is None:
         raise Reason("the model has no head")

@@ -18,7 +18,8 @@ from torch import nn
 from ipex_llm.arch.detect import Facts
 from ipex_llm.kv_cache import Step
 from ipex_llm.model_runner import Runner
-from ipex_llm.patch.decoder import KEY, Patch, Reason, check_inference, given_cache, patch_of, tell
+from ipex_llm.patch.decoder import Patch, Reason, check_inference, given_cache, patch_of, tell
+from ipex_llm.records import KEY, record_of, recorded, without
 
 __all__ = ["LayerMixin", "hooks_of"]
 
@@ -26,7 +27,6 @@ Tensor = torch.Tensor
 
 #: Rows that a new cache has room for beyond those that are needed.
 ROOM = 64
-_KEY = "_ipex_rows"
 #: Caches of transformers 4 that have lists of keys and values.
 _LISTS = ("DynamicCache", "HybridMambaAttentionDynamicCache")
 
@@ -150,7 +150,10 @@ def _room(
 ) -> _Rows:
     """Return memory that has the rows of a layer and room for ``count`` more, and for ``spare`` that stay empty."""
     past = 0 if part is None else part.end
-    kept: dict[int, _Rows] = slot.cache.__dict__.setdefault(_KEY, {})
+    record = recorded(slot.cache)
+    if record.rows is None:
+        record.rows = {}
+    kept: dict[int, _Rows] = record.rows
     rows = kept.get(slot.index)
     if part is not None:
         if part.keys.shape[0] != batch or part.keys.dtype != runner.dtype:
@@ -210,7 +213,7 @@ def _call(
     if torch.compiler.is_compiling():
         holder = None  # Dynamo knows no attributes of tensors
     key = (batch, past, count, capacity, rows.keys.shape[1], pads)
-    known = None if holder is None else holder.__dict__.get("_ipex_step")
+    known = None if holder is None else record_of(holder).call
     if known is not None and known[0] == key:
         return known[1]  # type: ignore[no-any-return]
     if pads is None:
@@ -228,7 +231,7 @@ def _call(
     else:
         made = _padded(batch, past, count, rows, pads)
     if holder is not None:
-        holder.__dict__["_ipex_step"] = key, made
+        recorded(holder).call = key, made
     return made
 
 
@@ -287,10 +290,10 @@ def _pads(
     if torch.compiler.is_compiling() or mask.is_inference():
         found = _read(mask, *key)
     else:
-        known = mask.__dict__.get("_ipex_pads")
+        known = record_of(mask).pads
         if known is None or known[:2] != (key, mask._version):
             known = key, mask._version, _read(mask, *key)
-            mask.__dict__["_ipex_pads"] = known
+            recorded(mask).pads = known
         found = known[2]
     if isinstance(found, str):
         raise Reason(found)
@@ -339,19 +342,17 @@ def _read(
 class LayerMixin(nn.Module):
     """Forward through a program; put in front of a decoder layer's class by `subclass`."""
 
-    _ipex_runner: Runner
     _ipex_original: type[nn.Module]
 
     def __getstate__(self) -> dict[str, Any]:
-        content = dict(self.__dict__)
-        content.pop("_ipex_runner", None)  # belongs to this object, as the hooks do
-        if KEY in content:
-            content[KEY] = dataclasses.replace(content[KEY], hooks=())
+        content = without(self.__dict__, "runner")  # belongs to this object, as the hooks do
+        if content.get(KEY) is not None and content[KEY].patch is not None:
+            content[KEY].patch = dataclasses.replace(content[KEY].patch, hooks=())
         return content
 
     @property
     def _facts(self) -> Facts:
-        patch: Patch = self.__dict__[KEY]
+        patch: Patch = record_of(self).patch
         assert patch.layer is not None
         return patch.layer
 
@@ -376,7 +377,7 @@ class LayerMixin(nn.Module):
         for name in ("output_attentions", "output_router_logits"):
             if kwargs.get(name) or getattr(facts.config, name, False):
                 raise Reason(f"argument {name}")
-        for module, known in self.__dict__[KEY].hooks:
+        for module, known in record_of(self).patch.hooks:
             if hooks_of(module) != known:
                 raise Reason("a module in it has hooks")
         batch, count = hidden.shape[:2]
@@ -434,7 +435,7 @@ def _usable(layer: Any) -> Runner:
     check_inference(layer)
     if torch.is_autocast_enabled("cpu"):
         raise Reason("autocast is on")
-    runner = layer.__dict__.get("_ipex_runner")
+    runner = record_of(layer).runner
     if not isinstance(runner, Runner) or not runner.fresh():
         patch = patch_of(layer)
         runner = None if patch is None else patch.rebuild(layer)
