@@ -197,6 +197,7 @@ def quantization_page() -> str:
         *entry("ipex_quant", "autotune", ipex_quant.autotune),
         *members(ipex_quant.qconfig.static),
         *members(ipex_quant.int8.modules.linear),
+        *entry("ipex_quant", "Int8Conv", ipex_quant.Int8Conv),
         *entry("ipex_quant", "MatMul", ipex_quant.MatMul),
         *entry("ipex_quant", "Int8MatMul", ipex_quant.Int8MatMul),
     ]

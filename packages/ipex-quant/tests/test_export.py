@@ -20,7 +20,7 @@ from ipex_quant import (
     get_weight_only_quant_qconfig_mapping,
     prepare,
 )
-from ipex_quant.int8.modules import conv
+from ipex_quant.int8 import ops
 
 
 class Net(nn.Module):
@@ -136,10 +136,10 @@ def test_convolutions_of_onednn_in_graphs(
     case: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The form for torch 2.14 and newer, whose Inductor finds no convolutions in dequantized operands."""
-    monkeypatch.setattr(conv, "_inductor_finds_convolutions", lambda: False)
+    monkeypatch.setattr(ops, "_inductor_finds_convolutions", lambda: False)
     args = convolution(**case)  # type: ignore[arg-type]
     wanted = torch.ops.ipex_quant.int8_conv(*args)
-    got = PORTABLE[conv.int8_conv](*args)
+    got = PORTABLE[ops.int8_conv](*args)
     assert got.dtype == wanted.dtype and got.shape == wanted.shape
     # A sum of codes may be rounded the other way, since oneDNN does it in one step.
     limit = 1 if got.dtype == torch.uint8 and "residual" in case else 0
@@ -151,7 +151,7 @@ def test_convolutions_of_onednn_in_graphs(
 # torch's own use of what it has deprecated.
 @pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning")
 def test_graphs_pack_for_sizes_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv, "_inductor_finds_convolutions", lambda: False)
+    monkeypatch.setattr(ops, "_inductor_finds_convolutions", lambda: False)
     x, *rest = convolution(2)
     names = ("weight", "scales", "bias")
     kept = dict(zip(names, (rest[0], rest[1], rest[4]), strict=True))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // ipex_quant::int8_conv, int8_conv_sum_ and int8_embedding_bag for programs without Python. They
-// compute what ipex_quant/int8/modules/conv.py and ops.py do, by ops that torch has in C++.
+// compute what ipex_quant/int8/ops.py does, by ops that torch has in C++.
 #include "cpp/int8_conv.h"
 
 #include <torch/csrc/stable/library.h>

@@ -43,8 +43,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_quant.formats.gguf import read_gguf as read_gguf
     from ipex_quant.int8.api import convert as convert
     from ipex_quant.int8.api import prepare as prepare
+    from ipex_quant.int8.modules.conv import Int8Conv as Int8Conv
     from ipex_quant.int8.modules.linear import DynamicInt8Linear as DynamicInt8Linear
-    from ipex_quant.int8.modules.linear import Int8Conv as Int8Conv
     from ipex_quant.int8.modules.linear import Int8Linear as Int8Linear
     from ipex_quant.int8.modules.matmul import Int8MatMul as Int8MatMul
     from ipex_quant.int8.modules.matmul import MatMul as MatMul
@@ -111,7 +111,7 @@ _LAZY: dict[str, str] = {
     "get_smooth_quant_qconfig_mapping": "ipex_quant.qconfig.static",
     "get_weight_only_quant_qconfig_mapping": "ipex_quant.qconfig.weight_only",
     "gptq": "ipex_quant.weight_only.gptq",
-    "Int8Conv": "ipex_quant.int8.modules.linear",
+    "Int8Conv": "ipex_quant.int8.modules.conv",
     "Int8Linear": "ipex_quant.int8.modules.linear",
     "KVCacheScales": "ipex_quant.kv_cache",
     "Int8MatMul": "ipex_quant.int8.modules.matmul",

@@ -28,7 +28,7 @@ from ipex_quant import (
     prepare,
     save,
 )
-from ipex_quant.int8.modules.conv_transpose import Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules.conv import Int8ConvTranspose, output_rows
 from ipex_quant.int8.modules.embedding import Int8EmbeddingBag
 from ipex_quant.int8.modules.pool import Int8AvgPool, Int8MaxPool, Int8Mean
 
@@ -435,7 +435,7 @@ def test_layers_that_read_one_activation(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert found.q.group is found.k.group is found.v.group is not None
     assert "input quantized once for q, k, v" in texts(found)["k"]
     expected = found(x)  # too small: each layer quantizes
-    monkeypatch.setattr("ipex_quant.int8.modules.group.LEAST", 1)
+    monkeypatch.setattr("ipex_quant.int8.modules.linear.LEAST", 1)
     save(found, tmp_path / "m")
     for other in (found, copy.deepcopy(found), load(tmp_path / "m", Attention())):
         with Count("ipex::quantize_per_tensor") as counted:

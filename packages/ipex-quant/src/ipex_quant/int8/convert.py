@@ -22,11 +22,15 @@ from ipex_core.optimization.records import QUANTIZATION, Quantization, quantizat
 from ipex_core.util.quiet import quiet
 from ipex_quant.int8.boundary import Codes, Early, Fused, Scale, Start
 from ipex_quant.int8.dataflow import activation_of, tensors_of
-from ipex_quant.int8.modules.conv_transpose import Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules.conv import Int8Conv, Int8ConvTranspose, output_rows
 from ipex_quant.int8.modules.embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
-from ipex_quant.int8.modules.linear import DynamicInt8Linear, Int8Conv, Int8Linear, share_input
+from ipex_quant.int8.modules.linear import (
+    DynamicInt8Linear,
+    Int8Linear,
+    SmoothNorm,
+    share_input,
+)
 from ipex_quant.int8.modules.matmul import int8_product
-from ipex_quant.int8.modules.norm import SmoothNorm
 from ipex_quant.int8.modules.pool import Int8Mean, pool_for
 from ipex_quant.int8.modules.recurrent import with_bias
 from ipex_quant.int8.observe import Watch

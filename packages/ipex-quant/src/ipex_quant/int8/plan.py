@@ -14,9 +14,9 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.ops.linear import ACTIVATIONS
 from ipex_quant.int8.dataflow import Event, Flow, activation_of
-from ipex_quant.int8.modules import conv as _int8_conv
 from ipex_quant.int8.modules.matmul import Interaction, MatMul, Product, why_float
 from ipex_quant.int8.modules.pool import role_of_pool
+from ipex_quant.int8.ops import ACTIVATIONS as CONV_ACTIVATIONS
 from ipex_quant.qconfig.static import QConfigSmoothQuant
 
 __all__ = ["Layer", "Plan", "fusable_activations", "make_plan", "root"]
@@ -29,7 +29,7 @@ _FUSED: dict[type[nn.Module], frozenset[str]] = {
             *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
             *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
         ),
-        frozenset(_int8_conv.ACTIVATIONS) - {"none"},
+        frozenset(CONV_ACTIVATIONS) - {"none"},
     ),
 }
 

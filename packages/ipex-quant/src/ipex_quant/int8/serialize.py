@@ -30,18 +30,17 @@ from ipex_core.library.spec import check
 from ipex_core.optimization.records import QUANTIZATION, Quantization, Record
 from ipex_quant.int8.boundary import Fused, Start
 from ipex_quant.int8.dataflow import activation_of
+from ipex_quant.int8.modules import Int8Layer
 from ipex_quant.int8.modules import recurrent as _int8_recurrent
-from ipex_quant.int8.modules.conv_transpose import Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules.conv import Int8Conv, Int8ConvTranspose, output_rows
 from ipex_quant.int8.modules.embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
 from ipex_quant.int8.modules.linear import (
     DynamicInt8Linear,
-    Int8Conv,
     Int8Linear,
-    _Int8Layer,
+    SmoothNorm,
     share_input,
 )
 from ipex_quant.int8.modules.matmul import Int8Interaction, Int8MatMul
-from ipex_quant.int8.modules.norm import SmoothNorm
 from ipex_quant.int8.modules.pool import Int8AvgPool, Int8MaxPool, Int8Mean
 from ipex_quant.int8.rewrite import RewrittenForward, lines_of, rewrite, rewrite_model
 from ipex_quant.util.modules import (
@@ -231,7 +230,7 @@ def _make(
         raise OpArgumentError(
             f"{op}: {name} must have what a {kind} needs, got {type(error).__name__}: {error}"
         ) from error
-    if dtype is not None and isinstance(made, _Int8Layer):
+    if dtype is not None and isinstance(made, Int8Layer):
         made.float_dtype = dtype
     return made
 

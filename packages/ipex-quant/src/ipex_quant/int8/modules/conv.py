@@ -1,350 +1,293 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops ``ipex_quant::int8_conv`` and ``int8_conv_sum_``: a convolution on codes, run by oneDNN.
+"""Convolutions and transposed convolutions on 8-bit integers.
 
-The second one may overwrite the codes that it adds, where they are not read any more: one copy less.
-
-oneDNN wants the weight in a layout of its own, which cannot be saved, copied or compiled. So the op takes the plain
-weight and keeps what it made of it as long as the weight lives.
+Output position ``q * stride + r`` of a transposed convolution is a sum over the inputs ``q - j`` with the weights
+``r + j * stride``. So one convolution with kernel ``ceil(kernel / stride)`` and ``stride`` times as many channels for
+each dimension gives all outputs, which then only have to be put in order. No product with an inserted zero is computed.
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
-from typing import Any
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
-from torch.nn import functional
+from torch import nn
 
-from ipex_core.library.kernels import define
-from ipex_core.library.spec import FUNCTIONAL, PORTABLE
+from ipex_quant.int8.modules import Int8Layer, codes_or_float, result_dtype
+from ipex_quant.int8.ops import ACTIVATIONS, int8_conv, int8_conv_sum_
 
-__all__ = ["ACTIVATIONS", "int8_conv", "int8_conv_sum_"]
+__all__ = ["Int8Conv", "Int8ConvTranspose", "output_rows"]
 
 Tensor = torch.Tensor
 
-_LIBRARY = torch.library.Library("ipex_quant", "FRAGMENT")
-_SCHEMA = (
-    "(Tensor x, Tensor weight, Tensor weight_scale, float x_scale, int x_zero, Tensor? bias,"
-    " int[] stride, int[] padding, int[] dilation, int groups, str activation, ScalarType dtype,"
-    " float output_scale, int output_zero, {} residual, float residual_scale, int residual_zero) -> Tensor"
-)
 
-#: id of a weight -> the weight, what it was packed for, the packed weight and zeros for its channels.
-_packed: dict[int, tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor, Tensor]] = {}
-#: What the ops can do after the product, and how oneDNN calls it.
-ACTIVATIONS = {"none": "none", "relu": "relu", "relu6": "hardtanh", "silu": "swish"}
+def _padding(conv: Any) -> list[int]:
+    """Return the padding as numbers; what cannot be said in these is an error of the caller."""
+    if conv.padding == "valid":
+        return [0] * len(conv.stride)
+    if conv.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        return [total // 2 for total in totals]
+    return list(conv.padding)
 
 
-def _prepacked(
-    weight: Tensor, scale: Tensor, key: tuple[Any, ...], shape: torch.Size
-) -> tuple[Tensor, Tensor]:
-    """Return the weight as oneDNN wants it, made at the first call for images of that call's shape.
+def output_rows(module: Any) -> Tensor:
+    """Return the float weight of a layer with the output channels first."""
+    weight: Tensor = module.weight.detach()
+    if not getattr(module, "transposed", False):
+        return weight
+    inputs, outputs, *kernel = weight.shape
+    groups = module.groups
+    parts = weight.view(groups, inputs // groups, outputs, *kernel).transpose(1, 2)
+    return parts.reshape(groups * outputs, inputs // groups, *kernel)
 
-    Other shapes give the same results. Without any shape oneDNN may choose a layout that it has to change at each call.
+
+class _Convolution(Int8Layer):
+    """What ordinary and transposed convolutions share."""
+
+    activations = tuple(ACTIVATIONS)
+    #: Attributes that a folder has, as `torch.nn` names them.
+    geometry: ClassVar[tuple[str, ...]]
+    stride: list[int]
+    kernel_size: Any
+    in_channels: Any
+    out_channels: Any
+    groups: int
+
+    def __init__(self, conv: Any, weight: Tensor, weight_scale: Tensor) -> None:
+        super().__init__(weight, weight_scale, conv.bias)
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what a file needs to make this layer again: numbers and texts, and plain tensors."""
+        about, tensors = super().saved()
+        return {**about, **{name: getattr(self, name) for name in self.geometry}}, tensors
+
+    @classmethod
+    def _of_parts(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Int8Layer:
+        conv = SimpleNamespace(bias=tensors.get("bias"), **{k: about[k] for k in cls.geometry})
+        return cls(conv, tensors["weight"].clone(), tensors["weight_scale"].clone())
+
+    def _convolve(
+        self,
+        x: Tensor,
+        wanted: torch.dtype,
+        window: tuple[list[int], list[int], list[int]],
+        residual: Tensor | None = None,
+        free: bool = False,
+    ) -> Tensor:
+        """Return codes or floats.
+
+        Args:
+            x: Codes or floats.
+            wanted: Dtype of a float result.
+            window: Stride, padding and dilation.
+            residual: What is added, codes or floats.
+            free: Whether the residual may be overwritten.
+        """
+        # oneDNN gives float32, bfloat16 or codes.
+        dtype = wanted if wanted in (torch.float32, torch.bfloat16) else torch.float32
+        run = int8_conv_sum_ if free else int8_conv
+        y: Tensor = run(
+            x,
+            self._buffers["weight"],
+            self.weight_scale,
+            self.input.scale,
+            self.input.zero,
+            self.bias,
+            *window,
+            self.groups,
+            self.activation,
+            torch.uint8 if self.output else dtype,
+            self.output.scale or 1.0,
+            self.output.zero,
+            residual,
+            self.residual.scale or 1.0,
+            self.residual.zero,
+        )
+        return y if self.output or dtype == wanted else y.to(wanted)
+
+    def extra_repr(self) -> str:
+        """Return sizes and scales."""
+        geometry = f"kernel_size={tuple(self.kernel_size)}, stride={tuple(self.stride)}"
+        head = f"{self.in_channels}, {self.out_channels}, {geometry}"
+        return f"{head}, scale={self.input.scale:.4g}{self._extras()}"
+
+
+class Int8Conv(_Convolution):
+    """A convolution of one, two or three dimensions on int8 weights, with activations of static scale.
+
+    Takes float or uint8 codes of its own scale; gives float, or uint8 codes where the next layer takes them.
+
+    Attributes:
+        weight: The float weight ``[out_channels, in_channels / groups, ...]``; a state dict has the int8 one.
+        weight_scale: float32 ``[out_channels]``.
+        bias: float32 ``[out_channels]``, or None.
+        residual_free: Whether the residual is not read after this layer, so that it may be overwritten.
     """
-    key = (weight._version, *key)
-    entry = _packed.get(id(weight))
-    if entry is not None and entry[0]() is weight and entry[1] == key:
-        return entry[2], entry[3]
-    plain = weight.unsqueeze(2) if weight.dim() == 3 else weight
-    packed = torch.ops.onednn.qconv_prepack(plain, scale, *key[1:], list(shape))
-    zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
-    place = id(weight)
 
-    def forget(reference: weakref.ref[Tensor]) -> None:
-        if place in _packed and _packed[place][0] is reference:
-            del _packed[place]
+    geometry = ("stride", "padding", "dilation", "groups")
+    extras: ClassVar = {**Int8Layer.extras, "residual_free": bool}
+    residual_free: bool = False
 
-    _packed[place] = (weakref.ref(weight, forget), key, packed, zeros)
-    return packed, zeros
+    def __init__(self, conv: Any, weight: Tensor, weight_scale: Tensor) -> None:
+        super().__init__(conv, weight, weight_scale)
+        self.stride, self.dilation = list(conv.stride), list(conv.dilation)
+        self.groups, self.padding = conv.groups, _padding(conv)
 
+    # Models read the geometry of their layers, as MobileNetV2 of transformers does to pad.
 
-def quantize(x: Tensor, scale: float, zero: int) -> Tensor:
-    """Return uint8 codes in the memory format of ``x``."""
-    if x.dim() in (4, 5) and not x.is_contiguous():
-        forth = (0, *range(2, x.dim()), 1)
-        rows = x.permute(forth)
-        if rows.is_contiguous():
-            back = (0, x.dim() - 1, *range(1, x.dim() - 1))
-            return quantize(rows, scale, zero).permute(back)
-    one = torch.tensor(scale, dtype=torch.float32)
-    by = torch.tensor([zero], dtype=torch.int32)
-    codes: Tensor = torch.ops.ipex.quantize_per_tensor(x, one, by, False)[0]
-    return codes
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        """Sizes of the kernel."""
+        return tuple(self.weight_shape()[2:])
 
+    @property
+    def in_channels(self) -> int:
+        """Channels that it reads."""
+        return self.weight_shape()[1] * self.groups
 
-def _dequantize(x: Tensor, scale: float, zero: int, dtype: torch.dtype) -> Tensor:
-    return ((x.float() - zero) * scale).to(dtype)
+    @property
+    def out_channels(self) -> int:
+        """Channels that it gives."""
+        return self.weight_shape()[0]
 
-
-def _run(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: float,
-    x_zero: int,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    activation: str,
-    dtype: torch.dtype,
-    output_scale: float,
-    output_zero: int,
-    residual: Tensor | None,
-    residual_scale: float,
-    residual_zero: int,
-    *,
-    free: bool = False,
-) -> Tensor:
-    one_d = weight.dim() == 3
-    if one_d:  # oneDNN fuses more after two dimensions than after one
-        x, stride, padding, dilation = x.unsqueeze(-2), [1, *stride], [0, *padding], [1, *dilation]
-        residual = None if residual is None else residual.unsqueeze(-2)
-    single = x.dim() == len(stride) + 1  # an image
-    codes = x if x.dtype == torch.uint8 else quantize(x, x_scale, x_zero)
-    if single:
-        codes = codes.unsqueeze(0)
-        residual = None if residual is None else residual.unsqueeze(0)
-    if codes.dim() == 4:
-        codes = codes.contiguous(memory_format=torch.channels_last)
-    geometry = (x_scale, x_zero, stride, padding, dilation, groups)
-    packed, zeros = _prepacked(weight, weight_scale, geometry, codes.shape)
-    head = (codes, x_scale, x_zero, packed, weight_scale, zeros)
-    tail = (bias, stride, padding, dilation, groups)
-    output = (output_scale, output_zero, dtype)
-    if len(stride) == 2:
-        if residual is None:
-            limits = [0.0, 6.0] if activation == "relu6" else []
-            rest: tuple[Any, ...] = (*output, ACTIVATIONS[activation], limits, "")
-            y: Tensor = torch.ops.onednn.qconv_pointwise(*head, *tail, *rest)
-        else:
-            added = (residual, residual_scale, residual_zero)
-            y = _plus_residual(head, tail, output, added, activation, free)
-    elif residual is None and activation != "silu":
-        y = torch.ops.onednn.qconv_pointwise(*head, *tail, *output, "none", [], "")
-        _clamp(y, activation, output_scale, output_zero)
-    else:
-        # oneDNN's op has none of this after three dimensions.
-        y = torch.ops.onednn.qconv_pointwise(*head, *tail, 1.0, 0, torch.float32, "none", [], "")
+    def forward(self, *args: Any) -> Any:
+        """Return the convolution's output."""
+        x, residual = self._operands(*args)
+        wanted = result_dtype(x)
+        x, free = codes_or_float(x, self.input), False
         if residual is not None:
-            if residual.dtype == torch.uint8:
-                residual = _dequantize(residual, residual_scale, residual_zero, torch.float32)
-            y += residual
-        if activation == "silu":
-            functional.silu(y, inplace=True)
-        else:
-            _clamp(y, activation, 1.0, 0)
-        y = quantize(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
-    y = y.squeeze(0) if single else y
-    return y.squeeze(-2) if one_d else y
+            kept, residual = residual, codes_or_float(residual, self.residual)
+            free = (
+                self.residual_free and residual.dtype == torch.uint8 and kept.overwrite(self.name)
+            )
+        y = self._convolve(x, wanted, (self.stride, self.padding, self.dilation), residual, free)
+        return self._give(y, wanted)
 
 
-def _plus_residual(
-    head: tuple[Any, ...],
-    tail: tuple[Any, ...],
-    output: tuple[float, int, torch.dtype],
-    added: tuple[Tensor, float, int],
-    activation: str,
-    free: bool,
-) -> Tensor:
-    """Return the activation of a convolution in two dimensions and a residual, which may be overwritten if ``free``."""
-    (scale, zero, dtype), (residual, step, shift) = output, added
-    if dtype != torch.uint8 and residual.dtype == torch.uint8:
-        residual = _dequantize(residual, step, shift, dtype)
-    to_float = dtype == torch.uint8 and residual.dtype != torch.uint8
-    result = (1.0, 0, torch.float32) if to_float else output
-    # oneDNN adds to what it is given: a copy, if others may read the residual.
-    total = residual.to(result[2])
-    if total is residual and not free:
-        total = total.clone()
-    total = total.contiguous(memory_format=torch.channels_last)
-    scales = (step, shift) if result[2] == torch.uint8 else (1.0, 0)
-    rest: tuple[Any, ...] = (*result, *scales, "sum", None, activation, [], "")
-    y: Tensor = torch.ops.onednn.qconv2d_pointwise.binary(*head, total, *tail, *rest)
-    return quantize(y, scale, zero) if to_float else y
+class Int8ConvTranspose(_Convolution):
+    """A transposed convolution of one, two or three dimensions on int8 weights, with activations of static scale.
 
+    Takes float or uint8 codes of its own scale; gives float, or uint8 codes where the next layer takes them.
 
-def _clamp(y: Tensor, activation: str, scale: float, zero: int) -> None:
-    """Apply relu or relu6 to a result, codes or not; on codes it is as exact as before rounding."""
-    if activation == "none":
-        return
-    low, high = 0.0, 6.0 if activation == "relu6" else None
-    if y.dtype == torch.uint8:
-        low, high = zero, None if high is None else min(round(high / scale) + zero, 255)
-    y.clamp_(low, high)
+    Attributes:
+        weight: The float weight ``[in_channels, out_channels / groups, ...]``. A state dict has the int8 one of the
+            ordinary convolution, ``[groups * prod(stride) * out_channels / groups, in_channels / groups, ...]``.
+        weight_scale: float32, one for each row of that.
+        bias: float32, one for each row of that, or None.
+    """
 
+    geometry = ("stride", "padding", "output_padding", "groups")
 
-def _fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
-    stride, padding, dilation = args[4:7]
-    dims = range(weight.dim() - 2)
-    lead = x.shape[: x.dim() - len(dims) - 1]
-    sizes = [
-        (x.shape[i - len(dims)] + 2 * padding[i] - dilation[i] * (weight.shape[i + 2] - 1) - 1)
-        // stride[i]
-        + 1
-        for i in dims
-    ]
-    shape = (*lead, weight.shape[0], *sizes)
-    result = x.new_empty(shape, dtype=args[9])
-    if result.dim() == weight.dim() == 4:
-        result = result.to(memory_format=torch.channels_last)
-    if result.dim() == weight.dim() == 5:
-        result = result.to(memory_format=torch.channels_last_3d)
-    if weight.dim() == 3 and result.dim() == 3:
-        result = result.transpose(1, 2).contiguous().transpose(1, 2)
-    return result
+    def __init__(self, conv: Any, weight: Tensor, weight_scale: Tensor) -> None:
+        super().__init__(conv, weight, weight_scale)
+        self.stride, self.padding = list(conv.stride), list(conv.padding)
+        self.output_padding, self.groups = list(conv.output_padding), int(conv.groups)
+        self.kernel_size = list(weight.shape[2:])
+        self.out_channels = weight.shape[0]
+        self._buffers["weight"] = self._spread(weight)
+        for name in ("weight_scale", "bias"):
+            values = self._buffers[name]
+            self._buffers[name] = None if values is None else self._repeat(values)
 
+    @property
+    def in_channels(self) -> int:
+        """Channels that it reads."""
+        return self.weight_shape()[0]
 
-for _name, _kind, _kernel in (
-    ("int8_conv", "Tensor?", _run),
-    ("int8_conv_sum_", "Tensor(a!)", functools.partial(_run, free=True)),
-):
-    if define(
-        _name + _SCHEMA.format(_kind), _LIBRARY
-    ):  # otherwise it has the kernel of libipex_cpp.so
-        _LIBRARY.impl(_name, _kernel, "CPU")
-    torch.library.register_fake(f"ipex_quant::{_name}", _fake, lib=_LIBRARY)
+    def _taps(self) -> list[int]:
+        """Return the kernel size of the ordinary convolution; output padding can reach beyond the last input."""
+        sizes = zip(self.kernel_size, self.stride, self.padding, self.output_padding, strict=True)
+        return [-(-max(k, k + extra - pad) // s) for k, s, pad, extra in sizes]
 
-int8_conv = torch.ops.ipex_quant.int8_conv.default
-int8_conv_sum_ = torch.ops.ipex_quant.int8_conv_sum_.default
+    def _spread(self, weight: Tensor) -> Tensor:
+        """Return the weight of the ordinary convolution: rows in the order group, position, channel."""
+        dims, taps = len(self.stride), self._taps()
+        sizes = list(zip(taps, self.stride, self.kernel_size, strict=True))
+        ends = [end for t, s, k in reversed(sizes) for end in (0, t * s - k)]
+        padded = nn.functional.pad(weight, ends)
+        rows, inputs = weight.shape[:2]
+        split = [size for t, s, _ in sizes for size in (t, s)]
+        padded = padded.view(self.groups, rows // self.groups, inputs, *split)
+        tap_dims = [3 + 2 * i for i in range(dims)]
+        step_dims = [4 + 2 * i for i in range(dims)]
+        ordered = padded.flip(tap_dims).permute(0, *step_dims, 1, 2, *tap_dims)
+        return ordered.reshape(rows * math.prod(self.stride), inputs, *taps).contiguous()
 
+    def _repeat(self, values: Tensor) -> Tensor:
+        """Return numbers of the output channels for each row of the weight."""
+        parts = values.view(self.groups, 1, -1)
+        return parts.expand(-1, math.prod(self.stride), -1).reshape(-1).clone()
 
-@functools.cache
-def _inductor_finds_convolutions() -> bool:
-    """Return whether Inductor finds convolutions between dequantize and quantize, as it does before torch 2.14."""
-    from torch._inductor.fx_passes import quantization
+    def _once(self, values: Tensor) -> Tensor:
+        parts = values.view(self.groups, math.prod(self.stride), -1)
+        return parts[:, 0].reshape(-1).clone()
 
-    return hasattr(quantization, "_register_qconv_weight_prepack_pass")
+    def int_weight(self) -> Tensor:
+        """Return the plain int8 weight ``[out_channels, in_channels / groups, ...]``."""
+        dims, taps = len(self.stride), self._taps()
+        spread: Any = self._buffers["weight"]
+        inputs, per_group = spread.shape[1], self.out_channels // self.groups
+        parts = spread.view(self.groups, *self.stride, per_group, inputs, *taps)
+        steps, last = range(1, 1 + dims), 3 + dims
+        both = [d for i, s in enumerate(steps) for d in (last + i, s)]
+        plain = parts.flip(list(range(last, last + dims))).permute(0, 1 + dims, 2 + dims, *both)
+        sizes = [t * s for t, s in zip(taps, self.stride, strict=True)]
+        plain = plain.reshape(self.out_channels, inputs, *sizes)
+        for i, size in enumerate(self.kernel_size):
+            plain = plain.narrow(2 + i, 0, size)
+        return plain.contiguous()
 
+    def weight_shape(self) -> torch.Size:
+        """Return the shape of the float weight."""
+        inputs = self._buffers["weight"].shape[1]  # type: ignore[union-attr]
+        sizes = (inputs * self.groups, self.out_channels // self.groups, *self.kernel_size)
+        return torch.Size(sizes)
 
-@functools.cache
-def _register_fake_prepack() -> torch.library.Library | None:
-    """Let graphs record oneDNN's weight packing, which Inductor then runs once, when it freezes the graph."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key("onednn::qconv_prepack", "Meta"):
-        return None
-    library = torch.library.Library("onednn", "IMPL", "Meta")
-    library.impl("qconv_prepack", lambda weight, *args: torch.empty_like(weight))
-    return library
+    def dequantize(self) -> Tensor:
+        """Return the float weight that the integers stand for."""
+        repeated = self._buffers["weight_scale"]
+        assert repeated is not None
+        rows = self._times(self._once(repeated))
+        parts = rows.view(self.groups, -1, *rows.shape[1:]).transpose(1, 2)
+        return parts.reshape(self.weight_shape())
 
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what a file needs to make this layer again: numbers and texts, and plain tensors."""
+        about, tensors = super().saved()
+        once = {k: self._once(v) for k, v in tensors.items() if k in ("weight_scale", "bias")}
+        return about, {**tensors, **once}
 
-def _codes(value: Tensor, scale: float, zero: int) -> Tensor:
-    """Return uint8 codes, by an op that Inductor fuses with its neighbors."""
-    ops: Any = torch.ops.quantized_decomposed
-    result: Tensor = ops.quantize_per_tensor.default(value, scale, zero, 0, 255, torch.uint8)
-    return result
+    def forward(self, x: Any) -> Any:
+        """Return the transposed convolution's output."""
+        wanted = result_dtype(x)
+        codes = codes_or_float(x, self.input)
+        if x.dim() == len(self.stride) + 1:
+            return self._give(self._compute(codes.unsqueeze(0), wanted).squeeze(0), wanted)
+        return self._give(self._compute(codes, wanted), wanted)
 
+    def _compute(self, x: Tensor, wanted: torch.dtype) -> Tensor:
+        """Return the result for a batch."""
+        ones = [1] * len(self.stride)
+        y = self._convolve(x, wanted, (ones, [tap - 1 for tap in self._taps()], ones))
+        return self._order(y, list(x.shape[2:]))
 
-def _real(value: Tensor, scale: float, zero: int) -> Tensor:
-    """Return float32 values of codes or of floating-point values, by an op that Inductor fuses with its neighbors."""
-    if value.dtype != torch.uint8:
-        return value.float()
-    ops: Any = torch.ops.quantized_decomposed
-    result: Tensor = ops.dequantize_per_tensor.default(value, scale, zero, 0, 255, torch.uint8)
-    return result
-
-
-def _portable(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: float,
-    x_zero: int,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    activation: str,
-    dtype: torch.dtype,
-    output_scale: float,
-    output_zero: int,
-    residual: Tensor | None,
-    residual_scale: float,
-    residual_zero: int,
-) -> Tensor:
-    """Compute the same with ops that C++ has: oneDNN's, or those that Inductor turns into oneDNN's."""
-    import torch.ao.quantization.fx._decomposed  # (defines the ops)
-
-    operand = x if x.dtype == torch.uint8 else _codes(x.float(), x_scale, x_zero)
-    geometry = (stride, padding, dilation, groups)
-    quantized = (operand, weight, weight_scale, x_scale, x_zero, bias, geometry)
-    if _inductor_finds_convolutions():
-        y = _pattern(*quantized)
-    elif residual is None and (activation == "none" or len(stride) == 2):
-        return _onednn(*quantized, activation, (output_scale, output_zero, dtype))
-    else:
-        y = _onednn(*quantized, "none", (1.0, 0, torch.float32))
-    if residual is not None:
-        y = y + _real(residual, residual_scale, residual_zero)
-    if activation != "none":
-        y = getattr(functional, activation)(y)
-    y = _codes(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
-    if y.dim() == weight.dim() in (4, 5):
-        last = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
-        y = y.contiguous(memory_format=last)
-    return y
-
-
-def _pattern(
-    operand: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: float,
-    x_zero: int,
-    bias: Tensor | None,
-    geometry: tuple[Any, ...],
-) -> Tensor:
-    """Return a convolution of dequantized operands, the form that Inductor looks for before torch 2.14."""
-    ops: Any = torch.ops.quantized_decomposed
-    zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
-    plain = ops.dequantize_per_channel.default(
-        weight, weight_scale, zeros, 0, -128, 127, torch.int8
-    )
-    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[weight.dim() - 3]
-    y: Tensor = convolve(_real(operand, x_scale, x_zero), plain, bias, *geometry)
-    return y
-
-
-def _onednn(
-    operand: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: float,
-    x_zero: int,
-    bias: Tensor | None,
-    geometry: tuple[Any, ...],
-    activation: str,
-    output: tuple[float, int, torch.dtype],
-) -> Tensor:
-    """Return oneDNN's convolution with its weight packing in the graph."""
-    _register_fake_prepack()
-    stride, padding, dilation, groups = geometry
-    one_d = weight.dim() == 3
-    if one_d:  # as in `_run`
-        operand, weight = operand.unsqueeze(-2), weight.unsqueeze(2)
-        stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
-    single = operand.dim() == weight.dim() - 1  # an image
-    if single:
-        operand = operand.unsqueeze(0)
-    if operand.dim() == 4:
-        operand = operand.contiguous(memory_format=torch.channels_last)
-    shape = list(operand.shape)
-    # Sizes that vary are no argument of the packing: it then chooses the layout without them.
-    known = shape if all(type(size) is int for size in shape) else None
-    rest = (stride, padding, dilation, groups)
-    packed = torch.ops.onednn.qconv_prepack(weight, weight_scale, x_scale, x_zero, *rest, known)
-    zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
-    limits = [0.0, 6.0] if activation == "relu6" else []
-    y: Tensor = torch.ops.onednn.qconv_pointwise(
-        *(operand, x_scale, x_zero, packed, weight_scale, zeros, bias),
-        *(*rest, *output, ACTIVATIONS[activation], limits, ""),
-    )
-    y = y.squeeze(0) if single else y
-    return y.squeeze(-2) if one_d else y
-
-
-PORTABLE[int8_conv] = _portable
-FUNCTIONAL[int8_conv_sum_] = int8_conv
+    def _order(self, y: Tensor, sizes: list[int]) -> Tensor:
+        """Put positions that came as channels into their places."""
+        dims = len(self.stride)
+        places = list(y.shape[2:])
+        last = y.permute(0, *range(2, 2 + dims), 1)  # as it lies in memory
+        each = self.out_channels // self.groups
+        last = last.reshape(y.shape[0], *places, self.groups, *self.stride, each)
+        pairs = [d for i in range(dims) for d in (1 + i, 2 + dims + i)]
+        last = last.permute(0, *pairs, 1 + dims, 2 + 2 * dims)
+        full = [p * s for p, s in zip(places, self.stride, strict=True)]
+        last = last.reshape(y.shape[0], *full, self.out_channels)
+        result = last.permute(0, 1 + dims, *range(1, 1 + dims))
+        for i, size in enumerate(sizes):
+            end = (size - 1) * self.stride[i] - 2 * self.padding[i] + self.kernel_size[i]
+            result = result.narrow(2 + i, self.padding[i], end + self.output_padding[i])
+        return result

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ipex_core.nn.embedding import MergedEmbeddingBagWithCat
 from ipex_core.ops.merged_embeddingbag import quantize_table
-from ipex_quant.int8.ops import TAIL, run
-from ipex_quant.util.modules import WholeModule
+from ipex_quant.int8.modules import Int8Module
+from ipex_quant.int8.ops import TAIL, embedding_bag
 from ipex_quant.weight.tensor import ShowsFloatWeight
 
 __all__ = ["TABLES", "Int8EmbeddingBag", "Int8MergedEmbeddingBag", "why_not"]
@@ -34,7 +34,7 @@ def why_not(bag: nn.EmbeddingBag | MergedEmbeddingBagWithCat) -> str:
     return "it changes its weight (max_norm)" if bag.max_norm is not None else ""
 
 
-class Int8EmbeddingBag(ShowsFloatWeight, WholeModule):
+class Int8EmbeddingBag(ShowsFloatWeight, Int8Module):
     """Sums of rows of a table of 8-bit numbers; each row has its own scale and least number.
 
     Takes what `torch.nn.EmbeddingBag` takes, gives float32.
@@ -44,6 +44,8 @@ class Int8EmbeddingBag(ShowsFloatWeight, WholeModule):
             ``[num_embeddings, embedding_dim + 8]``: codes, then scale and least number as float32.
     """
 
+    arguments: ClassVar = {"include_last_offset": bool}
+    tensors = ("weight",)
     mode = "sum"
 
     def __init__(self, weight: Tensor, include_last_offset: bool = False) -> None:
@@ -78,18 +80,6 @@ class Int8EmbeddingBag(ShowsFloatWeight, WholeModule):
         assert codes is not None
         return codes
 
-    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what a file needs to make this module again."""
-        about = {"include_last_offset": self.include_last_offset}
-        return about, {"weight": self._codes()}
-
-    @classmethod
-    def from_saved(
-        cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> Int8EmbeddingBag:
-        """Return the module that `saved` described."""
-        return cls(tensors["weight"].clone(), bool(about["include_last_offset"])).eval()
-
     def forward(
         self,
         input: Tensor,
@@ -111,7 +101,7 @@ class Int8EmbeddingBag(ShowsFloatWeight, WholeModule):
         args = self._codes(), input, offsets.to(input.dtype), per_sample_weights, include_last
         # An op in Python costs as much as a small bag; only compiled graphs need one, since stock has no shapes for it.
         if not torch.compiler.is_compiling():
-            return run(*args)
+            return embedding_bag(*args)
         y: Tensor = torch.ops.ipex_quant.int8_embedding_bag(*args)
         return y
 
@@ -120,13 +110,15 @@ class Int8EmbeddingBag(ShowsFloatWeight, WholeModule):
         return f"{self.num_embeddings}, {self.embedding_dim}, mode='sum'"
 
 
-class Int8MergedEmbeddingBag(nn.Module, WholeModule):
+class Int8MergedEmbeddingBag(Int8Module):
     """The tables of a `MergedEmbeddingBagWithCat` as int8 numbers with a scale for each row.
 
     Attributes:
         pooling_mode: ``"sum"`` or ``"mean"``.
         include_last_offset: Whether the last offset is the end of the last bag.
     """
+
+    arguments: ClassVar = {"count": int, "pooling_mode": str, "include_last_offset": bool}
 
     def __init__(
         self,
@@ -149,12 +141,7 @@ class Int8MergedEmbeddingBag(nn.Module, WholeModule):
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what a file needs to make this module again."""
-        about = {
-            "count": self.count,
-            "pooling_mode": self.pooling_mode,
-            "include_last_offset": self.include_last_offset,
-        }
-        return about, dict(self.named_buffers())
+        return super().saved()[0], dict(self.named_buffers())
 
     @classmethod
     def from_saved(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +15,7 @@ import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_core.nn.functional import interaction
 from ipex_core.ops.int8_linear import MOST_DEPTH
 from ipex_quant.int8.boundary import Codes, Scale, plain
-from ipex_quant.int8.modules.linear import _result_dtype
-from ipex_quant.util.modules import WholeModule
+from ipex_quant.int8.modules import ScaledModule, read_scale, result_dtype
 
 __all__ = [
     "NOT_NAMED",
@@ -124,7 +123,7 @@ def named_in(mapping: Any) -> frozenset[str]:
     return found
 
 
-class Int8MatMul(nn.Module, WholeModule):
+class Int8MatMul(ScaledModule):
     """``a @ b`` on 8-bit integers with a static scale for each factor; takes and gives float.
 
     Attributes:
@@ -133,32 +132,14 @@ class Int8MatMul(nn.Module, WholeModule):
         b: Scale of the second factor.
     """
 
+    arguments: ClassVar = {"name": str, "a": read_scale, "b": read_scale}
+    keys: ClassVar = {"name": "layer"}
+    scaled = ("a", "b")
+    kernel: ClassVar[str] = "int8_matmul"
+
     def __init__(self, a: Scale, b: Scale, name: str = "") -> None:
         super().__init__()
         self.a, self.b, self.name = a, b, name
-
-    kernel: ClassVar[str] = "int8_matmul"
-
-    def get_extra_state(self) -> Tensor:
-        """Return the scales and zero points."""
-        numbers = [self.a.scale, self.a.zero, self.b.scale, self.b.zero]
-        return torch.tensor(numbers, dtype=torch.float64)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Take them over."""
-        a, a_zero, b, b_zero = state.tolist()
-        self.a, self.b = Scale(a, round(a_zero)), Scale(b, round(b_zero))
-
-    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what a file needs to make this module again."""
-        scales = {k: [s.scale, s.zero] for k, s in (("a", self.a), ("b", self.b))}
-        return {"layer": self.name, **scales}, {}
-
-    @classmethod
-    def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Int8MatMul:
-        """Return the module that `saved` described."""
-        a, b = (Scale(float(about[k][0]), int(about[k][1])) for k in "ab")
-        return cls(a, b, str(about["layer"])).eval()
 
     def forward(self, a: Any, b: Any) -> Tensor:
         """Return the product; that with a vector, or of few rows, is one of floats."""
@@ -179,7 +160,7 @@ class Int8MatMul(nn.Module, WholeModule):
         )
 
 
-class Int8Interaction(nn.Module, WholeModule):
+class Int8Interaction(ScaledModule):
     """The interaction on int8 codes with a static scale for each input; takes float.
 
     Gives float, or uint8 codes where the next layer takes them.
@@ -190,6 +171,10 @@ class Int8Interaction(nn.Module, WholeModule):
         output: Scale of codes that it gives, if it does.
     """
 
+    arguments: ClassVar = {"name": str, "output": read_scale}
+    keys: ClassVar = {"name": "layer"}
+    tensors = ("scales",)
+    scaled = ("output",)
     kernel: ClassVar[str] = "int8_interaction"
     scales: Tensor
 
@@ -201,29 +186,9 @@ class Int8Interaction(nn.Module, WholeModule):
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         return self  # scales have one dtype only
 
-    def get_extra_state(self) -> Tensor:
-        """Return scale and zero point of the result."""
-        return torch.tensor([self.output.scale, self.output.zero], dtype=torch.float64)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Take them over."""
-        scale, zero = state.tolist()
-        self.output = Scale(scale, round(zero))
-
-    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what a file needs to make this module again."""
-        about = {"layer": self.name, "output": [self.output.scale, self.output.zero]}
-        return about, {"scales": self.scales}
-
-    @classmethod
-    def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Int8Interaction:
-        """Return the module that `saved` described."""
-        output = Scale(float(about["output"][0]), int(about["output"][1]))
-        return cls(tensors["scales"].clone(), output, str(about["layer"])).eval()
-
     def forward(self, *args: Any) -> Any:
         """Return the first vector and the products of all pairs."""
-        like, output = _result_dtype(args[0]), self.output
+        like, output = result_dtype(args[0]), self.output
         inputs = [plain(x).to(like) for x in args]
         dtype = torch.uint8 if output else like
         y = torch.ops.ipex.int8_interaction(inputs, self.scales, dtype, output.scale, output.zero)

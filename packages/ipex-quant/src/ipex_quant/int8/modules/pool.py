@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ipex_quant.int8.boundary import Codes, Scale, plain
-from ipex_quant.int8.modules.conv import int8_conv
-from ipex_quant.int8.modules.linear import _codes_or_float, _result_dtype
-from ipex_quant.util.modules import WholeModule
+from ipex_quant.int8.modules import (
+    Int8Module,
+    ScaledModule,
+    codes_or_float,
+    read_scale,
+    result_dtype,
+)
+from ipex_quant.int8.ops import int8_conv
 
 __all__ = ["Int8AvgPool", "Int8MaxPool", "Int8Mean", "pool_for", "role_of_pool"]
 
@@ -80,23 +84,10 @@ def _sizes(value: Any, dims: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value)
 
 
-class _Scaled(nn.Module, WholeModule):
-    """Has the scale of the codes that it gets, also in its state dict."""
-
-    scale: Scale
-
-    def get_extra_state(self) -> Tensor:
-        """Return scale and zero point."""
-        return torch.tensor([self.scale.scale, self.scale.zero], dtype=torch.float64)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Take them over."""
-        scale, zero = state.tolist()
-        self.scale = Scale(scale, round(zero))
-
-
-class _Pool(nn.Module, WholeModule):
+class _Pool(Int8Module):
     """Kernel size, stride and padding, each a number for each dimension."""
+
+    arguments: ClassVar = {"kernel_size": list, "stride": list, "padding": list}
 
     def __init__(self, kernel_size: list[int], stride: list[int], padding: list[int]) -> None:
         super().__init__()
@@ -109,10 +100,6 @@ class _Pool(nn.Module, WholeModule):
         )
         return result
 
-    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what a file needs to make this module again."""
-        return {k: getattr(self, k) for k in ("kernel_size", "stride", "padding")}, {}
-
     def extra_repr(self) -> str:
         """Return the window."""
         window = ("kernel_size", "stride", "padding")
@@ -121,11 +108,6 @@ class _Pool(nn.Module, WholeModule):
 
 class Int8MaxPool(_Pool):
     """Maximum pooling of one to three dimensions that takes uint8 codes too, of any size, which stock does not."""
-
-    @classmethod
-    def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Int8MaxPool:
-        """Return the module that `saved` described."""
-        return cls(about["kernel_size"], about["stride"], about["padding"]).eval()
 
     def forward(self, x: Any) -> Any:
         """Return the maxima."""
@@ -168,12 +150,14 @@ def _maxima(x: Tensor, dim: int, kernel: int, stride: int) -> Tensor:
     return result
 
 
-class Int8AvgPool(_Pool, _Scaled):
+class Int8AvgPool(_Pool, ScaledModule):
     """Average pooling of one or two dimensions that takes uint8 codes too, and gives codes of the same scale.
 
     On codes it is a convolution of each channel with a constant: nothing is converted to float in between.
     """
 
+    arguments: ClassVar = {**_Pool.arguments, "channels": int, "scale": read_scale}
+    scale: Scale
     weight: Tensor
     weight_scale: Tensor
 
@@ -195,20 +179,9 @@ class Int8AvgPool(_Pool, _Scaled):
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         return self  # the constants have one dtype only
 
-    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what a file needs to make this module again."""
-        scale = [self.scale.scale, self.scale.zero]
-        return {**super().saved()[0], "channels": self.channels, "scale": scale}, {}
-
-    @classmethod
-    def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Int8AvgPool:
-        """Return the module that `saved` described."""
-        window = about["kernel_size"], about["stride"], about["padding"]
-        return cls(*window, int(about["channels"]), Scale(*about["scale"])).eval()
-
     def forward(self, x: Any) -> Any:
         """Return the averages."""
-        codes = _codes_or_float(x, self.scale)
+        codes = codes_or_float(x, self.scale)
         if codes.dtype != torch.uint8:
             return self._stock("avg_pool", codes)
         scale, zero = self.scale.scale, self.scale.zero
@@ -219,27 +192,20 @@ class Int8AvgPool(_Pool, _Scaled):
         return x.like(y)
 
 
-class Int8Mean(_Scaled):
+class Int8Mean(ScaledModule):
     """Mean over dimensions that takes uint8 codes too; gives float, since a mean varies less than what it is of."""
+
+    arguments: ClassVar = {"dims": tuple, "keepdim": bool, "scale": read_scale}
+    scale: Scale
 
     def __init__(self, dims: tuple[int, ...], keepdim: bool, scale: Scale) -> None:
         super().__init__()
         self.dims, self.keepdim, self.scale = dims, keepdim, scale
 
-    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what a file needs to make this module again."""
-        scale = [self.scale.scale, self.scale.zero]
-        return {"dims": list(self.dims), "keepdim": self.keepdim, "scale": scale}, {}
-
-    @classmethod
-    def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Int8Mean:
-        """Return the module that `saved` described."""
-        return cls(tuple(about["dims"]), bool(about["keepdim"]), Scale(*about["scale"])).eval()
-
     def forward(self, x: Any) -> Tensor:
         """Return the mean."""
-        wanted = _result_dtype(x)
-        x = _codes_or_float(x, self.scale)
+        wanted = result_dtype(x)
+        x = codes_or_float(x, self.scale)
         if x.dtype != torch.uint8:
             return x.mean(self.dims, self.keepdim)  # type: ignore[no-any-return]
         total = x.sum(self.dims, self.keepdim, dtype=torch.int32)
