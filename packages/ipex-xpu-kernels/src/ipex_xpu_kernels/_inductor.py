@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 HINT = (
-    " There is none for the xpu device of ipex-xpu-kernels on this system. torch.compile(model, backend='ipex'),"
-    " backend='aot_eager' and uncompiled models need none."
+    " ipex-xpu-kernels has no Triton for its device. Use torch.compile(model, backend='ipex'), backend='aot_eager'"
+    " or the model without torch.compile: they do not need Triton."
 )
 
 

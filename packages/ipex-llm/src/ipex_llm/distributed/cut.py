@@ -103,7 +103,7 @@ def split_features(
         grains: Numbers of features that stay together; the first that leaves a piece for each rank is taken.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No grain leaves a piece for each rank.
 
     Example:
         >>> split_features(96, 0, 2, "mlp"), split_features(96, 1, 2, "mlp")

@@ -158,7 +158,7 @@ bool avg_pool2d_backward(const Tensor& grad, const Tensor& x, IntArrayRef kernel
   return true;
 }
 
-// Whether `y` can be windows of the whole of `x`; torch's own checks are those of the host.
+// Whether `y` can be windows of the whole of `x`; torch's own checks run on the host.
 bool fits_adaptive(const Tensor& x, IntArrayRef sizes, const Tensor& y) {
   return takes(x) && takes(y) && y.dim() == x.dim() && y.scalar_type() == x.scalar_type() &&
          sizes.size() == 2 && y.sizes().slice(0, x.dim() - 2) == x.sizes().slice(0, x.dim() - 2) &&
