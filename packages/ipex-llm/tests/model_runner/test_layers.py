@@ -18,7 +18,7 @@ from ipex_llm.model_runner import Runner
 from ipex_llm.model_runner.dense import Part
 from ipex_llm.optimization import optimize
 from ipex_llm.patch.decoder import _silent
-from ipex_llm.patch.layer import _call, _pads, _read, _Rows
+from ipex_llm.patch.layer import _call, _read, _Rows, _spans
 
 pytestmark = [
     pytest.mark.usefixtures("small_weights_are_packed", "no_gradients"),
@@ -181,7 +181,7 @@ def test_compiled_code_reads_masks() -> None:
     rows = _Rows(torch.zeros(2, 2, 20, 8), torch.zeros(2, 2, 20, 8))
 
     def slots(mask: Tensor) -> Tensor:
-        return _call(mask, 2, 4, 3, rows, _pads(mask, 2, 0, 4, 3, -1)).step.slots
+        return _call(mask, 2, 4, 3, rows, _spans(mask, 2, 0, 4, 3, -1)).step.slots
 
     compiled = torch.compile(slots, backend="eager")
     assert torch.equal(compiled(mask), slots(mask))
@@ -220,13 +220,30 @@ def test_a_text_that_is_padding_alone_so_far_runs_the_model_s_own_layers(runs: l
     assert runs == [10] * len(layers_of(model))  # the second part, without its rows of padding
 
 
-def test_padding_behind_runs_the_model_s_own_layers(runs: list[int]) -> None:
-    model = build("llama")
+@pytest.mark.skipif(OLD, reason="transformers 4 has other masks for windows")
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_padding_at_the_end(name: str, inference: bool, runs: list[int]) -> None:
+    """Rows of padding give what they give in the stock model as well, if they see anything."""
+    model = build(name)
     fast = optimize(model, depth=2)
     given = padded("right")
-    seen = given["attention_mask"].bool()
-    close(fast(**given).logits[seen], model(**given).logits[seen])
-    assert runs == []
+    runs.clear()
+    with torch.inference_mode() if inference else torch.no_grad():
+        close(fast(**given).logits, model(**given).logits)
+    assert len(runs) == len(layers_of(model))
+    both = {**given, "attention_mask": given["attention_mask"] * padded("left")["attention_mask"]}
+    seen = both["attention_mask"].bool()
+    close(fast(**both).logits[seen], model(**both).logits[seen])
+
+
+def test_masks_that_are_written_to_between_layers() -> None:
+    for inference in (False, True):
+        with torch.inference_mode() if inference else torch.no_grad():
+            mask = torch.ones(2, 1, 3, 7, dtype=torch.bool).tril(4)
+            assert _spans(mask, 2, 0, 4, 3, -1) is None
+            mask[1, ..., :2] = False
+            assert _spans(mask, 2, 0, 4, 3, -1) == ((0, 7), (2, 7))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi3", "qwen3_moe"])
@@ -238,6 +255,7 @@ def test_own_layers_compute_on_packed_weights(name: str, monkeypatch: pytest.Mon
     recover = Part.__call__
     monkeypatch.setattr(Part, "__call__", lambda part: unpacked.append(part) or recover(part))
     given = padded("right")
+    given["attention_mask"][:, 1] = 0  # a hole, with which no program runs
     seen = given["attention_mask"].bool()
     close(fast(**given).logits[seen], model(**given).logits[seen])
     assert not unpacked
@@ -275,7 +293,7 @@ def test_masks() -> None:
     assert read(causal, 0, 4, 3, -1) is None
     assert read(torch.where(causal, 0.0, low), 0, 4, 3, -1) is None
     assert read(torch.where(causal, 0.0, -torch.inf), 0, 4, 3, -1) is None
-    other = "the attention mask has more than what comes later and padding in front"
+    other = "the attention mask has more than what comes later and padding at both ends"
     assert read(torch.where(causal, -0.5, low), 0, 4, 3, -1) == other  # ALiBi
     assert read(torch.ones_like(causal), 0, 4, 3, -1) == other
     assert read(torch.zeros_like(causal), 0, 4, 3, -1) == other
@@ -290,14 +308,21 @@ def test_masks() -> None:
     # Padding.
     both = causal.repeat(2, 1, 1, 1)
     both[1, ..., :2] = False
-    assert read(both, 0, 4, 3, -1) == (0, 2)
-    assert read(torch.where(both, 0.0, low), 0, 4, 3, -1) == (0, 2)
-    assert read(both[1:], 0, 4, 3, -1) == (2, 2)
+    assert read(both, 0, 4, 3, -1) == ((0, 7), (2, 7))
+    assert read(torch.where(both, 0.0, low), 0, 4, 3, -1) == ((0, 7), (2, 7))
+    assert read(both[1:], 0, 4, 3, -1) == ((2, 7), (2, 7))
+    late = both.clone()
+    late[1, ..., 5:] = False  # padding at the end
+    assert read(late, 0, 4, 3, -1) == ((0, 7), (2, 5))
+    late[1, :, 2, 6] = True
+    assert read(late, 0, 4, 3, -1) == other
+    late[1, ..., 4:] = False  # no row is left that is no padding
+    assert read(late, 0, 4, 3, -1) == other
     both[1, ..., 3] = False
     assert read(both, 0, 4, 3, -1) == other  # a hole
     late = causal.repeat(2, 1, 1, 1)
     late[1, ..., :5] = False  # the first of three rows is padding, whatever it sees
-    assert read(late, 0, 4, 3, -1) == (0, 5)
+    assert read(late, 0, 4, 3, -1) == ((0, 7), (5, 7))
     late[1, :, 0] = True
     assert read(late, 0, 4, 3, -1) == other  # sees what comes later: not where padding ends
     heads = both.repeat(1, 2, 1, 1)

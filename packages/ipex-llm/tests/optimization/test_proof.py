@@ -309,6 +309,29 @@ def test_copies_keep_what_is_not_proven() -> None:
     close(got[mask.bool()], want[mask.bool()])
 
 
+def test_layer_0_may_differ_from_the_others_of_its_kind() -> None:
+    """That of ModernBERT has no norm; its layer 3 is of the same attention, and was not proven."""
+    model = make(
+        "ModernBertDecoder", num_hidden_layers=7, eos_token_id=2, cls_token_id=1, sep_token_id=2
+    )
+    assert _small.chosen_layers(model.config) == [0, 1, 3]
+    fast = optimize(model)
+    rows = [row for row in ipex_core.explain(fast).rows if row.step == "layer"]
+    assert [row.done for row in rows] == [True] * 7
+    ids = tokens(2, 40)
+    close(fast(ids).logits, model(ids).logits)
+
+
+def test_models_are_optimized_in_inference_mode() -> None:
+    """Writes to their parameters, and to those of small copies, are not counted there."""
+    with torch.inference_mode():
+        model = make("XGLM", d_model=64, ffn_dim=96, num_layers=2, attention_heads=4)
+        fast = optimize(model)
+        ids = tokens(2, 9)
+        assert depth(fast)[0] == 2
+        close(fast(ids).logits, model(ids).logits)
+
+
 def test_small_configurations() -> None:
     config = transformers.LlamaConfig(
         hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32
@@ -323,8 +346,8 @@ def test_small_configurations() -> None:
     if not OLD:
         kinds = transformers.Gemma3TextConfig()
         small = _small.small_config(kinds)
-        assert small.layer_types == ["sliding_attention", "full_attention"]
-        assert _small.chosen_layers(kinds) == [0, 5]
+        assert small.layer_types == ["sliding_attention", "sliding_attention", "full_attention"]
+        assert _small.chosen_layers(kinds) == [0, 1, 5]
 
 
 def test_large_models_are_proven_by_small_copies(proofs: Proofs) -> None:

@@ -46,6 +46,7 @@ __all__ = [
     "WeightStore",
     "call_linear",
     "check_packable",
+    "version_of",
 ]
 
 Tensor = torch.Tensor
@@ -78,6 +79,11 @@ class Linear:
     features: int
     bias: Tensor | None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def version_of(parameter: Tensor) -> int:
+    """Return how often a parameter was written to; -1 where that is not counted, under ``torch.inference_mode``."""
+    return -1 if parameter.is_inference() else parameter._version
 
 
 def call_linear(linear: Linear, x: Tensor) -> Tensor:
@@ -215,7 +221,7 @@ class WeightStore:
                 some = some or bias is not None
                 rows = _out_features(module, plan.transposed)
                 if bias is not None:
-                    self._plain.append((module, "bias", bias, bias._version))
+                    self._plain.append((module, "bias", bias, version_of(bias)))
                 parts.append(torch.zeros(rows) if bias is None else bias.detach())
             whole = torch.cat([part.to(self.dtype) for part in parts])
             found.append(whole if plan.order is None else whole[plan.order])
@@ -235,7 +241,7 @@ class WeightStore:
         owners = self.shared.get(id(parameter), [(module, name)])
         wrapper: Any = PlannedWeight.of(parameter, packed, recover)
         if parameter.dtype != self.dtype or not _exchangeable(module, owners, wrapper):
-            self._plain.append((module, name, parameter, parameter._version))
+            self._plain.append((module, name, parameter, version_of(parameter)))
             return
         # Owners share what is remembered of the original, too.
         states = [(state_of(owner), key) for owner, key in owners]

@@ -12,7 +12,13 @@ from torch import nn
 
 from ipex_llm.arch import ExpertsPlan
 from ipex_llm.model_runner import woq, woq_experts
-from ipex_llm.model_runner.dense import UnsupportedPlan, WeightStore, _unpack, check_packable
+from ipex_llm.model_runner.dense import (
+    UnsupportedPlan,
+    WeightStore,
+    _unpack,
+    check_packable,
+    version_of,
+)
 from ipex_quant import combine_linears
 
 __all__ = ["Experts", "check_experts", "pack_experts"]
@@ -100,7 +106,7 @@ def _stacked_biases(store: WeightStore, plan: ExpertsPlan) -> tuple[Tensor | Non
     names = {id(p): n for n, p in plan.module._parameters.items() if p is not None}
     for value in (bias, down):
         if isinstance(value, nn.Parameter) and id(value) in names:
-            store._plain.append((plan.module, names[id(value)], value, value._version))
+            store._plain.append((plan.module, names[id(value)], value, version_of(value)))
     if bias is not None:
         bias = bias.detach()
         if plan.interleaved:
@@ -204,7 +210,7 @@ def _list_biases(
             continue
         for module in modules:
             if module.bias is not None:
-                store._plain.append((module, "bias", module.bias, module.bias._version))
+                store._plain.append((module, "bias", module.bias, version_of(module.bias)))
         rows = [
             torch.zeros(m.out_features) if m.bias is None else m.bias.detach().float()
             for m in modules

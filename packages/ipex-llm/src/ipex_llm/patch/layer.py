@@ -27,6 +27,8 @@ Tensor = torch.Tensor
 
 #: Rows that a new cache has room for beyond those that are needed.
 ROOM = 64
+#: Of each sequence, the first key that is no padding, and the one after the last.
+Spans = tuple[tuple[int, int], ...]
 #: Caches of transformers 4 that have lists of keys and values.
 _LISTS = ("DynamicCache", "HybridMambaAttentionDynamicCache")
 
@@ -197,7 +199,13 @@ class _Call:
 
 
 def _call(
-    holder: Any, batch: int, past: int, count: int, rows: _Rows, pads: tuple[int, ...] | None
+    holder: Any,
+    batch: int,
+    past: int,
+    count: int,
+    rows: _Rows,
+    spans: Spans | None,
+    window: int = -1,
 ) -> _Call:
     """Return where new rows go.
 
@@ -207,16 +215,17 @@ def _call(
         past: Rows that each has, with its padding.
         count: New rows of each.
         rows: Memory of the layer.
-        pads: Rows of padding that each sequence begins with, or None.
+        spans: Keys of each sequence that are no padding, or None: all.
+        window: Keys before a row that it sees; negative: all.
     """
     capacity = rows.block_size
     if torch.compiler.is_compiling():
         holder = None  # Dynamo knows no attributes of tensors
-    key = (batch, past, count, capacity, rows.keys.shape[1], pads)
+    key = (batch, past, count, capacity, rows.keys.shape[1], spans, window)
     known = None if holder is None else record_of(holder).call
     if known is not None and known[0] == key:
         return known[1]  # type: ignore[no-any-return]
-    if pads is None:
+    if spans is None:
         first = torch.arange(batch, dtype=torch.int64).unsqueeze(1) * capacity + past
         step = Step(
             (first + torch.arange(count)).view(-1),
@@ -229,36 +238,50 @@ def _call(
         )
         made = _Call(step, _counted(batch, past, count))
     else:
-        made = _padded(batch, past, count, rows, pads)
+        made = _padded(batch, past, count, rows, spans, window)
     if holder is not None:
         recorded(holder).call = key, made
     return made
 
 
-def _padded(batch: int, past: int, count: int, rows: _Rows, pads: tuple[int, ...]) -> _Call:
+def _spare(spans: Spans | None, total: int, window: int) -> int:
+    """Return the last row that a sequence of `_padded` begins at."""
+    if spans is None:
+        return 0
+    late = total - 1 - window if window >= 0 else 0
+    return max(max(first, min(late, end - 1) if end < total else 0) for first, end in spans)
+
+
+def _padded(batch: int, past: int, count: int, rows: _Rows, spans: Spans, window: int) -> _Call:
     # In Python: a call of torch takes longer than the numbers of a small batch.
-    spare, capacity, total = max(pads), rows.block_size, past + count
-    stride = rows.keys.shape[1] * capacity
-    blocks = [row * stride + pad for row, pad in enumerate(pads)]
-    first = [max(past, pad) for pad in pads]  # the first new row that is no padding
-    slots = torch.cat(
-        [
-            torch.arange(at - pad, total - pad) + block * (capacity - spare)
-            for at, pad, block in zip(first, pads, blocks, strict=True)
-        ]
-    )
-    real = None
-    if any(at > past for at in first):
-        real = torch.cat(
-            [torch.arange(at - past, count) + row * count for row, at in enumerate(first)]
+    capacity, total = rows.block_size, past + count
+    spare = _spare(spans, total, window)
+    stride = rows.keys.shape[1] * capacity if spare else 1  # as `_Call.shifted` has the blocks
+    starts = [max(past, first) for first, _ in spans]  # the first new rows behind the padding
+    slots, sequences = [], []  # first key, new rows, keys
+    for row, ((first, end), start) in enumerate(zip(spans, starts, strict=True)):
+        block = row * stride
+        slots.append(
+            torch.arange(start - first, total - first) + (block + first) * (capacity - spare)
         )
-    counts = [total - at for at in first]
+        sequences.append((block + first, end - start, end - first))
+        # A row of padding at the end sees no more than the last row before it: it is a sequence of its own. If all
+        # keys have left its window, it sees nothing, and what comes out is nothing that anyone reads.
+        for query in range(end, total):
+            begin = max(first, min(query - window, end - 1)) if window >= 0 else first
+            sequences.append((block + begin, 1, end - begin))
+    real = None
+    if any(start > past for start in starts):
+        real = torch.cat(
+            [torch.arange(at - past, count) + row * count for row, at in enumerate(starts)]
+        )
+    blocks, counts, lengths = zip(*sequences, strict=True)
     step = Step(
-        slots,
+        torch.cat(slots),
         torch.tensor(blocks, dtype=torch.int32).unsqueeze(1),
         torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
-        torch.tensor([total - pad for pad in pads], dtype=torch.int32),
-        total - min(pads),
+        torch.tensor(lengths, dtype=torch.int32),
+        max(lengths),
         max(counts),
         count == 1,
     )
@@ -269,10 +292,10 @@ def _counted(batch: int, past: int, count: int) -> Tensor:
     return torch.arange(past, past + count).expand(batch, count).reshape(-1)
 
 
-def _pads(
+def _spans(
     mask: Tensor, batch: int, start: int, past: int, count: int, window: int
-) -> tuple[int, ...] | None:
-    """Return how many rows of padding each sequence begins with by a mask; None if there are none.
+) -> Spans | None:
+    """Return the keys of each sequence that are no padding by a mask; None if no row sees padding.
 
     Args:
         mask: ``[B or 1, heads, count, keys from start on]``; the layers of one forward share it.
@@ -283,16 +306,17 @@ def _pads(
         window: Keys before a row that it sees; negative: all.
 
     Raises:
-        Reason: The mask says more than what comes later, is too far away, or is padding in front.
+        Reason: The mask says more than what comes later, is too far away, or is padding in front or at the end.
     """
     key = (batch, start, past, count, window)
-    # Writes to an inference tensor are not counted, and Dynamo knows no attributes of tensors.
-    if torch.compiler.is_compiling() or mask.is_inference():
+    if torch.compiler.is_compiling():  # Dynamo knows no attributes of tensors
         found = _read(mask, *key)
     else:
         known = record_of(mask).pads
-        if known is None or known[:2] != (key, mask._version):
-            known = key, mask._version, _read(mask, *key)
+        if known is None or known[0] != key or not _unchanged(mask, known[1]):
+            # Writes to an inference tensor are not counted: a copy tells whether there were any.
+            state = mask.clone() if mask.is_inference() else mask._version
+            known = key, state, _read(mask, *key)
             recorded(mask).pads = known
         found = known[2]
     if isinstance(found, str):
@@ -300,10 +324,16 @@ def _pads(
     return found
 
 
+def _unchanged(mask: Tensor, state: Tensor | int) -> bool:
+    if isinstance(state, int):
+        return not mask.is_inference() and mask._version == state
+    return torch.equal(mask, state)
+
+
 def _read(
     mask: Tensor, batch: int, start: int, past: int, count: int, window: int
-) -> tuple[int, ...] | str | None:
-    other = "the attention mask has more than what comes later and padding in front"
+) -> Spans | str | None:
+    other = "the attention mask has more than what comes later and padding at both ends"
     total = past + count
     if mask.dim() != 4 or mask.shape[-2] != count or mask.shape[-1] < total - start:
         return other
@@ -328,12 +358,15 @@ def _read(
     if not bool(some.any(1).all()) or mask.shape[0] not in (1, batch):
         return other
     first = (start + some.to(torch.int8).argmax(1)).view(-1, 1, 1)
-    expected = expected & (keys >= first)
-    # What a row of padding sees is nothing that anyone reads.
+    # The key after the last one that any row sees: from there on is padding at the end.
+    end = (total - some.flip(1).to(torch.int8).argmax(1)).view(-1, 1, 1)
+    expected = expected & (keys >= first) & (keys < end)
+    # What a row of padding in front sees is nothing that anyone reads.
     same = (seen == expected.unsqueeze(1)) | (queries < first).unsqueeze(1)
-    if not bool(same.all()):
+    if not bool(same.all() & (end > past).all()):
         return other
-    return tuple(first.view(-1).expand(batch).tolist())
+    pairs = torch.cat([first, end], 1).view(-1, 2).expand(batch, 2).tolist()
+    return tuple((int(a), int(b)) for a, b in pairs)
 
 
 # ---------------------------------------------------------------------------------------------------------- the layer
@@ -375,7 +408,7 @@ class LayerMixin(nn.Module):
         if hidden.dtype != runner.dtype or hidden.device.type != "cpu":
             raise Reason(f"hidden_states is {hidden.dtype} on {hidden.device}")
         for name in ("output_attentions", "output_router_logits"):
-            if kwargs.get(name) or getattr(facts.config, name, False):
+            if kwargs.get(name) or _option(facts.config, name):
                 raise Reason(f"argument {name}")
         for module, known in record_of(self).patch.hooks:
             if hooks_of(module) != known:
@@ -386,24 +419,25 @@ class LayerMixin(nn.Module):
         slot = None if cache is None else _Slot(cache, facts.index)
         part = None if slot is None else slot.part()
         start, past = (0, 0) if part is None else (part.start, part.end)
-        mask, pads = kwargs.get("attention_mask"), None
+        mask, spans = kwargs.get("attention_mask"), None
         attention = runner.plan.layers[0].attention
+        window = attention.window
         if mask is not None:
-            eager = getattr(facts.config, "_attn_implementation", None) == "eager"
-            if mask.dtype == torch.bool and eager:
+            hides = mask.dtype == torch.bool
+            if hides and getattr(facts.config, "_attn_implementation", None) == "eager":
                 raise Reason("the attention mask is bool, and the layer adds it to the scores")
-            pads = _pads(mask, batch, start, past, count, attention.window)
-        if pads is not None and (
+            spans = _spans(mask, batch, start, past, count, window)
+        if spans is not None and (
             attention.alibi_slopes is not None
             or (attention.rope is not None and kwargs.get("position_ids") is None)
         ):
             raise Reason("there is padding, and the places of the tokens are not given")
-        spare = 0 if pads is None else max(pads)
+        spare = _spare(spans, past + count, window)
         if slot is None:
             rows = _Rows.new(runner, batch, count + spare)
         else:
             rows = _room(runner, slot, part, batch, count, spare)
-        call = _call(cache if mask is None else mask, batch, past, count, rows, pads)
+        call = _call(cache if mask is None else mask, batch, past, count, rows, spans, window)
         given = kwargs.get("position_ids")
         positions = call.positions if given is None else _positions(given, batch, count)
         x = hidden.reshape(batch * count, -1)
@@ -421,6 +455,11 @@ class LayerMixin(nn.Module):
         if not facts.in_tuple:
             return y
         return (y, cache) if kwargs.get("use_cache") else (y,)  # as some of transformers 4 do
+
+
+def _option(config: Any, name: str) -> bool:
+    """Return whether a configuration has an option on; a missing one takes transformers long to find."""
+    return (name in vars(config) or hasattr(type(config), name)) and bool(getattr(config, name))
 
 
 def hooks_of(module: nn.Module) -> tuple[int, int, int]:

@@ -114,7 +114,7 @@ def kinds_of_layers(config: Any) -> list[tuple[object, ...]]:
 
 
 def chosen_layers(config: Any) -> list[int]:
-    """Return the numbers of the layers that the small copy has: one of each kind, two at least."""
+    """Return the numbers of the layers that the small copy has: one of each kind, two of the kind of layer 0."""
     count = _first(config, _LAYERS)
     steps = [v for k, v in _values(config).items() if _IS_INTERVAL.search(k) and _integer(v)]
     kinds = kinds_of_layers(config)
@@ -122,9 +122,12 @@ def chosen_layers(config: Any) -> list[int]:
     steps = [step for step in steps if 1 < step <= LAYERS]
     if steps and len(first) < 2:
         return list(range(min(count, max(steps) + 1)))
-    for index in range(count):
-        if len(first) < 2 and index not in first:
-            first.append(index)
+    # Layer 0 may differ from all others of its kind, for instance by having no norm.
+    again = [index for index in range(1, count) if kinds[index] == kinds[0]]
+    if again and len(first) < LAYERS:
+        first.append(again[0])
+    if len(first) < 2:
+        first += range(1, min(count, 2))
     return sorted(first)[:LAYERS]  # further kinds are not proven
 
 
