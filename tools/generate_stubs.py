@@ -5,7 +5,7 @@
     python tools/generate_stubs.py [--check]
 
 At run time a finder answers for ``ipex.llm.functional`` or ``intel_extension_for_pytorch.quantization``
-(`ipex.compat.finder`). A type checker looks for files: each second name has a stub that takes everything from the
+(`ipex.compat.migration`). A type checker looks for files: each second name has a stub that takes everything from the
 real one.
 """
 
@@ -24,6 +24,7 @@ COMPONENTS = {
     "amp": "ipex_core.amp",
     "config": "ipex_core.config",
     "cpu.runtime": "ipex_runtime",
+    "cpu.tpp.optim": "ipex_core.optim.tpp",
     "distributed": "ipex_core.distributed",
     "errors": "ipex_core.errors",
     "jit": "ipex_core.jit",

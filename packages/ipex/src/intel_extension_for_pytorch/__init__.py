@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The old import name: every attribute of `ipex` but ``__version__``, which is a version of IPEX.
 
-Dotted names below it (``intel_extension_for_pytorch.nn``) are found by `ipex.compat.finder` and are the same modules.
+Dotted names below it (``intel_extension_for_pytorch.nn``) are found by `ipex.compat.migration` and are the
+same modules.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ipex import _version
-from ipex.compat import finder, migration
+from ipex.compat import migration
 
 if TYPE_CHECKING:
     from ipex import cpu as cpu
@@ -95,7 +95,7 @@ _NAMES = {
     "_set_compiler_backend": _BACKEND,
 }
 
-_SUBMODULES = ("cpu", "tpp", "utils", *finder.SUBMODULES)
+_SUBMODULES = ("cpu", "tpp", "utils", *migration.SUBMODULES)
 
 __all__ = [
     "VERBOSE_OFF",
@@ -157,7 +157,7 @@ def __getattr__(name: str) -> Any:
 def _is_submodule(name: str) -> bool:
     if name in _SUBMODULES:
         return True
-    return not name.startswith("_") and name in finder.component_names()
+    return not name.startswith("_") and name in migration.component_names()
 
 
 def _from_table(name: str) -> Any:
@@ -176,7 +176,7 @@ def _unknown(name: str) -> AttributeError:
 
     from ipex_core.errors import UnknownComponentError
 
-    known = [*__all__, *finder.component_names()]
+    known = [*__all__, *migration.component_names()]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     hint = f"; did you mean {', '.join(close)}?" if close else ""
     return UnknownComponentError(f"ipex {_version.__version__} has no {name!r}{hint}")
@@ -189,8 +189,8 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *(c.name for c in providers.components() if c.state == "active")})
 
 
-finder.install()
-if not finder.started_by_dash_m():
+migration.install()
+if not migration.started_by_dash_m():
     try:
         import ipex_core  # noqa: F401
     except ModuleNotFoundError as error:

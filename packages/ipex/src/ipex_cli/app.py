@@ -328,7 +328,7 @@ def migrate(
     from ipex_cli import migration_table
 
     if metadata is not None:
-        from ipex_cli.migration_table import write_metadata_wheel
+        from ipex_cli.metadata import write_metadata_wheel
 
         print(write_metadata_wheel(metadata))
     if not names:

@@ -27,7 +27,7 @@ _FP8 = ("FP8BwdTensors", "FP8FwdTensors", "FP8TensorMeta", "Float8Format")
 
 def __getattr__(name: str) -> Any:
     if name in _FP8:
-        from ipex.compat.finder import load_component
+        from ipex.compat.migration import load_component
 
         return getattr(load_component("quantization").fp8, name)
     raise AttributeError(f"module 'ipex.compat.isa_help' has no attribute {name!r}")

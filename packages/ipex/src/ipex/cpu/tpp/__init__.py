@@ -6,7 +6,8 @@ from __future__ import annotations
 import sys
 
 from ipex.compat import migration
-from ipex.cpu.tpp import fused_bert, optim
+from ipex.cpu.tpp import fused_bert
+from ipex_core.optim import tpp as optim
 
 __all__ = ["fused_bert", "optim"]
 
