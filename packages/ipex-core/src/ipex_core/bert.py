@@ -418,7 +418,7 @@ def _dtype(weight: Tensor) -> torch.dtype:
 class FastBert(nn.Module):
     """Put in front of a `BertModel` class by `speed_up`."""
 
-    _ipex_unpad: bool
+    _ipex_undo: _SlowDown
     config: Any
     embeddings: Any
     encoder: Any
@@ -463,7 +463,7 @@ class FastBert(nn.Module):
             return super().forward(*named, *args, **kwargs)
         assert input_ids is not None
         shape = (input_ids.shape[0], input_ids.shape[1])
-        make = unpadded if self._ipex_unpad else padded
+        make = unpadded if self._ipex_undo.unpad else padded
         tokens = make(shape, attention_mask)
         dtype = _dtype(weight)
         with torch.autocast("cpu", enabled=False):
@@ -613,14 +613,22 @@ def _output(
 def speed_up(bert: Any, unpad: bool) -> None:
     """Let a `BertModel` run on blocks of our own, in place."""
     swap(bert, FastBert)
-    bert.__dict__["_ipex_unpad"] = unpad
-    bert.__dict__["_ipex_undo"] = _slow_down
+    bert.__dict__["_ipex_undo"] = _SlowDown(unpad)
 
 
-def _slow_down(bert: Any) -> None:
-    restore_class(bert)
-    for name in ("_ipex_unpad", "_ipex_undo"):
-        bert.__dict__.pop(name, None)
+@dataclasses.dataclass
+class _SlowDown:
+    """Undoes `speed_up`; called by `ipex.restore`.
+
+    Attributes:
+        unpad: Whether the blocks run on rows without padding.
+    """
+
+    unpad: bool
+
+    def __call__(self, bert: Any) -> None:
+        restore_class(bert)
+        bert.__dict__.pop("_ipex_undo", None)
 
 
 # --- fast_bert --------------------------------------------------------------------------------------------------------

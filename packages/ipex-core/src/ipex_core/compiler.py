@@ -184,7 +184,7 @@ def lift_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[i
             or getattr(value, "_dynamo_static_input_type", None) is None
         ):
             continue
-        name = f"_ipex_frozen_{position}"
+        name = f"ipex_frozen_{position}"
         # A buffer, whatever it was: no gradient is wanted and a Parameter would have to be a leaf of float type.
         gm.register_buffer(name, value)
         sources[name] = source

@@ -410,7 +410,7 @@ def _private(node: fx.Node, root: nn.Module) -> bool:
 # --- layers that read one input ---------------------------------------------------------------------------------------
 
 
-_HELPER = "_ipex_linears"
+_HELPER = "ipex_linears"
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 _CONDITIONAL = (
     ast.Lambda,

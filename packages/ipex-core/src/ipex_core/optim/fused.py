@@ -52,6 +52,9 @@ def record_of(optimizer: Optimizer) -> Record | None:
     return record
 
 
+_FORMER = "_ipex_"
+
+
 class OptimizerMixin(Optimizer):
     """Put in front of an optimizer's class by `adopt`."""
 
@@ -69,9 +72,10 @@ class OptimizerMixin(Optimizer):
         return _rebuild, (type(self)._ipex_original,), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Files of ipex 0.1 have two attributes in the place of the record.
-        if "_ipex_masters" in state:
-            state["_ipex"] = Record(state.pop("_ipex_masters"), state.pop("_ipex_fuse"))
+        # Files of ipex 0.1 have one attribute for each field of the record.
+        old = {name: state.pop(name) for name in list(state) if name.startswith(_FORMER)}
+        if old:
+            state["_ipex"] = Record(**{k.removeprefix(_FORMER): v for k, v in old.items()})
         super().__setstate__(state)
 
     def load_state_dict(self, state_dict: Any) -> None:

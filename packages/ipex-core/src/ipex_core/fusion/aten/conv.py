@@ -305,11 +305,11 @@ def _constant(ctx: Context, before: fx.Node, value: Tensor) -> fx.Node:
     module = ctx.graph.owning_module
     assert module is not None
     number = 0
-    while hasattr(module, f"_ipex_convolution_{number}"):
+    while hasattr(module, f"ipex_convolution_{number}"):
         number += 1
-    module.register_buffer(f"_ipex_convolution_{number}", value)
+    module.register_buffer(f"ipex_convolution_{number}", value)
     with ctx.graph.inserting_before(before):
-        node = ctx.graph.get_attr(f"_ipex_convolution_{number}")
+        node = ctx.graph.get_attr(f"ipex_convolution_{number}")
     mode: Any = ctx.fake_mode()
     node.meta["val"] = mode.from_tensor(value) if hasattr(mode, "from_tensor") else value
     return node
