@@ -13,9 +13,16 @@ from torch.ao.quantization import QConfigMapping
 
 from ipex_quant.int8.boundary import Scale
 from ipex_quant.int8.dataflow import Flow
-from ipex_quant.int8.observe import Reader, Watch, channel_observer
+from ipex_quant.int8.observe import (
+    BlockWatch,
+    Group,
+    Reader,
+    Watch,
+    best_of_block,
+    blocks_to_watch,
+    channel_observer,
+)
 from ipex_quant.int8.plan import Layer, Plan, fusable_activations, make_plan
-from ipex_quant.int8.smoothquant import BlockWatch, Group, best_of_block, blocks_to_watch
 
 __all__ = [
     "Prepared",
