@@ -22,7 +22,7 @@ from ipex_core.library.spec import check
 from ipex_quant.int8.api import _DYNAMIC, _STATIC
 from ipex_quant.int8.convert import as_call, cosine
 from ipex_quant.int8.dataflow import tensors_of
-from ipex_quant.int8.state import KEY, detach, state_of
+from ipex_quant.int8.state import detach, forget, state_of
 from ipex_quant.tuning.report import Progress, State, Tuning, fingerprint
 from ipex_quant.tuning.search import Search, tuner_of
 from ipex_quant.tuning.space import Criterion, Trial, type_options
@@ -226,8 +226,8 @@ def _float_of(model: nn.Module) -> nn.Module:
         return model
     model = copy.deepcopy(model)
     detach(model)
-    for name in (KEY, "q_config", "save_qconf_summary", "load_qconf_summary", "tuning"):
-        model.__dict__.pop(name, None)
+    forget(model)
+    model.__dict__.pop("tuning", None)
     return model
 
 
