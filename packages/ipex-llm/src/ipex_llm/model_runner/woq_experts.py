@@ -24,8 +24,7 @@ from ipex_llm.arch import ExpertsPlan
 from ipex_llm.model_runner.woq import _Part
 from ipex_llm.records import record_of, update
 from ipex_quant import QConfigWoq, QuantizedWeight
-from ipex_quant.weight import saved
-from ipex_quant.weight.tensor import packable_group
+from ipex_quant.weight.tensor import absent_keys, packable_group, saved_tensors, saved_weight
 from ipex_quant.weight_only.build import quantized
 
 __all__ = [
@@ -214,7 +213,7 @@ class _Experts(nn.Module):
         for name, stack in record_of(self).experts.stacks.items():
             rows: Any = self._buffers[stack.buffer]
             inner = f"{prefix}{SAVED}{name}."
-            parts = [saved.tensors(stack.weight(row), inner) for row in rows]
+            parts = [saved_tensors(stack.weight(row), inner) for row in rows]
             for key in parts[0]:
                 whole = torch.stack([part[key] for part in parts])
                 destination[key] = whole[0] if key.endswith(".woq") else whole
@@ -237,10 +236,10 @@ class _Experts(nn.Module):
             try:
                 if dense is not None:
                     self._buffers[stack.buffer] = self._quantize(prefix + name, dense, stack)
-                elif not saved.absent(found, inner):
+                elif not absent_keys(found, inner):
                     self._buffers[stack.buffer] = _loaded(found, inner, stack)
                 elif strict:
-                    missing_keys += saved.absent(found, inner)
+                    missing_keys += absent_keys(found, inner)
             except (ValueError, RuntimeError) as error:
                 error_msgs.append(str(error))
         super()._load_from_state_dict(
@@ -260,7 +259,7 @@ def _loaded(found: dict[str, Tensor], prefix: str, stack: _Stack) -> Tensor:
         check(value.shape[:1] == (count,), key, "value", f"have {count} experts", value.shape)
     about = {prefix + "woq": found[prefix + "woq"]}
     each = [{**about, **{k: v[e] for k, v in whole.items()}} for e in range(count)]
-    return stack.pack([saved.weight(one, prefix) for one in each])
+    return stack.pack([saved_weight(one, prefix) for one in each])
 
 
 def _quantized(

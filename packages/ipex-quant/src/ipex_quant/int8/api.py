@@ -27,7 +27,7 @@ from ipex_quant.int8.modules.matmul import NOT_NAMED, PRODUCTS, MatMul, named_in
 from ipex_quant.int8.modules.recurrent import why_no_form
 from ipex_quant.int8.modules.recurrent import why_not as why_not_lstm
 from ipex_quant.int8.plan import Plan, fusable_activations, make_plan
-from ipex_quant.int8.state import KEY, Prepared, attach, detach, state_of
+from ipex_quant.int8.state import Prepared, attach, detach, forget, keep, state_of
 from ipex_quant.int8.summary import load_summary, save_summary
 from ipex_quant.qconfig.static import QConfigSmoothQuant, qconfig_of
 from ipex_quant.qconfig.weight_only import QConfigWoq
@@ -54,9 +54,6 @@ _FUNCTIONS = {
     **{f"conv_transpose{i}d": f"ConvTranspose{i}d" for i in (1, 2, 3)},
     "embedding_bag": "EmbeddingBag",
 }
-
-#: What `prepare` leaves on a model.
-_HIDDEN = (KEY, "q_config", "save_qconf_summary", "load_qconf_summary")
 
 
 def prepare(
@@ -143,10 +140,7 @@ def prepare(
     state.plan.left.update(impossible)
     for name, reason in state.plan.left.items():
         log.info("prepare: %s stays float: %s", name or "(model)", reason)
-    _set_hidden(model, KEY, state)
-    _set_hidden(model, "q_config", configure)
-    _set_hidden(model, "save_qconf_summary", functools.partial(save_summary, model))
-    _set_hidden(model, "load_qconf_summary", functools.partial(load_summary, model))
+    keep(model, configure, state, save_summary, load_summary)
     return model
 
 
@@ -263,8 +257,7 @@ def _warn_of_nothing(there: str) -> None:
 def _forget(model: nn.Module) -> None:
     """Take back an earlier `prepare`, apart from the dropout layers it removed and the modules it made."""
     detach(model)
-    for name in _HIDDEN:
-        model.__dict__.pop(name, None)
+    forget(model)
 
 
 def _plan_static(
@@ -322,11 +315,6 @@ def _choose_others(
             is_named = event.name in state.named
             reason = why_float(event.shapes, is_named) if is_named or products else NOT_NAMED
             left[event.path] = reason or cannot
-
-
-def _set_hidden(model: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute past `torch.nn.Module.__setattr__`; it is copied and pickled with the model."""
-    model.__dict__[name] = value
 
 
 def _mapping(op: str, configure: Any) -> QConfigMapping:

@@ -35,7 +35,7 @@ from ipex_quant.int8.modules.pool import Int8Mean, pool_for
 from ipex_quant.int8.modules.recurrent import with_bias
 from ipex_quant.int8.observe import Watch
 from ipex_quant.int8.plan import Layer, Plan, float_layer, root
-from ipex_quant.int8.state import KEY, Prepared, detach, replan, scales_of_layers, state_of
+from ipex_quant.int8.state import Prepared, detach, forget, replan, scales_of_layers, state_of
 from ipex_quant.qconfig.static import default_dynamic_qconfig
 from ipex_quant.util.modules import dtypes_of, keep_dtypes, replace_module
 from ipex_quant.weight_only.convert import quantize_linears
@@ -214,8 +214,7 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
     conversion.tables()
     conversion.dynamic_layers()
     conversion.float_layers()
-    for name in (KEY, "q_config", "save_qconf_summary", "load_qconf_summary"):
-        model.__dict__.pop(name, None)
+    forget(model)
     conversion.weight_only_layers()
     conversion.nothing()
     keep_dtypes(model, dtypes)

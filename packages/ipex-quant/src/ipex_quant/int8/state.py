@@ -13,14 +13,23 @@ from torch.ao.quantization import QConfigMapping
 
 from ipex_quant.int8.boundary import Scale
 from ipex_quant.int8.dataflow import Flow
-from ipex_quant.int8.observe import Reader, Watch, channel_observer
+from ipex_quant.int8.observe import (
+    BlockWatch,
+    Group,
+    Reader,
+    Watch,
+    best_of_block,
+    blocks_to_watch,
+    channel_observer,
+)
 from ipex_quant.int8.plan import Layer, Plan, fusable_activations, make_plan
-from ipex_quant.int8.smoothquant import BlockWatch, Group, best_of_block, blocks_to_watch
 
 __all__ = [
     "Prepared",
     "attach",
     "detach",
+    "forget",
+    "keep",
     "leave_out",
     "renew",
     "replan",
@@ -28,7 +37,8 @@ __all__ = [
     "state_of",
 ]
 
-KEY = "_ipex_int8"
+#: What `prepare` gives a model, which keeps its state in the two functions.
+_ATTRIBUTES = ("q_config", "save_qconf_summary", "load_qconf_summary")
 Tensor = torch.Tensor
 
 
@@ -65,10 +75,36 @@ class Prepared:
     weight_only: QConfigMapping | None = None
 
 
+@dataclasses.dataclass(eq=False)
+class StateMethod:
+    """A function of a prepared model, such as ``model.save_qconf_summary``, which is copied and pickled with it."""
+
+    function: Callable[[Any, Any], None]
+    model: nn.Module
+    state: Prepared
+
+    def __call__(self, qconf_summary: Any) -> None:
+        """Call the function with the model and the path of a file."""
+        self.function(self.model, qconf_summary)
+
+
+def keep(model: nn.Module, configure: Any, state: Prepared, save: Any, load: Any) -> None:
+    """Make a model a prepared one: give it its configuration, and the functions that write and read the scales."""
+    functions = (StateMethod(function, model, state) for function in (save, load))
+    # Past `torch.nn.Module.__setattr__`, which would make a configuration that is a module a part of the model.
+    model.__dict__.update(zip(_ATTRIBUTES, (configure, *functions), strict=True))
+
+
+def forget(model: nn.Module) -> None:
+    """Take from a model what `keep` gave it."""
+    for name in _ATTRIBUTES:
+        model.__dict__.pop(name, None)
+
+
 def state_of(model: Any) -> Prepared | None:
     """Return the state of a prepared model."""
-    state = getattr(model, "__dict__", {}).get(KEY)
-    return state if isinstance(state, Prepared) else None
+    method = getattr(model, "__dict__", {}).get("save_qconf_summary")
+    return method.state if isinstance(method, StateMethod) else None
 
 
 def attach(model: nn.Module, state: Prepared) -> None:

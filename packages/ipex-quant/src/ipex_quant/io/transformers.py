@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_quant.io.load import load
+from ipex_quant.io import load
 from ipex_quant.weight_only.convert import quantize_linears
 
 __all__ = ["IpexConfig", "IpexQuantizer", "register"]

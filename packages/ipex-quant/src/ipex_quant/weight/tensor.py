@@ -1,10 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One quantized weight, whatever it was made or read from."""
+"""One quantized weight, whatever it was made or read from.
+
+In a state dict it is plain tensors, which every file format can hold:
+
+=========  ==================================================================================================
+key        tensor
+=========  ==================================================================================================
+qweight    codes: int8 ``[N, K]``, uint8 ``[N, ceil(K / 2)]`` (even column in the low nibble) or an 8-bit float
+scales     ``[N, G]``; powers of two as bytes (uint8)
+zeros      ``[N, G]`` int8 or float32, if there are zero points
+g_idx      int32 ``[K]``, if the input features are not grouped in their order
+woq        int64 ``[4]``: version of this table (1), id of the format, K, group size or -1
+bias       ``[N]``, if there is one
+=========  ==================================================================================================
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,9 +33,13 @@ from ipex_core.packing.quantize import CODEBOOKS, FORMATS, QWEIGHT_DTYPES, unpac
 __all__ = [
     "QuantizedWeight",
     "ShowsFloatWeight",
+    "absent_keys",
     "float_scales",
     "movable",
     "packable_group",
+    "saved_tensors",
+    "saved_weight",
+    "unknown_keys",
     "unpack",
 ]
 
@@ -353,3 +372,73 @@ class ShowsFloatWeight(nn.Module):
     def dequantize(self) -> Tensor:
         """Return the float weight that the codes stand for."""
         raise NotImplementedError
+
+
+# --- in a state dict --------------------------------------------------------------------------------------------------
+
+
+_VERSION = 1
+_NEEDED = ("qweight", "scales", "woq")
+_OPTIONAL = ("zeros", "g_idx", "bias")
+
+
+def saved_tensors(weight: QuantizedWeight, prefix: str) -> dict[str, Tensor]:
+    """Return the entries of a weight, without its bias."""
+    scales = weight.scales
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    about = [_VERSION, FORMATS[weight.format], weight.in_features, weight.group_size]
+    found = {"qweight": weight.codes, "scales": scales, "woq": torch.tensor(about)}
+    if weight.zeros is not None:
+        found["zeros"] = weight.zeros
+    if weight.g_idx is not None:
+        found["g_idx"] = weight.g_idx
+    return {prefix + key: value for key, value in found.items()}
+
+
+def absent_keys(state_dict: Mapping[str, Tensor], prefix: str) -> list[str]:
+    """Return the keys that are needed and not there."""
+    return [prefix + key for key in _NEEDED if prefix + key not in state_dict]
+
+
+def unknown_keys(state_dict: Mapping[str, Tensor], prefix: str) -> list[str]:
+    """Return the keys that belong to this layer and that it does not know."""
+    known = {prefix + key for key in (*_NEEDED, *_OPTIONAL)}
+    return [
+        key
+        for key in state_dict
+        if key.startswith(prefix) and "." not in key[len(prefix) :] and key not in known
+    ]
+
+
+def saved_weight(state_dict: Mapping[str, Tensor], prefix: str) -> QuantizedWeight:
+    """Return the weight that the entries describe, with its bias.
+
+    Raises:
+        OpArgumentError: They do not fit together.
+    """
+    name = prefix.removesuffix(".")
+    about = state_dict[prefix + "woq"]
+    key = prefix + "woq"
+    plain = about.dtype == torch.int64 and list(about.shape) == [4]
+    check(plain, key, "woq", "be int64 of shape [4]", f"{about.dtype} {list(about.shape)}")
+    version, number, k, group = about.tolist()
+    check(version == _VERSION, key, "version", f"be {_VERSION}", version)
+    names = {value: form for form, value in FORMATS.items()}
+    check(number in names, key, "format", f"be one of {sorted(names)}", number)
+    scales = state_dict[prefix + "scales"]
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    parts = (state_dict.get(prefix + part) for part in ("zeros", "g_idx", "bias"))
+    zeros, g_idx, bias = parts
+    return QuantizedWeight(
+        names[number],
+        k,
+        state_dict[prefix + "qweight"],
+        scales,
+        zeros,
+        group,
+        g_idx,
+        bias,
+        name,
+    )

@@ -22,8 +22,14 @@ from ipex_quant.util.modules import patterns_of
 from ipex_quant.weight_only.build import as_qconfig
 from ipex_quant.weight_only.calibrate import Block, Inputs, blocks, linears_of, samples_of
 from ipex_quant.weight_only.convert import is_conv1d, is_linear, matches
-from ipex_quant.weight_only.gptq import check_arguments, matrix_of, replace_layer
-from ipex_quant.weight_only.gptq_solve import Solved, change, nearest
+from ipex_quant.weight_only.gptq import (
+    Solved,
+    change,
+    check_arguments,
+    matrix_of,
+    nearest,
+    replace_layer,
+)
 
 __all__ = ["awq"]
 

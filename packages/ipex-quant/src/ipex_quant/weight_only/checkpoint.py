@@ -39,18 +39,19 @@ from torch import nn
 
 from ipex_core.library.spec import check
 from ipex_quant.formats.bitsandbytes import PARTS, bnb_weight
-from ipex_quant.formats.compressed_tensors import (
+from ipex_quant.formats.gguf import blocks_weight
+from ipex_quant.formats.schemes import (
+    LayerScheme,
     codebook_weight,
     fp8_weight,
     int8_weight,
+    method_of,
     packed_weight,
+    scheme_of,
 )
-from ipex_quant.formats.gguf import blocks_weight
-from ipex_quant.formats.schemes import LayerScheme, method_of, scheme_of
 from ipex_quant.qconfig.weight_only import QConfigWoq, WoqLowpMode
-from ipex_quant.weight import saved
 from ipex_quant.weight.layouts import awq_weight, gptq_weight
-from ipex_quant.weight.tensor import QuantizedWeight
+from ipex_quant.weight.tensor import QuantizedWeight, absent_keys, saved_weight
 from ipex_quant.weight_only.linear import WeightOnlyQuantizedLinear
 
 __all__ = ["linear_from", "quantized_names", "read_checkpoint", "read_linear"]
@@ -129,9 +130,9 @@ def read_linear(
         OpArgumentError: As for `read_checkpoint`.
     """
     if f"{name}.woq" in state_dict:  # a layer of ours
-        absent = saved.absent(state_dict, f"{name}.")
+        absent = absent_keys(state_dict, f"{name}.")
         check(not absent, "read_linear", "state_dict", f"have {', '.join(absent)}", "none")
-        return saved.weight(state_dict, f"{name}.")
+        return saved_weight(state_dict, f"{name}.")
     scheme = scheme_of("read_linear", quant_config, name)
     parts = {part: state_dict.get(f"{name}.{part}") for part in _PARTS}
     read = {

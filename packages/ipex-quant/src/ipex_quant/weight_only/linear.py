@@ -23,7 +23,6 @@ from ipex_quant.qconfig.weight_only import (
     _member,
     woq_qconfig,
 )
-from ipex_quant.weight import saved
 from ipex_quant.weight.layouts import (
     QuantDtype,
     QuantMethod,
@@ -31,7 +30,15 @@ from ipex_quant.weight.layouts import (
     awq_weight,
     gptq_weight,
 )
-from ipex_quant.weight.tensor import QuantizedWeight, packable_group, unpack
+from ipex_quant.weight.tensor import (
+    QuantizedWeight,
+    absent_keys,
+    packable_group,
+    saved_tensors,
+    saved_weight,
+    unknown_keys,
+    unpack,
+)
 from ipex_quant.weight_only.build import as_qconfig, dtype_of, features_of, plain_codes, quantized
 
 __all__ = [
@@ -219,7 +226,7 @@ class WoqLinearModule(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._buffers["packed_weight"] is not None:
-            destination.update(saved.tensors(self.quantized_weight(), prefix))
+            destination.update(saved_tensors(self.quantized_weight(), prefix))
 
     def _load_from_state_dict(
         self,
@@ -241,14 +248,14 @@ class WoqLinearModule(nn.Module):
                 unexpected_keys,
                 error_msgs,
             )
-        absent = saved.absent(state_dict, prefix)
+        absent = absent_keys(state_dict, prefix)
         if strict:
             missing_keys += absent
-            unexpected_keys += saved.unexpected(state_dict, prefix)
+            unexpected_keys += unknown_keys(state_dict, prefix)
         if absent:
             return
         try:
-            self.set_weight(saved.weight(state_dict, prefix))
+            self.set_weight(saved_weight(state_dict, prefix))
         except ValueError as error:
             error_msgs.append(str(error))
 

@@ -22,7 +22,7 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.module_swap.base import original_class
 from ipex_core.optimization.records import SavePretrained, quantization_of
-from ipex_quant.util.hooks import on_describe
+from ipex_quant.util import on_describe
 from ipex_quant.util.modules import is_whole, saved_parts
 from ipex_quant.util.safetensors import (
     NAMES,

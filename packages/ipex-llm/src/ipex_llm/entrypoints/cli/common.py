@@ -143,7 +143,7 @@ def load_stock(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False
     """Return the model of a folder as transformers makes it; its code runs only if it is trusted."""
     import transformers
 
-    from ipex_quant.io.load import no_init
+    from ipex_quant.io import no_init
     from ipex_quant.util.safetensors import CheckpointError, read_config
     from ipex_quant.weight_only.build import building, check_fits
 
@@ -234,7 +234,7 @@ def _load_quantized(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -
     import torch
 
     import ipex_llm
-    from ipex_quant.io.load import no_init
+    from ipex_quant.io import no_init
     from ipex_quant.util.safetensors import CheckpointError, read_config
     from ipex_quant.weight_only.build import building, check_fits
 

@@ -146,7 +146,7 @@ class Int8Layer(ShowsFloatWeight, ScaledModule):
         if self.after:
             about["after"] = list(self.after)
         about |= {name: value for name in self.extras if (value := getattr(self, name))}
-        tensors = {"weight": self.int_weight()}
+        tensors: dict[str, Tensor | None] = {"weight": self.int_weight()}
         tensors |= {k: self._buffers.get(k) for k in ("weight_scale", "bias", "smooth")}
         return about, {k: v for k, v in tensors.items() if v is not None}
 
