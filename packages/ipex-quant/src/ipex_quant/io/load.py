@@ -34,7 +34,7 @@ from ipex_quant.weight_only.replace import (
     load_rest,
     replace_linears_from_checkpoint,
 )
-from ipex_quant.weight_only.saving import UNREADABLE, VERSION
+from ipex_quant.weight_only.saving import UNREADABLE, VERSION, without_markers
 
 __all__ = ["load", "no_init"]
 
@@ -110,6 +110,8 @@ def _load(
     state: dict[str, Tensor] = {}
     for path in weight_files(place):
         state |= mapped(path)
+    int8_modules = about.get("int8", {}).get("modules", {})
+    state = without_markers(state, (*layers, *int8_modules))
     if model is None:
         model = _make(op, place, config, trust_remote_code)
     int8: tuple[str, ...] = ()

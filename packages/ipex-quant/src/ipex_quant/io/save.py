@@ -43,6 +43,7 @@ from ipex_quant.weight_only.saving import (
     about,
     entries,
     identity,
+    markers,
     model_config,
     modules,
     whole,
@@ -142,6 +143,8 @@ def _plan(
         shards[-1][0].append(name)
         shards[-1][1].update(kinds)
         size += more
+    for key, value in markers(model).items():  # they have no bytes to write
+        shards[-1][1].setdefault(key, (value.dtype, (0,)))
     return shards, tied
 
 
