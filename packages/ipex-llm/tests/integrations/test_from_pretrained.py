@@ -18,7 +18,7 @@ import ipex_llm
 import ipex_quant
 from ipex_core.errors import OpArgumentError
 from ipex_llm.integrations import IpexConfig, register_transformers
-from ipex_quant.util.safetensors import CheckpointError
+from ipex_quant.util.safetensors import CheckpointError, mapped
 
 transformers = pytest.importorskip("transformers")
 
@@ -237,3 +237,22 @@ ids = torch.arange(8).unsqueeze(0)
 with torch.no_grad():
     assert torch.equal(again(ids).logits, model(ids).logits)
 """
+
+
+@pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "AutoModel"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("writer", ["save", "save_pretrained"])
+def test_transformers_alone_refuses_quantized_folders(writer, tied, kind, tmp_path, monkeypatch):
+    """It would make up the weights of quantized layers, with no more than a warning."""
+    model = llama(tie_word_embeddings=tied)
+    ipex_quant.quantize_linears(model, IpexConfig("int8").qconfig(), ["lm_head"] if tied else [])
+    if writer == "save":
+        ipex_quant.save(model, tmp_path)
+    else:
+        model.save_pretrained(tmp_path)
+    if not tied:  # what says that a layer is quantized is no key that a model does not expect
+        model.load_state_dict(mapped(tmp_path / "model.safetensors"))
+    for table in ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING"):
+        monkeypatch.delitem(getattr(transformers.quantizers.auto, table), "ipex")
+    with pytest.raises((RuntimeError, ValueError), match="mismatch"):
+        getattr(transformers, kind).from_pretrained(tmp_path)

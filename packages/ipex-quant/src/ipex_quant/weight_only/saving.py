@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,12 @@ __all__ = [
     "describe_saved",
     "entries",
     "identity",
+    "markers",
     "model_config",
     "modules",
     "ties",
     "whole",
+    "without_markers",
     "write_json",
 ]
 
@@ -99,6 +101,36 @@ def entries(op: str, name: str, module: nn.Module) -> dict[str, Tensor]:
         other = key.endswith(".woq") and not isinstance(module, WoqLinearModule)
         check(not other, op, "model", "have no quantized layers but linear ones", name)
     return found  # type: ignore[no-any-return]
+
+
+def markers(model: nn.Module) -> dict[str, Tensor]:
+    """Return empty tensors by the names that the weights of quantized layers have in the float model.
+
+    In the files of a model of transformers they make a transformers that does not know quantized layers raise for
+    wrong shapes. It would make the weights up otherwise.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return {}
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if tied and get_head is not None else None
+    return {
+        f"{name}.weight": torch.empty(0)
+        for name, module in modules(model)
+        if name and whole(module) and module is not head
+    }
+
+
+def without_markers(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return tensors of a file without the `markers` of quantized layers.
+
+    Args:
+        state: The tensors by name.
+        names: Of the layers.
+    """
+    keys = {f"{name}.weight" for name in names}
+    return {k: v for k, v in state.items() if v.numel() or k not in keys}
 
 
 def identity(value: Tensor) -> tuple[Any, ...]:
@@ -203,6 +235,8 @@ class SaveQuantized:
         # By the names that tensors have in the model: names of older checkpoints have no place for codes.
         if "save_original_format" in inspect.signature(type(model).save_pretrained).parameters:
             kwargs.setdefault("save_original_format", False)
+        if (marked := markers(model)) and kwargs.get("state_dict") is None and len(args) < 2:
+            kwargs["state_dict"] = {**marked, **model.state_dict()}
         try:
             result = SavePretrained(model)(save_directory, *args, **kwargs)
         finally:
