@@ -51,9 +51,11 @@ from ipex_quant.weight_only.saving import (
     about,
     entries,
     identity,
+    markers,
     model_config,
     modules,
     whole,
+    without_markers,
     write_json,
 )
 
@@ -153,6 +155,8 @@ def _plan(
         shards[-1][0].append(name)
         shards[-1][1].update(kinds)
         size += more
+    for key, value in markers(model).items():  # they have no bytes to write
+        shards[-1][1].setdefault(key, (value.dtype, (0,)))
     return shards, tied
 
 
@@ -256,6 +260,8 @@ def _load(
     state: dict[str, Tensor] = {}
     for path in weight_files(place):
         state |= mapped(path)
+    int8_modules = about.get("int8", {}).get("modules", {})
+    state = without_markers(state, (*layers, *int8_modules))
     if model is None:
         model = _make(op, place, config, trust_remote_code)
     int8: tuple[str, ...] = ()

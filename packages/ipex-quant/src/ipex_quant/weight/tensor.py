@@ -404,6 +404,9 @@ def absent_keys(state_dict: Mapping[str, Tensor], prefix: str) -> list[str]:
 def unknown_keys(state_dict: Mapping[str, Tensor], prefix: str) -> list[str]:
     """Return the keys that belong to this layer and that it does not know."""
     known = {prefix + key for key in (*_NEEDED, *_OPTIONAL)}
+    value = state_dict.get(f"{prefix}weight")
+    if value is not None and not value.numel():  # says in files that the layer is quantized
+        known.add(f"{prefix}weight")
     return [
         key
         for key in state_dict
