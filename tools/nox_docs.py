@@ -54,8 +54,14 @@ NIGHTLY = ROOT / "docs" / "data" / "nightly"
 BENCH_KINDS = ("ops", "peers", "models", "llm", "train")
 #: Minutes of each kind, an hour together with the installation; of the short form ten.
 BENCH_MINUTES = {"ops": 10.0, "peers": 8.0, "models": 14.0, "llm": 14.0, "train": 9.0}
-SHORT_MINUTES = {"ops": 1.5, "peers": 1.5, "models": 2.0, "llm": 2.0, "train": 1.5}
+SHORT_MINUTES = {"ops": 1.0, "peers": 1.5, "models": 2.0, "llm": 1.4, "train": 1.0}
 SHORT = ("--size", "tiny", "--seconds", "1")
+#: The cases of the short form, so that each has time for all engines; where nothing is named all.
+SHORT_CASES = {
+    "peers": ("linear", "attention"),
+    "models": ("minilm", "resnet50"),
+    "train": ("dlrm",),
+}
 #: What `ipex bench` compares with; one line each, so that one that cannot be installed leaves the others.
 BENCH_ENGINES = (
     ("torchao",),
@@ -100,6 +106,7 @@ def bench(session: nox.Session) -> None:
         else:
             command = [*(["ops", "--peers"] if kind == "peers" else [kind]), *options]
             files["markdown"] = f"bench-{kind}.md"
+        command += SHORT_CASES.get(kind, ()) if short else ()
         for option, name in files.items():
             (REPORTS / name).unlink(missing_ok=True)
             command += [f"--{option}", str(REPORTS / name)]

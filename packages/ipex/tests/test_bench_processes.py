@@ -175,6 +175,7 @@ def test_cases_share_the_time_that_is_left():
     share = whole.share(4)
     assert 24 < share.until - begin < 26
     assert 60 < whole.to_prepare() <= 70 and 15 < share.to_prepare() < 18
+    assert 60 < whole.to_prepare(2) <= 70 and 15 < whole.to_prepare(8) < 18  # two at a time
     assert plan().share(4).until == plan().until and plan().to_prepare() == 300
     assert plan(timeout=5, until=begin + 100).to_prepare() == 5
 

@@ -32,6 +32,9 @@ _AT_ONCE = 2
 #: The part of the time that is left in which engines may prepare.
 _PREPARING = 0.7
 
+#: Seconds in which no engine can be imported: with less it is not begun.
+_SHORTEST = 2.0
+
 _TIME_UP = "not measured: the time was up"
 
 
@@ -76,9 +79,14 @@ class Plan:
         now = time.monotonic()
         return dataclasses.replace(self, until=now + (self.until - now) / cases)
 
-    def to_prepare(self) -> float:
-        """Return the seconds that an engine may take to prepare from now on; the rounds need a part of what is left."""
-        return min(self.timeout, _PREPARING * (self.until - time.monotonic()))
+    def to_prepare(self, engines: int = 1) -> float:
+        """Return the seconds that an engine may take to prepare from now on; the rounds need a part of what is left.
+
+        Args:
+            engines: How many have yet to be ready, this one included. They share the time.
+        """
+        left = _PREPARING * (self.until - time.monotonic())
+        return min(self.timeout, left * min(_AT_ONCE, engines) / engines)
 
 
 def run(
@@ -96,8 +104,12 @@ def run(
         keep: Called with the results so far after each case.
     """
     for engine in plan.engines:
-        if plan.kind not in peers.load(engine).kinds:
-            found.absent.append(Absent(engine, "", f"no adapter for {plan.kind}"))
+        peer = peers.load(engine)
+        reason = "" if plan.kind in peer.kinds else f"no adapter for {plan.kind}"
+        if not reason and engine not in plan.pythons:
+            reason = peer.missing()  # without the start of a process
+        if reason:
+            found.absent.append(Absent(engine, "", reason))
     cases = [
         (name, label, shape)
         for name in plan.names
@@ -142,6 +154,8 @@ def _case(
             return
         # All at once where memory allows: then each round has every engine. Else in groups, each with the baseline.
         waiting = [e for e in engines if e != peers.BASELINE]
+        # Those that are slow to get ready last: they have the time that the others leave.
+        waiting.sort(key=lambda e: peers.load(e).compiles)
         more = True
         while more:
             with _Group(plan, task, found, say) as group:
@@ -171,7 +185,7 @@ class _Group(contextlib.ExitStack):
         Args:
             waiting: Engines; those that were begun are taken from the list.
         """
-        self._begin(peers.BASELINE)
+        self._begin(peers.BASELINE, max(self.plan.to_prepare(), _SHORTEST))
         while self._running:
             done = concurrent.futures.wait(self._running, return_when="FIRST_COMPLETED").done
             for future in done:
@@ -179,18 +193,21 @@ class _Group(contextlib.ExitStack):
             if peers.BASELINE not in self.about:
                 return False
             while waiting and len(self._running) < _AT_ONCE and self._another_fits():
-                if self.plan.to_prepare() <= 0:
+                if self._to_prepare(waiting) < _SHORTEST:
                     self.found.absent += [Absent(e, self.task.case, _TIME_UP) for e in waiting]
                     waiting.clear()
                     break
-                self._begin(waiting.pop(0))
+                self._begin(waiting[0], self._to_prepare(waiting))
+                del waiting[0]
         return peers.BASELINE in self.about
 
-    def _begin(self, engine: str) -> None:
+    def _to_prepare(self, waiting: Sequence[str]) -> float:
+        return self.plan.to_prepare(len(self._running) + len(waiting))
+
+    def _begin(self, engine: str, seconds: float) -> None:
         self.say(f"{self.task.case}: preparing {', '.join([*self._running.values(), engine])}")
         try:
             # In this thread, which lives as long as the run: a process ends with the thread that has started it.
-            seconds = max(self.plan.to_prepare(), 1)
             worker = Worker(self.task, engine, self.plan.pythons.get(engine, ""), seconds)
         except OSError as error:  # the interpreter
             self._end(engine, {"error": str(error)})

@@ -44,12 +44,14 @@ class Peer:
         module: What must be importable, or an empty string.
         install: How to get it.
         kinds: The kinds of tasks that it can do.
+        compiles: Whether it needs a compiler to prepare, which takes many times as long as without.
     """
 
     title: ClassVar[str]
     module: ClassVar[str] = "torch"
     install: ClassVar[str] = ""
     kinds: ClassVar[tuple[str, ...]] = ("ops", "models", "llm", "train")
+    compiles: ClassVar[bool] = False
 
     def missing(self) -> str:
         """Return why the engine cannot be loaded here, or an empty string."""

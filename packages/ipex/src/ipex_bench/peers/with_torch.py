@@ -40,6 +40,7 @@ class StockCompile(Peer):
     """Inductor."""
 
     title = "stock compile"
+    compiles = True
 
     def prepare(self, task: Task) -> Prepared:
         """Compile the model as it is."""
@@ -72,6 +73,7 @@ class IpexCompile(IpexEager):
     """Compiled ipex."""
 
     title = "ipex compile"
+    compiles = True
 
     def prepare(self, task: Task) -> Prepared:
         """Compile the stock model with our backend."""
@@ -121,6 +123,7 @@ class TorchAO(Peer):
     """Quantization by torchao. It has no other form, so it runs int8 where the others run floating point."""
 
     title = "torchao"
+    compiles = True
     module = "torchao"
     install = "pip install torchao"
     kinds = ("ops", "models", "llm")
@@ -165,6 +168,7 @@ class Zentorch(Peer):
     """zentorch."""
 
     title = "zentorch"
+    compiles = True
     module = "zentorch"
     install = "pip install zentorch, of the version of torch"
     kinds = ("ops", "models", "llm")
