@@ -17,6 +17,7 @@ import ipex_quant
 from ipex_llm.model_runner import Runner
 from ipex_llm.model_runner.dense import Part
 from ipex_llm.optimization import optimize
+from ipex_llm.patch import layer
 from ipex_llm.patch.decoder import _silent
 from ipex_llm.patch.layer import _call, _read, _Rows, _spans
 
@@ -283,7 +284,9 @@ def test_an_input_that_is_written_to_between_its_projections() -> None:
         assert list(one.__dict__) in ([], ["_ipex_llm"])
 
 
-def test_masks() -> None:
+@pytest.mark.parametrize("small", [0, 2048])
+def test_masks(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "SMALL", small)
     low = torch.finfo(torch.float32).min
     causal = torch.ones(3, 7, dtype=torch.bool).tril(4)[None, None]
 

@@ -17,6 +17,7 @@ import ipex_core
 from ipex_llm.optimization import optimize
 from ipex_llm.optimization.proof import prove
 from ipex_llm.optimization.proof import small as _small
+from ipex_llm.optimization.proof.probes import Probe
 
 pytestmark = [
     pytest.mark.usefixtures("small_weights_are_packed", "no_gradients"),
@@ -235,6 +236,14 @@ def test_explain_names_the_probe_that_failed(proofs: Proofs) -> None:
     assert "tokens' is off by" in text
     rows = [row for row in ipex_core.explain(fast).rows if row.step == "layer"]
     assert [row.done for row in rows] == [False, False]
+
+
+def test_what_is_no_rounding() -> None:
+    case = object.__new__(prove._Case)
+    case.limited, case.answers = False, {"one": [torch.ones(3)]}
+    for error, proven in ((2e-5, True), (3e-4, False)):
+        probe = Probe("one", lambda model, error=error: [torch.ones(3) + error])
+        assert (case.check(nn.Identity(), probe) == "") is proven
 
 
 def test_a_proof_is_made_once_for_a_configuration(proofs: Proofs) -> None:
