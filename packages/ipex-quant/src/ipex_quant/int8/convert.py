@@ -40,14 +40,6 @@ from ipex_quant.qconfig.static import default_dynamic_qconfig
 from ipex_quant.util.modules import dtypes_of, keep_dtypes, replace_module
 from ipex_quant.weight_only.convert import quantize_linears
 
-__all__ = [
-    "Names",
-    "as_call",
-    "collect_float",
-    "compare",
-    "convert_model",
-]
-
 Tensor = torch.Tensor
 
 
@@ -116,8 +108,6 @@ def collect_float(model: nn.Module, args: Any, kwargs: Any) -> _Outputs:
 
 def _candidates(model: nn.Module) -> list[str]:
     """Return the paths whose outputs a layer may have to be compared with."""
-    from ipex_quant.int8.state import state_of
-
     state = state_of(model)
     assert state is not None
     layers = state.plan.layers.values()

@@ -52,8 +52,6 @@ from ipex_quant.util.modules import (
     saved_parts,
 )
 
-__all__ = ["describe", "rebuild", "restore_records"]
-
 Tensor = torch.Tensor
 Progress = Callable[[int, int, str], None]
 

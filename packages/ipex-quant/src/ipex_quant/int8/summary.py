@@ -23,8 +23,6 @@ from ipex_quant.int8.plan import Layer, float_layer
 from ipex_quant.int8.state import Prepared, renew, scales_of_layers, state_of
 from ipex_quant.util.safetensors import DAMAGE
 
-__all__ = ["load_summary", "save_summary"]
-
 Tensor = torch.Tensor
 log = logging.getLogger("ipex")
 #: Kinds of entries of products of activations.

@@ -14,15 +14,6 @@ from ipex_quant.int8.boundary import Codes, Early, Scale, plain, take
 from ipex_quant.util.modules import WholeModule
 from ipex_quant.weight.tensor import ShowsFloatWeight
 
-__all__ = [
-    "Int8Layer",
-    "Int8Module",
-    "ScaledModule",
-    "codes_or_float",
-    "read_scale",
-    "result_dtype",
-]
-
 Tensor = torch.Tensor
 
 

@@ -19,8 +19,6 @@ from torch import nn
 from ipex_quant.int8.modules import Int8Layer, codes_or_float, result_dtype
 from ipex_quant.int8.ops import ACTIVATIONS, int8_conv, int8_conv_sum_
 
-__all__ = ["Int8Conv", "Int8ConvTranspose", "output_rows"]
-
 Tensor = torch.Tensor
 
 
