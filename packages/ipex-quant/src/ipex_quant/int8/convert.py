@@ -22,7 +22,8 @@ from ipex_core.optimization.records import QUANTIZATION, Quantization, quantizat
 from ipex_core.util.quiet import quiet
 from ipex_quant.int8.boundary import Codes, Early, Fused, Scale, Start
 from ipex_quant.int8.dataflow import activation_of, tensors_of
-from ipex_quant.int8.modules.conv import Int8Conv, Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules import output_rows
+from ipex_quant.int8.modules.conv import Int8Conv, Int8ConvTranspose
 from ipex_quant.int8.modules.embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
 from ipex_quant.int8.modules.linear import (
     DynamicInt8Linear,

@@ -34,6 +34,17 @@ def codes_or_float(x: Any, scale: Scale) -> Tensor:
     return x if x.is_floating_point() else x.float()  # type: ignore[no-any-return]
 
 
+def output_rows(module: Any) -> Tensor:
+    """Return the float weight of a layer with the output channels first."""
+    weight: Tensor = module.weight.detach()
+    if not getattr(module, "transposed", False):
+        return weight
+    inputs, outputs, *kernel = weight.shape
+    groups = module.groups
+    parts = weight.view(groups, inputs // groups, outputs, *kernel).transpose(1, 2)
+    return parts.reshape(groups * outputs, inputs // groups, *kernel)
+
+
 def read_scale(pair: Any) -> Scale:
     """Return the scale that a folder has as a list of scale and zero point."""
     return Scale(float(pair[0]), int(pair[1]))

@@ -32,17 +32,6 @@ def _padding(conv: Any) -> list[int]:
     return list(conv.padding)
 
 
-def output_rows(module: Any) -> Tensor:
-    """Return the float weight of a layer with the output channels first."""
-    weight: Tensor = module.weight.detach()
-    if not getattr(module, "transposed", False):
-        return weight
-    inputs, outputs, *kernel = weight.shape
-    groups = module.groups
-    parts = weight.view(groups, inputs // groups, outputs, *kernel).transpose(1, 2)
-    return parts.reshape(groups * outputs, inputs // groups, *kernel)
-
-
 class _Convolution(Int8Layer):
     """What ordinary and transposed convolutions share."""
 
