@@ -94,54 +94,36 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_quant.weight_only.linear import WeightOnlyQuantizedLinear as WeightOnlyQuantizedLinear
     from ipex_quant.weight_only.linear import WoqWeightFormat as WoqWeightFormat
 
-#: Public name -> module that has it.
-_LAZY: dict[str, str] = {
-    "autotune": "ipex_quant.tuning",
-    "awq": "ipex_quant.weight_only.awq",
-    "calibrate_kv_cache": "ipex_quant.kv_cache",
-    "combine_linears": "ipex_quant.weight_only.convert",
-    "convert": "ipex_quant.int8.api",
-    "default_dynamic_qconfig": "ipex_quant.qconfig.static",
-    "default_dynamic_qconfig_mapping": "ipex_quant.qconfig.static",
-    "default_static_qconfig": "ipex_quant.qconfig.static",
-    "default_static_qconfig_mapping": "ipex_quant.qconfig.static",
-    "dequantize_per_block": "ipex_quant.weight.primitives",
-    "dequantize_per_channel": "ipex_quant.weight.primitives",
-    "DynamicInt8Linear": "ipex_quant.int8.modules.linear",
-    "get_smooth_quant_qconfig_mapping": "ipex_quant.qconfig.static",
-    "get_weight_only_quant_qconfig_mapping": "ipex_quant.qconfig.weight_only",
-    "gptq": "ipex_quant.weight_only.gptq",
-    "Int8Conv": "ipex_quant.int8.modules.conv",
-    "Int8Linear": "ipex_quant.int8.modules.linear",
-    "KVCacheScales": "ipex_quant.kv_cache",
-    "Int8MatMul": "ipex_quant.int8.modules.matmul",
-    "linear_from": "ipex_quant.weight_only.checkpoint",
-    "load": "ipex_quant.io",
-    "MatMul": "ipex_quant.int8.modules.matmul",
-    "prepare": "ipex_quant.int8.api",
-    "QConfigSmoothQuant": "ipex_quant.qconfig.static",
-    "QConfigWoq": "ipex_quant.qconfig.weight_only",
-    "QuantDtype": "ipex_quant.weight_only.linear",
-    "quantize_linears": "ipex_quant.weight_only.convert",
-    "quantize_per_block": "ipex_quant.weight.primitives",
-    "quantize_per_channel": "ipex_quant.weight.primitives",
-    "quantized_names": "ipex_quant.weight_only.checkpoint",
-    "QuantizedWeight": "ipex_quant.weight.tensor",
-    "QuantMethod": "ipex_quant.weight_only.linear",
-    "read_checkpoint": "ipex_quant.weight_only.checkpoint",
-    "read_gguf": "ipex_quant.formats.gguf",
-    "read_kv_cache_scales": "ipex_quant.kv_cache",
-    "read_linear": "ipex_quant.weight_only.checkpoint",
-    "save": "ipex_quant.io",
-    "WeightOnlyQuantizedLinear": "ipex_quant.weight_only.linear",
-    "woq_qconfig": "ipex_quant.qconfig.weight_only",
-    "WoqActQuantMode": "ipex_quant.qconfig.weight_only",
-    "WoqLowpMode": "ipex_quant.qconfig.weight_only",
-    "WoqQConfigMapping": "ipex_quant.qconfig.weight_only",
-    "WoqWeightDtype": "ipex_quant.qconfig.weight_only",
-    "WoqWeightFormat": "ipex_quant.weight_only.linear",
-    "WoqWeightQScheme": "ipex_quant.qconfig.weight_only",
+#: Module -> public names that it has.
+_MODULES = {
+    "formats.gguf": "read_gguf",
+    "int8.api": "convert prepare",
+    "int8.modules.conv": "Int8Conv",
+    "int8.modules.linear": "DynamicInt8Linear Int8Linear",
+    "int8.modules.matmul": "Int8MatMul MatMul",
+    "io": "load save",
+    "kv_cache": "calibrate_kv_cache KVCacheScales read_kv_cache_scales",
+    "qconfig.static": (
+        "default_dynamic_qconfig default_dynamic_qconfig_mapping default_static_qconfig "
+        "default_static_qconfig_mapping get_smooth_quant_qconfig_mapping QConfigSmoothQuant"
+    ),
+    "qconfig.weight_only": (
+        "get_weight_only_quant_qconfig_mapping QConfigWoq woq_qconfig WoqActQuantMode "
+        "WoqLowpMode WoqQConfigMapping WoqWeightDtype WoqWeightQScheme"
+    ),
+    "tuning": "autotune",
+    "weight.primitives": (
+        "dequantize_per_block dequantize_per_channel quantize_per_block quantize_per_channel"
+    ),
+    "weight.tensor": "QuantizedWeight",
+    "weight_only.awq": "awq",
+    "weight_only.checkpoint": "linear_from quantized_names read_checkpoint read_linear",
+    "weight_only.convert": "combine_linears quantize_linears",
+    "weight_only.gptq": "gptq",
+    "weight_only.linear": "QuantDtype QuantMethod WeightOnlyQuantizedLinear WoqWeightFormat",
 }
+#: Public name -> module that has it.
+_LAZY = {name: f"ipex_quant.{at}" for at, names in _MODULES.items() for name in names.split()}
 
 __all__ = ["__version__", *_LAZY]  # noqa: PLE0604  (the keys are strings)
 

@@ -28,7 +28,8 @@ from ipex_quant import (
     prepare,
     save,
 )
-from ipex_quant.int8.modules.conv import Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules import output_rows
+from ipex_quant.int8.modules.conv import Int8ConvTranspose
 from ipex_quant.int8.modules.embedding import Int8EmbeddingBag
 from ipex_quant.int8.modules.pool import Int8AvgPool, Int8MaxPool, Int8Mean
 

@@ -23,8 +23,6 @@ from ipex_core.library.spec import check
 from ipex_core.packing.quantize import NF4_VALUES, pack_nibbles
 from ipex_quant.weight.tensor import QuantizedWeight
 
-__all__ = ["PARTS", "bnb_weight"]
-
 Tensor = torch.Tensor
 
 _STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}

@@ -18,17 +18,6 @@ from ipex_core.library.spec import check
 from ipex_quant.weight.layouts import unpack_words, unsigned_weight
 from ipex_quant.weight.tensor import QuantizedWeight, movable
 
-__all__ = [
-    "LayerScheme",
-    "METHODS",
-    "codebook_weight",
-    "fp8_weight",
-    "int8_weight",
-    "method_of",
-    "packed_weight",
-    "scheme_of",
-]
-
 #: Spellings of methods -> the name used here.
 METHODS = {
     "gptq": "gptq",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import logging
 import warnings
 from collections.abc import Mapping
@@ -165,7 +164,6 @@ def convert(
         TypeError: ``model`` is not a module.
         OpArgumentError: The model was not prepared, or it was not calibrated.
     """
-    from ipex_quant.int8 import convert as _int8_check
     from ipex_quant.int8 import convert as _int8_convert
 
     if not isinstance(model, nn.Module):
@@ -183,10 +181,10 @@ def convert(
     model = model if inplace else copy.deepcopy(model)
     if check is None:
         return _int8_convert.convert_model(model)[0]
-    args, kwargs = _int8_check.as_call(check)
-    before = _int8_check.collect_float(model, args, kwargs)
+    args, kwargs = _int8_convert.as_call(check)
+    before = _int8_convert.collect_float(model, args, kwargs)
     model, names = _int8_convert.convert_model(model)
-    _int8_check.compare(model, before, names, args, kwargs, min_cosine)
+    _int8_convert.compare(model, before, names, args, kwargs, min_cosine)
     return model
 
 
@@ -265,7 +263,11 @@ def _plan_static(
 ) -> None:
     """Plan what becomes INT8 with static scales, and put observers where these are measured."""
     assert state.flow is not None
-    wanted = functools.partial(_static_qconfig, mapping)
+
+    def wanted(name: str, module: nn.Module) -> Any:
+        qconfig: Any = qconfig_of(mapping, name, module)
+        return qconfig if qconfig is not None and _is_dynamic(qconfig) is False else None
+
     plan = state.plan = make_plan(model, state.flow, wanted, state.bn_folding, state.named)
     layers = state.qconfigs
     if not (layers or plan.products or plan.left):
@@ -342,11 +344,6 @@ def _is_dynamic(qconfig: Any) -> bool | None:
     if asked.get("compute_dtype") is not None:
         return True
     return bool(getattr(qconfig.activation(), "is_dynamic", False))
-
-
-def _static_qconfig(mapping: QConfigMapping, name: str, module: nn.Module) -> Any:
-    qconfig: Any = qconfig_of(mapping, name, module)
-    return qconfig if qconfig is not None and _is_dynamic(qconfig) is False else None
 
 
 def _examples(

@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_map
 
 from ipex_core.errors import OpArgumentError
 
-__all__ = ["MOVES", "Codes", "Early", "Fused", "Scale", "Scaled", "Start", "Wired", "plain", "take"]
-
 Tensor = torch.Tensor
 
 #: Functions that move elements, whatever they are.

@@ -22,7 +22,8 @@ from ipex_core.optimization.records import QUANTIZATION, Quantization, quantizat
 from ipex_core.util.quiet import quiet
 from ipex_quant.int8.boundary import Codes, Early, Fused, Scale, Start
 from ipex_quant.int8.dataflow import activation_of, tensors_of
-from ipex_quant.int8.modules.conv import Int8Conv, Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules import output_rows
+from ipex_quant.int8.modules.conv import Int8Conv, Int8ConvTranspose
 from ipex_quant.int8.modules.embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
 from ipex_quant.int8.modules.linear import (
     DynamicInt8Linear,
@@ -39,14 +40,6 @@ from ipex_quant.int8.state import Prepared, detach, forget, replan, scales_of_la
 from ipex_quant.qconfig.static import default_dynamic_qconfig
 from ipex_quant.util.modules import dtypes_of, keep_dtypes, replace_module
 from ipex_quant.weight_only.convert import quantize_linears
-
-__all__ = [
-    "Names",
-    "as_call",
-    "collect_float",
-    "compare",
-    "convert_model",
-]
 
 Tensor = torch.Tensor
 
@@ -116,8 +109,6 @@ def collect_float(model: nn.Module, args: Any, kwargs: Any) -> _Outputs:
 
 def _candidates(model: nn.Module) -> list[str]:
     """Return the paths whose outputs a layer may have to be compared with."""
-    from ipex_quant.int8.state import state_of
-
     state = state_of(model)
     assert state is not None
     layers = state.plan.layers.values()

@@ -23,8 +23,6 @@ from ipex_quant.int8.boundary import FIELDS, MOVES, SIZES
 from ipex_quant.int8.modules.matmul import Interaction, MatMul
 from ipex_quant.int8.modules.pool import role_of_pool
 
-__all__ = ["Add", "Event", "Flow", "activation_of", "record", "role_of", "tensors_of"]
-
 
 class Add(nn.Module):
     """``a + b`` as a module; stands in a forward that was rewritten, so that it can be quantized."""

@@ -26,19 +26,6 @@ from ipex_quant.int8.plan import Layer
 from ipex_quant.qconfig.static import QConfigSmoothQuant
 from ipex_quant.weight_only.convert import stacks
 
-__all__ = [
-    "BlockWatch",
-    "Group",
-    "Reader",
-    "Watch",
-    "best_of_block",
-    "blocks_to_watch",
-    "rounded",
-    "rounded_weight",
-    "scale_of",
-    "smooth_group",
-]
-
 Tensor = torch.Tensor
 
 #: Rows of an activation that are kept to choose alpha.

@@ -21,8 +21,6 @@ from torch.nn import functional
 from ipex_core.library.kernels import define
 from ipex_core.library.spec import FUNCTIONAL, PORTABLE
 
-__all__ = ["ACTIVATIONS", "TAIL", "embedding_bag", "int8_conv", "int8_conv_sum_", "quantize"]
-
 Tensor = torch.Tensor
 
 _LIBRARY = torch.library.Library("ipex_quant", "FRAGMENT")

@@ -19,8 +19,6 @@ from ipex_quant.int8.modules.pool import role_of_pool
 from ipex_quant.int8.ops import ACTIVATIONS as CONV_ACTIVATIONS
 from ipex_quant.qconfig.static import QConfigSmoothQuant
 
-__all__ = ["Layer", "Plan", "fusable_activations", "make_plan", "root"]
-
 #: Activations that an integer product can be followed by, in the same kernel.
 _FUSED: dict[type[nn.Module], frozenset[str]] = {
     nn.Linear: frozenset(ACTIVATIONS) - {"none"},

@@ -21,16 +21,6 @@ from ipex_quant.int8.modules.matmul import PRODUCTS, Interaction, MatMul, why_fl
 from ipex_quant.int8.modules.pool import Mean
 from ipex_quant.util.modules import replace_module
 
-__all__ = [
-    "RewrittenForward",
-    "containers_to_rewrite",
-    "lines_of",
-    "remove_dropout",
-    "rewrite",
-    "rewrite_model",
-    "undo_rewrite_model",
-]
-
 
 class RewrittenForward(InstanceForward):
     """Runs other code in place of a module's forward; installed as ``module.__dict__["forward"]``.

@@ -30,9 +30,9 @@ from ipex_core.library.spec import check
 from ipex_core.optimization.records import QUANTIZATION, Quantization, Record
 from ipex_quant.int8.boundary import Fused, Start
 from ipex_quant.int8.dataflow import activation_of
-from ipex_quant.int8.modules import Int8Layer
+from ipex_quant.int8.modules import Int8Layer, output_rows
 from ipex_quant.int8.modules import recurrent as _int8_recurrent
-from ipex_quant.int8.modules.conv import Int8Conv, Int8ConvTranspose, output_rows
+from ipex_quant.int8.modules.conv import Int8Conv, Int8ConvTranspose
 from ipex_quant.int8.modules.embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
 from ipex_quant.int8.modules.linear import (
     DynamicInt8Linear,
@@ -51,8 +51,6 @@ from ipex_quant.util.modules import (
     replace_module,
     saved_parts,
 )
-
-__all__ = ["describe", "rebuild", "restore_records"]
 
 Tensor = torch.Tensor
 Progress = Callable[[int, int, str], None]

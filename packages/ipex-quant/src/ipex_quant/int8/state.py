@@ -24,19 +24,6 @@ from ipex_quant.int8.observe import (
 )
 from ipex_quant.int8.plan import Layer, Plan, fusable_activations, make_plan
 
-__all__ = [
-    "Prepared",
-    "attach",
-    "detach",
-    "forget",
-    "keep",
-    "leave_out",
-    "renew",
-    "replan",
-    "scales_of_layers",
-    "state_of",
-]
-
 #: What `prepare` gives a model, which keeps its state in the two functions.
 _ATTRIBUTES = ("q_config", "save_qconf_summary", "load_qconf_summary")
 Tensor = torch.Tensor

@@ -17,13 +17,11 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.util import write_whole
 from ipex_quant.int8.boundary import Scale
-from ipex_quant.int8.modules.conv import output_rows
+from ipex_quant.int8.modules import output_rows
 from ipex_quant.int8.modules.matmul import Interaction, MatMul, Product
 from ipex_quant.int8.plan import Layer, float_layer
 from ipex_quant.int8.state import Prepared, renew, scales_of_layers, state_of
 from ipex_quant.util.safetensors import DAMAGE
-
-__all__ = ["load_summary", "save_summary"]
 
 Tensor = torch.Tensor
 log = logging.getLogger("ipex")

@@ -27,8 +27,6 @@ from ipex_quant.tuning.report import Progress, State, Tuning, fingerprint
 from ipex_quant.tuning.search import Search, tuner_of
 from ipex_quant.tuning.space import Criterion, Trial, type_options
 
-__all__ = ["autotune"]
-
 _OP = "autotune"
 _ALPHAS = (0.5, 0.75, 0.25, "auto")
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -19,8 +19,6 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.util import write_whole
 from ipex_quant.tuning.space import Trial
 
-__all__ = ["Progress", "Result", "State", "Tuning", "fingerprint"]
-
 _VERSION = 1
 
 
@@ -71,7 +69,13 @@ class State:
             data = json.loads(path.read_text(encoding="utf-8"))
             known, version = dict(data["settings"]), data["version"]
             baseline, noise = data["baseline"], data["noise"]
-            results = {r["trial"]: (_number(r["accuracy"]), r["speedup"]) for r in data["results"]}
+            results = {
+                r["trial"]: (
+                    math.nan if r["accuracy"] is None else float(r["accuracy"]),
+                    r["speedup"],
+                )
+                for r in data["results"]
+            }
             self.baseline = None if baseline is None else float(baseline)
             self.noise = {str(k): float(v) for k, v in noise.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -102,10 +106,6 @@ class State:
             "results": results,
         }
         write_whole(self.path, json.dumps(data, indent=1) + "\n")
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------

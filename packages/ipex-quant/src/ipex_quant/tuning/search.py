@@ -23,8 +23,6 @@ from ipex_quant.int8.state import leave_out, state_of
 from ipex_quant.tuning.report import Result, State
 from ipex_quant.tuning.space import Trial, configuration
 
-__all__ = ["ENGINES", "OutOfTime", "Rounds", "Search", "Tuner", "speedup_of", "tuner_of"]
-
 # --- the tuner of neural-compressor -----------------------------------------------------------------------------------
 
 

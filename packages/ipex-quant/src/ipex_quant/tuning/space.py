@@ -26,8 +26,6 @@ from ipex_quant.qconfig.static import (
     get_smooth_quant_qconfig_mapping,
 )
 
-__all__ = ["Criterion", "Trial", "configuration", "type_options"]
-
 log = logging.getLogger("ipex")
 _OP = "autotune"
 #: IPEX's examples name these; here they are never quantized on their own.

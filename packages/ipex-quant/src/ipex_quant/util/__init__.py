@@ -5,7 +5,5 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["on_describe"]
-
 #: Called once a model of transformers has quantized layers: ``from_pretrained`` then reads folders of such models.
 on_describe: list[Callable[[], None]] = []

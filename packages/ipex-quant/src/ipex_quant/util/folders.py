@@ -13,8 +13,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["replacing"]
-
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 #: What tells that the system or the file system cannot exchange two names.
 _UNKNOWN = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}

@@ -9,19 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = [
-    "RECURRENT",
-    "WholeModule",
-    "call_encoder_layers",
-    "dtypes_of",
-    "is_whole",
-    "keep_dtypes",
-    "patterns_of",
-    "recurrent_options",
-    "replace_module",
-    "saved_parts",
-]
-
 Tensor = torch.Tensor
 
 #: What makes the encoder layers of torch read the weights of their parts instead of calling the parts.

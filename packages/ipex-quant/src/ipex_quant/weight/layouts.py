@@ -12,15 +12,6 @@ from ipex_core.library.spec import check
 from ipex_core.packing.quantize import pack_nibbles
 from ipex_quant.weight.tensor import QuantizedWeight
 
-__all__ = [
-    "AWQ_ORDER",
-    "awq_weight",
-    "gptq_weight",
-    "unpack_awq",
-    "unpack_words",
-    "unsigned_weight",
-]
-
 Tensor = torch.Tensor
 
 BITS = (2, 3, 4, 8)

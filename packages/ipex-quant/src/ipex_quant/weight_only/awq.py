@@ -31,8 +31,6 @@ from ipex_quant.weight_only.gptq import (
     replace_layer,
 )
 
-__all__ = ["awq"]
-
 Tensor = torch.Tensor
 log = logging.getLogger("ipex")
 

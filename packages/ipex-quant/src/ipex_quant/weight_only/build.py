@@ -27,16 +27,6 @@ from ipex_quant.weight.layouts import unpack_words
 from ipex_quant.weight.primitives import quantize_in_parts, quantize_per_block
 from ipex_quant.weight.tensor import QuantizedWeight
 
-__all__ = [
-    "as_qconfig",
-    "building",
-    "check_fits",
-    "dtype_of",
-    "features_of",
-    "plain_codes",
-    "quantized",
-]
-
 #: Weights that a byte of a file can stand for: codes have two bits at least.
 _PER_BYTE = 4
 #: Numbers that no file needs to have: tables that are computed, heads that start from nothing.

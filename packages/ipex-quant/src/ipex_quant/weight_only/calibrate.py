@@ -22,8 +22,6 @@ from ipex_core.util import return_free_memory
 from ipex_core.util.console import progress as show_progress
 from ipex_quant.weight_only.convert import is_linear, stacks
 
-__all__ = ["Block", "Inputs", "Sample", "blocks", "linears_of", "samples_of"]
-
 Tensor = torch.Tensor
 
 #: Arguments with which a block would remember what it saw.

@@ -29,19 +29,6 @@ from ipex_quant.weight_only.build import as_qconfig
 from ipex_quant.weight_only.linear import WeightOnlyQuantizedLinear, WoqLinearModule
 from ipex_quant.weight_only.saving import describe_saved
 
-__all__ = [
-    "ChosenLinear",
-    "choose_linears",
-    "combine_linears",
-    "is_conv1d",
-    "is_linear",
-    "matches",
-    "quantize_linears",
-    "stacks",
-    "woq_qconfig_of",
-    "woq_qconfigs",
-]
-
 log = logging.getLogger("ipex")
 
 _SKIPPED = "it is among the modules to skip"

@@ -39,19 +39,6 @@ from ipex_quant.weight_only.saving import (
     write_json,
 )
 
-__all__ = [
-    "GptqWriter",
-    "Solved",
-    "change",
-    "check_arguments",
-    "gptq",
-    "matrix_of",
-    "nearest",
-    "pack_words",
-    "replace_layer",
-    "solve",
-]
-
 # --- one weight -------------------------------------------------------------------------------------------------------
 
 

@@ -20,15 +20,6 @@ from ipex_quant.weight_only.build import as_qconfig, dtype_of
 from ipex_quant.weight_only.checkpoint import linear_from, quantized_names, read_linear
 from ipex_quant.weight_only.saving import describe_saved
 
-__all__ = [
-    "Replaced",
-    "assign",
-    "finish_meta",
-    "load_rest",
-    "places_of",
-    "replace_linears_from_checkpoint",
-]
-
 Tensor = torch.Tensor
 _OP = "replace_linears_from_checkpoint"
 _FOUR_BITS = (WoqWeightDtype.INT4, WoqWeightDtype.NF4, WoqWeightDtype.FP4, WoqWeightDtype.MXFP4)
@@ -109,7 +100,10 @@ def replace_linears_from_checkpoint(
             dense.append(place)
         layer.train(model.training)
         replace_module(model, place, layer)
-        keys = _keys(state_dict, name)
+        start = f"{name}."
+        inner = ((key, key[len(start) :]) for key in state_dict if key.startswith(start))
+        # bitsandbytes hangs its tensors on the weight.
+        keys = [key for key, part in inner if "." not in part or part.startswith("weight.")]
         consumed.update(keys)
         if take:
             assert isinstance(state_dict, MutableMapping)
@@ -125,13 +119,6 @@ def replace_linears_from_checkpoint(
         finish_meta(model)
     describe_saved(model)
     return Replaced(tuple(places.values()), tuple(dense), loaded, unused, tuple(sums))
-
-
-def _keys(state_dict: Mapping[str, Tensor], name: str) -> list[str]:
-    start = f"{name}."
-    rest = ((key, key[len(start) :]) for key in state_dict if key.startswith(start))
-    # bitsandbytes hangs its tensors on the weight.
-    return [key for key, part in rest if "." not in part or part.startswith("weight.")]
 
 
 def _renamed(model: nn.Module, name: str) -> list[str]:
@@ -154,11 +141,6 @@ def places_of(
     method = method_of(_OP, quant_config)
     names = quantized_names(state_dict)
     check(bool(names), _OP, "state_dict", f"have quantized layers for method {method}", "none")
-    return _places(model, names)
-
-
-def _places(model: nn.Module, names: list[str]) -> dict[str, str]:
-    """Return the module of each quantized layer."""
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     places: dict[str, str] = {}
     strangers: list[str] = []

@@ -34,24 +34,6 @@ from ipex_quant.util.safetensors import (
 from ipex_quant.weight_only.checkpoint import quantized_names
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-__all__ = [
-    "FORMATS",
-    "UNREADABLE",
-    "VERSION",
-    "Kinds",
-    "about",
-    "describe_saved",
-    "entries",
-    "identity",
-    "markers",
-    "model_config",
-    "modules",
-    "ties",
-    "whole",
-    "without_markers",
-    "write_json",
-]
-
 Tensor = torch.Tensor
 #: dtype and shape of tensors by name.
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -14,15 +14,6 @@ from ipex_quant.int8.boundary import Codes, Early, Scale, plain, take
 from ipex_quant.util.modules import WholeModule
 from ipex_quant.weight.tensor import ShowsFloatWeight
 
-__all__ = [
-    "Int8Layer",
-    "Int8Module",
-    "ScaledModule",
-    "codes_or_float",
-    "read_scale",
-    "result_dtype",
-]
-
 Tensor = torch.Tensor
 
 
@@ -41,6 +32,17 @@ def codes_or_float(x: Any, scale: Scale) -> Tensor:
     x = plain(x)
     # Integers without a scale are numbers.
     return x if x.is_floating_point() else x.float()  # type: ignore[no-any-return]
+
+
+def output_rows(module: Any) -> Tensor:
+    """Return the float weight of a layer with the output channels first."""
+    weight: Tensor = module.weight.detach()
+    if not getattr(module, "transposed", False):
+        return weight
+    inputs, outputs, *kernel = weight.shape
+    groups = module.groups
+    parts = weight.view(groups, inputs // groups, outputs, *kernel).transpose(1, 2)
+    return parts.reshape(groups * outputs, inputs // groups, *kernel)
 
 
 def read_scale(pair: Any) -> Scale:

@@ -19,8 +19,6 @@ from torch import nn
 from ipex_quant.int8.modules import Int8Layer, codes_or_float, result_dtype
 from ipex_quant.int8.ops import ACTIVATIONS, int8_conv, int8_conv_sum_
 
-__all__ = ["Int8Conv", "Int8ConvTranspose", "output_rows"]
-
 Tensor = torch.Tensor
 
 
@@ -32,17 +30,6 @@ def _padding(conv: Any) -> list[int]:
         totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
         return [total // 2 for total in totals]
     return list(conv.padding)
-
-
-def output_rows(module: Any) -> Tensor:
-    """Return the float weight of a layer with the output channels first."""
-    weight: Tensor = module.weight.detach()
-    if not getattr(module, "transposed", False):
-        return weight
-    inputs, outputs, *kernel = weight.shape
-    groups = module.groups
-    parts = weight.view(groups, inputs // groups, outputs, *kernel).transpose(1, 2)
-    return parts.reshape(groups * outputs, inputs // groups, *kernel)
 
 
 class _Convolution(Int8Layer):

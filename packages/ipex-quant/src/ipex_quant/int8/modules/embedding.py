@@ -15,8 +15,6 @@ from ipex_quant.int8.modules import Int8Module
 from ipex_quant.int8.ops import TAIL, embedding_bag
 from ipex_quant.weight.tensor import ShowsFloatWeight
 
-__all__ = ["TABLES", "Int8EmbeddingBag", "Int8MergedEmbeddingBag", "why_not"]
-
 Tensor = torch.Tensor
 
 #: Modules that have a form with 8-bit rows.

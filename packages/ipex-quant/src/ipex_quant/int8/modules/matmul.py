@@ -17,19 +17,6 @@ from ipex_core.ops.int8_linear import MOST_DEPTH
 from ipex_quant.int8.boundary import Codes, Scale, plain
 from ipex_quant.int8.modules import ScaledModule, read_scale, result_dtype
 
-__all__ = [
-    "NOT_NAMED",
-    "PRODUCTS",
-    "Int8Interaction",
-    "Int8MatMul",
-    "Interaction",
-    "MatMul",
-    "Product",
-    "int8_product",
-    "named_in",
-    "why_float",
-]
-
 Tensor = torch.Tensor
 
 #: Why products of activations stay float.

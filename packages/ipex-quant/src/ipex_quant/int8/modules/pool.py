@@ -18,8 +18,6 @@ from ipex_quant.int8.modules import (
 )
 from ipex_quant.int8.ops import int8_conv
 
-__all__ = ["Int8AvgPool", "Int8MaxPool", "Int8Mean", "pool_for", "role_of_pool"]
-
 Tensor = torch.Tensor
 _F = nn.functional
 _MAX: dict[type[nn.Module], int] = {nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3}

@@ -15,13 +15,6 @@ from ipex_core.library.spec import dtype_name
 from ipex_core.util.quiet import quiet
 from ipex_quant.util.modules import recurrent_options
 
-__all__ = [
-    "from_saved",
-    "why_no_form",
-    "why_not",
-    "with_bias",
-]
-
 Tensor = torch.Tensor
 
 #: Weights of a layer: with fewer, quantizing each step takes longer than reading them in float (measured with 1 and 2
