@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["KEY", "Record", "record_of", "recorded", "update", "without"]
+__all__ = ["KEY", "Record", "is_sharded", "record_of", "recorded", "update", "without"]
 
 #: Name of the attribute.
 KEY = "_ipex_llm"
@@ -52,6 +52,11 @@ def record_of(value: Any) -> Record:
     """Return the record of an object, an empty one if it has none. It must not be changed: see `update`."""
     record: Record = getattr(value, "__dict__", _NOTHING).get(KEY, _EMPTY)
     return record
+
+
+def is_sharded(model: Any) -> bool:
+    """Return whether a model has been divided among ranks."""
+    return record_of(model).parallel is not None
 
 
 def recorded(value: Any) -> Record:

@@ -26,7 +26,6 @@ __all__ = [
     "GenerationMixin",
     "ParallelGenerationMixin",
     "SameRandomMixin",
-    "can_generate",
     "start",
 ]
 
@@ -45,11 +44,6 @@ _KNOWN = frozenset(
         "token_type_ids",
     }
 )
-
-
-def can_generate(model: nn.Module) -> bool:
-    """Return whether a model has the loops of transformers."""
-    return hasattr(type(model), "_sample") and hasattr(type(model), "generate")
 
 
 class GenerationMixin(nn.Module):
