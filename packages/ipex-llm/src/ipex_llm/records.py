@@ -60,7 +60,7 @@ def is_sharded(model: Any) -> bool:
 
 
 def recorded(value: Any) -> Record:
-    """Return the record of an object that is used by nobody else, such as a tensor or a cache; it may be changed."""
+    """Return the record of an object without shallow copies, such as a tensor or a cache; it may be changed."""
     record: Record | None = value.__dict__.get(KEY)
     if record is None:
         record = value.__dict__[KEY] = Record()

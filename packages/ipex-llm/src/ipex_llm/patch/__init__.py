@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import ipex_core
-from ipex_core.module_swap.derive import as_original, restore_class, swap
+from ipex_core.module_swap.derive import as_original, original_class, restore_class, swap
 from ipex_core.module_swap.forward import FusedForward
 from ipex_core.optimization.passes.prepack import PACKED_LATER
 from ipex_core.packing.parameter import PackedWeight
 from ipex_llm.arch import DecoderPlan, linear_modules
-from ipex_llm.arch.detect import Found, layer_plans
+from ipex_llm.arch.detect import Found, layer_plans, parameter_names
 from ipex_llm.distributed import parallel_plan
 from ipex_llm.model_runner import Rope, Runner
 from ipex_llm.model_runner.dense import Owners, UnsupportedPlan
@@ -93,7 +93,8 @@ def attach_decoder(
         return str(reason)
     from ipex_llm.patch.generate import GenerationMixin, ParallelGenerationMixin
 
-    patch = Patch(model, attach_runner, kv=kv, kv_scales=scales, stock_calls=plan.stock_calls)
+    names = parameter_names(original_class(decoder))
+    patch = Patch(*(model, attach_runner, kv, scales), stock_calls=plan.stock_calls, names=names)
     for module in {id(m): m for m in (decoder, model)}.values():
         module.__dict__["_ipex_undo"] = _undo
         update(module, runner=runner, patch=patch)

@@ -20,7 +20,7 @@ from ipex_llm.generation._loop import Loop, choose
 from ipex_llm.kv_cache.transformers import BLOCK, adopt, state_of_cache
 from ipex_llm.model_runner import Runner
 from ipex_llm.patch.decoder import Reason, check_gaps, given_cache, kv_dtype, tell, usable_runner
-from ipex_llm.records import record_of, without
+from ipex_llm.records import KEY, record_of, without
 
 __all__ = [
     "GenerationMixin",
@@ -178,7 +178,7 @@ def start(
     Raises:
         Reason: Why it cannot do what is asked for.
     """
-    attached = record_of(model).runner
+    attached = model.__dict__[KEY].runner
     runner = usable_runner(model.get_decoder() if attached is None else attached.plan.decoder)
     if runner.plan.head is None:
         raise Reason("the model has no head")
