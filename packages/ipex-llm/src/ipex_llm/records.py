@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["KEY", "Record", "record_of", "recorded", "update", "without"]
+__all__ = ["KEY", "Record", "is_sharded", "record_of", "recorded", "update", "without"]
 
 #: Name of the attribute.
 KEY = "_ipex_llm"
@@ -54,8 +54,13 @@ def record_of(value: Any) -> Record:
     return record
 
 
+def is_sharded(model: Any) -> bool:
+    """Return whether a model has been divided among ranks."""
+    return record_of(model).parallel is not None
+
+
 def recorded(value: Any) -> Record:
-    """Return the record of an object that no other model uses, such as a tensor or a cache; it may be changed."""
+    """Return the record of an object without shallow copies, such as a tensor or a cache; it may be changed."""
     record: Record | None = value.__dict__.get(KEY)
     if record is None:
         record = value.__dict__[KEY] = Record()

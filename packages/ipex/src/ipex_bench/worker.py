@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ALIAS = "_ipex_bench"
+ALIAS = "_bench"
 
 
 def package() -> str:

@@ -43,13 +43,13 @@ from ipex_llm.distributed.group import (
     uncovered,
 )
 from ipex_llm.distributed.shard import (
-    is_sharded,
     parallel_plan,
     shard_head,
     shard_plan,
     wrap_head,
     wrap_outputs,
 )
+from ipex_llm.records import is_sharded
 
 __all__ = [
     "AllReduce",

@@ -35,12 +35,11 @@ from ipex_llm.distributed.group import (
 )
 from ipex_llm.distributed.shard import (
     check_shards,
-    is_sharded,
     set_numbers,
     shard_plan,
     wrap_outputs,
 )
-from ipex_llm.records import update
+from ipex_llm.records import is_sharded, update
 from ipex_quant.weight_only.replace import replace_linears_from_checkpoint
 
 __all__ = [

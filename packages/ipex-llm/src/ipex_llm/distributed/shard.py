@@ -49,7 +49,6 @@ __all__ = [
     "check_shards",
     "head_sizes",
     "inner_size",
-    "is_sharded",
     "parallel_plan",
     "set_numbers",
     "shard_head",
@@ -69,11 +68,6 @@ _GROUPS = ("num_key_value_groups", "n_rep", "num_kv_groups")
 _WIDTHS = ("embed_dim", "hidden_size", "split_size", "all_head_size", "inner_dim", "d_model")
 _KV_WIDTHS = ("kv_dim",)
 _INNER = ("intermediate_size", "intermediate_dim", "expert_dim", "moe_intermediate_size", "ffn_dim")
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model has been divided among ranks."""
-    return record_of(model).parallel is not None
 
 
 def shard_plan(

@@ -23,7 +23,7 @@ from ipex_llm.kv_cache import (
     available_memory,
     format_bytes,
 )
-from ipex_llm.records import record_of, recorded
+from ipex_llm.records import KEY, Record
 
 if TYPE_CHECKING:
     from ipex_llm.model_runner import Runner
@@ -169,7 +169,8 @@ class CacheState:
 
 def state_of_cache(cache: Any) -> CacheState | None:
     """Return the state of an `IpexCache`, or None for other caches and for an unused one."""
-    state = record_of(cache).cache
+    record = getattr(cache, "__dict__", {}).get(KEY)
+    state = None if record is None else record.cache
     return state if isinstance(state, CacheState) else None
 
 
@@ -189,7 +190,7 @@ def cache_class() -> Any:
 
         @property
         def _state(self) -> CacheState:
-            state: CacheState = record_of(self).cache
+            state: CacheState = self.__dict__[KEY].cache
             return state
 
         def __repr__(self) -> str:
@@ -322,5 +323,5 @@ def adopt(
         return cache, "past_key_values was filled by another model or before optimize"
     set_class(cache, kind)
     cache.layers = []
-    recorded(cache).cache = CacheState(runner, batch, tokens, dtype)
+    cache.__dict__[KEY] = Record(cache=CacheState(runner, batch, tokens, dtype))
     return cache, None

@@ -35,6 +35,7 @@ from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
 from ipex_llm.arch import LinearPlan
 from ipex_llm.model_runner import woq as _woq
 from ipex_llm.records import recorded
+from ipex_quant.weight_only.linear import WoqLinearModule
 
 __all__ = [
     "Linear",
@@ -137,9 +138,9 @@ class WeightStore:
 
     def _any(self, plans: list[LinearPlan], fused: bool) -> Linear:
         modules = [module for plan in plans for module in plan.modules]
-        if not any(_woq.is_quantized(module) for module in modules):
+        if not any(isinstance(module, WoqLinearModule) for module in modules):
             return self._pack(plans, fused)
-        if not all(_woq.is_quantized(module) for module in modules):
+        if not all(isinstance(module, WoqLinearModule) for module in modules):
             raise UnsupportedPlan(MIXED)
         found = _woq.combine(plans, fused)
         if found is None:

@@ -20,6 +20,7 @@ from ipex_llm.model_runner.dense import (
     version_of,
 )
 from ipex_quant import combine_linears
+from ipex_quant.weight_only.linear import WoqLinearModule
 
 __all__ = ["Experts", "check_experts", "pack_experts"]
 
@@ -52,7 +53,7 @@ def pack_experts(store: WeightStore, plan: ExpertsPlan) -> Experts:
     gate_up, down = plan.gate_up, plan.down
     if isinstance(gate_up, tuple) and isinstance(down, tuple):
         modules = [*gate_up, *down]
-        quantized = [woq.is_quantized(module) for module in modules]
+        quantized = [isinstance(module, WoqLinearModule) for module in modules]
         if not any(quantized):
             return _pack_listed(store, plan.experts, gate_up, down)
         if not all(quantized):

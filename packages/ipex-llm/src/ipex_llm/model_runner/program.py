@@ -38,7 +38,6 @@ from ipex_llm.arch import (
     MlpPlan,
     NormPlan,
 )
-from ipex_llm.model_runner import woq
 from ipex_llm.model_runner.dense import (
     DIFFERENT,
     MIXED,
@@ -49,6 +48,7 @@ from ipex_llm.model_runner.dense import (
     check_packable,
 )
 from ipex_llm.model_runner.experts import Experts, check_experts, pack_experts
+from ipex_quant.weight_only.linear import WoqLinearModule
 
 __all__ = ["Emitter", "Mode", "rope_key", "unsupported_reason"]
 
@@ -606,7 +606,7 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
     up: Any = latent.up
     check_latent(plan)
     plain = plan.head_dim - rope.dim
-    quantized = woq.is_quantized(up)
+    quantized = isinstance(up, WoqLinearModule)
     if quantized:  # small; products of single heads have no quantized form
         weight = up.dequantize(store.dtype)
         store._own.append((up, "packed_weight", up._buffers["packed_weight"]))

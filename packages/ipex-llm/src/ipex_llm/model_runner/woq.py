@@ -7,7 +7,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import nn
 
 from ipex_core.module_swap.base import restore_class, swap
 from ipex_core.woq import deinterleave_gate_up
@@ -17,14 +16,9 @@ from ipex_quant import combine_linears
 from ipex_quant.weight.tensor import QuantizedWeight, unpack
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-__all__ = ["combine", "give_back", "is_quantized", "lend", "taken"]
+__all__ = ["combine", "give_back", "lend", "taken"]
 
 Tensor = torch.Tensor
-
-
-def is_quantized(module: nn.Module) -> bool:
-    """Return whether a module is a quantized linear layer."""
-    return isinstance(module, WoqLinearModule)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

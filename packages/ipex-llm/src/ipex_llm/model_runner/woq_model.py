@@ -13,7 +13,7 @@ from torch.ao.quantization import QConfig
 from ipex_core.library.spec import check
 from ipex_llm.arch import DecoderPlan, ExpertsPlan, LayerPlan, LinearPlan
 from ipex_llm.arch.detect import Found
-from ipex_llm.model_runner import woq, woq_experts
+from ipex_llm.model_runner import woq_experts
 from ipex_quant import quantize_linears
 from ipex_quant.qconfig.weight_only import QConfigWoq
 from ipex_quant.weight_only.convert import (
@@ -22,6 +22,7 @@ from ipex_quant.weight_only.convert import (
     woq_qconfig_of,
     woq_qconfigs,
 )
+from ipex_quant.weight_only.linear import WoqLinearModule
 
 __all__ = ["Choice", "choose", "quantize", "remapped"]
 
@@ -170,7 +171,9 @@ def _remap(plan: Plan, modules: dict[int, nn.Module]) -> Plan:
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             return value
         changes = {f.name: walk(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        if isinstance(value, LinearPlan) and any(woq.is_quantized(m) for m in changes["modules"]):
+        if isinstance(value, LinearPlan) and any(
+            isinstance(m, WoqLinearModule) for m in changes["modules"]
+        ):
             changes["transposed"] = False
         if isinstance(value, ExpertsPlan) and (names := woq_experts.weights(value.module)):
             gate_up, down = (getattr(value.module, name) for name in names)

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 import ipex_core
-from ipex_core.module_swap.base import as_original, restore_class, swap
+from ipex_core.module_swap.base import as_original, original_class, restore_class, swap
 from ipex_core.module_swap.forward import FusedForward
 from ipex_core.optimization.passes.prepack import PACKED_LATER
 from ipex_core.packing.parameter import PackedWeight
 from ipex_llm.arch import DecoderPlan, linear_modules
-from ipex_llm.arch.detect import Found, layer_plans
-from ipex_llm.distributed import is_sharded, parallel_plan
+from ipex_llm.arch.detect import Found, layer_plans, parameter_names
+from ipex_llm.distributed import parallel_plan
 from ipex_llm.model_runner import Rope, Runner
 from ipex_llm.model_runner.dense import Owners, UnsupportedPlan
 from ipex_llm.patch.decoder import DecoderMixin, Patch, patch_of
 from ipex_llm.patch.layer import LayerMixin, hooks_of
-from ipex_llm.records import record_of, update
+from ipex_llm.records import is_sharded, record_of, update
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = [
@@ -43,7 +43,8 @@ def find_plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
     from ipex_llm.arch.detect import MatchError, match
 
     try:
-        return parallel_plan(model, match(model)), None
+        plan = match(model)
+        return (parallel_plan(model, plan) if is_sharded(model) else plan), None
     except MatchError as error:
         return None, str(error)
 
@@ -65,11 +66,16 @@ def optimize_rest(
             module.__dict__.pop(PACKED_LATER, None)
 
 
+def can_generate(model: nn.Module) -> bool:
+    """Return whether a model has the loops of transformers."""
+    return hasattr(type(model), "_sample") and hasattr(type(model), "generate")
+
+
 def share_random(model: nn.Module) -> None:
     """Let ``generate`` of a sharded model that has no program draw the same random numbers on each rank."""
-    from ipex_llm.patch.generate import SameRandomMixin, can_generate
-
     if can_generate(model):
+        from ipex_llm.patch.generate import SameRandomMixin
+
         swap(model, SameRandomMixin)
 
 
@@ -85,9 +91,10 @@ def attach_decoder(
         runner = Runner(plan, row_dtype(plan), _shared(model), kv_scales=scales)
     except UnsupportedPlan as reason:
         return str(reason)
-    from ipex_llm.patch.generate import GenerationMixin, ParallelGenerationMixin, can_generate
+    from ipex_llm.patch.generate import GenerationMixin, ParallelGenerationMixin
 
-    patch = Patch(model, attach_runner, kv=kv, kv_scales=scales, stock_calls=plan.stock_calls)
+    names = parameter_names(original_class(decoder))
+    patch = Patch(*(model, attach_runner, kv, scales), stock_calls=plan.stock_calls, names=names)
     for module in {id(m): m for m in (decoder, model)}.values():
         module.__dict__["_ipex_undo"] = _undo
         update(module, runner=runner, patch=patch)

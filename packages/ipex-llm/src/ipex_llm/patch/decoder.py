@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm.arch.detect import Facts, parameter_names
+from ipex_llm.arch.detect import Facts
 from ipex_llm.kv_cache.transformers import CacheState, adopt, state_of_cache
 from ipex_llm.model_runner import Runner
-from ipex_llm.records import record_of, without
+from ipex_llm.records import KEY, without
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = [
@@ -51,6 +51,7 @@ class Patch:
         kv: dtype of the cache, None for the dtype of the model.
         kv_scales: Scales of an FP8 or INT8 cache.
         stock_calls: Kinds of calls that the stock forward answers.
+        names: Of a decoder: the names of the arguments of its forward.
         layer: Of a layer that runs alone, what its forward must know.
         hooks: Modules inside a layer, with what is done around their forwards.
     """
@@ -60,14 +61,15 @@ class Patch:
     kv: torch.dtype | None = None
     kv_scales: KVCacheScales | None = None
     stock_calls: frozenset[str] = frozenset()
+    names: tuple[str, ...] = ()
     layer: Facts | None = None
     hooks: tuple[tuple[nn.Module, tuple[int, int, int]], ...] = ()
 
 
 def patch_of(module: nn.Module) -> Patch | None:
     """Return the patch of a module, or None."""
-    patch: Patch | None = record_of(module).patch
-    return patch
+    record = module.__dict__.get(KEY)
+    return None if record is None else record.patch
 
 
 def kv_dtype(module: nn.Module) -> torch.dtype | None:
@@ -186,7 +188,7 @@ class DecoderMixin(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder."""
-        names = parameter_names(self._ipex_original)
+        names = self.__dict__[KEY].patch.names
         kwargs.update(zip(names, args, strict=False))
         try:
             runner = usable_runner(self)
@@ -309,7 +311,7 @@ class DecoderMixin(nn.Module):
         new = known[:, -count:].contiguous()
         if before is None:
             before = known.new_ones(batch, past)
-        check_gaps(record_of(self).runner, torch.cat([before, new], dim=1))
+        check_gaps(self.__dict__[KEY].runner, torch.cat([before, new], dim=1))
         return new
 
     def _positions(
@@ -326,7 +328,7 @@ class DecoderMixin(nn.Module):
         past = state.length
         if (
             mask is not None
-            and record_of(self).runner.plan.position_offset
+            and self.__dict__[KEY].runner.plan.position_offset
             and mask.shape[1] >= past + count
         ):
             # OPT counts the tokens that the mask lets through.
@@ -399,7 +401,7 @@ def usable_runner(module: Any) -> Runner:
     Raises:
         Reason: Why not.
     """
-    runner = record_of(module).runner
+    runner = module.__dict__[KEY].runner
     if not isinstance(runner, Runner):
         runner = _revive(module)
     check_inference(module)

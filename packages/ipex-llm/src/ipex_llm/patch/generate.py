@@ -20,13 +20,12 @@ from ipex_llm.generation._loop import Loop, choose
 from ipex_llm.kv_cache.transformers import BLOCK, adopt, state_of_cache
 from ipex_llm.model_runner import Runner
 from ipex_llm.patch.decoder import Reason, check_gaps, given_cache, kv_dtype, tell, usable_runner
-from ipex_llm.records import record_of, without
+from ipex_llm.records import KEY, record_of, without
 
 __all__ = [
     "GenerationMixin",
     "ParallelGenerationMixin",
     "SameRandomMixin",
-    "can_generate",
     "start",
 ]
 
@@ -45,11 +44,6 @@ _KNOWN = frozenset(
         "token_type_ids",
     }
 )
-
-
-def can_generate(model: nn.Module) -> bool:
-    """Return whether a model has the loops of transformers."""
-    return hasattr(type(model), "_sample") and hasattr(type(model), "generate")
 
 
 class GenerationMixin(nn.Module):
@@ -184,7 +178,7 @@ def start(
     Raises:
         Reason: Why it cannot do what is asked for.
     """
-    attached = record_of(model).runner
+    attached = model.__dict__[KEY].runner
     runner = usable_runner(model.get_decoder() if attached is None else attached.plan.decoder)
     if runner.plan.head is None:
         raise Reason("the model has no head")

@@ -22,7 +22,7 @@ from ipex_llm.arch import DecoderPlan, ExpertsPlan, LayerPlan
 from ipex_llm.arch.detect.attention import find_attention
 from ipex_llm.arch.detect.decoder import MatchedLayer, match_decoder, match_layers
 from ipex_llm.arch.detect.decoder import match_each as _match_each
-from ipex_llm.arch.detect.mlp import is_mixture, match_experts
+from ipex_llm.arch.detect.parts import is_mixture, match_experts
 from ipex_llm.arch.detect.trace import Config, MatchError, Trace
 
 __all__ = [

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ipex_llm.arch import AttentionPlan, LatentPlan, LinearPlan, NormPlan, RopePlan
-from ipex_llm.arch.detect.parts import match_norm, match_ropes
+from ipex_llm.arch.detect.parts import linear_plan, match_norm, match_ropes
 from ipex_llm.arch.detect.trace import Config, Trace, distance, is_norm, linears, same, settle
 from ipex_llm.arch.reference import attend
 
@@ -25,7 +25,6 @@ __all__ = [
     "ATTENTION_NAMES",
     "find_attention",
     "is_latent",
-    "linear_plan",
     "match_attention",
     "match_latent",
     "scales_of",
@@ -46,11 +45,6 @@ def find_attention(layer: nn.Module) -> nn.Module | None:
             # Some keep it one level deeper.
             return find_attention(child) or child
     return None
-
-
-def linear_plan(*modules: nn.Module, order: Tensor | None = None) -> LinearPlan:
-    """Return the plan of linear layers; those with ``nf`` (Conv1D) hold their weights as ``[in, out]``."""
-    return LinearPlan(modules, transposed=hasattr(modules[0], "nf"), order=order)
 
 
 def window_of(config: Config, attention: nn.Module, index: int) -> int:

@@ -23,12 +23,10 @@ from ipex_llm.arch import (
 from ipex_llm.arch.detect.attention import (
     find_attention,
     is_latent,
-    linear_plan,
     match_attention,
     match_latent,
 )
-from ipex_llm.arch.detect.mlp import is_mixture, match_experts, match_mlp
-from ipex_llm.arch.detect.parts import match_norm
+from ipex_llm.arch.detect.parts import is_mixture, linear_plan, match_experts, match_mlp, match_norm
 from ipex_llm.arch.detect.trace import (
     Config,
     MatchError,
