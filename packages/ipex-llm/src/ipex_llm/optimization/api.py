@@ -15,7 +15,7 @@ from torch import nn
 
 import ipex_core
 from ipex_core.errors import OpArgumentError
-from ipex_core.optimization.api import copy_model
+from ipex_core.optimization import copy_model
 from ipex_core.optimization.records import log_of
 from ipex_llm.arch.layers import Found
 from ipex_llm.arch.types import DecoderPlan
