@@ -24,7 +24,7 @@ from ipex_core.nn.training_linear import (
     product,
     weight_gradient,
 )
-from ipex_core.optimization.api import copy_model, restore
+from ipex_core.optimization import copy_model, restore
 from ipex_core.optimization.options import ModelTypeError, parse
 from ipex_core.optimization.passes.cast import cast_input
 from ipex_core.optimization.records import KEY, log_of

@@ -19,7 +19,7 @@ from ipex_core.kernels import providers
 from ipex_core.library.kernels import specs
 from ipex_core.library.spec import dtype_name
 from ipex_core.module_swap.state_dict import state_of
-from ipex_core.optimization.api import PASSES
+from ipex_core.optimization import PASSES
 from ipex_core.optimization.records import (
     Quantization,
     Record,

@@ -17,7 +17,7 @@ from torch import nn
 
 import ipex_core
 from ipex_core.errors import OpArgumentError
-from ipex_core.optimization.api import copy_model
+from ipex_core.optimization import copy_model
 from ipex_core.optimization.records import Record, class_name, log_of
 from ipex_llm.arch import DecoderPlan
 from ipex_llm.arch.detect import Found

@@ -15,8 +15,7 @@ from ipex_core.fusion.aten import CASTS, Context, is_call, same, shape_of, val
 from ipex_core.fusion.aten.attention import fuse_attention
 from ipex_core.fusion.aten.linear import fuse_gated, fuse_post_ops, pack_linears, unpack_linears
 from ipex_core.fusion.aten.merge import merge_bags, merge_linears
-from ipex_core.fusion.aten.norm import fuse_add_norms, fuse_norms
-from ipex_core.fusion.aten.rotary import fuse_rotary
+from ipex_core.fusion.aten.norm_rotary import fuse_add_norms, fuse_norms, fuse_rotary
 from ipex_core.fusion.aten.woq import fuse_woq
 from ipex_core.library.spec import FLOATS
 

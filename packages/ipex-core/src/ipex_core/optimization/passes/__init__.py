@@ -81,7 +81,7 @@ class Context:
 
 
 class Pass:
-    """One step of the pipeline; `ipex_core.optimization.api.PASSES` has them in their order.
+    """One step of the pipeline; `ipex_core.optimization.PASSES` has them in their order.
 
     Attributes:
         name: What records call the step.
