@@ -298,7 +298,7 @@ def test_a_night_goes_on_after_a_kind_that_fails_and_publishes_the_others(
         sessions.bench.func(Session())
     more = "--size tiny --turn 0.02"
     minutes = sessions.BENCH_MINUTES
-    assert sum(minutes.values()) <= 55 and sum(sessions.SHORT_MINUTES.values()) <= 9
+    assert sum(minutes.values()) <= 44 and sum(sessions.SHORT_MINUTES.values()) <= 7
     assert commands == [
         f"ops --minutes {minutes['ops']} --size tiny",
         f"ops --peers --minutes {minutes['peers']} {more}",
