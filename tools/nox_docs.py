@@ -52,7 +52,7 @@ def version_of(package: str) -> str:
 #: Where the page of all tables takes its nightly ones from. The other files in docs/data stay: texts are about them.
 NIGHTLY = ROOT / "docs" / "data" / "nightly"
 BENCH_KINDS = ("ops", "peers", "models", "llm", "train")
-#: Minutes of each kind. The installation, which builds llama.cpp from its sources, takes up to a quarter of an hour more
+#: Minutes of each kind. The installation, which builds llama.cpp from its sources, takes a quarter of an hour more
 #: and everything together an hour; of the short form, which takes wheels only, ten minutes.
 BENCH_MINUTES = {"ops": 8.0, "peers": 6.0, "models": 11.0, "llm": 11.0, "train": 7.0}
 SHORT_MINUTES = {"ops": 1.0, "peers": 1.5, "models": 2.0, "llm": 1.4, "train": 1.0}
