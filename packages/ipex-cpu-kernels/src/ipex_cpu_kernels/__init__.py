@@ -29,6 +29,18 @@ __all__ = ["KERNEL_API", "__version__", "cmake_prefix_path", "isa", "register"]
 #: Contract version of these kernels; must equal the version of the core.
 KERNEL_API = 1
 
+#: Op -> when the stock op is faster, in words, measured; ``ipex.op_info`` shows it. The choice itself is made where a
+#: model is changed, by ``ipex.optimize`` and the compile backend of core: an op that is called by name runs its kernel.
+_STOCK_WHEN = {
+    "attention": (
+        "in models: fewer than 128 query rows in float32, fewer than 8 in bfloat16 and float16; with grouped heads,"
+        " fewer than 4 query rows for each head of the key"
+    ),
+    "linear": (
+        "in models: weights of fewer than 131072 elements in float32, of fewer than 6144 in bfloat16 and float16"
+    ),
+}
+
 
 def _cmake_prefix_path() -> str:
     # The sources have a build folder in the place of lib.
@@ -59,7 +71,6 @@ def register(api: int) -> ProviderInfo:
             " pip install --upgrade ipex-core ipex-cpu-kernels"
         )
     from ipex_cpu_kernels import _native
-    from ipex_cpu_kernels._choice import STOCK_WHEN
 
     native = _native.load()
     if native.kernel_api() != KERNEL_API:
@@ -79,7 +90,7 @@ def register(api: int) -> ProviderInfo:
         isa_built=native.levels_built(),
         ops=native.ops(),
         kernels=_kernels,
-        stock_when=STOCK_WHEN,
+        stock_when=_STOCK_WHEN,
         why_unavailable=native.why_unavailable,
         current_isa=native.level,
     )
