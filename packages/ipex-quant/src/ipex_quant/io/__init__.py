@@ -260,13 +260,13 @@ def _load(
     state: dict[str, Tensor] = {}
     for path in weight_files(place):
         state |= mapped(path)
-    int8_modules = about.get("int8", {}).get("modules", {})
-    state = without_markers(state, (*layers, *int8_modules))
+    state = without_markers(state, layers)
     if model is None:
         model = _make(op, place, config, trust_remote_code)
     int8: tuple[str, ...] = ()
     if "int8" in about:
         int8 = rebuild(op, model, about["int8"], state, progress)
+        state = without_markers(state, int8)
     names = set(quantized_names(state)) if layers or not int8 else set()
     strangers = sorted(names ^ set(layers))
     check(not strangers, op, "folder", "have the layers of its config.json", strangers[:3])
