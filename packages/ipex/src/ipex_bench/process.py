@@ -47,6 +47,8 @@ class Worker:
             "MKL_NUM_THREADS": count,
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            # Of its own: a process that is ended while it compiles leaves a library behind that is cut off.
+            "TORCHINDUCTOR_CACHE_DIR": str(task.path / f"inductor-{engine}"),
         }
         if python and python != sys.executable:
             # What we import must not be found by another environment: it may hold the original of our alias.
