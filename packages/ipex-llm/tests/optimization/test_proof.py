@@ -332,7 +332,7 @@ def test_layer_0_may_differ_from_the_others_of_its_kind() -> None:
 
 
 def test_models_are_optimized_in_inference_mode() -> None:
-    """Writes to their parameters, and to those of small copies, are not counted there."""
+    """torch counts no writes to parameters that are inference tensors, as those of small copies are there."""
     with torch.inference_mode():
         model = make("XGLM", d_model=64, ffn_dim=96, num_layers=2, attention_heads=4)
         fast = optimize(model)

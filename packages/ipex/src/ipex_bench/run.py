@@ -193,16 +193,13 @@ class _Group(contextlib.ExitStack):
             if peers.BASELINE not in self.about:
                 return False
             while waiting and len(self._running) < _AT_ONCE and self._another_fits():
-                if self._to_prepare(waiting) < _SHORTEST:
+                seconds = self.plan.to_prepare(len(self._running) + len(waiting))
+                if seconds < _SHORTEST:
                     self.found.absent += [Absent(e, self.task.case, _TIME_UP) for e in waiting]
                     waiting.clear()
                     break
-                self._begin(waiting[0], self._to_prepare(waiting))
-                del waiting[0]
+                self._begin(waiting.pop(0), seconds)
         return peers.BASELINE in self.about
-
-    def _to_prepare(self, waiting: Sequence[str]) -> float:
-        return self.plan.to_prepare(len(self._running) + len(waiting))
 
     def _begin(self, engine: str, seconds: float) -> None:
         self.say(f"{self.task.case}: preparing {', '.join([*self._running.values(), engine])}")
