@@ -110,9 +110,9 @@ def test_rms_norm_with_weights_of_any_shape(dtype):
             assert torch.equal(base, x + residual if add_back else residual)
         got = fn.rms_norm(x + residual, weight, 1e-6)
         torch.testing.assert_close(got, want.to(dtype), **near)
-    with pytest.raises(OpArgumentError, match="^rms_norm: weight must be broadcastable to x"):
+    with pytest.raises(OpArgumentError, match=r"^rms_norm: weight must be broadcastable to x"):
         fn.rms_norm(x, torch.rand(2, 8), 1e-6)
-    with pytest.raises(OpArgumentError, match="^add_rms_norm: residual must have the shape of x"):
+    with pytest.raises(OpArgumentError, match=r"^add_rms_norm: residual must have the shape of x"):
         fn.add_rms_norm(residual[0], x, torch.rand(5, 8), None, 1e-6)
 
 

@@ -63,7 +63,7 @@ def run_op(name: str, dtype: torch.dtype, *args: Any) -> Any:
     # Where torch follows each operation the checks would be followed, too.
     followed = (
         torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
     )
     if not followed:

@@ -196,7 +196,7 @@ class PackedLinear:
         return self._zero_points
 
     def __call__(self, x: Tensor, activation: str = "none", **operands: Tensor) -> Tensor:
-        """Return the product, ``[..., out_features]`` in the dtype of ``x``, with the bias and what `woq_linear` fuses."""
+        """Return the product, ``[..., out_features]`` like ``x``, with the bias and what `woq_linear` fuses."""
         lowp, act = self._modes
         return _OPS.woq_linear(  # type: ignore[no-any-return]
             x,
