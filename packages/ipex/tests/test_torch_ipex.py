@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ipex.compat.torch_ops import alias_names
+from ipex_core.errors import OpArgumentError
 from ipex_core.packing import woq
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -118,6 +119,20 @@ def test_rms_norm_with_weights_of_any_shape_and_dtype(dtype):
         ):
             want = torch.nn.functional.rms_norm(total.float(), (8,), None, 1e-6) * weight.float()
             torch.testing.assert_close(got, want.to(dtype), **near)
+    for weight in (torch.rand(7), torch.rand(3, 7), torch.rand(2, 3, 5, 8)):
+        with pytest.raises(OpArgumentError, match=r"^rmsnorm: weight must be broadcastable to x"):
+            OPS.rmsnorm(x, weight.half(), 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(8,), (5, 8)])
+def test_rms_norm_in_float64(shape):
+    x, y, weight = (torch.randn(s, dtype=torch.float64) for s in ((3, 5, 8), (3, 5, 8), shape))
+    for total, got in (
+        (x, OPS.rmsnorm(x, weight, 1e-6)),
+        (x + y, OPS.add_rmsnorm(x, y, weight, 1e-6, False)),
+    ):
+        want = torch.nn.functional.rms_norm(total, (8,), None, 1e-6) * weight
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_add_softmax_writes_to_its_first_argument():

@@ -255,6 +255,10 @@ def test_deepseek_moe_tpp(distributed, dtype):
         for fallback in (True, False):
             got = OPS.deepseek_moe_tpp(x, ids, gate, up, down, fallback, weights, distributed)
             torch.testing.assert_close(got, want.to(dtype), **near(dtype))
+        layers = [None] * experts  # objects of IPEX's packed layers
+        for op in (OPS.deepseek_moe, OPS.deepseek_moe_mkl):
+            again = op(x, ids, gate, layers, up, layers, down, layers, weights, distributed)
+            assert torch.equal(again, got)
     finally:
         if distributed:
             torch.distributed.destroy_process_group()

@@ -112,6 +112,21 @@ def test_weight_only_qlinear_prepack(lowp_mode):
     torch.testing.assert_close(made(x), x @ plain.T + bias, **rounding)
     assert made.get_weight_shape() == [24, 64] and made.get_zero_points() is None
     assert torch.equal(made.get_bias(), bias) and made.get_scales().shape == (24, 1)
+    # IPEX's layers called the ops with the number that stands for the object.
+    handle, other = made.get_data_handle(), numbers(3, 24, seed=4)
+    plain, torch_ipex = made(x), torch.ops.torch_ipex
+    assert handle.dtype == torch.int64 and torch.equal(handle, made.get_data_handle())
+    for got, want in (
+        (torch_ipex.ipex_woq_linear(x, handle), plain),
+        (torch_ipex.woq_linear_relu(x, handle), plain.relu()),
+        (torch_ipex.woq_linear_add(x, handle, [other]), plain + other),
+    ):
+        torch.testing.assert_close(got, want)
+    traced = torch.jit.trace(lambda v: torch_ipex.woq_linear_relu(v, handle), x)
+    torch.testing.assert_close(traced(x[:2]), plain[:2].relu())
+    del made
+    with pytest.raises(RuntimeError, match="weight_only_qlinear_prepack that still exists, got"):
+        torch_ipex.woq_linear_relu(x, handle)
     with pytest.raises(RuntimeError, match=r"W_dtype must be a WoqWeightDtype.*got 9"):
         PREPACK.weight_only_qlinear_prepack(
             weight, 9, [24, 64], bias, None, None, None, None, -1, 0, 0

@@ -16,7 +16,7 @@ import ipex_core  # noqa: F401
 from ipex_core.benchmark import select
 from ipex_core.errors import OpArgumentError
 from ipex_core.library import kernels
-from ipex_core.library.kernels import register, specs
+from ipex_core.library.kernels import register, run_op, specs
 from ipex_core.library.spec import BenchCase, OpSpec, Sample, check
 from ipex_core.testing import reference_result, samples
 
@@ -192,6 +192,30 @@ def test_outputs_are_contiguous_for_any_input():
 def test_check_message():
     with pytest.raises(OpArgumentError, match=r"^rms_norm: weight must be 1-D, got \[3, 4\]$"):
         check(False, "rms_norm", "weight", "be 1-D", [3, 4])
+
+
+def test_float64_is_checked_and_takes_the_definition():
+    run, table = run_op, torch.randn(2, 4, 3, dtype=torch.float64)
+    first, second = table  # two tables in one memory
+    rows, starts = [torch.tensor([1, 3])] * 2, [torch.tensor([0])] * 2
+    zeros = [torch.zeros(1, 3, dtype=torch.float64)] * 2
+    trails = [torch.empty(0, dtype=torch.bfloat16)] * 2
+    update = (zeros, [first, second], trails, rows, starts, [], "sum", False, 0.1, 0.0)
+    run("merged_embeddingbag_sgd", torch.float64, *update)
+    same = (zeros, [first, first], *update[2:])
+    with pytest.raises(OpArgumentError, match="weights must not share memory"):
+        run("merged_embeddingbag_sgd", torch.float64, *same)
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    run("rms_norm", torch.float64, x, None, 1e-6).sum().backward()
+    assert x.grad.dtype == torch.float64
+    with pytest.raises(
+        OpArgumentError, match=r"weight must be 1-D of size x.shape\[-1\] = 8, got \[7\]"
+    ):
+        run("rms_norm", torch.float64, x, x.new_ones(7), 1e-6)
+    with pytest.raises(OpArgumentError, match="x must be a tensor, got None"):
+        run("rms_norm", torch.float64, None, None, 1e-6)
+    mapped = torch.func.vmap(lambda v: run("rms_norm", torch.float64, v, None, 1e-6))
+    assert torch.equal(mapped(x), run("rms_norm", torch.float64, x, None, 1e-6))
 
 
 def test_registering_an_op_of_ones_own():

@@ -196,6 +196,25 @@ def test_box_head_nms():
         functional.box_head_nms(*args, 2, 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_errors_are_the_same_without_a_kernel(dtype):
+    boxes, scores = DETS.to(dtype), torch.rand(4, dtype=dtype)
+    with pytest.raises(RuntimeError, match=r"nms_mask: scores must have shape \[4\], got \[5\]"):
+        functional.nms(boxes, torch.rand(5, dtype=dtype), 0.5)
+    with pytest.raises(RuntimeError, match=r"boxes must have shape \[..., N, 4\], got \[4, 3\]"):
+        functional.nms(boxes[:, :3], scores, 0.5)  # was computed in float64
+    with pytest.raises(ValueError, match=r"each image, got \[4, 4\] and \[3\]"):
+        functional.rpn_nms(boxes[None], scores[None, :3], [(25, 22)], 1, 0.5, 10)
+    with pytest.raises(RuntimeError, match=r"locations must have shape \[..., 4\]"):
+        functional.parallel_scale_back_batch(boxes[None, :, :3], scores, boxes, 0.1, 0.2)
+    x = torch.rand(1, 3, 6, 6, dtype=dtype)
+    with pytest.raises(RuntimeError, match="roi_align: pooled_height must be from 1 to"):
+        roi_align(x, torch.zeros(1, 5, dtype=dtype), (0, 2))
+    vectors = [torch.rand(2, d, dtype=dtype) for d in (3, 4)]
+    with pytest.raises(RuntimeError, match=r"inputs\[1\] must have the shape of inputs\[0\]"):
+        functional.interaction(*vectors)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_selections_are_float32_in_autocast(dtype):
     boxes = (DETS / 2)[None].to(dtype)

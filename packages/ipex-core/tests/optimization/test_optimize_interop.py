@@ -121,6 +121,22 @@ def test_a_trace_under_autocast(called, gradients):
     assert "_slow_forward" not in restore(made).__dict__
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casts_of_fake_tensors(dtype):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        kinds = (nn.Conv2d(3, 8, 3), nn.Linear(9, 8), nn.Embedding(5, 9), nn.LSTM(9, 4))
+        for layer in kinds:
+            made = optimize(layer.eval(), dtype=dtype)
+            assert all(p.dtype == dtype for p in made.parameters())
+            assert all(v.dtype == torch.float32 for v in made.state_dict().values())
+            x = torch.zeros(2, 3, 9, 9).flatten(0, 1) if isinstance(layer, nn.LSTM) else None
+            x = torch.zeros(2, 3, 9, 9) if x is None else x
+            y = made(x.long() if isinstance(layer, nn.Embedding) else x.to(dtype))
+            assert (y[0] if isinstance(y, tuple) else y).dtype == dtype
+
+
 def test_fake_tensors():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -442,3 +444,33 @@ def test_many_rows_in_16_bits_have_the_own_kernel(dtype, monkeypatch):
     monkeypatch.setattr(prepack, "has_kernel", lambda name: name == "linear")
     choice = prepack.choose_linear(dtype, 384, 384, 4096)
     assert choice.form == ("mkldnn" if dtype == torch.float32 else "ipex"), choice
+
+
+def error_of(layer, *shape, dtype):
+    with torch.no_grad(), pytest.raises((RuntimeError, ValueError)) as caught:
+        layer(torch.randn(shape, dtype=dtype))
+    return str(caught.value)
+
+
+LAYERS = [nn.Linear(64, 64)]
+LAYERS += [kind(4, 8, 3) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)]
+LAYERS += [kind(4, 8, 3) for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
+def test_errors_are_those_of_torch(packed_convs, layer, dtype):
+    stock, right, wrong = copy.deepcopy(layer).to(dtype).eval(), (3, 64), [(3, 65), (63,), ()]
+    if not isinstance(layer, nn.Linear):
+        size = (8,) * len(layer.kernel_size)
+        right, wrong = (2, 4, *size), [(2, 5, *size), (3, *size), size, (8,)]
+    made = optimize(layer.eval(), dtype=dtype, sample_input=torch.randn(right))
+    for shape in wrong:
+        assert error_of(made, *shape, dtype=dtype) == error_of(stock, *shape, dtype=dtype)
+    if isinstance(layer, nn.Linear):
+        return
+    for name, number in (("padding", -1), ("stride", 0), ("dilation", -1)):
+        changed = copy.deepcopy(layer)
+        setattr(changed, name, (number,) * len(size))
+        made, stock = optimize(changed, dtype=dtype), changed.to(dtype)
+        assert error_of(made, *right, dtype=dtype) == error_of(stock, *right, dtype=dtype)

@@ -97,6 +97,25 @@ def test_add_back_writes_the_sum(dtype):
         assert torch.equal(mine, total) and torch.equal(x, given)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_rms_norm_with_weights_of_any_shape(dtype):
+    near = {"rtol": 1e-2, "atol": 1e-2} if dtype.itemsize == 2 else {"rtol": 1e-5, "atol": 1e-6}
+    x, residual = torch.randn(3, 5, 8).to(dtype), torch.randn(3, 5, 8).to(dtype)
+    for weight in (torch.rand(5, 8), torch.rand(3, 1, 1), torch.rand(8).to(dtype)):
+        want = torch.nn.functional.rms_norm((x + residual).double(), (8,), None, 1e-6) * weight
+        for add_back in (False, True):
+            base = residual.clone()
+            got = fn.add_rms_norm(base, x, weight, None, 1e-6, add_back)
+            torch.testing.assert_close(got, want.to(dtype), **near)
+            assert torch.equal(base, x + residual if add_back else residual)
+        got = fn.rms_norm(x + residual, weight, 1e-6)
+        torch.testing.assert_close(got, want.to(dtype), **near)
+    with pytest.raises(OpArgumentError, match=r"^rms_norm: weight must be broadcastable to x"):
+        fn.rms_norm(x, torch.rand(2, 8), 1e-6)
+    with pytest.raises(OpArgumentError, match=r"^add_rms_norm: residual must have the shape of x"):
+        fn.add_rms_norm(residual[0], x, torch.rand(5, 8), None, 1e-6)
+
+
 def test_layer_norm_over_two_dimensions():
     x, weight, bias = torch.randn(3, 4, 6), torch.randn(4, 6), torch.randn(4, 6)
     got = fn.fast_layer_norm(x, (4, 6), weight, bias, 1e-5)
@@ -360,7 +379,7 @@ def test_lora(dtype):
         [b[i, 0].float() @ r if i >= 0 else 0 * x[0].float() for i, r in zip(of, low, strict=True)]
     )
     added, written = base.clone(), base.clone()
-    fn.bgmv_expand(low, b, added, of)  # as on XPU, adding is the default
+    assert fn.bgmv_expand(low, b, added, of) is added  # as on XPU, adding is the default
     fn.bgmv_expand(
         inputs=low,
         lora_b_weights=b,
@@ -374,7 +393,7 @@ def test_lora(dtype):
     wide = torch.randn(rows, features + 8).to(dtype)
     want = wide.float()
     want[:, 5 : 5 + features] += delta
-    fn.bgmv_expand_slice(low, b, wide, of, 5, features, True)
+    assert fn.bgmv_expand_slice(low, b, wide, of, 5, features, True) is wide
     close(wide, want, dtype)
     starts, lengths, which = (
         torch.tensor([0, 1, 4, 0]),
@@ -382,13 +401,13 @@ def test_lora(dtype):
         torch.tensor([0, 2, 1, 0]),
     )
     again = torch.zeros(rows, rank)
-    fn.sgmv_shrink(x, a, again, starts, lengths, which, 3, 2, 0.5)
+    assert fn.sgmv_shrink(x, a, again, starts, lengths, which, 3, 2, 0.5) is again
     close(again, low)
     again = base.clone()
-    fn.sgmv_expand(low, b, again, starts, lengths, which, 3, 2, True)
+    assert fn.sgmv_expand(low, b, again, starts, lengths, which, 3, 2, True) is again
     close(again, added, dtype)
     again = torch.zeros(rows, features + 8).to(dtype)
-    fn.sgmv_expand_slice(low, b, again, starts, lengths, which, 3, 2, 5, features)
+    assert fn.sgmv_expand_slice(low, b, again, starts, lengths, which, 3, 2, 5, features) is again
     close(again[:, 5 : 5 + features], delta, dtype)
     for batches in (-1, 5):
         with pytest.raises(OpArgumentError, match="sgmv_expand: batches must be between 0 and 4"):

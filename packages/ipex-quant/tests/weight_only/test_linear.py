@@ -219,6 +219,13 @@ def test_small_groups() -> None:
     linear.qconfig = woq_qconfig(group_size=8)
     with pytest.raises(OpArgumentError, match=r"group_size must be -1, or at least 16"):
         WeightOnlyQuantizedLinear.from_float(linear)
+    parts = quantize_per_block(linear.weight.detach(), D.INT4, 8)
+    with pytest.raises(
+        OpArgumentError, match=r"groups of 8 .* smaller than 16; quantize it with other groups"
+    ):
+        WeightOnlyQuantizedLinear.from_float_and_qweight(
+            linear, parts[0], D.INT4, *parts[1:], group_size=8
+        )
 
 
 @pytest.mark.parametrize("group", [512, 1024])

@@ -24,7 +24,7 @@ from ipex_core.library.checks import (
     row_samples,
     strided,
 )
-from ipex_core.library.kernels import define, register, schemas, specs
+from ipex_core.library.kernels import define, register, run_op, schemas, specs
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "register",
     "row_bench",
     "row_samples",
+    "run_op",
     "schemas",
     "specs",
     "strided",

@@ -29,7 +29,7 @@ from ipex_core.library.derivatives import (
 )
 from ipex_core.library.spec import FLOATS, NAMESPACE, OpSpec, check
 
-__all__ = ["LIBRARY", "define", "register", "schemas", "specs"]
+__all__ = ["LIBRARY", "define", "register", "run_op", "schemas", "specs"]
 
 #: Devices whose autocast the rules of a spec apply to.
 _AUTOCAST_DEVICES = ("cpu", "xpu")
@@ -47,6 +47,43 @@ def specs() -> Mapping[str, OpSpec]:
 def schemas() -> Mapping[str, str]:
     """Return the schema, name included, of each op that `define` was given, by name."""
     return MappingProxyType(_SCHEMAS)
+
+
+def run_op(name: str, dtype: torch.dtype, *args: Any) -> Any:
+    """Call an op, or for float64, which has no kernels, its definition after the checks of the op.
+
+    Args:
+        name: Of the op.
+        dtype: Of the leading argument.
+        args: Positional arguments of the op.
+    """
+    spec = _SPECS[name]
+    if dtype != torch.float64:
+        return spec.op(*args)
+    # Where torch follows each operation the checks would be followed, too.
+    followed = (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+    )
+    if not followed:
+        _check_present(spec, args)
+        spec.check(spec.bind(*map(_as_float32, args)))
+    return spec.reference(*args)
+
+
+def _as_float32(value: Any) -> Any:
+    """Return float64 tensors as float32 ones of the same shape and strides, whose numbers mean nothing: for checks."""
+    if isinstance(value, (list, tuple)):
+        return [_as_float32(part) for part in value]
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.float64:
+        return value
+    place = value.detach()
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):  # may have no memory of its own
+        return place.float()
+    return torch.empty(0, dtype=torch.float32, device=value.device).set_(
+        place.untyped_storage(), 2 * place.storage_offset(), place.shape, place.stride()
+    )
 
 
 def define(schema: str, library: Library = LIBRARY) -> bool:

@@ -86,8 +86,8 @@ class SavedTensor:
         self.folded = folded
         if folded:
             self.form, self.rest = "copy", original
-        elif original.dtype == replacement.dtype:
-            return
+        elif original.dtype == replacement.dtype or isinstance(replacement, FakeTensor):
+            return  # without numbers there is no difference to keep
         elif original.dtype == torch.float32 and replacement.dtype == torch.bfloat16:
             self._split(original, replacement)
         elif not _same_bits(replacement.to(original.dtype), original):

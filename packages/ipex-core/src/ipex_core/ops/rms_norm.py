@@ -10,6 +10,7 @@ import torch
 
 from ipex_core.library.checks import (
     acc,
+    check_broadcastable,
     check_device,
     check_like,
     check_not_expanded,
@@ -21,7 +22,7 @@ from ipex_core.library.checks import (
     row_bench,
     row_samples,
 )
-from ipex_core.library.kernels import register, specs
+from ipex_core.library.kernels import register, run_op, specs
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
 from ipex_core.ops.layer_norm import _normalize as normalize_layer
 from ipex_core.ops.quantize import check_scale, choose, codes
@@ -34,6 +35,29 @@ def _normalize(x: Tensor, weight: Tensor | None, eps: float, weight_offset: floa
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * (acc(weight) + weight_offset)
+    return y.to(x.dtype)
+
+
+def of_rows(x: Tensor, weight: Tensor | None) -> bool:
+    """Return whether the ops of norms take a weight: None, or a vector in the dtype of ``x`` or float32."""
+    return weight is None or (
+        weight.dim() == 1
+        and weight.dtype in (x.dtype, torch.float32)
+        and x.dtype != torch.float64  # without a kernel
+    )
+
+
+def times(op: str, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Return the norm of the last dimension of ``x`` times a weight of any shape and float dtype, rounded once.
+
+    Raises:
+        OpArgumentError: The weight does not broadcast to ``x``.
+    """
+    wide = acc(x)
+    y: Tensor = run_op("rms_norm", wide.dtype, wide, None, eps)
+    if weight is not None:
+        check_broadcastable(op, "weight", weight, x.shape, "x")
+        y = y * acc(weight)
     return y.to(x.dtype)
 
 

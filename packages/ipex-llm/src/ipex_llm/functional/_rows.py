@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from ipex_core.library.checks import dtype_name
+from ipex_core.library.checks import check_like, dtype_name
 from ipex_core.library.spec import check
 from ipex_core.module_swap.base import call
 from ipex_core.nn.ipex_api import lora
+from ipex_core.ops.rms_norm import of_rows, times
 from ipex_core.util import also_named
 
 __all__ = [
@@ -34,11 +35,11 @@ _OPS = torch.ops.ipex
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Normalize over the last dimension by the root mean square, computed in float32.
+    """Normalize over the last dimension by the root mean square, computed in float32, or in float64 for that.
 
     Args:
-        hidden_states: ``[..., N]``, float32, bfloat16 or float16.
-        weight: ``[N]`` in the dtype of ``hidden_states`` or float32, or None for ones.
+        hidden_states: ``[..., N]``, floating.
+        weight: ``[N]``, or another shape that broadcasts to ``hidden_states``; floating. None for ones.
         eps: Added to the mean square.
 
     Returns:
@@ -51,6 +52,8 @@ def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0)
         tensor([[0.8485, 1.1314]])
     """
+    if not of_rows(hidden_states, weight):
+        return times("rms_norm", hidden_states, weight, eps)
     y: Tensor = call(_OPS.rms_norm.default, hidden_states, weight, eps)
     return y
 
@@ -112,8 +115,8 @@ def add_rms_norm(
 
     Args:
         residual: ``[..., N]`` like ``x``; None for the norm of ``x`` alone.
-        x: ``[..., N]``, float32, bfloat16 or float16.
-        weight: ``[N]`` in the dtype of ``x`` or float32, or None for ones.
+        x: ``[..., N]``, floating.
+        weight: ``[N]``, or another shape that broadcasts to ``x``; floating. None for ones.
         bias: None: an RMS norm has none.
         eps: Added to the mean square.
         add_back: Write the sum to ``residual``.
@@ -123,12 +126,17 @@ def add_rms_norm(
 
     Raises:
         OpArgumentError: There is a bias.
-        RuntimeError: For wrong dtypes or shapes; or ``add_back`` where a gradient is required.
+        RuntimeError: For wrong dtypes or shapes; or ``add_back`` to a leaf that requires a gradient.
     """
     check(bias is None, "add_rms_norm", "bias", "be None", "a tensor")
     y: Tensor
     if residual is None:
-        y = call(_OPS.rms_norm.default, x, weight, eps)
+        return rms_norm(x, weight, eps)
+    if not of_rows(x, weight):
+        check_like("add_rms_norm", "residual", residual, x)
+        y = times("add_rms_norm", x + residual, weight, eps)
+        if add_back:
+            residual += x
     elif add_back:
         y = call(_OPS.add_rms_norm_.default, x, residual, weight, eps)
     else:
@@ -158,7 +166,7 @@ def add_layer_norm(
         A new tensor like ``x``.
 
     Raises:
-        RuntimeError: For wrong dtypes or shapes; or ``add_back`` where a gradient is required.
+        RuntimeError: For wrong dtypes or shapes; or ``add_back`` to a leaf that requires a gradient.
     """
     y: Tensor
     if residual is None:
@@ -316,8 +324,7 @@ def bgmv_shrink(
     Raises:
         RuntimeError: For wrong dtypes or shapes, or an adapter that is out of range.
     """
-    lora.bgmv_shrink(input, lora_weights, output, token_lora_mapping, scaling)
-    return output
+    return lora.bgmv_shrink(input, lora_weights, output, token_lora_mapping, scaling)
 
 
 @_also_named
@@ -343,8 +350,7 @@ def bgmv_expand(
     Raises:
         RuntimeError: For wrong dtypes or shapes, or an adapter that is out of range.
     """
-    lora.bgmv_expand(input, lora_weights, output, token_lora_mapping, add_inputs)
-    return output
+    return lora.bgmv_expand(input, lora_weights, output, token_lora_mapping, add_inputs)
 
 
 @_also_named
@@ -374,7 +380,6 @@ def bgmv_expand_slice(
     Raises:
         RuntimeError: For wrong dtypes or shapes, or an adapter or a column that is out of range.
     """
-    lora.bgmv_expand_slice(
+    return lora.bgmv_expand_slice(
         *(input, lora_weights, output, token_lora_mapping, slice_offset, slice_size, add_inputs)
     )
-    return output

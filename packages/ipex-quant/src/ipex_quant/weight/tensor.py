@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ipex_core import woq
+from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.packing.parameter import PackedWeight, hollow
 from ipex_core.packing.quantize import CODEBOOKS, FORMATS, QWEIGHT_DTYPES, unpack_nibbles
@@ -209,7 +210,11 @@ class QuantizedWeight:
         """
         op = self.name or "pack"
         reason = self.not_packable()
-        check(reason is None, op, "weight", "fit the packed format", reason)
+        if reason is not None:
+            raise OpArgumentError(
+                f"{op}: weight must fit the packed format, got one that does not: {reason}; quantize it with other"
+                " groups, or dequantize it for a torch.nn.Linear"
+            )
         scales, zeros, size = self._packable_groups()
         g_idx = self.g_idx
         if g_idx is not None and size not in (self._group, -1):

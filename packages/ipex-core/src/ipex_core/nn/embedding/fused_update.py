@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ipex_core.library.kernels import run_op
 from ipex_core.nn.embedding.tables import (
     EmbeddingSpec,
     Lookups,
@@ -21,7 +22,6 @@ from ipex_core.nn.embedding.tables import (
     gather,
     no_trails,
     on_huge_pages,
-    run_op,
 )
 
 __all__ = ["AdaGradArgs", "MergedEmbeddingBagWithAdaGrad", "MergedEmbeddingBagWithSGD", "SGDArgs"]

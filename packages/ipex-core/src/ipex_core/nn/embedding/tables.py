@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ipex_core import config
-from ipex_core.library.kernels import specs
+from ipex_core.library.kernels import run_op
 from ipex_core.module_swap.base import check_recorded
 from ipex_core.ops.merged_embeddingbag import Bags, quantize_table
 
@@ -36,7 +36,6 @@ __all__ = [
     "lookups_of_input",
     "no_trails",
     "on_huge_pages",
-    "run_op",
 ]
 
 Tensor = torch.Tensor
@@ -265,13 +264,6 @@ def forward_bags(weights: Sequence[Tensor], lookups: Lookups) -> Tensor:
         "merged_embeddingbag_forward", weights[0].dtype, list(weights), *lookups
     )
     return result
-
-
-def run_op(name: str, dtype: torch.dtype, *args: Any) -> Any:
-    """Call an op; for float64, which has no kernels, its definition."""
-    if dtype == torch.float64:
-        return specs()[name].reference(*args)
-    return getattr(torch.ops.ipex, name)(*args)
 
 
 def _apart(bags: Tensor) -> tuple[Tensor, ...]:

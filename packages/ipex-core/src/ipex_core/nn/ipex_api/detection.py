@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.kernels import specs
+from ipex_core.library.kernels import run_op
 
 __all__ = [
     "batch_score_nms",
@@ -29,10 +29,7 @@ _SSD_CANDIDATES = 200
 
 
 def _mask(boxes: Tensor, *args: Any) -> Tensor:
-    """Call the op; for float64, which has no kernels, its definition."""
-    if boxes.dtype == torch.float64:
-        return specs()["nms_mask"].reference(boxes, *args)  # type: ignore[no-any-return]
-    return _OPS.nms_mask(boxes, *args)  # type: ignore[no-any-return]
+    return run_op("nms_mask", boxes.dtype, boxes, *args)  # type: ignore[no-any-return]
 
 
 def nms(
@@ -167,14 +164,19 @@ def rpn_nms(
         Boxes ``[K, 4]`` and scores ``[K]`` of each image, in the order they came.
 
     Raises:
-        ValueError: The arguments are not of as many images each.
-        RuntimeError: For wrong dtypes, shapes or devices.
+        ValueError: The arguments are not of as many images each, or the boxes of an image have not a score each.
+        RuntimeError: For wrong dtypes or devices.
     """
     _check_images(
         "rpn_nms", batch_dets=batch_dets, batch_scores=batch_scores, image_shapes=image_shapes
     )
     boxes_out, scores_out = [], []
     for dets, scores, shape in zip(batch_dets, batch_scores, image_shapes, strict=True):
+        if dets.dim() != 2 or dets.shape[1] != 4 or scores.shape != dets.shape[:1]:
+            raise ValueError(
+                "rpn_nms: batch_dets must be [N, 4] and batch_scores [N] for each image, got"
+                f" {list(dets.shape)} and {list(scores.shape)}"
+            )
         dets, scores = _wide(dets), _wide(scores)
         boxes = _clip(dets, shape)
         sides = boxes[:, 2:] - boxes[:, :2] + 1
@@ -286,10 +288,7 @@ def parallel_scale_back_batch(
     Raises:
         RuntimeError: For wrong dtypes, shapes or devices.
     """
-    if bboxes.dtype == torch.float64:
-        priors = dboxes_xywh.to(bboxes.device, torch.float64)
-        boxes = specs()["locations_to_boxes"].reference(bboxes, priors, scale_xy, scale_wh)
-        return boxes, scores.softmax(-1)
-    priors = dboxes_xywh.to(bboxes.device, torch.float32)
-    boxes = _OPS.locations_to_boxes(bboxes, priors, scale_xy, scale_wh)
+    wide = torch.float64 if bboxes.dtype == torch.float64 else torch.float32
+    priors = dboxes_xywh.to(bboxes.device, wide)
+    boxes = run_op("locations_to_boxes", bboxes.dtype, bboxes, priors, scale_xy, scale_wh)
     return boxes, scores.softmax(-1)

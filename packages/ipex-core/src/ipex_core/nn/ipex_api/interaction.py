@@ -10,8 +10,8 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ipex_core.library.kernels import run_op
 from ipex_core.module_swap.base import transformed
-from ipex_core.ops import interaction as definition
 
 __all__ = ["InteractionFunc", "interaction"]
 
@@ -72,7 +72,7 @@ def interaction(*args: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(args[0].device.type)
         args = tuple(value.to(dtype) for value in args)
     if args and all(value.dtype == torch.float64 for value in args):
-        return definition._interaction(args)
+        return run_op("interaction", torch.float64, args)  # type: ignore[no-any-return]
     recorded = torch.is_grad_enabled() and not transformed()
     if recorded and any(value.requires_grad for value in args):
         result = InteractionFunc.apply(*args)  # type: ignore[no-untyped-call]

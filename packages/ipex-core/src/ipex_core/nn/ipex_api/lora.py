@@ -40,7 +40,7 @@ def bgmv_shrink(
     output_tensor: Tensor,
     lora_indices_tensor: Tensor,
     scaling: float = 1.0,
-) -> None:
+) -> Tensor:
     """Write ``scaling * lora_a_weights[index] @ row`` to ``output_tensor`` for each row.
 
     Args:
@@ -50,10 +50,14 @@ def bgmv_shrink(
         lora_indices_tensor: ``[rows]``: the adapter of each row, -1 for none (its outputs are left as they are).
         scaling: Factor on the product.
 
+    Returns:
+        ``output_tensor``.
+
     Raises:
         RuntimeError: For wrong dtypes or shapes, or an index that is out of range.
     """
     torch.ops.ipex.bgmv_shrink(output_tensor, inputs, lora_a_weights, lora_indices_tensor, scaling)
+    return output_tensor
 
 
 def bgmv_expand(
@@ -62,7 +66,7 @@ def bgmv_expand(
     output_tensor: Tensor,
     lora_indices_tensor: Tensor,
     add_inputs: bool = True,
-) -> None:
+) -> Tensor:
     """Add ``lora_b_weights[index] @ row`` to ``output_tensor`` for each row, or write it.
 
     Args:
@@ -72,12 +76,16 @@ def bgmv_expand(
         lora_indices_tensor: ``[rows]``: the adapter of each row, -1 for none (its outputs are left as they are).
         add_inputs: Add to ``output_tensor``; otherwise overwrite it.
 
+    Returns:
+        ``output_tensor``.
+
     Raises:
         RuntimeError: For wrong dtypes or shapes, or an index that is out of range.
     """
     torch.ops.ipex.bgmv_expand(
         output_tensor, inputs, lora_b_weights, lora_indices_tensor, add_inputs
     )
+    return output_tensor
 
 
 def bgmv_expand_slice(
@@ -88,7 +96,7 @@ def bgmv_expand_slice(
     slice_offset: int,
     slice_size: int,
     add_inputs: bool = True,
-) -> None:
+) -> Tensor:
     """Do as `bgmv_expand` on ``slice_size`` columns of ``output_tensor`` from ``slice_offset`` on.
 
     Args:
@@ -99,6 +107,9 @@ def bgmv_expand_slice(
         slice_offset: First column.
         slice_size: Number of columns.
         add_inputs: Add to ``output_tensor``; otherwise overwrite it.
+
+    Returns:
+        ``output_tensor``.
 
     Raises:
         RuntimeError: For wrong dtypes or shapes, or an index or a column that is out of range.
@@ -112,6 +123,7 @@ def bgmv_expand_slice(
         slice_size,
         add_inputs,
     )
+    return output_tensor
 
 
 def sgmv_shrink(
@@ -124,7 +136,7 @@ def sgmv_shrink(
     batches: int,
     max_seq_length: int,
     scaling: float,
-) -> None:
+) -> Tensor:
     """Do as `bgmv_shrink` with one adapter per sequence of consecutive rows.
 
     Args:
@@ -137,6 +149,9 @@ def sgmv_shrink(
         batches: Number of sequences: the tensors above may be longer.
         max_seq_length: Not needed here: the lengths say it.
         scaling: Factor on the product.
+
+    Returns:
+        ``output_tensor``.
 
     Raises:
         RuntimeError: For wrong dtypes or shapes, an index that is out of range, or sequences that overlap or leave
@@ -158,6 +173,7 @@ def sgmv_shrink(
         scaling,
         starts,
     )
+    return output_tensor
 
 
 def sgmv_expand(
@@ -170,7 +186,7 @@ def sgmv_expand(
     batches: int,
     max_seq_length: int,
     add_inputs: bool = False,
-) -> None:
+) -> Tensor:
     """Do as `bgmv_expand` with one adapter per sequence of consecutive rows.
 
     The sequences are given as for `sgmv_shrink`, everything else as for `bgmv_expand`.
@@ -191,6 +207,7 @@ def sgmv_expand(
         add_inputs,
         starts,
     )
+    return output_tensor
 
 
 def sgmv_expand_slice(
@@ -205,7 +222,7 @@ def sgmv_expand_slice(
     slice_offset: int,
     slice_size: int,
     add_inputs: bool = False,
-) -> None:
+) -> Tensor:
     """Do as `bgmv_expand_slice` with one adapter per sequence of consecutive rows.
 
     The sequences are given as for `sgmv_shrink`, everything else as for `bgmv_expand_slice`.
@@ -228,3 +245,4 @@ def sgmv_expand_slice(
         add_inputs,
         starts,
     )
+    return output_tensor

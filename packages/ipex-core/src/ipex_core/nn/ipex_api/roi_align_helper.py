@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ipex_core.library.kernels import specs
+from ipex_core.library.kernels import run_op
 
 __all__ = ["roi_align"]
 
@@ -67,7 +67,7 @@ def roi_align(
     if input.dtype == torch.float64:
         rois = rois.to(input.device, torch.float64)
         rest = (spatial_scale, *size, sampling_ratio, aligned)
-        return specs()["roi_align"].reference(input, rois, *rest)  # type: ignore[no-any-return]
+        return run_op("roi_align", torch.float64, input, rois, *rest)  # type: ignore[no-any-return]
     if rois.dtype != torch.float32:
         rois = rois.to(torch.float32 if rois.dtype == torch.float64 else input.dtype)
     return torch.ops.ipex.roi_align(  # type: ignore[no-any-return]

@@ -39,15 +39,15 @@ def alias_op(schema: str, namespace: str = "torch_ipex") -> Callable[[_F], _F]:
     return register
 
 
-def python_op(namespace: str) -> Callable[[_F], _F]:
-    """Put the decorated function at ``torch.ops.<namespace>.<its name>``: for objects that no schema can have.
+def python_op(namespace: str, name: str = "") -> Callable[[_F], _F]:
+    """Put the decorated function at ``torch.ops.<namespace>.<name>``: for objects that no schema can have.
 
     A trace sees the ops in it, but TorchScript does not know it.
     """
 
     def register(function: _F) -> _F:
-        setattr(getattr(torch.ops, namespace), function.__name__, function)
-        _NAMES.append(f"{namespace}::{function.__name__}")
+        setattr(getattr(torch.ops, namespace), name or function.__name__, function)
+        _NAMES.append(f"{namespace}::{name or function.__name__}")
         return function
 
     return register

@@ -3,20 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ipex.compat.torch_ops import alias_op
-from ipex_core.library.kernels import specs
+from ipex_core.library.kernels import run_op
 
 Tensor = torch.Tensor
 _OPS = torch.ops.ipex
-
-
-def _op(name: str, x: Tensor) -> Any:
-    """Return an op, or for float64, which has no kernel, torch's own operations."""
-    return specs()[name].reference if x.dtype == torch.float64 else getattr(_OPS, name)
 
 
 @alias_op(
@@ -42,8 +35,9 @@ def _roi_align_forward(
     sampling_ratio: int,
     aligned: bool,
 ) -> Tensor:
-    return _op("roi_align", input)(  # type: ignore[no-any-return]
-        input, rois, spatial_scale, pooled_height, pooled_width, sampling_ratio, aligned
+    size = (pooled_height, pooled_width)
+    return run_op(  # type: ignore[no-any-return]
+        *("roi_align", input.dtype, input, rois, spatial_scale, *size, sampling_ratio, aligned)
     )
 
 
@@ -66,7 +60,9 @@ def _roi_align_backward(
     aligned: bool,
     is_channels_last: bool,
 ) -> Tensor:
-    return _op("roi_align_backward", grad)(  # type: ignore[no-any-return]
+    return run_op(  # type: ignore[no-any-return]
+        "roi_align_backward",
+        grad.dtype,
         grad,
         rois,
         spatial_scale,

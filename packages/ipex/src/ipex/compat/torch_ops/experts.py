@@ -248,6 +248,29 @@ def _deepseek_moe_tpp(
     )
 
 
+def _deepseek_moe(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    gate_wei: list[Tensor],
+    gate_op_ctx: Sequence[object],
+    up_wei: list[Tensor],
+    up_op_ctx: Sequence[object],
+    down_wei: list[Tensor],
+    down_op_ctx: Sequence[object],
+    routing_weights: Tensor,
+    is_distributed: bool,
+) -> Tensor:
+    """Do as ``deepseek_moe_tpp``; the objects of packed layers, ``*_op_ctx``, are not read: weights are plain."""
+    return _deepseek_moe_tpp(
+        *(hidden_states, topk_ids, gate_wei, up_wei, down_wei, False),
+        *(routing_weights, is_distributed),
+    )
+
+
+for _name in ("deepseek_moe", "deepseek_moe_mkl"):
+    python_op("torch_ipex", _name)(_deepseek_moe)
+
+
 @python_op("torch_ipex")
 def deepseek_moe_woq(
     hidden_states: Tensor,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ipex.compat.torch_ops import alias_op
-from ipex_core.library.kernels import specs
+from ipex_core.library.kernels import run_op
 from ipex_core.optim.plain import second
 
 Tensor = torch.Tensor
@@ -18,10 +18,8 @@ _ops = torch.ops.ipex
 
 
 def _step(name: str, param: Tensor, *args: object) -> None:
-    """Take a step with a kernel, or in float64 with torch's own operations."""
-    step = specs()[name].reference if param.dtype == torch.float64 else getattr(_ops, name)
     with torch.no_grad():
-        step(param, *args)
+        run_op(name, param.dtype, param, *args)
 
 
 def _strided(made: Tensor, like: Tensor) -> Tensor:
@@ -185,13 +183,14 @@ def _mode(number: int) -> str:
 
 @alias_op("interaction_forward(Tensor[] input) -> Tensor")
 def _interaction(tensors: list[Tensor]) -> Tensor:
-    result: Tensor = _ops.interaction(tensors)
+    dtype = tensors[0].dtype if tensors else torch.float32
+    result: Tensor = run_op("interaction", dtype, tensors)
     return result
 
 
 @alias_op("interaction_backward(Tensor grad_out, Tensor[] input) -> Tensor[]")
 def _interaction_backward(grad: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    return list(_ops.interaction_backward(grad, tensors).unbind(0))
+    return list(run_op("interaction_backward", grad.dtype, grad, tensors).unbind(0))
 
 
 @alias_op(

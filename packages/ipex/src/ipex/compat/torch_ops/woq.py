@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -165,7 +167,13 @@ class PackedLinear:
         self._shape = [layout.n, layout.k]
         self._weight, self._bias = weight, bias
         self._scales, self._zero_points = scales, zero_points
+        self._number = next(_NUMBERS)
         self._modes = lowp_mode, act_quant_mode if lowp_mode == "int8" else "none"
+
+    def get_data_handle(self) -> Tensor:
+        """Return a number that stands for this object, its bias and its modes, in ``woq_linear_*``, while it lives."""
+        _LIVING[self._number] = self
+        return torch.tensor([self._number])
 
     def get_weight(self) -> Tensor:
         """Return the packed weight."""
@@ -187,12 +195,23 @@ class PackedLinear:
         """Return the zero points, as they were given."""
         return self._zero_points
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the product, ``[..., out_features]`` in the dtype of ``x``, with the bias."""
+    def __call__(self, x: Tensor, activation: str = "none", **operands: Tensor) -> Tensor:
+        """Return the product, ``[..., out_features]`` like ``x``, with the bias and what `woq_linear` fuses."""
         lowp, act = self._modes
         return _OPS.woq_linear(  # type: ignore[no-any-return]
-            x, self._weight, self._shape[0], self._bias, lowp_mode=lowp, act_quant_mode=act
+            x,
+            self._weight,
+            self._shape[0],
+            self._bias,
+            activation=activation,
+            lowp_mode=lowp,
+            act_quant_mode=act,
+            **operands,
         )
+
+
+_NUMBERS = itertools.count(1)
+_LIVING: WeakValueDictionary[int, PackedLinear] = WeakValueDictionary()
 
 
 @python_op("ipex_prepack")
@@ -339,14 +358,18 @@ def _dequantize(
 
 
 def _fused(op: str, input: Tensor, packed: Tensor, activation: str, **operands: Tensor) -> Tensor:
-    """Compute with a packed weight alone; IPEX's was the address of an object that had bias and modes, too."""
+    """Compute with what `PackedLinear.get_data_handle` returned, or with a packed weight alone, without a bias."""
     from ipex_core.packing.woq import read_layout
 
+    operands = {name: operand.to(input.dtype) for name, operand in operands.items()}
+    if packed.dtype == torch.int64 and packed.numel() == 1 and int(packed) in _LIVING:
+        return _LIVING[int(packed)](input, activation, **operands)
     layout = read_layout(packed)
     if layout is None:
         raise OpArgumentError(
-            f"{op}: W_prepack must be a weight packed by woq_linear_pack_weight, or the packed_weight"
-            f" of a layer, got a {packed.dim()}-D tensor of {packed.dtype} without its header"
+            f"{op}: W_prepack must be a weight packed by woq_linear_pack_weight, the packed_weight of a layer, or"
+            " get_data_handle() of a result of weight_only_qlinear_prepack that still exists, got a"
+            f" {packed.dim()}-D tensor of {packed.dtype}"
         )
     # The order of a weight for 8-bit products is another; how activations are rounded then is the default of layers.
     int8 = layout.order == "vnni"
@@ -357,12 +380,11 @@ def _fused(op: str, input: Tensor, packed: Tensor, activation: str, **operands: 
         activation=activation,
         lowp_mode="int8" if int8 else "none",
         act_quant_mode="per_batch_ic_block_sym" if int8 else "none",
-        **{name: operand.to(input.dtype) for name, operand in operands.items()},
+        **operands,
     )
 
 
-def _alias_fused(name: str, activation: str = "none", operands: Sequence[str] = ()) -> None:
-    op = f"woq_linear_{name}"
+def _alias_fused(op: str, activation: str = "none", operands: Sequence[str] = ()) -> None:
     schema = (
         f"{op}(Tensor input, Tensor W_prepack{', Tensor[] others' if operands else ''}) -> Tensor"
     )
@@ -376,10 +398,11 @@ def _alias_fused(name: str, activation: str = "none", operands: Sequence[str] = 
         return _fused(op, input, W_prepack, activation, **dict(zip(operands, others, strict=True)))
 
 
-_alias_fused("gelu", "gelu")
-_alias_fused("new_gelu", "gelu_tanh")
-_alias_fused("relu", "relu")
-_alias_fused("silu", "silu")
-_alias_fused("add", operands=("residual",))
-_alias_fused("add_add", operands=("residual", "residual2"))
-_alias_fused("mul", operands=("mul",))
+_alias_fused("ipex_woq_linear")
+_alias_fused("woq_linear_gelu", "gelu")
+_alias_fused("woq_linear_new_gelu", "gelu_tanh")
+_alias_fused("woq_linear_relu", "relu")
+_alias_fused("woq_linear_silu", "silu")
+_alias_fused("woq_linear_add", operands=("residual",))
+_alias_fused("woq_linear_add_add", operands=("residual", "residual2"))
+_alias_fused("woq_linear_mul", operands=("mul",))
