@@ -82,7 +82,8 @@ def test_transposed(dims: int, groups: int, shape: tuple[int, ...]) -> None:
     assert found[0].output and found[0].activation == "relu"
     assert found[0](x).value.codes.dtype == torch.uint8
     assert near(found(x), model(x))
-    assert torch.equal(found(x[0]), found(x)[0])
+    # oneDNN chooses another kernel for the smaller batch on some CPUs: the last bits of the floats differ.
+    torch.testing.assert_close(found(x[0]), found(x)[0], rtol=0, atol=1e-6)
     weight = output_rows(model[-1])
     codes = found[-1].int_weight().float() * found[-1].weight_scale[:2].view(-1, 1, *[1] * dims)
     step = weight.abs().amax().item() / 127
