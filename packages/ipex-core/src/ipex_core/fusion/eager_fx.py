@@ -27,7 +27,7 @@ from ipex_core.module_swap.state_dict import state_of
 from ipex_core.nn import OptimizedLinear, functional
 from ipex_core.nn.layers import identity_dropout
 from ipex_core.nn.merged_linear import linears, may_merge, merge
-from ipex_core.util.quiet import quiet
+from ipex_core.util import quiet
 from ipex_core.util.symbolic import Tracer, names_in
 
 __all__ = [

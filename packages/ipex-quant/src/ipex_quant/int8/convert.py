@@ -19,7 +19,7 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.optimization.passes.prepack import auto_channels_last
 from ipex_core.optimization.records import QUANTIZATION, Quantization, quantization_of
-from ipex_core.util.quiet import quiet
+from ipex_core.util import quiet
 from ipex_quant.int8.boundary import Codes, Early, Fused, Scale, Start
 from ipex_quant.int8.dataflow import activation_of, tensors_of
 from ipex_quant.int8.modules import output_rows

@@ -11,7 +11,7 @@ from ipex_core.module_swap.state_dict import attach, realize, state_of, swap_cla
 from ipex_core.nn.layers import identity_dropout
 from ipex_core.optimization.passes import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
-from ipex_core.util import return_free_memory
+from ipex_core.util import progress, return_free_memory
 
 __all__ = ["Dropout", "GraphMode", "Kernels", "Realize", "Recurrent"]
 
@@ -160,7 +160,6 @@ class Realize(Pass):
     def apply(self, context: Context) -> None:
         """Fold, cast, lay out and pack."""
         from ipex_core.module_swap.state_dict import SavedTensor
-        from ipex_core.util.console import progress
 
         registry: dict[int, SavedTensor] = {}
         todo = [(p, m) for p, m in context.modules() if "_ipex_state" in m.__dict__]
