@@ -13,8 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ipex_core.library.spec import FLOATS
 from ipex_core.module_swap.state_dict import state_of
-from ipex_core.optimization.options import Options
-from ipex_core.optimization.records import Log
+from ipex_core.optimization.records import Log, Options
 
 __all__ = [
     "Context",
