@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -365,6 +366,10 @@ def _bmm_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _bmm_bench() -> Iterator[BenchCase]:
+    def make(shape: tuple[int, ...], transposed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        a, b = _factors(dtype, *shape)
+        return a, b.mT.contiguous().mT if transposed else b
+
     for shape in (
         (16, 1, 512, 128),
         (32, 1, 128, 1024),
@@ -375,20 +380,10 @@ def _bmm_bench() -> Iterator[BenchCase]:
     ):
         batch, m, k, n = shape
         for name, transposed in (("", False), ("-transposed", True)):
-
-            def make(
-                dtype: torch.dtype,
-                shape: tuple[int, int, int, int] = shape,
-                transposed: bool = transposed,
-            ) -> tuple[Tensor, Tensor]:
-                a, b = _factors(dtype, *shape)
-                return a, b.mT.contiguous().mT if transposed else b
-
-            moved = batch * (m * k + k * n + m * n)
             yield BenchCase(
                 "x".join(map(str, shape)) + name,
-                make,
-                lambda dtype, moved=moved: moved * dtype.itemsize,
+                functools.partial(make, shape, transposed),
+                lambda dtype, moved=batch * (m * k + k * n + m * n): moved * dtype.itemsize,
                 flops=2 * batch * m * k * n,
             )
 
