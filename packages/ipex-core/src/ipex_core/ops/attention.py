@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import (
+    PRODUCT_TOLERANCE,
     acc,
     check_broadcastable,
     check_device,
@@ -102,12 +103,6 @@ def check_offsets(op: str, name: str, offsets: Tensor, limit: int) -> list[tuple
 
 
 # --- decode ---------------------------------------------------------------------------------------------------------
-
-TOLERANCE = {
-    torch.float32: (1e-4, 1e-4),
-    torch.bfloat16: (1.6e-2, 2e-2),
-    torch.float16: (4e-3, 4e-3),
-}
 
 
 def attend(
@@ -494,11 +489,7 @@ register(
         samples=_samples,
         stock=_stock,
         autocast="lower_precision",
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 2e-2),
-            torch.float16: (4e-3, 4e-3),
-        },
+        tolerance=PRODUCT_TOLERANCE,
         bench=_bench,
         summary="Scaled dot-product attention with masks, windows, biases and grouped heads",
     )

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import (
+    PRODUCT_TOLERANCE,
     acc,
     check_device,
     check_dtype,
@@ -22,7 +23,6 @@ from ipex_core.library.checks import (
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check, dtype_name
 from ipex_core.ops.attention import (
-    TOLERANCE,
     attend,
     check_head_groups,
     check_head_size,
@@ -268,7 +268,7 @@ register(
         samples=_samples,
         stock=_stock,
         backward=None,
-        tolerance=TOLERANCE,
+        tolerance=PRODUCT_TOLERANCE,
         bench=_bench,
         summary="Attention of the newest tokens over a contiguous cache",
     )
@@ -459,7 +459,7 @@ register(
         samples=_mla_samples,
         stock=_mla_stock,
         backward=None,
-        tolerance=TOLERANCE,
+        tolerance=PRODUCT_TOLERANCE,
         bench=_mla_bench,
         summary="Decode attention over a latent cache that all heads share",
     )

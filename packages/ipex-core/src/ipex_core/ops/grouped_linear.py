@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import (
+    PRODUCT_TOLERANCE,
     acc,
     check_device,
     check_dtype,
@@ -233,11 +234,7 @@ register(
         samples=_samples,
         stock=_stock,
         stock_args=_stock_args,
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 2e-2),
-            torch.float16: (4e-3, 4e-3),
-        },
+        tolerance=PRODUCT_TOLERANCE,
         bench=_bench,
         summary="Linear layers of groups of rows, each group with its own packed weight",
     )
@@ -400,11 +397,7 @@ register(
         autocast="lower_precision_unless_packed",
         samples=_bmm_samples,
         stock=torch.bmm,
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 2e-2),
-            torch.float16: (4e-3, 4e-3),
-        },
+        tolerance=PRODUCT_TOLERANCE,
         bench=_bmm_bench,
         summary="Batch of matrix products, scaled, with a sum; second factor plain or packed",
     )
