@@ -15,8 +15,6 @@ import torch
 from ipex_core.module_swap.base import original_class
 from ipex_core.optim import dtensor
 
-__all__ = ["Call", "Calls", "Step", "step_of"]
-
 Tensor = torch.Tensor
 #: ``(group, state, param, grad, param2)``; see `ipex_core.ops.optim` for the forms of a parameter.
 Step = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor, "Tensor | None"], "Call | None"]

@@ -11,15 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "PLAIN_WIDTH",
-    "figure_class",
-    "make_console",
-    "warn_if_busy",
-    "writable",
-    "written",
-]
-
 #: Columns of a log or a file; rich assumes 80, in which no table of numbers fits.
 PLAIN_WIDTH = 140
 

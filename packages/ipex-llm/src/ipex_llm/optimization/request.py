@@ -23,8 +23,6 @@ from ipex_quant.kv_cache import KVCacheScales, read_kv_cache_scales
 from ipex_quant.qconfig.static import QConfigSmoothQuant
 from ipex_quant.qconfig.weight_only import QConfigWoq
 
-__all__ = ["Request", "checked"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:

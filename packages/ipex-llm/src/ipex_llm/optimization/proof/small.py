@@ -16,16 +16,6 @@ from torch import nn
 
 from ipex_llm.arch.seeded import seeded
 
-__all__ = [
-    "chosen_layers",
-    "config_of",
-    "kinds_of_layers",
-    "randomize",
-    "reach",
-    "small_config",
-    "small_model",
-]
-
 HEAD, VOCAB, EXPERTS, POSITIONS, LAYERS = 16, 128, 8, 160, 8
 
 _LAYERS = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
