@@ -299,7 +299,7 @@ def _bench_for(adagrad: bool) -> Iterator[BenchCase]:
         trails = [torch.empty(0, dtype=torch.bfloat16)] * count
         more = [[torch.zeros(rows, dim) for _ in range(count)]] if adagrad else []
         lookups = indices_for([rows] * count, bags, most)
-        rest = ([], "sum", False, 0.01, 1e-10 if adagrad else 0.0)
+        rest: tuple[Any, ...] = ([], "sum", False, 0.01, 1e-10 if adagrad else 0.0)
         return (grads, tables, trails, *more, *lookups, *rest)
 
     def moved(lookups: float, shape: Shape, dtype: torch.dtype) -> float:

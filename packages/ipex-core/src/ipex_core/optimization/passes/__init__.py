@@ -84,13 +84,15 @@ class Pass:
 
     Attributes:
         name: What records call the step.
+        knob: The option that asks for it, none for a pass that is always done.
     """
 
     name: ClassVar[str]
+    knob: ClassVar[str] = ""
 
     def applies(self, context: Context) -> bool:
         """Return whether the options ask for this pass."""
-        raise NotImplementedError
+        return not self.knob or bool(getattr(context.options, self.knob))
 
     def apply(self, context: Context) -> None:
         """Change the model, or plan a change, and record each decision."""
