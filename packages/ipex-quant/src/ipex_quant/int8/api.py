@@ -32,6 +32,8 @@ from ipex_quant.qconfig.static import QConfigSmoothQuant, qconfig_of
 from ipex_quant.qconfig.weight_only import QConfigWoq
 from ipex_quant.util.modules import call_encoder_layers, replace_module
 
+__all__ = ["convert", "prepare"]
+
 log = logging.getLogger("ipex")
 
 _CONVS = (

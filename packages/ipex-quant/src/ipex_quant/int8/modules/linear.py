@@ -15,6 +15,8 @@ from ipex_core.ops.linear import ACTIVATIONS
 from ipex_quant.int8.boundary import Scale, Scaled, plain
 from ipex_quant.int8.modules import Int8Layer, Int8Module, codes_or_float, result_dtype
 
+__all__ = ["DynamicInt8Linear", "Int8Linear"]
+
 Tensor = torch.Tensor
 
 #: Elements of an activation: for smaller ones the kernel quantizes again in less time than another op takes (measured
