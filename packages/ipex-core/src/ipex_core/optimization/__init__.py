@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -58,19 +59,6 @@ __all__ = [
 _M = TypeVar("_M", bound=nn.Module)
 
 LEVELS = ("O0", "O1")
-#: Knob -> its value at O1; at O0 all are off.
-KNOBS = {
-    "conv_bn_folding": True,
-    "linear_bn_folding": True,
-    "weights_prepack": True,
-    "replace_dropout_with_identity": True,
-    "optimize_lstm": True,
-    "split_master_weight_for_bf16": True,
-    "fuse_update_step": True,
-    "auto_kernel_selection": False,
-    "graph_mode": False,
-    "concat_linear": False,
-}
 
 #: The pipeline, in the order in which the passes run; each is explained in its file.
 PASSES: tuple[Pass, ...] = (
@@ -237,11 +225,11 @@ def parse(level: Any, dtype: Any, given: Mapping[str, Any], channels_last: bool)
             names = ", ".join(map(str, FLOATS))
             raise OpArgumentError(f"optimize: dtype must be one of {names} or None, got {dtype}")
     values = {}
-    for name, default in KNOBS.items():
-        value = given.get(name)
+    for knob in dataclasses.fields(Options)[3:]:
+        name, value = knob.name, given.get(knob.name)
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"optimize: {name} must be True, False or None, got {value!r}")
-        values[name] = (default and level == "O1") if value is None else value
+        values[name] = (knob.default and level == "O1") if value is None else value
     return Options(dtype=dtype, level=level, channels_last=channels_last, **values)
 
 

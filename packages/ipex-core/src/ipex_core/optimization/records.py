@@ -26,21 +26,21 @@ QUANTIZATION = "_ipex_quantization"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Checked options; every knob has its final value."""
+    """Checked options. Knobs, all but the first three, have their values at O1 for defaults; at O0 all are off."""
 
     dtype: torch.dtype | None
     level: str
-    conv_bn_folding: bool
-    linear_bn_folding: bool
-    weights_prepack: bool
-    replace_dropout_with_identity: bool
-    optimize_lstm: bool
-    split_master_weight_for_bf16: bool
-    fuse_update_step: bool
-    auto_kernel_selection: bool
-    graph_mode: bool
-    concat_linear: bool
     channels_last: bool
+    conv_bn_folding: bool = True
+    linear_bn_folding: bool = True
+    weights_prepack: bool = True
+    replace_dropout_with_identity: bool = True
+    optimize_lstm: bool = True
+    split_master_weight_for_bf16: bool = True
+    fuse_update_step: bool = True
+    auto_kernel_selection: bool = False
+    graph_mode: bool = False
+    concat_linear: bool = False
 
     @property
     def reduced(self) -> torch.dtype | None:
