@@ -29,6 +29,7 @@ from ipex_core.ops.attention import (
     check_head_vector,
     check_mask,
     check_window,
+    random_qkv,
 )
 from ipex_core.ops.kv_cache import (
     check_block_tables,
@@ -152,14 +153,7 @@ def _fake(a: Arguments) -> Tensor:
     return a.query.new_empty(batch, queries, heads, size).transpose(1, 2)
 
 
-def _qkv(
-    dtype: torch.dtype, b: int, h: int, kv: int, q: int, s: int, d: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        randn(b, h, q, d, dtype=dtype, seed=1),
-        randn(b, kv, s, d, dtype=dtype, seed=2),
-        randn(b, kv, s, d, dtype=dtype, seed=3),
-    )
+_qkv = functools.partial(random_qkv, seed=1)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
