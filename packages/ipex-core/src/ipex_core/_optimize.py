@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 
 from ipex_core.optim import fused, master_weights
-from ipex_core.optimization import options, records, training
+from ipex_core.optimization import records, training
 from ipex_core.optimization.passes import cast
 
 # The import of `ipex_core._optimize._cast` imports this module first and takes what it has entered.
 sys.modules.update(
     {
-        f"{__name__}._arguments": options,
+        f"{__name__}._arguments": records,
         f"{__name__}._cast": cast,
         f"{__name__}._masters": master_weights,
         f"{__name__}._records": records,

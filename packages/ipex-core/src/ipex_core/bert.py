@@ -24,8 +24,7 @@ from ipex_core.nn.training_linear import (
     product,
     weight_gradient,
 )
-from ipex_core.optimization import copy_model, restore
-from ipex_core.optimization.options import ModelTypeError, parse
+from ipex_core.optimization import ModelTypeError, copy_model, parse, restore
 from ipex_core.optimization.passes.cast import cast_input
 from ipex_core.optimization.records import KEY, log_of
 from ipex_core.optimization.training import train, widen_input

@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 from ipex_core.errors import ExportError, OpArgumentError
 from ipex_core.library.spec import FUNCTIONAL, PORTABLE, dtype_name
 from ipex_core.packing.parameter import PackedWeight, exporting_kernels
-from ipex_core.util.quiet import quiet
+from ipex_core.util import quiet
 
 __all__ = ["checked_inputs", "export"]
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ipex_core.exporter import _record
 from ipex_core.optimization import optimize
-from ipex_core.util.quiet import quiet, raised
+from ipex_core.util import quiet, raised
 from ipex_core.util.symbolic import Tracer
 
 pytestmark = pytest.mark.usefixtures("small_weights_are_packed")

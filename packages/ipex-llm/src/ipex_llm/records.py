@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["KEY", "Record", "is_sharded", "record_of", "recorded", "update", "without"]
-
 #: Name of the attribute.
 KEY = "_ipex_llm"
 

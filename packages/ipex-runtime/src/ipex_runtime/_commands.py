@@ -7,13 +7,6 @@ import sys
 
 from ipex_runtime import topology
 
-__all__ = [
-    "auto",
-    "show_topology",
-    "hypertune",
-    "run",
-]
-
 
 def run(argv: list[str]) -> None:
     """Run a program on the right cores, with the right memory and libraries; the same as ipexrun."""

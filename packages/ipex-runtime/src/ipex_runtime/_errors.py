@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LaunchArgumentError", "WrongTypeError", "WrongValueError"]
-
 
 class WrongTypeError(TypeError, AssertionError):
     """An argument has the wrong type."""

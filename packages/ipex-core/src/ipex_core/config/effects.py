@@ -18,16 +18,6 @@ from ipex_core.config import values
 from ipex_core.config.variables import VARIABLES, FP32MathMode
 from ipex_core.errors import ConfigError, MissingComponentError
 
-__all__ = [
-    "VERBOSE_OFF",
-    "VERBOSE_ON",
-    "VERBOSE_ON_CREATION",
-    "get_fp32_math_mode",
-    "set_fp32_math_mode",
-    "set_logging_level",
-    "verbose",
-]
-
 #: Levels of `verbose`, with the names and values of IPEX and of ``torch.backends.mkldnn``.
 VERBOSE_OFF = 0
 VERBOSE_ON = 1

@@ -2,8 +2,6 @@
 # Generated from packages/ipex-cpu-kernels/cmake/IsaLevels.cmake, do not edit: python tools/generate_isa.py
 """The ISA levels of the CPU kernels, lowest first, and what each needs."""
 
-__all__ = ["ISA_LEVELS", "LEVEL_FEATURES"]
-
 _NAMES = {
     "kAvx2": "avx2 fma f16c",
     "kAvxVnni": "avx_vnni",

@@ -17,20 +17,6 @@ from typing import Any
 from ipex_core.config.variables import VARIABLES, Variable
 from ipex_core.errors import ConfigError
 
-__all__ = [
-    "IsaRequest",
-    "Setting",
-    "environment_errors",
-    "get",
-    "isa_request",
-    "on_change",
-    "override",
-    "reload",
-    "set_value",
-    "settings",
-    "start",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:

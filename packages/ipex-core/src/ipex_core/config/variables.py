@@ -12,8 +12,6 @@ from typing import Any
 from ipex_core.config.isa_levels import ISA_LEVELS
 from ipex_core.errors import ConfigError
 
-__all__ = ["VARIABLES", "FP32MathMode", "Variable"]
-
 
 class FP32MathMode(enum.IntEnum):
     """How float32 matrix products, convolutions and recurrent layers may round their inputs.

@@ -17,7 +17,7 @@ from ipex_core._version import __version__
 from ipex_core.errors import ConfigError
 from ipex_core.kernels import machine, providers
 from ipex_core.kernels.providers import xpu_wheel
-from ipex_core.util.quiet import quiet
+from ipex_core.util import quiet
 
 __all__ = [
     "IsaReport",

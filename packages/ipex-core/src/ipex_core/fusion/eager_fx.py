@@ -25,9 +25,9 @@ from ipex_core.module_swap.base import has_hooks
 from ipex_core.module_swap.forward import FusedForward, Guard
 from ipex_core.module_swap.state_dict import state_of
 from ipex_core.nn import OptimizedLinear, functional
-from ipex_core.nn.layers import identity_dropout
+from ipex_core.nn.layers import IDENTITY_DROPOUTS
 from ipex_core.nn.merged_linear import linears, may_merge, merge
-from ipex_core.util.quiet import quiet
+from ipex_core.util import quiet
 from ipex_core.util.symbolic import Tracer, names_in
 
 __all__ = [
@@ -756,7 +756,7 @@ class Rewriter:
 
     def _dropout(self, node: fx.Node) -> None:
         child = self._child(node)
-        if child is not None and identity_dropout(self._kind(child)) is not None:
+        if child is not None and self._kind(child) in IDENTITY_DROPOUTS:
             node.replace_all_uses_with(node.all_input_nodes[0])
             self._drop(node)
 

@@ -12,6 +12,7 @@ import torch
 from ipex_core.library.spec import FLOATS, BenchCase, check, dtype_name
 
 __all__ = [
+    "PRODUCT_TOLERANCE",
     "ROW_SHAPES",
     "acc",
     "check_broadcastable",
@@ -32,6 +33,13 @@ __all__ = [
     "row_samples",
     "strided",
 ]
+
+#: `OpSpec.tolerance` of products of matrices, whose sums are long.
+PRODUCT_TOLERANCE = {
+    torch.float32: (1e-4, 1e-4),
+    torch.bfloat16: (1.6e-2, 2e-2),
+    torch.float16: (4e-3, 4e-3),
+}
 
 
 def acc(x: torch.Tensor) -> torch.Tensor:

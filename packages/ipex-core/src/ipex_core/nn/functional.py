@@ -250,10 +250,10 @@ def attention_supported(
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
         return False  # the stock op has a fused backward
-    return _attention_preferred(query, key, mask)
+    return _attention_preferred(query, key)
 
 
-def _attention_preferred(query: Any, key: Any, mask: Any) -> bool:
+def _attention_preferred(query: Any, key: Any) -> bool:
     """Return whether the kernel is faster than the stock op at these shapes."""
     if exporting():
         # Comparing symbolic sizes would limit the program to those on this side.

@@ -24,6 +24,7 @@ from ipex_core.nn.torchscript import scale_and_shift as script_scale_and_shift
 from ipex_core.nn.torchscript import unfolded as script_unfolded
 
 __all__ = [
+    "IDENTITY_DROPOUTS",
     "FoldedBatchNorm1d",
     "FoldedBatchNorm2d",
     "FoldedBatchNorm3d",
@@ -38,7 +39,6 @@ __all__ = [
     "OptimizedSoftmax",
     "OptimizedTransformerEncoder",
     "OptimizedTransformerEncoderLayer",
-    "identity_dropout",
 ]
 
 Tensor = torch.Tensor
@@ -411,7 +411,8 @@ class OptimizedFeatureAlphaDropout(_IdentityDropout, nn.FeatureAlphaDropout):
     _stock = stock_forward(nn.FeatureAlphaDropout)
 
 
-_DROPOUTS: dict[type[nn.Module], type[nn.Module]] = {
+#: Dropout classes and what replaces them.
+IDENTITY_DROPOUTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Dropout: OptimizedDropout,
     nn.Dropout1d: OptimizedDropout1d,
     nn.Dropout2d: OptimizedDropout2d,
@@ -419,11 +420,6 @@ _DROPOUTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.AlphaDropout: OptimizedAlphaDropout,
     nn.FeatureAlphaDropout: OptimizedFeatureAlphaDropout,
 }
-
-
-def identity_dropout(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the class that replaces a dropout class, or None."""
-    return _DROPOUTS.get(kind)
 
 
 class FrozenBatchNorm2d(nn.Module):

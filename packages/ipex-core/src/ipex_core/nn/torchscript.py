@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ipex_core.util.quiet import quiet
+from ipex_core.util import quiet
 
 __all__ = ["function"]
 

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import (
+    PRODUCT_TOLERANCE,
     acc,
     check_broadcastable,
     check_device,
@@ -102,12 +103,6 @@ def check_offsets(op: str, name: str, offsets: Tensor, limit: int) -> list[tuple
 
 
 # --- decode ---------------------------------------------------------------------------------------------------------
-
-TOLERANCE = {
-    torch.float32: (1e-4, 1e-4),
-    torch.bfloat16: (1.6e-2, 2e-2),
-    torch.float16: (4e-3, 4e-3),
-}
 
 
 def attend(
@@ -347,13 +342,14 @@ def _fake(a: Arguments) -> Tensor:
     return a.query.new_empty(batch, length, heads, size).transpose(1, 2)
 
 
-def _qkv(
-    dtype: torch.dtype, b: int, h: int, kv: int, sq: int, sk: int, d: int
+def random_qkv(
+    dtype: torch.dtype, b: int, h: int, kv: int, sq: int, sk: int, d: int, seed: int = 71
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, keys and values of a sample."""
     return (
-        randn(b, h, sq, d, dtype=dtype, seed=71),
-        randn(b, kv, sk, d, dtype=dtype, seed=72),
-        randn(b, kv, sk, d, dtype=dtype, seed=73),
+        randn(b, h, sq, d, dtype=dtype, seed=seed),
+        randn(b, kv, sk, d, dtype=dtype, seed=seed + 1),
+        randn(b, kv, sk, d, dtype=dtype, seed=seed + 2),
     )
 
 
@@ -369,12 +365,12 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
         (1, 2, 1, 31, 31, 33),
         (1, 1, 1, 12, 20, 256),
     ):
-        yield Sample(_qkv(dtype, b, h, kv, sq, sk, d), id=f"{b}x{h}x{kv}x{sq}x{sk}x{d}")
+        yield Sample(random_qkv(dtype, b, h, kv, sq, sk, d), id=f"{b}x{h}x{kv}x{sq}x{sk}x{d}")
         yield Sample(
-            (*_qkv(dtype, b, h, kv, sq, sk, d), None, 0.3, True),
+            (*random_qkv(dtype, b, h, kv, sq, sk, d), None, 0.3, True),
             id=f"causal-{b}x{h}x{kv}x{sq}x{sk}x{d}",
         )
-    q, k, v = _qkv(dtype, 2, 4, 2, 9, 21, 24)
+    q, k, v = random_qkv(dtype, 2, 4, 2, 9, 21, 24)
     keep = randn(2, 4, 9, 21, seed=74) > -0.5
     additive = torch.where(keep, 0.0, torch.finfo(dtype).min).to(dtype)
     yield Sample((q, k, v, keep), id="bool_mask")
@@ -401,7 +397,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 def _option_samples(dtype: torch.dtype) -> Iterator[Sample]:
     slopes, sinks = 2.0 ** -torch.arange(1, 5), randn(4, seed=78)
-    short, long = _qkv(dtype, 2, 4, 2, 37, 70, 40), _qkv(dtype, 1, 4, 2, 70, 530, 32)
+    short, long = random_qkv(dtype, 2, 4, 2, 37, 70, 40), random_qkv(dtype, 1, 4, 2, 70, 530, 32)
     for name, qkv in (("short", short), ("long", long)):
         for option, kwargs in (
             ("bottom_right", {"is_causal": True}),
@@ -418,7 +414,7 @@ def _option_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((*short,), {"window_left": 4, "window_right": 0}, id="window_top_left")
     # More queries than keys: the first ones stand before all keys.
     yield Sample(
-        _qkv(dtype, 1, 4, 2, 60, 20, 32),
+        random_qkv(dtype, 1, 4, 2, 60, 20, 32),
         {"is_causal": True, "bottom_right": True, "sinks": sinks.to(dtype)},
         id="queries_before_all_keys",
     )
@@ -464,7 +460,7 @@ def _bench() -> Iterator[BenchCase]:
         yield BenchCase(
             name,
             lambda dtype, b=b, h=h, kv=kv, s=s, d=d, causal=causal: (
-                *_qkv(dtype, b, h, kv, s, s, d),
+                *random_qkv(dtype, b, h, kv, s, s, d),
                 None,
                 0.0,
                 causal,
@@ -474,7 +470,7 @@ def _bench() -> Iterator[BenchCase]:
         )
     yield BenchCase(
         "window-512-1x10(2)x4096x128",
-        lambda dtype: (*_qkv(dtype, 1, 10, 2, 4096, 4096, 128), None, 0.0, True, None, 511),
+        lambda dtype: (*random_qkv(dtype, 1, 10, 2, 4096, 4096, 128), None, 0.0, True, None, 511),
         lambda dtype: 2 * 4096 * 128 * (10 + 2) * dtype.itemsize,
         flops=4 * 10 * 4096 * 512 * 128,
     )
@@ -494,11 +490,7 @@ register(
         samples=_samples,
         stock=_stock,
         autocast="lower_precision",
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 2e-2),
-            torch.float16: (4e-3, 4e-3),
-        },
+        tolerance=PRODUCT_TOLERANCE,
         bench=_bench,
         summary="Scaled dot-product attention with masks, windows, biases and grouped heads",
     )

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import (
+    PRODUCT_TOLERANCE,
     check_device,
     check_dtype,
     check_dtype_in,
@@ -24,7 +25,6 @@ from ipex_core.library.checks import (
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check, dtype_name
 from ipex_core.ops.attention import (
-    TOLERANCE,
     attend,
     check_head_groups,
     check_head_size,
@@ -297,7 +297,7 @@ register(
         samples=_samples,
         stock=_stock,
         backward=None,
-        tolerance=TOLERANCE,
+        tolerance=PRODUCT_TOLERANCE,
         bench=_bench,
         summary="Attention of one query per sequence over a paged cache",
     )
@@ -625,7 +625,7 @@ register(
         stock=_indirect_stock,
         stock_args=_stock_args,
         backward=None,
-        tolerance=TOLERANCE,
+        tolerance=PRODUCT_TOLERANCE,
         bench=_indirect_bench,
         summary="Attention over a cache that beams share through indices",
     )

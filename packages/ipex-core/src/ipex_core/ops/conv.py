@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core.library.checks import acc, check_device, check_dtype, check_tensor, fake_like, randn
+from ipex_core.library.checks import (
+    PRODUCT_TOLERANCE,
+    acc,
+    check_device,
+    check_dtype,
+    check_tensor,
+    fake_like,
+    randn,
+)
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.linear import activate, check_activation, stored_dtype
@@ -291,11 +299,7 @@ register(
         samples=_samples,
         stock=functional.conv2d,
         stock_args=stock_args,
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 2e-2),
-            torch.float16: (4e-3, 4e-3),
-        },
+        tolerance=PRODUCT_TOLERANCE,
         bench=_bench,
         summary="2-D convolution on a packed weight with bias, residual and activation",
     )

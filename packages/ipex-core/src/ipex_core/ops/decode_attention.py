@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import (
+    PRODUCT_TOLERANCE,
     acc,
     check_device,
     check_dtype,
@@ -22,13 +23,13 @@ from ipex_core.library.checks import (
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check, dtype_name
 from ipex_core.ops.attention import (
-    TOLERANCE,
     attend,
     check_head_groups,
     check_head_size,
     check_head_vector,
     check_mask,
     check_window,
+    random_qkv,
 )
 from ipex_core.ops.kv_cache import (
     check_block_tables,
@@ -152,14 +153,7 @@ def _fake(a: Arguments) -> Tensor:
     return a.query.new_empty(batch, queries, heads, size).transpose(1, 2)
 
 
-def _qkv(
-    dtype: torch.dtype, b: int, h: int, kv: int, q: int, s: int, d: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        randn(b, h, q, d, dtype=dtype, seed=1),
-        randn(b, kv, s, d, dtype=dtype, seed=2),
-        randn(b, kv, s, d, dtype=dtype, seed=3),
-    )
+_qkv = functools.partial(random_qkv, seed=1)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -268,7 +262,7 @@ register(
         samples=_samples,
         stock=_stock,
         backward=None,
-        tolerance=TOLERANCE,
+        tolerance=PRODUCT_TOLERANCE,
         bench=_bench,
         summary="Attention of the newest tokens over a contiguous cache",
     )
@@ -459,7 +453,7 @@ register(
         samples=_mla_samples,
         stock=_mla_stock,
         backward=None,
-        tolerance=TOLERANCE,
+        tolerance=PRODUCT_TOLERANCE,
         bench=_mla_bench,
         summary="Decode attention over a latent cache that all heads share",
     )

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import (
+    PRODUCT_TOLERANCE,
     acc,
     check_device,
     check_dtype,
@@ -535,11 +536,7 @@ register(
         samples=expert_samples,
         stock=_stock,
         stock_args=_stock_args,
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 2e-2),
-            torch.float16: (4e-3, 4e-3),
-        },
+        tolerance=PRODUCT_TOLERANCE,
         bench=expert_bench,
         summary="Gated MLPs of a mixture of experts on packed weights, with a shared expert",
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import (
+    PRODUCT_TOLERANCE,
     acc,
     check_device,
     check_dtype,
@@ -232,11 +234,7 @@ register(
         samples=_samples,
         stock=_stock,
         stock_args=_stock_args,
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 2e-2),
-            torch.float16: (4e-3, 4e-3),
-        },
+        tolerance=PRODUCT_TOLERANCE,
         bench=_bench,
         summary="Linear layers of groups of rows, each group with its own packed weight",
     )
@@ -365,6 +363,10 @@ def _bmm_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _bmm_bench() -> Iterator[BenchCase]:
+    def make(shape: tuple[int, ...], transposed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        a, b = _factors(dtype, *shape)
+        return a, b.mT.contiguous().mT if transposed else b
+
     for shape in (
         (16, 1, 512, 128),
         (32, 1, 128, 1024),
@@ -375,20 +377,10 @@ def _bmm_bench() -> Iterator[BenchCase]:
     ):
         batch, m, k, n = shape
         for name, transposed in (("", False), ("-transposed", True)):
-
-            def make(
-                dtype: torch.dtype,
-                shape: tuple[int, int, int, int] = shape,
-                transposed: bool = transposed,
-            ) -> tuple[Tensor, Tensor]:
-                a, b = _factors(dtype, *shape)
-                return a, b.mT.contiguous().mT if transposed else b
-
-            moved = batch * (m * k + k * n + m * n)
             yield BenchCase(
                 "x".join(map(str, shape)) + name,
-                make,
-                lambda dtype, moved=moved: moved * dtype.itemsize,
+                functools.partial(make, shape, transposed),
+                lambda dtype, moved=batch * (m * k + k * n + m * n): moved * dtype.itemsize,
                 flops=2 * batch * m * k * n,
             )
 
@@ -405,11 +397,7 @@ register(
         autocast="lower_precision_unless_packed",
         samples=_bmm_samples,
         stock=torch.bmm,
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 2e-2),
-            torch.float16: (4e-3, 4e-3),
-        },
+        tolerance=PRODUCT_TOLERANCE,
         bench=_bmm_bench,
         summary="Batch of matrix products, scaled, with a sum; second factor plain or packed",
     )

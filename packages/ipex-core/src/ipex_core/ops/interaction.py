@@ -415,13 +415,7 @@ register(
         stock_args=_stock_args,
         backward=None,
         lift=False,
-        tolerance={
-            torch.float32: (1e-5, 1e-4),
-            torch.bfloat16: (1.6e-2, 1e-2),
-            torch.float16: (2e-3, 1e-3),
-            torch.int8: (0.0, 1.0),
-            torch.uint8: (0.0, 1.0),
-        },
+        tolerance={**_TOLERANCE, torch.int8: (0.0, 1.0), torch.uint8: (0.0, 1.0)},
         bench=_int8_bench,
         summary="Dot products of all pairs of feature vectors on 8-bit integers",
     )

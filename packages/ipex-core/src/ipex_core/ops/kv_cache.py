@@ -241,27 +241,20 @@ def quantize(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 def _write(
     op: str,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    rows_of: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
     slot_mapping: Tensor,
-    kv_cache_dtype: str = "auto",
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
+    scale_of: tuple[float, float],
+    scales_of: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    block_size = key_cache.shape[2]
-    capacity = key_cache.shape[0] * block_size
+    """Write keys and values; each tuple has what is of the keys, and what is of the values."""
+    block_size = caches[0].shape[2]
+    capacity = caches[0].shape[0] * block_size
     slots = slot_mapping.tolist()
     for slot in slots:
         text = f"hold slots below num_blocks * block_size = {capacity}"
         check(slot < capacity, op, "slot_mapping", text, slot)
-    for rows, cache, scale, scales in (
-        (key, key_cache, k_scale, key_scales),
-        (value, value_cache, v_scale, value_scales),
-    ):
+    for rows, cache, scale, scales in zip(rows_of, caches, scale_of, scales_of, strict=True):
         for token, slot in enumerate(slots):
             if slot < 0:
                 continue
@@ -313,19 +306,8 @@ def _reshape_and_cache(
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
     """
-    _write(
-        "reshape_and_cache",
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        kv_cache_dtype,
-        k_scale,
-        v_scale,
-        key_scales,
-        value_scales,
-    )
+    caches, scales = (key_cache, value_cache), (key_scales, value_scales)
+    _write("reshape_and_cache", (key, value), caches, slot_mapping, (k_scale, v_scale), scales)
 
 
 def _reshape_and_cache_flash(
@@ -348,18 +330,9 @@ def _reshape_and_cache_flash(
 
     Arguments and errors are as for `reshape_and_cache`.
     """
+    caches, scales = (key_cache, value_cache), (key_scales, value_scales)
     _write(
-        "reshape_and_cache_flash",
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        kv_cache_dtype,
-        k_scale,
-        v_scale,
-        key_scales,
-        value_scales,
+        "reshape_and_cache_flash", (key, value), caches, slot_mapping, (k_scale, v_scale), scales
     )
 
 

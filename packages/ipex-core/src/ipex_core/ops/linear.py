@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import (
+    PRODUCT_TOLERANCE,
     acc,
     check_device,
     check_dtype,
@@ -306,11 +307,7 @@ register(
         samples=_samples,
         stock=functional.linear,
         stock_args=stock_args,
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 2e-2),
-            torch.float16: (4e-3, 4e-3),
-        },
+        tolerance=PRODUCT_TOLERANCE,
         bench=_bench,
         summary="Linear layer on a packed weight with bias, activation and residual",
     )

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -408,34 +409,48 @@ def _stock_cat(
     )
 
 
-def _bench_shapes() -> Iterator[tuple[str, int, int, int, int, int]]:
-    """Tables, rows, bags, lookups per bag at most (or exactly 1), numbers per row."""
-    yield "26x2048x128", 26, 20000, 2048, 1, 128
-    yield "26x2048x128-10", 26, 20000, 2048, 20, 128
-    yield "26x128x128", 26, 2000, 128, 1, 128
-    yield "8x64x32", 8, 1000, 64, 4, 32
+#: Tables, rows, bags, lookups of a bag at most (or exactly 1), numbers of a row.
+Shape = tuple[int, int, int, int, int]
+SHAPES: dict[str, Shape] = {
+    "26x2048x128": (26, 20000, 2048, 1, 128),
+    "26x2048x128-10": (26, 20000, 2048, 20, 128),
+    "26x128x128": (26, 2000, 128, 1, 128),
+    "8x64x32": (8, 1000, 64, 4, 32),
+}
 
 
-def _make(dtype: torch.dtype, shape: tuple[int, ...], cat: bool) -> tuple[Any, ...]:
-    count, rows, bags, most, dim = shape
-    tables = large_tables(count, rows, dim, dtype)
-    indices, offsets = indices_for([rows] * count, bags, most)
-    more: Tensor | list[Tensor] = randn(bags, dim, dtype=dtype) if cat else []
-    return tables, indices, offsets, more, "sum", False
+def bag_bench(
+    make: Callable[[Shape, torch.dtype], tuple[Any, ...]],
+    moved: Callable[[float, Shape, torch.dtype], float],
+    leave_out: str = "",
+) -> Iterator[BenchCase]:
+    """Yield the benchmark cases of an op: what it is called with, and the bytes that its number of lookups moves."""
+    for name, shape in SHAPES.items():
+        if name == leave_out:
+            continue
+        count, _, bags, most, _ = shape
+        lookups = count * bags * (most if most == 1 else most / 2)
+        yield BenchCase(
+            name,
+            functools.partial(make, shape),
+            lambda dtype, n=lookups, shape=shape: int(moved(n, shape, dtype)),
+        )
 
 
 def _bench_for(cat: bool) -> Iterator[BenchCase]:
-    for name, count, rows, bags, most, dim in _bench_shapes():
-        shape = (count, rows, bags, most, dim)
-        lookups = count * bags * (most if most == 1 else most / 2)
+    def make(shape: Shape, dtype: torch.dtype) -> tuple[Any, ...]:
+        count, rows, bags, most, dim = shape
+        tables = large_tables(count, rows, dim, dtype)
+        indices, offsets = indices_for([rows] * count, bags, most)
+        more: Tensor | list[Tensor] = randn(bags, dim, dtype=dtype) if cat else []
+        return tables, indices, offsets, more, "sum", False
+
+    def moved(lookups: float, shape: Shape, dtype: torch.dtype) -> float:
+        count, _, bags, _, dim = shape
         outputs = (count + 2 * cat) * bags
-        yield BenchCase(
-            name,
-            lambda dtype, s=shape: _make(dtype, s, cat),
-            lambda dtype, n=lookups, m=outputs, d=dim: int(
-                n * (d * dtype.itemsize + 8) + m * d * dtype.itemsize
-            ),
-        )
+        return lookups * (dim * dtype.itemsize + 8) + outputs * dim * dtype.itemsize
+
+    return bag_bench(make, moved)
 
 
 _SCHEMA = (
@@ -618,31 +633,17 @@ def _stock_args(
 
 
 def _bench() -> Iterator[BenchCase]:
-    for name, count, rows, bags, most, dim in (
-        ("26x2048x128", 26, 20000, 2048, 1, 128),
-        ("26x2048x128-10", 26, 20000, 2048, 20, 128),
-        ("26x128x128", 26, 2000, 128, 1, 128),
-    ):
+    def make(shape: Shape, dtype: torch.dtype) -> tuple[Any, ...]:
+        count, rows, bags, most, dim = shape
+        tables = _quantized(large_tables(count, rows, dim, torch.float32))
+        lookups = indices_for([rows] * count, bags, most)
+        return randn(bags, dim, dtype=dtype), *tables, *lookups, "sum", False
 
-        def make(
-            dtype: torch.dtype,
-            count: int = count,
-            rows: int = rows,
-            bags: int = bags,
-            most: int = most,
-            dim: int = dim,
-        ) -> tuple[Any, ...]:
-            tables = _quantized(large_tables(count, rows, dim, torch.float32))
-            lookups = indices_for([rows] * count, bags, most)
-            return randn(bags, dim, dtype=dtype), *tables, *lookups, "sum", False
+    def moved(lookups: float, shape: Shape, dtype: torch.dtype) -> float:
+        count, _, bags, _, dim = shape
+        return lookups * (dim + 12) + (count + 2) * bags * dim * dtype.itemsize
 
-        lookups = count * bags * (most if most == 1 else most / 2)
-        outputs = (count + 2) * bags * dim
-        yield BenchCase(
-            name,
-            make,
-            lambda dtype, n=lookups, m=outputs, d=dim: int(n * (d + 12) + m * dtype.itemsize),
-        )
+    return bag_bench(make, moved, "8x64x32")
 
 
 register(

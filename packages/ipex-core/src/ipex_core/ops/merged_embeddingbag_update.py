@@ -20,6 +20,8 @@ from ipex_core.library.checks import (
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.merged_embeddingbag import (
+    Shape,
+    bag_bench,
     bags_of,
     check_bags,
     check_table_list,
@@ -290,38 +292,22 @@ def _samples_adagrad(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _bench_for(adagrad: bool) -> Iterator[BenchCase]:
-    none = torch.empty(0, dtype=torch.bfloat16)
-    for name, count, rows, bags, most, dim in (
-        ("26x2048x128", 26, 20000, 2048, 1, 128),
-        ("26x2048x128-10", 26, 20000, 2048, 20, 128),
-        ("8x64x32", 8, 1000, 64, 4, 32),
-    ):
+    def make(shape: Shape, dtype: torch.dtype) -> tuple[Any, ...]:
+        count, rows, bags, most, dim = shape
+        tables = large_tables(count, rows, dim, dtype)
+        grads = [torch.empty(bags, dim, dtype=dtype).uniform_(-1, 1) for _ in range(count)]
+        trails = [torch.empty(0, dtype=torch.bfloat16)] * count
+        more = [[torch.zeros(rows, dim) for _ in range(count)]] if adagrad else []
+        lookups = indices_for([rows] * count, bags, most)
+        rest: tuple[Any, ...] = ([], "sum", False, 0.01, 1e-10 if adagrad else 0.0)
+        return (grads, tables, trails, *more, *lookups, *rest)
 
-        def make(
-            dtype: torch.dtype,
-            count: int = count,
-            rows: int = rows,
-            bags: int = bags,
-            most: int = most,
-            dim: int = dim,
-        ) -> tuple[Any, ...]:
-            tables = large_tables(count, rows, dim, dtype)
-            grads = [torch.empty(bags, dim, dtype=dtype).uniform_(-1, 1) for _ in range(count)]
-            more = [torch.zeros(rows, dim) for _ in range(count)] if adagrad else None
-            lookups = indices_for([rows] * count, bags, most)
-            head = (grads, tables, [none] * count, *([more] if adagrad else []))
-            return (*head, *lookups, [], "sum", False, 0.01, 1e-10 if adagrad else 0.0)
+    def moved(lookups: float, shape: Shape, dtype: torch.dtype) -> float:
+        count, _, bags, _, dim = shape
+        row = dim * (2 * dtype.itemsize + (8 if adagrad else 0))
+        return lookups * (row + 8) + count * bags * dim * dtype.itemsize
 
-        lookups = count * bags * (most if most == 1 else most / 2)
-        size = count * bags * dim
-
-        def moved(
-            dtype: torch.dtype, lookups: float = lookups, size: int = size, dim: int = dim
-        ) -> int:
-            row = dim * (2 * dtype.itemsize + (8 if adagrad else 0))
-            return int(lookups * (row + 8) + size * dtype.itemsize)
-
-        yield BenchCase(name, make, moved)
+    return bag_bench(make, moved, "26x128x128")
 
 
 def _stock_step(step: Callable[[], Any], backward: Callable[[], None]) -> None:

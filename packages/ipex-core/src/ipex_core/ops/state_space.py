@@ -323,6 +323,12 @@ def _bench() -> Iterator[BenchCase]:
         )
 
 
+_TOLERANCE = {
+    torch.float32: (1e-4, 1e-4),
+    torch.bfloat16: (1.6e-2, 1e-2),
+    torch.float16: (2e-3, 1e-3),
+}
+
 register(
     OpSpec(
         name="selective_scan_fn",
@@ -336,11 +342,7 @@ register(
         fake=_fake,
         samples=_samples,
         stock=_stock,
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 1e-2),
-            torch.float16: (2e-3, 1e-3),
-        },
+        tolerance=_TOLERANCE,
         bench=_bench,
         summary="Selective scan of Mamba over whole sequences",
     )
@@ -564,11 +566,7 @@ register(
         samples=_update_samples,
         stock=_update_stock,
         backward=None,
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 1e-2),
-            torch.float16: (2e-3, 1e-3),
-        },
+        tolerance=_TOLERANCE,
         bench=_update_bench,
         summary="One step of the selective scan: the decoding step of Mamba",
     )

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core.library.checks import check_device, check_dtype, check_score_scale, randn
+from ipex_core.library.checks import (
+    PRODUCT_TOLERANCE,
+    check_device,
+    check_dtype,
+    check_score_scale,
+    randn,
+)
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.attention import (
@@ -236,11 +242,7 @@ register(
         samples=_samples,
         stock=_stock,
         backward=None,
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 2e-2),
-            torch.float16: (4e-3, 4e-3),
-        },
+        tolerance=PRODUCT_TOLERANCE,
         bench=_bench,
         summary="Attention over packed sequences of different lengths",
     )
@@ -522,11 +524,7 @@ register(
         samples=_flash_samples,
         stock=_flash_stock,
         backward=None,
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 2e-2),
-            torch.float16: (4e-3, 4e-3),
-        },
+        tolerance=PRODUCT_TOLERANCE,
         bench=_flash_bench,
         summary="Attention of packed queries over a paged cache",
     )

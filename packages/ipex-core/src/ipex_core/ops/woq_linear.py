@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core.library.checks import acc, check_device, check_one_of, check_tensor, randn, strided
+from ipex_core.library.checks import (
+    PRODUCT_TOLERANCE,
+    acc,
+    check_device,
+    check_one_of,
+    check_tensor,
+    randn,
+    strided,
+)
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import Arguments, OpSpec, Sample
 from ipex_core.ops.linear import (
@@ -262,11 +270,7 @@ register(
         samples=_samples,
         stock=stock_woq_linear,
         stock_args=stock_args,
-        tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 2e-2),
-            torch.float16: (4e-3, 4e-3),
-        },
+        tolerance=PRODUCT_TOLERANCE,
         bench=woq_bench,
         summary="Linear layer on a packed quantized weight (int8, int4, nf4, fp4, fp8)",
     )

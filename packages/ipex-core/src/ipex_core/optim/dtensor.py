@@ -14,16 +14,6 @@ import torch
 
 from ipex_core.ops.optim import with_momentum
 
-__all__ = [
-    "adamw_step",
-    "any_spread",
-    "in_stock_operations",
-    "is_spread",
-    "is_wrapped",
-    "lamb_step",
-    "lars_step",
-]
-
 Tensor = torch.Tensor
 
 

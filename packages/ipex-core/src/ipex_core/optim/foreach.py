@@ -18,8 +18,6 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-__all__ = ["laid_out_alike", "stock_step"]
-
 Tensor = torch.Tensor
 _dense = torch.ops.aten.is_non_overlapping_and_dense.default
 #: What the fused op of a group gets: a list for each of its arguments that is one.

@@ -23,8 +23,6 @@ from ipex_core.optim.master_weights import Masters
 from ipex_core.optim.plain import PlainOptimizer, below_autograd, loss_of, plain_step
 from ipex_core.optim.steps import Calls, step_of
 
-__all__ = ["Record", "adopt", "needs_closure", "record_of"]
-
 #: Stock optimizers that have a fused form for CPUs, which is as fast as the memory.
 _STOCK_FUSED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW)
 #: Those whose fused form also takes parameters that FSDP spreads over processes.

@@ -19,8 +19,6 @@ from torch import nn
 
 from ipex_core.module_swap.state_dict import one_entry
 
-__all__ = ["Masters", "StateHook", "announce_gradients"]
-
 Tensor = torch.Tensor
 
 

@@ -12,15 +12,6 @@ from torch.autograd.graph import increment_version
 from ipex_core.optim.dtensor import in_stock_operations
 from ipex_core.optim.steps import Calls, step_of
 
-__all__ = [
-    "PlainOptimizer",
-    "below_autograd",
-    "check_numbers",
-    "loss_of",
-    "plain_step",
-    "second",
-]
-
 
 def check_numbers(name: str, betas: Any = (0.0, 0.0), **values: Any) -> None:
     """Raise for hyperparameters that are no numbers (TypeError), negative, or betas outside of [0, 1) (ValueError)."""

@@ -15,11 +15,12 @@ import torch
 from ipex_core.module_swap.base import original_class
 from ipex_core.optim import dtensor
 
-__all__ = ["Call", "Calls", "Step", "step_of"]
-
 Tensor = torch.Tensor
+#: What an optimizer keeps of a group of parameters, and of one of them.
+Group = dict[str, Any]
+State = dict[str, Any]
 #: ``(group, state, param, grad, param2)``; see `ipex_core.ops.optim` for the forms of a parameter.
-Step = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor, "Tensor | None"], "Call | None"]
+Step = Callable[[Group, State, Tensor, Tensor, "Tensor | None"], "Call | None"]
 #: Name of the op, its tensors and its numbers; None: the step has been done.
 Call = tuple[str, tuple["Tensor | None", ...], tuple[Any, ...]]
 
@@ -58,7 +59,7 @@ def _zeros(param: Tensor) -> Tensor:
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
-def _count(state: dict[str, Any]) -> float:
+def _count(state: State) -> float:
     """Count a step and return its number."""
     step = state.get("step")
     if step is None:
@@ -71,7 +72,7 @@ def _count(state: dict[str, Any]) -> float:
     return count
 
 
-def _momentum(group: dict[str, Any], state: dict[str, Any], param: Tensor) -> tuple[Any, bool]:
+def _momentum(group: Group, state: State, param: Tensor) -> tuple[Any, bool]:
     """Return the buffer, or None without momentum, and whether it is new."""
     if not group["momentum"]:
         return None, False
@@ -83,11 +84,7 @@ def _momentum(group: dict[str, Any], state: dict[str, Any], param: Tensor) -> tu
 
 
 def sgd(
-    group: dict[str, Any],
-    state: dict[str, Any],
-    param: Tensor,
-    grad: Tensor,
-    param2: Tensor | None,
+    group: Group, state: State, param: Tensor, grad: Tensor, param2: Tensor | None
 ) -> Call | None:
     buffer, first = _momentum(group, state, param)
     return (
@@ -106,11 +103,7 @@ def sgd(
 
 
 def adagrad(
-    group: dict[str, Any],
-    state: dict[str, Any],
-    param: Tensor,
-    grad: Tensor,
-    param2: Tensor | None,
+    group: Group, state: State, param: Tensor, grad: Tensor, param2: Tensor | None
 ) -> Call | None:
     return (
         "adagrad_fused_step",
@@ -127,11 +120,7 @@ def adagrad(
 
 
 def adam(
-    group: dict[str, Any],
-    state: dict[str, Any],
-    param: Tensor,
-    grad: Tensor,
-    param2: Tensor | None,
+    group: Group, state: State, param: Tensor, grad: Tensor, param2: Tensor | None
 ) -> Call | None:
     return _adam(
         group, state, param, grad, param2, bool(group.get("decoupled_weight_decay", False))
@@ -139,22 +128,13 @@ def adam(
 
 
 def adamw(
-    group: dict[str, Any],
-    state: dict[str, Any],
-    param: Tensor,
-    grad: Tensor,
-    param2: Tensor | None,
+    group: Group, state: State, param: Tensor, grad: Tensor, param2: Tensor | None
 ) -> Call | None:
     return _adam(group, state, param, grad, param2, True)
 
 
 def _adam(
-    group: dict[str, Any],
-    state: dict[str, Any],
-    param: Tensor,
-    grad: Tensor,
-    param2: Tensor | None,
-    decoupled: bool,
+    group: Group, state: State, param: Tensor, grad: Tensor, param2: Tensor | None, decoupled: bool
 ) -> Call | None:
     for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
         if name not in state:
@@ -181,11 +161,7 @@ def _adam(
 
 
 def lamb(
-    group: dict[str, Any],
-    state: dict[str, Any],
-    param: Tensor,
-    grad: Tensor,
-    param2: Tensor | None,
+    group: Group, state: State, param: Tensor, grad: Tensor, param2: Tensor | None
 ) -> Call | None:
     for name in ("exp_avg", "exp_avg_sq"):
         if name not in state:
@@ -209,11 +185,7 @@ def lamb(
 
 
 def lars(
-    group: dict[str, Any],
-    state: dict[str, Any],
-    param: Tensor,
-    grad: Tensor,
-    param2: Tensor | None,
+    group: Group, state: State, param: Tensor, grad: Tensor, param2: Tensor | None
 ) -> Call | None:
     buffer, first = _momentum(group, state, param)
     if dtensor.in_stock_operations(param):

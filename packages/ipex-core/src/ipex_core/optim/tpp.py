@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ipex_core.optim import steps
 from ipex_core.optim._lamb import Lamb as _Lamb
 from ipex_core.optim.fused import record_of
 from ipex_core.optim.plain import PlainOptimizer, check_numbers
-from ipex_core.optim.steps import Call
+from ipex_core.optim.steps import Call, Group, State, Step
 
 __all__ = ["SGD", "AdamW", "DistLamb", "Lamb", "clip_grad_norm_"]
 
@@ -25,12 +25,7 @@ _LATE = float(1 << 24)
 
 
 def _step(
-    rule: Callable[..., Call | None],
-    group: dict[str, Any],
-    state: dict[str, Any],
-    param: Tensor,
-    grad: Tensor,
-    param2: Tensor | None,
+    rule: Step, group: Group, state: State, param: Tensor, grad: Tensor, param2: Tensor | None
 ) -> Call | None:
     """Return a step of ``rule``, with the means corrected for their start at zero if the group wants that."""
     if group["correct_bias"]:
@@ -100,11 +95,7 @@ class AdamW(PlainOptimizer):
 
     @staticmethod
     def ipex_step(
-        group: dict[str, Any],
-        state: dict[str, Any],
-        param: Tensor,
-        grad: Tensor,
-        param2: Tensor | None,
+        group: Group, state: State, param: Tensor, grad: Tensor, param2: Tensor | None
     ) -> Call | None:
         """Return the call of one parameter's step."""
         group = {**group, "amsgrad": False}
@@ -145,11 +136,7 @@ class Lamb(_Lamb):
 
     @staticmethod
     def ipex_step(
-        group: dict[str, Any],
-        state: dict[str, Any],
-        param: Tensor,
-        grad: Tensor,
-        param2: Tensor | None,
+        group: Group, state: State, param: Tensor, grad: Tensor, param2: Tensor | None
     ) -> Call | None:
         """Return the call of one parameter's step."""
         if group["adam"]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ipex_core.amp import warn_if_emulated
-from ipex_core.errors import OpArgumentError
+from ipex_core.errors import IpexError, OpArgumentError
 from ipex_core.jit._traced import ATTRIBUTE as TRACED
 from ipex_core.jit._traced import TracedForward
-from ipex_core.library.spec import dtype_name
+from ipex_core.library.spec import FLOATS, dtype_name
 from ipex_core.module_swap.state_dict import detach
-from ipex_core.optimization.options import Options, check_model, parse
 from ipex_core.optimization.passes import Context, Pass, run_on
 from ipex_core.optimization.passes.cast import Buffers, Cast
 from ipex_core.optimization.passes.fuse import ConvBatchNorm, Fuse, LinearBatchNorm
@@ -35,11 +36,20 @@ from ipex_core.optimization.passes.swap import (
     Realize,
     Recurrent,
 )
-from ipex_core.optimization.records import KEY, Log, log_of, name_saved_dtype, undo_saved_dtype
+from ipex_core.optimization.records import (
+    KEY,
+    Log,
+    Options,
+    log_of,
+    name_saved_dtype,
+    undo_saved_dtype,
+)
 from ipex_core.optimization.transformers import HuggingFaceAttention
 from ipex_core.packing import onednn
 
 __all__ = [
+    "ModeError",
+    "ModelTypeError",
     "disable_auto_channels_last",
     "enable_auto_channels_last",
     "optimize",
@@ -47,6 +57,8 @@ __all__ = [
 ]
 
 _M = TypeVar("_M", bound=nn.Module)
+
+LEVELS = ("O0", "O1")
 
 #: The pipeline, in the order in which the passes run; each is explained in its file.
 PASSES: tuple[Pass, ...] = (
@@ -65,6 +77,14 @@ PASSES: tuple[Pass, ...] = (
     Buffers(),
     GraphMode(),
 )
+
+
+class ModeError(IpexError, AssertionError, ValueError):
+    """A model in training mode was given without an optimizer, or one in inference mode with an optimizer."""
+
+
+class ModelTypeError(IpexError, TypeError, AttributeError):
+    """What was given is not a module."""
 
 
 def optimize(
@@ -135,22 +155,9 @@ def optimize(
     if isinstance(model, torch.jit.ScriptModule):
         return model if optimizer is None else (model, optimizer)
     check_model(model, optimizer)
-    knobs = {
-        "conv_bn_folding": conv_bn_folding,
-        "linear_bn_folding": linear_bn_folding,
-        "weights_prepack": weights_prepack,
-        "replace_dropout_with_identity": replace_dropout_with_identity,
-        "optimize_lstm": optimize_lstm,
-        "split_master_weight_for_bf16": split_master_weight_for_bf16,
-        "fuse_update_step": fuse_update_step,
-        "auto_kernel_selection": auto_kernel_selection,
-        "graph_mode": graph_mode,
-        "concat_linear": concat_linear,
-    }
-    for name, value in (("inplace", inplace),):
-        if not isinstance(value, bool):
-            raise TypeError(f"optimize: {name} must be True or False, got {value!r}")
-    options = parse(level, dtype, knobs, auto_channels_last())
+    if not isinstance(inplace, bool):
+        raise TypeError(f"optimize: inplace must be True or False, got {inplace!r}")
+    options = parse(level, dtype, locals(), auto_channels_last())
     if optimizer is not None:
         return _training(model, optimizer, options, inplace)
     if not inplace:
@@ -203,6 +210,49 @@ def restore(model: _M) -> _M:
         module.__dict__.pop(TRACED, None)
     undo_saved_dtype(model)
     return model
+
+
+def parse(level: Any, dtype: Any, given: Mapping[str, Any], channels_last: bool) -> Options:
+    """Check the arguments and fill in the defaults of the level; ``given`` has the knobs, and maybe more."""
+    if level not in LEVELS:
+        raise OpArgumentError(
+            f"optimize: level must be one of {', '.join(map(repr, LEVELS))}, got {level!r}"
+        )
+    if dtype is not None:
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"optimize: dtype must be a torch.dtype or None, got {dtype!r}")
+        if dtype not in FLOATS:
+            names = ", ".join(map(str, FLOATS))
+            raise OpArgumentError(f"optimize: dtype must be one of {names} or None, got {dtype}")
+    values = {}
+    for knob in dataclasses.fields(Options)[3:]:
+        name, value = knob.name, given.get(knob.name)
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"optimize: {name} must be True, False or None, got {value!r}")
+        values[name] = (knob.default and level == "O1") if value is None else value
+    return Options(dtype=dtype, level=level, channels_last=channels_last, **values)
+
+
+def check_model(model: Any, optimizer: Any) -> None:
+    """Check the model, the optimizer and whether their modes fit together."""
+    if not isinstance(model, nn.Module):
+        raise ModelTypeError(
+            f"optimize: model must be a torch.nn.Module, got {type(model).__name__}"
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimize: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    if model.training and optimizer is None:
+        raise ModeError(
+            "optimize: model must be in inference mode if there is no optimizer, got training mode:"
+            " call model.eval() first, or pass optimizer="
+        )
+    if not model.training and optimizer is not None:
+        raise ModeError(
+            "optimize: model must be in training mode if there is an optimizer, got inference mode:"
+            " call model.train() first, or leave optimizer out"
+        )
 
 
 def copy_model(what: Any) -> Any:

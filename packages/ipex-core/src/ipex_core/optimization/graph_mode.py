@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ipex_core import config
 from ipex_core.errors import FallbackError
 from ipex_core.optimization.records import Log
-from ipex_core.util.quiet import quiet, raised
+from ipex_core.util import quiet, raised
 
 __all__ = ["GraphCall"]
 

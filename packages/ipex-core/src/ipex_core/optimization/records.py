@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ipex.optimize` did to a model, and what its saved files say about it."""
+"""What `ipex.optimize` was asked for, what it did to a model, and what saved files say about it."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import torch
 from torch import nn
-
-from ipex_core.optimization.options import Options
 
 __all__ = [
     "Log",
+    "Options",
     "Quantization",
     "Record",
     "log_of",
@@ -22,6 +22,30 @@ __all__ = [
 
 KEY = "_ipex_log"
 QUANTIZATION = "_ipex_quantization"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Checked options. Knobs, all but the first three, have their values at O1 for defaults; at O0 all are off."""
+
+    dtype: torch.dtype | None
+    level: str
+    channels_last: bool
+    conv_bn_folding: bool = True
+    linear_bn_folding: bool = True
+    weights_prepack: bool = True
+    replace_dropout_with_identity: bool = True
+    optimize_lstm: bool = True
+    split_master_weight_for_bf16: bool = True
+    fuse_update_step: bool = True
+    auto_kernel_selection: bool = False
+    graph_mode: bool = False
+    concat_linear: bool = False
+
+    @property
+    def reduced(self) -> torch.dtype | None:
+        """The dtype to cast to, or None."""
+        return self.dtype if self.dtype in (torch.bfloat16, torch.float16) else None
 
 
 @dataclasses.dataclass(frozen=True)

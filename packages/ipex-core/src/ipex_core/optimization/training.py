@@ -16,9 +16,8 @@ from ipex_core.optim.dtensor import is_spread, is_wrapped
 from ipex_core.optim.fused import adopt, needs_closure
 from ipex_core.optim.master_weights import Masters, StateHook, announce_gradients
 from ipex_core.optim.steps import step_of
-from ipex_core.optimization.options import Options
 from ipex_core.optimization.passes.cast import cast_input, held_above
-from ipex_core.optimization.records import KEY, Log, name_saved_dtype
+from ipex_core.optimization.records import KEY, Log, Options, name_saved_dtype
 
 __all__ = ["train", "widen_input"]
 

@@ -18,8 +18,6 @@ import torch
 from ipex_core.library.checks import check_dtype, check_tensor, dtype_name
 from ipex_core.library.spec import FLOATS, check
 
-__all__ = ["BUILTINS", "Builtin"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Builtin:

@@ -20,8 +20,6 @@ from ipex_core.kernels import providers
 from ipex_core.library.kernels import LIBRARY, define, specs
 from ipex_core.program.builtins import BUILTINS
 
-__all__ = ["Instruction", "Program", "Register", "without_owner"]
-
 # The three ops are defined here and not by an `OpSpec`. What a spec demands of an op makes no sense for them: they have
 # no samples, as a handle means nothing in another process; no reference, as `Program.run_reference` is that; no fake
 # kernel, as the outputs may come from any ops; no derivative. A kernel package registers them or does not.

@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-__all__ = ["second_names", "when_imported", "when_matching"]
-
 _Call = Callable[[types.ModuleType], object]
 
 _lock = threading.Lock()

@@ -21,8 +21,6 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-__all__ = ["Tracer", "names_in"]
-
 #: Looked up on the instance by ``nn.Module.__call__``; ``nn.Module.compile`` puts its result there.
 _CALL = "_compiled_call_impl"
 #: Functions that are looked through for the names they use; a forward reaches fewer.

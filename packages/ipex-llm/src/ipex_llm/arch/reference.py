@@ -27,21 +27,6 @@ from ipex_llm.arch import (
     RopePlan,
 )
 
-__all__ = [
-    "ACTIVATIONS",
-    "activate",
-    "attend",
-    "combine_gate",
-    "query_factors",
-    "run_attention",
-    "run_experts",
-    "run_linear",
-    "run_mlp",
-    "run_norm",
-    "run_plan",
-    "verify",
-]
-
 Tensor = torch.Tensor
 
 

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["seeded"]
-
 _TENSOR = torch.Tensor
 #: Functions that take a generator.
 _DRAWING = frozenset(

@@ -18,8 +18,6 @@ import torch
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 
-__all__ = ["Splitter", "split_range", "split_sizes"]
-
 Tensor = torch.Tensor
 _OP = "shard_low_precision_checkpoint"
 

@@ -13,17 +13,6 @@ from ipex_core.errors import OpArgumentError
 from ipex_llm.arch import ExpertsPlan, LinearPlan
 from ipex_llm.distributed.checkpoint import split_range, split_sizes
 
-__all__ = [
-    "HeadRange",
-    "cut_columns",
-    "cut_experts",
-    "cut_rows",
-    "features_in",
-    "features_out",
-    "split_features",
-    "split_heads",
-]
-
 #: Features that should stay together: kernels work on so many columns at a time.
 GRAINS = (64, 32, 8, 1)
 

@@ -42,16 +42,6 @@ from ipex_llm.distributed.shard import (
 from ipex_llm.records import is_sharded, update
 from ipex_quant.weight_only.replace import replace_linears_from_checkpoint
 
-__all__ = [
-    "adopt",
-    "adopt_deepspeed",
-    "adopt_transformers",
-    "divide",
-    "divisible",
-    "load_parts",
-    "shard_model",
-]
-
 Tensor = torch.Tensor
 
 

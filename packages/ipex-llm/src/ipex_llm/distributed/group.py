@@ -20,17 +20,6 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import FLOATS
 from ipex_core.program import ProgramBuilder, Register
 
-__all__ = [
-    "AllReduce",
-    "HeadShard",
-    "ShardedHead",
-    "ShardedModule",
-    "TensorParallel",
-    "inner",
-    "replace_child",
-    "uncovered",
-]
-
 Tensor = torch.Tensor
 
 

@@ -45,19 +45,6 @@ from ipex_llm.distributed.group import (
 )
 from ipex_llm.records import record_of, update
 
-__all__ = [
-    "check_shards",
-    "head_sizes",
-    "inner_size",
-    "parallel_plan",
-    "set_numbers",
-    "shard_head",
-    "shard_numbers",
-    "shard_plan",
-    "wrap_head",
-    "wrap_outputs",
-]
-
 Tensor = torch.Tensor
 T = TypeVar("T")
 

@@ -11,15 +11,6 @@ import torch
 from ipex_llm.kv_cache import CacheMemoryError, available_memory, format_bytes
 from ipex_llm.records import record_of
 
-__all__ = [
-    "cache_blocks",
-    "check_positive",
-    "check_prompt",
-    "end_tokens",
-    "prompt_ids",
-    "runner_of",
-]
-
 #: Share of the free memory that the cache takes if nothing else is said.
 DEFAULT_MEMORY_SHARE = 0.5
 

@@ -7,14 +7,6 @@ import dataclasses
 import math
 from typing import Any
 
-__all__ = [
-    "EngineStats",
-    "GenerationOutput",
-    "SamplingParams",
-    "StepOutput",
-    "TokenLogprobs",
-]
-
 #: Most alternatives whose log probabilities can be asked for.
 MAX_LOGPROBS = 50
 

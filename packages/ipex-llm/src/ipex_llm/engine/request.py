@@ -16,8 +16,6 @@ import torch
 
 from ipex_llm.engine.params import SamplingParams, TokenLogprobs
 
-__all__ = ["Batch", "BlockTables", "Request", "TextStream", "block_key", "choose"]
-
 #: What tokenizers decode bytes to that are no whole character.
 _UNFINISHED = "\ufffd"
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from ipex_llm.engine.request import Request
 
-__all__ = ["BlockPool", "Scheduler"]
-
 
 class Scheduler:
     """First come, first served, with a budget of tokens for each step.

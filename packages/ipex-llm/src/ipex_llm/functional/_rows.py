@@ -15,21 +15,6 @@ from ipex_core.nn.ipex_api import lora
 from ipex_core.ops.rms_norm import of_rows, times
 from ipex_core.util import also_named
 
-__all__ = [
-    "add_layer_norm",
-    "add_rms_norm",
-    "bgmv_expand",
-    "bgmv_expand_slice",
-    "bgmv_shrink",
-    "fast_layer_norm",
-    "gelu_and_mul",
-    "gelu_mul",
-    "gelu_quick",
-    "rms_norm",
-    "silu_and_mul",
-    "silu_mul",
-]
-
 Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 

@@ -19,8 +19,6 @@ import torch
 
 from ipex_llm.generation._loop import Loop, Stop
 
-__all__ = ["BeamLoop"]
-
 Tensor = torch.Tensor
 
 #: What is added to the score of a beam that must not be chosen.

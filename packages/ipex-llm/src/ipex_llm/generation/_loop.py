@@ -12,8 +12,6 @@ import torch
 from ipex_llm.kv_cache.transformers import CacheState, state_of_cache
 from ipex_llm.model_runner import Runner
 
-__all__ = ["Choice", "Loop", "Session", "Stop", "choose"]
-
 Tensor = torch.Tensor
 
 #: Tokens of one call while a prompt is read: bounds the memory of activations, large enough for full speed.

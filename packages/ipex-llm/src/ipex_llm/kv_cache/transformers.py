@@ -28,8 +28,6 @@ from ipex_llm.records import KEY, Record
 if TYPE_CHECKING:
     from ipex_llm.model_runner import Runner
 
-__all__ = ["CacheState", "adopt", "cache_class", "state_of_cache"]
-
 Tensor = torch.Tensor
 
 #: Rows of a block: a beam that leaves its neighbors copies at most so many rows.

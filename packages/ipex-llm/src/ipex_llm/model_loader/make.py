@@ -11,8 +11,6 @@ import torch
 
 from ipex_llm.arch.seeded import seeded
 
-__all__ = ["SHAPES", "make_folder", "make_tokenizer"]
-
 #: Shapes of Llama-like models.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {

@@ -30,8 +30,6 @@ from ipex_quant.util.safetensors import (
     weight_files,
 )
 
-__all__ = ["Progress", "Summary", "quantize_folder"]
-
 #: Modules that stay as they are: lookups, norms, routers, positions, and heads (whose errors are not averaged out).
 _KEPT = re.compile(
     r"(^|[._])(embed\w*|wte|wpe|word_embeddings\w*|shared|norm\w*|\w*norm|ln_\w+|layernorm\w*|router|gate|"

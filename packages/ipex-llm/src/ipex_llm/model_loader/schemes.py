@@ -28,8 +28,6 @@ from ipex_core import woq
 from ipex_core.errors import OpArgumentError
 from ipex_core.packing.quantize import unpack_nibbles
 
-__all__ = ["SCHEMES", "Scheme", "make_scheme"]
-
 Tensor = torch.Tensor
 
 #: Scheme -> format of `ipex_core.woq` and the group size that is usual.

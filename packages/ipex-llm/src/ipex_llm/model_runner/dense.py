@@ -37,19 +37,6 @@ from ipex_llm.model_runner import woq as _woq
 from ipex_llm.records import recorded
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-__all__ = [
-    "Linear",
-    "Owners",
-    "Part",
-    "PlannedWeight",
-    "TiedEmbedding",
-    "UnsupportedPlan",
-    "WeightStore",
-    "call_linear",
-    "check_packable",
-    "version_of",
-]
-
 Tensor = torch.Tensor
 #: Modules that have a parameter, and the name it has there.
 Owners = Sequence[tuple[nn.Module, str]]

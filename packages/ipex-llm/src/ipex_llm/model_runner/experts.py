@@ -22,8 +22,6 @@ from ipex_llm.model_runner.dense import (
 from ipex_quant import combine_linears
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-__all__ = ["Experts", "check_experts", "pack_experts"]
-
 _MIXED = "some experts are quantized, others are not"
 _DIFFERENT = "quantized experts have different formats"
 _ELSEWHERE = "the weights of the experts are no parameters of their module"

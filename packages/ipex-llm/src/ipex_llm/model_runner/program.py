@@ -50,8 +50,6 @@ from ipex_llm.model_runner.dense import (
 from ipex_llm.model_runner.experts import Experts, check_experts, pack_experts
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-__all__ = ["Emitter", "Mode", "rope_key", "unsupported_reason"]
-
 Tensor = torch.Tensor
 
 #: Activations that ``fused_experts`` computes.

@@ -16,8 +16,6 @@ from ipex_quant import combine_linears
 from ipex_quant.weight.tensor import QuantizedWeight, unpack
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-__all__ = ["combine", "give_back", "lend", "taken"]
-
 Tensor = torch.Tensor
 
 

@@ -27,17 +27,6 @@ from ipex_quant import QConfigWoq, QuantizedWeight
 from ipex_quant.weight.tensor import absent_keys, packable_group, saved_tensors, saved_weight
 from ipex_quant.weight_only.build import quantized
 
-__all__ = [
-    "Stacks",
-    "as_rows",
-    "check_group",
-    "from_rows",
-    "packed",
-    "quantize",
-    "reason_against",
-    "weights",
-]
-
 Tensor = torch.Tensor
 #: In front of the name of a parameter in state dicts: transformers rewrites entries with the names of parameters.
 SAVED = "woq_"

@@ -24,8 +24,6 @@ from ipex_quant.weight_only.convert import (
 )
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-__all__ = ["Choice", "choose", "quantize", "remapped"]
-
 #: Name of the module with the experts, and why they were not quantized (None: they were).
 Notes = list[tuple[str, nn.Module, str | None]]
 Plan = TypeVar("Plan", DecoderPlan | None, LayerPlan | None)

@@ -15,8 +15,6 @@ from ipex_core.util import also_named
 from ipex_llm import functional
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
-__all__ = ["IndirectAccessKVCacheAttention", "PagedAttention", "VarlenAttention"]
-
 Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 

@@ -18,20 +18,6 @@ from ipex_core.nn.linear import finish, lower_linear
 from ipex_core.nn.merged_linear import GatedPair
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
-__all__ = [
-    "IPEXLinear2Fusion",
-    "IPEXLinearFusion",
-    "Linear2SiluMul",
-    "LinearAdd",
-    "LinearAddAdd",
-    "LinearGelu",
-    "LinearMul",
-    "LinearNewGelu",
-    "LinearRelu",
-    "LinearSilu",
-    "LinearSiluMul",
-]
-
 Tensor = torch.Tensor
 
 

@@ -16,8 +16,6 @@ from ipex_core.nn.moe import PackedExperts, gated_mlp_moe, pack_experts, pack_wo
 from ipex_llm.modules._norm import as_parameter
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
-__all__ = ["GatedMLPMOE"]
-
 Tensor = torch.Tensor
 
 _OP = "GatedMLPMOE"

@@ -15,8 +15,6 @@ from ipex_core.nn.rope import rope_tables
 from ipex_llm import functional
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
-__all__ = ["FastLayerNorm", "MambaMixer", "RMSNorm", "RotaryEmbedding", "as_parameter"]
-
 Tensor = torch.Tensor
 
 

@@ -127,23 +127,7 @@ def optimize(
     """
     if isinstance(model, torch.jit.ScriptModule):
         return model
-    request = checked(
-        model,
-        optimizer,
-        dtype,
-        inplace,
-        device,
-        quantization_config,
-        qconfig_summary_file,
-        low_precision_checkpoint,
-        sample_inputs,
-        deployment_mode,
-        cache_weight_for_large_batch,
-        kv_cache_dtype,
-        kv_cache_scales,
-        tp_group,
-        depth,
-    )
+    request = checked(**locals())  # the arguments by their names
     if not inplace:
         model = copy_model(model)
     if request.device.type == "xpu":
@@ -225,23 +209,7 @@ def plan(
             "plan: model must be a torch.nn.Module of Python, got a torch.jit.ScriptModule, which optimize returns"
             " as it is: plan the model before it is scripted"
         )
-    request = checked(
-        model,
-        optimizer,
-        dtype,
-        inplace,
-        device,
-        quantization_config,
-        qconfig_summary_file,
-        low_precision_checkpoint,
-        sample_inputs,
-        deployment_mode,
-        cache_weight_for_large_batch,
-        kv_cache_dtype,
-        kv_cache_scales,
-        tp_group,
-        depth,
-    )
+    request = checked(**locals())  # the arguments by their names
     done = any("_ipex_mixin" in vars(type(module)) for module in model.modules())
     if done or log_of(model) is not None:
         raise OpArgumentError(

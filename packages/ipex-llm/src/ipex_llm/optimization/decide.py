@@ -32,16 +32,6 @@ from ipex_quant.qconfig.static import qconfig_of
 from ipex_quant.qconfig.weight_only import QConfigWoq
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-__all__ = [
-    "Decision",
-    "Form",
-    "OptimizePlan",
-    "PlannedShard",
-    "decide",
-    "refused",
-    "without_layers",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedShard:

@@ -16,14 +16,12 @@ from torch.ao.quantization import QConfig, QConfigMapping
 from ipex_core.errors import MissingComponentError, OpArgumentError
 from ipex_core.library.spec import FLOATS
 from ipex_core.ops.kv_cache import QUANTIZED
-from ipex_core.optimization.options import check_model
+from ipex_core.optimization import check_model
 from ipex_llm.distributed.group import TensorParallel
 from ipex_llm.kv_cache import CACHE_DTYPES
 from ipex_quant.kv_cache import KVCacheScales, read_kv_cache_scales
 from ipex_quant.qconfig.static import QConfigSmoothQuant
 from ipex_quant.qconfig.weight_only import QConfigWoq
-
-__all__ = ["Request", "checked"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,21 +25,6 @@ from ipex_llm.model_runner import Runner
 from ipex_llm.records import KEY, without
 from ipex_quant.kv_cache import KVCacheScales
 
-__all__ = [
-    "DecoderMixin",
-    "Patch",
-    "Reason",
-    "check_call",
-    "check_gaps",
-    "check_inference",
-    "given_cache",
-    "kv_dtype",
-    "patch_of",
-    "silence",
-    "tell",
-    "usable_runner",
-]
-
 
 @dataclasses.dataclass
 class Patch:

@@ -22,13 +22,6 @@ from ipex_llm.model_runner import Runner
 from ipex_llm.patch.decoder import Reason, check_gaps, given_cache, kv_dtype, tell, usable_runner
 from ipex_llm.records import KEY, record_of, without
 
-__all__ = [
-    "GenerationMixin",
-    "ParallelGenerationMixin",
-    "SameRandomMixin",
-    "start",
-]
-
 #: What `generate` may hand to the loop. Anything else is meant for a forward that we do not know.
 _KNOWN = frozenset(
     {

@@ -21,8 +21,6 @@ from ipex_llm.model_runner import Runner
 from ipex_llm.patch.decoder import Patch, Reason, check_inference, given_cache, patch_of, tell
 from ipex_llm.records import KEY, record_of, recorded, without
 
-__all__ = ["LayerMixin", "hooks_of"]
-
 Tensor = torch.Tensor
 
 #: Rows that a new cache has room for beyond those that are needed.

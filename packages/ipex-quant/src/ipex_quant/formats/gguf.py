@@ -20,17 +20,6 @@ from ipex_core.library.spec import check
 from ipex_core.packing.quantize import pack_nibbles
 from ipex_quant.weight.tensor import QuantizedWeight
 
-__all__ = [
-    "BLOCKS",
-    "FLOATS",
-    "Block",
-    "GgufFile",
-    "GgufTensor",
-    "blocks_weight",
-    "read_gguf",
-    "type_name",
-]
-
 Tensor = torch.Tensor
 #: Unsigned codes ``[R, K]``, scales ``[R, G]``, and what is subtracted: zero points of all, or minima ``[R, G]``.
 Parts = tuple[Tensor, Tensor, int | Tensor]

@@ -19,7 +19,7 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.module_swap.base import has_hooks
 from ipex_quant.int8 import rewrite as _int8_rewrite
-from ipex_quant.int8.dataflow import Flow, record
+from ipex_quant.int8.dataflow import CONVS, Flow, record
 from ipex_quant.int8.modules.embedding import TABLES
 from ipex_quant.int8.modules.embedding import why_not as why_not_bag
 from ipex_quant.int8.modules.matmul import NOT_NAMED, PRODUCTS, MatMul, named_in, why_float
@@ -36,16 +36,12 @@ __all__ = ["convert", "prepare"]
 
 log = logging.getLogger("ipex")
 
-_CONVS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
-_STATIC = (nn.Linear, nn.LSTM, *TABLES, *_CONVS)
+_STATIC = (nn.Linear, nn.LSTM, *TABLES, *CONVS)
 _DYNAMIC = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 #: Static configurations leave these as they are: reported.
 _FLOAT = (nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.MultiheadAttention)
 #: Dynamic configurations leave these as they are: reported.
-_DYNAMIC_FLOAT = (nn.RNN, nn.MultiheadAttention, *TABLES, *_CONVS)
+_DYNAMIC_FLOAT = (nn.RNN, nn.MultiheadAttention, *TABLES, *CONVS)
 #: Functions that have weights as arguments, and the modules that have an INT8 form.
 _FUNCTIONS = {
     "linear": "Linear",
@@ -239,7 +235,7 @@ def _what_is_asked(model: nn.Module, mapping: QConfigMapping, has_examples: bool
 def _what_there_is(model: nn.Module, mapping: QConfigMapping) -> str:
     """Return what an error says of a model without a layer that the configuration quantizes."""
     named = any(
-        type(module) in _CONVS and qconfig_of(mapping, name, module) is not None
+        type(module) in CONVS and qconfig_of(mapping, name, module) is not None
         for name, module in model.named_modules()
     )
     return "only convolutions, which have static INT8 forms only" if named else "none"

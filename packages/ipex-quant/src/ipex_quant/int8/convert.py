@@ -19,9 +19,9 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.optimization.passes.prepack import auto_channels_last
 from ipex_core.optimization.records import QUANTIZATION, Quantization, quantization_of
-from ipex_core.util.quiet import quiet
+from ipex_core.util import quiet
 from ipex_quant.int8.boundary import Codes, Early, Fused, Scale, Start
-from ipex_quant.int8.dataflow import activation_of, tensors_of
+from ipex_quant.int8.dataflow import tensors_of
 from ipex_quant.int8.modules import output_rows
 from ipex_quant.int8.modules.conv import Int8Conv, Int8ConvTranspose
 from ipex_quant.int8.modules.embedding import Int8EmbeddingBag, Int8MergedEmbeddingBag
@@ -254,7 +254,7 @@ class _Conversion:
         self.names.append((path, layer.fused[-1] if layer.fused else path, layer.place))
         for other in layer.fused:
             if other != layer.place:
-                _pass_on(model, other, path)
+                _pass_on(model, other, path, other != layer.norm)
         if layer.norm:
             text = f"folded into {path}"
             self.log.add(layer.norm, "BatchNorm", _STEP, True, text, "none (identity)")
@@ -308,7 +308,7 @@ class _Conversion:
             if path in self.state.activations:
                 last, made.activation = self.state.activations[path]
                 made.after = (last,)
-                _pass_on(self.model, last, path)
+                _pass_on(self.model, last, path, True)
                 text += f"; computes {last} too"
             _replace(self.model, path, made)
             self.log.add(path, type(module).__name__, _STEP, True, text)
@@ -367,10 +367,9 @@ def _residual_scale(state: Prepared, layer: Layer) -> Scale:
     return state.watches[root(state.flow, layer.residual_value)].get_scale()
 
 
-def _pass_on(model: nn.Module, path: str, layer: str) -> None:
-    """Let a module pass on what a layer computes for it; activations can still compute for others."""
-    module = model.get_submodule(path)
-    original = module if activation_of(module) else None
+def _pass_on(model: nn.Module, path: str, layer: str, activation: bool) -> None:
+    """Let a module pass on what a layer computes for it; an activation can still compute for others."""
+    original = model.get_submodule(path) if activation else None
     _replace(model, path, Fused(path, layer, original).eval())
 
 

@@ -119,7 +119,7 @@ class Flow:
 
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
-_CONVS = (
+CONVS = (
     nn.Conv1d,
     nn.Conv2d,
     nn.Conv3d,
@@ -162,7 +162,7 @@ def role_of(module: nn.Module) -> str:
     kind = type(module)
     if kind is nn.Linear:
         return "linear"
-    if kind in _CONVS:
+    if kind in CONVS:
         return "conv"
     if kind in _NORMS:
         return "norm"

@@ -13,7 +13,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.ops.linear import ACTIVATIONS
-from ipex_quant.int8.dataflow import Event, Flow, activation_of
+from ipex_quant.int8.dataflow import CONVS, Event, Flow, activation_of
 from ipex_quant.int8.modules.matmul import Interaction, MatMul, Product, why_float
 from ipex_quant.int8.modules.pool import role_of_pool
 from ipex_quant.int8.ops import ACTIVATIONS as CONV_ACTIVATIONS
@@ -22,13 +22,7 @@ from ipex_quant.qconfig.static import QConfigSmoothQuant
 #: Activations that an integer product can be followed by, in the same kernel.
 _FUSED: dict[type[nn.Module], frozenset[str]] = {
     nn.Linear: frozenset(ACTIVATIONS) - {"none"},
-    **dict.fromkeys(
-        (
-            *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-            *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-        ),
-        frozenset(CONV_ACTIVATIONS) - {"none"},
-    ),
+    **dict.fromkeys(CONVS, frozenset(CONV_ACTIVATIONS) - {"none"}),
 }
 
 

@@ -14,8 +14,6 @@ from torch import nn
 from ipex_quant.io import load
 from ipex_quant.weight_only.convert import quantize_linears
 
-__all__ = ["IpexConfig", "IpexQuantizer", "register"]
-
 NAME = "ipex"
 log = logging.getLogger("ipex")
 

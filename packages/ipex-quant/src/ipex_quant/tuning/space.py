@@ -20,7 +20,8 @@ from torch.ao.quantization.observer import (
 )
 
 from ipex_core.library.spec import check
-from ipex_quant.int8.api import _CONVS, _DYNAMIC, _STATIC
+from ipex_quant.int8.api import _DYNAMIC, _STATIC
+from ipex_quant.int8.dataflow import CONVS
 from ipex_quant.qconfig.static import (
     default_dynamic_qconfig_mapping,
     get_smooth_quant_qconfig_mapping,
@@ -185,7 +186,7 @@ def type_options(op_type_dict: Any) -> dict[type[nn.Module], dict[str, Any] | No
 
 
 def _types(name: str, floating: bool) -> tuple[type[nn.Module], ...]:
-    kinds: dict[str, tuple[type[nn.Module], ...]] = {"conv": _CONVS}
+    kinds: dict[str, tuple[type[nn.Module], ...]] = {"conv": CONVS}
     for kind in {*_STATIC, *_DYNAMIC}:
         kinds[kind.__name__.lower()] = (kind,)
     if name.lower() in _NEVER_ALONE and floating:

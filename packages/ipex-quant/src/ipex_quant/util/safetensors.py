@@ -24,22 +24,6 @@ import torch
 
 from ipex_core.errors import IpexError
 
-__all__ = [
-    "DAMAGE",
-    "CheckpointError",
-    "Entry",
-    "ShardWriter",
-    "check_model_folder",
-    "is_file_name",
-    "mapped",
-    "read_bytes",
-    "read_config",
-    "read_header",
-    "read_rows",
-    "stored_quantization",
-    "weight_files",
-]
-
 Tensor = torch.Tensor
 
 #: Names of element types in the header.

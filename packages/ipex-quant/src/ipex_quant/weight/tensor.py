@@ -31,19 +31,6 @@ from ipex_core.library.spec import check
 from ipex_core.packing.parameter import PackedWeight, hollow
 from ipex_core.packing.quantize import CODEBOOKS, FORMATS, QWEIGHT_DTYPES, unpack_nibbles
 
-__all__ = [
-    "QuantizedWeight",
-    "ShowsFloatWeight",
-    "absent_keys",
-    "float_scales",
-    "movable",
-    "packable_group",
-    "saved_tensors",
-    "saved_weight",
-    "unknown_keys",
-    "unpack",
-]
-
 Tensor = torch.Tensor
 
 #: Groups that the packed format can have.

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from ipex_core.library.spec import check
+from ipex_core.util import progress as show_progress
 from ipex_core.util import return_free_memory
-from ipex_core.util.console import progress as show_progress
 from ipex_quant.weight_only.convert import is_linear, stacks
 
 Tensor = torch.Tensor

@@ -19,8 +19,8 @@ from ipex_core import woq
 from ipex_core.library.spec import check
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.nn import OptimizedLinear
+from ipex_core.util import progress as show_progress
 from ipex_core.util import return_free_memory
-from ipex_core.util.console import progress as show_progress
 from ipex_quant.qconfig.static import qconfig_of
 from ipex_quant.qconfig.weight_only import QConfigWoq
 from ipex_quant.util.modules import patterns_of, replace_module

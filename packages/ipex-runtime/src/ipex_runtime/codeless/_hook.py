@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ipex_runtime.codeless._script import Settings
 
-__all__ = ["disable", "enable"]
-
 _TARGET = "torch.nn.modules.module"
 
 _original: Callable[..., Any] | None = None

@@ -19,8 +19,6 @@ from torch import nn
 from ipex_runtime.codeless import facade
 from ipex_runtime.codeless._script import Settings
 
-__all__ = ["Models"]
-
 #: Arguments and results that hold keys and values for the next call; they stay as they are.
 CACHES = ("past_key_values", "past_key_value", "cache_params")
 

@@ -14,15 +14,6 @@ import sys
 import types
 from collections.abc import Sequence
 
-__all__ = [
-    "DTYPES",
-    "QUANTIZATIONS",
-    "Settings",
-    "add_auto_ipex_params",
-    "as_arguments",
-    "run",
-]
-
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8-dynamic", "woq-int8", "woq-int4")
 

@@ -20,14 +20,6 @@ from ipex_runtime.hypertune.conf import DEFAULTS
 from ipex_runtime.launch.cpu_info import CPUPoolList
 from ipex_runtime.launch.launcher_base import find_library, search_paths
 
-__all__ = [
-    "Record",
-    "Space",
-    "Trial",
-    "locked",
-    "plot",
-]
-
 LIBRARIES = {"tc": "tcmalloc", "je": "jemalloc"}
 
 

@@ -8,8 +8,6 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-__all__ = ["ConfigurationError", "Place", "parse"]
-
 _MOST_VALUES = 100_000
 
 

@@ -19,13 +19,6 @@ from typing import BinaryIO
 from ipex_runtime.memory import set_memory_policy
 from ipex_runtime.topology.types import format_cpu_list
 
-__all__ = [
-    "Instance",
-    "bound",
-    "exit_code",
-    "how_it_ended",
-]
-
 
 @contextlib.contextmanager
 def bound(

@@ -22,8 +22,6 @@ from ipex_runtime.launch._instance import Instance
 if TYPE_CHECKING:
     from ipex_runtime.launch.launcher_base import Launcher
 
-__all__ = ["check_program", "execute", "log_path", "make_logger", "prepare_logs"]
-
 #: Longest name of a log file: file systems allow 255 bytes.
 LONGEST_NAME = 200
 

@@ -631,7 +631,7 @@ def fuse_attention(ctx: Context) -> None:
             _replace_spelled(ctx, match)
 
 
-def _reason(ctx: Context, q: Any, k: Any, v: Any, mask: Any, scores: Any = None) -> str | None:
+def _reason(ctx: Context, q: Any, k: Any, v: Any, mask: Any) -> str | None:
     """Return why the op cannot or should not compute an attention, or None."""
     values = [val(x) for x in (q, k, v)]
     query, key, value = values

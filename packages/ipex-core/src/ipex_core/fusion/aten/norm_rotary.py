@@ -258,7 +258,7 @@ def fuse_add_norms(ctx: Context) -> None:
             ctx.reject("add_norm", node, f"ipex::{name}", f"no kernel package implements {name}")
             continue
         target = ipex.add_rms_norm.default if rms else ipex.add_layer_norm.default
-        both = ctx.call(total, target, (a, b, *node.args[1:])) if _ready(ctx, total, node) else None
+        both = ctx.call(total, target, (a, b, *node.args[1:])) if _ready(total, node) else None
         if both is None:
             ctx.reject("add_norm", node, f"ipex::{name}", "the weight is computed after the sum")
             continue
@@ -271,7 +271,7 @@ def fuse_add_norms(ctx: Context) -> None:
         ctx.drop([summed])
 
 
-def _ready(ctx: Context, total: fx.Node, node: fx.Node) -> bool:
+def _ready(total: fx.Node, node: fx.Node) -> bool:
     """Return whether all inputs of a norm exist before the sum it works on is computed."""
     return all(other is total or other < total for other in node.all_input_nodes)
 

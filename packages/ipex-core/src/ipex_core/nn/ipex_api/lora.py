@@ -19,9 +19,13 @@ __all__ = [
 Tensor = torch.Tensor
 
 
-def _first(op: str, batches: int, **tensors: Tensor) -> list[Tensor]:
-    """Return the first ``batches`` entries of the tensors."""
-    for name, tensor in tensors.items():
+#: Names of what says which rows have which adapter.
+_SEQUENCES = ("lora_indices_tensor", "seq_len_tensor", "b_seq_start_loc")
+
+
+def _first(op: str, batches: int, *tensors: Tensor) -> list[Tensor]:
+    """Return the first ``batches`` entries of the tensors that ``_SEQUENCES`` names."""
+    for name, tensor in zip(_SEQUENCES, tensors, strict=True):
         check(tensor.dim() == 1, op, name, "be 1-D", f"{tensor.dim()}-D")
         size = tensor.shape[0]
         check(
@@ -31,7 +35,7 @@ def _first(op: str, batches: int, **tensors: Tensor) -> list[Tensor]:
             f"be between 0 and {size}, the size of {name}",
             batches,
         )
-    return [tensor[:batches] for tensor in tensors.values()]
+    return [tensor[:batches] for tensor in tensors]
 
 
 def bgmv_shrink(
@@ -158,11 +162,7 @@ def sgmv_shrink(
             the rows of ``inputs``.
     """
     indices, lengths, starts = _first(
-        "sgmv_shrink",
-        batches,
-        lora_indices_tensor=lora_indices_tensor,
-        seq_len_tensor=seq_len_tensor,
-        b_seq_start_loc=b_seq_start_loc,
+        "sgmv_shrink", batches, lora_indices_tensor, seq_len_tensor, b_seq_start_loc
     )
     torch.ops.ipex.sgmv_shrink(
         output_tensor,
@@ -192,11 +192,7 @@ def sgmv_expand(
     The sequences are given as for `sgmv_shrink`, everything else as for `bgmv_expand`.
     """
     indices, lengths, starts = _first(
-        "sgmv_expand",
-        batches,
-        lora_indices_tensor=lora_indices_tensor,
-        seq_len_tensor=seq_len_tensor,
-        b_seq_start_loc=b_seq_start_loc,
+        "sgmv_expand", batches, lora_indices_tensor, seq_len_tensor, b_seq_start_loc
     )
     torch.ops.ipex.sgmv_expand(
         output_tensor,
@@ -228,11 +224,7 @@ def sgmv_expand_slice(
     The sequences are given as for `sgmv_shrink`, everything else as for `bgmv_expand_slice`.
     """
     indices, lengths, starts = _first(
-        "sgmv_expand_slice",
-        batches,
-        lora_indices_tensor=lora_indices_tensor,
-        seq_len_tensor=seq_len_tensor,
-        b_seq_start_loc=b_seq_start_loc,
+        "sgmv_expand_slice", batches, lora_indices_tensor, seq_len_tensor, b_seq_start_loc
     )
     torch.ops.ipex.sgmv_expand_slice(
         output_tensor,

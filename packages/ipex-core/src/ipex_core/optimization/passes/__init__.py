@@ -13,8 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ipex_core.library.spec import FLOATS
 from ipex_core.module_swap.state_dict import state_of
-from ipex_core.optimization.options import Options
-from ipex_core.optimization.records import Log
+from ipex_core.optimization.records import Log, Options
 
 __all__ = [
     "Context",
@@ -85,13 +84,15 @@ class Pass:
 
     Attributes:
         name: What records call the step.
+        knob: The option that asks for it, none for a pass that is always done.
     """
 
     name: ClassVar[str]
+    knob: ClassVar[str] = ""
 
     def applies(self, context: Context) -> bool:
         """Return whether the options ask for this pass."""
-        raise NotImplementedError
+        return not self.knob or bool(getattr(context.options, self.knob))
 
     def apply(self, context: Context) -> None:
         """Change the model, or plan a change, and record each decision."""

@@ -146,10 +146,7 @@ class Cast(Pass):
     """Cast parameters."""
 
     name = "cast"
-
-    def applies(self, context: Context) -> bool:
-        """Return whether a reduced dtype was asked for."""
-        return context.options.reduced is not None
+    knob = "reduced"
 
     def apply(self, context: Context) -> None:
         """Plan the cast of each module."""
@@ -264,10 +261,7 @@ class Buffers(Pass):
     """Cast buffers, if the model does not run otherwise."""
 
     name = "buffers"
-
-    def applies(self, context: Context) -> bool:
-        """Return whether a reduced dtype was asked for."""
-        return context.options.reduced is not None
+    knob = "reduced"
 
     def apply(self, context: Context) -> None:
         """Run the model, and cast buffers if it raises."""

@@ -137,10 +137,7 @@ class ConvBatchNorm(Pass):
     """Fold batch norms into convolutions."""
 
     name = "conv_bn_folding"
-
-    def applies(self, context: Context) -> bool:
-        """Return the knob."""
-        return context.options.conv_bn_folding
+    knob = "conv_bn_folding"
 
     def apply(self, context: Context) -> None:
         """Plan the fold."""
@@ -151,10 +148,7 @@ class LinearBatchNorm(Pass):
     """Fold batch norms into linear layers."""
 
     name = "linear_bn_folding"
-
-    def applies(self, context: Context) -> bool:
-        """Return the knob."""
-        return context.options.linear_bn_folding
+    knob = "linear_bn_folding"
 
     def apply(self, context: Context) -> None:
         """Plan the fold."""

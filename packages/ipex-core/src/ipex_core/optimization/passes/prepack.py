@@ -62,10 +62,7 @@ class ChannelsLast(Pass):
     """Store convolution weights channels-last."""
 
     name = "channels_last"
-
-    def applies(self, context: Context) -> bool:
-        """Return the process-wide preference."""
-        return context.options.channels_last
+    knob = "channels_last"
 
     def apply(self, context: Context) -> None:
         """Plan the memory format."""
@@ -165,10 +162,7 @@ class Prepack(Pass):
     """Pack the weights of linear layers and convolutions."""
 
     name = "prepack"
-
-    def applies(self, context: Context) -> bool:
-        """Return the knob."""
-        return context.options.weights_prepack
+    knob = "weights_prepack"
 
     def apply(self, context: Context) -> None:
         """Plan the format of each weight."""

@@ -8,10 +8,10 @@ from torch import nn
 from ipex_core import nn as inn
 from ipex_core.kernels.policy import has_kernel
 from ipex_core.module_swap.state_dict import attach, realize, state_of, swap_class
-from ipex_core.nn.layers import identity_dropout
+from ipex_core.nn.layers import IDENTITY_DROPOUTS
 from ipex_core.optimization.passes import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
-from ipex_core.util import return_free_memory
+from ipex_core.util import progress, return_free_memory
 
 __all__ = ["Dropout", "GraphMode", "Kernels", "Realize", "Recurrent"]
 
@@ -31,15 +31,12 @@ class Dropout(Pass):
     """Make dropout layers free in inference."""
 
     name = "dropout"
-
-    def applies(self, context: Context) -> bool:
-        """Return the knob."""
-        return context.options.replace_dropout_with_identity
+    knob = "replace_dropout_with_identity"
 
     def apply(self, context: Context) -> None:
         """Exchange the classes."""
         for path, module in context.modules():
-            new = identity_dropout(type(module))
+            new = IDENTITY_DROPOUTS.get(type(module))
             if new is None:
                 continue
             reason = swap_reason(module)
@@ -56,10 +53,7 @@ class Recurrent(Pass):
     """LSTM layers: the stock op, whose oneDNN path is the fast one, made to accept any input dtype."""
 
     name = "lstm"
-
-    def applies(self, context: Context) -> bool:
-        """Return the knob."""
-        return context.options.optimize_lstm
+    knob = "optimize_lstm"
 
     def apply(self, context: Context) -> None:
         """Exchange the classes."""
@@ -121,11 +115,7 @@ class Kernels(Pass):
 class Encoder(Pass):
     """Encoders of `torch.nn.Transformer`, whose stock op would unpack each weight in each call."""
 
-    name = "encoder"
-
-    def applies(self, context: Context) -> bool:
-        """Return True: cast weights concern the op, too."""
-        return True
+    name = "encoder"  # always: cast weights concern the op, too
 
     def apply(self, context: Context) -> None:
         """Exchange the classes of layers with changed weights, and of what runs them."""
@@ -151,16 +141,11 @@ RETURN_BYTES = 64 << 20
 class Realize(Pass):
     """Carry out the plans: one module at a time, so that at most one weight exists twice."""
 
-    name = "realize"
-
-    def applies(self, context: Context) -> bool:
-        """Return True: passes before this one only plan."""
-        return True
+    name = "realize"  # always: passes before this one only plan
 
     def apply(self, context: Context) -> None:
         """Fold, cast, lay out and pack."""
         from ipex_core.module_swap.state_dict import SavedTensor
-        from ipex_core.util.console import progress
 
         registry: dict[int, SavedTensor] = {}
         todo = [(p, m) for p, m in context.modules() if "_ipex_state" in m.__dict__]
@@ -177,10 +162,7 @@ class GraphMode(Pass):
     """Let the model capture itself as a graph; its class and forward stay."""
 
     name = "graph_mode"
-
-    def applies(self, context: Context) -> bool:
-        """Return the knob."""
-        return context.options.graph_mode
+    knob = "graph_mode"
 
     def apply(self, context: Context) -> None:
         """Capture lazily, at the first call for each kind of input."""

@@ -21,16 +21,6 @@ from ipex_llm.arch.detect.parts import linear_plan, match_norm, match_ropes
 from ipex_llm.arch.detect.trace import Config, Trace, distance, is_norm, linears, same, settle
 from ipex_llm.arch.reference import attend
 
-__all__ = [
-    "ATTENTION_NAMES",
-    "find_attention",
-    "is_latent",
-    "match_attention",
-    "match_latent",
-    "scales_of",
-    "window_of",
-]
-
 Tensor = torch.Tensor
 
 ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn")

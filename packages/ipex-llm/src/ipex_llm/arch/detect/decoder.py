@@ -39,8 +39,6 @@ from ipex_llm.arch.detect.trace import (
     tolerance,
 )
 
-__all__ = ["Layer", "MatchedLayer", "match_decoder", "match_each", "match_layer", "match_layers"]
-
 Tensor = torch.Tensor
 
 MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "feedforward")

@@ -30,16 +30,6 @@ from ipex_llm.arch.detect.trace import (
 )
 from ipex_llm.arch.reference import ACTIVATIONS, activate, combine_gate, run_experts, run_norm
 
-__all__ = [
-    "activations_of",
-    "is_mixture",
-    "linear_plan",
-    "match_experts",
-    "match_mlp",
-    "match_norm",
-    "match_ropes",
-]
-
 _EPS = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "norm_eps")
 
 

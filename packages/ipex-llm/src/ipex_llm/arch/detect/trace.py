@@ -10,21 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-__all__ = [
-    "Config",
-    "MatchError",
-    "Trace",
-    "distance",
-    "is_linear",
-    "is_norm",
-    "linears",
-    "rows",
-    "same",
-    "settle",
-    "special_tokens",
-    "tolerance",
-]
-
 Tensor = torch.Tensor
 Plan = TypeVar("Plan")
 

@@ -30,8 +30,6 @@ from ipex_llm.entrypoints.cli.common import (
     set_threads,
 )
 
-__all__ = ["Row", "bench"]
-
 #: Bytes that one call reads for the rate of the memory; more than any cache holds.
 _READ = 256 << 20
 

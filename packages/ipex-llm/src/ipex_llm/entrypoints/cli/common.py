@@ -17,21 +17,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "DTYPES",
-    "Dtype",
-    "GroupSize",
-    "Model",
-    "Threads",
-    "TrustRemoteCode",
-    "errors",
-    "load_model",
-    "load_stock",
-    "load_tokenizer",
-    "quiet_transformers",
-    "set_threads",
-]
-
 #: Value of ``--dtype`` -> dtype of the model, weight dtype of `WoqWeightDtype`.
 DTYPES: dict[str, tuple[str, str | None]] = {
     "bf16": ("bfloat16", None),

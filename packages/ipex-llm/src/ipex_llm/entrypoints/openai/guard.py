@@ -17,8 +17,6 @@ from ipex_core.errors import MissingComponentError
 from ipex_llm.entrypoints.openai.protocol import ApiError
 from ipex_llm.entrypoints.openai.worker import Metrics
 
-__all__ = ["Guard", "protocol"]
-
 log = logging.getLogger("ipex")
 
 Message = MutableMapping[str, Any]

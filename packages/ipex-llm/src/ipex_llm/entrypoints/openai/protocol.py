@@ -14,15 +14,6 @@ from ipex_core.errors import MissingComponentError
 from ipex_llm.engine import SamplingParams
 from ipex_llm.engine.params import MAX_STOP, MAX_STOP_TOKENS
 
-__all__ = [
-    "ApiError",
-    "ChatRequest",
-    "CompletionRequest",
-    "Message",
-    "read_body",
-    "sampling_params",
-]
-
 
 class ApiError(Exception):
     """An answer that is an error.

@@ -12,8 +12,6 @@ from typing import Any
 from ipex_llm.engine import Engine, TokenLogprobs
 from ipex_llm.engine.limits import check_prompt
 
-__all__ = ["CHARACTERS_PER_TOKEN", "Prompts", "Reply"]
-
 #: Characters of a prompt for each token of the context, if nothing else is said. English text has 4 per token, source
 #: code with long indents up to 10: what is longer cannot fit, and is refused before it is tokenized.
 CHARACTERS_PER_TOKEN = 16

@@ -18,17 +18,6 @@ from typing import Any
 
 from ipex_llm.engine import Engine, SamplingParams, StepOutput
 
-__all__ = [
-    "Accepted",
-    "Failed",
-    "Metrics",
-    "QueueFull",
-    "RequestError",
-    "StoppedError",
-    "Ticket",
-    "Worker",
-]
-
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 _HISTOGRAMS = {

@@ -15,8 +15,6 @@ from ipex_core.module_swap.base import original_class
 from ipex_llm.arch.detect import parameter_names
 from ipex_llm.arch.detect.trace import special_tokens
 
-__all__ = ["CALLS", "Probe", "distance", "outcome", "probes"]
-
 Tensor = torch.Tensor
 
 #: Calls that a forward can notice before it computes: where a probe of one fails, such calls run the stock forward.

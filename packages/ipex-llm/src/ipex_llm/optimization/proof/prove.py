@@ -27,8 +27,6 @@ from ipex_llm.optimization.proof.small import (
 )
 from ipex_llm.patch.decoder import silence
 
-__all__ = ["Key", "Verdict", "layer_key", "prove_layers", "prove_stack", "small_copy"]
-
 logger = logging.getLogger("ipex.llm")
 
 Key = tuple[object, ...]

@@ -16,16 +16,6 @@ from torch import nn
 
 from ipex_llm.arch.seeded import seeded
 
-__all__ = [
-    "chosen_layers",
-    "config_of",
-    "kinds_of_layers",
-    "randomize",
-    "reach",
-    "small_config",
-    "small_model",
-]
-
 HEAD, VOCAB, EXPERTS, POSITIONS, LAYERS = 16, 128, 8, 160, 8
 
 _LAYERS = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -316,7 +306,7 @@ def reach(config: Any) -> int:
     return 2 * max(found) + 5
 
 
-def _scale(name: str, parameter: torch.Tensor, embeddings: set[int]) -> float:
+def _scale(parameter: torch.Tensor, embeddings: set[int]) -> float:
     fan = parameter[0].numel() if parameter.ndim == 2 else parameter.shape[1]
     return 0.3 if id(parameter) in embeddings else 1.2 / max(fan, 1) ** 0.5
 
@@ -340,7 +330,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
         elif "log" in name.rpartition(".")[2]:
             parameter.add_(noise(parameter.shape, 0.05))
         else:
-            parameter.copy_(noise(parameter.shape, _scale(name, parameter, embeddings)))
+            parameter.copy_(noise(parameter.shape, _scale(parameter, embeddings)))
         parameter.requires_grad_(False)
     for name, buffer in model.named_buffers():
         if name.endswith("bias") and buffer.is_floating_point() and buffer.ndim == 1:

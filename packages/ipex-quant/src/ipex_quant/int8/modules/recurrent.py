@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ipex_core.library.spec import dtype_name
-from ipex_core.util.quiet import quiet
+from ipex_core.util import quiet
 from ipex_quant.util.modules import recurrent_options
 
 Tensor = torch.Tensor
