@@ -49,7 +49,8 @@ __all__ = [
     "usable_parameters",
 ]
 
-_classes: dict[tuple[type, type], type] = {}
+#: By their bases, a mixin and a class of the user: the classes that `derive` made.
+_classes: dict[tuple[type, ...], type] = {}
 
 
 def derive(kind: type, mixin: type, content: Callable[[], Mapping[str, Any]] | None = None) -> Any:
@@ -63,18 +64,21 @@ def derive(kind: type, mixin: type, content: Callable[[], Mapping[str, Any]] | N
         mixin: What comes first.
         content: Returns further attributes of the class.
     """
-    known = _classes.get((kind, mixin))
+    known = _classes.get((mixin, kind))
     if known is not None:
         return known
     members: dict[str, Any] = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "_ipex_original": kind,
-        "_ipex_mixin": mixin,
     }
     if "__reduce_ex__" not in mixin.__dict__:
-        members["__reduce_ex__"] = _reduce
+
+        def reduced(self: Any, protocol: Any) -> Any:
+            # The derived class has the name of its original, so pickle would find the original by that name.
+            return rebuild, (kind, mixin), self.__getstate__()
+
+        members["__reduce_ex__"] = reduced
     if "forward" in mixin.__dict__ and issubclass(kind, nn.Module):
         forward = mixin.__dict__["forward"]
 
@@ -85,13 +89,8 @@ def derive(kind: type, mixin: type, content: Callable[[], Mapping[str, Any]] | N
         members["forward"] = wrapped
     if content is not None:
         members.update(content())
-    made = _classes[kind, mixin] = type(kind.__name__, (mixin, kind), members)
-    return made
-
-
-def _reduce(self: Any, protocol: Any) -> Any:
-    # A derived class has the name of its original, so pickle would find the original by that name.
-    return rebuild, (self._ipex_original, self._ipex_mixin), self.__getstate__()
+    # Of two threads the first decides: `original_class` knows one class of each pair.
+    return _classes.setdefault((mixin, kind), type(kind.__name__, (mixin, kind), members))
 
 
 def rebuild(kind: type, mixin: type) -> Any:
@@ -103,7 +102,11 @@ def rebuild(kind: type, mixin: type) -> Any:
 def original_class(value: Any) -> Any:
     """Return the class that an object had before `swap`, or has."""
     kind = type(value)
-    return getattr(kind, "_ipex_original", kind)
+    for base in kind.__mro__:  # others may derive from a derived class
+        bases = base.__bases__
+        if _classes.get(bases) is base:
+            return bases[1]
+    return kind
 
 
 def swap(value: Any, mixin: type, content: Callable[[], Mapping[str, Any]] | None = None) -> None:
