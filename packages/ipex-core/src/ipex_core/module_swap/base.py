@@ -8,6 +8,8 @@ The object stays the same: ``isinstance`` tests, names, hooks and references sta
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +21,7 @@ from torch.autograd import forward_ad
 
 from ipex_core.module_swap.script import FORGOTTEN, prepare
 from ipex_core.module_swap.state_dict import (
-    ModuleState,
+    KEY,
     pack_weight,
     set_runtime,
     state_of,
@@ -245,10 +247,9 @@ class OptimizedModule(nn.Module):
                 parameters["weight"] = nn.Parameter(weight.plain(), weight.requires_grad)
                 content["_parameters"] = parameters
             content["_packed"] = None
-            state = ModuleState()
-            state.__dict__.update(content["_ipex_state"].__dict__)
+            state = copy.copy(content[KEY].state)
             state.plain = None
-            content["_ipex_state"] = state
+            content[KEY] = dataclasses.replace(content[KEY], state=state)
         return content
 
     def __setstate__(self, content: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ipex_core.module_swap.state_dict import class_of, record_of
 from ipex_core.optimization.options import Options
 
 __all__ = [
@@ -19,9 +20,6 @@ __all__ = [
     "quantization_of",
     "undo_saved_dtype",
 ]
-
-KEY = "_ipex_log"
-QUANTIZATION = "_ipex_quantization"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,23 +74,19 @@ class Quantization:
 
 def class_name(module: nn.Module) -> str:
     """Return the name of the class a module had before it was optimized."""
-    from ipex_core.module_swap.state_dict import state_of
-
-    state = state_of(module)
-    kind = state.original_class if state is not None and state.original_class else type(module)
-    return kind.__name__
+    return class_of(module).__name__
 
 
 def log_of(model: nn.Module) -> Log | None:
     """Return the log of an optimized model, or None."""
-    log = model.__dict__.get(KEY)
-    return log if isinstance(log, Log) else None
+    log: Log | None = record_of(model).log
+    return log
 
 
 def quantization_of(model: nn.Module) -> Quantization | None:
     """Return what was quantized in a model, or None."""
-    found = model.__dict__.get(QUANTIZATION)
-    return found if isinstance(found, Quantization) else None
+    found: Quantization | None = record_of(model).quantization
+    return found
 
 
 # --- saved models -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ipex_core.library.spec import check
-from ipex_core.optimization.records import QUANTIZATION, Quantization, quantization_of
+from ipex_core.module_swap.state_dict import update
+from ipex_core.optimization.records import Quantization, quantization_of
 from ipex_core.packing.quantize import DTYPES, amax, to_fp8
 from ipex_core.util import also_named
 from ipex_quant.fp8.linear import EMULATED, FP8Linear
@@ -100,7 +101,7 @@ def convert_rec(m: nn.Module, optimizer: Any = None, device: str = "cpu") -> nn.
             m = new
         else:
             replace_module(m, path, new)
-    m.__dict__[QUANTIZATION] = log
+    update(m, quantization=log)
     return m
 
 

@@ -17,8 +17,9 @@ from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconf
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
+from ipex_core.module_swap.state_dict import update
 from ipex_core.optimization.passes.prepack import auto_channels_last
-from ipex_core.optimization.records import QUANTIZATION, Quantization, quantization_of
+from ipex_core.optimization.records import Quantization, quantization_of
 from ipex_core.util.quiet import quiet
 from ipex_quant.int8.boundary import Codes, Early, Fused, Scale, Start
 from ipex_quant.int8.dataflow import activation_of, tensors_of
@@ -209,7 +210,7 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
     conversion.weight_only_layers()
     conversion.nothing()
     keep_dtypes(model, dtypes)
-    model.__dict__[QUANTIZATION] = conversion.log
+    update(model, quantization=conversion.log)
     return model, conversion.names
 
 
