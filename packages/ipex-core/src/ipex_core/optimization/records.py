@@ -67,10 +67,6 @@ class Quantization:
     records: list[Record] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, path: str, kind: str, step: str, done: bool, text: str, kernel: str = "") -> None:
-        """Append a record."""
-        self.records.append(Record(path, kind, step, done, text, kernel))
-
 
 def class_name(module: nn.Module) -> str:
     """Return the name of the class a module had before it was optimized."""
