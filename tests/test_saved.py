@@ -96,6 +96,18 @@ def test_pickle_of_a_model(name: str) -> None:
     check(read(f"{name}_model.pt")(X), name)
 
 
+def test_restore_of_a_pickle() -> None:
+    model = ipex.restore(read("optimized_model.pt"))
+    check(model(X), "optimized")
+    training, _ = read("training_objects.pt")
+    assert any(p.dtype == torch.bfloat16 for p in training.parameters())
+    training = ipex.restore(training)
+    for name, value in training.named_parameters():
+        torch.testing.assert_close(value.detach(), torch.tensor(RESULTS["training"][name]))
+    kept = {name for top in (model, training) for m in top.modules() for name in m.__dict__}
+    assert not any(name.startswith("_ipex") for name in kept)
+
+
 def test_pickle_of_a_model_and_its_optimizer() -> None:
     model, optimizer = read("training_objects.pt")
     for name, value in model.state_dict().items():

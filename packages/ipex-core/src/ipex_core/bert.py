@@ -16,6 +16,7 @@ from torch.nn import functional
 from ipex_core.amp import warn_if_emulated
 from ipex_core.errors import OpArgumentError
 from ipex_core.module_swap.base import restore_class, swap, transformed
+from ipex_core.module_swap.state_dict import record_of, update
 from ipex_core.nn.training_linear import (
     Choice,
     TrainingLinear,
@@ -26,7 +27,7 @@ from ipex_core.nn.training_linear import (
 )
 from ipex_core.optimization import ModelTypeError, copy_model, parse, restore
 from ipex_core.optimization.passes.cast import cast_input
-from ipex_core.optimization.records import KEY, log_of
+from ipex_core.optimization.records import log_of
 from ipex_core.optimization.training import train, widen_input
 
 __all__ = [
@@ -417,7 +418,6 @@ def _dtype(weight: Tensor) -> torch.dtype:
 class FastBert(nn.Module):
     """Put in front of a `BertModel` class by `speed_up`."""
 
-    _ipex_undo: _SlowDown
     config: Any
     embeddings: Any
     encoder: Any
@@ -462,7 +462,7 @@ class FastBert(nn.Module):
             return super().forward(*named, *args, **kwargs)
         assert input_ids is not None
         shape = (input_ids.shape[0], input_ids.shape[1])
-        make = unpadded if self._ipex_undo.unpad else padded
+        make = unpadded if record_of(self).undo.unpad else padded
         tokens = make(shape, attention_mask)
         dtype = _dtype(weight)
         with torch.autocast("cpu", enabled=False):
@@ -612,7 +612,7 @@ def _output(
 def speed_up(bert: Any, unpad: bool) -> None:
     """Let a `BertModel` run on blocks of our own, in place."""
     swap(bert, FastBert)
-    bert.__dict__["_ipex_undo"] = _SlowDown(unpad)
+    update(bert, undo=_SlowDown(unpad))
 
 
 @dataclasses.dataclass
@@ -627,7 +627,7 @@ class _SlowDown:
 
     def __call__(self, bert: Any) -> None:
         restore_class(bert)
-        bert.__dict__.pop("_ipex_undo", None)
+        update(bert, undo=None)
 
 
 # --- fast_bert --------------------------------------------------------------------------------------------------------
@@ -694,7 +694,8 @@ def fast_bert(
     if dtype == torch.bfloat16:
         warn_if_emulated(dtype, "fast_bert(dtype=torch.bfloat16)")
     train(model, optimizer, parse("O1", dtype, {}, channels_last=False))
-    log = model.__dict__[KEY]
+    log = log_of(model)
+    assert log is not None
     for path, part in bert_models(model):
         reason = reasons[path]
         if reason is None:

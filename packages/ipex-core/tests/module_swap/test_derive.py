@@ -77,6 +77,25 @@ def test_another_mixin_takes_the_place_of_the_first():
     assert not isinstance(layer, Doubled) and derive.original_class(layer) is nn.Linear
 
 
+def test_the_original_of_a_class_that_derives_from_a_derived_one():
+    layer = nn.Linear(3, 2)
+    derive.swap(layer, Doubled)
+    derive.set_class(layer, type("Wrapped", (type(layer),), {}))
+    assert derive.original_class(layer) is nn.Linear
+
+
+def test_threads_that_derive_at_once_get_one_class():
+    class Kind(nn.Module):
+        pass
+
+    def content():
+        other.append(derive.derive(Kind, nn.Identity))  # another thread was faster
+        return {}
+
+    other = []
+    assert derive.derive(Kind, nn.Identity, content) is other[0]
+
+
 def test_a_class_of_ours_for_its_own():
     layer = nn.Linear(3, 2)
     derive.set_class(layer, TrainingLinear)

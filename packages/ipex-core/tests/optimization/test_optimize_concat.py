@@ -62,7 +62,7 @@ def test_concat_of_an_untraceable_forward(dtype, form, monkeypatch):
     x = torch.randn(2, 5, 96)
     result = optimize(model, dtype=dtype, concat_linear=True)
     assert concat(result) == ["query, key, value computed as one layer"]
-    group = result.query._ipex_group
+    group = result.query._merged
     close = 1e-4 if dtype is None else 5e-2
     calls = (((x,), {}), ((x, torch.ones(1)), {}), ((x,), {"mask": None, "other": 1}))
     for grad in (False, True):
@@ -83,11 +83,11 @@ def test_concat_of_an_untraceable_forward(dtype, form, monkeypatch):
         assert torch.equal(result(x), want)
         for twin in (copy.deepcopy(result), pickle.loads(pickle.dumps(result))):
             assert torch.equal(twin(x), want)
-            assert twin.query._ipex_group is not group and twin.query._ipex_group.wide is not None
+            assert twin.query._merged is not group and twin.query._merged.wide is not None
         torch._dynamo.reset()
         assert torch.equal(torch.compile(result, backend="eager", fullgraph=True)(x), want)
         restore(result)
-        assert torch.equal(result(x), model(x)) and "_ipex_group" not in result.query.__dict__
+        assert torch.equal(result(x), model(x)) and "_merged" not in result.query.__dict__
 
 
 def test_concat_when_views_do_not_fit_or_the_input_changes():

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ipex_core.kernels.policy import has_kernel
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.module_swap.forward import FusedForward, Guard
-from ipex_core.module_swap.state_dict import state_of
+from ipex_core.module_swap.state_dict import class_of
 from ipex_core.nn import OptimizedLinear, functional
 from ipex_core.nn.layers import IDENTITY_DROPOUTS
 from ipex_core.nn.merged_linear import linears, may_merge, merge
@@ -691,15 +691,11 @@ class Rewriter:
             return None
         return child
 
-    def _kind(self, child: nn.Module) -> type[nn.Module]:
-        state = state_of(child)
-        return (state.original_class if state is not None else None) or type(child)
-
     def _is_linear(self, node: Any, packed: bool = False) -> bool:
         if not isinstance(node, fx.Node) or len(node.users) != 1:
             return False
         child = self._child(node)
-        if child is None or self._kind(child) is not nn.Linear:
+        if child is None or class_of(child) is not nn.Linear:
             return False
         return not packed or (isinstance(child, OptimizedLinear) and child._packed is not None)
 
@@ -709,7 +705,7 @@ class Rewriter:
             return None
         child = self._child(node)
         if child is not None:
-            if isinstance(child, nn.GELU) and self._kind(child) is nn.GELU:
+            if isinstance(child, nn.GELU) and class_of(child) is nn.GELU:
                 return "gelu_tanh" if child.approximate == "tanh" else "gelu"
             return {nn.SiLU: "silu", nn.ReLU: "relu"}.get(type(child))
         if node.op == "call_method" and node.target == "relu":
@@ -756,7 +752,7 @@ class Rewriter:
 
     def _dropout(self, node: fx.Node) -> None:
         child = self._child(node)
-        if child is not None and self._kind(child) in IDENTITY_DROPOUTS:
+        if child is not None and class_of(child) in IDENTITY_DROPOUTS:
             node.replace_all_uses_with(node.all_input_nodes[0])
             self._drop(node)
 
@@ -831,7 +827,7 @@ class Rewriter:
         child = self._child(node)
         if child is None or not node.args or not isinstance(node.args[0], fx.Node):
             return
-        kind = self._kind(child)
+        kind = class_of(child)
         if kind is nn.LayerNorm:
             function, op = functional.add_layer_norm, "add_layer_norm"
         elif kind is nn.RMSNorm:

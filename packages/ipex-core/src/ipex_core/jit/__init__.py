@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ipex_core.fusion.torchscript import Rewriter
+from ipex_core.module_swap.state_dict import record_of, update
 
 __all__ = ["enable_onednn_fusion", "fuse", "fused", "is_onednn_fusion_enabled"]
 
@@ -73,11 +74,11 @@ def fuse(program: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     )
     rewriter = Rewriter(copy.graph)
     rewriter.run()
-    copy.__dict__["_ipex_fused"] = dict(Counter(rewriter.done))
+    update(copy, fused=dict(Counter(rewriter.done)))
     result: torch.jit.ScriptModule = copy
     return result
 
 
 def fused(program: torch.jit.ScriptModule) -> dict[str, int]:
     """Return what `fuse` rewrote in a program it returned: pattern -> number; empty for others."""
-    return dict(program.__dict__.get("_ipex_fused", {}))
+    return dict(record_of(program).fused or {})

@@ -8,6 +8,8 @@ The object stays the same: ``isinstance`` tests, names, hooks and references sta
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +21,7 @@ from torch.autograd import forward_ad
 
 from ipex_core.module_swap.script import FORGOTTEN, prepare
 from ipex_core.module_swap.state_dict import (
-    ModuleState,
+    KEY,
     pack_weight,
     set_runtime,
     state_of,
@@ -49,7 +51,8 @@ __all__ = [
     "usable_parameters",
 ]
 
-_classes: dict[tuple[type, type], type] = {}
+#: By their bases, a mixin and a class of the user: the classes that `derive` made.
+_classes: dict[tuple[type, ...], type] = {}
 
 
 def derive(kind: type, mixin: type, content: Callable[[], Mapping[str, Any]] | None = None) -> Any:
@@ -63,18 +66,21 @@ def derive(kind: type, mixin: type, content: Callable[[], Mapping[str, Any]] | N
         mixin: What comes first.
         content: Returns further attributes of the class.
     """
-    known = _classes.get((kind, mixin))
+    known = _classes.get((mixin, kind))
     if known is not None:
         return known
     members: dict[str, Any] = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "_ipex_original": kind,
-        "_ipex_mixin": mixin,
     }
     if "__reduce_ex__" not in mixin.__dict__:
-        members["__reduce_ex__"] = _reduce
+
+        def reduced(self: Any, protocol: Any) -> Any:
+            # The derived class has the name of its original, so pickle would find the original by that name.
+            return rebuild, (kind, mixin), self.__getstate__()
+
+        members["__reduce_ex__"] = reduced
     if "forward" in mixin.__dict__ and issubclass(kind, nn.Module):
         forward = mixin.__dict__["forward"]
 
@@ -85,13 +91,8 @@ def derive(kind: type, mixin: type, content: Callable[[], Mapping[str, Any]] | N
         members["forward"] = wrapped
     if content is not None:
         members.update(content())
-    made = _classes[kind, mixin] = type(kind.__name__, (mixin, kind), members)
-    return made
-
-
-def _reduce(self: Any, protocol: Any) -> Any:
-    # A derived class has the name of its original, so pickle would find the original by that name.
-    return rebuild, (self._ipex_original, self._ipex_mixin), self.__getstate__()
+    # Of two threads the first decides: `original_class` knows one class of each pair.
+    return _classes.setdefault((mixin, kind), type(kind.__name__, (mixin, kind), members))
 
 
 def rebuild(kind: type, mixin: type) -> Any:
@@ -103,7 +104,11 @@ def rebuild(kind: type, mixin: type) -> Any:
 def original_class(value: Any) -> Any:
     """Return the class that an object had before `swap`, or has."""
     kind = type(value)
-    return getattr(kind, "_ipex_original", kind)
+    for base in kind.__mro__:  # others may derive from a derived class
+        bases = base.__bases__
+        if _classes.get(bases) is base:
+            return bases[1]
+    return kind
 
 
 def swap(value: Any, mixin: type, content: Callable[[], Mapping[str, Any]] | None = None) -> None:
@@ -242,10 +247,9 @@ class OptimizedModule(nn.Module):
                 parameters["weight"] = nn.Parameter(weight.plain(), weight.requires_grad)
                 content["_parameters"] = parameters
             content["_packed"] = None
-            state = ModuleState()
-            state.__dict__.update(content["_ipex_state"].__dict__)
+            state = copy.copy(content[KEY].state)
             state.plain = None
-            content["_ipex_state"] = state
+            content[KEY] = dataclasses.replace(content[KEY], state=state)
         return content
 
     def __setstate__(self, content: dict[str, Any]) -> None:

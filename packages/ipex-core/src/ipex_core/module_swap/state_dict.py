@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was done to one module, and how to do and undo it.
 
-A `ModuleState` sits in the ``__dict__`` of each changed module. Its plan says which transformations lie between the
+All that ipex-core and ipex-quant keep on a module of the user is one attribute, which holds a `ModuleRecord`. In it is
+the `ModuleState` of a changed module. Its plan says which transformations lie between the
 original tensors and the ones in use: fold, cast, memory format, packing, in this order. `realize` carries the plan
 out, `revert` gives the originals back; saving, loading and restoring are built from these two. Parameters keep their
 identity: only ``.data`` is exchanged, so tied parameters stay tied and an optimizer's references stay valid.
@@ -15,6 +16,7 @@ rounding ties and NaNs, which are listed. Other changes (float16, folding) keep 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import weakref
@@ -30,15 +32,20 @@ from ipex_core.module_swap.script import FORGOTTEN
 from ipex_core.packing.parameter import PackedWeight, pack
 
 __all__ = [
+    "KEY",
+    "ModuleRecord",
     "ModuleState",
     "SavedTensor",
     "attach",
+    "class_of",
     "detach",
     "one_entry",
     "put_back",
     "realize",
+    "record_of",
     "revert",
     "state_of",
+    "update",
 ]
 
 Tensor = torch.Tensor
@@ -153,7 +160,59 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(torch.equal(a.contiguous().view(kind), b.contiguous().view(kind)))
 
 
-KEY = "_ipex_state"
+#: Name of the attribute that holds a `ModuleRecord`.
+KEY = "_ipex_core"
+
+
+@dataclasses.dataclass(eq=False)
+class ModuleRecord:
+    """What is known of one module; None: nothing.
+
+    Attributes:
+        state: Of a module with changed tensors or another class: its `ModuleState`.
+        log: Of a model: the `Log` of `ipex.optimize`.
+        quantization: Of a model: its `Quantization`.
+        undo: Called with the module by `ipex.restore`, before the passes are undone.
+        packed_later: Whether a package on top of this one packs the weight, once `optimize` has returned.
+        fused: Of a result of `ipex_core.jit.fuse`: what it rewrote.
+    """
+
+    state: Any = None
+    log: Any = None
+    quantization: Any = None
+    undo: Any = None
+    packed_later: Any = None
+    fused: Any = None
+
+
+_EMPTY = ModuleRecord()
+#: By the names of attributes that 0.1 had: the fields that they are now. Goes in 0.3.
+_FORMER = {f"_ipex_{field}": field for field in vars(_EMPTY)}
+
+
+def record_of(module: nn.Module) -> ModuleRecord:
+    """Return the record of a module, an empty one if it has none. It must not be changed: see `update`."""
+    record: ModuleRecord | None = module.__dict__.get(KEY)
+    return _former_record(module) if record is None else record
+
+
+def _former_record(module: nn.Module) -> ModuleRecord:
+    """Return the record of a module without one: what a pickle of 0.1 has instead."""
+    content = module.__dict__
+    names = [name for name in _FORMER if name in content]
+    if not names:
+        return _EMPTY
+    record = content[KEY] = ModuleRecord(**{_FORMER[name]: content.pop(name) for name in names})
+    return record
+
+
+def update(module: nn.Module, **fields: Any) -> None:
+    """Change the record of a module. Shallow copies of the module keep theirs. An empty record is removed."""
+    record = dataclasses.replace(record_of(module), **fields)
+    if all(value is None for value in vars(record).values()):
+        module.__dict__.pop(KEY, None)
+    else:
+        module.__dict__[KEY] = record
 
 
 class ModuleState:
@@ -193,15 +252,25 @@ class ModuleState:
 
 def state_of(module: nn.Module) -> ModuleState | None:
     """Return the state of a changed module, or None."""
-    state = module.__dict__.get(KEY)
-    return state if isinstance(state, ModuleState) else None
+    record: ModuleRecord | None = module.__dict__.get(KEY)
+    if record is None:
+        record = _former_record(module)
+    state: ModuleState | None = record.state
+    return state
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before it was optimized."""
+    state = state_of(module)
+    return (state.original_class if state is not None else None) or type(module)
 
 
 def attach(module: nn.Module) -> ModuleState:
     """Give a module a state and the hooks that keep its state dict original."""
     state = state_of(module)
     if state is None:
-        state = module.__dict__[KEY] = ModuleState()
+        state = ModuleState()
+        update(module, state=state)
         module.register_state_dict_post_hook(_on_save)
         module.register_load_state_dict_pre_hook(_before_load)
         module.register_load_state_dict_post_hook(_after_load)
@@ -233,13 +302,14 @@ def detach(module: nn.Module) -> None:
                 del table[key]
     if state.original_class is not None:
         module.__class__ = state.original_class
+    update(module, state=None)
     for key in _RUNTIME_KEYS:
         module.__dict__.pop(key, None)
 
 
 #: Attributes of an optimized module that are not part of the original.
 _RUNTIME_KEYS = (
-    *(KEY, "_packed", "_dtype", "_lowered", "_kernel", "_folded_into", "_ipex_group"),
+    *("_packed", "_dtype", "_lowered", "_kernel", "_folded_into", "_merged"),
     *FORGOTTEN,
 )
 

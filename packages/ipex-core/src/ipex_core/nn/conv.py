@@ -18,7 +18,7 @@ from ipex_core.module_swap.base import (
     usable_parameters,
 )
 from ipex_core.module_swap.script import stock_forward
-from ipex_core.module_swap.state_dict import state_of
+from ipex_core.module_swap.state_dict import ModuleState, state_of
 from ipex_core.packing import onednn
 from ipex_core.packing.parameter import PackedWeight, captured
 
@@ -33,6 +33,13 @@ __all__ = [
 
 Tensor = torch.Tensor
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _in_format(x: Tensor, state: ModuleState) -> Tensor:
+    """Return an input in the memory format of the weight."""
+    if state.memory_format is not None and x.dim() in _LAST:
+        return x.contiguous(memory_format=_LAST[x.dim()])
+    return x
 
 
 class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
@@ -71,7 +78,8 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
             assert state is not None and state.conv is not None
             padding, stride, dilation, groups = state.conv
             assert self._dtype is not None
-            x = self._layout((input if batched else input.unsqueeze(0)).to(self._dtype))
+            x = input if batched else input.unsqueeze(0)
+            x = _in_format(x.to(self._dtype), state)
             y: Tensor = torch.ops.ipex_core.packed_conv(
                 x,
                 packed,
@@ -95,14 +103,8 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
         state = state_of(self)
         assert state is not None and state.conv is not None
         assert self._dtype is not None
-        x = self._layout(input.to(self._dtype))
+        x = _in_format(input.to(self._dtype), state)
         return onednn.conv(x, packed, bias, *state.conv)
-
-    def _layout(self, x: Tensor) -> Tensor:
-        state = state_of(self)
-        if state is not None and state.memory_format is not None and x.dim() in _LAST:
-            return x.contiguous(memory_format=_LAST[x.dim()])
-        return x
 
     def _stock(self, x: Tensor) -> Tensor:
         if is_stand_in(x):

@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-KEY = "_ipex_group"
+#: Attribute of the first member of a group, which holds the group.
+_MERGED = "_merged"
 _lock = threading.Lock()
 
 
@@ -86,7 +87,7 @@ class LinearGroup:
 
 def linears(x: Tensor, *members: nn.Module) -> tuple[Tensor, ...]:
     """Run linear layers on the same input, as one layer where that is possible."""
-    group = members[0].__dict__.get(KEY)
+    group = members[0].__dict__.get(_MERGED)
     if isinstance(group, LinearGroup) and not captured(group.kernel) and not stock_only(x):
         if torch.compiler.is_compiling():
             if group.wide is not None:
@@ -126,7 +127,7 @@ def may_merge(members: tuple[nn.Module, ...]) -> bool:
 def merge(members: tuple[nn.Module, ...]) -> bool:
     """Pack the weights of the members side by side; return whether it was possible."""
     with _lock:
-        group = members[0].__dict__.get(KEY)
+        group = members[0].__dict__.get(_MERGED)
         if isinstance(group, LinearGroup) and group.fresh(members):
             return True  # another thread was faster
         return may_merge(members) and _merge(members)
@@ -134,7 +135,7 @@ def merge(members: tuple[nn.Module, ...]) -> bool:
 
 @torch.no_grad()
 def _merge(members: tuple[nn.Module, ...]) -> bool:
-    group = members[0].__dict__.setdefault(KEY, LinearGroup())
+    group = members[0].__dict__.setdefault(_MERGED, LinearGroup())
     form = members[0]._parameters["weight"].form  # type: ignore[union-attr]
     for member in members:
         state = state_of(member)

@@ -156,6 +156,10 @@ def _bmm(a: Tensor, b: Tensor, add: Tensor | None) -> Tensor:
 # --- the layer --------------------------------------------------------------------------------------------------------
 
 
+#: Prefix of attributes in pickles of 0.1.
+_FORMER = "_ipex_"
+
+
 class TrainingLinear(nn.Linear):
     """`torch.nn.Linear` that packs its weight on the way; see `ipex_core.nn.training_linear`.
 
@@ -164,7 +168,12 @@ class TrainingLinear(nn.Linear):
     """
 
     #: Whether to time the products at their first use instead of looking them up.
-    _ipex_measure = False
+    _measures = False
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        """Take the state over. Goes in 0.3: in pickles of 0.1 `_measures` has another name."""
+        super().__setstate__(content)  # type: ignore[no-untyped-call]
+        self._measures = self.__dict__.pop(f"{_FORMER}measure", self._measures)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``input @ weight.T + bias``."""
@@ -187,7 +196,7 @@ class TrainingLinear(nn.Linear):
         if count == 0 or k == 0:
             return STOCK
         # First what is most often the answer: all the rest takes as long as some small products.
-        choice = None if self._ipex_measure else choose(dtype, count // k, n, k)
+        choice = None if self._measures else choose(dtype, count // k, n, k)
         if choice is STOCK:
             return STOCK
         plain = (

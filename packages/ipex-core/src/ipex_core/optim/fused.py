@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from ipex_core.module_swap.base import derive, swap
+from ipex_core.module_swap.base import derive, original_class, swap
 from ipex_core.optim.dtensor import any_spread, is_spread
 from ipex_core.optim.foreach import laid_out_alike, stock_step
 from ipex_core.optim.master_weights import Masters
@@ -57,7 +57,6 @@ class OptimizerMixin(Optimizer):
     """Put in front of an optimizer's class by `adopt`."""
 
     _ipex: Record
-    _ipex_original: type[Optimizer]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As torch does: no hooks, and no step that a scheduler has wrapped, because it belongs to this object.
@@ -67,7 +66,7 @@ class OptimizerMixin(Optimizer):
             if key != "step" and not key.endswith("_hooks")
         }
         state["_ipex"] = dataclasses.replace(self._ipex, made_for=None)
-        return _rebuild, (type(self)._ipex_original,), state
+        return _rebuild, (original_class(self),), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Files of ipex 0.1 have one attribute for each field of the record.
@@ -102,26 +101,26 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         _follow(self, *record.made_for)
         record.made_for = None
     masters = record.masters
-    original: Any = type(self)._ipex_original.step
+    kind = original_class(self)
+    original: Any = kind.step
     if inspect.unwrap(original) is inspect.unwrap(PlainOptimizer.step):
         self.before_step()
         original = plain_step
     else:
         original = getattr(original, "__wrapped__", original)  # hooks run around this function
     fused = step_of(self) if record.fuse else None
-    kind = type(self)._ipex_original
     if fused is not None and not len(masters) and stock_step(self, kind):
         return loss
     low, has_others = _in_16_bits(self)
     differentiable = any(group.get("differentiable") for group in self.param_groups)
     if fused is None or differentiable:
-        with masters.as_float32(self, [p for _, p, _, _ in low]), _stock_fused(self):
+        with masters.as_float32(self, [p for _, p, _, _ in low]), _stock_fused(self, kind):
             original(self)
         return loss
     if has_others:
         with _without_gradients(low):
             if not stock_step(self, kind):
-                with _stock_fused(self):
+                with _stock_fused(self, kind):
                     original(self)
     _fused_step(self, fused, low)
     return loss
@@ -200,9 +199,8 @@ def _follow(optimizer: Any, model: Any, names: dict[nn.Parameter, str]) -> None:
 
 
 @contextlib.contextmanager
-def _stock_fused(optimizer: Any) -> Iterator[None]:
+def _stock_fused(optimizer: Any, kind: type[Optimizer]) -> Iterator[None]:
     """Let a stock optimizer use its fused form for this step where it can."""
-    kind = type(optimizer)._ipex_original
     changed = []
     if optimizer._ipex.fuse and kind in _STOCK_FUSED:
         for group in optimizer.param_groups:

@@ -17,7 +17,7 @@ from ipex_core.errors import IpexError, OpArgumentError
 from ipex_core.jit._traced import ATTRIBUTE as TRACED
 from ipex_core.jit._traced import TracedForward
 from ipex_core.library.spec import FLOATS, dtype_name
-from ipex_core.module_swap.state_dict import detach
+from ipex_core.module_swap.state_dict import detach, record_of, update
 from ipex_core.optimization.passes import Context, Pass, run_on
 from ipex_core.optimization.passes.cast import Buffers, Cast
 from ipex_core.optimization.passes.fuse import ConvBatchNorm, Fuse, LinearBatchNorm
@@ -37,7 +37,6 @@ from ipex_core.optimization.passes.swap import (
     Recurrent,
 )
 from ipex_core.optimization.records import (
-    KEY,
     Log,
     Options,
     log_of,
@@ -194,7 +193,7 @@ def restore(model: _M) -> _M:
             f"restore: model must be a result of ipex.optimize, got a {type(model).__name__} that is not optimized"
         )
     for module in list(model.modules()):
-        undo = module.__dict__.get("_ipex_undo")  # of a package on top of this one
+        undo = record_of(module).undo
         if undo is not None:
             undo(module)
     for step in reversed(PASSES):
@@ -204,7 +203,7 @@ def restore(model: _M) -> _M:
         if inner is not None:  # a part that was optimized on its own before
             for step in reversed(PASSES):
                 step.undo(module, inner)
-            module.__dict__.pop(KEY)
+            update(module, log=None)
     for module in model.modules():
         detach(module)
         module.__dict__.pop(TRACED, None)
@@ -320,7 +319,7 @@ def _inference(model: nn.Module, options: Options, sample_input: Any) -> nn.Modu
     for path, module in model.named_modules():
         if id(module) in context.old:
             context.log.add(path, module, "optimize", False, "already optimized by an earlier call")
-    model.__dict__[KEY] = context.log
+    update(model, log=context.log)
     try:
         for step in PASSES:
             if step.applies(context):

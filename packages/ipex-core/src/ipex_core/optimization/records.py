@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core.module_swap.state_dict import class_of, record_of
+
 __all__ = [
     "Log",
     "Options",
@@ -19,9 +21,6 @@ __all__ = [
     "quantization_of",
     "undo_saved_dtype",
 ]
-
-KEY = "_ipex_log"
-QUANTIZATION = "_ipex_quantization"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,30 +92,22 @@ class Quantization:
     records: list[Record] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, path: str, kind: str, step: str, done: bool, text: str, kernel: str = "") -> None:
-        """Append a record."""
-        self.records.append(Record(path, kind, step, done, text, kernel))
-
 
 def class_name(module: nn.Module) -> str:
     """Return the name of the class a module had before it was optimized."""
-    from ipex_core.module_swap.state_dict import state_of
-
-    state = state_of(module)
-    kind = state.original_class if state is not None and state.original_class else type(module)
-    return kind.__name__
+    return class_of(module).__name__
 
 
 def log_of(model: nn.Module) -> Log | None:
     """Return the log of an optimized model, or None."""
-    log = model.__dict__.get(KEY)
-    return log if isinstance(log, Log) else None
+    log: Log | None = record_of(model).log
+    return log
 
 
 def quantization_of(model: nn.Module) -> Quantization | None:
     """Return what was quantized in a model, or None."""
-    found = model.__dict__.get(QUANTIZATION)
-    return found if isinstance(found, Quantization) else None
+    found: Quantization | None = record_of(model).quantization
+    return found
 
 
 # --- saved models -----------------------------------------------------------------------------------------------------

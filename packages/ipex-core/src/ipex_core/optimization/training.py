@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from ipex_core.module_swap.base import set_class
+from ipex_core.module_swap.state_dict import record_of, update
 from ipex_core.nn.training_linear import LEAST_ROWS, TrainingLinear, why_not
 from ipex_core.optim.dtensor import is_spread, is_wrapped
 from ipex_core.optim.fused import adopt, needs_closure
 from ipex_core.optim.master_weights import Masters, StateHook, announce_gradients
 from ipex_core.optim.steps import step_of
 from ipex_core.optimization.passes.cast import cast_input, held_above
-from ipex_core.optimization.records import KEY, Log, Options, name_saved_dtype
+from ipex_core.optimization.records import Log, Options, name_saved_dtype
 
 __all__ = ["train", "widen_input"]
 
@@ -87,7 +88,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Op
             _pack(path, module, masters, options.auto_kernel_selection, log)
     if optimizer is not None and not closes and (options.fuse_update_step or len(masters)):
         adopt(optimizer, masters, options.fuse_update_step, model)
-    model.__dict__[KEY] = log
+    update(model, log=log)
 
 
 _TEXT = {
@@ -149,7 +150,7 @@ class _Plan:
         register: Any = module  # untyped in torch
         register.register_state_dict_post_hook(StateHook(self.masters, False))
         register.register_load_state_dict_pre_hook(StateHook(self.masters, True))
-        module.__dict__["_ipex_undo"] = _Undo(self.masters)
+        update(module, undo=_Undo(self.masters))
 
     def _hook(self, module: nn.Module, hook: Any) -> None:
         known = module._forward_pre_hooks
@@ -157,7 +158,7 @@ class _Plan:
             del known[key]  # of a call before
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         module.register_forward_pre_hook(hook, with_kwargs=True)
-        module.__dict__.setdefault("_ipex_undo", _Undo(self.masters))
+        update(module, undo=record_of(module).undo or _Undo(self.masters))
 
     def _why_not(self, module: nn.Module, parameters: list[nn.Parameter]) -> str | None:
         reason = self.reasons.get(module)
@@ -232,8 +233,8 @@ def _pack(path: str, module: nn.Module, masters: Masters, measures: bool, log: L
         return
     log.add(path, module, "prepack", True, text, "ipex::bmm")
     set_class(module, TrainingLinear)
-    module.__dict__["_ipex_measure"] = measures
-    module.__dict__.setdefault("_ipex_undo", _Undo(masters))
+    module.__dict__["_measures"] = measures
+    update(module, undo=record_of(module).undo or _Undo(masters))
 
 
 class _Undo:
@@ -257,5 +258,5 @@ class _Undo:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
         if type(module) is TrainingLinear:
             set_class(module, nn.Linear)
-        for key in ("_ipex_undo", "_ipex_measure"):
-            module.__dict__.pop(key, None)
+        module.__dict__.pop("_measures", None)
+        update(module, undo=None)

@@ -59,8 +59,6 @@ class _Part:
 class _Borrowed(WoqLinearModule):
     """A quantized layer whose weight is a part of another; it makes its own where it needs one."""
 
-    _ipex_original: type[WoqLinearModule]
-
     def quantized_weight(self) -> QuantizedWeight:
         part: _Part = record_of(self).part
         weight = part.weight()

@@ -139,8 +139,6 @@ class _State:
 class _Experts(nn.Module):
     """In front of the class of a module with stacked experts, by `subclass`."""
 
-    _ipex_original: type[nn.Module]
-
     def __getattr__(self, name: str) -> Any:
         state = record_of(self).experts
         if state is not None and name in state.stacks:

@@ -17,6 +17,7 @@ from torch import nn
 
 import ipex_core
 from ipex_core.errors import OpArgumentError
+from ipex_core.module_swap.base import original_class
 from ipex_core.optimization import copy_model
 from ipex_core.optimization.records import Record, class_name, log_of
 from ipex_llm.arch import DecoderPlan
@@ -134,7 +135,7 @@ def optimize(
         from ipex_llm.optimization.xpu import optimize_on_xpu
 
         return optimize_on_xpu(model, request, _load)
-    if any("_ipex_mixin" in vars(type(module)) for module in model.modules()):
+    if any(original_class(module) is not type(module) for module in model.modules()):
         ipex_core.restore(model)  # the arguments may be others now
     if request.static and request.summary is None:
         logger.info(
@@ -210,7 +211,7 @@ def plan(
             " as it is: plan the model before it is scripted"
         )
     request = checked(**locals())  # the arguments by their names
-    done = any("_ipex_mixin" in vars(type(module)) for module in model.modules())
+    done = any(original_class(module) is not type(module) for module in model.modules())
     if done or log_of(model) is not None:
         raise OpArgumentError(
             f"plan: model must not be optimized yet, got a {type(model).__name__} that is: ipex.explain(model) tells"

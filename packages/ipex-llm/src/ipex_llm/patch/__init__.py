@@ -12,7 +12,7 @@ from torch import nn
 import ipex_core
 from ipex_core.module_swap.base import as_original, original_class, restore_class, swap
 from ipex_core.module_swap.forward import FusedForward
-from ipex_core.optimization.passes.prepack import PACKED_LATER
+from ipex_core.module_swap.state_dict import update as update_core
 from ipex_core.packing.parameter import PackedWeight
 from ipex_llm.arch import DecoderPlan, linear_modules
 from ipex_llm.arch.detect import Found, layer_plans, parameter_names
@@ -58,12 +58,12 @@ def optimize_rest(
     """Let `ipex_core.optimize` work on a model, but for packing the linear layers that plans pack side by side."""
     modules = [*linear_modules((plan, *(layer.plan for layer in layers)))]
     for module in modules:
-        module.__dict__[PACKED_LATER] = True
+        update_core(module, packed_later=True)
     try:
         ipex_core.optimize(model, dtype=dtype, inplace=True)
     finally:
         for module in modules:
-            module.__dict__.pop(PACKED_LATER, None)
+            update_core(module, packed_later=None)
 
 
 def can_generate(model: nn.Module) -> bool:
@@ -96,7 +96,7 @@ def attach_decoder(
     names = parameter_names(original_class(decoder))
     patch = Patch(*(model, attach_runner, kv, scales), stock_calls=plan.stock_calls, names=names)
     for module in {id(m): m for m in (decoder, model)}.values():
-        module.__dict__["_ipex_undo"] = _undo
+        update_core(module, undo=_undo)
         update(module, runner=runner, patch=patch)
     swap(decoder, DecoderMixin)
     if model is not decoder and can_generate(model) and plan.head is not None:
@@ -171,7 +171,7 @@ def _attach_layer(
         return str(reason)
     hooks = tuple((m, hooks_of(m)) for m in module.modules() if m is not module)
     patch = Patch(top, reattach_layer, layer=facts, hooks=hooks)
-    module.__dict__["_ipex_undo"] = _undo
+    update_core(module, undo=_undo)
     update(module, runner=runner, patch=patch)
     if isinstance(module.__dict__.get("forward"), FusedForward):
         del module.__dict__["forward"]  # it would hide the forward of the class
@@ -227,7 +227,7 @@ def _undo(module: nn.Module) -> None:
     runner = record_of(module).runner
     if isinstance(runner, Runner):
         runner.store.undo()
-    module.__dict__.pop("_ipex_undo", None)
+    update_core(module, undo=None)
     update(module, runner=None, patch=None)
     restore_class(module)
     if is_sharded(module):  # still

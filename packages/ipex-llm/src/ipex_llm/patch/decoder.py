@@ -166,8 +166,6 @@ def _cache_of(
 class DecoderMixin(nn.Module):
     """Forward through programs; put in front of a decoder's class by `subclass`."""
 
-    _ipex_original: type[nn.Module]
-
     def __getstate__(self) -> dict[str, Any]:
         return without(self.__dict__, "runner")  # a copy is run by its own forward
 

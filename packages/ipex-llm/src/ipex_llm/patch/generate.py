@@ -42,7 +42,6 @@ _KNOWN = frozenset(
 class GenerationMixin(nn.Module):
     """Loops; put in front of a model's class by `subclass`."""
 
-    _ipex_original: type[nn.Module]
     config: Any
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,8 +122,6 @@ class SameRandomMixin(nn.Module):
     The numbers come from a generator with a seed that rank 0 draws at the beginning of the call, so that
     `torch.manual_seed` there makes them repeatable. Logits have the same bits on each rank, and with them tokens.
     """
-
-    _ipex_original: type[nn.Module]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the one of transformers."""

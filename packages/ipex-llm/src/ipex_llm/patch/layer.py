@@ -402,8 +402,6 @@ def _read(
 class LayerMixin(nn.Module):
     """Forward through a program; put in front of a decoder layer's class by `subclass`."""
 
-    _ipex_original: type[nn.Module]
-
     def __getstate__(self) -> dict[str, Any]:
         content = without(self.__dict__, "runner")  # belongs to this object, as the hooks do
         if content.get(KEY) is not None and content[KEY].patch is not None:

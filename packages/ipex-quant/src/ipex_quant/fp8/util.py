@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ipex_core.library.spec import check
-from ipex_core.optimization.records import QUANTIZATION, Quantization, quantization_of
+from ipex_core.module_swap.state_dict import update
+from ipex_core.optimization.records import Quantization, Record, quantization_of
 from ipex_core.packing.quantize import DTYPES, amax, to_fp8
 from ipex_core.util import also_named
 from ipex_quant.fp8.linear import EMULATED, FP8Linear
@@ -95,12 +96,13 @@ def convert_rec(m: nn.Module, optimizer: Any = None, device: str = "cpu") -> nn.
         new = made.get(id(module))
         if new is None:
             new = made[id(module)] = _layer(module)
-            log.add(path, "Linear", "fp8", True, f"inside fp8_autocast: {EMULATED}", "woq_linear")
+            said = f"inside fp8_autocast: {EMULATED}"
+            log.records.append(Record(path, "Linear", "fp8", True, said, "woq_linear"))
         if not path:
             m = new
         else:
             replace_module(m, path, new)
-    m.__dict__[QUANTIZATION] = log
+    update(m, quantization=log)
     return m
 
 

@@ -17,8 +17,9 @@ from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconf
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
+from ipex_core.module_swap.state_dict import update
 from ipex_core.optimization.passes.prepack import auto_channels_last
-from ipex_core.optimization.records import QUANTIZATION, Quantization, quantization_of
+from ipex_core.optimization.records import Quantization, Record, quantization_of
 from ipex_core.util import quiet
 from ipex_quant.int8.boundary import Codes, Early, Fused, Scale, Start
 from ipex_quant.int8.dataflow import tensors_of
@@ -198,7 +199,7 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
     assert state is not None
     detach(model)
     dtypes = dtypes_of(model)
-    conversion = _Conversion(model, state, replan(model, state), Quantization(), [])
+    conversion = _Conversion(model, state, replan(model, state), [], [])
     conversion.layers()
     conversion.pools()
     conversion.products()
@@ -209,7 +210,7 @@ def convert_model(model: nn.Module) -> tuple[nn.Module, Names]:
     conversion.weight_only_layers()
     conversion.nothing()
     keep_dtypes(model, dtypes)
-    model.__dict__[QUANTIZATION] = conversion.log
+    update(model, quantization=Quantization(conversion.records))
     return model, conversion.names
 
 
@@ -220,7 +221,7 @@ class _Conversion:
     model: nn.Module
     state: Prepared
     plan: Plan
-    log: Quantization
+    records: list[Record]
     names: Names
 
     def layers(self) -> None:
@@ -244,7 +245,7 @@ class _Conversion:
             share_input([built[path] for path in group])
         for path, layer in plan.layers.items():
             module = model.get_submodule(path)
-            _note(self.log, state, layer, module, built[path], path in folded)
+            self.records.append(_record(state, layer, module, built[path], path in folded))
         for path, layer in plan.layers.items():
             self._put(layer, built[path])
 
@@ -257,7 +258,9 @@ class _Conversion:
                 _pass_on(model, other, path, other != layer.norm)
         if layer.norm:
             text = f"folded into {path}"
-            self.log.add(layer.norm, "BatchNorm", _STEP, True, text, "none (identity)")
+            self.records.append(
+                Record(layer.norm, "BatchNorm", _STEP, True, text, "none (identity)")
+            )
         if layer.before:
             stood = model.get_submodule(path)
             _replace(model, path, Start(path, layer.before, stood).eval())
@@ -270,7 +273,7 @@ class _Conversion:
             watch = self.state.watches[place.value]
             made = pool_for(pool, place.channels, watch.get_scale()).eval()
             text = "uint8 codes in, float out" if isinstance(made, Int8Mean) else "on uint8 codes"
-            self.log.add(place.path, type(pool).__name__, _STEP, True, text)
+            self.records.append(Record(place.path, type(pool).__name__, _STEP, True, text))
             _replace(self.model, place.path, made)
 
     def products(self) -> None:
@@ -282,7 +285,7 @@ class _Conversion:
             made = int8_product(module, [it.get_scale() for it in watches], output, path).eval()
             text = f"8-bit activations, {made.extra_repr()} ({_source_of(watches[0])})"
             text += "; passes uint8 on" * product.codes
-            self.log.add(path, type(module).__name__, _STEP, True, text, made.kernel)
+            self.records.append(Record(path, type(module).__name__, _STEP, True, text, made.kernel))
             _replace(self.model, path, made)
             self.names.append((path, path, path))
 
@@ -296,7 +299,7 @@ class _Conversion:
                 made = Int8EmbeddingBag(bag.weight, bag.include_last_offset).eval()
             else:
                 made, op = Int8MergedEmbeddingBag.from_float(bag), "merged_embeddingbag_int8"
-            self.log.add(path, type(bag).__name__, _STEP, True, text, op)
+            self.records.append(Record(path, type(bag).__name__, _STEP, True, text, op))
             _replace(self.model, path, made)
 
     def dynamic_layers(self) -> None:
@@ -311,20 +314,20 @@ class _Conversion:
                 _pass_on(self.model, last, path, True)
                 text += f"; computes {last} too"
             _replace(self.model, path, made)
-            self.log.add(path, type(module).__name__, _STEP, True, text)
+            self.records.append(Record(path, type(module).__name__, _STEP, True, text))
             self.names.append((path, last, path))
 
     def float_layers(self) -> None:
         """Write down why the others stay as they are."""
         for path, reason in self.plan.left.items():
             kind = type(self.model.get_submodule(path)).__name__
-            self.log.add(path, kind, _STEP, False, f"stays float: {reason}")
+            self.records.append(Record(path, kind, _STEP, False, f"stays float: {reason}"))
 
     def nothing(self) -> None:
         """Write down that the model has no layers to quantize, if it has none."""
-        if not self.log.records:
+        if not self.records:
             text = "stays float: it has no layers that the configuration quantizes"
-            self.log.add("", type(self.model).__name__, _STEP, False, text)
+            self.records.append(Record("", type(self.model).__name__, _STEP, False, text))
 
     def weight_only_layers(self) -> None:
         """Quantize the weights of layers that a weight-only configuration names."""
@@ -332,7 +335,9 @@ class _Conversion:
             return
         for path in quantize_linears(self.model, self.state.weight_only):
             woq: Any = self.model.get_submodule(path)
-            self.log.add(path, "Linear", _STEP, True, f"weights {woq.dtype.name}", "woq_linear")
+            self.records.append(
+                Record(path, "Linear", _STEP, True, f"weights {woq.dtype.name}", "woq_linear")
+            )
 
 
 def _groups(state: Prepared, plan: Plan, built: dict[str, Any]) -> list[list[str]]:
@@ -467,9 +472,7 @@ def _source_of(watch: Any) -> str:
     return f"{type(watch.observer).__name__}, {watch.runs} runs"
 
 
-def _note(
-    log: Quantization, state: Prepared, layer: Layer, module: nn.Module, made: Any, folded: bool
-) -> None:
+def _record(state: Prepared, layer: Layer, module: nn.Module, made: Any, folded: bool) -> Record:
     watch = state.watches[layer.source]
     source = f"SmoothQuant, {watch.runs} runs" if layer.smooth and watch.runs else _source_of(watch)
     text = f"uint8 activations, scale {made.input.scale:.4g} zero {made.input.zero} ({source})"
@@ -483,4 +486,4 @@ def _note(
     if layer.codes:
         text += "; passes uint8 on"
     kernel = "int8_linear" if layer.kind == "linear" else "onednn qconv"
-    log.add(layer.path, type(module).__name__, _STEP, True, text, kernel)
+    return Record(layer.path, type(module).__name__, _STEP, True, text, kernel)

@@ -27,7 +27,8 @@ from torch import fx, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
-from ipex_core.optimization.records import QUANTIZATION, Quantization, Record
+from ipex_core.module_swap.state_dict import update
+from ipex_core.optimization.records import Quantization, Record
 from ipex_quant.int8.boundary import Fused, Start
 from ipex_quant.int8.dataflow import activation_of
 from ipex_quant.int8.modules import Int8Layer, output_rows
@@ -110,7 +111,7 @@ def restore_records(op: str, model: nn.Module, about: Mapping[str, Any]) -> None
         found = [Record(*row) for row in about["records"]]
     except TypeError as error:
         raise OpArgumentError(f"{op}: records must have rows of 6, got {error}") from error
-    model.__dict__[QUANTIZATION] = Quantization(found, list(about.get("notes", ())))
+    update(model, quantization=Quantization(found, list(about.get("notes", ()))))
 
 
 def rebuild(

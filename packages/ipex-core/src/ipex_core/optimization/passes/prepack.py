@@ -12,7 +12,7 @@ from ipex_core import nn as inn
 from ipex_core.kernels.policy import LinearChoice, choose_linear, fastest, has_kernel, numbers
 from ipex_core.library.spec import dtype_name
 from ipex_core.module_swap.base import call
-from ipex_core.module_swap.state_dict import attach, state_of, swap_class
+from ipex_core.module_swap.state_dict import attach, class_of, record_of, state_of, swap_class
 from ipex_core.optimization.passes import Context, Pass, swap_reason
 from ipex_core.optimization.passes.cast import LEAVES
 from ipex_core.packing import onednn
@@ -20,7 +20,6 @@ from ipex_core.packing.parameter import pack
 
 __all__ = [
     "ChannelsLast",
-    "PACKED_LATER",
     "Prepack",
     "auto_channels_last",
     "disable_auto_channels_last",
@@ -67,8 +66,7 @@ class ChannelsLast(Pass):
     def apply(self, context: Context) -> None:
         """Plan the memory format."""
         for path, module in context.modules():
-            state = module.__dict__.get("_ipex_state")
-            kind = (state.original_class if state is not None else None) or type(module)
+            kind = class_of(module)
             memory_format = _FORMATS.get(kind)
             if memory_format is None:
                 continue
@@ -86,10 +84,6 @@ class ChannelsLast(Pass):
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
-
-
-#: Attribute of modules whose weights a package on top of this one packs, once `optimize` has returned.
-PACKED_LATER = "_ipex_packed_later"
 
 
 _measured: dict[tuple[torch.dtype, int, int, int], LinearChoice] = {}
@@ -167,15 +161,14 @@ class Prepack(Pass):
     def apply(self, context: Context) -> None:
         """Plan the format of each weight."""
         for path, module in context.modules():
-            state = state_of(module)
-            kind = (state.original_class if state is not None else None) or type(module)
+            kind = class_of(module)
             if kind not in (nn.Linear, nn.Conv2d, nn.Conv3d):
                 if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
                     context.log.add(
                         path, module, self.name, False, "a subclass with a forward of its own"
                     )
                 continue
-            if module.__dict__.get(PACKED_LATER):
+            if record_of(module).packed_later:
                 text = "packed together with its neighbors afterwards"
                 context.log.add(path, module, self.name, True, text, "ipex::linear")
                 continue

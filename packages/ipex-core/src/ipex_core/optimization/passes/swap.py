@@ -7,7 +7,7 @@ from torch import nn
 
 from ipex_core import nn as inn
 from ipex_core.kernels.policy import has_kernel
-from ipex_core.module_swap.state_dict import attach, realize, state_of, swap_class
+from ipex_core.module_swap.state_dict import attach, class_of, realize, state_of, swap_class
 from ipex_core.nn.layers import IDENTITY_DROPOUTS
 from ipex_core.optimization.passes import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
@@ -84,9 +84,7 @@ class Kernels(Pass):
     def apply(self, context: Context) -> None:
         """Exchange the classes."""
         for path, module in context.modules():
-            state = module.__dict__.get("_ipex_state")
-            kind = (state.original_class if state is not None else None) or type(module)
-            new, op = _KERNELS.get(kind, (None, ""))
+            new, op = _KERNELS.get(class_of(module), (None, ""))
             if new is None:
                 continue
             reason = self._reason(module, op)
@@ -148,7 +146,7 @@ class Realize(Pass):
         from ipex_core.module_swap.state_dict import SavedTensor
 
         registry: dict[int, SavedTensor] = {}
-        todo = [(p, m) for p, m in context.modules() if "_ipex_state" in m.__dict__]
+        todo = [(p, m) for p, m in context.modules() if state_of(m) is not None]
         freed = 0
         for _, module in progress(todo):
             freed += sum(p.nbytes for p in module._parameters.values() if p is not None)
