@@ -310,6 +310,31 @@ def test_indirect_access_cache():
     torch.testing.assert_close(out, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_history_of_beams_without_the_rows_of_prompts(dtype):
+    beams, heads, size, past, room = 4, 2, 16, 6, 9
+    query, key, value = (torch.randn(beams, 1, heads, size).to(dtype) for _ in range(3))
+    caches = [torch.randn(room, beams, heads, size).to(dtype) for _ in range(2)]
+    index = torch.randint(0, beams, (room, beams))  # [max_positions, n]
+    keys, values = ([t] for t in (key[:, 0], value[:, 0]))
+    row = torch.arange(beams)
+    for position in reversed(range(past)):
+        row = index[position, row]
+        keys.insert(0, caches[0][position, row])
+        values.insert(0, caches[1][position, row])
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(1, 2), torch.stack(keys, 2), torch.stack(values, 2)
+    )
+    mask = torch.zeros(beams, 1, 1, past + 1, dtype=dtype)
+    length = torch.tensor([past])
+    out, _, new, _, found = OPS.masked_multihead_self_attention(
+        query, key, value, *caches, index, length, size**0.5, room, None, mask, False
+    )
+    near = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(out, want, **near)
+    assert torch.equal(new[past], key[:, 0]) and torch.equal(found[:past], index[:past])
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float8_e5m2])
 def test_cross_attention(cache_dtype):
     """A history of -1: the caches are all keys and values, batch first."""
