@@ -171,6 +171,82 @@ def test_a_tokenizer_that_panics_fails_its_request_alone():
         assert (await client.post("/v1/completions", json={"prompt": "A"})).status_code == 200
 
 
+def test_streams_go_on_while_large_bodies_are_read(monkeypatch):
+    """A body of a megabyte takes 0.3 s: one at a time, and not on the event loop."""
+    from ipex_llm.entrypoints.openai import protocol
+
+    go, begun, parse = threading.Event(), [], protocol.parse_body
+
+    def slow(kind, data):
+        if len(data) > 100_000:
+            begun.append(threading.current_thread())
+            assert go.wait(30)
+        return parse(kind, data)
+
+    monkeypatch.setattr(protocol, "parse_body", slow)
+    server = Server()
+
+    @server
+    async def _(client):
+        large = {**GREEDY, "prompt": "A", "user": [{"a": 1}] * 20_000}
+        chat = {**GREEDY, "messages": [{"role": "u", "content": "A"}], "user": "x" * 200_000}
+        tasks = [
+            asyncio.create_task(client.post(path, json=body))
+            for path, body in (
+                ("/v1/completions", large),
+                ("/v1/chat/completions", chat),
+                ("/v1/completions", large),
+            )
+        ]
+        await until(lambda: begun)
+        for stream in (False, True):
+            body = {**GREEDY, "prompt": "ABC", "stream": stream}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert len(begun) == 1 and not any(task.done() for task in tasks)
+        go.set()
+        assert [(await task).status_code for task in tasks] == [200, 200, 200]
+        assert len(begun) == 3 and threading.main_thread() not in begun
+
+
+def test_texts_of_alternatives_are_made_as_they_come():
+    """Of all tokens at the end they took the event loop for seconds."""
+
+    class Counting(Tokenizer):
+        count = 0
+
+        def decode(self, ids, skip_special_tokens=True):
+            # Not those of the engine's thread.
+            self.count += threading.current_thread() is threading.main_thread()
+            return super().decode(ids)
+
+    tokenizer = Counting()
+    server = Server(tokenizer=tokenizer)
+
+    @server
+    async def _(client):
+        for path, body in (
+            ("/v1/completions", {"prompt": "A", "logprobs": 5}),
+            (
+                "/v1/chat/completions",
+                {
+                    "messages": [{"role": "u", "content": "A"}],
+                    "logprobs": True,
+                    "top_logprobs": 5,
+                },
+            ),
+        ):
+            body = {**GREEDY, **body, "max_tokens": 64, "n": 3, "seed": 1}
+            task = asyncio.create_task(client.post(path, json=body))
+            most, before = 0, tokenizer.count
+            while not task.done():
+                await asyncio.sleep(0)
+                most, before = max(most, tokenizer.count - before), tokenizer.count
+            for choice in (await task).json()["choices"]:
+                found = choice["logprobs"]
+                assert len(found["tokens" if "tokens" in found else "content"]) == 64
+            assert most < 64
+
+
 # -- what a request may say ---------------------------------------------------------------------------------------
 
 HALF = r'"\ud800"'  # half of a surrogate pair: valid JSON, no text
@@ -224,6 +300,9 @@ HALF = r'"\ud800"'  # half of a surrogate pair: valid JSON, no text
         ('{"prompt": "A", "seed": 99999999999999999999999}', "seed must be"),
         ('{"prompt": "A", "seed": -9223372036854775809}', "seed must be"),
         ('{"prompt": "A", "top_k": 99999999999}', "top_k must be"),
+        ('{"prompt": "A", "seed": %s}' % ("9" * 4000), "seed must be"),
+        ('{"prompt": "A", "max_tokens": %s}' % ("9" * 4000), "max_tokens must be at most 256"),
+        ('{"prompt": "A", "min_tokens": %s}' % ("9" * 4000), "min_new_tokens must be"),
         ('{"prompt": "A", "logit_bias": {"5": 1}}', "logit_bias is not supported"),
         ('{"prompt": "A", "prompt": "B"}', "each name must be there once"),
         ('{"prompt": "A", "x": {"a": 1, "a": 2}}', "each name must be there once"),

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ipex_core.errors import MissingComponentError
-from ipex_llm.engine import StepOutput, TokenLogprobs
+from ipex_llm.engine import StepOutput
 from ipex_llm.entrypoints.openai.guard import Guard
 from ipex_llm.entrypoints.openai.protocol import (
     MAX_CHOICES,
@@ -113,6 +113,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         max_requests=worker.limit + _REFUSED,
     )
     api = _Api(worker, settings)
+    turn = asyncio.Semaphore(1)
 
     @app.exception_handler(ApiError)
     async def on_error(request: Request, error: ApiError) -> Response:
@@ -144,12 +145,12 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await read_body(CompletionRequest, request)
+        body = await read_body(CompletionRequest, request, turn)
         return await api.answer(request, body, body.prompts(), False)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = await read_body(ChatRequest, request)
+        body = await read_body(ChatRequest, request, turn)
         return await api.answer(request, body, [[m.plain() for m in body.messages]], True)
 
     return app
@@ -294,18 +295,22 @@ class _Job:
         choices = []
         for index, ticket in enumerate(self.tickets):
             pieces: list[str] = []
-            entries: list[TokenLogprobs] = []
+            wanted = ticket.params.logprobs is not None
+            parts: list[Any] = []
             while True:
                 event = await self._event(ticket, request)
                 if isinstance(event, Failed):
                     raise _failure(event)
                 pieces.append(event.text)
-                entries += event.logprobs
+                if wanted and event.logprobs:
+                    # As they come, and one after the other: texts of a million alternatives at once take seconds.
+                    parts.append(reply.logprobs(event.logprobs))
+                    await asyncio.sleep(0)
                 self.new_tokens += len(event.tokens)
                 if event.finished:
                     break
-            wanted = entries if ticket.params.logprobs is not None else None
-            choices.append(reply.choice(index, "".join(pieces), event.reason, wanted))
+            logprobs = reply.joined(parts) if wanted else None
+            choices.append(reply.choice(index, "".join(pieces), event.reason, logprobs))
         return reply.whole(choices, usage(self.prompt_tokens, self.new_tokens))
 
     async def _merged(self) -> AsyncIterator[tuple[int, Any]]:
@@ -345,7 +350,7 @@ class _Job:
                 self.new_tokens += len(event.tokens)
                 wanted = self.tickets[index].params.logprobs is not None
                 if event.text or event.finished or (wanted and event.logprobs):
-                    logprobs = list(event.logprobs) if wanted else None
+                    logprobs = event.logprobs if wanted else None
                     yield _sse(reply.chunk(index, event.text, event.reason, logprobs))
             if with_usage:
                 yield _sse(reply.last_chunk(usage(self.prompt_tokens, self.new_tokens)))
