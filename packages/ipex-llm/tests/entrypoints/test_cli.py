@@ -199,6 +199,30 @@ def test_bad_arguments_of_generate(folder, arguments, message):
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "must have a key, got an empty file"),
+        (b" \n", "must have a key, got an empty file"),
+        ("schl\u00fcssel".encode("latin-1"), "must be text in UTF-8, got the byte 0xfc at 4"),
+        (b"one\ntwo\n", "must have one line with a key"),
+        (b"one\0", "must have one line with a key"),
+    ],
+)
+def test_files_without_a_key(folder, tmp_path, data, message):
+    pytest.importorskip("uvicorn")
+    (tmp_path / "key").write_bytes(data)
+    done = run("serve", "--model", folder, "--api-key-file", tmp_path / "key")
+    assert done.exit_code == 2 and message in said(done)
+
+
+def test_a_key_behind_the_mark_of_its_encoding(tmp_path):
+    from ipex_llm.entrypoints.cli import _key
+
+    (tmp_path / "key").write_text("\ufeffschl\u00fcssel-\u65e5\u672c\r\n", encoding="utf-8")
+    assert _key(tmp_path / "key") == "schl\u00fcssel-\u65e5\u672c"
+
+
 def test_no_folder(tmp_path):
     assert "does not exist" in said(run("generate", "--model", tmp_path / "x", "--prompt", "A"))
     assert "config.json" in said(run("quantize", "--model", tmp_path, "--out", tmp_path / "q"))

@@ -501,6 +501,21 @@ def test_the_key_is_checked_before_the_body():
         assert response.headers["connection"] == "close"
 
 
+def test_a_client_that_asks_before_it_sends_is_not_told_to_go_on():
+    async def main():
+        async with Live(Server(api_key="secret")) as live:
+            ask = HEAD + b"Expect: 100-continue\r\nContent-Length: 15\r\n"
+            ((status, headers, body),) = answers(await live.talk(ask + b"\r\n"))
+            assert status == 401 and headers["connection"] == "close"
+            assert json.loads(body)["error"]["code"] == 401
+            right = (
+                ask + b'Authorization: Bearer secret\r\nConnection: close\r\n\r\n{"prompt": "A"}'
+            )
+            assert (await live.talk(right)).startswith(b"HTTP/1.1 100 ")
+
+    run(main)
+
+
 def test_names_of_other_hosts():
     server = Server(hosts=("localhost", "127.0.0.1", "::1"))
 
@@ -725,3 +740,35 @@ def test_when_the_grace_is_over_the_answer_is_503(stream, caplog):
     run(main)
     assert "Traceback" not in caplog.text and "Exception" not in caplog.text
     assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("what", ["event", "body"])
+def test_the_end_of_the_server_is_never_lost(what, steps):
+    """`asyncio.wait_for` of Python 3.11 forgets that it was cancelled when that comes together with its result."""
+    from ipex_llm.entrypoints.openai.guard import _within
+    from ipex_llm.entrypoints.openai.server import _Job
+
+    async def main():
+        items = asyncio.Queue()
+
+        class Ticket:
+            events = items
+
+        if what == "event":
+            work = _Job(None, [Ticket()], 1)._event(Ticket())
+        else:
+            work = _within(items.get(), 10)
+        task = asyncio.create_task(work)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        items.put_nowait("it")
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if task.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            assert task.result() == "it"
+
+    run(main)

@@ -89,13 +89,17 @@ def generate(
     options: dict[str, Any] = {
         "max_new_tokens": min(max_new_tokens, room),
         "do_sample": temperature > 0,
+        # Whatever the folder says: only the tokens are wanted.
+        "return_dict_in_generate": False,
     }
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     if seed is not None:
         torch.manual_seed(seed)
     clock = _Clock(tokenizer if stream else None)
-    with errors(), torch.inference_mode():
+    from ipex_quant.weight_only.build import building
+
+    with errors(), building(model), torch.inference_mode():
         output = loaded.generate(**inputs, **options, streamer=clock)
     count = output.shape[1] - inputs["input_ids"].shape[1]
     if not stream:
@@ -253,11 +257,7 @@ def serve(
         from ipex_llm.entrypoints.openai.server import Settings, create_app
         from ipex_llm.entrypoints.openai.worker import Worker
 
-        key = None
-        if api_key_file is not None:
-            key = api_key_file.read_text(encoding="utf-8").strip()
-            if not key:
-                raise ValueError(f"serve: {api_key_file} must have a key, got an empty file")
+        key = None if api_key_file is None else _key(api_key_file)
         hosts = None
         if key is None and (host in _LOCAL or allowed_host):
             hosts = (*_LOCAL, host, *(allowed_host or ()))
@@ -301,6 +301,27 @@ def serve(
             server_header=False,
             timeout_graceful_shutdown=grace,
         )
+
+
+def _key(file: Path) -> str:
+    """Return the key of clients that a file has; editors of some systems put a mark of its encoding before it.
+
+    Raises:
+        ValueError: It has none, or one that no client can send.
+    """
+    try:
+        key = file.read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        got = f"the byte {error.object[error.start]:#04x} at {error.start}"
+        raise ValueError(f"serve: {file} must be text in UTF-8, got {got}") from None
+    if not key:
+        raise ValueError(f"serve: {file} must have a key, got an empty file")
+    wrong = next((c for c in key if ord(c) < 32 or ord(c) == 127), None)
+    if wrong is not None:
+        raise ValueError(
+            f"serve: {file} must have one line with a key, got the character {wrong!r}"
+        )
+    return key
 
 
 # -- Commands that write a model folder -------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from ipex_core.errors import MissingComponentError
@@ -41,9 +40,6 @@ except ImportError as _error:
     raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
 __all__ = ["ApiError", "Settings", "create_app"]
-
-#: Seconds between two looks whether a client that waits for a whole answer is still there.
-_LOOK = 0.25
 
 #: Requests that are read beside those that the queue takes, to tell them that it is full.
 _REFUSED = 16
@@ -242,9 +238,10 @@ class _Api:
         job = _Job(self.worker, tickets, body.n)
         reply = Reply(chat, self.settings.name, self.tokenizer)
         try:
-            await job.accept(request)
-            if not body.stream:
-                return JSONResponse(await job.collect(request, reply))
+            with job.watching(request):
+                await job.accept()
+                if not body.stream:
+                    return JSONResponse(await job.collect(reply))
         except BaseException:
             job.cancel()
             raise
@@ -264,41 +261,51 @@ class _Job:
         self.n = n
         self.prompt_tokens = 0
         self.new_tokens = 0
-        self.looked = time.monotonic()
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def cancel(self) -> None:
         for ticket in self.tickets:
             self.worker.cancel(ticket)
 
-    async def _event(self, ticket: Ticket, request: Request) -> Any:
-        """Wait for the next event, as long as the client waits too."""
-        while True:
-            # Looked at by the clock, not only while nothing comes: a fast model would never let it be looked at.
-            if time.monotonic() - self.looked > _LOOK:
-                self.looked = time.monotonic()
-                if await request.is_disconnected():
-                    raise ApiError(499, "the client is gone")
-            with contextlib.suppress(asyncio.TimeoutError):
-                return await asyncio.wait_for(ticket.events.get(), _LOOK)
+    @contextlib.contextmanager
+    def watching(self, request: Request) -> Iterator[None]:
+        """Look for the end of the client within a block."""
+        self._gone = asyncio.ensure_future(_gone(request))
+        try:
+            yield
+        finally:
+            self._gone.cancel()
 
-    async def accept(self, request: Request) -> None:
+    async def _event(self, ticket: Ticket) -> Any:
+        """Wait for the next event, as long as the client waits too."""
+        # No wait_for: in Python 3.11 it loses the cancellation at the end of the server when an event comes.
+        event = asyncio.ensure_future(ticket.events.get())
+        try:
+            await asyncio.wait({event, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            if self._gone.done():
+                raise ApiError(499, "the client is gone")
+            return event.result()
+        finally:
+            event.cancel()
+
+    async def accept(self) -> None:
         """Wait until the engine has taken all, so that a mistake is an error and no broken stream."""
         for number, ticket in enumerate(self.tickets):
-            event = await self._event(ticket, request)
+            event = await self._event(ticket)
             if isinstance(event, Failed):
                 raise _failure(event)
             assert isinstance(event, Accepted)
             if number % self.n == 0:
                 self.prompt_tokens += event.prompt_tokens
 
-    async def collect(self, request: Request, reply: Reply) -> dict[str, Any]:
+    async def collect(self, reply: Reply) -> dict[str, Any]:
         choices = []
         for index, ticket in enumerate(self.tickets):
             pieces: list[str] = []
             wanted = ticket.params.logprobs is not None
             parts: list[Any] = []
             while True:
-                event = await self._event(ticket, request)
+                event = await self._event(ticket)
                 if isinstance(event, Failed):
                     raise _failure(event)
                 pieces.append(event.text)
@@ -357,6 +364,12 @@ class _Job:
             yield "data: [DONE]\n\n"
         finally:
             self.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Come back when the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _sse(data: dict[str, Any]) -> str:
