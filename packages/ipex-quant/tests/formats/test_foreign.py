@@ -336,18 +336,18 @@ def test_bitsandbytes_blocks_of_any_size() -> None:
 def test_bitsandbytes_scales_that_are_none(dtype: torch.dtype) -> None:
     state, _ = bnb(nested=True)
     bytes_ = {"a.weight": torch.ones(8, 32, dtype=torch.int8), "a.SCB": torch.ones(8)}
-    for given, keys in (
+    for whole, keys in (
         (state, ("weight.nested_absmax", "weight.nested_quant_map", "weight.quant_map")),
         ({f"m.{key}": value for key, value in bytes_.items()}, ("SCB",)),
     ):
         for key in keys:
             name = f"m.a.{key}"
-            wrong = {**given, name: given[name].to(dtype)}
+            wrong = {**whole, name: whole[name].to(dtype)}
             with pytest.raises(
                 OpArgumentError, match="must have dtype float32, bfloat16 or float16"
             ):
                 read_linear(wrong, "m.a", CONFIG)
-            nan = given[name].clone()
+            nan = whole[name].clone()
             nan[-1] = float("nan")
             with pytest.raises(OpArgumentError, match="must be finite"):
-                read_linear({**given, name: nan}, "m.a", CONFIG)
+                read_linear({**whole, name: nan}, "m.a", CONFIG)
