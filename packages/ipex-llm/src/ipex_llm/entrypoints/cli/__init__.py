@@ -110,8 +110,7 @@ def generate(
 
 def _encode(tokenizer: Any, prompt: str, chat: bool) -> dict[str, Any]:
     if not chat:
-        found = tokenizer(prompt, return_tensors="pt")
-        return {name: found[name] for name in ("input_ids", "attention_mask")}
+        return _tokens(tokenizer, prompt, True)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("generate: the tokenizer must have a chat template for --chat, got none")
     from ipex_quant.util.safetensors import DAMAGE
@@ -124,8 +123,23 @@ def _encode(tokenizer: Any, prompt: str, chat: bool) -> dict[str, Any]:
     except (TemplateError, *DAMAGE) as error:
         got = f"{type(error).__name__}: {error}"
         raise ValueError(f"generate: the chat template must take a message, got {got}") from error
-    found = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    return {name: found[name] for name in ("input_ids", "attention_mask")}
+    return _tokens(tokenizer, text, False)
+
+
+def _tokens(tokenizer: Any, text: str, special: bool) -> dict[str, Any]:
+    """Return the arguments of a model for one text.
+
+    Raises:
+        ValueError: The files of the tokenizer have values with which it does not run.
+    """
+    import torch
+
+    try:
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=special)["input_ids"]
+    except Exception as error:  # of its own libraries
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(f"generate: the tokenizer must take the prompt, got {got}") from error
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _room(folder: Any, length: int) -> int:
