@@ -111,6 +111,23 @@ def test_gguf_shapes_that_no_file_has(kind: str, shape: tuple[int, ...], tmp_pat
         list(read_checkpoint(*read_gguf(tmp_path / "a.gguf")))
 
 
+def test_gguf_tensors_that_share_bytes(tmp_path: Path) -> None:
+    """A small file would else stand for any amount of memory."""
+    data = G.random_rows("Q8_0", 8, 32)
+    rows = {f"{i}.weight": ("Q8_0", (8, 32), data) for i in range(3)}
+    path = tmp_path / "a.gguf"
+    G.write(path, {**rows, "none.weight": ("F32", (0, 8), b"")})
+    assert len(list(read_checkpoint(*read_gguf(path)))) == 3
+    whole = path.read_bytes()
+    place = whole.index(b"1.weight") + 8 + 4 + 16 + 4  # behind name, dimensions and type
+    for offset in (0, 32, 2 * 288 - 32):
+        path.write_bytes(whole[:place] + struct.pack("<Q", offset) + whole[place + 8 :])
+        with pytest.raises(
+            OpArgumentError, match=r"got the same bytes for \d.weight and \d.weight"
+        ):
+            read_gguf(path)
+
+
 def test_gguf_in_parts(tmp_path: Path) -> None:
     for i in (1, 2):
         data = G.random_rows("Q8_0", 4, 32, i)
