@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import mutate
 import torch
@@ -335,26 +335,17 @@ def request_seeds() -> Iterable[bytes]:
 
 def read_request(data: bytes, folder: Path) -> None:
     """Read the body of a request to the server, of both kinds."""
-    import asyncio
-
     from ipex_llm.entrypoints.openai.protocol import (
         ApiError,
         ChatRequest,
         CompletionRequest,
-        read_body,
+        parse_body,
         sampling_params,
     )
 
-    class Request:
-        headers: ClassVar[dict[str, str]] = {"content-type": "application/json"}
-
-        async def body(self) -> bytes:
-            return data
-
-    request: Any = Request()
     for kind in (CompletionRequest, ChatRequest):
         try:
-            body: Any = asyncio.run(read_body(kind, request))
+            body: Any = parse_body(kind, data)
             prompts = (
                 body.prompts() if kind is CompletionRequest else [m.plain() for m in body.messages]
             )

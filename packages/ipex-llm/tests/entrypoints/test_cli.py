@@ -199,6 +199,30 @@ def test_bad_arguments_of_generate(folder, arguments, message):
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "must have a key, got an empty file"),
+        (b" \n", "must have a key, got an empty file"),
+        ("schl\u00fcssel".encode("latin-1"), "must be text in UTF-8, got the byte 0xfc at 4"),
+        (b"one\ntwo\n", "must have one line with a key"),
+        (b"one\0", "must have one line with a key"),
+    ],
+)
+def test_files_without_a_key(folder, tmp_path, data, message):
+    pytest.importorskip("uvicorn")
+    (tmp_path / "key").write_bytes(data)
+    done = run("serve", "--model", folder, "--api-key-file", tmp_path / "key")
+    assert done.exit_code == 2 and message in said(done)
+
+
+def test_a_key_behind_the_mark_of_its_encoding(tmp_path):
+    from ipex_llm.entrypoints.cli import _key
+
+    (tmp_path / "key").write_text("\ufeffschl\u00fcssel-\u65e5\u672c\r\n", encoding="utf-8")
+    assert _key(tmp_path / "key") == "schl\u00fcssel-\u65e5\u672c"
+
+
 def test_no_folder(tmp_path):
     assert "does not exist" in said(run("generate", "--model", tmp_path / "x", "--prompt", "A"))
     assert "config.json" in said(run("quantize", "--model", tmp_path, "--out", tmp_path / "q"))
@@ -343,6 +367,63 @@ def test_configs_that_do_not_fit(folder, tmp_path, name, quantized):
         done = run(command[0], "--model", wrong, *command[1:])
         assert done.exit_code == 2 and "error:" in said(done), done.output
         assert not isinstance(done.exception, Exception), done.exception
+
+
+#: Values that the model of transformers never reads, or reads otherwise than it should.
+ODD = {
+    "sliding_window": [None],
+    "partial_rotary_factor": [{}],
+    "window": {"sliding_window": 10**30},
+    "is_encoder_decoder": 1,
+    "output_attentions": "yes",
+    "text_config": 5,
+    "max_position_embeddings": 1 << 31,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_configs_with_values_of_the_wrong_kind(folder, tmp_path, name):
+    """They are refused, or the model runs as it does without ipex: no command ends in a traceback."""
+    value = ODD[name]
+    odd = changed(folder, tmp_path / "odd", **(value if name == "window" else {name: value}))
+    for command in (
+        ["generate", "--prompt", "A", "--max-new-tokens", 2, "--dtype", "fp32"],
+        ["bench", "--prompt", 4, "--new", 2, "--rounds", 1, "--no-stock"],
+    ):
+        done = run(command[0], "--model", odd, *command[1:])
+        assert done.exit_code in (0, 2), done.output
+        assert done.exit_code == 0 or "error:" in said(done)
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+
+
+@pytest.mark.parametrize("kind", [[], {}, 5, True])
+def test_kinds_of_models_that_are_no_text(folder, tmp_path, kind):
+    odd = changed(folder, tmp_path / "odd", model_type=kind)
+    for command in (["generate", "--prompt", "A"], ["quantize", "--out", tmp_path / "q"]):
+        done = run(command[0], "--model", odd, *command[1:])
+        assert done.exit_code == 2 and "error:" in said(done), done.output
+
+
+def test_values_of_a_tokenizer_that_do_not_fit(folder, tmp_path):
+    for number, (changes, code) in enumerate(
+        (({"model_max_length": {}}, 2), ({"model_input_names": ["input_ids"]}, 0))
+    ):
+        odd = changed(folder, tmp_path / f"odd{number}")
+        path = odd / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        for more in ((), ("--chat",)):
+            done = run("generate", "--model", odd, "--prompt", "A", "--max-new-tokens", 2, *more)
+            assert done.exit_code == code, done.output
+            assert code == 0 or "the tokenizer must take the prompt" in said(done)
+
+
+def test_a_folder_that_asks_for_more_than_tokens(folder, tmp_path):
+    more = changed(folder, tmp_path / "more")
+    path = more / "generation_config.json"
+    wanted = {"return_dict_in_generate": True, "output_scores": True}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **wanted}))
+    done = run("generate", "--model", more, "--prompt", "A", "--max-new-tokens", 2)
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize("quantized", [False, True])

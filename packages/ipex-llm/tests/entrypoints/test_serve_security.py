@@ -171,6 +171,82 @@ def test_a_tokenizer_that_panics_fails_its_request_alone():
         assert (await client.post("/v1/completions", json={"prompt": "A"})).status_code == 200
 
 
+def test_streams_go_on_while_large_bodies_are_read(monkeypatch):
+    """A body of a megabyte takes 0.3 s: one at a time, and not on the event loop."""
+    from ipex_llm.entrypoints.openai import protocol
+
+    go, begun, parse = threading.Event(), [], protocol.parse_body
+
+    def slow(kind, data):
+        if len(data) > 100_000:
+            begun.append(threading.current_thread())
+            assert go.wait(30)
+        return parse(kind, data)
+
+    monkeypatch.setattr(protocol, "parse_body", slow)
+    server = Server()
+
+    @server
+    async def _(client):
+        large = {**GREEDY, "prompt": "A", "user": [{"a": 1}] * 20_000}
+        chat = {**GREEDY, "messages": [{"role": "u", "content": "A"}], "user": "x" * 200_000}
+        tasks = [
+            asyncio.create_task(client.post(path, json=body))
+            for path, body in (
+                ("/v1/completions", large),
+                ("/v1/chat/completions", chat),
+                ("/v1/completions", large),
+            )
+        ]
+        await until(lambda: begun)
+        for stream in (False, True):
+            body = {**GREEDY, "prompt": "ABC", "stream": stream}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert len(begun) == 1 and not any(task.done() for task in tasks)
+        go.set()
+        assert [(await task).status_code for task in tasks] == [200, 200, 200]
+        assert len(begun) == 3 and threading.main_thread() not in begun
+
+
+def test_texts_of_alternatives_are_made_as_they_come():
+    """Of all tokens at the end they took the event loop for seconds."""
+
+    class Counting(Tokenizer):
+        count = 0
+
+        def decode(self, ids, skip_special_tokens=True):
+            # Not those of the engine's thread.
+            self.count += threading.current_thread() is threading.main_thread()
+            return super().decode(ids)
+
+    tokenizer = Counting()
+    server = Server(tokenizer=tokenizer)
+
+    @server
+    async def _(client):
+        for path, body in (
+            ("/v1/completions", {"prompt": "A", "logprobs": 5}),
+            (
+                "/v1/chat/completions",
+                {
+                    "messages": [{"role": "u", "content": "A"}],
+                    "logprobs": True,
+                    "top_logprobs": 5,
+                },
+            ),
+        ):
+            body = {**GREEDY, **body, "max_tokens": 64, "n": 3, "seed": 1}
+            task = asyncio.create_task(client.post(path, json=body))
+            most, before = 0, tokenizer.count
+            while not task.done():
+                await asyncio.sleep(0)
+                most, before = max(most, tokenizer.count - before), tokenizer.count
+            for choice in (await task).json()["choices"]:
+                found = choice["logprobs"]
+                assert len(found["tokens" if "tokens" in found else "content"]) == 64
+            assert most < 64
+
+
 # -- what a request may say ---------------------------------------------------------------------------------------
 
 HALF = r'"\ud800"'  # half of a surrogate pair: valid JSON, no text
@@ -224,6 +300,9 @@ HALF = r'"\ud800"'  # half of a surrogate pair: valid JSON, no text
         ('{"prompt": "A", "seed": 99999999999999999999999}', "seed must be"),
         ('{"prompt": "A", "seed": -9223372036854775809}', "seed must be"),
         ('{"prompt": "A", "top_k": 99999999999}', "top_k must be"),
+        ('{"prompt": "A", "seed": %s}' % ("9" * 4000), "seed must be"),
+        ('{"prompt": "A", "max_tokens": %s}' % ("9" * 4000), "max_tokens must be at most 256"),
+        ('{"prompt": "A", "min_tokens": %s}' % ("9" * 4000), "min_new_tokens must be"),
         ('{"prompt": "A", "logit_bias": {"5": 1}}', "logit_bias is not supported"),
         ('{"prompt": "A", "prompt": "B"}', "each name must be there once"),
         ('{"prompt": "A", "x": {"a": 1, "a": 2}}', "each name must be there once"),
@@ -420,6 +499,21 @@ def test_the_key_is_checked_before_the_body():
         response = await client.post("/v1/completions", content=endless(), headers=JSON)
         assert response.status_code == 401 and taken == 0
         assert response.headers["connection"] == "close"
+
+
+def test_a_client_that_asks_before_it_sends_is_not_told_to_go_on():
+    async def main():
+        async with Live(Server(api_key="secret")) as live:
+            ask = HEAD + b"Expect: 100-continue\r\nContent-Length: 15\r\n"
+            ((status, headers, body),) = answers(await live.talk(ask + b"\r\n"))
+            assert status == 401 and headers["connection"] == "close"
+            assert json.loads(body)["error"]["code"] == 401
+            right = (
+                ask + b'Authorization: Bearer secret\r\nConnection: close\r\n\r\n{"prompt": "A"}'
+            )
+            assert (await live.talk(right)).startswith(b"HTTP/1.1 100 ")
+
+    run(main)
 
 
 def test_names_of_other_hosts():
@@ -646,3 +740,35 @@ def test_when_the_grace_is_over_the_answer_is_503(stream, caplog):
     run(main)
     assert "Traceback" not in caplog.text and "Exception" not in caplog.text
     assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("what", ["event", "body"])
+def test_the_end_of_the_server_is_never_lost(what, steps):
+    """`asyncio.wait_for` of Python 3.11 forgets that it was cancelled when that comes together with its result."""
+    from ipex_llm.entrypoints.openai.guard import _within
+    from ipex_llm.entrypoints.openai.server import _Job
+
+    async def main():
+        items = asyncio.Queue()
+
+        class Ticket:
+            events = items
+
+        if what == "event":
+            work = _Job(None, [Ticket()], 1)._event(Ticket())
+        else:
+            work = _within(items.get(), 10)
+        task = asyncio.create_task(work)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        items.put_nowait("it")
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if task.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            assert task.result() == "it"
+
+    run(main)

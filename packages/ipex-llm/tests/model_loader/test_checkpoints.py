@@ -89,6 +89,16 @@ def test_tensors_that_only_pickles_have(
         load_low_precision_checkpoint(folder)
 
 
+@pytest.mark.parametrize("name", [5, ("a",), b"a", None])
+def test_names_that_only_pickles_have(name: object, tmp_path: Path) -> None:
+    state, _ = checkpoint()
+    folder = write(tmp_path / "m", state, GPTQ, 1, suffix="bin")
+    (path,) = folder.glob("*.bin")
+    torch.save({**state, name: torch.ones(1)}, path)
+    with pytest.raises(OpArgumentError, match=r"names in .* must be texts, got"):
+        load_low_precision_checkpoint(folder)
+
+
 def test_configuration_beside(tmp_path: Path) -> None:
     state, _ = checkpoint()
     old = {"bits": 4, "group_size": 16, "desc_act": False}

@@ -7,6 +7,8 @@ import copy
 import gc
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -200,8 +202,44 @@ def test_save_pretrained(name, tmp_path):
     # Nothing loads quantized experts from a folder: it must not be taken for one of floats.
     about = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert about["quant_method"] == "ipex" and about["format"] == "state_dict"
-    with pytest.raises(OpArgumentError, match="only load_state_dict can read"):
+    with pytest.raises(OpArgumentError, match="give the tensors of the folder to its load_state"):
         q.load(tmp_path)
+    other = optimize(FAMILIES[name](), quantization_config=config())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    other.load_state_dict(saved)
+    torch.testing.assert_close(logits(other), logits(fast))
+
+
+PLAIN = """
+import sys, transformers
+assert not any(name.startswith("ipex") for name in sys.modules)
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+except RuntimeError as error:
+    assert "mismatch" in str(error)
+    raise SystemExit(0)
+raise SystemExit("weights were made up")
+"""
+
+
+@needs_stacks
+def test_a_transformers_without_ipex_makes_no_experts_up(tmp_path):
+    """Also where nothing else of the model is quantized."""
+    from torch.ao.quantization import QConfigMapping
+    from transformers import AutoModelForCausalLM
+
+    only = QConfigMapping().set_module_name_regex(r".*experts.*", config())
+    fast = optimize(FAMILIES["mixtral"](), quantization_config=only)
+    assert isinstance(fast.model.layers[0].self_attn.q_proj, torch.nn.Linear)
+    fast.save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    with pytest.raises(ValueError, match="give the tensors of the folder to its load_state_dict"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @needs_stacks

@@ -53,6 +53,25 @@ def layers_of(model: Any) -> Any:
     return model.model.layers
 
 
+def test_tables_of_rotations_grow_with_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context of millions, or a number from a config.json, must not take gigabytes for seven tokens."""
+    from ipex_llm import model_runner
+    from ipex_llm.arch import RopePlan
+
+    rope = model_runner.Rope(RopePlan("default", 8, 1e4, None, True, 1 << 40), 1 << 40)
+    cos, _, _ = rope.tables(torch.arange(7), 7)
+    assert cos.shape == (model_runner._ROWS, 4)
+    monkeypatch.setattr(model_runner, "_ROWS", 8)
+    small = model_runner.Rope(RopePlan("default", 8, 1e4, None, True, 1 << 40), 1 << 40)
+    for longest in (7, 9, 100):
+        found = small.tables(torch.arange(longest), longest)
+        assert all(
+            torch.equal(a[:longest], b[:longest])
+            for a, b in zip(found, (cos, rope.tables(torch.arange(7), 7)[1]), strict=False)
+        )
+        assert longest <= found[0].shape[0] <= 2 * longest
+
+
 def test_chunks_and_steps_share_a_cache(runs: list[int]) -> None:
     model = build("llama")
     fast = optimize(model, depth=2)

@@ -490,3 +490,84 @@ def test_exponents_and_zero_points_that_are_none() -> None:
     ):
         with pytest.raises(OpArgumentError, match=message):
             list(read_checkpoint({**state, "a.zeros": zeros}, config))
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "packed", "int8", "fp8", "ours"])
+def test_tensors_that_no_reader_can_look_into(kind: str) -> None:
+    state, config = _with_scales(kind, torch.ones(8).half())
+    state["a.bias"] = torch.ones(8)
+    assert len(list(read_checkpoint(state, config))) == 1
+    for key, value in state.items():
+        found: list[Any] = [value.to("meta"), [1.0]]
+        if value.dtype not in (torch.int8, torch.float8_e4m3fn):
+            found.append(value.to_sparse())
+        for wrong in found:
+            with pytest.raises(OpArgumentError, match=f"{key}: .* must (have values|be a tensor)"):
+                list(read_checkpoint({**state, key: wrong}, config))
+    for bias, message in (
+        (torch.ones(8, dtype=torch.int64), "bias must be floating point, got torch.int64"),
+        (torch.ones(8, dtype=torch.complex64), "bias must be floating point"),
+        (torch.full((8,), float("nan")), "bias must be finite"),
+    ):
+        with pytest.raises(OpArgumentError, match=message):
+            list(read_checkpoint({**state, "a.bias": bias}, config))
+
+
+def test_groups_of_features_that_are_none() -> None:
+    tensors, _ = P.gptq(act_order=True)
+    state = P.state_of("a", tensors)
+    good = state["a.g_idx"]
+    for wrong, message in (
+        (good.float(), "g_idx must have integers"),
+        (good.bool(), "g_idx must have integers"),
+        (torch.full_like(good, 1 << 30), "g_idx must be in 0..3"),
+        (good - 1, "g_idx must be in 0..3"),
+    ):
+        with pytest.raises(OpArgumentError, match=message):
+            read_linear({**state, "a.g_idx": wrong}, "a", GPTQ)
+    # More scales than groups: counts of groups that a number of the file names would take terabytes.
+    more = {
+        **state,
+        "a.scales": state["a.scales"].repeat(2, 1),
+        "a.qzeros": state["a.qzeros"].repeat(2, 1),
+    }
+    more["a.g_idx"] = torch.full_like(good.long(), 1 << 40)
+    with pytest.raises(OpArgumentError, match=r"g_idx must be in|scales must have"):
+        read_linear(more, "a", GPTQ)
+    layer: Any = linear_from(read_linear(state, "a", GPTQ))
+    saved = {f"a.{key}": value for key, value in layer.state_dict().items()}
+    assert "a.g_idx" in saved
+    for wrong in (saved["a.g_idx"] + 100, saved["a.g_idx"] - 1, saved["a.g_idx"].float()):
+        with pytest.raises(OpArgumentError, match="g_idx must"):
+            read_linear({**saved, "a.g_idx": wrong}, "a", {"quant_method": "ipex"})
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        torch.tensor(40),
+        torch.tensor([]),
+        torch.tensor([40]),
+        torch.tensor([[40, 64]]),
+        torch.tensor([40.0, 64.0]),
+        torch.tensor([-40, 64]),
+        torch.tensor([40, 64, 1]),
+    ],
+)
+def test_weight_shapes_that_are_none(shape: torch.Tensor) -> None:
+    tensors, _ = P.compressed()
+    state = P.state_of("a", {**tensors, "weight_shape": shape})
+    with pytest.raises(OpArgumentError, match="weight_shape must be"):
+        read_linear(state, "a", P.compressed_config(4, 16, True, "pack-quantized"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool])
+def test_zero_points_of_bytes_that_are_none(dtype: torch.dtype) -> None:
+    tensors, _ = P.int8(shape="[N, 1]")
+    state = P.state_of("a", {**tensors, "weight_zero_point": torch.ones(40, 1).to(dtype)})
+    config = P.compressed_config(8, -1, False, "int-quantized")
+    with pytest.raises(OpArgumentError, match="zero points must be integers from -128 to 127"):
+        read_linear(state, "a", config)
+    state["a.weight_zero_point"] = torch.full((40, 1), 300)
+    with pytest.raises(OpArgumentError, match="zero points must be integers from -128 to 127"):
+        read_linear(state, "a", config)

@@ -111,6 +111,23 @@ def test_gguf_shapes_that_no_file_has(kind: str, shape: tuple[int, ...], tmp_pat
         list(read_checkpoint(*read_gguf(tmp_path / "a.gguf")))
 
 
+def test_gguf_tensors_that_share_bytes(tmp_path: Path) -> None:
+    """A small file would else stand for any amount of memory."""
+    data = G.random_rows("Q8_0", 8, 32)
+    rows = {f"{i}.weight": ("Q8_0", (8, 32), data) for i in range(3)}
+    path = tmp_path / "a.gguf"
+    G.write(path, {**rows, "none.weight": ("F32", (0, 8), b"")})
+    assert len(list(read_checkpoint(*read_gguf(path)))) == 3
+    whole = path.read_bytes()
+    place = whole.index(b"1.weight") + 8 + 4 + 16 + 4  # behind name, dimensions and type
+    for offset in (0, 32, 2 * 288 - 32):
+        path.write_bytes(whole[:place] + struct.pack("<Q", offset) + whole[place + 8 :])
+        with pytest.raises(
+            OpArgumentError, match=r"got the same bytes for \d.weight and \d.weight"
+        ):
+            read_gguf(path)
+
+
 def test_gguf_in_parts(tmp_path: Path) -> None:
     for i in (1, 2):
         data = G.random_rows("Q8_0", 4, 32, i)
@@ -306,3 +323,48 @@ def test_bitsandbytes_bad_input() -> None:
     fails("quant_map must be the values of nf4", weight__quant_map=torch.zeros(16))
     bytes_ = torch.tensor(list(b'{"shape": [8], "blocksize": 64}'), dtype=torch.uint8)
     fails("shape must be two positive numbers, got \\[8\\]", **{state: bytes_})
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "", "x", [], {}, True, float("nan"), float("inf"), 1e300, 10**400]
+)
+def test_bitsandbytes_offsets_that_are_none(wrong: Any) -> None:
+    state, _ = bnb(nested=True)
+    key = "m.a.weight.quant_state.bitsandbytes__nf4"
+    about = {**json.loads(bytes(state[key].tolist())), "nested_offset": wrong}
+    text = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
+    with pytest.raises(OpArgumentError, match="nested_offset must be a finite number"):
+        read_linear({**state, key: text}, "m.a", CONFIG)
+
+
+def test_bitsandbytes_blocks_of_any_size() -> None:
+    """A size takes no memory: it may be any number of the file."""
+    state, _ = bnb(n=1, k=64, nested=True)
+    key = "m.a.weight.quant_state.bitsandbytes__nf4"
+    about = json.loads(bytes(state[key].tolist()))
+    for size in (1, 4, 1 << 50, 10**30):
+        text = json.dumps({**about, "nested_blocksize": size}).encode()
+        found = {**state, key: torch.tensor(list(text), dtype=torch.uint8)}
+        weight = read_linear(found, "m.a", CONFIG)
+        assert torch.equal(weight.dequantize(), read_linear(state, "m.a", CONFIG).dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64])
+def test_bitsandbytes_scales_that_are_none(dtype: torch.dtype) -> None:
+    state, _ = bnb(nested=True)
+    bytes_ = {"a.weight": torch.ones(8, 32, dtype=torch.int8), "a.SCB": torch.ones(8)}
+    for whole, keys in (
+        (state, ("weight.nested_absmax", "weight.nested_quant_map", "weight.quant_map")),
+        ({f"m.{key}": value for key, value in bytes_.items()}, ("SCB",)),
+    ):
+        for key in keys:
+            name = f"m.a.{key}"
+            wrong = {**whole, name: whole[name].to(dtype)}
+            with pytest.raises(
+                OpArgumentError, match="must have dtype float32, bfloat16 or float16"
+            ):
+                read_linear(wrong, "m.a", CONFIG)
+            nan = whole[name].clone()
+            nan[-1] = float("nan")
+            with pytest.raises(OpArgumentError, match="must be finite"):
+                read_linear({**whole, name: nan}, "m.a", CONFIG)

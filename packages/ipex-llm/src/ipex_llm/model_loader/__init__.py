@@ -137,6 +137,7 @@ def read_file(op: str, path: Path) -> Iterator[tuple[str, Tensor]]:
         raise OpArgumentError(f"{damaged} {type(error).__name__}: {error}") from error
     check(isinstance(state, dict), op, str(path), "hold a dictionary of tensors", type(state))
     for key, value in state.items():
+        check(isinstance(key, str), op, f"names in {path}", "be texts", repr(key)[:80])
         check(isinstance(value, torch.Tensor), op, f"{key} of {path}", "be a tensor", type(value))
         wrong = _wrong(value)
         check(wrong is None, op, f"{key} of {path}", "be a tensor that safetensors can hold", wrong)

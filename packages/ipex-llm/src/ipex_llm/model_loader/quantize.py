@@ -120,9 +120,12 @@ def quantize_folder(
     if about is not None:
         method = about.get("quant_method", "unknown")
         raise CheckpointError(f"{source} must not be quantized already, got method {method!r}")
-    if config.get("model_type") in _TRANSPOSED:
+    kind = config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise CheckpointError(f"{source} must have a text as model_type, got {type(kind).__name__}")
+    if kind in _TRANSPOSED:
         raise CheckpointError(
-            f"{source} must store linear weights as [out, in], got model type {config['model_type']!r}"
+            f"{source} must store linear weights as [out, in], got model type {kind!r}"
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not an empty folder: choose a new one")

@@ -32,6 +32,8 @@ Tensor = torch.Tensor
 
 #: Kinds of rotation whose angles depend on the length of the sequence.
 _BY_LENGTH = ("dynamic", "longrope")
+#: Positions that tables of rotations have at the start, at most; they grow with the texts.
+_ROWS = 1 << 16
 
 
 class Cache(Protocol):
@@ -285,7 +287,8 @@ class Rope:
         self.original = int(original or plan.max_position_embeddings)
         #: Tables by what the frequencies depend on.
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
-        self._start = positions
+        # A context of millions, or any number of a config.json, must not take gigabytes for a short text.
+        self._start = min(positions, _ROWS)
 
     def tables(
         self, positions: Tensor, longest: int, length: int | None = None

@@ -195,6 +195,10 @@ class _Experts(nn.Module):
         )
         return y.view(x.shape)
 
+    def replaced_parameters(self) -> tuple[str, ...]:
+        """Return the names of the parameters that codes stand for in a state dict."""
+        return tuple(record_of(self).experts.stacks)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, stack in record_of(self).experts.stacks.items():
@@ -221,7 +225,7 @@ class _Experts(nn.Module):
             found = {key: rest.pop(key) for key in list(rest) if key.startswith(inner)}
             dense = rest.pop(prefix + name, None)
             try:
-                if dense is not None:
+                if dense is not None and dense.numel():  # empty ones mark files of quantized models
                     self._buffers[stack.buffer] = self._quantize(prefix + name, dense, stack)
                 elif not absent_keys(found, inner):
                     self._buffers[stack.buffer] = _loaded(found, inner, stack)

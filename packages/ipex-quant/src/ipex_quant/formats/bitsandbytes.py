@@ -31,6 +31,9 @@ PARTS = (
     *("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
     *(*_STATES.values(), "SCB", "weight_format"),
 )
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+#: The largest float32.
+_LARGEST = torch.finfo(torch.float32).max
 #: Values of FP4 times 12.
 _FP4 = (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3)
 
@@ -67,7 +70,7 @@ def bnb_weight(parts: Mapping[str, Tensor | None], name: str) -> QuantizedWeight
             f"have shape [{weight.shape[0]}]",
             shape,
         )
-        scales = (largest.float() / 127).unsqueeze(1)
+        scales = (_floats(largest, f"{name}.SCB") / 127).unsqueeze(1)
         return QuantizedWeight("int8", weight.shape[1], weight, scales, None, -1, None, bias, name)
     kind = next((kind for kind, part in _STATES.items() if parts.get(part) is not None), None)
     check(kind is not None, "read_linear", "state_dict", f"have {name}.{_STATES['nf4']}", "none")
@@ -85,12 +88,10 @@ def _state(parts: Mapping[str, Tensor | None], kind: str, name: str) -> dict[str
     check(isinstance(found, dict), key, "quant_state", "be a JSON object", found)
     shape, size = found.get("shape"), found.get("blocksize")
     known = (
-        isinstance(shape, list)
-        and len(shape) == 2
-        and all(isinstance(s, int) and s > 0 for s in shape)
+        isinstance(shape, list) and len(shape) == 2 and all(type(s) is int and s > 0 for s in shape)
     )
     check(known, key, "shape", "be two positive numbers", shape)
-    check(isinstance(size, int) and size > 0, key, "blocksize", "be positive", size)
+    check(type(size) is int and size > 0, key, "blocksize", "be positive", size)
     got = found.get("quant_type", kind)
     check(got == kind, key, "quant_type", f"be {kind}", got)
     return found  # type: ignore[no-any-return]
@@ -99,14 +100,18 @@ def _state(parts: Mapping[str, Tensor | None], kind: str, name: str) -> dict[str
 def _absmax(parts: Mapping[str, Tensor | None], state: Mapping[str, Any], name: str) -> Tensor:
     """Return the float scale of each block."""
     absmax = _need(parts, name, "weight.absmax").flatten()
-    if absmax.is_floating_point():
-        return absmax.float()
     key = f"{name}.weight.absmax"
+    if absmax.is_floating_point():
+        return _floats(absmax, key)
     check(absmax.dtype == torch.uint8, key, "absmax", "be floats or uint8", absmax.dtype)
-    outer = _need(parts, name, "weight.nested_absmax").flatten().float()
-    table = _need(parts, name, "weight.nested_quant_map").flatten().float()
-    size = state.get("nested_blocksize", 256)
-    check(isinstance(size, int) and size > 0, key, "nested_blocksize", "be positive", size)
+    outer = _floats(_need(parts, name, "weight.nested_absmax"), f"{name}.weight.nested_absmax")
+    table = _floats(
+        _need(parts, name, "weight.nested_quant_map"), f"{name}.weight.nested_quant_map"
+    )
+    size, offset = state.get("nested_blocksize", 256), state.get("nested_offset", 0.0)
+    check(type(size) is int and size > 0, key, "nested_blocksize", "be positive", size)
+    known = type(offset) in (int, float) and abs(offset) < _LARGEST
+    check(known, key, "nested_offset", "be a finite number", offset)
     check(
         table.numel() == 256,
         f"{name}.weight.nested_quant_map",
@@ -122,8 +127,20 @@ def _absmax(parts: Mapping[str, Tensor | None], state: Mapping[str, Any], name: 
         f"have {count} values",
         outer.numel(),
     )
-    spread = outer.repeat_interleave(size)[: absmax.numel()]
-    return table[absmax.int()] * spread + float(state.get("nested_offset", 0.0))
+    # By index: a size from a file may be any number.
+    spread = outer[torch.arange(absmax.numel()) // min(size, absmax.numel())]
+    return table[absmax.int()] * spread + float(offset)
+
+
+def _floats(values: Tensor, key: str) -> Tensor:
+    """Return scales, or numbers that they are made of, as float32."""
+    fits = values.dtype in _FLOATS
+    what = "have dtype float32, bfloat16 or float16"
+    check(fits, key, key.rpartition(".")[2], what, values.dtype)
+    check(
+        bool(values.isfinite().all()), key, key.rpartition(".")[2], "be finite", "NaN or infinity"
+    )
+    return values.flatten().float()
 
 
 def _four_bits(
@@ -153,7 +170,8 @@ def _four_bits(
     expected = torch.tensor(NF4_VALUES) if kind == "nf4" else torch.tensor(_FP4) / 12
     table = parts.get("weight.quant_map")
     if table is not None:
-        usual = list(table.shape) == [16] and torch.allclose(table.float(), expected, atol=1e-4)
+        table = _floats(table, f"{key}.quant_map")
+        usual = list(table.shape) == [16] and torch.allclose(table, expected, atol=1e-4)
         check(usual, f"{key}.quant_map", "quant_map", f"be the values of {kind}", table.tolist())
     if group == k:
         group = -1

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import mmap
 import os
@@ -356,6 +357,11 @@ class GgufFile:
             if entry.name in self.tensors:
                 raise cursor.fail(f"{entry.name} twice")
             self.tensors[entry.name] = entry
+        # A small file must not stand for more tensors than it has bytes for.
+        filled = sorted((e for e in self.tensors.values() if e.size), key=lambda e: e.start)
+        for one, other in itertools.pairwise(filled):
+            if other.start < one.start + one.size:
+                raise cursor.fail(f"the same bytes for {one.name} and {other.name}")
 
     def _tensor(self, cursor: _Cursor) -> GgufTensor:
         name = cursor.text("the table of tensors")

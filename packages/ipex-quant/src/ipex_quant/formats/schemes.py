@@ -16,7 +16,7 @@ import torch
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_quant.weight.layouts import unpack_words, unsigned_weight
-from ipex_quant.weight.tensor import QuantizedWeight, movable
+from ipex_quant.weight.tensor import QuantizedWeight, is_integer, movable
 
 #: Spellings of methods -> the name used here.
 METHODS = {
@@ -256,7 +256,10 @@ def int8_weight(
     n, k = weight.shape
     scales, group = _scale_groups(scales, n, k, group_size, f"{name}.weight_scale")
     if zeros is not None:
-        zeros, _ = _scale_groups(zeros, n, k, group_size, f"{name}.weight_zero_point")
+        key = f"{name}.weight_zero_point"
+        zeros, _ = _scale_groups(zeros, n, k, group_size, key)
+        small = is_integer(zeros) and bool((zeros.to(torch.int8) == zeros).all())
+        check(small, key, "zero points", "be integers from -128 to 127", zeros.dtype)
         zeros = zeros.to(torch.int8) if bool(zeros.any()) else None
     return QuantizedWeight("int8", k, weight, scales, zeros, group, None, bias, name)
 
@@ -350,6 +353,7 @@ def _zeros(zeros: Tensor, n: int, groups: int, bits: int, name: str) -> Tensor:
         check(got == packed, key, "zero points", f"have shape {packed}", got)
         return unpack_words(zeros.contiguous(), bits, n)
     check(got == [n, groups], key, "zero points", f"have shape {[n, groups]}", got)
+    check(zeros.dtype == torch.int8, key, "zero points", "be int32 or int8", zeros.dtype)
     return zeros.int() + (1 << (bits - 1))
 
 

@@ -46,6 +46,7 @@ from ipex_quant.weight_only.replace import (
 from ipex_quant.weight_only.saving import (
     FORMATS,
     UNREADABLE,
+    UNREADABLE_HINT,
     VERSION,
     Kinds,
     about,
@@ -228,8 +229,7 @@ def load(
     what = "be a folder that ipex.quantization.save wrote"
     given = config.get("quantization_config")
     if isinstance(given, dict) and given.get("format") == UNREADABLE:
-        got = f"{place}, which save_pretrained of a model wrote that only load_state_dict can read"
-        check(False, op, "folder", what, got)
+        check(False, op, "folder", what, f"{place}, {UNREADABLE_HINT}")
     check(is_saved(config), op, "folder", what, f"{place} without its quantization_config")
     about = config["quantization_config"]
     method = about.get("quant_method")

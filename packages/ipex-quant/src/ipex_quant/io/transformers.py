@@ -13,6 +13,7 @@ from torch import nn
 
 from ipex_quant.io import load
 from ipex_quant.weight_only.convert import quantize_linears
+from ipex_quant.weight_only.saving import UNREADABLE, UNREADABLE_HINT
 
 NAME = "ipex"
 log = logging.getLogger("ipex")
@@ -68,6 +69,10 @@ class IpexConfig(QuantizationConfigMixin):  # type: ignore[misc]
         if modules_to_not_convert is not None:
             patterns_of("IpexConfig", modules_to_not_convert, "modules_to_not_convert")
         saved.pop("quant_method", None)
+        if saved.get("format") == UNREADABLE:
+            raise ValueError(
+                f"from_pretrained: the folder must be one that can be loaded, got one {UNREADABLE_HINT}"
+            )
         if saved and "layers" not in saved:
             raise TypeError(f"IpexConfig: arguments must be known, got {', '.join(sorted(saved))}")
         self.saved = saved

@@ -10,7 +10,7 @@ import torch
 
 from ipex_core.library.spec import check
 from ipex_core.packing.quantize import pack_nibbles
-from ipex_quant.weight.tensor import QuantizedWeight
+from ipex_quant.weight.tensor import QuantizedWeight, is_integer
 
 Tensor = torch.Tensor
 
@@ -141,9 +141,10 @@ def _g_idx(g_idx: Tensor, k: int, group_size: int, groups: int, name: str) -> Te
     """Return the groups of the features, None where they just follow each other."""
     key = _key(name, "g_idx")
     check(list(g_idx.shape) == [k], key, "g_idx", f"have shape [{k}]", list(g_idx.shape))
-    g_idx = g_idx.to(torch.int32)
+    check(is_integer(g_idx), key, "g_idx", "have integers", g_idx.dtype)
     known = g_idx.numel() == 0 or (int(g_idx.min()) >= 0 and int(g_idx.max()) < groups)
     check(known, key, "g_idx", f"be in 0..{groups - 1}", f"{g_idx.min()}..{g_idx.max()}")
+    g_idx = g_idx.to(torch.int32)
     group = k if group_size == -1 else group_size
     if groups == -(-k // group) and torch.equal(g_idx, torch.arange(k, dtype=torch.int32) // group):
         return None
@@ -166,7 +167,7 @@ def _groups(k: int, group_size: int, scales: Tensor, g_idx: Tensor | None, name:
     fits = groups == expected
     if not fits and g_idx is not None and groups > expected and g_idx.numel():
         # Part of the input features of a weight with g_idx uses scales of all groups, some more than others.
-        counts = torch.bincount(g_idx.clamp(min=0).long(), minlength=groups)
+        counts = torch.bincount(g_idx.long().clamp(0, groups - 1), minlength=groups)
         fits = int(counts.max()) <= group_size and bool((counts != counts[0]).any())
     check(
         fits,

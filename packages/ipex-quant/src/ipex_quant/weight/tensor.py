@@ -37,6 +37,7 @@ Tensor = torch.Tensor
 _SMALLEST, _LARGEST = 16, 256
 _BLOCK = 128
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,7 +103,12 @@ class QuantizedWeight:
             check(known, op, "zeros", "have dtype int8 or float32", self.zeros.dtype)
             check(_finite(self.zeros), op, "zeros", "be finite", "NaN or infinity")
         if self.g_idx is not None:
+            check(is_integer(self.g_idx), op, "g_idx", "have integers", self.g_idx.dtype)
             check(list(self.g_idx.shape) == [k], op, "g_idx", f"have shape [{k}]", self.g_idx.shape)
+            last = self.scales.shape[1] - 1
+            lowest, highest = (0, 0) if self.g_idx.is_meta else map(int, self.g_idx.aminmax())
+            known = 0 <= lowest <= highest <= last
+            check(known, op, "g_idx", f"be in 0..{last}", f"{lowest}..{highest}")
         if self.bias is not None:
             n = shape[0]
             check(list(self.bias.shape) == [n], op, "bias", f"have shape [{n}]", self.bias.shape)
@@ -255,6 +261,11 @@ def _as_int8(op: str, zeros: Tensor | None) -> Tensor | None:
     integers = bool(torch.equal(whole.to(zeros.dtype), zeros))
     check(integers, op, "zeros", "be integers from -128 to 127 for lowp_mode INT8", "others")
     return whole
+
+
+def is_integer(values: Tensor) -> bool:
+    """Return whether a tensor has integers, which truth values are not."""
+    return values.dtype in _INTEGERS
 
 
 def movable(values: Tensor) -> Tensor:

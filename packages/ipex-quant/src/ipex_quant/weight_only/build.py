@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core.errors import IpexError
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.module_swap.state_dict import plain_weight
 from ipex_quant.qconfig.weight_only import (
@@ -40,7 +41,7 @@ def building(folder: Path) -> Iterator[None]:
     """Turn what a wrong number or name in a config.json leads to into a `CheckpointError`."""
     try:
         yield
-    except CheckpointError:
+    except IpexError:
         raise
     except MemoryError as error:
         raise CheckpointError(f"{folder} must fit the memory, got {error}") from error

@@ -51,7 +51,7 @@ from ipex_quant.formats.schemes import (
 )
 from ipex_quant.qconfig.weight_only import QConfigWoq, WoqLowpMode
 from ipex_quant.weight.layouts import awq_weight, gptq_weight
-from ipex_quant.weight.tensor import QuantizedWeight, absent_keys, saved_weight
+from ipex_quant.weight.tensor import QuantizedWeight, absent_keys, is_integer, saved_weight
 from ipex_quant.weight_only.linear import WeightOnlyQuantizedLinear
 
 __all__ = ["linear_from", "quantized_names", "read_checkpoint", "read_linear"]
@@ -129,6 +129,7 @@ def read_linear(
     Raises:
         OpArgumentError: As for `read_checkpoint`.
     """
+    _check_parts(state_dict, name)
     if f"{name}.woq" in state_dict:  # a layer of ours
         absent = absent_keys(state_dict, f"{name}.")
         check(not absent, "read_linear", "state_dict", f"have {', '.join(absent)}", "none")
@@ -146,6 +147,27 @@ def read_linear(
         "gguf": _read_gguf,
     }.get(scheme.method, _read_compressed)
     return read(parts, scheme, name)
+
+
+def _check_parts(state_dict: Mapping[str, Tensor], name: str) -> None:
+    """Check what holds for the tensors of a layer in all formats: pickles have tensors that no reader can look into."""
+    for part in _PARTS:
+        value = state_dict.get(f"{name}.{part}")
+        if value is None:
+            continue
+        key = f"{name}.{part}"
+        kind = type(value).__name__
+        check(isinstance(value, Tensor), key, part, "be a tensor", kind)
+        layout = "the meta device" if value.is_meta else value.layout
+        plain = not value.is_meta and value.layout == torch.strided
+        check(plain, key, part, "have values in the layout torch.strided", layout)
+        if part in ("g_idx", "weight_g_idx"):
+            check(is_integer(value), key, part, "have integers", value.dtype)
+    bias = state_dict.get(f"{name}.bias")
+    if bias is not None:
+        key = f"{name}.bias"
+        check(bias.is_floating_point(), key, "bias", "be floating point", bias.dtype)
+        check(bool(bias.float().isfinite().all()), key, "bias", "be finite", "NaN or infinity")
 
 
 def linear_from(
@@ -263,15 +285,24 @@ def _read_compressed(parts: Parts, scheme: LayerScheme, name: str) -> QuantizedW
         return _read_bytes(parts, dataclasses.replace(scheme, method="int8"), name)
     scales, bias = _need(parts, name, "weight_scale"), parts["bias"]
     check(words.dim() == 2, f"{name}.weight_packed", "weight_packed", "be 2-D", list(words.shape))
-    stated = parts["weight_shape"]
+    stated = _stated_shape(parts["weight_shape"], name)
     if scheme.layout in ("fp4", "nf4"):
-        k = words.shape[1] * 2 if stated is None else int(stated[1])
+        k = words.shape[1] * 2 if stated is None else stated[1]
         return codebook_weight(words, scales, k, scheme.layout, scheme.group_size, bias, name)
-    if stated is None:
-        shape = (words.shape[0], words.shape[1] * 32 // scheme.bits)
-    else:
-        shape = (int(stated[0]), int(stated[1]))
+    shape = stated or (words.shape[0], words.shape[1] * 32 // scheme.bits)
     group = -1 if scheme.group_size is None else scheme.group_size
     zeros = None if scheme.symmetric else _need(parts, name, "weight_zero_point")
     g_idx = parts["weight_g_idx"]
     return packed_weight(words, scales, zeros, shape, scheme.bits, group, g_idx, bias, name)
+
+
+def _stated_shape(stated: Tensor | None, name: str) -> tuple[int, int] | None:
+    """Return the shape that a layer says that its weight has, or None."""
+    if stated is None:
+        return None
+    key = f"{name}.weight_shape"
+    plain = is_integer(stated) and list(stated.shape) == [2]
+    check(plain, key, "weight_shape", "be 2 integers", f"{stated.dtype} {list(stated.shape)}")
+    n, k = stated.tolist()
+    check(n > 0 and k > 0, key, "weight_shape", "be positive", [n, k])
+    return n, k

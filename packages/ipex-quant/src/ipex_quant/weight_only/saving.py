@@ -47,6 +47,11 @@ _UPLOAD = "_upload_modified_files"
 
 #: The format of folders that only ``load_state_dict`` of a model with the same quantized layers can read.
 UNREADABLE = "state_dict"
+#: What to do with such a folder.
+UNREADABLE_HINT = (
+    "which save_pretrained of a model with quantized experts or INT8 layers wrote: quantize the float model as before,"
+    " then give the tensors of the folder to its load_state_dict"
+)
 
 
 def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -86,7 +91,7 @@ def entries(op: str, name: str, module: nn.Module) -> dict[str, Tensor]:
 
 
 def markers(model: nn.Module) -> dict[str, Tensor]:
-    """Return empty tensors by the names that the weights of quantized layers have in the float model.
+    """Return empty tensors by the names that the weights of quantized layers and experts have in the float model.
 
     In the files of a model of transformers they make a transformers that does not know quantized layers raise for
     wrong shapes. It would make the weights up otherwise.
@@ -97,11 +102,16 @@ def markers(model: nn.Module) -> dict[str, Tensor]:
     tied = bool(getattr(config, "tie_word_embeddings", False))
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if tied and get_head is not None else None
-    return {
+    found = {
         f"{name}.weight": torch.empty(0)
         for name, module in modules(model)
         if name and whole(module) and module is not head
     }
+    for name, module in model.named_modules():
+        replaced = getattr(type(module), "replaced_parameters", None)  # of quantized experts
+        for key in replaced(module) if replaced is not None else ():
+            found[f"{name}.{key}"] = torch.empty(0)
+    return found
 
 
 def without_markers(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

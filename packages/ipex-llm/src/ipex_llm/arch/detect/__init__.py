@@ -110,7 +110,9 @@ def find_mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsPla
             yield name, block, trace.error(block, "does not run on text alone")
             continue
         try:
-            yield name, block, match_experts(trace, Config(_config(model, block)), block)
+            with trace.reading(block):
+                plan = match_experts(trace, Config(_config(model, block)), block)
+            yield name, block, plan
         except MatchError as error:
             yield name, block, error
 

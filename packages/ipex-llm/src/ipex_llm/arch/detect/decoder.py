@@ -269,7 +269,8 @@ def match_layers(trace: Trace) -> Iterator[tuple[nn.Module, Layer | MatchError]]
     hint: list[AttentionPlan] = []
     for index, layer in enumerate(layers):
         try:
-            found = match_layer(trace, config, decoder, layer, index, hint)
+            with trace.reading(layer):
+                found = match_layer(trace, config, decoder, layer, index, hint)
         except MatchError as error:
             yield layer, error
             continue
@@ -305,7 +306,11 @@ def match_each(trace: Trace) -> Iterator[MatchedLayer]:
         elif found.last_norm is not None:
             plan = trace.error(module, "ends in a norm")
         else:
-            plan = _chain(config, [found])[0][0]
+            try:
+                with trace.reading(module):
+                    plan = _chain(config, [found])[0][0]
+            except MatchError as error:
+                plan = error
         yield MatchedLayer(
             trace.names[module], module, plan, trace.counts.get(module, 0), config.raw
         )
@@ -527,6 +532,19 @@ def match_decoder(trace: Trace) -> DecoderPlan:
     for before, after in zip(modules, list(modules)[1:], strict=False):
         if not same(trace.outputs[before], trace.inputs[after]):
             raise trace.error(after, "does not read what the layer before gave")
+    with trace.reading(decoder):
+        return _whole(trace, config, decoder, modules, table, found)
+
+
+def _whole(
+    trace: Trace,
+    config: Config,
+    decoder: nn.Module,
+    modules: nn.ModuleList,
+    table: nn.Module,
+    found: list[Layer],
+) -> DecoderPlan:
+    """Return the plan of a decoder whose layers have theirs."""
     layers, carried = _chain(config, found)
     entry = _entry(trace, config, decoder, modules, table)
     norm, projection, x = _last(trace, decoder, modules, table, carried)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -142,6 +143,17 @@ class Trace:
     def error(self, module: nn.Module, reason: str) -> MatchError:
         """Return the error that names a module."""
         return MatchError(self.names.get(module, type(module).__name__), reason)
+
+    @contextlib.contextmanager
+    def reading(self, module: nn.Module) -> Iterator[None]:
+        """Make a value of the configuration that is of the wrong kind a `MatchError`: the model may never read it."""
+        try:
+            yield
+        except MatchError:
+            raise
+        except (OverflowError, TypeError, ValueError, ZeroDivisionError) as error:
+            got = f"{type(error).__name__}: {error}"
+            raise self.error(module, f"has a configuration that does not fit it, {got}") from error
 
 
 def special_tokens(config: Any) -> set[int]:

@@ -89,13 +89,17 @@ def generate(
     options: dict[str, Any] = {
         "max_new_tokens": min(max_new_tokens, room),
         "do_sample": temperature > 0,
+        # Whatever the folder says: only the tokens are wanted.
+        "return_dict_in_generate": False,
     }
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     if seed is not None:
         torch.manual_seed(seed)
     clock = _Clock(tokenizer if stream else None)
-    with errors(), torch.inference_mode():
+    from ipex_quant.weight_only.build import building
+
+    with errors(), building(model), torch.inference_mode():
         output = loaded.generate(**inputs, **options, streamer=clock)
     count = output.shape[1] - inputs["input_ids"].shape[1]
     if not stream:
@@ -106,8 +110,7 @@ def generate(
 
 def _encode(tokenizer: Any, prompt: str, chat: bool) -> dict[str, Any]:
     if not chat:
-        found = tokenizer(prompt, return_tensors="pt")
-        return {name: found[name] for name in ("input_ids", "attention_mask")}
+        return _tokens(tokenizer, prompt, True)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("generate: the tokenizer must have a chat template for --chat, got none")
     from ipex_quant.util.safetensors import DAMAGE
@@ -120,8 +123,23 @@ def _encode(tokenizer: Any, prompt: str, chat: bool) -> dict[str, Any]:
     except (TemplateError, *DAMAGE) as error:
         got = f"{type(error).__name__}: {error}"
         raise ValueError(f"generate: the chat template must take a message, got {got}") from error
-    found = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    return {name: found[name] for name in ("input_ids", "attention_mask")}
+    return _tokens(tokenizer, text, False)
+
+
+def _tokens(tokenizer: Any, text: str, special: bool) -> dict[str, Any]:
+    """Return the arguments of a model for one text.
+
+    Raises:
+        ValueError: The files of the tokenizer have values with which it does not run.
+    """
+    import torch
+
+    try:
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=special)["input_ids"]
+    except Exception as error:  # of its own libraries
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(f"generate: the tokenizer must take the prompt, got {got}") from error
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _room(folder: Any, length: int) -> int:
@@ -253,11 +271,7 @@ def serve(
         from ipex_llm.entrypoints.openai.server import Settings, create_app
         from ipex_llm.entrypoints.openai.worker import Worker
 
-        key = None
-        if api_key_file is not None:
-            key = api_key_file.read_text(encoding="utf-8").strip()
-            if not key:
-                raise ValueError(f"serve: {api_key_file} must have a key, got an empty file")
+        key = None if api_key_file is None else _key(api_key_file)
         hosts = None
         if key is None and (host in _LOCAL or allowed_host):
             hosts = (*_LOCAL, host, *(allowed_host or ()))
@@ -301,6 +315,27 @@ def serve(
             server_header=False,
             timeout_graceful_shutdown=grace,
         )
+
+
+def _key(file: Path) -> str:
+    """Return the key of clients that a file has; editors of some systems put a mark of its encoding before it.
+
+    Raises:
+        ValueError: It has none, or one that no client can send.
+    """
+    try:
+        key = file.read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        got = f"the byte {error.object[error.start]:#04x} at {error.start}"
+        raise ValueError(f"serve: {file} must be text in UTF-8, got {got}") from None
+    if not key:
+        raise ValueError(f"serve: {file} must have a key, got an empty file")
+    wrong = next((c for c in key if ord(c) < 32 or ord(c) == 127), None)
+    if wrong is not None:
+        raise ValueError(
+            f"serve: {file} must have one line with a key, got the character {wrong!r}"
+        )
+    return key
 
 
 # -- Commands that write a model folder -------------------------------------------------------------------------------

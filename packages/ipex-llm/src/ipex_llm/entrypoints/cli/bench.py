@@ -94,6 +94,7 @@ def bench(
     set_threads(threads)
     with errors():
         from ipex_quant.util.safetensors import check_model_folder, stored_quantization
+        from ipex_quant.weight_only.build import building
 
         config = check_model_folder(model)
         context = config.get("max_position_embeddings")
@@ -122,11 +123,13 @@ def bench(
     for size in batches:
         for length in lengths:
             console.print(f"batch {size}, prompt {length}", highlight=False)
-            weights = _weight_bytes(config, dtype, group_size)
-            cache = size * (length + new // 2) * _cache_bytes(config, float_dtype.itemsize)
-            rows.append(
-                _measure(ours, reference, config, dtype, size, length, new, rounds, weights + cache)
-            )
+            with errors(), building(model):
+                weights = _weight_bytes(config, dtype, group_size)
+                cache = size * (length + new // 2) * _cache_bytes(config, float_dtype.itemsize)
+                step = weights + cache
+                rows.append(
+                    _measure(ours, reference, config, dtype, size, length, new, rounds, step)
+                )
     console.print(_table(rows, model.name))
     warn_if_busy(console, others)
     complete = (

@@ -193,6 +193,7 @@ def load_model(
 
     import ipex_llm
     from ipex_quant.util.safetensors import check_model_folder, stored_quantization
+    from ipex_quant.weight_only.build import building
 
     config = check_model_folder(folder)
     name, weights = DTYPES[dtype]
@@ -211,7 +212,8 @@ def load_model(
             group_size=_GROUPS[weights] if group_size is None else group_size,
         )
     model = load_stock(folder, float_dtype, trust_remote_code)
-    return ipex_llm.optimize(model, dtype=float_dtype, inplace=True, **options)
+    with building(folder):
+        return ipex_llm.optimize(model, dtype=float_dtype, inplace=True, **options)
 
 
 def _load_quantized(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
@@ -246,4 +248,7 @@ def _load_quantized(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -
     ]
     if missing:
         raise CheckpointError(f"{folder} must have all weights of the model, got no {missing[0]}")
-    return ipex_llm.optimize(model, dtype=dtype, inplace=True, low_precision_checkpoint=checkpoint)
+    with building(folder):
+        return ipex_llm.optimize(
+            model, dtype=dtype, inplace=True, low_precision_checkpoint=checkpoint
+        )

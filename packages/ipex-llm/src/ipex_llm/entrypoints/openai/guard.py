@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Coroutine, MutableMapping
+from typing import Any, TypeVar
 
 from ipex_core.errors import MissingComponentError
 from ipex_llm.entrypoints.openai.protocol import ApiError
@@ -22,6 +22,7 @@ log = logging.getLogger("ipex")
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Value = TypeVar("Value")
 
 #: Paths whose requests have a body; of others none is read.
 _BODIES = {"/v1/completions", "/v1/chat/completions"}
@@ -112,7 +113,7 @@ class Guard:
         self._requests += 1
         try:
             try:
-                body = await asyncio.wait_for(self._body(receive), self.timeout)
+                body = await _within(self._body(receive), self.timeout)
             except asyncio.TimeoutError:
                 text = f"the request must come within {self.timeout:g} seconds"
                 await answer.fail(ApiError(408, text), close=True)
@@ -180,9 +181,10 @@ class Guard:
         declared = found.get(b"content-length", b"0")
         small = declared.isdigit() and len(declared) <= _DIGITS and int(declared) <= _DRAIN
         close = b"transfer-encoding" in found or not small or error.status == 400
+        close = close or b"expect" in found  # it waits for an answer before it sends the body
         if not close:
             try:
-                await asyncio.wait_for(_drain(receive), self.timeout)
+                await _within(_drain(receive), self.timeout)
             except asyncio.TimeoutError:
                 close = True
         await answer.fail(error, close)
@@ -244,6 +246,23 @@ def _host(value: bytes) -> str:
     if text.startswith("["):
         return text[1:].partition("]")[0]
     return text.partition(":")[0]
+
+
+async def _within(work: Coroutine[Any, Any, Value], seconds: float) -> Value:
+    """Wait for something so long. `asyncio.wait_for` of Python 3.11 loses a cancellation that comes with its end.
+
+    Raises:
+        asyncio.TimeoutError: It takes longer.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        if not task.cancel() and not task.cancelled():
+            task.exception()  # has been seen
 
 
 async def _drain(receive: Receive) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -13,6 +14,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from ipex_core.errors import MissingComponentError
 from ipex_llm.engine import SamplingParams
 from ipex_llm.engine.params import MAX_STOP, MAX_STOP_TOKENS
+
+
+#: Characters of a message that is sent; more would repeat what the client sent.
+_LONGEST = 600
 
 
 class ApiError(Exception):
@@ -34,7 +39,7 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}...")
         self.status = status
         self.kind = kind
         self.param = param
@@ -76,6 +81,9 @@ except ImportError as _error:
 MAX_CHOICES = 16
 #: Most messages of a conversation, and most parts of all of them.
 MAX_MESSAGES, MAX_PARTS = 4096, 4096
+
+#: Bytes of a body that is read at once, on the event loop.
+_AT_ONCE = 16 << 10
 
 #: JSON has numbers, texts and truth values; one is not taken for another.
 Number = Annotated[float, Field(strict=True)]
@@ -307,8 +315,13 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-async def read_body(kind: type[Body], request: Request) -> Body:
+async def read_body(kind: type[Body], request: Request, turn: asyncio.Semaphore) -> Body:
     """Return the body of a request.
+
+    Args:
+        kind: What it must be.
+        request: The request, whose body has come.
+        turn: Lets one large body be read at a time, in a thread: many must not stop the event loop and its streams.
 
     Raises:
         ApiError: It is no JSON, or does not have the form of ``kind``.
@@ -318,6 +331,18 @@ async def read_body(kind: type[Body], request: Request) -> Body:
     if content != "application/json" and not content.endswith("+json"):
         # Pages of other sites can send other types here without asking.
         raise ApiError(400, "Content-Type must be application/json", param="body")
+    if len(data) <= _AT_ONCE:
+        return parse_body(kind, data)
+    async with turn:
+        return await asyncio.to_thread(parse_body, kind, data)
+
+
+def parse_body(kind: type[Body], data: bytes) -> Body:
+    """Return what a body says.
+
+    Raises:
+        ApiError: As for `read_body`.
+    """
     try:
         with _collector_paused():
             found = json.loads(

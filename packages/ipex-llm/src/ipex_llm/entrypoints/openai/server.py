@@ -7,12 +7,11 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from ipex_core.errors import MissingComponentError
-from ipex_llm.engine import StepOutput, TokenLogprobs
+from ipex_llm.engine import StepOutput
 from ipex_llm.entrypoints.openai.guard import Guard
 from ipex_llm.entrypoints.openai.protocol import (
     MAX_CHOICES,
@@ -41,9 +40,6 @@ except ImportError as _error:
     raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
 __all__ = ["ApiError", "Settings", "create_app"]
-
-#: Seconds between two looks whether a client that waits for a whole answer is still there.
-_LOOK = 0.25
 
 #: Requests that are read beside those that the queue takes, to tell them that it is full.
 _REFUSED = 16
@@ -113,6 +109,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         max_requests=worker.limit + _REFUSED,
     )
     api = _Api(worker, settings)
+    turn = asyncio.Semaphore(1)
 
     @app.exception_handler(ApiError)
     async def on_error(request: Request, error: ApiError) -> Response:
@@ -144,12 +141,12 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await read_body(CompletionRequest, request)
+        body = await read_body(CompletionRequest, request, turn)
         return await api.answer(request, body, body.prompts(), False)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = await read_body(ChatRequest, request)
+        body = await read_body(ChatRequest, request, turn)
         return await api.answer(request, body, [[m.plain() for m in body.messages]], True)
 
     return app
@@ -241,9 +238,10 @@ class _Api:
         job = _Job(self.worker, tickets, body.n)
         reply = Reply(chat, self.settings.name, self.tokenizer)
         try:
-            await job.accept(request)
-            if not body.stream:
-                return JSONResponse(await job.collect(request, reply))
+            with job.watching(request):
+                await job.accept()
+                if not body.stream:
+                    return JSONResponse(await job.collect(reply))
         except BaseException:
             job.cancel()
             raise
@@ -263,49 +261,63 @@ class _Job:
         self.n = n
         self.prompt_tokens = 0
         self.new_tokens = 0
-        self.looked = time.monotonic()
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def cancel(self) -> None:
         for ticket in self.tickets:
             self.worker.cancel(ticket)
 
-    async def _event(self, ticket: Ticket, request: Request) -> Any:
-        """Wait for the next event, as long as the client waits too."""
-        while True:
-            # Looked at by the clock, not only while nothing comes: a fast model would never let it be looked at.
-            if time.monotonic() - self.looked > _LOOK:
-                self.looked = time.monotonic()
-                if await request.is_disconnected():
-                    raise ApiError(499, "the client is gone")
-            with contextlib.suppress(asyncio.TimeoutError):
-                return await asyncio.wait_for(ticket.events.get(), _LOOK)
+    @contextlib.contextmanager
+    def watching(self, request: Request) -> Iterator[None]:
+        """Look for the end of the client within a block."""
+        self._gone = asyncio.ensure_future(_gone(request))
+        try:
+            yield
+        finally:
+            self._gone.cancel()
 
-    async def accept(self, request: Request) -> None:
+    async def _event(self, ticket: Ticket) -> Any:
+        """Wait for the next event, as long as the client waits too."""
+        # No wait_for: in Python 3.11 it loses the cancellation at the end of the server when an event comes.
+        event = asyncio.ensure_future(ticket.events.get())
+        try:
+            await asyncio.wait({event, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            if self._gone.done():
+                raise ApiError(499, "the client is gone")
+            return event.result()
+        finally:
+            event.cancel()
+
+    async def accept(self) -> None:
         """Wait until the engine has taken all, so that a mistake is an error and no broken stream."""
         for number, ticket in enumerate(self.tickets):
-            event = await self._event(ticket, request)
+            event = await self._event(ticket)
             if isinstance(event, Failed):
                 raise _failure(event)
             assert isinstance(event, Accepted)
             if number % self.n == 0:
                 self.prompt_tokens += event.prompt_tokens
 
-    async def collect(self, request: Request, reply: Reply) -> dict[str, Any]:
+    async def collect(self, reply: Reply) -> dict[str, Any]:
         choices = []
         for index, ticket in enumerate(self.tickets):
             pieces: list[str] = []
-            entries: list[TokenLogprobs] = []
+            wanted = ticket.params.logprobs is not None
+            parts: list[Any] = []
             while True:
-                event = await self._event(ticket, request)
+                event = await self._event(ticket)
                 if isinstance(event, Failed):
                     raise _failure(event)
                 pieces.append(event.text)
-                entries += event.logprobs
+                if wanted and event.logprobs:
+                    # As they come, and one after the other: texts of a million alternatives at once take seconds.
+                    parts.append(reply.logprobs(event.logprobs))
+                    await asyncio.sleep(0)
                 self.new_tokens += len(event.tokens)
                 if event.finished:
                     break
-            wanted = entries if ticket.params.logprobs is not None else None
-            choices.append(reply.choice(index, "".join(pieces), event.reason, wanted))
+            logprobs = reply.joined(parts) if wanted else None
+            choices.append(reply.choice(index, "".join(pieces), event.reason, logprobs))
         return reply.whole(choices, usage(self.prompt_tokens, self.new_tokens))
 
     async def _merged(self) -> AsyncIterator[tuple[int, Any]]:
@@ -345,13 +357,19 @@ class _Job:
                 self.new_tokens += len(event.tokens)
                 wanted = self.tickets[index].params.logprobs is not None
                 if event.text or event.finished or (wanted and event.logprobs):
-                    logprobs = list(event.logprobs) if wanted else None
+                    logprobs = event.logprobs if wanted else None
                     yield _sse(reply.chunk(index, event.text, event.reason, logprobs))
             if with_usage:
                 yield _sse(reply.last_chunk(usage(self.prompt_tokens, self.new_tokens)))
             yield "data: [DONE]\n\n"
         finally:
             self.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Come back when the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _sse(data: dict[str, Any]) -> str:

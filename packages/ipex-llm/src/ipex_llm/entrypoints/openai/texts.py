@@ -130,10 +130,10 @@ class Reply:
         return {**self._head(False), "choices": choices, "usage": usage}
 
     def choice(
-        self, index: int, text: str, reason: str, logprobs: list[TokenLogprobs] | None
+        self, index: int, text: str, reason: str, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Return a choice of such an answer."""
-        found = {"index": index, "finish_reason": reason, "logprobs": self.logprobs(logprobs)}
+        """Return a choice of such an answer; its log probabilities are those of `joined`."""
+        found = {"index": index, "finish_reason": reason, "logprobs": logprobs}
         if self.chat:
             return {**found, "message": {"role": "assistant", "content": text}}
         return {**found, "text": text}
@@ -143,7 +143,7 @@ class Reply:
         index: int,
         text: str,
         reason: str | None,
-        logprobs: list[TokenLogprobs] | None = None,
+        logprobs: Sequence[TokenLogprobs] | None = None,
         first: bool = False,
     ) -> dict[str, Any]:
         """Return a piece of a streamed answer."""
@@ -159,7 +159,12 @@ class Reply:
         """Return the piece with the usage."""
         return {**self._head(True), "choices": [], "usage": usage}
 
-    def logprobs(self, entries: list[TokenLogprobs] | None) -> dict[str, Any] | None:
+    def joined(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the log probabilities of an answer from those of its parts, in their order."""
+        names = self.logprobs(()) or {}
+        return {name: [entry for part in parts for entry in part[name]] for name in names}
+
+    def logprobs(self, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         """Return log probabilities in the form of this kind of answer."""
         if entries is None:
             return None
