@@ -12,8 +12,7 @@ from torch import nn
 
 from ipex_core.module_swap.state_dict import KEY, ModuleState, record_of, state_of, update
 from ipex_core.nn.training_linear import TrainingLinear
-from ipex_core.optimization import optimize, restore
-from ipex_core.optimization.options import parse
+from ipex_core.optimization import optimize, parse, restore
 from ipex_core.optimization.records import Log, Quantization, log_of, quantization_of
 
 

@@ -15,7 +15,6 @@ from ipex_core.errors import MissingComponentError
 from ipex_llm.engine import SamplingParams
 from ipex_llm.engine.params import MAX_STOP, MAX_STOP_TOKENS
 
-
 #: Characters of a message that is sent; more would repeat what the client sent.
 _LONGEST = 600
 
