@@ -281,7 +281,8 @@ class _Job:
         # No wait_for: in Python 3.11 it loses the cancellation at the end of the server when an event comes.
         event = asyncio.ensure_future(ticket.events.get())
         try:
-            await asyncio.wait({event, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {event, self._gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._gone.done():
                 raise ApiError(499, "the client is gone")
             return event.result()
