@@ -128,7 +128,7 @@ def prepare(
         state.activations = fusable_activations(model, flow, asked.dynamic)
     if flow is not None and asked.static:
         _int8_rewrite.remove_dropout(model)
-        paths = _int8_rewrite.containers_to_rewrite(model, flow, state.named, asked.products)
+        paths = _int8_rewrite.containers_to_rewrite(flow, state.named, asked.products)
         model = _expose(model, paths, args, kwargs)
         state.flow, state.bn_folding = record(model, args, kwargs), bn_folding
         _plan_static(model, state, mapping, asked.products)

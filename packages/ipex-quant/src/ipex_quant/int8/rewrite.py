@@ -117,9 +117,7 @@ def remove_dropout(model: nn.Module) -> None:
             replace_module(model, name, nn.Identity().eval())
 
 
-def containers_to_rewrite(
-    model: nn.Module, flow: Flow, named: frozenset[str], products: bool
-) -> list[str]:
+def containers_to_rewrite(flow: Flow, named: frozenset[str], products: bool) -> list[str]:
     """Return the modules whose forward itself adds to, activates or pools results of layers.
 
     Also those that multiply activations with one of the functions in ``named``, and with ``products`` those that
