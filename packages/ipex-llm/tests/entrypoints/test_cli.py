@@ -217,10 +217,10 @@ def test_files_without_a_key(folder, tmp_path, data, message):
 
 
 def test_a_key_behind_the_mark_of_its_encoding(tmp_path):
-    from ipex_llm.entrypoints.cli import _key
+    from ipex_llm.entrypoints.cli import read_key
 
     (tmp_path / "key").write_text("\ufeffschl\u00fcssel-\u65e5\u672c\r\n", encoding="utf-8")
-    assert _key(tmp_path / "key") == "schl\u00fcssel-\u65e5\u672c"
+    assert read_key(tmp_path / "key") == "schl\u00fcssel-\u65e5\u672c"
 
 
 def test_no_folder(tmp_path):

@@ -746,8 +746,8 @@ def test_when_the_grace_is_over_the_answer_is_503(stream, caplog):
 @pytest.mark.parametrize("what", ["event", "body"])
 def test_the_end_of_the_server_is_never_lost(what, steps):
     """`asyncio.wait_for` of Python 3.11 forgets that it was cancelled when that comes together with its result."""
-    from ipex_llm.entrypoints.openai.guard import _within
-    from ipex_llm.entrypoints.openai.server import _Job
+    from ipex_llm.entrypoints.openai.guard import within
+    from ipex_llm.entrypoints.openai.server import Job
 
     async def main():
         items = asyncio.Queue()
@@ -756,9 +756,9 @@ def test_the_end_of_the_server_is_never_lost(what, steps):
             events = items
 
         if what == "event":
-            work = _Job(None, [Ticket()], 1)._event(Ticket())
+            work = Job(None, [Ticket()], 1)._event(Ticket())
         else:
-            work = _within(items.get(), 10)
+            work = within(items.get(), 10)
         task = asyncio.create_task(work)
         for _ in range(3):
             await asyncio.sleep(0)

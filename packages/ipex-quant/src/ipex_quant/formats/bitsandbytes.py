@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.spec import check
+from ipex_core.library.spec import FLOATS, check
 from ipex_core.packing.quantize import NF4_VALUES, pack_nibbles
 from ipex_quant.weight.tensor import QuantizedWeight
 
@@ -31,7 +31,6 @@ PARTS = (
     *("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
     *(*_STATES.values(), "SCB", "weight_format"),
 )
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: The largest float32.
 _LARGEST = torch.finfo(torch.float32).max
 #: Values of FP4 times 12.
@@ -134,7 +133,7 @@ def _absmax(parts: Mapping[str, Tensor | None], state: Mapping[str, Any], name: 
 
 def _floats(values: Tensor, key: str) -> Tensor:
     """Return scales, or numbers that they are made of, as float32."""
-    fits = values.dtype in _FLOATS
+    fits = values.dtype in FLOATS
     what = "have dtype float32, bfloat16 or float16"
     check(fits, key, key.rpartition(".")[2], what, values.dtype)
     check(

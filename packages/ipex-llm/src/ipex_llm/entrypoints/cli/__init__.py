@@ -271,7 +271,7 @@ def serve(
         from ipex_llm.entrypoints.openai.server import Settings, create_app
         from ipex_llm.entrypoints.openai.worker import Worker
 
-        key = None if api_key_file is None else _key(api_key_file)
+        key = None if api_key_file is None else read_key(api_key_file)
         hosts = None
         if key is None and (host in _LOCAL or allowed_host):
             hosts = (*_LOCAL, host, *(allowed_host or ()))
@@ -317,7 +317,7 @@ def serve(
         )
 
 
-def _key(file: Path) -> str:
+def read_key(file: Path) -> str:
     """Return the key of clients that a file has; editors of some systems put a mark of its encoding before it.
 
     Raises:

@@ -113,7 +113,7 @@ class Guard:
         self._requests += 1
         try:
             try:
-                body = await _within(self._body(receive), self.timeout)
+                body = await within(self._body(receive), self.timeout)
             except asyncio.TimeoutError:
                 text = f"the request must come within {self.timeout:g} seconds"
                 await answer.fail(ApiError(408, text), close=True)
@@ -184,7 +184,7 @@ class Guard:
         close = close or b"expect" in found  # it waits for an answer before it sends the body
         if not close:
             try:
-                await _within(_drain(receive), self.timeout)
+                await within(_drain(receive), self.timeout)
             except asyncio.TimeoutError:
                 close = True
         await answer.fail(error, close)
@@ -248,7 +248,7 @@ def _host(value: bytes) -> str:
     return text.partition(":")[0]
 
 
-async def _within(work: Coroutine[Any, Any, Value], seconds: float) -> Value:
+async def within(work: Coroutine[Any, Any, Value], seconds: float) -> Value:
     """Wait for something so long. `asyncio.wait_for` of Python 3.11 loses a cancellation that comes with its end.
 
     Raises:

@@ -235,7 +235,7 @@ class _Api:
             raise ApiError(429, str(error), "rate_limit_error") from None
         except StoppedError as error:
             raise ApiError(503, str(error), "server_error") from None
-        job = _Job(self.worker, tickets, body.n)
+        job = Job(self.worker, tickets, body.n)
         reply = Reply(chat, self.settings.name, self.tokenizer)
         try:
             with job.watching(request):
@@ -252,7 +252,7 @@ class _Api:
         )
 
 
-class _Job:
+class Job:
     """The choices of one HTTP request."""
 
     def __init__(self, worker: Worker, tickets: Sequence[Ticket], n: int) -> None:

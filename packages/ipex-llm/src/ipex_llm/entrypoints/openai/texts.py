@@ -132,7 +132,7 @@ class Reply:
     def choice(
         self, index: int, text: str, reason: str, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Return a choice of such an answer; its log probabilities are those of `joined`."""
+        """Return a choice of such an answer, with the log probabilities of `joined`."""
         found = {"index": index, "finish_reason": reason, "logprobs": logprobs}
         if self.chat:
             return {**found, "message": {"role": "assistant", "content": text}}
@@ -160,7 +160,7 @@ class Reply:
         return {**self._head(True), "choices": [], "usage": usage}
 
     def joined(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the log probabilities of an answer from those of its parts, in their order."""
+        """Return the log probabilities of an answer: the ones of its parts, in their order."""
         names = self.logprobs(()) or {}
         return {name: [entry for part in parts for entry in part[name]] for name in names}
 
