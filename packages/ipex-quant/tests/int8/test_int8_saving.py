@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -316,3 +317,141 @@ def test_damaged_folders(tmp_path: Path) -> None:
         "the forward of 6 must be the same as in the saved model, got one that cannot be traced",
         other,
     )
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(3, 8, 3), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.relu(self.conv(x)).mean((2, 3)))
+
+
+def changed_tensors(folder: Path, target: Path, **changes: Tensor) -> Path:
+    """Return a copy of a folder with other tensors; a mapped file must not be overwritten."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target)
+    state = load_file(folder / "model.safetensors")
+    assert set(changes) <= set(state)
+    save_file({**state, **changes}, target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize("name", ["conv", "linear"])
+def test_tensors_of_other_sizes(name: str, tmp_path: Path) -> None:
+    """oneDNN reads as many scales as there are channels: fewer ended the process."""
+    x, folder = torch.randn(2, 3, 8, 8), tmp_path / "m"
+    prepared = prepare(Small().eval(), default_static_qconfig_mapping, example_inputs=(x,))
+    prepared(x)
+    save(convert(prepared), folder)
+    rows = 8 if name == "conv" else 16
+    nan = torch.ones(rows)
+    nan[-1] = float("nan")
+    wrong: dict[str, list[Tensor]] = {
+        "weight_scale": [torch.ones(0), torch.ones(1), torch.ones(rows // 2), torch.ones(rows, 1)]
+    }
+    wrong["weight_scale"] += [torch.ones(rows, dtype=torch.int64), torch.ones(rows).double(), nan]
+    wrong["bias"] = wrong["weight_scale"]
+    for part, values in wrong.items():
+        for number, value in enumerate(values):
+            place = tmp_path / f"{part}{number}"
+            other = changed_tensors(folder, place, **{f"{name}.{part}": value})
+            with pytest.raises(OpArgumentError, match=f"{part} must be"):
+                load(other, Small())
+    shape = (8, 3, 3, 3) if name == "conv" else (16, 8)
+    codes = torch.ones(shape, dtype=torch.uint8)
+    other = changed_tensors(folder, tmp_path / "codes", **{f"{name}.weight": codes})
+    with pytest.raises(OpArgumentError, match="weight must be int8"):
+        load(other, Small())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stride": [0, 1]},
+        {"stride": [1]},
+        {"stride": 1},
+        {"stride": [1.5, 1]},
+        {"stride": [1 << 40, 1]},
+        {"padding": [-1, 0]},
+        {"dilation": [0, 0]},
+        {"groups": 0},
+        {"groups": 3},
+        {"groups": True},
+        {"input": [float("nan"), 0]},
+        {"input": [-1.0, 0]},
+        {"input": [1.0, 300]},
+    ],
+)
+def test_geometry_and_scales_that_are_none(changes: dict[str, Any], tmp_path: Path) -> None:
+    x, folder = torch.randn(2, 3, 8, 8), tmp_path / "m"
+    prepared = prepare(Small().eval(), default_static_qconfig_mapping, example_inputs=(x,))
+    prepared(x)
+    save(convert(prepared), folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["int8"]["modules"]["conv"].update(changes)
+    path.write_text(json.dumps(config))
+    with pytest.raises(OpArgumentError, match=r"conv must have what a Int8Conv needs, got Value"):
+        load(folder, Small())
+
+
+def test_the_op_checks_what_one_dnn_reads() -> None:
+    x, weight = torch.randn(1, 3, 8, 8), torch.ones(8, 3, 3, 3, dtype=torch.int8)
+    scale = torch.ones(8)
+
+    def run(
+        weight: Tensor, scale: Tensor, bias: Tensor | None, stride: list[int], groups: int = 1
+    ) -> Tensor:
+        window = (stride, [0, 0], [1, 1])
+        tail = (*window, groups, "none", torch.float32, 1.0, 0, None, 1.0, 0)
+        y: Tensor = torch.ops.ipex_quant.int8_conv(x, weight, scale, 0.1, 128, bias, *tail)
+        return y
+
+    assert run(weight, scale, scale, [1, 1]).shape == (1, 8, 6, 6)
+    for arguments, message in (
+        ((weight, scale[:2], None, [1, 1]), "weight_scale must be float32"),
+        ((weight, scale.double(), None, [1, 1]), "weight_scale must be float32"),
+        ((weight, scale, scale[:2], [1, 1]), "bias must be float32"),
+        ((weight.int(), scale, None, [1, 1]), "weight must have dtype int8"),
+        ((weight.clone(), scale, None, [0, 1]), "stride and dilation must be 2 positive"),
+        ((weight.clone(), scale, None, [1, 1], 0), "groups must be a divisor of 8"),
+    ):
+        with pytest.raises(OpArgumentError, match=message):
+            run(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_layers": 10**30}, {"hidden_size": 1 << 40}, {"input_size": 0}, {"bidirectional": "x"}],
+)
+def test_recurrent_layers_of_other_sizes(changes: dict[str, Any], tmp_path: Path) -> None:
+    """They are made with these sizes, so that no file may name any."""
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 16), nn.LSTM(16, 512)).eval()
+
+    x, folder = torch.randn(4, 2, 8), tmp_path / "m"
+    model = convert(prepare(make(), default_dynamic_qconfig_mapping, example_inputs=(x,)))
+    save(model, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    entry = config["quantization_config"]["int8"]["modules"]["1"]
+    assert entry["kind"] == "LSTM"
+    entry.update(changes)
+    path.write_text(json.dumps(config))
+    with pytest.raises(OpArgumentError, match="1 must have what a LSTM needs, got ValueError"):
+        load(folder, make())
+    entry.update({"num_layers": 1, "hidden_size": 512, "input_size": 16, "bidirectional": False})
+    path.write_text(json.dumps(config))
+    step = torch.tensor([float("nan"), 0], dtype=torch.float64)
+    for name, value in (
+        ("1.weight_ih_l0_q", step),
+        ("1.weight_ih_l0", torch.ones(4, 16, dtype=torch.int8)),
+        ("1.bias_ih_l0", torch.ones(4)),
+    ):
+        other = changed_tensors(folder, tmp_path / name, **{name: value})
+        with pytest.raises(OpArgumentError, match="1 must have what a LSTM needs, got ValueError"):
+            load(other, make())

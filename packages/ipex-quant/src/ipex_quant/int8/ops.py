@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.kernels import define
-from ipex_core.library.spec import FUNCTIONAL, PORTABLE
+from ipex_core.library.spec import FUNCTIONAL, PORTABLE, check
 
 Tensor = torch.Tensor
 
@@ -48,6 +48,14 @@ def _prepacked(
     if entry is not None and entry[0]() is weight and entry[1] == key:
         return entry[2], entry[3]
     plain = weight.unsqueeze(2) if weight.dim() == 3 else weight
+    dims = plain.dim() - 2
+    op, (*_, stride, _, dilation, groups) = "int8_conv", key
+    check(weight.dtype == torch.int8, op, "weight", "have dtype int8", weight.dtype)
+    check(dims in (2, 3) and weight.numel() > 0, op, "weight", "be 3-D to 5-D", list(weight.shape))
+    fits = groups > 0 and weight.shape[0] % groups == 0
+    check(fits, op, "groups", f"be a divisor of {weight.shape[0]}", groups)
+    known = len(stride) == len(dilation) == dims and min(*stride, *dilation) > 0
+    check(known, op, "stride and dilation", f"be {dims} positive numbers", [stride, dilation])
     packed = torch.ops.onednn.qconv_prepack(plain, scale, *key[1:], list(shape))
     zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
     place = id(weight)
@@ -111,6 +119,13 @@ def _run(
     if codes.dim() == 4:
         codes = codes.contiguous(memory_format=torch.channels_last)
     geometry = (x_scale, x_zero, stride, padding, dilation, groups)
+    rows = list(weight.shape[:1])
+    # oneDNN reads as many as there are channels.
+    for name, value in (("weight_scale", weight_scale), ("bias", bias)):
+        if value is not None:
+            fits = value.dtype == torch.float32 and list(value.shape) == rows
+            got = f"{value.dtype} {list(value.shape)}" if not fits else None
+            check(fits, "int8_conv", name, f"be float32 of shape {rows}", got)
     packed, zeros = _prepacked(weight, weight_scale, geometry, codes.shape)
     head = (codes, x_scale, x_zero, packed, weight_scale, zeros)
     tail = (bias, stride, padding, dilation, groups)

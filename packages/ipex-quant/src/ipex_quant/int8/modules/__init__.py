@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ipex_core.errors import OpArgumentError
+from ipex_core.library.spec import FLOATS
 from ipex_quant.int8.boundary import Codes, Early, Scale, plain, take
 from ipex_quant.util.modules import WholeModule
 from ipex_quant.weight.tensor import ShowsFloatWeight
@@ -46,8 +47,42 @@ def output_rows(module: Any) -> Tensor:
 
 
 def read_scale(pair: Any) -> Scale:
-    """Return the scale that a folder has as a list of scale and zero point."""
-    return Scale(float(pair[0]), int(pair[1]))
+    """Return the scale that a folder has as a list of scale and zero point.
+
+    Raises:
+        ValueError: It is not finite, or negative, or the zero point is no uint8 code.
+    """
+    scale, zero = float(pair[0]), int(pair[1])
+    if not 0 <= scale <= torch.finfo(torch.float32).max or not 0 <= zero <= 255:
+        raise ValueError(f"a scale must be finite with a zero point in 0..255, got {pair}")
+    return Scale(scale, zero)
+
+
+def check_floats(name: str, value: Tensor | None, shape: list[int]) -> None:
+    """Check a tensor of a file: kernels read as many numbers as the layer has channels.
+
+    Raises:
+        ValueError: It has another shape or dtype, or numbers that are not finite.
+    """
+    if value is None:
+        return
+    if value.dtype not in FLOATS or list(value.shape) != shape:
+        wanted = f"float32, bfloat16 or float16 of shape {shape}"
+        raise ValueError(f"{name} must be {wanted}, got {value.dtype} {list(value.shape)}")
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got NaN or infinity")
+
+
+def check_codes(name: str, value: Tensor, dims: int | None = None) -> None:
+    """Check the int8 weight of a file.
+
+    Raises:
+        ValueError: It is none.
+    """
+    known = value.dtype == torch.int8 and value.numel() > 0
+    if not known or (value.dim() < 2 if dims is None else value.dim() != dims):
+        wanted = "int8 and not empty, " + ("2-D or more" if dims is None else f"{dims}-D")
+        raise ValueError(f"{name} must be {wanted}, got {value.dtype} {list(value.shape)}")
 
 
 def _to_json(value: Any) -> Any:
@@ -111,6 +146,8 @@ class Int8Layer(ShowsFloatWeight, ScaledModule):
 
     #: What `activation` can be.
     activations: tuple[str, ...]
+    #: Dimensions of the weight, None for several.
+    dims: ClassVar[int | None] = None
     scaled = ("input", "output", "residual")
     #: Attributes beside these that a folder has where they are not the default, and what makes each from its value.
     extras: ClassVar[dict[str, Callable[[Any], Any]]] = {"contiguous": bool}
@@ -155,6 +192,11 @@ class Int8Layer(ShowsFloatWeight, ScaledModule):
     @classmethod
     def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
         """Return the layer that `saved` described."""
+        check_codes("weight", tensors["weight"], cls.dims)
+        rows = [tensors["weight"].shape[0]]
+        check_floats("weight_scale", tensors["weight_scale"], rows)
+        check_floats("bias", tensors.get("bias"), rows)
+        check_floats("smooth", tensors.get("smooth"), [tensors["weight"].shape[1]])
         made = cls._of_parts(about, tensors)
         made.name, made.activation = str(about["layer"]), str(about["activation"])
         if made.activation not in cls.activations:

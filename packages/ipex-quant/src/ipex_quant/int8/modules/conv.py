@@ -20,6 +20,8 @@ from ipex_quant.int8.modules import Int8Layer, codes_or_float, result_dtype
 from ipex_quant.int8.ops import ACTIVATIONS, int8_conv, int8_conv_sum_
 
 Tensor = torch.Tensor
+#: Beyond any stride or padding.
+_LARGEST = 1 << 31
 
 
 def _padding(conv: Any) -> list[int]:
@@ -30,6 +32,28 @@ def _padding(conv: Any) -> list[int]:
         totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
         return [total // 2 for total in totals]
     return list(conv.padding)
+
+
+def _check_geometry(geometry: Mapping[str, Any], weight: Tensor) -> None:
+    """Check the geometry that a file has: oneDNN divides by these numbers.
+
+    Raises:
+        ValueError: It is none of a convolution with this weight ``[out_channels, in_channels / groups, ...]``.
+    """
+    if not 3 <= weight.dim() <= 5:
+        raise ValueError(f"weight must be 3-D to 5-D, got {list(weight.shape)}")
+    for name, value in geometry.items():
+        least = 0 if "padding" in name else 1
+        if name == "groups":
+            fits = type(value) is int and value > 0 and weight.shape[0] % value == 0
+            wanted = f"be a divisor of {weight.shape[0]} channels"
+        else:
+            count = weight.dim() - 2
+            fits = isinstance(value, list) and len(value) == count
+            fits = fits and all(type(it) is int and least <= it < _LARGEST for it in value)
+            wanted = f"be {count} integers of at least {least}"
+        if not fits:
+            raise ValueError(f"{name} must {wanted}, got {value}")
 
 
 class _Convolution(Int8Layer):
@@ -54,7 +78,9 @@ class _Convolution(Int8Layer):
 
     @classmethod
     def _of_parts(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Int8Layer:
-        conv = SimpleNamespace(bias=tensors.get("bias"), **{k: about[k] for k in cls.geometry})
+        geometry = {k: about[k] for k in cls.geometry}
+        _check_geometry(geometry, tensors["weight"])
+        conv = SimpleNamespace(bias=tensors.get("bias"), **geometry)
         return cls(conv, tensors["weight"].clone(), tensors["weight_scale"].clone())
 
     def _convolve(

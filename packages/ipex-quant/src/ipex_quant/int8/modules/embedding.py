@@ -53,6 +53,15 @@ class Int8EmbeddingBag(ShowsFloatWeight, Int8Module):
         self.include_last_offset = include_last_offset
         self._buffers["weight"] = weight
 
+    @classmethod
+    def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+        """Return the module that `saved` described."""
+        weight = tensors["weight"]
+        if weight.dtype != torch.uint8 or weight.dim() != 2 or weight.shape[1] <= TAIL:
+            what = f"uint8 [rows, {TAIL} + D]"
+            raise ValueError(f"weight must be {what}, got {weight.dtype} {list(weight.shape)}")
+        return super().from_saved(about, tensors)
+
     @property
     def num_embeddings(self) -> int:
         """Number of rows."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,13 @@ from torch.ao.nn.quantized import dynamic
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_core.ops.linear import ACTIVATIONS
 from ipex_quant.int8.boundary import Scale, Scaled, plain
-from ipex_quant.int8.modules import Int8Layer, Int8Module, codes_or_float, result_dtype
+from ipex_quant.int8.modules import (
+    Int8Layer,
+    Int8Module,
+    check_floats,
+    codes_or_float,
+    result_dtype,
+)
 
 __all__ = ["DynamicInt8Linear", "Int8Linear"]
 
@@ -96,6 +103,7 @@ class Int8Linear(Int8Layer):
     """
 
     activations = ACTIVATIONS
+    dims = 2
     extras: ClassVar = {**Int8Layer.extras, "norm": str}
 
     smooth: Tensor | None
@@ -236,6 +244,14 @@ class SmoothNorm(Int8Module):
         self.register_buffer("weight", weight)
         self.register_buffer("bias", bias)
         self.register_buffer("factor", factor)
+
+    @classmethod
+    def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+        """Return the norm that `saved` described."""
+        shape = list(tensors["weight"].shape)
+        for name in cls.tensors:
+            check_floats(name, tensors.get(name), shape)
+        return super().from_saved(about, tensors)
 
     @classmethod
     def of(cls, name: str, norm: Any, factor: Tensor) -> SmoothNorm:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_core.nn.functional import interaction
 from ipex_core.ops.int8_linear import MOST_DEPTH
 from ipex_quant.int8.boundary import Codes, Scale, plain
-from ipex_quant.int8.modules import ScaledModule, read_scale, result_dtype
+from ipex_quant.int8.modules import ScaledModule, check_floats, read_scale, result_dtype
 
 Tensor = torch.Tensor
 
@@ -169,6 +169,12 @@ class Int8Interaction(ScaledModule):
         super().__init__()
         self.output, self.name = output, name
         self.register_buffer("scales", scales)
+
+    @classmethod
+    def from_saved(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+        """Return the module that `saved` described."""
+        check_floats("scales", tensors["scales"], [tensors["scales"].numel()])
+        return super().from_saved(about, tensors)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         return self  # scales have one dtype only

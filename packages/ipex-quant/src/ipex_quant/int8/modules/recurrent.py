@@ -13,6 +13,7 @@ from torch import nn
 
 from ipex_core.library.spec import dtype_name
 from ipex_core.util import quiet
+from ipex_quant.int8.modules import check_codes, check_floats
 from ipex_quant.util.modules import recurrent_options
 
 Tensor = torch.Tensor
@@ -71,16 +72,27 @@ def with_bias(layer: Any) -> Any:
 def from_saved(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return the layer that `ipex_quant.util.modules.saved_parts` described."""
     options = {name: value for name, value in about.items() if name != "kind"}
+    _check_sizes(options, tensors)
     with quiet():  # torch's note to itself about the tensors it keeps weights in
         made = getattr(_module(), about["kind"])(**options)
         values: dict[str, Tensor | None] = {}
-        for name in (*made.get_weight(), *made.get_bias()):
+        shapes = {name: list(weight.shape) for name, weight in made.get_weight().items()}
+        biases = {name: value for name, value in made.get_bias().items() if value is not None}
+        for name in (*shapes, *made.get_bias()):
             if not name.startswith("weight"):
-                bias = tensors.get(name)
-                values[name] = None if bias is None else bias.clone()
+                bias = tensors.get(name) if name in biases else None
+                if bias is not None:
+                    check_floats(name, bias, list(biases[name].shape))
+                values[name] = None if bias is None else bias.float()
                 continue
-            scale, zero = tensors[f"{name}_q"].tolist()
-            codes = tensors[name]
+            codes, step = tensors[name], tensors[f"{name}_q"]
+            check_codes(name, codes)
+            if list(codes.shape) != shapes[name]:
+                raise ValueError(f"{name} must have shape {shapes[name]}, got {list(codes.shape)}")
+            known = step.dtype == torch.float64 and list(step.shape) == [2]
+            if not known or not bool(step.isfinite().all()) or abs(float(step[1])) > 128:
+                raise ValueError(f"{name}_q must be a scale and a zero point, got {step.tolist()}")
+            scale, zero = step.tolist()
             values[name] = torch._make_per_tensor_quantized_tensor(codes, scale, int(zero))
         if about["kind"].endswith("Cell"):
             parts = {
@@ -90,3 +102,25 @@ def from_saved(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Mo
         else:
             made.set_weight_bias(values)
     return made.eval()  # type: ignore[no-any-return]
+
+
+def _check_sizes(options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Check that a file has the weights of the layer that it describes, before that is made.
+
+    Raises:
+        ValueError: It has others.
+    """
+    weights = [k for k in tensors if k.startswith("weight") and not k.endswith("_q")]
+    first = next((tensors[k] for k in ("weight_ih_l0", "weight_ih") if k in tensors), None)
+    fits = first is not None and first.dim() == 2
+    for name, most in (
+        ("input_size", first.shape[1] if first is not None and fits else 0),
+        ("hidden_size", first.shape[0] if first is not None and fits else 0),
+        ("num_layers", len(weights) // 2),
+    ):
+        value = options.get(name, 1)
+        if type(value) is not int or not 0 < value <= most:
+            raise ValueError(f"{name} must be a number of 1 to {most}, got {value}")
+    for name in ("bias", "batch_first", "bidirectional"):
+        if type(options.get(name, False)) is not bool:
+            raise ValueError(f"{name} must be true or false, got {options[name]}")
