@@ -77,7 +77,7 @@ def check_codes(name: str, value: Tensor, dims: int | None = None) -> None:
     """Check the int8 weight of a file.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It has another dtype or number of dimensions, or is empty.
     """
     known = value.dtype == torch.int8 and value.numel() > 0
     if not known or (value.dim() < 2 if dims is None else value.dim() != dims):

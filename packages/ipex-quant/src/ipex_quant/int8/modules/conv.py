@@ -38,7 +38,7 @@ def _check_geometry(geometry: Mapping[str, Any], weight: Tensor) -> None:
     """Check the geometry that a file has: oneDNN divides by these numbers.
 
     Raises:
-        ValueError: It is none of a convolution with this weight ``[out_channels, in_channels / groups, ...]``.
+        ValueError: No convolution has it with this weight ``[out_channels, in_channels / groups, ...]``.
     """
     if not 3 <= weight.dim() <= 5:
         raise ValueError(f"weight must be 3-D to 5-D, got {list(weight.shape)}")
