@@ -23,8 +23,6 @@ HEAD = '''\
 # Generated from packages/ipex-cpu-kernels/cmake/IsaLevels.cmake, do not edit: python tools/generate_isa.py
 """The ISA levels of the CPU kernels, lowest first, and what each needs."""
 
-__all__ = ["ISA_LEVELS", "LEVEL_FEATURES"]
-
 '''
 TAIL = """
 #: Level -> the features that it needs, by their names in ``/proc/cpuinfo``. Used only to explain: the choice is made by
