@@ -27,3 +27,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _time_for_proofs() -> Iterator[None]:
+    """Give a proof of a model all the time that it needs: which depth a test sees must not depend on the load."""
+    from ipex_llm.optimization.proof import prove
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prove, "BUDGET", 60.0)
+        yield
