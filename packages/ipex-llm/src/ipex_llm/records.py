@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ipex_core.module_swap.state_dict import keep
+
 #: Name of the attribute.
 KEY = "_ipex_llm"
 
@@ -67,11 +69,7 @@ def recorded(value: Any) -> Record:
 
 def update(value: Any, **fields: Any) -> None:
     """Change the record of an object. Shallow copies of the object keep theirs. An empty record is removed."""
-    record = dataclasses.replace(record_of(value), **fields)
-    if all(getattr(record, name) is None for name in Record.__slots__):
-        value.__dict__.pop(KEY, None)
-    else:
-        value.__dict__[KEY] = record
+    keep(value, KEY, dataclasses.replace(record_of(value), **fields))
 
 
 def without(content: dict[str, Any], *names: str) -> dict[str, Any]:

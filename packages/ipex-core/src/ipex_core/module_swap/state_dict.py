@@ -32,6 +32,7 @@ from ipex_core.module_swap.script import FORGOTTEN
 from ipex_core.packing.parameter import PackedWeight, pack
 
 __all__ = [
+    "FORMER",
     "KEY",
     "ModuleRecord",
     "ModuleState",
@@ -39,6 +40,7 @@ __all__ = [
     "attach",
     "class_of",
     "detach",
+    "keep",
     "one_entry",
     "put_back",
     "realize",
@@ -186,8 +188,9 @@ class ModuleRecord:
 
 
 _EMPTY = ModuleRecord()
-#: By the names of attributes that 0.1 had: the fields that they are now. Goes in 0.3.
-_FORMER = {f"_ipex_{field}": field for field in vars(_EMPTY)}
+#: Prefix of attributes in pickles of 0.1, which are fields of records or have another name now. Goes in 0.3.
+FORMER = "_ipex_"
+_FORMER = {f"{FORMER}{field}": field for field in vars(_EMPTY)}
 
 
 def record_of(module: nn.Module) -> ModuleRecord:
@@ -208,11 +211,15 @@ def _former_record(module: nn.Module) -> ModuleRecord:
 
 def update(module: nn.Module, **fields: Any) -> None:
     """Change the record of a module. Shallow copies of the module keep theirs. An empty record is removed."""
-    record = dataclasses.replace(record_of(module), **fields)
-    if all(value is None for value in vars(record).values()):
-        module.__dict__.pop(KEY, None)
+    keep(module, KEY, dataclasses.replace(record_of(module), **fields))
+
+
+def keep(value: Any, key: str, record: Any) -> None:
+    """Put a record, a dataclass whose fields are None for nothing, on an object; take an empty one away."""
+    if all(getattr(record, field.name) is None for field in dataclasses.fields(record)):
+        value.__dict__.pop(key, None)
     else:
-        module.__dict__[KEY] = record
+        value.__dict__[key] = record
 
 
 class ModuleState:
@@ -252,10 +259,7 @@ class ModuleState:
 
 def state_of(module: nn.Module) -> ModuleState | None:
     """Return the state of a changed module, or None."""
-    record: ModuleRecord | None = module.__dict__.get(KEY)
-    if record is None:
-        record = _former_record(module)
-    state: ModuleState | None = record.state
+    state: ModuleState | None = record_of(module).state
     return state
 
 

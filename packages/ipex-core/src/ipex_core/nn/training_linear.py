@@ -17,6 +17,7 @@ from ipex_core.kernels import providers
 from ipex_core.kernels.policy import fastest, has_kernel, numbers
 from ipex_core.library.checks import dtype_name
 from ipex_core.module_swap.base import below_autograd, stock_only
+from ipex_core.module_swap.state_dict import FORMER
 
 __all__ = [
     "STOCK",
@@ -156,10 +157,6 @@ def _bmm(a: Tensor, b: Tensor, add: Tensor | None) -> Tensor:
 # --- the layer --------------------------------------------------------------------------------------------------------
 
 
-#: Prefix of attributes in pickles of 0.1.
-_FORMER = "_ipex_"
-
-
 class TrainingLinear(nn.Linear):
     """`torch.nn.Linear` that packs its weight on the way; see `ipex_core.nn.training_linear`.
 
@@ -173,7 +170,7 @@ class TrainingLinear(nn.Linear):
     def __setstate__(self, content: dict[str, Any]) -> None:
         """Take the state over. Goes in 0.3: in pickles of 0.1 `_measures` has another name."""
         super().__setstate__(content)  # type: ignore[no-untyped-call]
-        self._measures = self.__dict__.pop(f"{_FORMER}measure", self._measures)
+        self._measures = self.__dict__.pop(f"{FORMER}measure", self._measures)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``input @ weight.T + bias``."""

@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ipex_core.module_swap.base import derive, original_class, swap
+from ipex_core.module_swap.state_dict import FORMER
 from ipex_core.optim.dtensor import any_spread, is_spread
 from ipex_core.optim.foreach import laid_out_alike, stock_step
 from ipex_core.optim.master_weights import Masters
@@ -50,9 +51,6 @@ def record_of(optimizer: Optimizer) -> Record | None:
     return record
 
 
-_FORMER = "_ipex_"
-
-
 class OptimizerMixin(Optimizer):
     """Put in front of an optimizer's class by `adopt`."""
 
@@ -70,9 +68,9 @@ class OptimizerMixin(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Files of ipex 0.1 have one attribute for each field of the record.
-        old = {name: state.pop(name) for name in list(state) if name.startswith(_FORMER)}
+        old = {name: state.pop(name) for name in list(state) if name.startswith(FORMER)}
         if old:
-            state["_ipex"] = Record(**{k.removeprefix(_FORMER): v for k, v in old.items()})
+            state["_ipex"] = Record(**{k.removeprefix(FORMER): v for k, v in old.items()})
         super().__setstate__(state)
 
     def load_state_dict(self, state_dict: Any) -> None:
