@@ -224,6 +224,9 @@ class _Conversion:
     records: list[Record]
     names: Names
 
+    def _note(self, path: str, kind: str, done: bool, text: str, kernel: str = "") -> None:
+        self.records.append(Record(path, kind, _STEP, done, text, kernel))
+
     def layers(self) -> None:
         """Replace the layers with static scales, and what they compute for others."""
         model, state, plan = self.model, self.state, self.plan
@@ -258,9 +261,7 @@ class _Conversion:
                 _pass_on(model, other, path, other != layer.norm)
         if layer.norm:
             text = f"folded into {path}"
-            self.records.append(
-                Record(layer.norm, "BatchNorm", _STEP, True, text, "none (identity)")
-            )
+            self._note(layer.norm, "BatchNorm", True, text, "none (identity)")
         if layer.before:
             stood = model.get_submodule(path)
             _replace(model, path, Start(path, layer.before, stood).eval())
@@ -273,7 +274,7 @@ class _Conversion:
             watch = self.state.watches[place.value]
             made = pool_for(pool, place.channels, watch.get_scale()).eval()
             text = "uint8 codes in, float out" if isinstance(made, Int8Mean) else "on uint8 codes"
-            self.records.append(Record(place.path, type(pool).__name__, _STEP, True, text))
+            self._note(place.path, type(pool).__name__, True, text)
             _replace(self.model, place.path, made)
 
     def products(self) -> None:
@@ -285,7 +286,7 @@ class _Conversion:
             made = int8_product(module, [it.get_scale() for it in watches], output, path).eval()
             text = f"8-bit activations, {made.extra_repr()} ({_source_of(watches[0])})"
             text += "; passes uint8 on" * product.codes
-            self.records.append(Record(path, type(module).__name__, _STEP, True, text, made.kernel))
+            self._note(path, type(module).__name__, True, text, made.kernel)
             _replace(self.model, path, made)
             self.names.append((path, path, path))
 
@@ -299,7 +300,7 @@ class _Conversion:
                 made = Int8EmbeddingBag(bag.weight, bag.include_last_offset).eval()
             else:
                 made, op = Int8MergedEmbeddingBag.from_float(bag), "merged_embeddingbag_int8"
-            self.records.append(Record(path, type(bag).__name__, _STEP, True, text, op))
+            self._note(path, type(bag).__name__, True, text, op)
             _replace(self.model, path, made)
 
     def dynamic_layers(self) -> None:
@@ -314,20 +315,20 @@ class _Conversion:
                 _pass_on(self.model, last, path, True)
                 text += f"; computes {last} too"
             _replace(self.model, path, made)
-            self.records.append(Record(path, type(module).__name__, _STEP, True, text))
+            self._note(path, type(module).__name__, True, text)
             self.names.append((path, last, path))
 
     def float_layers(self) -> None:
         """Write down why the others stay as they are."""
         for path, reason in self.plan.left.items():
             kind = type(self.model.get_submodule(path)).__name__
-            self.records.append(Record(path, kind, _STEP, False, f"stays float: {reason}"))
+            self._note(path, kind, False, f"stays float: {reason}")
 
     def nothing(self) -> None:
         """Write down that the model has no layers to quantize, if it has none."""
         if not self.records:
             text = "stays float: it has no layers that the configuration quantizes"
-            self.records.append(Record("", type(self.model).__name__, _STEP, False, text))
+            self._note("", type(self.model).__name__, False, text)
 
     def weight_only_layers(self) -> None:
         """Quantize the weights of layers that a weight-only configuration names."""
@@ -335,9 +336,7 @@ class _Conversion:
             return
         for path in quantize_linears(self.model, self.state.weight_only):
             woq: Any = self.model.get_submodule(path)
-            self.records.append(
-                Record(path, "Linear", _STEP, True, f"weights {woq.dtype.name}", "woq_linear")
-            )
+            self._note(path, "Linear", True, f"weights {woq.dtype.name}", "woq_linear")
 
 
 def _groups(state: Prepared, plan: Plan, built: dict[str, Any]) -> list[list[str]]:
