@@ -23,7 +23,7 @@ from typing import Any
 
 from house_rooms import ARROWS
 
-__all__ = ["PATHS", "Watch", "measured", "start"]
+__all__ = ["PATHS", "Watch", "llama", "measured", "start"]
 
 
 class Watch:
@@ -135,18 +135,19 @@ def _restore() -> Iterator[Callable[[], Any]]:
         yield partial(ipex.restore, model)
 
 
-def _llama() -> Any:
+def llama(width: int) -> Any:
+    """Return Llama of two layers with random weights, in inference mode."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
+        vocab_size=2 * width,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=width,
     )
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(config)
@@ -158,7 +159,7 @@ def _llm_optimize() -> Iterator[Callable[[], Any]]:
 
     llm: Any = importlib.import_module("ipex.llm")
     while True:
-        model = _llama()
+        model = llama(64)
         yield partial(llm.optimize, model, dtype=torch.float32)
 
 
@@ -166,7 +167,7 @@ def _llm_forward() -> Iterator[Callable[[], Any]]:
     import torch
 
     llm: Any = importlib.import_module("ipex.llm")
-    model = llm.optimize(_llama(), dtype=torch.float32)
+    model = llm.optimize(llama(64), dtype=torch.float32)
     ids = torch.tensor([[1, 2, 3]])
     while True:
         yield lambda: model(ids)
@@ -176,7 +177,7 @@ def _llm_generate() -> Iterator[Callable[[], Any]]:
     import torch
 
     llm: Any = importlib.import_module("ipex.llm")
-    model = llm.optimize(_llama(), dtype=torch.float32)
+    model = llm.optimize(llama(64), dtype=torch.float32)
     ids = torch.tensor([[1, 2, 3]])
     while True:
         yield lambda: model.generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False)
