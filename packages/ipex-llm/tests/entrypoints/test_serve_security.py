@@ -215,7 +215,7 @@ def test_texts_of_alternatives_are_made_as_they_come():
         count = 0
 
         def decode(self, ids, skip_special_tokens=True):
-            # Not those of the engine's thread.
+            # The engine's thread decodes, too, and may.
             self.count += threading.current_thread() is threading.main_thread()
             return super().decode(ids)
 
