@@ -370,6 +370,65 @@ def test_threads():
     assert all(torch.isfinite(cache).all() for cache in caches)
 
 
+@pytest.fixture
+def threads_of_torch():
+    """Give the function that sets the number of torch's threads, and set the old one back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def wide_program(hidden=1024):
+    """Return a program whose runs with 64 rows take some milliseconds."""
+    b = ProgramBuilder()
+    value, rows = b.input("x"), b.input("rows")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(hidden, hidden, generator=generator) / hidden**0.5
+    packed = b.constant(torch.ops.ipex.pack_linear_weight(weight))
+    for _ in range(40):
+        h = b.call("linear", b.call("rms_norm", value, None), packed, hidden)
+        value = b.call("tanh", b.call("add", value, h))  # tanh is torch's, with loops of torch
+    return b.build([value, b.call("select_rows", value, rows)])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_a_long_run_gives_the_same_bits_with_any_team(threads, threads_of_torch):
+    program = wide_program()
+    x, rows = torch.randn(64, 1024), torch.tensor([5])
+    threads_of_torch(1)
+    want = program.run(x, rows)
+    threads_of_torch(threads)
+    for _ in range(4):
+        assert all(map(torch.equal, program.run(x, rows), want))
+    # An error inside of a team is the error of the run, and the next run works.
+    with pytest.raises(RuntimeError, match=r"program: instruction \d+ \(select_rows\): .*rows"):
+        program.run(x, rows + 64)
+    assert all(map(torch.equal, program.run(x, rows), want))
+    assert torch.get_num_threads() == threads
+
+
+def test_long_runs_in_two_threads_at_once(threads_of_torch):
+    threads_of_torch(3)
+    programs = [wide_program(), wide_program()]
+    x, rows = torch.randn(64, 1024), torch.tensor([0])
+    want = programs[0].run(x, rows)
+    caught = []
+
+    def work(program):
+        try:
+            for _ in range(5):
+                assert all(map(torch.equal, program.run(x, rows), want))
+        except BaseException as error:
+            caught.append(error)
+
+    threads = [threading.Thread(target=work, args=(program,)) for program in programs * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not caught
+
+
 def encoded(words, text=b"add", constants=()):
     code = torch.tensor(words, dtype=torch.int64)
     return torch.ops.ipex.program_create(

@@ -3,7 +3,9 @@
 // is in range, every argument is what its function takes. Running it needs no checks of its own.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -37,6 +39,8 @@ struct Program {
   size_t registers = 0;
   std::vector<Instruction> instructions;
   std::vector<Output> outputs;
+  // Nanoseconds of the fastest run so far.
+  mutable std::atomic<int64_t> fastest{std::numeric_limits<int64_t>::max()};
 };
 
 // Decodes what ipex_core.program.native encodes: words, and a text that they point into.

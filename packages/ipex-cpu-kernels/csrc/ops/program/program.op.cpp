@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ops that make, run and free programs. They have no specification in core: a handle has no
 // dtype, no shape and no reference.
+#include <chrono>
 #include <mutex>
 #include <unordered_map>
 
@@ -81,6 +82,25 @@ void execute(const Program& program, OptionalTensor* registers, const int64_t* i
   }
 }
 
+// A shorter run ends within the time slice of its thread, mostly; to gather the threads of a team
+// at its end would then cost more, beside other programs, than its few loops do (docs/tuning.md).
+constexpr std::chrono::nanoseconds kWorthTeam = std::chrono::milliseconds(2);
+
+// Calls f(), with a team unless runs of this program are short.
+template <class F>
+void run_in_time(const Program& program, const F& f) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin = Clock::now();
+  const int64_t fastest = program.fastest.load(std::memory_order_relaxed);
+  if (fastest < kWorthTeam.count())
+    f();
+  else
+    with_team(f);
+  const std::chrono::nanoseconds time = Clock::now() - begin;
+  // Two threads may both write: the larger of two times that were the fastest does no harm.
+  if (time.count() < fastest) program.fastest.store(time.count(), std::memory_order_relaxed);
+}
+
 std::vector<Tensor> run(int64_t handle, std::vector<Tensor> tensors,
                         const std::vector<int64_t>& integers) {
   const std::shared_ptr<const Program> held = registry().get(handle);
@@ -89,7 +109,7 @@ std::vector<Tensor> run(int64_t handle, std::vector<Tensor> tensors,
   std::vector<OptionalTensor> registers(program.registers);
   for (size_t i = 0; i < tensors.size(); ++i)
     registers[static_cast<size_t>(program.inputs[i])] = std::move(tensors[i]);
-  execute(program, registers.data(), integers.data());
+  run_in_time(program, [&] { execute(program, registers.data(), integers.data()); });
   std::vector<Tensor> outputs;
   outputs.reserve(program.outputs.size());
   for (const Output& output : program.outputs)

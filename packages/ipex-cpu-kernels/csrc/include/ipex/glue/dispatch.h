@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <initializer_list>
 #include <mutex>
 #include <sstream>
@@ -18,6 +19,7 @@
 #include "ipex/glue/op_table.h"
 #include "ipex/kernel.h"
 #include "runtime/loader.h"
+#include "runtime/team.h"
 
 // Raises RuntimeError in Python with exactly this text. torch's own check macro adds the source
 // position.
@@ -145,12 +147,38 @@ class Kernels {
                   decltype(ipex_k_##name##_f16)>(op, "ipex_k_" #name "_f32",     \
                                                  "ipex_k_" #name "_bf16", "ipex_k_" #name "_f16")
 
-// Runs f(begin, end) over [0, n) on torch's threads; at least `grain` items go to one thread.
+// Runs f(begin, end) over [0, n) on torch's threads, those of the program that runs if there is
+// one; at least `grain` items go to one thread.
 template <class F>
 void parallel_for(int64_t n, int64_t grain, const F& f) {
   if (n <= 0) return;
-  if (n <= grain) return f(int64_t{0}, n);  // no region for work that one thread does faster
-  torch::stable::parallel_for(0, n, grain, f);
+  // No region for work that one thread does faster, and none within another.
+  if (n <= grain || Team::in_chunk()) return f(int64_t{0}, n);
+  Team* const team = Team::current();
+  if (!team) return torch::stable::parallel_for(0, n, grain, f);
+  const auto body = [](int64_t begin, int64_t end, const void* context) {
+    (*static_cast<const F*>(context))(begin, end);
+  };
+  team->run(n, grain, body, &f);
+}
+
+// Calls f() with one parallel region around it, whose threads share the parallel loops in f.
+template <class F>
+void with_team(const F& f) {
+  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  if (threads < 2 || threads > Team::kMaxThreads || Team::current() || Team::in_chunk()) return f();
+  Team team(threads);
+  // torch would pass on the text of an exception, but not its type.
+  std::exception_ptr error;
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t index, int64_t) {
+    if (index > 0) return team.help(index);
+    try {
+      team.lead(f);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  });
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace ipex

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/team.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <utility>
+
+namespace ipex {
+namespace {
+
+// Chunks for each thread: enough that the others can take over most of what a thread without a core
+// has left, few enough that claiming costs nothing.
+constexpr int64_t kChunksPerThread = 8;
+static_assert(kChunksPerThread * Team::kMaxThreads <= 0xffff, "a share counts chunks in 16 bits");
+
+// How long a thread without work looks for some before it sleeps. Waking costs about as much.
+constexpr int64_t kSpinNanoseconds = 50000;
+
+thread_local Team* leading_team = nullptr;
+thread_local bool inside_chunk = false;
+
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen) noexcept {
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>& word, int count) noexcept {
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+}
+
+int64_t nanoseconds() noexcept {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t{1000000000} * now.tv_sec + now.tv_nsec;
+}
+
+// Looks until ready() or the time is over; returns ready().
+template <class F>
+bool spin(const F& ready) noexcept {
+  for (int i = 0; i < 64; ++i) {
+    if (ready()) return true;
+    __builtin_ia32_pause();
+  }
+  for (const int64_t end = nanoseconds() + kSpinNanoseconds; nanoseconds() < end;)
+    for (int i = 0; i < 16; ++i) {
+      if (ready()) return true;
+      __builtin_ia32_pause();
+    }
+  return ready();
+}
+
+// A share: number of the loop, end and next chunk.
+constexpr uint64_t share_word(uint32_t loop, int64_t next, int64_t end) {
+  return uint64_t{loop} << 32 | static_cast<uint64_t>(end) << 16 | static_cast<uint64_t>(next);
+}
+
+}  // namespace
+
+Team* Team::current() noexcept { return leading_team; }
+bool Team::in_chunk() noexcept { return inside_chunk; }
+
+Team::Team(int64_t threads) : threads_(threads), shares_(new Share[static_cast<size_t>(threads)]) {}
+
+Team::Leading::Leading(Team& t) : team(t) { leading_team = &team; }
+
+Team::Leading::~Leading() {
+  leading_team = nullptr;
+  team.over_.store(true, std::memory_order_release);
+  team.loop_.fetch_add(1, std::memory_order_seq_cst);
+  if (team.asleep_.load(std::memory_order_seq_cst) > 0) futex_wake(team.loop_, INT_MAX);
+}
+
+void Team::help(int64_t index) noexcept {
+  uint32_t seen = 0;
+  while (!over_.load(std::memory_order_acquire)) {
+    if (spin([&] { return loop_.load(std::memory_order_acquire) != seen; })) {
+      seen = loop_.load(std::memory_order_acquire);
+      drain(index);
+      continue;
+    }
+    asleep_.fetch_add(1, std::memory_order_seq_cst);
+    if (loop_.load(std::memory_order_seq_cst) == seen) futex_wait(loop_, seen);
+    asleep_.fetch_sub(1, std::memory_order_relaxed);
+  }
+}
+
+void Team::drain(int64_t index) noexcept {
+  int64_t begin, end;
+  while (claim(index, true, begin, end)) work(begin, end);
+  for (int64_t i = 1; i < threads_; ++i) {
+    const int64_t other = (index + i) % threads_;
+    while (claim(other, false, begin, end)) work(begin, end);
+  }
+}
+
+// Half of what is left of one's own share, or one chunk of another's.
+bool Team::claim(int64_t index, bool half, int64_t& begin, int64_t& end) noexcept {
+  std::atomic<uint64_t>& word = shares_[static_cast<size_t>(index)].word;
+  uint64_t seen = word.load(std::memory_order_acquire);
+  for (;;) {
+    const int64_t next = static_cast<int64_t>(seen & 0xffff);
+    const int64_t left = static_cast<int64_t>(seen >> 16 & 0xffff) - next;
+    if (left <= 0) return false;
+    const int64_t count = half ? (left + 1) / 2 : 1;
+    if (word.compare_exchange_weak(seen, seen + static_cast<uint64_t>(count),
+                                   std::memory_order_acq_rel, std::memory_order_acquire)) {
+      begin = next;
+      end = next + count;
+      return true;
+    }
+  }
+}
+
+// The loop cannot end before these chunks are done, so its description stands.
+void Team::work(int64_t begin, int64_t end) noexcept {
+  const bool outer = inside_chunk;
+  inside_chunk = true;
+  try {
+    if (!failed_.load(std::memory_order_relaxed))
+      body_(n_ * begin / chunks_, n_ * end / chunks_, context_);
+  } catch (...) {
+    if (!failed_.exchange(true)) error_ = std::current_exception();
+  }
+  inside_chunk = outer;
+  done_.fetch_add(static_cast<uint32_t>(end - begin), std::memory_order_seq_cst);
+  if (waiting_.load(std::memory_order_seq_cst)) futex_wake(done_, 1);
+}
+
+void Team::run(int64_t n, int64_t grain, Body body, const void* context) {
+  const int64_t parts = (n + grain - 1) / grain;
+  const int64_t chunks = std::min(parts, kChunksPerThread * threads_);
+  body_ = body;
+  context_ = context;
+  n_ = n;
+  chunks_ = chunks;
+  done_.store(0, std::memory_order_relaxed);
+  const uint32_t loop = loop_.load(std::memory_order_relaxed) + 1;
+  for (int64_t i = 0; i < threads_; ++i)
+    shares_[static_cast<size_t>(i)].word.store(
+        share_word(loop, chunks * i / threads_, chunks * (i + 1) / threads_),
+        std::memory_order_release);
+  loop_.store(loop, std::memory_order_seq_cst);
+  if (asleep_.load(std::memory_order_seq_cst) > 0) futex_wake(loop_, INT_MAX);
+  drain(0);
+  wait_for_chunks(static_cast<uint32_t>(chunks));
+  if (failed_.load(std::memory_order_relaxed)) {
+    failed_.store(false, std::memory_order_relaxed);
+    std::rethrow_exception(std::exchange(error_, nullptr));
+  }
+}
+
+void Team::wait_for_chunks(uint32_t chunks) noexcept {
+  const auto ready = [&] { return done_.load(std::memory_order_acquire) == chunks; };
+  if (spin(ready)) return;
+  waiting_.store(true, std::memory_order_seq_cst);
+  for (uint32_t seen; (seen = done_.load(std::memory_order_seq_cst)) != chunks;)
+    futex_wait(done_, seen);
+  waiting_.store(false, std::memory_order_relaxed);
+}
+
+}  // namespace ipex

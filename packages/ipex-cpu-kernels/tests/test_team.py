@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The threads of a program run: csrc/tests/team_test.cpp, plain and with the thread sanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMPILER = os.environ.get("CXX") or shutil.which("g++")
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("options", [(), ("-fsanitize=thread",)], ids=["plain", "thread-sanitizer"])
+def test_team(options, tmp_path):
+    program = tmp_path / "team_test"
+    csrc = ROOT / "csrc"
+    built = subprocess.run(
+        [
+            *(COMPILER, "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"),
+            *options,
+            f"-I{csrc}",
+            str(csrc / "runtime" / "team.cpp"),
+            str(csrc / "tests" / "team_test.cpp"),
+            *("-o", str(program)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    if options and "tsan" in built.stderr:
+        pytest.skip("the compiler has no thread sanitizer")
+    assert built.returncode == 0, built.stderr[-2000:]
+    # The sanitizer cannot map its memory where addresses are random over many bits.
+    fixed = ["setarch", "-R"] if options and shutil.which("setarch") else []
+    done = subprocess.run(
+        [*fixed, str(program)], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
