@@ -30,6 +30,11 @@ void* KernelBase::resolve() const {
   return function;
 }
 
+int64_t& parallel_loops() noexcept {
+  thread_local int64_t loops = 0;
+  return loops;
+}
+
 const char* dtype_name(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Float:

@@ -39,8 +39,8 @@ struct Program {
   size_t registers = 0;
   std::vector<Instruction> instructions;
   std::vector<Output> outputs;
-  // Nanoseconds of the fastest run so far.
-  mutable std::atomic<int64_t> fastest{std::numeric_limits<int64_t>::max()};
+  // Parallel loops of the last run.
+  mutable std::atomic<int64_t> loops{std::numeric_limits<int64_t>::max()};
 };
 
 // Decodes what ipex_core.program.native encodes: words, and a text that they point into.

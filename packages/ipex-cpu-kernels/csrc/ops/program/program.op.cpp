@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ops that make, run and free programs. They have no specification in core: a handle has no
 // dtype, no shape and no reference.
-#include <chrono>
 #include <mutex>
 #include <unordered_map>
 
@@ -82,23 +81,18 @@ void execute(const Program& program, OptionalTensor* registers, const int64_t* i
   }
 }
 
-// A shorter run ends within the time slice of its thread, mostly; to gather the threads of a team
-// at its end would then cost more, beside other programs, than its few loops do (docs/tuning.md).
-constexpr std::chrono::nanoseconds kWorthTeam = std::chrono::milliseconds(2);
+// To gather the threads at the end of a run costs about what it costs at the end of a loop.
+constexpr int64_t kLoopsWorthTeam = 8;
 
-// Calls f(), with a team unless runs of this program are short.
+// Calls f(), with a team unless the last run of this program had few loops for it.
 template <class F>
-void run_in_time(const Program& program, const F& f) {
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point begin = Clock::now();
-  const int64_t fastest = program.fastest.load(std::memory_order_relaxed);
-  if (fastest < kWorthTeam.count())
+void run_with_team(const Program& program, const F& f) {
+  const int64_t before = parallel_loops();
+  if (program.loops.load(std::memory_order_relaxed) < kLoopsWorthTeam)
     f();
   else
     with_team(f);
-  const std::chrono::nanoseconds time = Clock::now() - begin;
-  // Two threads may both write: the larger of two times that were the fastest does no harm.
-  if (time.count() < fastest) program.fastest.store(time.count(), std::memory_order_relaxed);
+  program.loops.store(parallel_loops() - before, std::memory_order_relaxed);
 }
 
 std::vector<Tensor> run(int64_t handle, std::vector<Tensor> tensors,
@@ -109,7 +103,7 @@ std::vector<Tensor> run(int64_t handle, std::vector<Tensor> tensors,
   std::vector<OptionalTensor> registers(program.registers);
   for (size_t i = 0; i < tensors.size(); ++i)
     registers[static_cast<size_t>(program.inputs[i])] = std::move(tensors[i]);
-  run_in_time(program, [&] { execute(program, registers.data(), integers.data()); });
+  run_with_team(program, [&] { execute(program, registers.data(), integers.data()); });
   std::vector<Tensor> outputs;
   outputs.reserve(program.outputs.size());
   for (const Output& output : program.outputs)

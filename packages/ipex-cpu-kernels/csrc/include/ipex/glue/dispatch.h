@@ -147,6 +147,9 @@ class Kernels {
                   decltype(ipex_k_##name##_f16)>(op, "ipex_k_" #name "_f32",     \
                                                  "ipex_k_" #name "_bf16", "ipex_k_" #name "_f16")
 
+// How many loops of the calling thread went to several threads.
+int64_t& parallel_loops() noexcept;
+
 // Runs f(begin, end) over [0, n) on torch's threads, those of the program that runs if there is
 // one; at least `grain` items go to one thread.
 template <class F>
@@ -154,6 +157,7 @@ void parallel_for(int64_t n, int64_t grain, const F& f) {
   if (n <= 0) return;
   // No region for work that one thread does faster, and none within another.
   if (n <= grain || Team::in_chunk()) return f(int64_t{0}, n);
+  ++parallel_loops();
   Team* const team = Team::current();
   if (!team) return torch::stable::parallel_for(0, n, grain, f);
   const auto body = [](int64_t begin, int64_t end, const void* context) {
