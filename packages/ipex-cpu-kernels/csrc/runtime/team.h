@@ -4,9 +4,9 @@
 // A parallel region of OpenMP ends when all of its threads have come to the end. Where another
 // process has the core of one of them, the others wait for a time slice, and a program has hundreds
 // of loops. Here one region lasts for the whole run. A loop lies in chunks, and each thread that
-// has a core claims the next ones: those of its own share first, so that it reads the memory that
-// it read in the last run, then what is left of the other shares. A loop ends when its chunks are
-// done; a thread that has claimed nothing is not waited for.
+// has a core claims the next ones: its own share first, so that it reads the memory that it read in
+// the last run, then what is left of the other shares. A loop ends when its chunks are done; a
+// thread that has claimed nothing is not waited for.
 #pragma once
 
 #include <atomic>
@@ -54,8 +54,8 @@ class Team {
     Team& team;
   };
 
-  // The chunks of one thread that nobody has claimed, and the number of the loop that they belong
-  // to: a claim must have seen all three.
+  // The first and the last chunk of one thread that are not claimed, and the number of their loop:
+  // a claim must have seen all three.
   struct alignas(64) Share {
     std::atomic<uint64_t> word{0};
   };

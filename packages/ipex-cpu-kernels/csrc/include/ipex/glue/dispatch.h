@@ -150,8 +150,8 @@ class Kernels {
 // How many loops of the calling thread went to several threads.
 int64_t& parallel_loops() noexcept;
 
-// Runs f(begin, end) over [0, n) on torch's threads, those of the program that runs if there is
-// one; at least `grain` items go to one thread.
+// Runs f(begin, end) over [0, n) on the team of the running program, or else on torch's threads; at
+// least `grain` items go to one thread.
 template <class F>
 void parallel_for(int64_t n, int64_t grain, const F& f) {
   if (n <= 0) return;
