@@ -149,7 +149,12 @@ class ProgramBuilder:
                 ``select_rows(x, index)``, ``reshape(x, sizes)`` (0 keeps a size, -1 is inferred),
                 ``narrow(x, dim, start, length)``, ``transpose(x, a, b)``, ``cast(x, dtype)``, ``add(a, b)``,
                 ``mul(a, b)`` (``b`` a register or a number), ``tanh(x)``, ``clamp(a, low, high)``,
-                ``empty_like(x)``, ``copy_(dst, src)``.
+                ``empty_like(x)``, ``copy_(dst, src)``, ``permute(x, dims)``, ``expand(x, sizes)``,
+                ``unsqueeze(x, dim)``, ``squeeze(x, dim)``, ``slice(x, dim, start, end, step)``,
+                ``select(x, dim, index)``, ``contiguous(x)``, ``channels_last(x)``,
+                ``pointwise(inputs, code, constants, dtype)``, ``cat(tensors, dim)``,
+                ``pad(x, padding, value)``, ``max_pool2d(...)``, ``avg_pool2d(...)``,
+                ``mean(x, dims, keepdim)``, ``sum``, ``amax``.
             args: Arguments as in the op's schema: registers for tensors, registers of `input_int` or
                 numbers for integers, ``None`` where the schema allows it.
             kwargs: Arguments by name; missing ones get the schema's default.
@@ -161,6 +166,7 @@ class ProgramBuilder:
             UnknownOpError: There is no such op.
             TypeError: An argument is missing, unknown, given twice, or of the wrong kind.
             ValueError: A register belongs to another builder.
+            OpArgumentError: A built-in refuses what is known of its arguments.
         """
         if name in _SCALAR_FORMS:
             other = args[1] if len(args) > 1 else kwargs.get("b")
@@ -172,8 +178,10 @@ class ProgramBuilder:
             raise UnknownOpError(f"ProgramBuilder.call: no op is named {name!r}{hint}")
         signature = _signature(name)
         values = self._bind(name, signature, args, kwargs)
-        results = tuple(self._register("tensor") for _ in range(signature.results))
         builtin = BUILTINS.get(name)
+        if builtin is not None and builtin.check is not None:
+            builtin.check(*values)
+        results = tuple(self._register("tensor") for _ in range(signature.results))
         if builtin is not None and builtin.view:
             self._roots[results[0].index] = self._roots[values[0].index]
         self._instructions.append(Instruction(name, values, tuple(r.index for r in results)))
@@ -249,6 +257,7 @@ class ProgramBuilder:
             "float": "a number",
             "ScalarType": "a torch.dtype",
             "List[int]": "a list of ints",
+            "List[float]": "a list of numbers",
             "List[Tensor]": "a list of tensor registers",
         }.get(parameter.type, f"a {parameter.type}")
         got = f"a register of kind {value.kind}" if isinstance(value, Register) else repr(value)

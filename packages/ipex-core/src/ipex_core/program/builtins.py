@@ -17,6 +17,10 @@ import torch
 
 from ipex_core.library.checks import check_dtype, check_tensor, dtype_name
 from ipex_core.library.spec import FLOATS, check
+from ipex_core.program import tensors
+from ipex_core.program.pointwise import POINTWISE, check_pointwise, pointwise
+
+__all__ = ["BUILTINS", "POINTWISE", "Builtin"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,11 +31,13 @@ class Builtin:
         schema: As in `OpSpec`.
         reference: The instruction in plain PyTorch.
         view: Whether the result may share the memory of the first argument.
+        check: Checks, when a program is built, what is known of the arguments then: registers stand for the rest.
     """
 
     schema: str
     reference: Callable[..., Any]
     view: bool = False
+    check: Callable[..., None] | None = None
 
 
 def _check_ids(op: str, argument: str, ids: torch.Tensor, rows: int) -> None:
@@ -171,5 +177,56 @@ BUILTINS: Mapping[str, Builtin] = MappingProxyType(
         "clamp": Builtin("(Tensor a, float low, float high) -> Tensor", clamp),
         "empty_like": Builtin("(Tensor x) -> Tensor", empty_like),
         "copy_": Builtin("(Tensor(a!) dst, Tensor src) -> ()", copy_),
+        "permute": Builtin(
+            "(Tensor x, int[] dims) -> Tensor", tensors.permute, True, tensors.check_permute
+        ),
+        "expand": Builtin("(Tensor x, int[] sizes) -> Tensor", tensors.expand, True),
+        "unsqueeze": Builtin("(Tensor x, int dim) -> Tensor", tensors.unsqueeze, True),
+        "squeeze": Builtin("(Tensor x, int dim) -> Tensor", tensors.squeeze, True),
+        "slice": Builtin(
+            "(Tensor x, int dim, int start, int end, int step) -> Tensor",
+            tensors.slice,
+            True,
+            tensors.check_slice,
+        ),
+        "select": Builtin("(Tensor x, int dim, int index) -> Tensor", tensors.select, True),
+        "pointwise": Builtin(
+            "(Tensor[] inputs, int[] code, float[] constants, ScalarType dtype) -> Tensor",
+            pointwise,
+            check=check_pointwise,
+        ),
+        "contiguous": Builtin("(Tensor x) -> Tensor", tensors.contiguous, True),
+        "channels_last": Builtin("(Tensor x) -> Tensor", tensors.channels_last, True),
+        "cat": Builtin(
+            "(Tensor[] tensors, int dim) -> Tensor", tensors.cat, check=tensors.check_cat
+        ),
+        "pad": Builtin(
+            "(Tensor x, int[] padding, float value) -> Tensor", tensors.pad, check=tensors.check_pad
+        ),
+        "max_pool2d": Builtin(
+            "(Tensor x, int[] kernel_size, int[] stride, int[] padding, int[] dilation,"
+            " bool ceil_mode) -> Tensor",
+            tensors.max_pool2d,
+            check=tensors.check_max_pool2d,
+        ),
+        "avg_pool2d": Builtin(
+            "(Tensor x, int[] kernel_size, int[] stride, int[] padding, bool ceil_mode,"
+            " bool count_include_pad, int? divisor_override) -> Tensor",
+            tensors.avg_pool2d,
+            check=tensors.check_avg_pool2d,
+        ),
+        "mean": Builtin(
+            "(Tensor x, int[] dims, bool keepdim) -> Tensor",
+            tensors.mean,
+            check=tensors.check_mean,
+        ),
+        "sum": Builtin(
+            "(Tensor x, int[] dims, bool keepdim) -> Tensor", tensors.sum, check=tensors.check_sum
+        ),
+        "amax": Builtin(
+            "(Tensor x, int[] dims, bool keepdim) -> Tensor",
+            tensors.amax,
+            check=tensors.check_amax,
+        ),
     }
 )
