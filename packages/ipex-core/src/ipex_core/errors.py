@@ -22,6 +22,7 @@ __all__ = [
     "NotOfferedModuleError",
     "NotOfferedNameError",
     "OpArgumentError",
+    "StaleWeightsError",
     "TorchVersionError",
     "UnknownComponentError",
     "UnknownOpError",
@@ -78,6 +79,10 @@ class TorchVersionError(IpexError, ImportError):
 
 class FallbackError(IpexError, RuntimeError):
     """Under ``IPEX_STRICT=1``: a slower path would have been taken silently."""
+
+
+class StaleWeightsError(IpexError, RuntimeError):
+    """The weights of a model changed after it was compiled."""
 
 
 class ExportError(IpexError, RuntimeError):

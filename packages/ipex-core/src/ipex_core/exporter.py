@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import json
 import os
 import tempfile
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, TensorArgument
 
-from ipex_core.errors import ExportError, OpArgumentError
-from ipex_core.library.spec import FUNCTIONAL, PORTABLE, dtype_name
-from ipex_core.packing.parameter import PackedWeight, exporting_kernels
+from ipex_core.errors import ExportError
+from ipex_core.library.spec import dtype_name
+from ipex_core.recording import checked_arguments, checked_model, reason, record, try_model
 from ipex_core.util import quiet
 
 __all__ = ["checked_inputs", "export"]
@@ -242,8 +241,8 @@ def export(
     """
     from ipex_core.compiler import read_options
 
-    module = _checked_model(model)
-    args, kwargs = _checked_inputs(module, example_inputs)
+    module = checked_model("export", model)
+    args, kwargs = checked_arguments("export", module, example_inputs)
     asked = read_options(None, options)
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"export: path must be a path, got {type(path).__name__}")
@@ -257,99 +256,18 @@ def export(
     with tempfile.TemporaryDirectory(prefix=".ipex-export-", dir=target.parent) as folder:
         unfinished = Path(folder) / target.name
         with torch.no_grad():
-            _try(module, args, kwargs)
+            try_model("export", module, args, kwargs)
             # torch's own use of what it has deprecated.
             with quiet(FutureWarning, text=".*treespec"):
-                program = _record(module, args, kwargs, dynamic_shapes)
+                program = record("export", module, args, kwargs, dynamic_shapes)
+                _check_ops(program)
                 _compile(program, unfinished, asked, type(module).__name__)
         os.replace(unfinished, target)
     return target
 
 
-def _checked_model(model: nn.Module) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"export: model must be a torch.nn.Module, got {type(model).__name__}")
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(
-            "export: model must be a torch.nn.Module, got a TorchScript module: save it with torch.jit.save"
-        )
-    training = next((name for name, part in model.named_modules() if part.training), None)
-    if training is not None:
-        where = f" of {training!r}" if training else ""
-        raise ValueError(
-            f"export: model must be in evaluation mode (model.eval()), got training mode{where}"
-        )
-    return model
-
-
-def _checked_inputs(model: nn.Module, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(given, Tensor):
-        args = (given,)
-    elif isinstance(given, Mapping):
-        kwargs = dict(given)
-    elif isinstance(given, Sequence) and not isinstance(given, str):
-        args = tuple(given)
-    else:
-        raise TypeError(
-            "export: example_inputs must be a tensor, a sequence of arguments or a mapping of keyword arguments,"
-            f" got {type(given).__name__}"
-        )
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(
-            f"export: example_inputs must fit the forward of the model, got {_summary(args, kwargs)}: {error}"
-        ) from None
-    return args, kwargs
-
-
-def _summary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    def one(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"{dtype_name(value.dtype)} {list(value.shape)}"
-        return type(value).__name__
-
-    texts = [*map(one, args), *(f"{name}={one(value)}" for name, value in kwargs.items())]
-    return f"({', '.join(texts)})"
-
-
-def _try(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run the model: inputs that do not fit are told in its own words, and layers merge as they do at a first call."""
-    try:
-        model(*args, **kwargs)
-    except OpArgumentError:
-        raise
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise ValueError(
-            f"export: example_inputs must be accepted by the model, got {_summary(args, kwargs)}: {error}"
-        ) from error
-
-
-def _record(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
-) -> torch.export.ExportedProgram:
-    # Non-strict runs the forward as it is, so what ipex.optimize has put in place of it is recorded too.
-    program: torch.export.ExportedProgram
-    try:
-        # A recurrent layer lists its weights a second time, and that list follows them.
-        with exporting_kernels(), quiet(text=r"The tensor attributes? .*_flat_weights"):
-            program = torch.export.export(
-                model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
-            )
-        for node in program.graph.nodes:
-            node.target = FUNCTIONAL.get(node.target, node.target)
-        program.graph_module.recompile()
-        # Even without anything to decompose it makes the graph functional, which the names of the weights depend on.
-        program = program.run_decompositions(dict(PORTABLE))
-    except Exception as error:
-        what = "torch.export cannot record the model"
-        if any(type(part).__module__.startswith("ipex_llm.") for part in model.modules()):
-            what += " with what ipex.llm.optimize has put into it, ipex.restore(model) first"
-        raise ExportError(_reason(what, error)) from error
-    _unpack(program)
+def _check_ops(program: torch.export.ExportedProgram) -> None:
+    """Refuse ops that a file cannot call."""
     stuck = {
         str(node.target)
         for node in program.graph.nodes
@@ -365,7 +283,6 @@ def _record(
             f"export: a model that calls {', '.join(sorted(changed))} needs torch 2.12 or later, got"
             f" {torch.__version__}, whose files pass a wrong dtype to these ops: pip install 'torch>=2.12'"
         )
-    return program
 
 
 def _given_a_dtype(graph: torch.fx.Graph) -> set[str]:
@@ -376,23 +293,6 @@ def _given_a_dtype(graph: torch.fx.Graph) -> set[str]:
         if getattr(node.target, "namespace", None) == "ipex"
         and any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))
     }
-
-
-def _unpack(program: torch.export.ExportedProgram) -> None:
-    """Give the program plain weights in the place of packed parameters.
-
-    Most of them it does not use: the layers have recorded calls on the packed tensors. Those get no memory.
-    """
-    signature = program.graph_signature
-    used = {
-        signature.inputs_to_parameters[node.name]
-        for node in program.graph.find_nodes(op="placeholder")
-        if node.name in signature.inputs_to_parameters and node.users
-    }
-    for name, value in list(program.state_dict.items()):
-        if isinstance(value, PackedWeight):
-            plain = value.plain() if name in used else torch.empty(value.shape, dtype=value.dtype)
-            program.state_dict[name] = nn.Parameter(plain, requires_grad=False)
 
 
 def _compile(program: torch.export.ExportedProgram, path: Path, asked: Any, name: str) -> None:
@@ -413,10 +313,6 @@ def _compile(program: torch.export.ExportedProgram, path: Path, asked: Any, name
                 program, package_path=str(path), inductor_configs=patches
             )
     except Exception as error:
-        raise ExportError(_reason("AOTInductor cannot compile the model", error)) from error
-
-
-def _reason(what: str, error: BaseException) -> str:
-    # Reports of torch go on with stacks and advice after an empty line; the cause keeps all of it.
-    text = str(error).strip().partition("\n\n")[0] or type(error).__name__
-    return f"export: {what}: {type(error).__name__}: {text}"
+        raise ExportError(
+            reason("export", "AOTInductor cannot compile the model", error)
+        ) from error

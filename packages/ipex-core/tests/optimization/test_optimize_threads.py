@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from ipex_core.exporter import _record
 from ipex_core.optimization import optimize
+from ipex_core.recording import record
 from ipex_core.util import quiet, raised
 from ipex_core.util.symbolic import Tracer
 
@@ -366,7 +366,7 @@ class Warns(nn.Module):
 def test_export_hides_warnings_of_its_own_thread_only():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _record(Warns(), (torch.ones(2),), {}, None)
+        record("export", Warns(), (torch.ones(2),), {}, None)
     texts = [str(one.message) for one in caught]
     assert sum("_flat_weights" in text for text in texts) == 1
 

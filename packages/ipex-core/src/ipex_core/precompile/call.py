@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calling a precompiled model: what is checked, and how the steps run."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ipex_core.errors import StaleWeightsError
+from ipex_core.fusion import GraphReport
+from ipex_core.library.spec import dtype_name
+from ipex_core.precompile.graph import Input
+from ipex_core.precompile.lower import Call, Plan, Run, Size, Slot
+
+__all__ = ["Precompiled"]
+
+#: How many kinds of sizes keep the numbers that follow from them.
+_MOST_SIZES = 64
+
+
+class Precompiled:
+    """A model as programs; made by `ipex.precompile` or `ipex.load_precompiled`.
+
+    It is called as the model is, with tensors of the dtypes and sizes of the example; sizes that were said to vary may.
+    It computes no gradients and ignores autocast: both are as they were when it was made. It may be called by several
+    threads at once.
+
+    Attributes:
+        name: Class of the model.
+        report: What the passes did; None after loading.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        inputs: Sequence[Input],
+        in_spec: Any,
+        out_spec: Any,
+        ranges: Mapping[str, tuple[int, int | None]],
+        conditions: Sequence[str],
+        memory: tuple[int, int],
+        report: GraphReport | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.name = name
+        self.report = report
+        self._plan = plan
+        self._inputs = tuple(inputs)
+        self._in_spec = in_spec
+        self._out_spec = out_spec
+        self._ranges = dict(ranges)
+        self._conditions = tuple(conditions)
+        self._memory = memory
+        self._tensors = [i for i, one in enumerate(self._inputs) if one.dtype is not None]
+        self._fixed = [i for i, one in enumerate(self._inputs) if one.dtype is None]
+        self._static = all(
+            isinstance(size, int) for one in self._inputs for size in one.shape
+        )
+        self._shapes = [torch.Size(self._inputs[i].shape) for i in self._tensors] if self._static else []
+        self._dtypes = [self._inputs[i].dtype for i in self._tensors]
+        self._positional = in_spec == pytree.tree_structure((tuple(range(len(self._inputs))), {}))
+        self._numbers = _Sizes(self._inputs, ranges, conditions, plan.sizes, self._where)
+        self._first: list[Any] = [None] * plan.slots
+        for index, constant in plan.constants.items():
+            self._first[index] = constant
+        self._weights = _Weights(model) if model is not None else None
+
+    def __repr__(self) -> str:
+        plan = self._plan
+        inputs = ", ".join(
+            f"{one.name}: {dtype_name(one.dtype)}{list(one.shape)}"
+            for one in self._inputs
+            if one.dtype is not None
+        )
+        calls = sum(plan.calls.values())
+        return (
+            f"Precompiled({self.name}, {plan.instructions} instructions in"
+            f" {sum(isinstance(step, Run) for step in plan.steps)} programs, {calls} calls of torch, inputs: {inputs})"
+        )
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Name of an op of torch that has no instruction -> how often a run calls it."""
+        return self._plan.calls
+
+    @property
+    def instructions(self) -> int:
+        """How many instructions a run has."""
+        return self._plan.instructions
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that intermediate results take at a time, for sizes as in the example."""
+        return self._memory[0]
+
+    @property
+    def eager_bytes(self) -> int:
+        """The same for the model op by op."""
+        return self._memory[1]
+
+    def _where(self, index: int) -> str:
+        return f"{self.name}: input {self._inputs[index].name}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model.
+
+        Args:
+            args: As the model takes them.
+            kwargs: As the model takes them.
+
+        Returns:
+            What the model returns.
+
+        Raises:
+            TypeError: The arguments have another form than the example.
+            ValueError: An argument has another dtype, shape, device or value than the precompiled model takes.
+            StaleWeightsError: A parameter or buffer of the model was replaced or changed since.
+            RuntimeError: A step failed.
+        """
+        if self._positional and not kwargs and len(args) == len(self._inputs):
+            leaves: Sequence[Any] = args
+        else:
+            leaves = self._flat(args, kwargs)
+        if self._weights is not None:
+            self._weights.check(self.name)
+        tensors = [leaves[i] for i in self._tensors]
+        self._check(leaves, tensors)
+        numbers = () if self._static else self._numbers.of(tensors, self._tensors)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                results = self._run(tensors, numbers)
+        else:
+            results = self._run(tensors, numbers)
+        return pytree.tree_unflatten(results, self._out_spec)
+
+    def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self._in_spec:
+            kwargs = {key: kwargs[key] for key in self._names() if key in kwargs} | kwargs
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self._in_spec:
+            raise TypeError(
+                f"{self.name}: the arguments must have the form of the example, {_form(self._in_spec)},"
+                f" got {_form(spec)}"
+            )
+        return leaves
+
+    def _names(self) -> list[str]:
+        context = self._in_spec.children()[1].context
+        return list(context) if context else []
+
+    def _check(self, leaves: Sequence[Any], tensors: list[Any]) -> None:
+        for i in self._fixed:
+            value, given = self._inputs[i].value, leaves[i]
+            if type(given) is not type(value) or given != value:
+                raise ValueError(
+                    f"{self._where(i)} must be {value!r} as in the example, got {given!r}"
+                )
+        for i, tensor in enumerate(tensors):
+            if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
+                self._refuse(i, "a torch.Tensor", type(tensor).__name__)
+            if tensor.dtype is not self._dtypes[i]:
+                self._refuse(
+                    i, f"of dtype {dtype_name(self._dtypes[i])}", dtype_name(tensor.dtype)
+                )
+            if self._static and tensor.shape != self._shapes[i]:
+                self._refuse(i, f"of shape {list(self._shapes[i])}", list(tensor.shape))
+            if not tensor.is_cpu or tensor.layout is not torch.strided:
+                self._refuse(i, "a dense tensor on the CPU", f"{tensor.layout} on {tensor.device}")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                self._refuse(
+                    i,
+                    "without gradient, which a precompiled model does not compute (call it under torch.no_grad())",
+                    "a tensor that requires grad",
+                )
+
+    def _refuse(self, index: int, expected: str, got: Any) -> None:
+        where = self._where(self._tensors[index])
+        kind = TypeError if expected == "a torch.Tensor" else ValueError
+        raise kind(f"{where} must be {expected}, got {got}")
+
+    def _run(self, tensors: list[Tensor], numbers: Sequence[int]) -> list[Any]:
+        values = self._first.copy()
+        for index, tensor in zip(self._plan.inputs, tensors, strict=True):
+            values[index] = tensor
+        for step in self._plan.steps:
+            if isinstance(step, Run):
+                given = [
+                    values[one.index] if isinstance(one, Slot) else numbers[one.index]
+                    for one in step.inputs
+                ]
+                found: Sequence[Any] = step.program.run(*given)
+            else:
+                found = _called(step, values, numbers)
+            for index, value in zip(step.results, found, strict=True):
+                if index >= 0:
+                    values[index] = value
+            for index in step.frees:
+                values[index] = None
+        results = []
+        for i, one in enumerate(self._plan.outputs):
+            if isinstance(one, Slot):
+                value = values[one.index]
+                results.append(value.clone() if i in self._plan.copied else value)
+            else:
+                results.append(numbers[one.index] if isinstance(one, Size) else one)
+        return results
+
+    def save(self, path: Any) -> Any:
+        """Write the model to a file that `ipex.load_precompiled` reads.
+
+        Args:
+            path: Where to write; ends with ``.safetensors``. A file that is there is replaced when the new one is
+                complete.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            TypeError: ``path`` is no path.
+            ValueError: ``path`` has another ending, or the model has an argument that JSON cannot hold.
+            OSError: The file cannot be written.
+        """
+        from ipex_core.precompile.files import save
+
+        return save(self, path)
+
+
+def _called(step: Call, values: list[Any], numbers: Sequence[int]) -> Sequence[Any]:
+    def given(value: Any) -> Any:
+        if isinstance(value, Slot):
+            return values[value.index]
+        if isinstance(value, Size):
+            return numbers[value.index]
+        return [given(one) for one in value] if isinstance(value, tuple) else value
+
+    try:
+        found = step.op(*map(given, step.args), **{key: given(v) for key, v in step.kwargs})
+    except RuntimeError as cause:
+        raise RuntimeError(f"precompiled model: {step.name}: {cause}") from cause
+    return found if isinstance(found, (list, tuple)) else (found,)
+
+
+def _form(spec: Any) -> str:
+    """Return arguments as text, for instance ``(tensor, mask=tensor)``."""
+    args, kwargs = spec.children()
+    parts = [_leaf(child) for child in args.children()]
+    parts += [
+        f"{key}={_leaf(child)}"
+        for key, child in zip(kwargs.context or (), kwargs.children(), strict=False)
+    ]
+    return f"({', '.join(parts)})"
+
+
+def _leaf(spec: Any) -> str:
+    return "value" if spec.is_leaf() else str(getattr(spec.type, "__name__", spec.type))
+
+
+# --- sizes that vary --------------------------------------------------------------------------------------------------
+
+
+class _Sizes:
+    """The numbers that follow from sizes that vary; those of the last kinds of sizes are kept."""
+
+    def __init__(
+        self,
+        inputs: Sequence[Input],
+        ranges: Mapping[str, tuple[int, int | None]],
+        conditions: Sequence[str],
+        expressions: Sequence[str],
+        where: Callable[[int], str],
+    ) -> None:
+        self._inputs = inputs
+        self._ranges = ranges
+        self._conditions = conditions
+        self._expressions = expressions
+        self._where = where
+        self._known: dict[Any, tuple[int, ...]] = {}
+        self._functions: tuple[Any, Any, Any] | None = None
+
+    def of(self, tensors: Sequence[Tensor], places: Sequence[int]) -> tuple[int, ...]:
+        """Return the value of each expression for these tensors.
+
+        Raises:
+            ValueError: A tensor has a size that the model does not take.
+        """
+        key = tuple(tensor.shape for tensor in tensors)
+        found = self._known.get(key)
+        if found is None:
+            found = self._computed(tensors, places)
+            if len(self._known) >= _MOST_SIZES:
+                self._known.pop(next(iter(self._known)), None)
+            self._known[key] = found
+        return found
+
+    def _computed(self, tensors: Sequence[Tensor], places: Sequence[int]) -> tuple[int, ...]:
+        symbols: dict[str, int] = {}
+        for tensor, place in zip(tensors, places, strict=True):
+            shape = self._inputs[place].shape
+            if tensor.dim() != len(shape):
+                raise ValueError(
+                    f"{self._where(place)} must have {len(shape)} dimensions, got shape {list(tensor.shape)}"
+                )
+            for size, wanted in zip(tensor.shape, shape, strict=True):
+                if isinstance(wanted, str) and wanted.isidentifier():
+                    symbols.setdefault(wanted, size)
+        for tensor, place in zip(tensors, places, strict=True):
+            for dim, wanted in enumerate(self._inputs[place].shape):
+                size = tensor.shape[dim]
+                expected = wanted if isinstance(wanted, int) else evaluate(wanted, symbols)
+                low, high = self._ranges.get(str(wanted), (0, None))
+                if size != expected:
+                    text = expected if isinstance(wanted, int) else f"{wanted} = {expected}"
+                elif size < low or (high is not None and size > high):
+                    text = f"{low} to {high}" if high is not None else f"at least {low}"
+                else:
+                    continue
+                raise ValueError(
+                    f"{self._where(place)} must have size {text} in dimension {dim}, got shape {list(tensor.shape)}"
+                )
+        for condition in self._conditions:
+            if not evaluate(condition, symbols):
+                values = ", ".join(f"{name} = {size}" for name, size in symbols.items())
+                raise ValueError(
+                    f"{self._where(places[0])} and the others must have sizes with {condition}, got {values}"
+                )
+        return tuple(int(evaluate(text, symbols)) for text in self._expressions)
+
+
+def evaluate(text: str, symbols: Mapping[str, int]) -> Any:
+    """Return the value of an expression of sizes, as sympy and torch write it."""
+    if text in symbols:
+        return symbols[text]
+    import sympy
+    from torch.utils._sympy import functions
+
+    names: dict[str, Any] = {
+        name: getattr(functions, name) for name in functions.__all__ if hasattr(functions, name)
+    }
+    names.update({name: sympy.Symbol(name, integer=True) for name in symbols})
+    expression = _parsed(text, names)
+    return expression.subs({sympy.Symbol(n, integer=True): v for n, v in symbols.items()})
+
+
+def _parsed(text: str, names: dict[str, Any]) -> Any:
+    """Return an expression of sympy; a file may hold any text, so that only arithmetic is let through."""
+    import ast
+
+    import sympy
+
+    allowed = (
+        *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Load, ast.Constant),
+        *(ast.operator, ast.unaryop, ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop),
+    )
+    known = {**names, "Eq": sympy.Eq, "Ne": sympy.Ne, "Max": sympy.Max, "Min": sympy.Min}
+    for node in ast.walk(ast.parse(text, mode="eval")):
+        fine = isinstance(node, allowed)
+        if isinstance(node, ast.Call):
+            fine = isinstance(node.func, ast.Name)
+        elif isinstance(node, ast.Name):
+            fine = node.id in known
+        elif isinstance(node, ast.Constant):
+            fine = isinstance(node.value, int)
+        if not fine:
+            raise ValueError(f"an expression of sizes must be arithmetic on sizes, got {text!r}")
+    return eval(compile(text, "<sizes>", "eval"), {"__builtins__": {}}, known)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+class _Weights:
+    """Tells whether the parameters and buffers of a model are as they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model, self._forget)
+        self._names: list[str] = []
+        self._owners: list[tuple[Any, str]] = []
+        self._tensors: list[Any] = []
+        for path, module in model.named_modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    self._names.append(f"{path}.{name}" if path else name)
+                    self._owners.append((held, name))
+                    self._tensors.append(tensor)
+        self._counted = [t for t in self._tensors if t is not None and not t.is_inference()]
+        self._located = [t for t in self._tensors if t is not None and not t.is_mkldnn]
+        self._state = self._versions()
+
+    def _forget(self, model: Any) -> None:
+        self._owners, self._tensors, self._counted, self._located = [], [], [], []
+
+    def _versions(self) -> tuple[list[int], list[int]]:
+        return (
+            [tensor._version for tensor in self._counted],
+            [tensor.data_ptr() for tensor in self._located],
+        )
+
+    def check(self, name: str) -> None:
+        """Raise `StaleWeightsError` if a tensor was replaced or changed."""
+        if self._model() is None:
+            return
+        now = [held.get(key) for held, key in self._owners]
+        if all(map(operator.is_, now, self._tensors)) and self._versions() == self._state:
+            return
+        changed = self._changed(now)
+        raise StaleWeightsError(
+            f"{name}: the weights must be as they were when ipex.precompile recorded them, got another {changed};"
+            " call ipex.precompile(model, ...) again"
+        )
+
+    def _changed(self, now: list[Any]) -> str:
+        for path, found, tensor in zip(self._names, now, self._tensors, strict=True):
+            if found is not tensor:
+                return path
+        versions, pointers = self._state
+        for tensors, old, new in (
+            (self._counted, versions, [t._version for t in self._counted]),
+            (self._located, pointers, [t.data_ptr() for t in self._located]),
+        ):
+            for tensor, before, after in zip(tensors, old, new, strict=True):
+                if before != after:
+                    return next(
+                        path
+                        for path, one in zip(self._names, self._tensors, strict=True)
+                        if one is tensor
+                    )
+        return "weight"
+
+

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a model to a fused graph: what is recorded, what becomes a constant, and which passes run."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ipex_core.errors import ExportError
+from ipex_core.fusion import GraphReport
+from ipex_core.fusion.aten import PURE, Context, is_call, val
+from ipex_core.fusion.aten.conv import pack_convolutions
+from ipex_core.fusion.aten.passes import run_passes
+from ipex_core.precompile.memory import peak_bytes
+from ipex_core.recording import record
+
+__all__ = ["Input", "Recorded", "capture"]
+
+aten = torch.ops.aten
+
+#: What Inductor writes out and kernels do better whole.
+_WHOLE = ("batch_norm", "upsample", "max_pool2d", "grid_sampler", "native_group_norm")
+#: Checks that `torch.export` writes down; the sizes and dtypes of inputs are checked before a run.
+_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_guards_fn")
+#: A constant that repeats the memory of a smaller one is not written out beyond this many bytes.
+_REPEATED = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """One leaf of the arguments of a model.
+
+    Attributes:
+        name: As errors call it.
+        dtype: Of a tensor; None for a value that is fixed.
+        shape: Sizes as numbers, or as texts of expressions of the sizes that vary.
+        value: The fixed value.
+    """
+
+    name: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int | str, ...] = ()
+    value: Any = None
+
+
+@dataclasses.dataclass
+class Recorded:
+    """A fused graph whose weights are attributes.
+
+    Attributes:
+        module: The graph with its constants.
+        inputs: The leaves of the arguments.
+        in_spec: Form of ``(args, kwargs)``.
+        out_spec: Form of the results.
+        ranges: Symbol of a size that varies -> its least and largest value.
+        conditions: Texts of expressions that must hold for sizes that vary.
+        report: The decisions of the passes.
+        eager_bytes: The most memory that intermediate results of the graph as recorded take at a time.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    in_spec: Any
+    out_spec: Any
+    ranges: dict[str, tuple[int, int | None]]
+    conditions: tuple[str, ...]
+    report: GraphReport
+    eager_bytes: int = 0
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> Recorded:
+    """Record a model, fold what is constant, and fuse.
+
+    Raises:
+        ExportError: The model cannot be recorded, writes to its inputs or buffers, or reads values of tensors.
+    """
+    program = record("precompile", model, args, kwargs, dynamic_shapes, _decompositions())
+    name = type(model).__name__
+    report = GraphReport(f"precompile of {name}", inference=True, frozen=True)
+    module = program.graph_module
+    _check(program)
+    conditions = _drop_checks(module.graph)
+    inputs = _lift(program)
+    eager_bytes = peak_bytes(module.graph)
+    _clean(module.graph)
+    _fold_batch_norms(module, report)
+    _widen_convolutions(module.graph, report)
+    fold_constants(module, leave=PURE)  # the passes know weights through these
+    run_passes(module.graph, report, always=True)
+    fold_constants(module)
+    pack_convolutions(module.graph, report, always=True)
+    _share(module.graph)
+    fold_constants(module)
+    module.graph.eliminate_dead_code()
+    spec = program.call_spec
+    return Recorded(
+        module,
+        inputs,
+        spec.in_spec,
+        spec.out_spec,
+        dict(_ranges(program)),
+        conditions,
+        report,
+        eager_bytes,
+    )
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return the compositions that the passes expect, which are those of Inductor, but for ops that stay whole."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+    return {op: rule for op, rule in table.items() if not any(part in str(op) for part in _WHOLE)}
+
+
+def _check(program: torch.export.ExportedProgram) -> None:
+    for output in program.graph_signature.output_specs:
+        if output.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
+            what = "buffer" if output.kind == OutputKind.BUFFER_MUTATION else "input"
+            raise ExportError(
+                f"precompile: the model must not write to its {what}s, got a write to {output.target!r}"
+            )
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    for node in program.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise ExportError(
+                f"precompile: the model must not have control flow that depends on data, got {node.target}"
+            )
+        if free_unbacked_symbols(node.meta.get("val")):
+            where = f" ({module})" if (module := _module(node)) else ""
+            raise ExportError(
+                "precompile: the sizes of a model must not depend on values of its tensors, got"
+                f" {node.target}{where}"
+            )
+
+
+def _module(node: fx.Node) -> str:
+    from ipex_core.fusion.aten import module_of
+
+    return module_of(node)
+
+
+def _drop_checks(graph: fx.Graph) -> tuple[str, ...]:
+    """Remove the checks of torch.export; return the conditions on sizes among them."""
+    conditions = []
+    for node in list(graph.nodes):
+        if node.op == "call_module" or (
+            node.op == "call_function" and getattr(node.target, "_opname", "") in _CHECKS
+        ):
+            if is_call(node, aten._assert_scalar.default) and isinstance(node.args[0], fx.Node):
+                held = node.args[0].meta["val"].node.expr
+                if held.free_symbols:
+                    conditions.append(str(held))
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    return tuple(dict.fromkeys(conditions))
+
+
+def _lift(program: torch.export.ExportedProgram) -> tuple[Input, ...]:
+    """Turn parameters and buffers into attributes of the graph; return what the user gives."""
+    module, graph = program.graph_module, program.graph_module.graph
+    nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    inputs: list[Input] = []
+    spec = program.call_spec.in_spec
+    names = _leaf_names(spec)
+    for one in program.graph_signature.input_specs:
+        node = nodes.get(one.arg.name)
+        if one.kind == InputKind.USER_INPUT:
+            name = names[len(inputs)]
+            inputs.append(_input(name, one.arg, node))
+            if node is not None and val(node) is None and not node.users:
+                graph.erase_node(node)
+            elif node is not None and val(node) is None:
+                raise ExportError(
+                    f"precompile: input {name} must be a tensor or a fixed value, got"
+                    f" {type(node.meta.get('val')).__name__}"
+                )
+            continue
+        if one.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            raise ExportError(
+                f"precompile: the model must not have states of the kind {one.kind.name}"
+            )
+        assert node is not None and one.target is not None
+        value = program.state_dict.get(one.target)
+        if value is None:
+            value = program.constants[one.target]
+        with graph.inserting_before(node):
+            held = add_constant(module, graph, value.detach())  # type: ignore[union-attr]
+        held.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(held)
+        graph.erase_node(node)
+    return tuple(inputs)
+
+
+def add_constant(module: fx.GraphModule, graph: fx.Graph, value: Tensor) -> fx.Node:
+    """Insert a node for a tensor that the graph keeps."""
+    number = module.__dict__.setdefault("_ipex_constants", 0)
+    module.__dict__["_ipex_constants"] = number + 1
+    name = f"ipex_constant_{number}"
+    module.register_buffer(name, value, persistent=False)
+    return graph.get_attr(name)
+
+
+def _leaf_names(spec: Any) -> list[str]:
+    """Return what errors call the leaves of ``(args, kwargs)``: "0", "mask", "0.x"."""
+    from torch.utils import _pytree as pytree
+
+    filled = pytree.tree_unflatten([0] * spec.num_leaves, spec)
+    names = []
+    for path, _ in pytree.tree_flatten_with_path(filled)[0]:
+        parts = [
+            str(getattr(part, "key", getattr(part, "idx", getattr(part, "name", part))))
+            for part in path[1:]  # the first is args or kwargs
+        ]
+        names.append(".".join(parts))
+    return names
+
+
+def _input(name: str, argument: Any, node: fx.Node | None) -> Input:
+    value = None if node is None else val(node)
+    if value is None:
+        return Input(name, value=getattr(argument, "value", None))
+    shape = tuple(
+        size if isinstance(size, int) else str(size.node.expr)  # type: ignore[redundant-expr]
+        for size in value.shape
+    )
+    if value.layout != torch.strided or value.device.type != "cpu":
+        raise ExportError(
+            f"precompile: input {name} must be a dense tensor on the CPU, got {value.layout} on {value.device}"
+        )
+    return Input(name, value.dtype, shape)
+
+
+def _ranges(program: torch.export.ExportedProgram) -> Iterator[tuple[str, tuple[int, int | None]]]:
+    for symbol, span in program.range_constraints.items():
+        # 2 is what torch says of every size that varies; 1 and 0 run as well.
+        low = 0 if span.lower <= 2 else int(span.lower)
+        yield str(symbol), (low, None if span.upper >= 2**31 else int(span.upper))
+
+
+# --- passes -----------------------------------------------------------------------------------------------------------
+
+
+def _clean(graph: fx.Graph) -> None:
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
+    remove_noop_ops(graph)
+    graph.eliminate_dead_code()
+
+
+def _constant(module: fx.GraphModule, node: Any) -> Tensor | None:
+    """Return the value of a constant node."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    value = getattr(module, str(node.target), None)
+    return value if isinstance(value, Tensor) else None
+
+
+def _fold_batch_norms(module: fx.GraphModule, report: GraphReport) -> None:
+    """Put batch norms with fixed statistics into the convolution before, or make one op of each."""
+    graph = module.graph
+    ctx = Context(graph, set(), report, always=True)
+    for node in ctx.nodes(aten._native_batch_norm_legit_no_training.default):
+        x, weight, bias, mean, var, _, eps = node.args
+        kept = [user for user in node.users if user.users]
+        whole = all(user.target is operator.getitem and user.args[1] == 0 for user in kept)
+        tensors = [_constant(module, one) for one in (weight, bias, mean, var)]
+        if not whole or tensors[2] is None or tensors[3] is None or not isinstance(x, fx.Node):
+            continue
+        channels = tensors[2].shape[0]
+        gamma, beta, center, spread = (
+            t.float() if t is not None else torch.full((channels,), fill)
+            for t, fill in zip(tensors, (1.0, 0.0, 0.0, 1.0), strict=True)
+        )
+        factor = gamma * torch.rsqrt(spread + float(eps))  # type: ignore[arg-type]
+        new = _into_convolution(module, x, factor, beta - center * factor)
+        if new is None:
+            values = (gamma, beta, center, spread)
+            with graph.inserting_before(node):
+                nodes = [add_constant(module, graph, one) for one in values]
+            for held, value in zip(nodes, values, strict=True):
+                held.meta["val"] = _fake(ctx, value)
+            new = ctx.call(node, torch.ops.ipex.frozen_batch_norm.default, (x, *nodes, float(eps)))  # type: ignore[arg-type]
+        for user in kept:
+            user.replace_all_uses_with(new)
+        graph.eliminate_dead_code()
+
+
+def _fake(ctx: Context, value: Tensor) -> Tensor:
+    mode: Any = ctx.fake_mode()
+    return mode.from_tensor(value) if hasattr(mode, "from_tensor") else value
+
+
+def _into_convolution(
+    module: fx.GraphModule, node: fx.Node, factor: Tensor, shift: Tensor
+) -> fx.Node | None:
+    """Scale the weight of a convolution and shift its bias; return it, or None where that is not possible."""
+    if not is_call(node, aten.convolution.default) or len(node.users) != 1:
+        return None
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = node.args
+    plain, offset = _constant(module, weight), _constant(module, bias)
+    if plain is None or (bias is not None and offset is None):
+        return None
+    if transposed:  # [in, out / groups, ...]: the groups lie one after the other in the first dimension
+        per_group = factor.view(groups, 1, -1).expand(-1, plain.shape[0] // groups, -1)  # type: ignore[arg-type]
+        by = per_group.reshape(plain.shape[0], -1, *[1] * (plain.dim() - 2))
+    else:
+        by = factor.view(-1, *[1] * (plain.dim() - 1))
+    folded = (plain.float() * by).to(plain.dtype)
+    moved = (shift if offset is None else offset.float() * factor + shift).to(plain.dtype)
+    ctx = Context(module.graph, set(), GraphReport("", True))
+    with module.graph.inserting_before(node):
+        held = [add_constant(module, module.graph, one) for one in (folded, moved)]
+    for one, value in zip(held, (folded, moved), strict=True):
+        one.meta["val"] = _fake(ctx, value)
+    node.args = (
+        *(x, *held, stride, padding, dilation),
+        *(transposed, output_padding, groups),
+    )
+    return node
+
+
+def _widen_convolutions(graph: fx.Graph, report: GraphReport) -> None:
+    """Write convolutions of sequences as those of images of one line, which have a kernel."""
+    ctx = Context(graph, set(), report, always=True)
+    for node in ctx.nodes(aten.convolution.default):
+        x, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
+        value = val(x)
+        if value is None or value.dim() != 3 or transposed or groups != 1:
+            continue
+        image = ctx.call(node, aten.unsqueeze.default, (x, 2))
+        window = ctx.call(node, aten.unsqueeze.default, (weight, 2))
+        args = (
+            *(image, window, bias, [1, *stride], [0, *padding], [1, *dilation]),  # type: ignore[misc]
+            *(False, [0, 0], 1),
+        )
+        wide = ctx.call(node, aten.convolution.default, args)
+        line = ctx.call(node, aten.squeeze.dim, (wide, 2))
+        node.replace_all_uses_with(line)
+        graph.erase_node(node)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether two calls of a node may differ."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def fold_constants(module: fx.GraphModule, leave: Collection[Any] = ()) -> None:
+    """Compute what depends on constants alone, once.
+
+    Views that repeat a small constant stay in the graph, as do random numbers.
+
+    Args:
+        module: The graph with its constants.
+        leave: Ops whose results are not put into the graph.
+    """
+    graph = module.graph
+    first = next(iter(graph.nodes))
+    known: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(module, str(node.target), None)
+            if isinstance(value, Tensor):
+                known[node] = value
+        elif node.op == "call_function" and not is_random(node) and node.users:
+            if not all(one in known for one in node.all_input_nodes):
+                continue
+            if _symbolic(node):
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+                known[node] = node.target(*args, **kwargs)
+    for node, value in known.items():
+        if node.op == "get_attr" or not isinstance(value, Tensor):
+            continue
+        if all(user in known for user in node.users):
+            continue
+        if node.target in leave or _repeats(value):
+            continue
+        with graph.inserting_before(first):
+            held = add_constant(module, graph, value)
+        held.meta.update(node.meta)
+        node.replace_all_uses_with(held)
+    graph.eliminate_dead_code()
+    used = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+    for name in [name for name, _ in module.named_buffers() if name not in used]:
+        if "." not in name:
+            delattr(module, name)
+
+
+def _symbolic(node: fx.Node) -> bool:
+    """Return whether an argument or the result has a size that varies."""
+    found = val(node)
+    if found is not None and not all(isinstance(size, int) for size in found.shape):
+        return True
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _repeats(value: Tensor) -> bool:
+    if value.layout != torch.strided:
+        return False
+    size = value.numel() * value.element_size()
+    return size > _REPEATED and size > 2 * value.untyped_storage().nbytes()
+
+
+def _share(graph: fx.Graph) -> None:
+    """Compute equal calls once."""
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            key: Any = ("get_attr", node.target)
+        elif node.op == "call_function" and not is_random(node):
+            key = (node.target, _frozen(node.args), _frozen(tuple(sorted(node.kwargs.items()))))
+        else:
+            continue
+        first = known.setdefault(key, node)
+        if first is not node and not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return ("list", *map(_frozen, value))
+    if isinstance(value, dict):
+        return ("dict", *sorted((key, _frozen(one)) for key, one in value.items()))
+    return (type(value), value)  # True is not 1
