@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from ipex_core.optimization import enable_auto_channels_last as enable_auto_channels_last
     from ipex_core.optimization import optimize as optimize
     from ipex_core.optimization import restore as restore
+    from ipex_core.precompile import load_precompiled as load_precompiled
+    from ipex_core.precompile import precompile as precompile
 
 #: With the ending by which clients of IPEX tell its builds for the CPU from those for XPU.
 __version__ = f"{_version.__version__}+cpu"
@@ -73,6 +75,8 @@ _NAMES = {
     "explain": "ipex_core",
     "export": "ipex_core",
     "fast_bert": "ipex_core",
+    "load_precompiled": "ipex_core",
+    "precompile": "ipex_core",
     # Not in __all__: without other packages they are errors, and `from ipex import *` must work.
     "cmake_prefix_path": "ipex_core.kernels",
     "optimize_transformers": "ipex.llm",
@@ -119,10 +123,12 @@ __all__ = [
     "fast_bert",
     "get_fp32_math_mode",
     "jit",
+    "load_precompiled",
     "nn",
     "op_info",
     "optim",
     "optimize",
+    "precompile",
     "restore",
     "set_fp32_math_mode",
     "set_logging_level",

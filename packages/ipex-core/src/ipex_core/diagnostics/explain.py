@@ -27,6 +27,7 @@ from ipex_core.optimization.records import (
     log_of,
     quantization_of,
 )
+from ipex_core.precompile.call import Precompiled
 
 __all__ = [
     "Explanation",
@@ -178,6 +179,7 @@ class Explanation:
         extra_bytes: Memory kept to give the exact originals back.
         graphs: One `GraphReport` per graph that ``torch.compile(backend="ipex")`` has compiled, with the patterns that
             fired and those that did not.
+        program: Of a precompiled model: instructions, calls of torch and memory of a run.
     """
 
     optimized: bool
@@ -190,6 +192,7 @@ class Explanation:
     notes: tuple[str, ...]
     extra_bytes: int = 0
     graphs: tuple[GraphReport, ...] = ()
+    program: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain dictionaries and lists, ready for JSON."""
@@ -202,7 +205,9 @@ class Explanation:
     def __str__(self) -> str:
         quantized = any(row.done for row in self.rows)
         state = "optimized" if self.optimized else "quantized" if quantized else "not optimized"
-        state += ", compiled" if self.graphs else ""
+        if self.program:
+            state = "precompiled"
+        state += ", compiled" if self.graphs and not self.program else ""
         head = f"{self.model}: {state}"
         if self.optimized:
             head += f", level {self.level}, dtype {self.dtype or 'unchanged'}"
@@ -210,6 +215,7 @@ class Explanation:
         lines = [head, f"{kernels}; torch kernels at {self.capability}"]
         if self.extra_bytes:
             lines.append(f"{self.extra_bytes / 2**20:.1f} MiB keep the exact originals")
+        lines += [self.program] if self.program else []
         lines += [f"note: {note}" for note in self.notes]
         lines += ["", *_table(self.rows)] if self.rows else []
         for graph in self.graphs:
@@ -249,12 +255,12 @@ def _graph_lines(graph: GraphReport) -> list[str]:
     ]
 
 
-def explain(model: nn.Module | Callable[..., Any]) -> Explanation:
+def explain(model: nn.Module | Precompiled | Callable[..., Any]) -> Explanation:
     """Tell what `ipex.optimize`, `ipex.quantization.convert` and ``torch.compile`` did to a model, or could do.
 
     Args:
-        model: Any module, or what ``torch.compile`` or `ipex.compile` returned for a module or a function. A compiled
-            one has to have been called: that is when it is compiled.
+        model: Any module, a `Precompiled`, or what ``torch.compile`` or `ipex.compile` returned for a module or a
+            function. A compiled one has to have been called: that is when it is compiled.
 
     Returns:
         An `Explanation`; printing it shows a table.
@@ -267,6 +273,8 @@ def explain(model: nn.Module | Callable[..., Any]) -> Explanation:
         >>> explain(torch.nn.Sequential(torch.nn.Linear(256, 256))).optimized
         False
     """
+    if isinstance(model, Precompiled):
+        return _precompiled(model)
     graphs = tuple(reports_of(model))
     compiled = hasattr(model, "_torchdynamo_orig_callable") or bool(graphs)
     if not isinstance(model, nn.Module) and not compiled:
@@ -301,6 +309,28 @@ def explain(model: nn.Module | Callable[..., Any]) -> Explanation:
         level=log.options.level,
         extra_bytes=_extra_bytes(model),
         **common,
+    )
+
+
+def _precompiled(model: Precompiled) -> Explanation:
+    from ipex_core.kernels import providers
+
+    mib = [f"{size / 2**20:.1f} MiB" for size in (model.peak_bytes, model.eager_bytes)]
+    calls = ", ".join(f"{count}x {name}" for name, count in model.calls.most_common())
+    return Explanation(
+        False,
+        model=model.name,
+        dtype=None,
+        level=None,
+        isa=providers.cpu_level(),
+        capability=torch.backends.cpu.get_cpu_capability(),
+        rows=(),
+        notes=(),
+        graphs=() if model.report is None else (model.report,),
+        program=(
+            f"{model.instructions} instructions; without an instruction, called through torch: {calls or 'none'};"
+            f" intermediate results take {mib[0]} at most, op by op {mib[1]}"
+        ),
     )
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import weakref
 from collections import Counter
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ipex_core.errors import StaleWeightsError
 from ipex_core.fusion import GraphReport
 from ipex_core.library.spec import dtype_name
+from ipex_core.precompile.expressions import evaluate
 from ipex_core.precompile.graph import Input
 from ipex_core.precompile.lower import Call, Plan, Run, Size, Slot
 
@@ -62,10 +62,10 @@ class Precompiled:
         self._memory = memory
         self._tensors = [i for i, one in enumerate(self._inputs) if one.dtype is not None]
         self._fixed = [i for i, one in enumerate(self._inputs) if one.dtype is None]
-        self._static = all(
-            isinstance(size, int) for one in self._inputs for size in one.shape
+        self._static = all(isinstance(size, int) for one in self._inputs for size in one.shape)
+        self._shapes = (
+            [torch.Size(self._inputs[i].shape) for i in self._tensors] if self._static else []
         )
-        self._shapes = [torch.Size(self._inputs[i].shape) for i in self._tensors] if self._static else []
         self._dtypes = [self._inputs[i].dtype for i in self._tensors]
         self._positional = in_spec == pytree.tree_structure((tuple(range(len(self._inputs))), {}))
         self._numbers = _Sizes(self._inputs, ranges, conditions, plan.sizes, self._where)
@@ -169,9 +169,7 @@ class Precompiled:
             if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
                 self._refuse(i, "a torch.Tensor", type(tensor).__name__)
             if tensor.dtype is not self._dtypes[i]:
-                self._refuse(
-                    i, f"of dtype {dtype_name(self._dtypes[i])}", dtype_name(tensor.dtype)
-                )
+                self._refuse(i, f"of dtype {dtype_name(self._dtypes[i])}", dtype_name(tensor.dtype))
             if self._static and tensor.shape != self._shapes[i]:
                 self._refuse(i, f"of shape {list(self._shapes[i])}", list(tensor.shape))
             if not tensor.is_cpu or tensor.layout is not torch.strided:
@@ -336,45 +334,6 @@ class _Sizes:
         return tuple(int(evaluate(text, symbols)) for text in self._expressions)
 
 
-def evaluate(text: str, symbols: Mapping[str, int]) -> Any:
-    """Return the value of an expression of sizes, as sympy and torch write it."""
-    if text in symbols:
-        return symbols[text]
-    import sympy
-    from torch.utils._sympy import functions
-
-    names: dict[str, Any] = {
-        name: getattr(functions, name) for name in functions.__all__ if hasattr(functions, name)
-    }
-    names.update({name: sympy.Symbol(name, integer=True) for name in symbols})
-    expression = _parsed(text, names)
-    return expression.subs({sympy.Symbol(n, integer=True): v for n, v in symbols.items()})
-
-
-def _parsed(text: str, names: dict[str, Any]) -> Any:
-    """Return an expression of sympy; a file may hold any text, so that only arithmetic is let through."""
-    import ast
-
-    import sympy
-
-    allowed = (
-        *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Load, ast.Constant),
-        *(ast.operator, ast.unaryop, ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop),
-    )
-    known = {**names, "Eq": sympy.Eq, "Ne": sympy.Ne, "Max": sympy.Max, "Min": sympy.Min}
-    for node in ast.walk(ast.parse(text, mode="eval")):
-        fine = isinstance(node, allowed)
-        if isinstance(node, ast.Call):
-            fine = isinstance(node.func, ast.Name)
-        elif isinstance(node, ast.Name):
-            fine = node.id in known
-        elif isinstance(node, ast.Constant):
-            fine = isinstance(node.value, int)
-        if not fine:
-            raise ValueError(f"an expression of sizes must be arithmetic on sizes, got {text!r}")
-    return eval(compile(text, "<sizes>", "eval"), {"__builtins__": {}}, known)
-
-
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -435,5 +394,3 @@ class _Weights:
                         if one is tensor
                     )
         return "weight"
-
-

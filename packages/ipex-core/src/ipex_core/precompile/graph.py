@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import operator
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -88,7 +89,7 @@ def capture(
     module = program.graph_module
     _check(program)
     conditions = _drop_checks(module.graph)
-    inputs = _lift(program)
+    inputs = _lift(program, list(inspect.signature(model.forward).parameters))
     eager_bytes = peak_bytes(module.graph)
     _clean(module.graph)
     _fold_batch_norms(module, report)
@@ -165,13 +166,18 @@ def _drop_checks(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(dict.fromkeys(conditions))
 
 
-def _lift(program: torch.export.ExportedProgram) -> tuple[Input, ...]:
-    """Turn parameters and buffers into attributes of the graph; return what the user gives."""
+def _lift(program: torch.export.ExportedProgram, parameters: list[str]) -> tuple[Input, ...]:
+    """Turn parameters and buffers into attributes of the graph; return what the user gives.
+
+    Args:
+        program: The recorded program.
+        parameters: Names of the parameters of the forward.
+    """
     module, graph = program.graph_module, program.graph_module.graph
     nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
     inputs: list[Input] = []
     spec = program.call_spec.in_spec
-    names = _leaf_names(spec)
+    names = _leaf_names(spec, parameters)
     for one in program.graph_signature.input_specs:
         node = nodes.get(one.arg.name)
         if one.kind == InputKind.USER_INPUT:
@@ -210,8 +216,8 @@ def add_constant(module: fx.GraphModule, graph: fx.Graph, value: Tensor) -> fx.N
     return graph.get_attr(name)
 
 
-def _leaf_names(spec: Any) -> list[str]:
-    """Return what errors call the leaves of ``(args, kwargs)``: "0", "mask", "0.x"."""
+def _leaf_names(spec: Any, parameters: list[str]) -> list[str]:
+    """Return what errors call the leaves of ``(args, kwargs)``: "mask", "batch.ids"."""
     from torch.utils import _pytree as pytree
 
     filled = pytree.tree_unflatten([0] * spec.num_leaves, spec)
@@ -221,6 +227,8 @@ def _leaf_names(spec: Any) -> list[str]:
             str(getattr(part, "key", getattr(part, "idx", getattr(part, "name", part))))
             for part in path[1:]  # the first is args or kwargs
         ]
+        if path[0].idx == 0 and int(parts[0]) < len(parameters):
+            parts[0] = parameters[int(parts[0])]
         names.append(".".join(parts))
     return names
 
@@ -310,7 +318,9 @@ def _into_convolution(
     plain, offset = _constant(module, weight), _constant(module, bias)
     if plain is None or (bias is not None and offset is None):
         return None
-    if transposed:  # [in, out / groups, ...]: the groups lie one after the other in the first dimension
+    if (
+        transposed
+    ):  # [in, out / groups, ...]: the groups lie one after the other in the first dimension
         per_group = factor.view(groups, 1, -1).expand(-1, plain.shape[0] // groups, -1)  # type: ignore[arg-type]
         by = per_group.reshape(plain.shape[0], -1, *[1] * (plain.dim() - 2))
     else:

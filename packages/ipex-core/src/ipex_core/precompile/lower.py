@@ -290,7 +290,9 @@ class _Lowering:
         kept = [
             node
             for node in self.written
-            if any(user not in self.done and user not in self.registers for user in self.users(node))
+            if any(
+                user not in self.done and user not in self.registers for user in self.users(node)
+            )
         ]
         if kept:
             program = self.builder.build([self.registers[node] for node in kept])
@@ -504,9 +506,7 @@ def _slice(low: _Lowering, node: fx.Node) -> Any:
 @_rule(aten.select.int)
 def _select(low: _Lowering, node: fx.Node) -> Any:
     a = _arguments(node)
-    return low.builder.call(
-        "select", low.register(a["self"]), a["dim"], low.integer(a["index"])
-    )
+    return low.builder.call("select", low.register(a["self"]), a["dim"], low.integer(a["index"]))
 
 
 @_rule(aten.split_with_sizes.default)

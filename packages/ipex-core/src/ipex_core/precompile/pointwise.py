@@ -200,7 +200,9 @@ def _is_fit(node: fx.Node) -> bool:
         elif one is not None and not isinstance(one, (int, float, torch.dtype)):
             return False
     if node.target in _ON_BOOL:
-        return all(one.dtype == torch.bool for one in map(val, node.all_input_nodes) if one is not None)
+        return all(
+            one.dtype == torch.bool for one in map(val, node.all_input_nodes) if one is not None
+        )
     if node.target in (aten.floor.default, aten.round.default, aten.div.Tensor):
         return not node.kwargs
     return set(node.kwargs) <= {"alpha", "min", "max", "approximate"}

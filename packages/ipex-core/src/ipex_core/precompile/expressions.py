@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic on sizes that vary, as sympy and torch write it down.
+
+A file may hold any text, so that nothing but the functions named here is evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["evaluate"]
+
+_OPERATORS: Mapping[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Not: operator.not_,
+    ast.Invert: operator.not_,
+    ast.BitAnd: lambda a, b: bool(a) and bool(b),
+    ast.BitOr: lambda a, b: bool(a) or bool(b),
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "Abs": abs,
+    "CeilDiv": lambda a, b: -(-a // b),
+    "CeilToInt": lambda a: -int(-a // 1),
+    "CleanDiv": operator.floordiv,
+    "Eq": operator.eq,
+    "FloorDiv": operator.floordiv,
+    "FloorToInt": lambda a: int(a // 1),
+    "IntTrueDiv": operator.truediv,
+    "FloatTrueDiv": operator.truediv,
+    "Max": max,
+    "Min": min,
+    "Mod": operator.mod,
+    "ModularIndexing": lambda a, b, c: a // b % c,
+    "Ne": operator.ne,
+    "PowByNatural": operator.pow,
+    "PythonMod": operator.mod,
+    "ToFloat": float,
+    "TruncToInt": int,
+}
+#: A power beyond this is no size.
+_MOST_POWER = 16
+
+
+def evaluate(text: str, symbols: Mapping[str, int]) -> Any:
+    """Return the value of an expression.
+
+    Args:
+        text: Sums, products, divisions, comparisons and the functions of torch for them.
+        symbols: Name of a size -> its value.
+
+    Raises:
+        ValueError: The text has something else.
+    """
+    if text in symbols:
+        return symbols[text]
+    try:
+        return _value(_tree(text), symbols)
+    except (KeyError, SyntaxError, ZeroDivisionError, TypeError, RecursionError):
+        raise ValueError(
+            f"an expression of sizes must be arithmetic on {', '.join(symbols) or 'numbers'}, got {text!r}"
+        ) from None
+
+
+@functools.lru_cache(maxsize=1024)
+def _tree(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _value(node: ast.expr, symbols: Mapping[str, int]) -> Any:
+    match node:
+        case ast.Constant(value=bool() | int() | float()):
+            return node.value
+        case ast.Name():
+            return symbols[node.id]
+        case ast.BinOp():
+            left, right = _value(node.left, symbols), _value(node.right, symbols)
+            if isinstance(node.op, ast.Pow) and abs(right) > _MOST_POWER:
+                raise KeyError
+            return _OPERATORS[type(node.op)](left, right)
+        case ast.UnaryOp():
+            return _OPERATORS[type(node.op)](_value(node.operand, symbols))
+        case ast.Compare():
+            values = [_value(one, symbols) for one in (node.left, *node.comparators)]
+            return all(
+                _OPERATORS[type(op)](a, b)
+                for op, a, b in zip(node.ops, values[:-1], values[1:], strict=True)
+            )
+        case ast.BoolOp():
+            every = all if isinstance(node.op, ast.And) else any
+            return every(_value(one, symbols) for one in node.values)
+        case ast.Call(func=ast.Name(id=name), keywords=[]):
+            return _FUNCTIONS[name](*(_value(one, symbols) for one in node.args))
+    raise KeyError
