@@ -67,7 +67,7 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room("optimization", "ipex.optimize and restore", "optimization _optimize"),
         _room("compile", "backend of torch.compile", "compile_backend compiler"),
         _room("exporter", "ipex.export", "exporter recording"),
-        _room("precompile", "models as programs, their files", "precompile"),
+        _room("precompiled", "models as programs, their files", "precompiled"),
         _room("diagnostics", "doctor, explain", "diagnostics"),
         _room("benchmark", "timing of ops", "benchmark"),
         _room("testing", "checks for authors of kernels", "testing"),

@@ -70,9 +70,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_core.optimization import enable_auto_channels_last as enable_auto_channels_last
     from ipex_core.optimization import optimize as optimize
     from ipex_core.optimization import restore as restore
-    from ipex_core.precompile import Precompiled as Precompiled
-    from ipex_core.precompile import load_precompiled as load_precompiled
-    from ipex_core.precompile import precompile as precompile
+    from ipex_core.precompiled import Precompiled as Precompiled
+    from ipex_core.precompiled import load_precompiled as load_precompiled
+    from ipex_core.precompiled import precompile as precompile
 
 #: Public name -> module it comes from.
 _LAZY = {
@@ -87,10 +87,10 @@ _LAZY = {
     "explain": "ipex_core.diagnostics.explain",
     "export": "ipex_core.exporter",
     "fast_bert": "ipex_core.bert",
-    "load_precompiled": "ipex_core.precompile",
+    "load_precompiled": "ipex_core.precompiled",
     "op_info": "ipex_core.diagnostics.explain",
     "optimize": "ipex_core.optimization",
-    "precompile": "ipex_core.precompile",
+    "precompile": "ipex_core.precompiled",
     "restore": "ipex_core.optimization",
     "show_config": "ipex_core.diagnostics.explain",
 }

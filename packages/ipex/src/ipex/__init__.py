@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from ipex_core.optimization import enable_auto_channels_last as enable_auto_channels_last
     from ipex_core.optimization import optimize as optimize
     from ipex_core.optimization import restore as restore
-    from ipex_core.precompile import load_precompiled as load_precompiled
-    from ipex_core.precompile import precompile as precompile
+    from ipex_core.precompiled import load_precompiled as load_precompiled
+    from ipex_core.precompiled import precompile as precompile
 
 #: With the ending by which clients of IPEX tell its builds for the CPU from those for XPU.
 __version__ = f"{_version.__version__}+cpu"

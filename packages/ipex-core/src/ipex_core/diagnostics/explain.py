@@ -27,7 +27,7 @@ from ipex_core.optimization.records import (
     log_of,
     quantization_of,
 )
-from ipex_core.precompile.call import Precompiled
+from ipex_core.precompiled.call import Precompiled
 
 __all__ = [
     "Explanation",

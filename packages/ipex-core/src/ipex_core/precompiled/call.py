@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from ipex_core.errors import StaleWeightsError
 from ipex_core.fusion import GraphReport
 from ipex_core.library.spec import dtype_name
-from ipex_core.precompile.expressions import evaluate
-from ipex_core.precompile.graph import Input
-from ipex_core.precompile.lower import Call, Plan, Run, Size, Slot
+from ipex_core.precompiled.expressions import evaluate
+from ipex_core.precompiled.graph import Input
+from ipex_core.precompiled.lower import Call, Plan, Run, Size, Slot
 
 __all__ = ["Precompiled"]
 
@@ -228,7 +228,7 @@ class Precompiled:
             ValueError: ``path`` has another ending, or the model has an argument that JSON cannot hold.
             OSError: The file cannot be written.
         """
-        from ipex_core.precompile.files import save
+        from ipex_core.precompiled.files import save
 
         return save(self, path)
 

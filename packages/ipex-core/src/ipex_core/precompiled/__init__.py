@@ -7,7 +7,7 @@ instruction is called through torch, between two programs.
 
 Example:
     >>> import torch
-    >>> from ipex_core.precompile import precompile
+    >>> from ipex_core.precompiled import precompile
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
     >>> fast = precompile(model, torch.ones(2, 8))
     >>> fast(torch.ones(2, 8)).shape
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ipex_core.precompile.call import Precompiled
+from ipex_core.precompiled.call import Precompiled
 from ipex_core.recording import checked_arguments, checked_model, try_model
 from ipex_core.util import quiet
 
@@ -60,9 +60,9 @@ def precompile(
         >>> fast(torch.ones(2, 8)).shape
         torch.Size([2, 4])
     """
-    from ipex_core.precompile.graph import capture
-    from ipex_core.precompile.lower import lower
-    from ipex_core.precompile.memory import peak_bytes
+    from ipex_core.precompiled.graph import capture
+    from ipex_core.precompiled.lower import lower
+    from ipex_core.precompiled.memory import peak_bytes
 
     module = checked_model("precompile", model)
     _refuse_hooks(module)
@@ -103,7 +103,7 @@ def load_precompiled(path: str | os.PathLike[str]) -> Precompiled:
         OSError: There is no such file, or it cannot be read.
         ValueError: The file is damaged, is no precompiled model, or was written for another kernel API.
     """
-    from ipex_core.precompile.files import load
+    from ipex_core.precompiled.files import load
 
     return load(path)
 

@@ -16,7 +16,7 @@ from ipex_core.fusion.aten import val
 from ipex_core.kernels.policy import has_kernel
 from ipex_core.library.kernels import specs
 from ipex_core.library.spec import FLOATS
-from ipex_core.precompile.pointwise import Chain, find_chains
+from ipex_core.precompiled.pointwise import Chain, find_chains
 from ipex_core.program import Program, ProgramBuilder, Register
 
 __all__ = ["Call", "Plan", "Run", "Size", "Slot", "lower"]

@@ -25,12 +25,12 @@ from ipex_core._version import __version__
 from ipex_core.errors import MissingComponentError
 from ipex_core.kernels.providers import KERNEL_API
 from ipex_core.library.spec import dtype_name
-from ipex_core.precompile.graph import Input
-from ipex_core.precompile.lower import Call, Plan, Run, Size, Slot
+from ipex_core.precompiled.graph import Input
+from ipex_core.precompiled.lower import Call, Plan, Run, Size, Slot
 from ipex_core.program import Program, ProgramBuilder, Register
 
 if TYPE_CHECKING:
-    from ipex_core.precompile.call import Precompiled
+    from ipex_core.precompiled.call import Precompiled
 
 __all__ = ["load", "save"]
 
@@ -217,7 +217,7 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def load(path: Any) -> Precompiled:
-    """Read a precompiled model; see `ipex_core.precompile.load_precompiled`."""
+    """Read a precompiled model; see `ipex_core.precompiled.load_precompiled`."""
     library = _library()
     file = _path("load_precompiled", path)
     with open(file, "rb"):  # a missing file is told in Python's words
@@ -259,7 +259,7 @@ def _wrong(file: Path, expected: str) -> ValueError:
 
 
 def _model(document: dict[str, Any], tensors: Mapping[str, Tensor]) -> Precompiled:
-    from ipex_core.precompile.call import Precompiled
+    from ipex_core.precompiled.call import Precompiled
 
     written = document["plan"]
     plan = Plan(

@@ -18,7 +18,7 @@ from ipex_core.fusion import GraphReport
 from ipex_core.fusion.aten import PURE, Context, is_call, val
 from ipex_core.fusion.aten.conv import pack_convolutions
 from ipex_core.fusion.aten.passes import run_passes
-from ipex_core.precompile.memory import peak_bytes
+from ipex_core.precompiled.memory import peak_bytes
 from ipex_core.recording import record
 
 __all__ = ["Input", "Recorded", "capture"]

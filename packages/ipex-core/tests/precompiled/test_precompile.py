@@ -1,0 +1,550 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ipex.precompile`: what models compute as programs, what is checked at a call, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn import functional
+
+from ipex_core import explain, precompile
+from ipex_core.errors import ExportError, StaleWeightsError
+from ipex_core.precompiled.lower import Run
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    if not want.dtype.is_floating_point:
+        assert torch.equal(got, want)
+        return
+    limit = TOLERANCE[want.dtype]
+    torch.testing.assert_close(got, want, rtol=limit, atol=limit)
+
+
+def check(model: nn.Module, *args: Any, dynamic_shapes: Any = None) -> Any:
+    """Precompile a model and compare it with eager execution on its example."""
+    model = model.eval()
+    fast = precompile(model, args, dynamic_shapes)
+    with torch.no_grad():
+        want, got = model(*args), fast(*args)
+    for one, other in zip(
+        torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(want), strict=True
+    ):
+        close(one, other) if isinstance(other, Tensor) else pytest.fail("a result is no tensor")
+    return fast
+
+
+def ops_of(fast: Any) -> list[str]:
+    """Return the names of the instructions of a run."""
+    programs = [step.program for step in fast._plan.steps if isinstance(step, Run)]
+    return [one.op for program in programs for one in program.instructions]
+
+
+class Block(nn.Module):
+    """A residual block of a network for images."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 1)
+        self.last = nn.BatchNorm2d(channels, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.norm(self.first(x)))
+        return functional.relu(self.last(self.second(y)) + x)
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """Give batch norms statistics of their own."""
+    generator = torch.Generator().manual_seed(3)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            shape = module.running_mean.shape
+            module.running_mean = torch.randn(shape, generator=generator) * 0.1
+            module.running_var = torch.rand(shape, generator=generator) + 0.5
+    return model
+
+
+class Encoder(nn.Module):
+    """A layer of a transformer, with a mask of tokens."""
+
+    def __init__(self, width: int = 64, heads: int = 4, vocabulary: int = 50) -> None:
+        super().__init__()
+        self.heads = heads
+        self.table = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(64, width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        b, t = ids.shape
+        x = self.before(self.table(ids) + self.places(torch.arange(t)))
+        q, k, v = (
+            layer(x).view(b, t, self.heads, -1).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        bias = torch.zeros(b, 1, 1, t, dtype=x.dtype).masked_fill(
+            mask[:, None, None, :] == 0, float("-inf")
+        )
+        y = functional.scaled_dot_product_attention(q, k, v, bias)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, -1))
+        x = self.after(x + self.down(functional.gelu(self.up(x))))
+        return {"states": x, "pooled": x[:, 0].tanh()}
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolutions_take_batch_norms_activations_and_sums(dtype: torch.dtype) -> None:
+    model = spread(nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1), Block(32), nn.MaxPool2d(2), Block(32)))
+    fast = check(model.to(dtype), torch.randn(2, 3, 18, 20).to(dtype))
+    assert not fast.calls
+    ops = ops_of(fast)
+    assert ops.count("convolution") == 5
+    assert "frozen_batch_norm" not in ops
+    assert "pointwise" not in ops  # relu and sum are in the convolutions
+
+
+def test_batch_norms_without_a_convolution_before_are_ops() -> None:
+    model = spread(
+        nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.BatchNorm2d(4))
+    )
+    check(model, torch.randn(2, 4, 5, 6))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv1d(6, 8, 3, stride=2, padding=1, dilation=2),
+        nn.Conv1d(6, 12, 3, groups=3),
+    ],
+    ids=["plain", "groups"],
+)
+def test_convolutions_of_sequences(layer: nn.Module) -> None:
+    check(
+        spread(nn.Sequential(layer, nn.BatchNorm1d(layer.out_channels), nn.GELU())),
+        torch.randn(2, 6, 17),
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.ConvTranspose2d(6, 8, 3, stride=2, groups=2, output_padding=1), (2, 6, 5, 4)),
+        (nn.Conv2d(6, 6, 3, padding="same", groups=6), (2, 6, 5, 4)),
+        (nn.Conv3d(2, 4, 3), (1, 2, 5, 6, 4)),
+        (nn.ConvTranspose1d(3, 4, 2), (2, 3, 5)),
+    ],
+    ids=["transposed", "depthwise", "3d", "transposed1d"],
+)
+def test_other_convolutions_are_called_through_torch(
+    layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    norm = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)]
+    fast = check(
+        spread(nn.Sequential(layer, norm(layer.out_channels), nn.ReLU())), torch.randn(shape)
+    )
+    assert sum(fast.calls.values()) >= 1
+    assert "convolution" in "".join(fast.calls)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_encoders(dtype: torch.dtype) -> None:
+    model = Encoder().to(dtype)
+    ids = torch.randint(0, 50, (2, 11))
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    mask[1, 7:] = 0
+    fast = check(model, ids, mask)
+    assert "attention" in ops_of(fast)
+
+
+def test_chains_of_element_wise_ops_are_one_instruction() -> None:
+    class Chain(nn.Module):
+        def forward(self, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
+            z = torch.where(keep, x * torch.sigmoid(y) + 1.5, x.abs().sqrt() - 2 * y)
+            return (z.clamp(-1, 3) ** 2 / 3).exp().log1p()
+
+    x, y = torch.randn(4, 7, 9), torch.randn(9)
+    fast = check(Chain(), x, y, torch.rand(7, 9) > 0.5)
+    # What depends on y alone is computed in its size, not in that of the result.
+    assert ops_of(fast) == ["pointwise"] * 3
+    assert not fast.calls
+
+
+def test_integers_and_ops_without_an_instruction() -> None:
+    class Mixed(nn.Module):
+        def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+            order = (ids * 2 + 1).cumsum(-1) % 5
+            values, places = x.topk(2, -1)
+            return order, values, places, x.gather(-1, order), torch.fft.rfft(x).abs()
+
+    check(Mixed(), torch.randn(3, 6), torch.randint(0, 4, (3, 5)))
+
+
+def test_views_reductions_and_products() -> None:
+    class Views(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            a, b = x.split([3, 5], -1)
+            c = torch.cat([a.transpose(0, 1).contiguous(), b.permute(1, 0, 2)[..., :3]], 2)
+            d = functional.pad(c, (1, 2, 0, 1), value=0.5)
+            return (
+                *(d.mean((0, 2)), c.sum(1, keepdim=True), c.amax(-1), c.softmax(-1)),
+                *(
+                    x @ x.transpose(1, 2),
+                    x[0] @ x[1].t(),
+                    x[:, -1, ::2].unsqueeze(1).expand(-1, 2, -1),
+                ),
+                x.flatten().unflatten(0, (4, -1)).squeeze(),
+            )
+
+    check(Views(), torch.randn(2, 4, 8))
+
+
+def test_results_keep_their_form_and_fixed_values() -> None:
+    class Form(nn.Module):
+        def forward(
+            self, x: Tensor, scale: float = 2.0, *, more: dict[str, Tensor]
+        ) -> dict[str, Any]:
+            return {"a": [x * scale, None], "b": (more["y"] + 1, 3, "text")}
+
+    x, y = torch.randn(3), torch.randn(3)
+    model = Form().eval()
+    fast = precompile(model, {"x": x, "scale": 3.0, "more": {"y": y}})
+    got = fast(x=x, scale=3.0, more={"y": y})
+    torch.testing.assert_close(got["a"][0], x * 3)
+    torch.testing.assert_close(got["b"][0], y + 1)
+    assert got["a"][1] is None
+    assert got["b"][1:] == (3, "text")
+    torch.testing.assert_close(fast(more={"y": y}, scale=3.0, x=x)["a"][0], x * 3)
+    with pytest.raises(
+        ValueError, match=r"Form: input scale must be 3\.0 as in the example, got 2\.0"
+    ):
+        fast(x=x, scale=2.0, more={"y": y})
+
+
+def test_optimized_models() -> None:
+    import ipex_core
+
+    model = ipex_core.optimize(
+        nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)).eval()
+    )
+    check(model, torch.randn(4, 64))
+
+
+def test_strides_of_inputs_may_differ_from_the_example() -> None:
+    model = spread(nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8 * 12, 4))).eval()
+    fast = precompile(model, torch.randn(2, 4, 5, 6))
+    x = torch.randn(2, 5, 6, 4).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        close(fast(x), model(x))
+        close(fast(torch.randn(2, 4, 5, 12)[..., ::2] * 0 + x), model(x))
+
+
+def test_random_numbers_differ_from_call_to_call() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand_like(x) + torch.rand_like(x)
+
+    fast = precompile(Noise().eval(), torch.zeros(1000))
+    first, second = fast(torch.zeros(1000)), fast(torch.zeros(1000))
+    assert not torch.equal(first, second)
+    assert first.std() < 0.5  # two different numbers were added, not one twice
+
+
+def test_results_that_are_constants_are_copies() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(6.0).view(2, 3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.table[:, 1:], x + self.table.sum()
+
+    model = Fixed().eval()
+    fast = precompile(model, torch.zeros(2))
+    fast(torch.zeros(2))[0].add_(100)
+    assert torch.equal(fast(torch.zeros(2))[0], torch.tensor([[1.0, 2.0], [4.0, 5.0]]))
+    assert torch.equal(model.table, torch.arange(6.0).view(2, 3))
+
+
+def test_a_copy_of_an_input_is_one() -> None:
+    class Copy(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.clone(), x.view(-1)
+
+    fast = precompile(Copy().eval(), torch.zeros(2, 2))
+    x = torch.zeros(2, 2)
+    copy, view = fast(x)
+    copy.add_(1)
+    assert not x.any()
+    view.add_(1)
+    assert x.all()
+
+
+# --- sizes that vary --------------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_vary() -> None:
+    model = Encoder().eval()
+    batch, length = Dim("batch", min=1, max=16), Dim("length", min=2, max=64)
+    shapes = {"ids": {0: batch, 1: length}, "mask": {0: batch, 1: length}}
+    ids = torch.randint(0, 50, (3, 9))
+    fast = precompile(model, (ids, torch.ones_like(ids)), shapes)
+    for b, t in ((3, 9), (1, 2), (5, 33), (1, 1)):
+        ids = torch.randint(0, 50, (b, t))
+        mask = (torch.arange(t) < max(1, t - 3)).long().expand(b, t)
+        with torch.no_grad():
+            want, got = model(ids, mask), fast(ids, mask)
+        for name in want:
+            close(got[name], want[name])
+    with pytest.raises(
+        ValueError, match="Encoder: input ids must have size 0 to 64 in dimension 1"
+    ):
+        fast(torch.zeros(1, 65, dtype=torch.int64), torch.zeros(1, 65, dtype=torch.int64))
+    with pytest.raises(ValueError, match="input mask must have size .* in dimension 1, got shape"):
+        fast(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 9, dtype=torch.int64))
+    with pytest.raises(ValueError, match="input ids must have 2 dimensions, got shape"):
+        fast(torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64))
+
+
+def test_numbers_of_sizes_are_kept_for_a_bounded_number_of_kinds() -> None:
+    from ipex_core.precompiled import call
+
+    class Rows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x, x]).view(-1, 2, x.shape[1]) * x.shape[0]
+
+    fast = precompile(Rows().eval(), torch.ones(3, 4), ({0: Dim("rows", max=1000)},))
+    for rows in range(2, 2 + 2 * call._MOST_SIZES):
+        assert fast(torch.ones(rows, 4)).shape == (rows, 2, 4)
+        assert (fast(torch.ones(rows, 4)) == rows).all()
+    assert len(fast._numbers._known) <= call._MOST_SIZES
+
+
+# --- inputs that are refused ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (torch.ones(3, 8), ValueError, r"of shape \[2, 8\], got \[3, 8\]"),
+        (torch.ones(2, 8, 1), ValueError, r"of shape \[2, 8\], got \[2, 8, 1\]"),
+        (torch.ones(0, 8), ValueError, r"of shape \[2, 8\], got \[0, 8\]"),
+        (torch.ones(2, 8).double(), ValueError, "of dtype float32, got float64"),
+        (torch.ones(2, 8, device="meta"), ValueError, "a dense tensor on the CPU, got .* on meta"),
+        (
+            torch.ones(2, 8).to_sparse(),
+            ValueError,
+            "a dense tensor on the CPU, got torch.sparse_coo",
+        ),
+        (torch.ones(2, 8, requires_grad=True), ValueError, "without gradient"),
+        ([[1.0] * 8] * 2, TypeError, "a torch.Tensor, got list"),
+        (None, TypeError, "a torch.Tensor, got NoneType"),
+    ],
+)
+def test_inputs_that_differ_from_the_example_are_refused(given: Any, error: Any, text: str) -> None:
+    fast = precompile(nn.Linear(8, 4).eval(), torch.ones(2, 8))
+    with pytest.raises(error, match=text):
+        fast(given)
+    with pytest.raises(TypeError, match="must have the form of the example"):
+        fast(torch.ones(2, 8), torch.ones(2, 8))
+
+
+def test_no_gradient_is_computed() -> None:
+    fast = precompile(nn.Linear(8, 4).eval(), torch.ones(2, 8))
+    assert not fast(torch.ones(2, 8)).requires_grad
+    with torch.no_grad():
+        fast(torch.ones(2, 8, requires_grad=True))
+
+
+# --- weights that change ----------------------------------------------------------------------------------------------
+
+
+def _replaced(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(torch.ones(4, 8))
+
+
+def _in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+
+
+def _data(model: nn.Module) -> None:
+    model[0].weight.data = torch.ones(4, 8)
+
+
+def _state(model: nn.Module) -> None:
+    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+
+
+def _buffer(model: nn.Module) -> None:
+    model[1].running_mean.add_(1)
+
+
+def _buffer_replaced(model: nn.Module) -> None:
+    model[1].running_var = torch.ones(4)
+
+
+@pytest.mark.parametrize("change", [_replaced, _in_place, _data, _state, _buffer, _buffer_replaced])
+def test_weights_that_change_are_refused(change: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).eval()
+    fast = precompile(model, torch.ones(2, 8))
+    fast(torch.ones(2, 8))
+    change(model)
+    with pytest.raises(StaleWeightsError, match=r"Sequential: the weights .*, got another [01]\."):
+        fast(torch.ones(2, 8))
+    close(precompile(model, torch.ones(2, 8))(torch.ones(2, 8)), model(torch.ones(2, 8)).detach())
+
+
+def test_the_model_is_not_kept() -> None:
+    model = nn.Linear(8, 4).eval()
+    fast = precompile(model, torch.ones(2, 8))
+    want = model(torch.ones(2, 8)).detach()
+    gone = weakref.ref(model)
+    weight = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert weight() is None
+    close(fast(torch.ones(2, 8)), want)
+
+
+# --- models that are refused ------------------------------------------------------------------------------------------
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x * self.count
+
+
+class Writes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1) * 2
+
+
+class Found(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Branch(), "torch.export cannot record the model"),
+        (Counter(), "must not write to its buffers, got a write to 'count'"),
+        (Writes(), "must not write to its inputs, got a write to 'x'"),
+        (Found(), "must not depend on values of its tensors"),
+    ],
+)
+def test_models_that_cannot_be_programs_are_refused(model: nn.Module, text: str) -> None:
+    with pytest.raises(ExportError, match=f"^precompile: .*{text}"):
+        precompile(model.eval(), torch.ones(3))
+
+
+def test_modes_hooks_and_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="precompile: model must be in evaluation mode"):
+        precompile(nn.Dropout(), torch.ones(3))
+    with pytest.raises(
+        TypeError, match="precompile: model must be a torch.nn.Module, got function"
+    ):
+        precompile(lambda x: x, torch.ones(3))
+    with pytest.raises(TypeError, match="precompile: example_inputs must be a tensor, a sequence"):
+        precompile(nn.ReLU().eval(), 3)
+    with pytest.raises(ValueError, match="precompile: example_inputs must fit the forward"):
+        precompile(nn.ReLU().eval(), (torch.ones(3), torch.ones(3)))
+    with pytest.raises(
+        ValueError, match="precompile: example_inputs must be accepted by the model"
+    ):
+        precompile(nn.Linear(4, 4).eval(), torch.ones(3))
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    model[0].register_forward_hook(lambda module, args, output: print(output))
+    with pytest.raises(ValueError, match="must have no forward hooks, got one on '0'"):
+        precompile(model, torch.ones(2, 4))
+
+
+def test_weight_norm_of_torch_is_recorded() -> None:
+    check(nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)), torch.randn(2, 8))
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_explain_and_repr() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).relu().cumsum(0)
+
+    fast = precompile(Both().eval(), torch.ones(32, 64))
+    text = str(explain(fast))
+    assert text.startswith("Both: precompiled")
+    assert "1x aten::cumsum.default" in text
+    assert "ipex::linear" in text
+    assert "1 calls of torch, inputs: x: float32[32, 64]" in repr(fast)
+    assert 0 < fast.peak_bytes <= fast.eager_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_at_most_that_of_eager_execution(dtype: torch.dtype) -> None:
+    ids = torch.randint(0, 50, (2, 32))
+    for model, args in (
+        (
+            spread(nn.Sequential(nn.Conv2d(3, 32, 3), Block(32), Block(32))),
+            (torch.randn(2, 3, 32, 32).to(dtype),),
+        ),
+        (Encoder(), (ids, torch.ones_like(ids))),
+    ):
+        fast = precompile(model.to(dtype).eval(), args)
+        assert 0 < fast.peak_bytes <= fast.eager_bytes
+
+
+def test_several_threads_may_call() -> None:
+    model = Encoder().eval()
+    ids = torch.randint(0, 50, (2, 9))
+    mask = torch.ones_like(ids)
+    fast = precompile(model, (ids, mask))
+    want = fast(ids, mask)["states"]
+    wrong = []
+
+    def run() -> None:
+        for _ in range(20):
+            if not torch.equal(fast(ids, mask)["states"], want):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
