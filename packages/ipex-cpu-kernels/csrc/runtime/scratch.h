@@ -34,6 +34,7 @@ enum class Area {
   kMoeRouting,
   kNms,
   kNormQuant,
+  kPointwise,
   kRoiAlign,
   kSampleToken,
   kSelectiveScan,

@@ -8,6 +8,7 @@
 #include <torch/headeronly/util/Half.h>
 
 #include "ipex/glue/op_loops.h"
+#include "program/convert.h"
 
 namespace ipex::program {
 namespace {
@@ -164,23 +165,29 @@ Tensor tanh(const Tensor& x) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// Whether the elements fill their memory, in any order of the dimensions.
+bool is_dense(const Tensor& x) {
+  if (x.is_contiguous()) return true;
+  bool used[kMaxDim] = {};
+  if (x.dim() > kMaxDim) return false;
+  int64_t expected = 1;
+  for (int64_t found = 0; found < x.dim(); ++found) {
+    int64_t next = -1;
+    for (int64_t d = 0; next < 0 && d < x.dim(); ++d)
+      if (!used[d] && (x.size(d) == 1 || x.stride(d) == expected)) next = d;
+    if (next < 0) return false;
+    used[next] = true;
+    expected *= x.size(next);
+  }
+  return true;
+}
+
 Tensor cast(const Tensor& x, ScalarType dtype) {
   const ScalarType from = x.scalar_type();
   if (from == dtype) return x;
-  const int64_t numel = x.numel();
-  // Small ones here: the way through torch costs several microseconds.
-  constexpr int64_t kSmall = 4096;
-  if (numel > kSmall || !is_kernel_dtype(from) || !is_kernel_dtype(dtype) || !x.is_contiguous())
+  if (!is_pointwise_dtype(from) || !is_pointwise_dtype(dtype) || !is_dense(x))
     return torch::stable::to(x, dtype);
-  Tensor y = new_contiguous(x.sizes().data(), x.dim(), dtype);
-  visit_float("cast", "x", from, [&]<class From>() {
-    visit_float("cast", "dtype", dtype, [&]<class To>() {
-      const From* a = static_cast<const From*>(x.const_data_ptr());
-      To* to = static_cast<To*>(y.mutable_data_ptr());
-      for (int64_t i = 0; i < numel; ++i) store(to[i], load(a[i]));
-    });
-  });
-  return y;
+  return convert(x, dtype);
 }
 
 const bool registered = [] {

@@ -124,6 +124,116 @@ Tensor transpose(const Tensor& x, int64_t a, int64_t b) {
   return view(x, sizes, strides, x.dim());
 }
 
+Tensor permute(const Tensor& x, const std::vector<int64_t>& dims) {
+  const int64_t dim = x.dim();
+  IPEX_CHECK(dim <= kMaxDim, "permute: x must have at most ", kMaxDim, " dimensions, got ", dim);
+  bool fits = static_cast<int64_t>(dims.size()) == dim, seen[kMaxDim] = {};
+  int64_t sizes[kMaxDim], strides[kMaxDim];
+  for (int64_t i = 0; fits && i < dim; ++i) {
+    int64_t from = dims[static_cast<size_t>(i)];
+    if (from < 0) from += dim;
+    fits = from >= 0 && from < dim && !seen[from];
+    if (!fits) break;
+    seen[from] = true;
+    sizes[i] = x.size(from);
+    strides[i] = x.stride(from);
+  }
+  IPEX_CHECK(fits, "permute: dims must have each dimension of x (", dim, "-D) once, got ",
+             text_of(dims));
+  return view(x, sizes, strides, dim);
+}
+
+Tensor expand(const Tensor& x, const std::vector<int64_t>& given) {
+  const int64_t dim = static_cast<int64_t>(given.size()), extra = dim - x.dim();
+  IPEX_CHECK(dim <= kMaxDim, "expand: sizes must have at most ", kMaxDim, " elements, got ", dim);
+  bool fits = extra >= 0;
+  int64_t sizes[kMaxDim], strides[kMaxDim];
+  for (int64_t i = 0; fits && i < dim; ++i) {
+    const int64_t wanted = given[static_cast<size_t>(i)];
+    if (i < extra) {
+      fits = wanted >= 0;
+      sizes[i] = wanted;
+      strides[i] = 0;
+      continue;
+    }
+    const int64_t size = x.size(i - extra);
+    fits = wanted == -1 || wanted == size || (size == 1 && wanted >= 0);
+    sizes[i] = wanted == -1 ? size : wanted;
+    strides[i] = sizes[i] == size ? x.stride(i - extra) : 0;
+  }
+  IPEX_CHECK(fits, "expand: sizes must be a shape that x of shape ", shape_text(x),
+             " broadcasts to, got ", text_of(given));
+  return view(x, sizes, strides, dim);
+}
+
+Tensor unsqueeze(const Tensor& x, int64_t dim) {
+  const int64_t dims = x.dim(), given = dim;
+  IPEX_CHECK(dims < kMaxDim, "unsqueeze: x must have less than ", kMaxDim, " dimensions, got ",
+             dims);
+  if (dim < 0) dim += dims + 1;
+  IPEX_CHECK(dim >= 0 && dim <= dims, "unsqueeze: dim must be a place in ", dims + 1,
+             " dimensions, got ", given);
+  int64_t sizes[kMaxDim], strides[kMaxDim];
+  for (int64_t i = 0, from = 0; i <= dims; ++i) {
+    if (i == dim) {
+      sizes[i] = 1;
+      strides[i] = i < dims ? x.size(i) * x.stride(i) : 1;
+    } else {
+      sizes[i] = x.size(from);
+      strides[i] = x.stride(from++);
+    }
+  }
+  return view(x, sizes, strides, dims + 1);
+}
+
+// x without a dimension, `offset` elements further on.
+Tensor without_dim(const Tensor& x, int64_t dim, int64_t offset) {
+  int64_t sizes[kMaxDim], strides[kMaxDim], n = 0;
+  for (int64_t i = 0; i < x.dim(); ++i) {
+    if (i == dim) continue;
+    sizes[n] = x.size(i);
+    strides[n++] = x.stride(i);
+  }
+  return view(x, sizes, strides, n, offset);
+}
+
+Tensor squeeze(const Tensor& x, int64_t dim) {
+  if (x.dim() == 0) {
+    IPEX_CHECK(dim == 0 || dim == -1, "squeeze: dim must be a dimension of x (1-D), got ", dim);
+    return x;
+  }
+  check_dim("squeeze", "dim", x, dim);
+  return x.size(dim) == 1 ? without_dim(x, dim, 0) : x;
+}
+
+Tensor slice(const Tensor& x, int64_t dim, int64_t start, int64_t end, int64_t step) {
+  check_dim("slice", "dim", x, dim);
+  IPEX_CHECK(step > 0, "slice: step must be positive, got ", step);
+  const int64_t size = x.size(dim);
+  const auto within = [size](int64_t i, int64_t low) {
+    return std::clamp(i < 0 ? i + size : i, low, size);
+  };
+  start = within(start, 0);
+  end = within(end, start);
+  int64_t sizes[kMaxDim], strides[kMaxDim];
+  std::copy_n(x.sizes().data(), x.dim(), sizes);
+  std::copy_n(x.strides().data(), x.dim(), strides);
+  sizes[dim] = (end - start) / step + ((end - start) % step != 0);
+  const int64_t offset = start * strides[dim];
+  // With one element at most the step is of no account, and its product with a stride may be too
+  // large.
+  if (sizes[dim] > 1) strides[dim] *= step;
+  return view(x, sizes, strides, x.dim(), offset);
+}
+
+Tensor select(const Tensor& x, int64_t dim, int64_t index) {
+  check_dim("select", "dim", x, dim);
+  const int64_t size = x.size(dim);
+  IPEX_CHECK(-size <= index && index < size, "select: index must be in [", -size, ", ", size,
+             "), got ", index);
+  return without_dim(x, dim, (index < 0 ? index + size : index) * x.stride(dim));
+}
+
 Tensor empty_like(const Tensor& x) { return new_contiguous_like(x); }
 
 // The values of an int32 or int64 tensor, each checked to lie in [0, limit).
@@ -219,6 +329,12 @@ const bool registered = [] {
   add("reshape", Adapter<&reshape>::entry());
   add("narrow", Adapter<&narrow>::entry());
   add("transpose", Adapter<&transpose>::entry());
+  add("permute", Adapter<&permute>::entry());
+  add("expand", Adapter<&expand>::entry());
+  add("unsqueeze", Adapter<&unsqueeze>::entry());
+  add("squeeze", Adapter<&squeeze>::entry());
+  add("slice", Adapter<&slice>::entry());
+  add("select", Adapter<&select>::entry());
   add("empty_like", Adapter<&empty_like>::entry());
   add("embedding", Adapter<&embedding>::entry());
   add("select_rows", Adapter<&select_rows>::entry());

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built-in instructions of whole graphs: natively the same as their reference."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ipex_core.errors import OpArgumentError
+from ipex_core.program import ProgramBuilder
+from ipex_core.program.builtins import POINTWISE
+from ipex_core.program.pointwise import POINTWISE_FUNCTIONS
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+CHANNELS_LAST = torch.channels_last
+NAN, INF = float("nan"), float("inf")
+
+
+def single(name, *args):
+    """Return a program of one call and its tensor inputs."""
+    b = ProgramBuilder()
+    inputs = []
+
+    def bound(value):
+        if isinstance(value, torch.Tensor):
+            inputs.append(value)
+            return b.input(f"x{len(inputs)}")
+        return [bound(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+    return b.build([b.call(name, *map(bound, args))]), inputs
+
+
+def both(name, *args):
+    """Return what a call gives natively and what its reference gives."""
+    program, inputs = single(name, *args)
+    assert program.native
+    return program.run(*inputs)[0], program.run_reference(*inputs)[0]
+
+
+def same(name, *args, rtol=0.0, atol=0.0, strides=True):
+    """Compare a native call with its reference."""
+    got, want = both(name, *args)
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
+    if strides and got.numel():
+        assert steps(got) == steps(want)
+    return got
+
+
+def steps(x):
+    """Return the strides of the dimensions that have more than one element."""
+    return [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1]
+
+
+@pytest.fixture(params=[1, 2], ids=["one_thread", "two_threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- views ----------------------------------------------------------------------------------------------------------
+
+BASE = torch.arange(120).view(2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("permute", [0, 2, 3, 1]),
+        ("permute", [-1, 0, -2, 1]),
+        ("expand", [2, 3, -1, 5]),
+        ("expand", [6, 1, 2, -1, 4, 5]),
+        ("expand", [0, 2, 3, 4, 5]),
+        ("unsqueeze", 0),
+        ("unsqueeze", 2),
+        ("unsqueeze", 4),
+        ("unsqueeze", -1),
+        ("squeeze", 0),
+        ("squeeze", 1),
+        ("squeeze", -1),
+        ("slice", 1, 1, 3, 1),
+        ("slice", 2, -3, 100, 2),
+        ("slice", -1, 4, 1, 1),
+        ("slice", 3, -100, 2**63 - 1, 3),
+        ("slice", 0, 0, -1, 2**62),
+        ("select", 0, 1),
+        ("select", -1, -5),
+        ("select", 2, 3),
+    ],
+    ids=str,
+)
+def test_views(call):
+    name, *args = call
+    cases = [BASE, BASE.transpose(0, 3).contiguous().transpose(0, 3), BASE[:, ::2], BASE.bool()]
+    for x in [*cases, BASE.to(torch.float64), BASE[:1], BASE[..., :1]]:
+        program, inputs = single(name, x, *args)
+        try:
+            (want,) = program.run_reference(*inputs)
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError) as caught:
+                program.run(*inputs)
+            assert str(caught.value) == str(error)
+            continue
+        (got,) = program.run(*inputs)
+        assert torch.equal(got, want)
+        assert steps(got) == steps(want) or not got.numel()
+        assert got.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_views_of_small_tensors():
+    point, none = torch.tensor(3.0), torch.empty(0, 3)
+    for args in (
+        ("permute", point, []),
+        ("expand", point, [2, 0]),
+        ("expand", point, []),
+        ("unsqueeze", point, -1),
+        ("squeeze", point, -1),
+        ("slice", none, 0, 0, 5, 1),
+        ("select", none, 1, 2),
+        ("permute", none, [1, 0]),
+    ):
+        same(*args)
+
+
+# --- pointwise ------------------------------------------------------------------------------------------------------
+
+
+def code_of(*instructions):
+    """Return the code of instructions ``(name, operands...)``."""
+    words = []
+    for name, *operands in instructions:
+        words += [POINTWISE.index(name), *operands, *[-1] * (3 - len(operands))]
+    return words
+
+
+def test_functions_are_numbered_as_in_cpp():
+    header = Path(__file__).parents[1] / "csrc/ops/program/pointwise.h"
+    found = re.findall(r"\bF\((\w+), (\d)\)", header.read_text())
+    assert [name for name, _ in found] == list(POINTWISE)
+    assert [int(count) for _, count in found] == [n for n, _ in POINTWISE_FUNCTIONS.values()]
+
+
+SPECIAL = [NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 1e-8, 1e30, -3e38, 1e4]
+
+
+def values(n, dtype, seed=0):
+    torch.manual_seed(seed)
+    x = torch.cat([torch.randn(n // 2) * 3, torch.randn(n - n // 2).exp() * 10])
+    x[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.bool], ids=str)
+@pytest.mark.parametrize("name", POINTWISE)
+def test_each_function(name, dtype):
+    count = POINTWISE_FUNCTIONS[name][0]
+    inputs = [values(1031, dtype, i) for i in range(count)]
+    if count > 1:
+        inputs[1][: len(SPECIAL)] = inputs[1][: len(SPECIAL)].roll(3)
+    got, want = both("pointwise", inputs, code_of((name, *range(count))), [], torch.float32)
+    # Large angles lose precision in the same way everywhere: they are given, not computed.
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=3e-7, equal_nan=True)
+    if dtype in FLOATS[1:]:
+        got, want = both("pointwise", inputs, code_of((name, *range(count))), [], dtype)
+        rtol = 8e-3 if dtype == torch.bfloat16 else 2e-3
+        torch.testing.assert_close(got, want, rtol=rtol, atol=rtol, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["sin", "cos", "log", "exp", "log1p", "expm1", "floor", "round"])
+def test_wide_ranges(name):
+    exponents = torch.linspace(-140, 127.9, 4001)
+    x = torch.cat([exponents.exp2(), -exponents.exp2(), torch.linspace(-200, 200, 4001)])
+    same("pointwise", [x], code_of((name, 0)), [], torch.float32, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("exponent", [2.0, 3.0, 1.0, -1.0, 0.5, -2.5, 0.0])
+def test_constant_powers(exponent):
+    x = values(700, torch.float32)
+    same("pointwise", [x], code_of(("pow", 0, 1)), [exponent], torch.float32, rtol=1e-6)
+
+
+IMAGE = torch.randn(2, 20, 9, 7)
+SHAPES = [
+    (torch.randn(3, 700), torch.randn(3, 700)),
+    (torch.randn(40, 700), torch.randn(700)),
+    (torch.randn(40, 7), torch.randn(7)),
+    (torch.randn(40, 700), torch.randn(40, 1)),
+    (torch.randn(300, 7), torch.randn(300, 1)),
+    (torch.randn(40, 1), torch.randn(7)),
+    (torch.randn(700, 40).T, torch.randn(40, 700)),
+    (torch.randn(5000), torch.tensor(0.3)),
+    (torch.tensor(2.0), torch.tensor(0.3)),
+    (torch.randn(4, 1, 300), torch.randn(1, 5, 1)),
+    (torch.randn(3, 5, 40)[:, ::2], torch.randn(3, 3, 40)),
+    (torch.randn(2, 9, 64)[..., 3:], torch.randn(2, 1, 61)),
+    (torch.randn(0, 3), torch.randn(3)),
+    (IMAGE, torch.randn(20, 1, 1)),
+    (IMAGE.to(memory_format=CHANNELS_LAST), torch.randn(20, 1, 1)),
+    (IMAGE.to(memory_format=CHANNELS_LAST), IMAGE.to(memory_format=CHANNELS_LAST)),
+    (IMAGE.to(memory_format=CHANNELS_LAST), IMAGE),
+    (IMAGE.to(memory_format=CHANNELS_LAST), IMAGE[:1, :, :, :1]),
+    (torch.randn(2, 3, 1, 5, 1, 2), torch.randn(3, 4, 1, 3, 2)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(SHAPES)))
+def test_broadcasting(case, threads):
+    a, b = SHAPES[case]
+    chain = code_of(("sub", 0, 1), ("mul", 3, 3), ("add", 4, 2), ("maximum", 0, 5))
+    for dtype in FLOATS:
+        same("pointwise", [a.to(dtype), b], chain, [0.25], torch.float32, rtol=1e-6, atol=1e-6)
+        same("pointwise", [b.to(dtype), a], chain, [0.25], dtype, rtol=1e-2, atol=1e-2)
+    same("pointwise", [a > 0, b], code_of(("where", 0, 1, 2)), [-1.5], torch.float32)
+    same("pointwise", [a, b], code_of(("lt", 0, 1)), [], torch.bool)
+    same("pointwise", [a, b], code_of(("add", 0, 1)), [], torch.float32)
+
+
+def test_long_chains(threads):
+    """Many values that live at once, values that die, values that nothing reads, repeated operands."""
+    torch.manual_seed(0)
+    x = [torch.randn(37, 130), torch.randn(130), torch.randn(37, 1)]
+    chain = [("add", 0, 1), ("mul", 1, 2), ("exp", 0)]  # 4, 5, 6
+    for i in range(60):
+        chain.append((("add", "sub", "maximum")[i % 3], 4 + i, 4 + i // 2))
+    chain.append(("tanh", 3))
+    chain.append(("add", 4 + 62, 4 + 62))
+    chain.append(("where", 4, 4 + 64, 0))
+    got, want = both("pointwise", x, code_of(*chain), [0.5], torch.float32)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (([], [0], [], torch.float32), "inputs must have at least 1 tensor"),
+        ((2, code_of(("add", 0, 1)), [], torch.int64), "dtype must be one of .*, got int64"),
+        ((2, [0, 0, 1], [], torch.float32), "code must have four numbers for each of .*, got 3"),
+        ((2, [], [], torch.float32), "code must have four numbers for each of .*, got 0"),
+        ((2, [99, 0, 1, -1], [], torch.float32), r"code of instruction 0 must be in \[0, 41\)"),
+        ((2, code_of(("add", 0, 3)), [1.0], torch.float32), r"operand 1 .* in \[0, 3\), got 3"),
+        ((2, code_of(("add", 0, -1)), [1.0], torch.float32), r"operand 1 .* in \[0, 3\), got -1"),
+        ((2, [4, 0, 1, -1], [], torch.float32), "operand 1 of instruction 0 must be -1, got 1"),
+    ],
+)
+def test_wrong_code_is_refused_when_a_program_is_built(args, message):
+    inputs, *rest = args
+    b = ProgramBuilder()
+    registers = [b.input(f"x{i}") for i in range(inputs)] if inputs else []
+    with pytest.raises(OpArgumentError, match=f"^pointwise: {message}"):
+        b.call("pointwise", registers, *rest)
+
+
+def refused(message, name, *args):
+    """Check that both interpreters refuse a call, in the same words."""
+    program, inputs = single(name, *args)
+    texts = []
+    for method in (program.run, program.run_reference):
+        with pytest.raises(RuntimeError, match=message) as caught:
+            method(*inputs)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+def test_wrong_inputs_of_pointwise():
+    x, add = torch.ones(2, 3), code_of(("add", 0, 1))
+    refused("input 1 must have dtype .* got int64", "pointwise", [x, x.long()], add, [], x.dtype)
+    refused(
+        r"input 1 must broadcast with the inputs before it of shape \[2, 3\], got \[4\]",
+        "pointwise",
+        [x, torch.ones(4)],
+        add,
+        [],
+        x.dtype,
+    )
+    b = ProgramBuilder()
+    n = b.input_int("n")
+    program = b.build([b.call("pointwise", [b.input("x")], [n, 0, -1, -1], [], torch.float32)])
+    assert torch.equal(program.run(4, -x)[0], x)
+    for method in (program.run, program.run_reference):
+        with pytest.raises(RuntimeError, match=r"code of instruction 0 must be in \[0, 41\)"):
+            method(41, x)
+        with pytest.raises(RuntimeError, match="operand 1 of instruction 0 must be in"):
+            method(0, x)
+
+
+# --- casts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.bool], ids=str)
+@pytest.mark.parametrize("to", [*FLOATS, torch.bool], ids=str)
+def test_casts(dtype, to, threads):
+    x = values(40000, dtype).view(2, 4, 50, 100)
+    for one in (x, x.to(memory_format=CHANNELS_LAST), x.transpose(1, 3), x[:, :, ::3], x[:, :0]):
+        same("cast", one, to)
