@@ -161,9 +161,12 @@ def test_each_function(name, dtype):
     inputs = [values(1031, dtype, i) for i in range(count)]
     if count > 1:
         inputs[1][: len(SPECIAL)] = inputs[1][: len(SPECIAL)].roll(3)
+    if name == "gelu" and dtype != torch.bool:
+        inputs[0][1:3] = 0  # of infinities, stock PyTorch gives NaN
     got, want = both("pointwise", inputs, code_of((name, *range(count))), [], torch.float32)
-    # Large angles lose precision in the same way everywhere: they are given, not computed.
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=3e-7, equal_nan=True)
+    # The stock GELU of a negative number is a difference that cancels.
+    atol = 1e-6 if name == "gelu" else 3e-7
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=atol, equal_nan=True)
     if dtype in FLOATS[1:]:
         got, want = both("pointwise", inputs, code_of((name, *range(count))), [], dtype)
         rtol = 8e-3 if dtype == torch.bfloat16 else 2e-3
@@ -296,3 +299,203 @@ def test_casts(dtype, to, threads):
     x = values(40000, dtype).view(2, 4, 50, 100)
     for one in (x, x.to(memory_format=CHANNELS_LAST), x.transpose(1, 3), x[:, :, ::3], x[:, :0]):
         same("cast", one, to)
+
+
+# --- layouts and copies ---------------------------------------------------------------------------------------------
+
+ITEMS = [torch.bool, torch.float16, torch.float32, torch.int64, torch.complex64]
+
+
+def layouts(dtype, *shape):
+    """Return tensors of one shape, stored in several ways."""
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * 50).to(dtype)
+    order = list(range(x.dim()))[::-1]
+    wide = torch.cat([x, x], -1)
+    return [
+        x,
+        x.permute(order).contiguous().permute(order),
+        wide[..., ::2],
+        wide[..., 1 : 1 + shape[-1]],
+        x.to(memory_format=CHANNELS_LAST),
+        x.transpose(1, 2).contiguous().transpose(1, 2),
+        x[:, :1].expand(shape),
+        x[..., :1].expand(shape),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ITEMS, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 5, 7), (1, 70, 33, 130), (3, 64, 16, 16), (2, 1, 1, 40), (2, 3, 0, 4)], ids=str
+)
+def test_layouts(dtype, shape, threads):
+    for x in layouts(dtype, *shape):
+        same("contiguous", x)
+        same("channels_last", x)
+        if x.numel():
+            same("reshape", x, [0, -1])
+
+
+def test_layouts_that_are_there_already():
+    x = torch.randn(2, 3, 4, 5)
+    image = x.to(memory_format=CHANNELS_LAST)
+    assert same("contiguous", x).data_ptr() == x.data_ptr()
+    assert same("channels_last", image).data_ptr() == image.data_ptr()
+    conjugate = torch.randn(3, 5, dtype=torch.complex64).T.conj()
+    assert torch.equal(same("contiguous", conjugate), conjugate)
+    refused("x must be 4-D, got 3-D", "channels_last", x[0])
+
+
+@pytest.mark.parametrize("dtype", ITEMS[:4], ids=str)
+def test_cat(dtype, threads):
+    for x, y in zip(
+        layouts(dtype, 2, 9, 5, 40), layouts(dtype, 2, 9, 5, 40)[::-1], strict=True
+    ):
+        for dim in (0, 1, -1):
+            same("cat", [x, y], dim)
+            same("cat", [x, x], dim)
+            same("cat", [x.narrow(dim, 0, 1), x, y.narrow(dim, 0, 0)], dim)
+    same("cat", [torch.randn(7).to(dtype)], 0)
+    x = torch.ones(2, 3)
+    refused("dim must be a dimension of x", "cat", [x], 2)
+    refused("tensor 1 must have the dtype of tensor 0 = float32", "cat", [x, x.long()], 0)
+    refused("tensor 1 must have the shape .* except in dimension 0", "cat", [x, x[:, :2]], 0)
+    refused("tensor 1 must have the shape .* except in dimension 0", "cat", [x, x[0]], 0)
+    with pytest.raises(OpArgumentError, match="tensors must have at least 1"):
+        single("cat", [], 0)
+
+
+@pytest.mark.parametrize("dtype", [*ITEMS[:4], torch.bfloat16, torch.uint8], ids=str)
+def test_pad(dtype, threads):
+    for x in layouts(dtype, 2, 9, 5, 40):
+        for padding in ([1, 1], [0, 0, 2, 3], [1, -2, -1, 4, 2, 0], [], [-3, 0], [0, 1] * 4):
+            same("pad", x, padding, 2.5)
+        same("pad", x, [-20, -20, 1, 1], 1.0)
+    if dtype.is_floating_point:
+        same("pad", torch.randn(3, 4).to(dtype), [2, 3, 1, 0], -INF)
+    same("pad", torch.zeros(0, 3).to(dtype), [1, 1, 2, 0], 1.0)
+    x = torch.ones(2, 3)
+    refused("at most two numbers for each dimension", "pad", x, [1] * 6, 0.0)
+    refused("cut off at most 3 in dimension 1", "pad", x, [-2, -2], 0.0)
+    with pytest.raises(OpArgumentError, match="two numbers for a dimension, got 3"):
+        single("pad", x, [1, 2, 3], 0.0)
+
+
+# --- pooling --------------------------------------------------------------------------------------------------------
+
+
+def images(dtype, *shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    if x.numel() > 10:
+        x.view(-1)[:: x.numel() // 5] = torch.tensor(NAN)
+        x.view(-1)[1 :: x.numel() // 3] = -INF
+    x = x.to(dtype)
+    return [x, x.to(memory_format=CHANNELS_LAST), x.transpose(2, 3).contiguous().transpose(2, 3)]
+
+
+POOLS = [
+    ([3, 3], [2, 2], [1, 1]),
+    ([2], [], [0]),
+    ([3, 2], [1, 1], [1, 0]),
+    ([5], [3], [2]),
+    ([1, 4], [2, 1], [0, 2]),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("ceil_mode", [False, True])
+@pytest.mark.parametrize("pool", POOLS, ids=str)
+def test_pooling(pool, ceil_mode, dtype, threads):
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    for shape in ((2, 3, 9, 12), (1, 70, 7, 7), (2, 130, 5, 8), (1, 2, 6, 600), (0, 3, 9, 9)):
+        for x in images(dtype, *shape):
+            for dilation in ([1], [2, 1]):
+                if dilation[0] * (pool[0][0] - 1) < shape[2]:
+                    same("max_pool2d", x, *pool, dilation, ceil_mode)
+            for counted, divisor in ((True, None), (False, None), (True, 7)):
+                call = ("avg_pool2d", x, *pool, ceil_mode, counted, divisor)
+                same(*call, rtol=tolerance, atol=1e-6)
+
+
+def test_errors_of_pooling():
+    x = torch.ones(1, 2, 4, 4)
+    refused("x must be 4-D, got 3-D", "max_pool2d", x[0], [2], [], [0], [1], False)
+    refused("x must have dtype", "avg_pool2d", x.long(), [2], [], [0], False, True, None)
+    room = r"x must have room for a window of 7 in dimension 2, got \[1, 2, 4, 4\]"
+    refused(room, "max_pool2d", x, [3], [], [0], [3], False)
+    for args, message in (
+        (([2, 2, 2], [], [0], [1], False), "kernel_size must have 1 or 2 numbers, got 3"),
+        (([0], [], [0], [1], False), "kernel_size must be at least 1, got 0"),
+        (([2], [0], [0], [1], False), "stride must be at least 1, got 0"),
+        (([2], [], [2], [1], False), "padding must be at most half of kernel_size = 2, got 2"),
+        (([2], [], [0], [], False), "dilation must have 1 or 2 numbers, got 0"),
+    ):
+        with pytest.raises(OpArgumentError, match=message):
+            single("max_pool2d", x, *args)
+    with pytest.raises(OpArgumentError, match="divisor_override must not be 0"):
+        single("avg_pool2d", x, [2], [], [0], False, True, 0)
+
+
+# --- reductions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["mean", "sum", "amax"])
+def test_reductions(name, dtype, threads):
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    for shape in ((2, 9, 5, 40), (1, 70, 7, 7), (3, 130, 1, 35)):
+        for x in (*layouts(dtype, *shape), *images(dtype, *shape)):
+            for dims in ([-1], [2, 3], [1], [0], [0, 2], [3, 1], [0, 1, 2, 3], [], [0, 2, 3], [-2]):
+                for keepdim in (False, True):
+                    same(name, x, dims, keepdim, rtol=tolerance, atol=5e-4)
+
+
+@pytest.mark.parametrize("name", ["mean", "sum", "amax"])
+def test_long_and_empty_reductions(name, threads):
+    x = torch.rand(2, 100000) + 1
+    for one in (x, x.T, x.T[:, :1]):
+        got, want = both(name, one, [0 if one is not x else 1], False)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    same(name, torch.tensor(2.0), [], False)
+    same(name, torch.tensor(2.0), [-1], True)
+    same(name, torch.ones(3, 0), [0], False)
+    if name == "amax":
+        refused("x must have elements in the dimensions dims", name, torch.ones(3, 0), [1], False)
+        x[1, 70000] = NAN
+        assert same(name, x, [1], False).isnan().tolist() == [False, True]
+    else:
+        same(name, torch.ones(3, 0), [1], False)
+    refused(r"dims must be a dimension of x \(1-D\), got 1", name, torch.ones(3), [1], False)
+    refused("dims must be distinct", name, torch.ones(3), [0, -1], False)
+    refused("x must have dtype", name, torch.ones(3).long(), [0], False)
+    with pytest.raises(OpArgumentError, match="dims must be distinct"):
+        single(name, torch.ones(3), [0, 0], False)
+
+
+# --- together -------------------------------------------------------------------------------------------------------
+
+
+def test_a_network_in_one_program(threads):
+    """Results of one instruction are the inputs of the next, in recycled memory."""
+    b = ProgramBuilder()
+    x = b.input("x")
+    chain = code_of(("mul", 0, 1), ("add", 4, 2), ("maximum", 5, 3))
+    scale = [b.constant(torch.rand(16, 1, 1) + 0.5) for _ in range(2)]
+    value = b.call("channels_last", x)
+    for _ in range(4):
+        h = b.call("pointwise", [value, *scale], chain, [0.0], torch.float32)
+        padded = b.call("pad", h, [1, 1, 1, 1], 0.0)
+        pooled = b.call("max_pool2d", padded, [3], [1], [0], [1], False)
+        both_halves = b.call("cat", [b.call("slice", pooled, 1, 0, 16, 2), h], 1)
+        value = b.call("slice", both_halves, 1, 8, 24, 1)
+    pixels = b.call("permute", value, [0, 2, 3, 1])
+    rows = b.call("reshape", pixels, [0, -1, 16])
+    outputs = [b.call("mean", rows, [1], False), b.call("amax", value, [2, 3], False)]
+    program = b.build([*outputs, b.call("contiguous", value)])
+    assert program.native
+    for seed in range(3):
+        torch.manual_seed(seed)
+        images = torch.randn(2, 16, 24, 24)
+        for got, want in zip(program.run(images), program.run_reference(images), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

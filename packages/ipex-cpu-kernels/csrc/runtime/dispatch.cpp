@@ -145,10 +145,6 @@ Tensor new_contiguous_like(const Tensor& x) {
   return new_contiguous(x.sizes().data(), x.dim(), x.scalar_type());
 }
 
-Tensor as_contiguous(const Tensor& x) {
-  return x.is_contiguous() ? x : torch::stable::contiguous(x);
-}
-
 Rows as_rows(const Tensor& x) {
   Rows view{x};  // an empty tensor would be an allocation
   const int64_t dim = x.dim();
@@ -172,7 +168,7 @@ Rows as_rows(const Tensor& x) {
     next *= x.size(i);
   }
   if (!equal && !x.is_contiguous()) {
-    view.tensor = torch::stable::contiguous(x);
+    view.tensor = as_contiguous(x);
     view.stride = view.columns;
   }
   view.data = view.tensor.const_data_ptr();

@@ -31,11 +31,6 @@ inline Tensor new_image(int64_t n, int64_t c, int64_t h, int64_t w, bool channel
 }
 
 // The tensor itself if its channels lie side by side, else a copy in which they do.
-inline Tensor as_channels_last(const Tensor& x) {
-  if (channels_are_innermost(x)) return x;
-  Tensor copy = new_image(x.size(0), x.size(1), x.size(2), x.size(3), true, x.scalar_type());
-  torch::stable::copy_(copy, x);
-  return copy;
-}
+Tensor as_channels_last(const Tensor& x);
 
 }  // namespace ipex

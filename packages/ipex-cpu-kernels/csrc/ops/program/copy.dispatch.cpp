@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "program/copy.h"
+
+#include <cstring>
+
+#include "ipex/kernel/transpose.h"
+
+namespace ipex {
+namespace {
+
+template <typename T>
+void copy_scalars(const CopyCall& call, const T* from, T* to, int64_t nj, int64_t ni) {
+  for (int64_t j = 0; j < nj; ++j)
+    for (int64_t i = 0; i < ni; ++i)
+      to[j * call.to_j + i * call.to_i] = from[j * call.from_j + i * call.from_i];
+}
+
+// Consecutive in the source along j and in the result along i.
+template <typename T>
+void copy_transposed(const CopyCall& call, const T* from, T* to, int64_t nj, int64_t ni) {
+  int64_t j = 0;
+  if constexpr (sizeof(T) == sizeof(float)) {
+    for (; j + kLanes <= nj; j += kLanes) {
+      int64_t i = 0;
+      for (; i + kLanes <= ni; i += kLanes) {
+        f32v r[kLanes];
+#pragma GCC unroll 16
+        for (int64_t k = 0; k < kLanes; ++k)
+          r[k] = loadu(reinterpret_cast<const float*>(from + j + (i + k) * call.from_i));
+        transpose(r);
+#pragma GCC unroll 16
+        for (int64_t k = 0; k < kLanes; ++k)
+          storeu(reinterpret_cast<float*>(to + (j + k) * call.to_j + i), r[k]);
+      }
+      if (i < ni)
+        copy_scalars(call, from + j + i * call.from_i, to + j * call.to_j + i, kLanes, ni - i);
+    }
+  }
+  if (j < nj) copy_scalars(call, from + j, to + j * call.to_j, nj - j, ni);
+}
+
+template <typename T>
+void copy_tile(const CopyCall& call, const T* from, T* to, int64_t nj, int64_t ni) {
+  if (call.to_i == 1 && call.from_i == 1) {
+    for (int64_t j = 0; j < nj; ++j)
+      std::memcpy(to + j * call.to_j, from + j * call.from_j, static_cast<size_t>(ni) * sizeof(T));
+  } else if (call.to_i == 1 && call.from_j == 1) {
+    copy_transposed(call, from, to, nj, ni);
+  } else {
+    copy_scalars(call, from, to, nj, ni);
+  }
+}
+
+template <typename T>
+void run(const CopyCall& call, int64_t begin, int64_t end) {
+  const T* const source = static_cast<const T*>(call.from);
+  T* const target = static_cast<T*>(call.to);
+  const int64_t tiles_i = call.tiles_i(), tiles_j = call.tiles_j();
+  for (int64_t tile = begin; tile < end; ++tile) {
+    const int64_t i = tile % tiles_i * call.tile_i, j = tile / tiles_i % tiles_j * call.tile_j;
+    int64_t from = i * call.from_i + j * call.from_j, to = i * call.to_i + j * call.to_j;
+    for (int64_t d = call.outer - 1, rest = tile / tiles_i / tiles_j; d >= 0; --d) {
+      from += rest % call.sizes[d] * call.from_strides[d];
+      to += rest % call.sizes[d] * call.to_strides[d];
+      rest /= call.sizes[d];
+    }
+    const int64_t left_i = call.size_i - i, left_j = call.size_j - j;
+    copy_tile(call, source + from, target + to, left_j < call.tile_j ? left_j : call.tile_j,
+              left_i < call.tile_i ? left_i : call.tile_i);
+  }
+}
+
+}  // namespace
+}  // namespace ipex
+
+void ipex_k_copy(const ipex::CopyCall* call, int64_t begin, int64_t end) {
+  // Unsigned numbers stand for all types of their size. The vectors of 4-byte elements are copied,
+  // never computed with, so any bits pass through.
+  switch (call->item) {
+    case 1:
+      return ipex::run<uint8_t>(*call, begin, end);
+    case 2:
+      return ipex::run<uint16_t>(*call, begin, end);
+    case 4:
+      return ipex::run<uint32_t>(*call, begin, end);
+    default:
+      return ipex::run<uint64_t>(*call, begin, end);
+  }
+}

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "program/pool.h"
+
+#include "ipex/kernel/vec_functions.h"
+
+namespace ipex {
+namespace {
+
+IPEX_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+IPEX_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The places of one window along one dimension: those of the image, from `begin` to before `end`
+// by numbers of the window, at start + number * spread.
+struct Span {
+  int64_t start, begin, end, padded;
+
+  Span(const PoolCall& call, int d, int64_t at, int64_t size) {
+    const int64_t spread = call.spread[d], window = call.window[d];
+    start = at * call.step[d] - call.pad[d];
+    begin = start < 0 ? (-start + spread - 1) / spread : 0;
+    end = start < size ? least(window, (size - start + spread - 1) / spread) : 0;
+    padded = least(start + window, size + call.pad[d]) - start;  // for a spread of 1
+  }
+  int64_t count() const { return most(0, end - begin); }
+};
+
+IPEX_INLINE float divisor_of(const PoolCall& call, const Span& h, const Span& w) {
+  if (call.divisor != 0) return static_cast<float>(call.divisor);
+  const int64_t count = call.count_padding ? h.padded * w.padded : h.count() * w.count();
+  return static_cast<float>(most(1, count));
+}
+
+template <bool kAverage>
+IPEX_INLINE f32v combine(f32v a, f32v b) {
+  if constexpr (kAverage) return a + b;
+  return maximum(a, b);
+}
+
+template <bool kAverage>
+inline constexpr float kStart = kAverage ? 0.0f : -__builtin_inff();
+
+// kVectors vectors of channels of one place of the result.
+template <bool kAverage, int kVectors, typename T>
+IPEX_INLINE void pool_channels(const PoolCall& call, const T* x, const Span& h, const Span& w,
+                               f32v divisor, T* y, int64_t count) {
+  f32v r[kVectors];
+#pragma GCC unroll 4
+  for (int k = 0; k < kVectors; ++k) r[k] = set1(kStart<kAverage>);
+  for (int64_t i = h.begin; i < h.end; ++i)
+    for (int64_t j = w.begin; j < w.end; ++j) {
+      const int64_t row = h.start + i * call.spread[0], column = w.start + j * call.spread[1];
+      const T* p = x + (row * call.width + column) * call.channels;
+#pragma GCC unroll 4
+      for (int k = 0; k < kVectors; ++k)
+        r[k] = combine<kAverage>(r[k], count < kLanes ? load_n(p, count) : load(p + k * kLanes));
+    }
+#pragma GCC unroll 4
+  for (int k = 0; k < kVectors; ++k) {
+    if constexpr (kAverage) r[k] = r[k] / divisor;
+    if (count < kLanes)
+      store_n(y, r[k], count);
+    else
+      store(y + k * kLanes, r[k]);
+  }
+}
+
+template <bool kAverage, typename T>
+void channels_rows(const PoolCall& call, const T* x, T* y, int64_t begin, int64_t end) {
+  for (int64_t number = begin; number < end; ++number) {
+    const T* image = x + number / call.rows * call.height * call.width * call.channels;
+    const Span h(call, 0, number % call.rows, call.height);
+    for (int64_t column = 0; column < call.columns; ++column) {
+      const Span w(call, 1, column, call.width);
+      const f32v divisor = set1(divisor_of(call, h, w));
+      T* to = y + (number * call.columns + column) * call.channels;
+      int64_t c = 0;
+      for (; c + 4 * kLanes <= call.channels; c += 4 * kLanes)
+        pool_channels<kAverage, 4>(call, image + c, h, w, divisor, to + c, kLanes);
+      for (; c < call.channels; c += kLanes)
+        pool_channels<kAverage, 1>(call, image + c, h, w, divisor, to + c,
+                                   least(kLanes, call.channels - c));
+    }
+  }
+}
+
+// Elements at even places of 2 * kLanes.
+template <typename T>
+IPEX_INLINE f32v load_even(const T* p) {
+  return load_pairs(p).a;
+}
+
+// Adds one row of the image to the sums, or maxima, r of n columns of the result: column i meets
+// place i * step of p.
+template <bool kAverage, typename T>
+void add_row(const T* p, int64_t step, float* r, int64_t n) {
+  int64_t i = 0;
+  if (step == 1) {
+    for (; i + kLanes <= n; i += kLanes)
+      storeu(r + i, combine<kAverage>(loadu(r + i), load(p + i)));
+  } else if (step == 2) {
+    // The last place that is read, 2 * (i + kLanes) - 1, must be one before that of column n - 1.
+    for (; i + kLanes < n; i += kLanes)
+      storeu(r + i, combine<kAverage>(loadu(r + i), load_even(p + 2 * i)));
+  }
+  for (; i < n; ++i) {
+    const f32v v = combine<kAverage>(set1(r[i]), load_n(p + i * step, 1));
+    r[i] = v[0];
+  }
+}
+
+template <bool kAverage, typename T>
+void planes_rows(const PoolCall& call, const T* x, T* y, int64_t begin, int64_t end) {
+  constexpr int64_t kPart = 256;
+  float r[kPart];
+  for (int64_t number = begin; number < end; ++number) {
+    const T* plane = x + number / call.rows * call.height * call.width;
+    const Span h(call, 0, number % call.rows, call.height);
+    for (int64_t first = 0; first < call.columns; first += kPart) {
+      const int64_t n = least(kPart, call.columns - first);
+      for (int64_t i = 0; i < n; ++i) r[i] = kStart<kAverage>;
+      for (int64_t j = 0; j < call.window[1]; ++j) {
+        // Columns whose place j lies in the image.
+        const int64_t step = call.step[1], shift = j * call.spread[1] - call.pad[1];
+        const int64_t low = most(first, shift < 0 ? (-shift + step - 1) / step : 0);
+        const int64_t high =
+            least(first + n, call.width > shift ? (call.width - shift + step - 1) / step : 0);
+        if (low >= high) continue;
+        for (int64_t i = h.begin; i < h.end; ++i) {
+          const T* row = plane + (h.start + i * call.spread[0]) * call.width;
+          add_row<kAverage>(row + low * step + shift, step, r + low - first, high - low);
+        }
+      }
+      if constexpr (kAverage)
+        for (int64_t i = 0; i < n; ++i)
+          r[i] /= divisor_of(call, h, Span(call, 1, first + i, call.width));
+      T* to = y + number * call.columns + first;
+      int64_t i = 0;
+      for (; i + kLanes <= n; i += kLanes) store(to + i, loadu(r + i));
+      if (i < n) store_n(to + i, loadu_n(r + i, n - i), n - i);
+    }
+  }
+}
+
+template <typename T>
+void channels(const PoolCall* call, const T* x, T* y, int64_t begin, int64_t end) {
+  if (call->average)
+    channels_rows<true>(*call, x, y, begin, end);
+  else
+    channels_rows<false>(*call, x, y, begin, end);
+}
+
+template <typename T>
+void planes(const PoolCall* call, const T* x, T* y, int64_t begin, int64_t end) {
+  if (call->average)
+    planes_rows<true>(*call, x, y, begin, end);
+  else
+    planes_rows<false>(*call, x, y, begin, end);
+}
+
+}  // namespace
+}  // namespace ipex
+
+#define IPEX_POOL(layout, suffix, type)                                                    \
+  void ipex_k_pool_##layout##_##suffix(const ipex::PoolCall* call, const type* x, type* y, \
+                                       int64_t begin, int64_t end) {                       \
+    ipex::layout(call, x, y, begin, end);                                                  \
+  }
+IPEX_POOL(channels, f32, float)
+IPEX_POOL(channels, bf16, ipex::BFloat16)
+IPEX_POOL(channels, f16, ipex::Half)
+IPEX_POOL(planes, f32, float)
+IPEX_POOL(planes, bf16, ipex::BFloat16)
+IPEX_POOL(planes, f16, ipex::Half)
