@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import ipex_core  # noqa: F401
-from ipex_core.errors import UnknownOpError
+from ipex_core.errors import OpArgumentError, UnknownOpError
 from ipex_core.program import Program, ProgramBuilder
+from ipex_core.program.builtins import POINTWISE
 
 
 def run(build, *inputs):
@@ -63,6 +64,69 @@ def test_built_ins(dtype):
         got = run(build, *inputs)
         assert got.dtype == want.dtype
         assert torch.equal(got, want)
+
+
+def test_built_ins_of_graphs():
+    """Each built-in that graphs of stock ops need, beside the stock op."""
+    x, y = torch.randn(2, 4, 6, 6), torch.randn(4, 1, 1)
+    image = x.to(memory_format=torch.channels_last)
+    f = torch.nn.functional
+    code = [POINTWISE.index("sigmoid"), 0, -1, -1, POINTWISE.index("mul"), 3, 1, -1]
+    code += [POINTWISE.index("add"), 4, 2, -1]
+    cases = [
+        (lambda b, x: b.call("permute", x, [0, 2, 3, 1]), (x,), x.permute(0, 2, 3, 1)),
+        (lambda b, y: b.call("expand", y, [2, -1, 6, 6]), (y,), y.expand(2, -1, 6, 6)),
+        (lambda b, x, n: b.call("unsqueeze", x, n), (x, -1), x.unsqueeze(-1)),
+        (lambda b, y: b.call("squeeze", y, 1), (y,), y.squeeze(1)),
+        (lambda b, x, n: b.call("slice", x, 1, -3, n, 2), (x, 9), x[:, 1::2]),
+        (lambda b, x: b.call("select", x, 2, -1), (x,), x[:, :, -1]),
+        (lambda b, x: b.call("contiguous", x), (image,), x),
+        (lambda b, x: b.call("channels_last", x), (x,), image),
+        (lambda b, x, y: b.call("cat", [x, y], 1), (x, image), torch.cat([x, x], 1)),
+        (lambda b, x: b.call("pad", x, [1, -2], 0.5), (x,), f.pad(x, [1, -2], value=0.5)),
+        (
+            lambda b, x, y: b.call("pointwise", [x, y], code, [0.5], torch.float16),
+            (x, y),
+            (x.sigmoid() * y + 0.5).half(),
+        ),
+        (
+            lambda b, x: b.call("max_pool2d", x, [3], [2], [1], [1], True),
+            (image,),
+            f.max_pool2d(image, 3, 2, 1, ceil_mode=True),
+        ),
+        (
+            lambda b, x: b.call("avg_pool2d", x, [2, 3], [], [1], False, False, None),
+            (x,),
+            f.avg_pool2d(x, (2, 3), None, 1, count_include_pad=False),
+        ),
+        (lambda b, x: b.call("mean", x, [2, 3], True), (x,), x.mean([2, 3], True)),
+        (lambda b, x: b.call("sum", x, [], False), (x,), x.sum()),
+        (lambda b, x: b.call("amax", x, [-1], False), (x,), x.amax(-1)),
+    ]
+    for build, inputs, want in cases:
+        got = run(build, *inputs)
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want)
+        if got.dim() == 4:
+            assert got.is_contiguous() == want.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda b, x: b.call("pointwise", [x], [0, 0, 9, -1], [], torch.float32), "operand 1"),
+        (lambda b, x: b.call("permute", x, [0, 0]), r"dims must have each dimension .* once"),
+        (lambda b, x: b.call("slice", x, 0, 0, 1, 0), "step must be positive, got 0"),
+        (lambda b, x: b.call("cat", [], 0), "tensors must have at least 1"),
+        (lambda b, x: b.call("pad", x, [1], 0.0), "padding must have two numbers"),
+        (lambda b, x: b.call("max_pool2d", x, [0], [], [0], [1], False), "at least 1, got 0"),
+        (lambda b, x: b.call("sum", x, [1, 1], False), "dims must be distinct"),
+    ],
+)
+def test_built_ins_refuse_what_is_known_to_be_wrong(call, message):
+    b = ProgramBuilder()
+    with pytest.raises(OpArgumentError, match=message):
+        call(b, b.input("x"))
 
 
 def test_arguments_are_written_to():

@@ -15,9 +15,34 @@ void copy_scalars(const CopyCall& call, const T* from, T* to, int64_t nj, int64_
       to[j * call.to_j + i * call.to_i] = from[j * call.from_j + i * call.from_i];
 }
 
+// As copy_transposed, for a few numbers that lie side by side in the result.
+template <int kCount, typename T>
+void copy_few(const CopyCall& call, const T* from, T* to, int64_t nj) {
+  for (int64_t j = 0; j < nj; ++j)
+#pragma GCC unroll 4
+    for (int i = 0; i < kCount; ++i) to[j * call.to_j + i] = from[j + i * call.from_i];
+}
+
+// A call of memcpy for each short row would take longer than the copy.
+IPEX_INLINE void copy_row(const char* from, char* to, int64_t bytes) {
+  constexpr int64_t kVector = kLanes * static_cast<int64_t>(sizeof(float));
+  if (bytes < kVector || bytes > 2048) {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+    return;
+  }
+  const auto copy_vector = [&](int64_t i) IPEX_LAMBDA {
+    storeu(reinterpret_cast<float*>(to + i), loadu(reinterpret_cast<const float*>(from + i)));
+  };
+  for (int64_t i = 0; i + kVector <= bytes; i += kVector) copy_vector(i);
+  copy_vector(bytes - kVector);  // the rest, and some again
+}
+
 // Consecutive in the source along j and in the result along i.
 template <typename T>
 void copy_transposed(const CopyCall& call, const T* from, T* to, int64_t nj, int64_t ni) {
+  if (ni == 2) return copy_few<2>(call, from, to, nj);
+  if (ni == 3) return copy_few<3>(call, from, to, nj);
+  if (ni == 4) return copy_few<4>(call, from, to, nj);
   int64_t j = 0;
   if constexpr (sizeof(T) == sizeof(float)) {
     for (; j + kLanes <= nj; j += kLanes) {
@@ -43,7 +68,8 @@ template <typename T>
 void copy_tile(const CopyCall& call, const T* from, T* to, int64_t nj, int64_t ni) {
   if (call.to_i == 1 && call.from_i == 1) {
     for (int64_t j = 0; j < nj; ++j)
-      std::memcpy(to + j * call.to_j, from + j * call.from_j, static_cast<size_t>(ni) * sizeof(T));
+      copy_row(reinterpret_cast<const char*>(from + j * call.from_j),
+               reinterpret_cast<char*>(to + j * call.to_j), ni * static_cast<int64_t>(sizeof(T)));
   } else if (call.to_i == 1 && call.from_j == 1) {
     copy_transposed(call, from, to, nj, ni);
   } else {

@@ -53,7 +53,7 @@ struct PointwiseStep {
 };
 
 struct PointwiseCall {
-  static constexpr int64_t kBlock = 512;  // elements: 2 KiB as float
+  static constexpr int64_t kBlock = 1024;  // elements: 4 KiB as float
   static constexpr int64_t kMaxDim = 16;
   static constexpr int64_t kMaxPlaces = 256;
 

@@ -108,6 +108,23 @@ void add_row(const T* p, int64_t step, float* r, int64_t n) {
   }
 }
 
+// Makes the sums of n columns from `first` on averages.
+void divide(const PoolCall& call, const Span& h, int64_t first, int64_t n, float* r) {
+  // Windows that lie in the image have one number of elements.
+  const int64_t step = call.step[1], inside = call.width - call.window[1] + call.pad[1];
+  const int64_t low = least(n, most(0, (call.pad[1] + step - 1) / step - first));
+  const int64_t high = inside < 0 ? low : most(low, least(n, inside / step + 1 - first));
+  const auto edge = [&](int64_t i) {
+    r[i] /= divisor_of(call, h, Span(call, 1, first + i, call.width));
+  };
+  for (int64_t i = 0; i < low; ++i) edge(i);
+  if (low < high) {
+    const float divisor = divisor_of(call, h, Span(call, 1, first + low, call.width));
+    for (int64_t i = low; i < high; ++i) r[i] /= divisor;
+  }
+  for (int64_t i = high; i < n; ++i) edge(i);
+}
+
 template <bool kAverage, typename T>
 void planes_rows(const PoolCall& call, const T* x, T* y, int64_t begin, int64_t end) {
   constexpr int64_t kPart = 256;
@@ -130,9 +147,7 @@ void planes_rows(const PoolCall& call, const T* x, T* y, int64_t begin, int64_t 
           add_row<kAverage>(row + low * step + shift, step, r + low - first, high - low);
         }
       }
-      if constexpr (kAverage)
-        for (int64_t i = 0; i < n; ++i)
-          r[i] /= divisor_of(call, h, Span(call, 1, first + i, call.width));
+      if constexpr (kAverage) divide(call, h, first, n, r);
       T* to = y + number * call.columns + first;
       int64_t i = 0;
       for (; i + kLanes <= n; i += kLanes) store(to + i, loadu(r + i));

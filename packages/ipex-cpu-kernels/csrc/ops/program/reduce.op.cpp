@@ -66,16 +66,17 @@ constexpr int64_t kPiece = 16384;
 
 template <class T, class F>
 void reduce_rows(const T* x, T* y, const Extent& extent, Kind kind, F* kernel) {
-  const int64_t pieces = (extent.reduced + kPiece - 1) / kPiece;
+  const int64_t pieces = std::max<int64_t>(1, (extent.reduced + kPiece - 1) / kPiece);
   const bool maximum = kind == Kind::kMaximum;
   const double divisor = kind == Kind::kMean ? static_cast<double>(extent.reduced) : 1.0;
   if (pieces == 1) {
-    parallel_for(extent.outer, row_grain<T>(extent.reduced), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const float r = kernel(x + i * extent.reduced, extent.reduced, maximum);
-        store(y[i], r / static_cast<float>(divisor));
-      }
-    });
+    parallel_for(extent.outer, row_grain<T>(std::max<int64_t>(1, extent.reduced)),
+                 [&](int64_t begin, int64_t end) {
+                   for (int64_t i = begin; i < end; ++i) {
+                     const float r = kernel(x + i * extent.reduced, extent.reduced, maximum);
+                     store(y[i], r / static_cast<float>(divisor));
+                   }
+                 });
     return;
   }
   std::vector<float> parts(static_cast<size_t>(extent.outer * pieces));
