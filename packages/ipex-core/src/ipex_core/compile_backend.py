@@ -86,7 +86,8 @@ def ipex_backend(
             between kernels in C++ (Inductor's option ``"cpp_wrapper"``) in graphs for inference, from torch 2.13 on.
         options: Inductor options (``torch._inductor.list_options()``), e.g. ``{"freezing": False}``, and ours:
             ``"ipex.disable"``, names of patterns to leave out or True for all; ``"ipex.always"``, True to let patterns
-            fire also where Inductor's own code was measured to be as fast.
+            fire also where Inductor's own code was measured to be as fast; ``"ipex.program"``, True to run frozen
+            graphs as programs of the kernel package, which takes seconds to compile and needs no compiler of C++.
 
     Returns:
         A callable that takes the graph inputs.
@@ -306,7 +307,13 @@ def _compile_frozen(
     report.frozen = True
     # compile_fx owns and mutates the graph it gets; this copy is what runs when the weights have changed.
     unfrozen = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    compiled = _inference(gm, [example_inputs[i] for i in kept], patches, asked, report)
+    inputs = [example_inputs[i] for i in kept]
+    if asked.program:
+        from ipex_core.precompiled.backend import compile_program
+
+        compiled = compile_program(gm, inputs, report, asked.disable, asked.always, written)
+    else:
+        compiled = _inference(gm, inputs, patches, asked, report)
     # What the graph writes to itself (the keys and values of a cache) it also reads again in each call.
     alive = {id(tensor) for tensor in written}
     weights = [weight for weight in weights if id(weight) not in alive]

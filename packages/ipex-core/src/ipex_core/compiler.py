@@ -37,12 +37,14 @@ class Options:
     Attributes:
         disable: ``"ipex.disable"``: names of patterns to leave out, or True for all of them.
         always: ``"ipex.always"``: let patterns fire also where Inductor's own code was measured to be as fast.
+        program: ``"ipex.program"``: run graphs for inference as programs of the kernel package.
         inductor: Patches of Inductor's configuration.
         lean: The mode asks for little cost per call: CUDA graphs on a GPU, calls between kernels in C++ on a CPU.
     """
 
     disable: frozenset[str] = frozenset()
     always: bool = False
+    program: bool = False
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lean: bool = False
 
@@ -129,15 +131,19 @@ def _disable(value: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _always(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"compile: option 'ipex.always' must be a bool, got {value!r}")
-    return value
+def _flag(name: str) -> Callable[[Any], bool]:
+    def read(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"compile: option '{name}' must be a bool, got {value!r}")
+        return value
+
+    return read
 
 
 _OWN: dict[str, tuple[str, Any]] = {
     "ipex.disable": ("disable", _disable),
-    "ipex.always": ("always", _always),
+    "ipex.always": ("always", _flag("ipex.always")),
+    "ipex.program": ("program", _flag("ipex.program")),
 }
 
 

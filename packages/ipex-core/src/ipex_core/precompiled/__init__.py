@@ -72,7 +72,7 @@ def precompile(
         # torch's own use of what it has deprecated.
         with quiet(FutureWarning, text=".*treespec"):
             recorded = capture(module, args, kwargs, dynamic_shapes)
-        plan = lower(recorded.module)
+        plan = lower(recorded.module, recorded.forms)
     return Precompiled(
         type(module).__name__,
         plan,
@@ -108,12 +108,19 @@ def load_precompiled(path: str | os.PathLike[str]) -> Precompiled:
     return load(path)
 
 
+#: Packages whose hooks do nothing but compute.
+_PURE_HOOKS = ("torch", "transformers", "ipex_core", "ipex_quant", "ipex_llm")
+
+
 def _refuse_hooks(model: nn.Module) -> None:
-    """Refuse hooks of users: what they do beside computing would be lost. torch's own (weight norm) only compute."""
+    """Refuse hooks of users: what they do beside computing would be lost.
+
+    Those of torch (weight norm) and of transformers (intermediate results that a call asks for) only compute.
+    """
     for path, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             owner = getattr(hook, "__module__", None) or type(hook).__module__
-            if not str(owner).startswith(("torch.", "ipex_core.", "ipex_quant.", "ipex_llm.")):
+            if str(owner).partition(".")[0] not in _PURE_HOOKS:
                 where = repr(path) if path else "the model"
                 raise ValueError(
                     f"precompile: model must have no forward hooks, got one on {where}: remove it first"

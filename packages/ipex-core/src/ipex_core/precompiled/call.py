@@ -18,7 +18,8 @@ from ipex_core.fusion import GraphReport
 from ipex_core.library.spec import dtype_name
 from ipex_core.precompiled.expressions import evaluate
 from ipex_core.precompiled.graph import Input
-from ipex_core.precompiled.lower import Call, Plan, Run, Size, Slot
+from ipex_core.precompiled.lower import Plan, Run
+from ipex_core.precompiled.run import first_values, run_plan
 
 __all__ = ["Precompiled"]
 
@@ -69,9 +70,7 @@ class Precompiled:
         self._dtypes = [self._inputs[i].dtype for i in self._tensors]
         self._positional = in_spec == pytree.tree_structure((tuple(range(len(self._inputs))), {}))
         self._numbers = _Sizes(self._inputs, ranges, conditions, plan.sizes, self._where)
-        self._first: list[Any] = [None] * plan.slots
-        for index, constant in plan.constants.items():
-            self._first[index] = constant
+        self._first = first_values(plan)
         self._weights = _Weights(model) if model is not None else None
 
     def __repr__(self) -> str:
@@ -137,9 +136,9 @@ class Precompiled:
         numbers = () if self._static else self._numbers.of(tensors, self._tensors)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                results = self._run(tensors, numbers)
+                results = run_plan(self._plan, self._first, tensors, numbers)
         else:
-            results = self._run(tensors, numbers)
+            results = run_plan(self._plan, self._first, tensors, numbers)
         return pytree.tree_unflatten(results, self._out_spec)
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -186,33 +185,6 @@ class Precompiled:
         kind = TypeError if expected == "a torch.Tensor" else ValueError
         raise kind(f"{where} must be {expected}, got {got}")
 
-    def _run(self, tensors: list[Tensor], numbers: Sequence[int]) -> list[Any]:
-        values = self._first.copy()
-        for index, tensor in zip(self._plan.inputs, tensors, strict=True):
-            values[index] = tensor
-        for step in self._plan.steps:
-            if isinstance(step, Run):
-                given = [
-                    values[one.index] if isinstance(one, Slot) else numbers[one.index]
-                    for one in step.inputs
-                ]
-                found: Sequence[Any] = step.program.run(*given)
-            else:
-                found = _called(step, values, numbers)
-            for index, value in zip(step.results, found, strict=True):
-                if index >= 0:
-                    values[index] = value
-            for index in step.frees:
-                values[index] = None
-        results = []
-        for i, one in enumerate(self._plan.outputs):
-            if isinstance(one, Slot):
-                value = values[one.index]
-                results.append(value.clone() if i in self._plan.copied else value)
-            else:
-                results.append(numbers[one.index] if isinstance(one, Size) else one)
-        return results
-
     def save(self, path: Any) -> Any:
         """Write the model to a file that `ipex.load_precompiled` reads.
 
@@ -231,21 +203,6 @@ class Precompiled:
         from ipex_core.precompiled.files import save
 
         return save(self, path)
-
-
-def _called(step: Call, values: list[Any], numbers: Sequence[int]) -> Sequence[Any]:
-    def given(value: Any) -> Any:
-        if isinstance(value, Slot):
-            return values[value.index]
-        if isinstance(value, Size):
-            return numbers[value.index]
-        return [given(one) for one in value] if isinstance(value, tuple) else value
-
-    try:
-        found = step.op(*map(given, step.args), **{key: given(v) for key, v in step.kwargs})
-    except RuntimeError as cause:
-        raise RuntimeError(f"precompiled model: {step.name}: {cause}") from cause
-    return found if isinstance(found, (list, tuple)) else (found,)
 
 
 def _form(spec: Any) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ipex_core.fusion.aten.passes import run_passes
 from ipex_core.precompiled.memory import peak_bytes
 from ipex_core.recording import record
 
-__all__ = ["Input", "Recorded", "capture"]
+__all__ = ["Input", "Recorded", "add_constant", "capture", "decompositions", "forms_of", "fuse"]
 
 aten = torch.ops.aten
 
@@ -62,6 +62,7 @@ class Recorded:
         ranges: Symbol of a size that varies -> its least and largest value.
         conditions: Texts of expressions that must hold for sizes that vary.
         report: The decisions of the passes.
+        forms: Layout of each result, of `forms_of`.
         eager_bytes: The most memory that intermediate results of the graph as recorded take at a time.
     """
 
@@ -72,6 +73,7 @@ class Recorded:
     ranges: dict[str, tuple[int, int | None]]
     conditions: tuple[str, ...]
     report: GraphReport
+    forms: tuple[str | None, ...]
     eager_bytes: int = 0
 
 
@@ -83,7 +85,7 @@ def capture(
     Raises:
         ExportError: The model cannot be recorded, writes to its inputs or buffers, or reads values of tensors.
     """
-    program = record("precompile", model, args, kwargs, dynamic_shapes, _decompositions())
+    program = record("precompile", model, args, kwargs, dynamic_shapes, decompositions())
     name = type(model).__name__
     report = GraphReport(f"precompile of {name}", inference=True, frozen=True)
     module = program.graph_module
@@ -91,16 +93,8 @@ def capture(
     conditions = _drop_checks(module.graph)
     inputs = _lift(program, list(inspect.signature(model.forward).parameters))
     eager_bytes = peak_bytes(module.graph)
-    _clean(module.graph)
-    _fold_batch_norms(module, report)
-    _widen_convolutions(module.graph, report)
-    fold_constants(module, leave=PURE)  # the passes know weights through these
-    run_passes(module.graph, report, always=True)
-    fold_constants(module)
-    pack_convolutions(module.graph, report, always=True)
-    _share(module.graph)
-    fold_constants(module)
-    module.graph.eliminate_dead_code()
+    forms = forms_of(module.graph)
+    fuse(module, report, always=True)
     spec = program.call_spec
     return Recorded(
         module,
@@ -110,11 +104,53 @@ def capture(
         dict(_ranges(program)),
         conditions,
         report,
+        forms,
         eager_bytes,
     )
 
 
-def _decompositions() -> dict[Any, Callable[..., Any]]:
+def fuse(
+    module: fx.GraphModule, report: GraphReport, disabled: Iterable[str] = (), always: bool = False
+) -> None:
+    """Fold what is constant and run the passes.
+
+    Args:
+        module: A functional graph of ATen ops with its weights as attributes.
+        report: Collects the decisions.
+        disabled: Names of patterns to leave out.
+        always: Leave the tables of measured speed aside.
+    """
+    _clean(module.graph)
+    _fold_batch_norms(module, report)
+    _widen_convolutions(module.graph, report)
+    fold_constants(module, leave=PURE)  # the passes know weights through these
+    run_passes(module.graph, report, (), disabled, always)
+    fold_constants(module)
+    pack_convolutions(module.graph, report, disabled, always)
+    _share(module.graph)
+    fold_constants(module)
+    module.graph.eliminate_dead_code()
+
+
+def forms_of(graph: fx.Graph) -> tuple[str | None, ...]:
+    """Return for each result whether it is ``"contiguous"`` or ``"channels_last"``, as users rely on; else None."""
+    from ipex_core.util.symbolic import hints
+
+    forms: list[str | None] = []
+    for leaf in graph.output_node().args[0]:  # type: ignore[union-attr]
+        value = val(leaf)
+        form = None
+        if value is not None and value.layout == torch.strided:
+            example = torch.empty_strided(hints(value.shape), hints(value.stride()), device="meta")
+            if example.is_contiguous():
+                form = "contiguous"
+            elif example.dim() == 4 and example.is_contiguous(memory_format=torch.channels_last):
+                form = "channels_last"
+        forms.append(form)
+    return tuple(forms)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return the compositions that the passes expect, which are those of Inductor, but for ops that stay whole."""
     from torch._inductor.decomposition import select_decomp_table
 

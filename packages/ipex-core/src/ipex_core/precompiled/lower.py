@@ -124,9 +124,14 @@ _RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _SAME = (aten.alias.default, aten.detach.default)
 
 
-def lower(module: fx.GraphModule) -> Plan:
-    """Write a graph as programs, with calls of torch between them where an op has no instruction."""
-    return _Lowering(module).plan()
+def lower(module: fx.GraphModule, forms: Sequence[str | None]) -> Plan:
+    """Write a graph as programs, with calls of torch between them where an op has no instruction.
+
+    Args:
+        module: A fused graph with its constants.
+        forms: For each result the layout it must have, of `forms_of`.
+    """
+    return _Lowering(module, forms).plan()
 
 
 class _Unfit(Exception):
@@ -134,8 +139,9 @@ class _Unfit(Exception):
 
 
 class _Lowering:
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, forms: Sequence[str | None]) -> None:
         self.module = module
+        self.forms = forms
         self.graph = module.graph
         self.chains = find_chains(self.graph)
         self.inner = {node for chain in self.chains.values() for node in chain.inner}
@@ -356,6 +362,7 @@ class _Lowering:
     def finish(self, node: fx.Node, inputs: tuple[int, ...]) -> Plan:
         leaves = node.args[0]
         assert isinstance(leaves, (list, tuple))
+        leaves = self.laid_out(node, leaves)
         self.flush()
         outputs = tuple(self.outer(leaf) for leaf in leaves)
         copied = frozenset(
@@ -371,6 +378,26 @@ class _Lowering:
             self.count,
             tuple(self.sizes),
         )
+
+    def laid_out(self, node: fx.Node, leaves: Sequence[Any]) -> list[Any]:
+        """Return the results in the layouts that users rely on; a kernel may give another."""
+        changed: list[Any] = []
+        for leaf, form in zip(leaves, self.forms, strict=True):
+            made = isinstance(leaf, fx.Node) and leaf.op == "call_function"
+            if made and form is not None and val(leaf) is not None:
+                with self.graph.inserting_before(node):
+                    same = self.graph.call_function(aten.alias.default, (leaf,))
+                same.meta["val"] = val(leaf)
+                try:
+                    self.registers[same] = self.builder.call(form, self.register(leaf))
+                except _Unfit:
+                    self.graph.erase_node(same)
+                else:
+                    self.written.append(same)
+                    leaf = same
+            changed.append(leaf)
+        node.args = (changed,)
+        return changed
 
     def is_kept(self, node: fx.Node) -> bool:
         """Return whether a result may lie in the memory of a constant."""

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs of Dynamo as programs: what ``torch.compile(..., options={"ipex.program": True})`` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ipex_core.fusion import GraphReport
+from ipex_core.fusion.aten import val
+from ipex_core.fusion.aten.passes import split_parameters
+from ipex_core.precompiled.expressions import evaluate
+from ipex_core.precompiled.graph import add_constant, decompositions, forms_of, fuse
+from ipex_core.precompiled.lower import Plan, lower
+from ipex_core.precompiled.run import first_values, run_plan
+
+__all__ = ["compile_program"]
+
+#: How many kinds of sizes keep the numbers that follow from them.
+_MOST_SIZES = 64
+
+
+def compile_program(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    report: GraphReport,
+    disabled: Iterable[str],
+    always: bool,
+    written: list[Tensor],
+) -> Callable[..., Any]:
+    """Compile a graph that needs no gradient into programs.
+
+    Args:
+        gm: The graph of Dynamo, with its weights as attributes.
+        example_inputs: One value for each input.
+        report: Collects the decisions.
+        disabled: Names of patterns to leave out.
+        always: Leave the tables of measured speed aside.
+        written: Gets the parameters and buffers that stay inputs, since the graph writes to them.
+
+    Returns:
+        A callable that takes the inputs of the graph.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        constants, written[:] = _constants()
+        with torch.no_grad(), _disable_current_modes():  # weights are folded as they are
+            plan, program = _lowered(graph, constants, report, disabled, always)
+        calls = ", ".join(f"{count}x {name}" for name, count in plan.calls.most_common())
+        report.notes.append(
+            f"a program of {plan.instructions} instructions; called through torch: {calls or 'none'}"
+        )
+        program._boxed_call = True  # type: ignore[attr-defined]
+        return program
+
+    made: Any = aot_autograd(
+        fw_compiler=compiler,
+        inference_compiler=compiler,
+        decompositions=decompositions(),
+    )
+    compiled: Callable[..., Any] = made(gm, example_inputs)
+    return compiled
+
+
+def _constants() -> tuple[dict[int, Tensor], list[Tensor]]:
+    """Return the inputs in front that become constants, by position, and those that stay inputs."""
+    from torch._guards import TracingContext
+
+    positions, kept = split_parameters()
+    context: Any = TracingContext.try_get()
+    if context is None:
+        return {}, []
+    parameters = context.params_flat_unwrap_subclasses or ()
+    return {i: parameters[i] for i in positions}, kept
+
+
+def _lowered(
+    graph: fx.GraphModule,
+    constants: dict[int, Tensor],
+    report: GraphReport,
+    disabled: Iterable[str],
+    always: bool,
+) -> tuple[Plan, Callable[[list[Any]], list[Any]]]:
+    placeholders = list(graph.graph.find_nodes(op="placeholder"))
+    forms = forms_of(graph.graph)
+    tensors, symbols = [], []
+    for position, node in enumerate(placeholders):
+        if position in constants:
+            with graph.graph.inserting_before(node):
+                held = add_constant(graph, graph.graph, constants[position].detach())
+            held.meta.update(node.meta)
+            node.replace_all_uses_with(held)
+            graph.graph.erase_node(node)
+        elif val(node) is not None:
+            tensors.append(position)
+        elif isinstance(node.meta.get("val"), torch.SymInt):
+            symbols.append((position, str(node.meta["val"].node.expr)))
+    sizes = [
+        (at, dim, str(size.node.expr))
+        for at, position in enumerate(tensors)
+        for dim, size in enumerate(val(placeholders[position]).shape)  # type: ignore[union-attr]
+        if isinstance(size, torch.SymInt)
+    ]
+    fuse(graph, report, disabled, always)
+    plan = lower(graph, forms)
+    first = first_values(plan)
+    known: dict[Any, tuple[int, ...]] = {}
+
+    def numbers(args: list[Any], given: list[Tensor]) -> tuple[int, ...]:
+        bound = {name: int(args[position]) for position, name in symbols}
+        bound.update({name: given[at].shape[dim] for at, dim, name in sizes if name.isidentifier()})
+        key = tuple(bound.values())
+        found = known.get(key)
+        if found is None:
+            if len(known) >= _MOST_SIZES:
+                known.pop(next(iter(known)), None)
+            found = known[key] = tuple(int(evaluate(text, bound)) for text in plan.sizes)
+        return found
+
+    def run(args: list[Any]) -> list[Any]:
+        given = [args[position] for position in tensors]
+        varying = numbers(args, given) if plan.sizes else ()
+        args.clear()
+        return run_plan(plan, first, given, varying)
+
+    return plan, run

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a plan: programs, and calls of torch between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ipex_core.precompiled.lower import Call, Plan, Run, Size, Slot
+
+__all__ = ["first_values", "run_plan"]
+
+
+def first_values(plan: Plan) -> list[Any]:
+    """Return what the slots of a plan hold before a run."""
+    values: list[Any] = [None] * plan.slots
+    for index, constant in plan.constants.items():
+        values[index] = constant
+    return values
+
+
+def run_plan(
+    plan: Plan, first: list[Any], tensors: Sequence[Tensor], numbers: Sequence[int]
+) -> list[Any]:
+    """Run a plan.
+
+    Args:
+        plan: What runs.
+        first: What its slots hold before a run, of `first_values`.
+        tensors: One for each input.
+        numbers: The values of the expressions of sizes.
+
+    Returns:
+        One value for each leaf of the results.
+    """
+    values = first.copy()
+    for index, tensor in zip(plan.inputs, tensors, strict=True):
+        values[index] = tensor
+    for step in plan.steps:
+        if isinstance(step, Run):
+            given = [
+                values[one.index] if isinstance(one, Slot) else numbers[one.index]
+                for one in step.inputs
+            ]
+            found: Sequence[Any] = step.program.run(*given)
+        else:
+            found = _called(step, values, numbers)
+        for index, value in zip(step.results, found, strict=True):
+            if index >= 0:
+                values[index] = value
+        for index in step.frees:
+            values[index] = None
+    results = []
+    for i, one in enumerate(plan.outputs):
+        if isinstance(one, Slot):
+            value = values[one.index]
+            results.append(value.clone() if i in plan.copied else value)
+        else:
+            results.append(numbers[one.index] if isinstance(one, Size) else one)
+    return results
+
+
+def _called(step: Call, values: list[Any], numbers: Sequence[int]) -> Sequence[Any]:
+    def given(value: Any) -> Any:
+        if isinstance(value, Slot):
+            return values[value.index]
+        if isinstance(value, Size):
+            return numbers[value.index]
+        return [given(one) for one in value] if isinstance(value, tuple) else value
+
+    try:
+        found = step.op(*map(given, step.args), **{key: given(v) for key, v in step.kwargs})
+    except RuntimeError as cause:
+        raise RuntimeError(f"precompiled model: {step.name}: {cause}") from cause
+    return found if isinstance(found, (list, tuple)) else (found,)
