@@ -89,70 +89,75 @@ IPEX_INLINE f32v load_even(const T* p) {
   return load_pairs(p).a;
 }
 
-// Adds one row of the image to the sums, or maxima, r of n columns of the result: column i meets
-// place i * step of p.
-template <bool kAverage, typename T>
-void add_row(const T* p, int64_t step, float* r, int64_t n) {
-  int64_t i = 0;
-  if (step == 1) {
-    for (; i + kLanes <= n; i += kLanes)
-      storeu(r + i, combine<kAverage>(loadu(r + i), load(p + i)));
-  } else if (step == 2) {
-    // The last place that is read, 2 * (i + kLanes) - 1, must be one before that of column n - 1.
-    for (; i + kLanes < n; i += kLanes)
-      storeu(r + i, combine<kAverage>(loadu(r + i), load_even(p + 2 * i)));
+// Places of the result whose windows lie in the image along the columns; p: column of the image
+// where the first window begins.
+template <bool kAverage, typename T, typename Load>
+IPEX_INLINE f32v pool_places(const PoolCall& call, const T* p, const Span& h, const Load& load_at) {
+  f32v r = set1(kStart<kAverage>);
+  for (int64_t i = h.begin; i < h.end; ++i) {
+    const T* row = p + (h.start + i * call.spread[0]) * call.width;
+    for (int64_t j = 0; j < call.window[1]; ++j)
+      r = combine<kAverage>(r, load_at(row + j * call.spread[1]));
   }
-  for (; i < n; ++i) {
-    const f32v v = combine<kAverage>(set1(r[i]), load_n(p + i * step, 1));
-    r[i] = v[0];
-  }
+  return r;
 }
 
-// Makes the sums of n columns from `first` on averages.
-void divide(const PoolCall& call, const Span& h, int64_t first, int64_t n, float* r) {
-  // Windows that lie in the image have one number of elements.
-  const int64_t step = call.step[1], inside = call.width - call.window[1] + call.pad[1];
-  const int64_t low = least(n, most(0, (call.pad[1] + step - 1) / step - first));
-  const int64_t high = inside < 0 ? low : most(low, least(n, inside / step + 1 - first));
-  const auto edge = [&](int64_t i) {
-    r[i] /= divisor_of(call, h, Span(call, 1, first + i, call.width));
+template <bool kAverage, typename T>
+void planes_row(const PoolCall& call, const T* plane, const Span& h, T* y) {
+  const int64_t step = call.step[1], pad = call.pad[1];
+  // The last place of a window that begins in `inside` is still in the image.
+  const int64_t inside = call.width - 1 - (call.window[1] - 1) * call.spread[1] + pad;
+  const int64_t low = least(call.columns, (pad + step - 1) / step);
+  const int64_t high = inside < 0 ? low : most(low, least(call.columns, inside / step + 1));
+  const auto edge = [&](int64_t column) {
+    const Span w(call, 1, column, call.width);
+    f32v r = set1(kStart<kAverage>);
+    for (int64_t i = h.begin; i < h.end; ++i)
+      for (int64_t j = w.begin; j < w.end; ++j)
+        r = combine<kAverage>(r, load_n(plane + (h.start + i * call.spread[0]) * call.width +
+                                            w.start + j * call.spread[1],
+                                        1));
+    if constexpr (kAverage) r = r / set1(divisor_of(call, h, w));
+    store_n(y + column, r, 1);
   };
-  for (int64_t i = 0; i < low; ++i) edge(i);
+  for (int64_t column = 0; column < low; ++column) edge(column);
   if (low < high) {
-    const float divisor = divisor_of(call, h, Span(call, 1, first + low, call.width));
-    for (int64_t i = low; i < high; ++i) r[i] /= divisor;
+    const f32v divisor = set1(divisor_of(call, h, Span(call, 1, low, call.width)));
+    const auto finish = [&](f32v r) IPEX_LAMBDA {
+      if constexpr (kAverage) r = r / divisor;
+      return r;
+    };
+    const T* const first = plane - pad;
+    int64_t c = low;
+    if (step == 1) {
+      for (; c + kLanes <= high; c += kLanes)
+        store(y + c, finish(pool_places<kAverage>(call, first + c, h,
+                                                  [](const T* p) IPEX_LAMBDA { return load(p); })));
+      const int64_t n = high - c;
+      if (n > 0)
+        store_n(y + c,
+                finish(pool_places<kAverage>(call, first + c, h,
+                                             [=](const T* p) IPEX_LAMBDA { return load_n(p, n); })),
+                n);
+      c = high;
+    } else if (step == 2) {
+      // Reads one place more than it needs, which the next column has.
+      for (; c + kLanes < high; c += kLanes)
+        store(y + c,
+              finish(pool_places<kAverage>(call, first + 2 * c, h,
+                                           [](const T* p) IPEX_LAMBDA { return load_even(p); })));
+    }
+    for (; c < high; ++c) edge(c);
   }
-  for (int64_t i = high; i < n; ++i) edge(i);
+  for (int64_t column = high; column < call.columns; ++column) edge(column);
 }
 
 template <bool kAverage, typename T>
 void planes_rows(const PoolCall& call, const T* x, T* y, int64_t begin, int64_t end) {
-  constexpr int64_t kPart = 256;
-  float r[kPart];
   for (int64_t number = begin; number < end; ++number) {
     const T* plane = x + number / call.rows * call.height * call.width;
     const Span h(call, 0, number % call.rows, call.height);
-    for (int64_t first = 0; first < call.columns; first += kPart) {
-      const int64_t n = least(kPart, call.columns - first);
-      for (int64_t i = 0; i < n; ++i) r[i] = kStart<kAverage>;
-      for (int64_t j = 0; j < call.window[1]; ++j) {
-        // Columns whose place j lies in the image.
-        const int64_t step = call.step[1], shift = j * call.spread[1] - call.pad[1];
-        const int64_t low = most(first, shift < 0 ? (-shift + step - 1) / step : 0);
-        const int64_t high =
-            least(first + n, call.width > shift ? (call.width - shift + step - 1) / step : 0);
-        if (low >= high) continue;
-        for (int64_t i = h.begin; i < h.end; ++i) {
-          const T* row = plane + (h.start + i * call.spread[0]) * call.width;
-          add_row<kAverage>(row + low * step + shift, step, r + low - first, high - low);
-        }
-      }
-      if constexpr (kAverage) divide(call, h, first, n, r);
-      T* to = y + number * call.columns + first;
-      int64_t i = 0;
-      for (; i + kLanes <= n; i += kLanes) store(to + i, loadu(r + i));
-      if (i < n) store_n(to + i, loadu_n(r + i, n - i), n - i);
-    }
+    planes_row<kAverage>(call, plane, h, y + number * call.columns);
   }
 }
 
