@@ -112,10 +112,10 @@ def pointwise(
     """Return the result of the last of a chain of element-wise functions, in ``dtype``.
 
     Values are numbered: the inputs, then the constants, then one for each instruction. ``code`` has four numbers for
-    each instruction: the place of its function in `POINTWISE` and its operands, -1 where there is none. The inputs
-    broadcast; they are float32, bfloat16, float16 or bool (0 and 1). All arithmetic is in float32; false and true are
-    0 and 1. The result is rounded once, to float32, bfloat16, float16 or (true where it is not 0) bool. It is stored
-    with its channels side by side if it is 4-D and so is every input of its shape, else contiguous.
+    each instruction: the place of its function in `POINTWISE` and its operands, or -1 where it has fewer than three.
+    The inputs broadcast; they are float32, bfloat16, float16 or bool (0 and 1). All arithmetic is in float32; false
+    and true are 0 and 1. The result is rounded once, to float32, bfloat16, float16 or (true where it is not 0) bool.
+    It is stored with its channels side by side if it is 4-D and so is every input of its shape, else contiguous.
     """
     check_pointwise(inputs, code, constants, dtype)
     shape: list[int] = []

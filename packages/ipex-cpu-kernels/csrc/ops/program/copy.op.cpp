@@ -60,7 +60,8 @@ void strided_copy(const void* from, const int64_t* from_strides, void* to,
   call.to = to;
   call.item = item;
   const Dim i = dims[--n];
-  // The other dimension of a tile: along rows the next one, else that of the source's rows.
+  // The other dimension of a tile: along rows the next one, else the innermost one of the
+  // source.
   int64_t at = n - 1;
   if (i.from != 1)
     for (int64_t d = n - 1; d >= 0; --d)

@@ -8,19 +8,17 @@
 
 namespace ipex {
 
-// The functions and their numbers of operands. The order is that of POINTWISE in
+// The functions and their numbers of operands. The order is as in POINTWISE of
 // ipex_core.program.builtins.
-#define IPEX_POINTWISE_FUNCTIONS(F)                                                                \
-  F(add, 2)                                                                                        \
-  F(sub, 2)                                                                                        \
-  F(mul, 2)                                                                                        \
-  F(div, 2)                                                                                        \
-  F(neg, 1) F(abs, 1) F(exp, 1) F(log, 1) F(sqrt, 1) F(rsqrt, 1) F(reciprocal, 1) F(tanh, 1)       \
-      F(sigmoid, 1) F(erf, 1) F(relu, 1) F(gelu, 1) F(gelu_tanh, 1) F(silu, 1) F(sin, 1) F(cos, 1) \
-          F(floor, 1) F(ceil, 1) F(round, 1) F(trunc, 1) F(maximum, 2) F(minimum, 2) F(pow, 2)     \
-              F(eq, 2) F(ne, 2) F(lt, 2) F(le, 2) F(gt, 2) F(ge, 2) F(logical_and, 2)              \
-                  F(logical_or, 2) F(logical_not, 1) F(where, 3) F(round_bfloat16, 1)              \
-                      F(round_float16, 1) F(log1p, 1) F(expm1, 1)
+// clang-format off: it would need one line for each
+#define IPEX_POINTWISE_FUNCTIONS(F) \
+  F(add, 2) F(sub, 2) F(mul, 2) F(div, 2) F(neg, 1) F(abs, 1) F(exp, 1) F(log, 1) F(sqrt, 1) \
+  F(rsqrt, 1) F(reciprocal, 1) F(tanh, 1) F(sigmoid, 1) F(erf, 1) F(relu, 1) F(gelu, 1) \
+  F(gelu_tanh, 1) F(silu, 1) F(sin, 1) F(cos, 1) F(floor, 1) F(ceil, 1) F(round, 1) \
+  F(trunc, 1) F(maximum, 2) F(minimum, 2) F(pow, 2) F(eq, 2) F(ne, 2) F(lt, 2) F(le, 2) \
+  F(gt, 2) F(ge, 2) F(logical_and, 2) F(logical_or, 2) F(logical_not, 1) F(where, 3) \
+  F(round_bfloat16, 1) F(round_float16, 1) F(log1p, 1) F(expm1, 1)
+// clang-format on
 
 enum class PointwiseCode : int32_t {
 #define IPEX_POINTWISE_CODE(name, operands) k_##name,

@@ -9,8 +9,8 @@ namespace {
 IPEX_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 IPEX_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// The places of one window along one dimension: those of the image, from `begin` to before `end`
-// by numbers of the window, at start + number * spread.
+// The places of one window along one dimension that lie in the image: numbers `begin` to before
+// `end` of the window, at start + number * spread.
 struct Span {
   int64_t start, begin, end, padded;
 
