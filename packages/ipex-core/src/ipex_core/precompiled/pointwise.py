@@ -106,6 +106,8 @@ def _power(w: _Writer, values: list[Any], kwargs: Mapping[str, Any]) -> Any:
     known = w.constants[exponent[1]] if exponent[0] == "constant" else None
     if known == 2:
         return w.step("mul", base, base)
+    if known in (0.5, -0.5):
+        return w.step("sqrt" if known > 0 else "rsqrt", base)
     if known == 3:
         return w.step("mul", w.step("mul", base, base), base)
     return w.step("pow", base, exponent)
