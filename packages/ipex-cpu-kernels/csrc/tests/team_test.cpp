@@ -116,6 +116,19 @@ void sleepers(int threads) {
   });
 }
 
+// A helper that sleeps is woken for a loop: each of two chunks waits for the other.
+void woken() {
+  with_team(2, [&] {
+    usleep(5000);
+    std::atomic<int> arrived{0};
+    loop(2, 1, [&](int64_t, int64_t) {
+      ++arrived;
+      for (int i = 0; i < 30000 && arrived < 2; ++i) usleep(1000);
+      expect(arrived == 2, "a helper that sleeps is woken");
+    });
+  });
+}
+
 // Helpers that never come, or come after the end.
 void no_helpers() {
   Team team(4);
@@ -219,6 +232,7 @@ int main() {
     failures_everywhere(threads);
   }
   for (const int threads : {2, 8}) sleepers(threads);
+  woken();
   no_helpers();
   two_callers(4, 4);
   oversubscribed();
