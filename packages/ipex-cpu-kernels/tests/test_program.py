@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -430,6 +431,30 @@ def test_long_runs_in_two_threads_at_once(threads_of_torch):
     for thread in threads:
         thread.join()
     assert not caught
+
+
+def test_long_runs_in_pools(threads_of_torch):
+    """A run has the threads and the cores of the pool to which its caller is pinned, also two at once."""
+    runtime = pytest.importorskip("ipex_runtime")
+    threads_of_torch(3)
+    program, x, rows = wide_program(), torch.randn(64, 1024), torch.tensor([5])
+    want = program.run(x, rows)
+    program.run(x, rows)  # counts its loops, so that the next run is one region
+    cores = runtime.CPUPool().core_ids
+    pools = [runtime.CPUPool(cores[:1]), runtime.CPUPool(cores[:2]), runtime.CPUPool()]
+
+    def run():
+        return all(map(torch.equal, program.run(x, rows), want)), torch.get_num_threads()
+
+    for pool in pools:
+        with runtime.pin(pool):
+            assert run() == (True, pool.num_threads)
+        assert run() == (True, 3)
+    with contextlib.ExitStack() as stack:
+        tasks = [stack.enter_context(runtime.Task(run, pool)) for pool in (pools[0], pools[2])]
+        futures = [task() for task in tasks * 4]
+        found = [future.get() for future in futures]
+    assert found == [(True, pool.num_threads) for pool in (pools[0], pools[2])] * 4
 
 
 FORKED = """
