@@ -387,13 +387,16 @@ def _set_mkl_threads() -> Callable[[int], int] | None:
     return getattr(torch_cpu, "MKL_Set_Num_Threads_Local", None)
 
 
-def restart_if_crowded() -> None:
+def restart_if_crowded(bounded: bool = False) -> None:
     """Start this command again with a short spin if programs wait for CPU time; else return.
 
     libgomp reads ``GOMP_SPINCOUNT`` when it is loaded, which importing torch has done. Variables that the user has set
     (``GOMP_SPINCOUNT``, ``OMP_WAIT_POLICY``) decide instead.
+
+    Args:
+        bounded: The command itself has set ``GOMP_SPINCOUNT``, to the longer spin of machines that look idle.
     """
-    if os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY"):
+    if os.environ.get("OMP_WAIT_POLICY") or (os.environ.get("GOMP_SPINCOUNT") and not bounded):
         return
     reason = crowded() if sys.platform.startswith("linux") else None
     gomp = any("libgomp" in path for path in loaded_libraries())
