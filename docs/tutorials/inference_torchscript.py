@@ -34,8 +34,6 @@ model = ipex.optimize(model, dtype=torch.bfloat16)
 with torch.no_grad(), torch.amp.autocast("cpu", dtype=torch.bfloat16):
     traced = torch.jit.trace(model, data, check_trace=False)
     traced = torch.jit.freeze(traced)
-    # In place of the pass that IPEX put into every frozen program when it was imported.
-    traced = ipex.jit.fuse(traced)
     result = traced(data)
 
 file = io.BytesIO()

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
+import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -427,6 +431,72 @@ def test_long_runs_in_two_threads_at_once(threads_of_torch):
     for thread in threads:
         thread.join()
     assert not caught
+
+
+def test_long_runs_in_pools(threads_of_torch):
+    """A run has the threads and the cores of the pool to which its caller is pinned, also two at once."""
+    runtime = pytest.importorskip("ipex_runtime")
+    threads_of_torch(3)
+    program, x, rows = wide_program(), torch.randn(64, 1024), torch.tensor([5])
+    want = program.run(x, rows)
+    program.run(x, rows)  # counts its loops, so that the next run is one region
+    cores = runtime.CPUPool().core_ids
+    pools = [runtime.CPUPool(cores[:1]), runtime.CPUPool(cores[:2]), runtime.CPUPool()]
+
+    def run():
+        return all(map(torch.equal, program.run(x, rows), want)), torch.get_num_threads()
+
+    for pool in pools:
+        with runtime.pin(pool):
+            assert run() == (True, pool.num_threads)
+        assert run() == (True, 3)
+    with contextlib.ExitStack() as stack:
+        tasks = [stack.enter_context(runtime.Task(run, pool)) for pool in (pools[0], pools[2])]
+        futures = [task() for task in tasks * 4]
+        found = [future.get() for future in futures]
+    assert found == [(True, pool.num_threads) for pool in (pools[0], pools[2])] * 4
+
+
+FORKED = """
+import os, signal, sys, threading
+import torch
+sys.path.insert(0, TESTS)
+from test_program import wide_program
+
+torch.set_num_threads(3)
+program, x, rows = wide_program(), torch.randn(64, 1024), torch.tensor([5])
+for _ in range(3):
+    want = program.run(x, rows)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    same, threads = [], []
+
+    def work():
+        threads.append(torch.get_num_threads())
+        same.extend(map(torch.equal, program.run(x, rows), want))
+
+    work()
+    x @ x.T, x + x  # loops of torch and of MKL
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    print(same, threads, flush=True)
+    os._exit(0)
+print(os.waitpid(child, 0)[1], torch.get_num_threads(), torch.equal(program.run(x, rows)[0], want[0]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_run_after_fork():
+    """A child does not wait for threads that it lacks: it works alone, threads that it starts do not."""
+    code = FORKED.replace("TESTS", repr(str(Path(__file__).parent)))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    child, parent = done.stdout.splitlines()
+    assert child == "[True, True, True, True] [1, 3]"
+    assert parent == "0 3 True"
 
 
 def encoded(words, text=b"add", constants=()):

@@ -298,3 +298,25 @@ def test_a_command_that_takes_its_arguments_as_they_are(_commands):
     assert done.exit_code == 0, done.output
     assert done.output.strip() == "['--help', '-x', 'a b', '--json']"
     assert "Takes everything." in runner.invoke(cli.app, ["--help"]).output
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("variable", [None, "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_a_server_bounds_the_spin_before_torch_is_loaded(monkeypatch, loaded, variable):
+    """It is the first to import torch; `python -m ipex` has imported it before."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        # With a value first, so that the test leaves no trace where there was none.
+        monkeypatch.setenv(name, "7")
+        if name != variable:
+            monkeypatch.delenv(name)
+    asked = []
+    monkeypatch.setattr(machine, "restart_if_crowded", lambda bounded: asked.append(bounded))
+    monkeypatch.setattr(cli, "app", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["ipex", "llm", "serve", "folder"])
+    if not loaded:
+        monkeypatch.delitem(sys.modules, "torch")
+    cli.main()
+    assert asked == [variable is None]
+    own = None if loaded else "30000"
+    expected = {None: own, "GOMP_SPINCOUNT": "7", "OMP_WAIT_POLICY": None}[variable]
+    assert os.environ.get("GOMP_SPINCOUNT") == expected

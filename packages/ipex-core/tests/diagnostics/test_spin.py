@@ -53,7 +53,8 @@ def test_a_throttled_group(tmp_path, throttled, expected):
 
 @pytest.mark.parametrize("variable", [None, "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
 @pytest.mark.parametrize("crowded", [None, "the load is 9 on 2 CPUs"])
-def test_a_server_starts_again(monkeypatch, variable, crowded):
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_server_starts_again(monkeypatch, variable, crowded, bounded):
     started = []
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
@@ -64,8 +65,9 @@ def test_a_server_starts_again(monkeypatch, variable, crowded):
     monkeypatch.setattr(machine, "crowded", lambda: crowded)
     monkeypatch.setattr(machine, "loaded_libraries", lambda: ("/lib/libgomp.so.1",))
     monkeypatch.setattr(os, "execve", lambda *args: started.append(args))
-    spin.restart_if_crowded()
-    if variable or not crowded:
+    spin.restart_if_crowded(bounded)
+    chosen = variable == "OMP_WAIT_POLICY" or (variable and not bounded)
+    if chosen or not crowded:
         assert not started
     else:
         ((program, arguments, environment),) = started

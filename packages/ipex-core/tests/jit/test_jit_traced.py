@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ipex_core import jit, optimize, restore
+from ipex_core.kernels.policy import has_kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
@@ -122,7 +123,7 @@ def test_what_is_left_alone():
 
     with torch.no_grad():
         program = torch.jit.trace(optimize(Counts().eval()), x, check_trace=False)
-        assert torch.equal(program(x) + 1, program(x))
+        torch.testing.assert_close(program(x) + 1, program(x))
 
 
 def test_a_script_in_front_and_copies():
@@ -142,6 +143,102 @@ def test_a_script_in_front_and_copies():
     fast = optimize(net())
     for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         assert "aten::relu" not in kinds(frozen(other, x))
+
+
+class Attends(nn.Module):
+    """Attention as a model writes it, behind linear layers, with a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x, mask):
+        q, k, v = (f(x).view(*x.shape[:2], 4, 16).transpose(1, 2) for f in (self.q, self.k, self.v))
+        weights = torch.softmax(q @ k.transpose(-1, -2) / 4.0 + mask, -1)
+        return (weights @ v).transpose(1, 2).reshape(x.shape)
+
+
+class Swish(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3)
+
+    def forward(self, x):
+        return nn.functional.silu(self.conv(x))
+
+
+def everywhere(program):
+    """Return the kinds of nodes, also in branches."""
+    graph = program.inlined_graph  # owns the blocks
+    found, blocks = [], [graph]
+    while blocks:
+        for node in blocks.pop().nodes():
+            found.append(node.kind())
+            blocks += node.blocks()
+    return found
+
+
+@pytest.mark.skipif(not has_kernel("attention"), reason="no kernel package")
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("kind", [Attends, Swish])
+def test_results_that_are_rounded_less_often(kind, how):
+    """Until it is frozen, a trace rounds as the model does: torch compares the two."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
+    mask = torch.zeros(2, 1, 1, 6, dtype=dtype)
+    mask[1, ..., 4:] = -1e4
+    x = torch.randn(2, 6, 64).to(dtype)
+    call = (x, mask) if kind is Attends else (torch.randn(2, 4, 9, 9).to(dtype),)
+    model = kind().eval()
+    fast = optimize(model, dtype=None if how == "float32" else torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cpu", enabled=how == "autocast"):
+        wanted = fast(*call)
+        trace = torch.jit.trace(fast, call)
+        file = io.BytesIO()
+        torch.jit.save(trace, file)
+        program = torch.jit.freeze(trace)
+        file.seek(0)
+        again = torch.jit.freeze(torch.jit.load(file))
+        for one in (program, again):
+            assert "prim::requires_grad" not in everywhere(one)
+            if kind is Attends:
+                assert everywhere(one).count("ipex::attention") == 1
+            else:
+                assert "aten::silu" not in everywhere(one)
+            for _ in range(3):  # torch optimizes the second and third run
+                torch.testing.assert_close(one(*call), wanted, rtol=2e-2, atol=2e-2)
+        if how == "bfloat16":
+            assert torch.equal(trace(*call), wanted)
+        other = tuple(torch.cat([t, t]) for t in call)
+        torch.testing.assert_close(program(*other), fast(*other), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(not has_kernel("attention"), reason="no kernel package")
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+def test_no_parameter_that_wants_gradients():
+    """Then nothing tells that a trace is frozen, and float32 alone is fused."""
+    for dtype, count in ((torch.float32, 1), (torch.bfloat16, 0)):
+        model = Attends().eval().requires_grad_(False)
+        call = torch.randn(2, 6, 64).to(dtype), torch.zeros(2, 1, 1, 6, dtype=dtype)
+        program = frozen(optimize(model, dtype=dtype), call)
+        assert everywhere(program).count("ipex::attention") == count
+
+
+@pytest.mark.skipif(not has_kernel("attention"), reason="no kernel package")
+def test_attention_of_a_stock_model_under_autocast():
+    """The casts that torch's own pass puts into a program are no obstacle."""
+    torch.manual_seed(0)
+    model = Attends().eval().requires_grad_(False)
+    call = torch.randn(2, 6, 64), torch.zeros(2, 1, 1, 6)
+    with torch.no_grad(), torch.autocast("cpu"):
+        program = torch.jit.freeze(torch.jit.trace(model, call))
+        fused = jit.fuse(program)
+        assert jit.fused(fused)["attention"] == 1
+        torch.testing.assert_close(fused(*call), program(*call), rtol=2e-2, atol=2e-2)
+        # What the op does not take: a mask of five dimensions.
+        odd = call[0], call[1].unsqueeze(0).expand(1, 2, 1, 1, 6)
+        torch.testing.assert_close(fused(*odd), program(*odd), rtol=2e-2, atol=2e-2)
 
 
 class Double(nn.Module):

@@ -3,6 +3,8 @@
 // thread sanitizer. It prints what failed and returns the number of failures.
 #include "runtime/team.h"
 
+#include <sched.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -114,6 +116,19 @@ void sleepers(int threads) {
   });
 }
 
+// A helper that sleeps is woken for a loop: each of two chunks waits for the other.
+void woken() {
+  with_team(2, [&] {
+    usleep(5000);
+    std::atomic<int> arrived{0};
+    loop(2, 1, [&](int64_t, int64_t) {
+      ++arrived;
+      for (int i = 0; i < 30000 && arrived < 2; ++i) usleep(1000);
+      expect(arrived == 2, "a helper that sleeps is woken");
+    });
+  });
+}
+
 // Helpers that never come, or come after the end.
 void no_helpers() {
   Team team(4);
@@ -123,24 +138,105 @@ void no_helpers() {
   team.help(1);
 }
 
-void two_callers(int threads) {
+// Every chunk fails, in all threads at once: one of the exceptions comes out, and nothing of it
+// reaches the next loop.
+void failures_everywhere(int threads) {
+  with_team(threads, [&] {
+    for (int i = 0; i < 50; ++i) {
+      bool caught = false;
+      try {
+        loop(64, 1, [](int64_t, int64_t) { throw std::runtime_error("chunk"); });
+      } catch (const std::runtime_error&) {
+        caught = true;
+      }
+      expect(caught, "an exception comes out if all chunks fail");
+      std::atomic<int64_t> sum{0};
+      loop(64, 1, [&](int64_t begin, int64_t end) { sum += end - begin; });
+      expect(sum == 64, "a loop after one whose chunks all failed");
+    }
+  });
+}
+
+// Programs of two threads at once, with teams of their own.
+void two_callers(int first, int second) {
   std::vector<std::thread> callers;
-  for (int i = 0; i < 2; ++i)
+  for (const int threads : {first, second})
     callers.emplace_back([=] {
-      each_index_once(threads, 300);
+      each_index_once(threads, 150);
       exceptions(threads);
     });
   for (std::thread& caller : callers) caller.join();
 }
 
+// More threads than the CPUs that they may use.
+void oversubscribed() {
+  cpu_set_t before, one;
+  expect(sched_getaffinity(0, sizeof before, &before) == 0, "the affinity is read");
+  CPU_ZERO(&one);
+  for (int cpu = 0; CPU_COUNT(&one) == 0; ++cpu)
+    if (CPU_ISSET(cpu, &before)) CPU_SET(cpu, &one);
+  expect(sched_setaffinity(0, sizeof one, &one) == 0, "the affinity is set");
+  for (const int threads : {2, 8}) {
+    each_index_once(threads, 100);
+    exceptions(threads);
+    sleepers(threads);
+  }
+  two_callers(3, 8);
+  expect(sched_setaffinity(0, sizeof before, &before) == 0, "the affinity is set back");
+}
+
+int in_child(void (*f)()) {
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    failures = 0;
+    f();
+    std::fflush(stdout);
+    _exit(failures.load() > 0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  return status;
+}
+
+// The child has the memory of the parent, without the threads: of a run that is over, and of one
+// that another thread is in.
+void after_fork() {
+  const auto run = [] {
+    each_index_once(4, 100);
+    exceptions(4);
+  };
+  run();
+  expect(in_child(run) == 0, "a run in the child of a process that ran before");
+#ifndef __SANITIZE_THREAD__  // It takes the child's threads for the ones that the fork left behind.
+  std::atomic<bool> stop{false}, started{false};
+  std::thread other([&] {
+    while (!stop) {
+      each_index_once(3, 20);
+      started = true;
+    }
+  });
+  while (!started) std::this_thread::yield();
+  expect(in_child(run) == 0, "a run in the child of a process that runs meanwhile");
+  stop = true;
+  other.join();
+#endif
+}
+
 }  // namespace
 
 int main() {
-  for (int threads = 2; threads <= 8; ++threads) each_index_once(threads, 500);
-  for (const int threads : {2, 5}) exceptions(threads);
+  for (int threads = 1; threads <= 8; ++threads) {
+    each_index_once(threads, 300);
+    exceptions(threads);
+    failures_everywhere(threads);
+  }
   for (const int threads : {2, 8}) sleepers(threads);
+  woken();
   no_helpers();
-  two_callers(4);
+  two_callers(4, 4);
+  oversubscribed();
+  after_fork();
   std::printf("%d failures\n", failures.load());
   return failures.load() > 0;
 }

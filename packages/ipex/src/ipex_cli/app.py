@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import inspect
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -351,15 +352,29 @@ def migrate(
         _fail(f"no name of IPEX contains {', '.join(names)}", code=1)
 
 
+#: Rounds that the threads of a server spin for others, in place of libgomp's ten times as many: programs that come
+#: later shall not stop it for milliseconds at each op. `ipexrun` has the same number; see docs/tuning.md.
+LONG_SPIN = 30000
+
+
+def _bound_spin() -> None:
+    """Bound how long OpenMP threads spin: shortly beside other programs, else longer. Variables that are set decide."""
+    unset = not (os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY"))
+    # Read when torch loads libgomp, which the next import does.
+    if unset and "torch" not in sys.modules:
+        os.environ["GOMP_SPINCOUNT"] = str(LONG_SPIN)
+    from ipex_core.kernels.machine import restart_if_crowded
+
+    restart_if_crowded(bounded=unset)
+
+
 def main() -> None:
     """Run the command; errors of ipex are one line on stderr and exit code 2."""
     # torch warns when it is imported without NumPy, which no command needs.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
         if sys.argv[1:3] == ["llm", "serve"] and "--help" not in sys.argv:
-            from ipex_core.kernels.machine import restart_if_crowded
-
-            restart_if_crowded()
+            _bound_spin()
         app()
     except Exception as error:
         # By name: the package that defines the class may be what could not be imported.

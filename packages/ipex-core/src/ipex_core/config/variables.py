@@ -204,7 +204,7 @@ VARIABLES: Mapping[str, Variable] = {
             0,
             "an integer >= 0",
             "Upper limit of the threads of one op. PyTorch's intra-op pool, which our kernels share, is reduced to it; "
-            "it is never enlarged. 0: PyTorch's own number.",
+            "it is never enlarged. 0: PyTorch's own number, or the CPU quota of the control group if that is smaller.",
         ),
         Variable(
             "IPEX_HUGE_PAGES",

@@ -348,8 +348,8 @@ def _cpu_advice(report: Report) -> Iterator[str]:
 def doctor(root: str | os.PathLike[str] = "/", environ: Mapping[str, str] | None = None) -> Report:
     """Examine machine, process and installation.
 
-    It loads the kernel packages (as the first op call would) and imports the installed components, and changes nothing
-    else.
+    It loads the kernel packages (as the first op call would, which fits torch's threads to a CPU quota) and imports the
+    installed components, and changes nothing else.
 
     Args:
         root: Root of the procfs and sysfs trees; other than ``/`` for tests.
@@ -368,8 +368,8 @@ def doctor(root: str | os.PathLike[str] = "/", environ: Mapping[str, str] | None
     cpu = machine.cpu_info(tree)
     limits = machine.cgroup_limits(tree)
     allowed = machine.affinity() if tree == machine.ROOT else None
-    torch_report, intra, inter = _torch()
     packages, isa = _packages(cpu, tree)
+    torch_report, intra, inter = _torch()  # after the kernels, which fit the threads to a quota
     # After torch and the kernels, so that what they bring is seen.
     libraries = machine.loaded_libraries(tree)
     report = Report(

@@ -707,30 +707,34 @@ class Rewriter(Editor):
     # ---- attention
 
     def _attention(self, node: Node) -> str | None:
-        """``softmax(q @ k.T / c + mask) @ v`` in its usual spellings."""
-        softmax, v = node.inputsAt(0), node.inputsAt(1)
+        """``softmax(q @ k.T / c + mask) @ v`` in its usual spellings, also with the casts of autocast."""
+        v = node.inputsAt(1)
+        softmax, reader = _behind_autocast(node.inputsAt(0), node, "reduced")
         one = softmax.node()
-        if one.kind() != "aten::softmax" or not only_use(softmax, node):
+        if one.kind() != "aten::softmax" or not only_use(softmax, reader):
             return None
         if constant(one.inputsAt(1)) != -1 or not is_constant(one.inputsAt(2)):
             return None
         if constant(one.inputsAt(2)) is not None:
             return None
-        found = self._scores(one.inputsAt(0), one)
-        if found is None:
+        found = self._scores(one.inputsAt(0), one, casts=True)
+        if found is None or (found.widened and reader == node):
             return None
         scores = found.value.node()
         if scores.kind() != "aten::matmul" or not found.only_read():
             return None
-        q, turned = scores.inputs()
+        q, right = scores.inputs()
+        turned, cast = _behind_autocast(right, scores, "reduced")
         keys = turned.node()
-        if keys.kind() != "aten::transpose" or not only_use(turned, scores):
+        if keys.kind() != "aten::transpose" or not only_use(turned, cast):
             return None
         dims = {constant(keys.inputsAt(1)), constant(keys.inputsAt(2))}
         if dims not in ({-1, -2}, {2, 3}):
             return None
-        mask = self._mask(found, node)
-        arguments = [q, keys.inputsAt(0), v, mask, found.factor, found.divide]
+        mask, k = self._mask(found, node), keys.inputsAt(0)
+        if cast != scores:
+            k = self.op(cast.kind(), [k, *list(cast.inputs())[1:]], node).output()
+        arguments = [q, k, v, mask, found.factor, found.divide, found.widened]
         self.replace(node, self.call("attention", arguments, node))
         return "attention"
 
@@ -759,9 +763,22 @@ class Rewriter(Editor):
         self.replace(node, self.call("softmax", arguments, node))
         return f"{found.name} + softmax"
 
-    def _scores(self, value: Value, user: Node) -> _Scores | None:
-        """Return what a softmax reads: scores, divided or multiplied, plus a mask or filled by one."""
+    def _scores(self, value: Value, user: Node, casts: bool = False) -> _Scores | None:
+        """Return what a softmax reads: scores, divided or multiplied, plus a mask or filled by one.
+
+        With ``casts`` also what autocast widens to float32 on the way.
+        """
         mask, fill, names = None, None, []
+        widened = False
+
+        def narrow() -> None:
+            nonlocal value, user, widened
+            if casts:
+                value, reader = _behind_autocast(value, user, "full")
+                widened |= reader != user
+                user = reader
+
+        narrow()
         node = value.node()
         if node.kind() == "aten::add" and only_use(value, user):
             if node.inputsSize() != 3 or constant(node.inputsAt(2)) != 1:
@@ -776,6 +793,7 @@ class Rewriter(Editor):
             names = ["masked_fill"]
             if fill is None or fill > _HIDES:  # added, it would not hide the scores
                 return None
+        narrow()
         factor, divide = 1.0, False
         node = value.node()
         if node.kind() in ("aten::div", "aten::mul") and only_use(value, user):
@@ -785,7 +803,8 @@ class Rewriter(Editor):
             factor, divide = number, node.kind() == "aten::div"
             value, user = node.inputsAt(0), node
             names.insert(0, "div" if divide else "mul")
-        return _Scores(value, user, mask, fill, factor, divide, " + ".join(names))
+            narrow()
+        return _Scores(value, user, mask, fill, factor, divide, " + ".join(names), widened)
 
     def _mask(self, scores: _Scores, before: Node) -> Value | None:
         """Return the mask to be added."""
@@ -805,6 +824,7 @@ class _Scores(NamedTuple):
     factor: float
     divide: bool
     name: str
+    widened: bool  #: whether autocast has made them float32
 
     def only_read(self) -> bool:
         """Return whether nothing else needs the scores; the mask that fills may take its size from them."""
@@ -816,6 +836,29 @@ class _Scores(NamedTuple):
             and only_use(user.output(), self.user)
             for user in uses
         )
+
+
+#: Numbers of dtypes in a graph: what autocast widens to and lowers to.
+_WIDE, _LOW = (6,), (5, 15)
+
+
+def _behind_autocast(value: Value, user: Node, to: str) -> tuple[Value, Node]:
+    """Return what casts of autocast read and the first one, or what is given: a value and the node that reads it.
+
+    A trace has ``aten::to``, the pass of torch for programs ops of its own. ``to`` is ``"full"`` or ``"reduced"``.
+    """
+    dtypes = _WIDE if to == "full" else _LOW
+    while only_use(value, user):
+        node = value.node()
+        cast = node.kind() == f"aten::_autocast_to_{to}_precision" or (
+            node.kind() == "aten::to"
+            and node.inputsSize() == 5
+            and constant(node.inputsAt(1)) in dtypes
+        )
+        if not cast:
+            break
+        value, user = node.inputsAt(0), node
+    return value, user
 
 
 def _is_plain(value: Value) -> bool:

@@ -4,6 +4,10 @@
 torch calls ``module._slow_forward`` in place of ``forward`` where a trace is recorded, and only there. An optimized
 model has its own on the instance: it records the forward apart, freezes and fuses that program, and puts it into the
 trace as one call. Calls without a trace never come here.
+
+torch runs a new trace against the model and warns where they differ by more than float32 rounds. Programs that round
+bfloat16 less often than the model does are therefore put into the trace beside the plain one, which runs until the
+trace is frozen: a parameter that wants gradients tells, which freezing makes a constant.
 """
 
 from __future__ import annotations
@@ -38,15 +42,17 @@ class _Flat(nn.Module):
         self.training = False  # not `eval()`, which would change parts of the model
         self._leaves, self._spec = leaves, spec
         self.result: tuple[list[Any], Any] = [], None
+        self.tensors: tuple[torch.Tensor, ...] = ()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the model; remember the form of its result."""
+        """Run the model; remember the form of its result and its tensors."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(v, torch.Tensor) else v for v in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         leaves, spec = pytree.tree_flatten(self.module.forward(*args, **kwargs))
         self.result = [_TENSOR if isinstance(v, torch.Tensor) else v for v in leaves], spec
-        return tuple(v for v in leaves if isinstance(v, torch.Tensor))
+        self.tensors = tuple(v for v in leaves if isinstance(v, torch.Tensor))
+        return self.tensors
 
 
 class TracedForward:
@@ -104,20 +110,56 @@ def _may_fuse(module: nn.Module) -> bool:
 
 #: Why a trace is left alone that torch would warn of.
 _ROUNDED = (
-    "results that are rounded less often would fail the check of torch.jit.trace (check_trace); call ipex.jit.fuse on"
-    " the frozen program"
+    "results that are rounded less often would fail the check of torch.jit.trace (check_trace), and no parameter wants"
+    " gradients, which would tell when the trace is frozen; call ipex.jit.fuse on the frozen program"
 )
 
+_UNTIL_FROZEN = """
+def until_frozen({names}):
+    if parameter.requires_grad:
+        results = plain({tensors})
+    else:
+        results = fused({tensors})
+    return results
+"""
 
-def _agree(one: Any, other: Any, tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Return whether two programs give what the check of ``torch.jit.trace`` takes for the same."""
-    with torch.no_grad():
-        results = [program(*(t.clone() for t in tensors)) for program in (one, other)]
+
+def _until_frozen(plain: Any, fused: Any, count: int) -> Any:
+    """Return a graph that runs one function of ``count`` tensors, and another after freezing."""
+    tensors = [f"x{i}" for i in range(count)]
+    names = ", ".join(f"{name}: Tensor" for name in ["parameter", *tensors])
+    source = _UNTIL_FROZEN.format(names=names, tensors=", ".join(tensors))
+    unit: Any = torch.jit.CompilationUnit(source)  # it finds `plain` and `fused` here
+    interpreter: Any = torch._C
+    graph = unit.until_frozen.graph.copy()
+    interpreter._jit_pass_inline(graph)
+    interpreter._jit_pass_dce(graph)  # what named the two functions, which do not live on
+    return graph
+
+
+def _telling(module: nn.Module, state: Any) -> nn.Parameter | None:
+    """Return a parameter that wants gradients and belongs to the model that is traced."""
+    interpreter: Any = torch._C
+    interpreter._set_tracing_state(state)
+    try:
+        for parameter in module.parameters():
+            if type(parameter) is nn.Parameter and parameter.requires_grad:
+                interpreter._get_value_trace(parameter)  # raises where it would be a constant
+                return parameter
+    except RuntimeError:
+        return None
+    finally:
+        interpreter._set_tracing_state(None)
+    return None
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Return whether the check of ``torch.jit.trace`` takes two results for the same."""
     return all(
         torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-5, equal_nan=True)
         if a.is_floating_point()
         else torch.equal(a, b)
-        for a, b in zip(*results, strict=True)
+        for a, b in zip(one, other, strict=True)
     )
 
 
@@ -142,20 +184,36 @@ def _record(module: nn.Module, args: Any, kwargs: Any) -> Any:
     ):
         return None  # inlining would take them away from the trace
     interpreter._set_tracing_state(None)
+    # The trace has the casts of autocast. Those that torch would add to the program differ from what the model does.
+    casts = interpreter._jit_set_autocast_mode(False)
     try:
         plain = torch.jit.freeze(torch.jit.trace(flat, tensors, check_trace=False, strict=False))
         program = jit.fuse(plain)
-        if not _agree(program, plain, tensors):
-            log.info("torch.jit.trace: %s is recorded without fusion: %s", name, _ROUNDED)
-            return None
+        if any(next(one.graph.inputs()).uses() for one in (program, plain)):
+            return None  # the forward writes to something that it keeps
+        if _TENSOR not in flat.result[0]:
+            return None  # it returns no tensor
+        parameter = None
+        with torch.no_grad():
+            fused, stock = (one(*(t.clone() for t in tensors)) for one in (program, plain))
+        if not _agree(fused, stock):
+            parameter = _telling(module, outer)
+            if parameter is None or not _agree(flat.tensors, stock):
+                log.info("torch.jit.trace: %s is recorded without fusion: %s", name, _ROUNDED)
+                return None
     except Exception as error:
         log.info("torch.jit.trace: %s is recorded without fusion: %s", name, error)
         return None
     finally:
+        interpreter._jit_set_autocast_mode(casts)
         interpreter._set_tracing_state(outer)
-    graph = program.graph.copy()
-    itself = next(graph.inputs())
-    if itself.uses() or _TENSOR not in flat.result[0]:
-        return None  # the forward writes to something that it keeps, or returns no tensor
-    graph.eraseInput(0)
-    return interpreter._create_function_from_graph("ipex_fused", graph), tensors, flat.result
+    functions = []
+    for one in (program, plain):
+        graph = one.graph.copy()
+        graph.eraseInput(0)
+        functions.append(interpreter._create_function_from_graph("ipex_fused", graph))
+    if parameter is None:
+        return functions[0], tensors, flat.result
+    graph = _until_frozen(functions[1], functions[0], len(tensors))
+    function = interpreter._create_function_from_graph("ipex_fused", graph)
+    return function, (parameter, *tensors), flat.result

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 import math
 import os
 import platform
@@ -31,6 +32,7 @@ __all__ = [
     "cgroup_limits",
     "cpu_info",
     "crowded",
+    "fit_threads",
     "governor",
     "huge_pages",
     "loaded_libraries",
@@ -339,16 +341,62 @@ def loaded_libraries(root: Path = ROOT) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-# --- waiting threads --------------------------------------------------------------------------------------------------
+# --- threads ----------------------------------------------------------------------------------------------------------
 
 
-def restart_if_crowded() -> None:
+def fit_threads(root: Path = ROOT) -> None:
+    """Reduce torch's threads to the CPU quota of the control group, unless somebody chose their number.
+
+    torch counts the CPUs that the process may run on and knows no quota. ``OMP_NUM_THREADS``, ``MKL_NUM_THREADS``,
+    `torch.set_num_threads`, ``IPEX_NUM_THREADS`` and a pool to which the calling thread is pinned choose the number.
+    """
+    import torch
+
+    usable = usable_cpus(cgroup_limits(root), None)
+    now = torch.get_num_threads()
+    if usable is None or now <= usable or _threads_are_chosen(now):
+        return
+    torch.set_num_threads(usable)
+    logging.getLogger("ipex").info(
+        "the control group gives the time of %d CPU(s): %d threads instead of %d",
+        usable,
+        usable,
+        now,
+    )
+
+
+def _threads_are_chosen(now: int) -> bool:
+    if os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"):
+        return True
+    set_mkl_threads = _set_mkl_threads()
+    if set_mkl_threads is None:
+        return now not in (len(affinity() or ()), os.cpu_count())
+    # The thread's own number, 0 without one. torch gives one to each thread once a number was chosen.
+    own = set_mkl_threads(0)
+    set_mkl_threads(own)
+    return own != 0
+
+
+def _set_mkl_threads() -> Callable[[int], int] | None:
+    import torch
+
+    try:
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    except OSError:
+        return None
+    return getattr(torch_cpu, "MKL_Set_Num_Threads_Local", None)
+
+
+def restart_if_crowded(bounded: bool = False) -> None:
     """Start this command again with a short spin if programs wait for CPU time; else return.
 
     libgomp reads ``GOMP_SPINCOUNT`` when it is loaded, which importing torch has done. Variables that the user has set
     (``GOMP_SPINCOUNT``, ``OMP_WAIT_POLICY``) decide instead.
+
+    Args:
+        bounded: The command itself has set ``GOMP_SPINCOUNT``, to the longer spin of machines that look idle.
     """
-    if os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY"):
+    if os.environ.get("OMP_WAIT_POLICY") or (os.environ.get("GOMP_SPINCOUNT") and not bounded):
         return
     reason = crowded() if sys.platform.startswith("linux") else None
     gomp = any("libgomp" in path for path in loaded_libraries())

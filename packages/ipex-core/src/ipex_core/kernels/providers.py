@@ -33,6 +33,7 @@ from ipex_core.errors import (
     MissingComponentError,
     UnknownComponentError,
 )
+from ipex_core.kernels import machine
 
 __all__ = [
     "KERNEL_API",
@@ -180,6 +181,7 @@ def load_providers() -> tuple[ProviderStatus, ...]:
             found = {ep.name: ep for ep in _entry_points(KERNEL_GROUP)}
             names = [*KNOWN_PROVIDERS, *(name for name in found if name not in KNOWN_PROVIDERS)]
             _providers = tuple(_load_provider(name, found.get(name)) for name in names)
+            machine.fit_threads()
     return _providers
 
 

@@ -305,9 +305,16 @@ def fill(mask: Tensor, like: Tensor, value: float) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: float, divide: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    factor: float,
+    divide: bool,
+    widened: bool,
 ) -> Tensor:
-    # The scores times or divided by a number, plus a mask, through softmax, times the values.
+    # The scores times or divided by a number, plus a mask, through softmax, times the values. Under autocast the scores
+    # are widened to float32, and the softmax has the dtype of the values again.
     fits = q.dim() == 4 and k.dim() == 4 and k.size() == v.size() and q.dtype != torch.float64
     fits = fits and q.dtype == k.dtype and q.dtype == v.dtype
     fits = fits and q.size(0) == k.size(0) and q.size(1) == k.size(1) and q.size(3) == k.size(3)
@@ -324,10 +331,13 @@ def attention(
     if fits:
         return torch.ops.ipex.attention(q, k, v, mask, 1.0 / factor if divide else factor)
     scores = torch.matmul(q, k.transpose(-1, -2))
+    if widened and (scores.dtype == torch.bfloat16 or scores.dtype == torch.float16):
+        scores = scores.to(torch.float32)
     scores = scores / factor if divide else scores * factor
     if mask is not None:
         scores = scores + mask
-    return torch.matmul(torch.softmax(scores, -1), v)
+    weights = torch.softmax(scores, -1)
+    return torch.matmul(weights.to(v.dtype) if widened else weights, v)
 
 
 def sdpa(

@@ -81,8 +81,9 @@ def valid_preload(value: str) -> tuple[list[str], list[str]]:
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
-#: Rounds that libgomp spins for a thread before it sleeps, where programs wait for CPU time; see docs/tuning.md.
-SHORT_SPIN = "3000"
+#: Rounds that libgomp spins for a thread before it sleeps, where programs wait for CPU time and elsewhere; its own
+#: number is 300000. See docs/tuning.md.
+SHORT_SPIN, LONG_SPIN = "3000", "30000"
 #: Settings of jemalloc: memory goes back in the background, or (for measurements) never.
 MALLOC_CONF = "oversize_threshold:1,background_thread:true,metadata_thp:auto"
 MALLOC_CONF_BENCHMARK = (
@@ -260,10 +261,12 @@ class Launcher:
         else:
             self.add_env("OMP_SCHEDULE", "STATIC")
             self.add_env("OMP_PROC_BIND", "CLOSE")
-            reason = crowded(Path("/"))
-            if reason and not os.environ.get("OMP_WAIT_POLICY"):
-                self.add_env("GOMP_SPINCOUNT", SHORT_SPIN)
-                self.verbose("info", f"{reason}: threads spin shortly, GOMP_SPINCOUNT={SHORT_SPIN}")
+            if not os.environ.get("OMP_WAIT_POLICY"):
+                reason = crowded(Path("/"))
+                spin = SHORT_SPIN if reason else LONG_SPIN
+                self.add_env("GOMP_SPINCOUNT", spin)
+                if reason:
+                    self.verbose("info", f"{reason}: threads spin shortly, GOMP_SPINCOUNT={spin}")
         return chosen
 
     def parse_list_argument(self, txt: str) -> list[int]:
