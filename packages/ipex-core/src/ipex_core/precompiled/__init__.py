@@ -60,9 +60,9 @@ def precompile(
         >>> fast(torch.ones(2, 8)).shape
         torch.Size([2, 4])
     """
-    from ipex_core.precompiled.graph import capture
+    from ipex_core.precompiled.graph import capture, peak_bytes
     from ipex_core.precompiled.lower import lower
-    from ipex_core.precompiled.memory import peak_bytes
+    from ipex_core.precompiled.run import Parts
 
     module = checked_model("precompile", model)
     _refuse_hooks(module)
@@ -73,7 +73,7 @@ def precompile(
         with quiet(FutureWarning, text=".*treespec"):
             recorded = capture(module, args, kwargs, dynamic_shapes)
         plan = lower(recorded.module, recorded.forms)
-    return Precompiled(
+    parts = Parts(
         type(module).__name__,
         plan,
         recorded.inputs,
@@ -82,9 +82,8 @@ def precompile(
         recorded.ranges,
         recorded.conditions,
         (peak_bytes(recorded.module.graph), recorded.eager_bytes),
-        recorded.report,
-        module,
     )
+    return Precompiled(parts, recorded.report, module)
 
 
 def load_precompiled(path: str | os.PathLike[str]) -> Precompiled:
@@ -105,7 +104,7 @@ def load_precompiled(path: str | os.PathLike[str]) -> Precompiled:
     """
     from ipex_core.precompiled.files import load
 
-    return load(path)
+    return Precompiled(load(path))
 
 
 #: Packages whose hooks do nothing but compute.

@@ -126,6 +126,10 @@ def _lowered(
         given = [args[position] for position in tensors]
         varying = numbers(args, given) if plan.sizes else ()
         args.clear()
+        if torch._C._len_torch_dispatch_stack():
+            # AOTAutograd watches first calls; to it a program is one op, whose results may be views of its inputs.
+            with _disable_current_modes():
+                return run_plan(plan, first, given, varying)
         return run_plan(plan, first, given, varying)
 
     return plan, run

@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from ipex_core.errors import StaleWeightsError
 from ipex_core.fusion import GraphReport
 from ipex_core.library.spec import dtype_name
 from ipex_core.precompiled.expressions import evaluate
-from ipex_core.precompiled.graph import Input
-from ipex_core.precompiled.lower import Plan, Run
-from ipex_core.precompiled.run import first_values, run_plan
+from ipex_core.precompiled.lower import Run
+from ipex_core.precompiled.run import Parts, first_values, run_plan
 
 __all__ = ["Precompiled"]
 
@@ -40,36 +39,21 @@ class Precompiled:
     """
 
     def __init__(
-        self,
-        name: str,
-        plan: Plan,
-        inputs: Sequence[Input],
-        in_spec: Any,
-        out_spec: Any,
-        ranges: Mapping[str, tuple[int, int | None]],
-        conditions: Sequence[str],
-        memory: tuple[int, int],
-        report: GraphReport | None = None,
-        model: nn.Module | None = None,
+        self, parts: Parts, report: GraphReport | None = None, model: nn.Module | None = None
     ) -> None:
-        self.name = name
+        self.name = parts.name
         self.report = report
-        self._plan = plan
-        self._inputs = tuple(inputs)
-        self._in_spec = in_spec
-        self._out_spec = out_spec
-        self._ranges = dict(ranges)
-        self._conditions = tuple(conditions)
-        self._memory = memory
-        self._tensors = [i for i, one in enumerate(self._inputs) if one.dtype is not None]
-        self._fixed = [i for i, one in enumerate(self._inputs) if one.dtype is None]
-        self._static = all(isinstance(size, int) for one in self._inputs for size in one.shape)
-        self._shapes = (
-            [torch.Size(self._inputs[i].shape) for i in self._tensors] if self._static else []
-        )
-        self._dtypes = [self._inputs[i].dtype for i in self._tensors]
-        self._positional = in_spec == pytree.tree_structure((tuple(range(len(self._inputs))), {}))
-        self._numbers = _Sizes(self._inputs, ranges, conditions, plan.sizes, self._where)
+        self._parts = parts
+        self._plan = plan = parts.plan
+        self._inputs = inputs = parts.inputs
+        self._in_spec, self._out_spec = parts.in_spec, parts.out_spec
+        self._tensors = [i for i, one in enumerate(inputs) if one.dtype is not None]
+        self._fixed = [i for i, one in enumerate(inputs) if one.dtype is None]
+        self._static = all(isinstance(size, int) for one in inputs for size in one.shape)
+        self._shapes = [torch.Size(inputs[i].shape) for i in self._tensors if self._static]
+        self._dtypes = [inputs[i].dtype for i in self._tensors]
+        self._positional = parts.in_spec == pytree.tree_structure((tuple(range(len(inputs))), {}))
+        self._numbers = _Sizes(parts, self._where)
         self._first = first_values(plan)
         self._weights = _Weights(model) if model is not None else None
 
@@ -99,12 +83,12 @@ class Precompiled:
     @property
     def peak_bytes(self) -> int:
         """The most memory that intermediate results take at a time, for sizes as in the example."""
-        return self._memory[0]
+        return self._parts.memory[0]
 
     @property
     def eager_bytes(self) -> int:
         """The same for the model op by op."""
-        return self._memory[1]
+        return self._parts.memory[1]
 
     def _where(self, index: int) -> str:
         return f"{self.name}: input {self._inputs[index].name}"
@@ -202,7 +186,7 @@ class Precompiled:
         """
         from ipex_core.precompiled.files import save
 
-        return save(self, path)
+        return save(self._parts, path)
 
 
 def _form(spec: Any) -> str:
@@ -224,23 +208,15 @@ def _leaf(spec: Any) -> str:
 
 
 class _Sizes:
-    """The numbers that follow from sizes that vary; those of the last kinds of sizes are kept."""
+    """The numbers that follow from sizes that vary; they are kept for the last kinds of sizes."""
 
-    def __init__(
-        self,
-        inputs: Sequence[Input],
-        ranges: Mapping[str, tuple[int, int | None]],
-        conditions: Sequence[str],
-        expressions: Sequence[str],
-        where: Callable[[int], str],
-    ) -> None:
-        self._inputs = inputs
-        self._ranges = ranges
-        self._conditions = conditions
-        self._expressions = expressions
+    def __init__(self, parts: Parts, where: Callable[[int], str]) -> None:
+        self._inputs = parts.inputs
+        self._ranges = parts.ranges
+        self._conditions = parts.conditions
+        self._expressions = parts.plan.sizes
         self._where = where
         self._known: dict[Any, tuple[int, ...]] = {}
-        self._functions: tuple[Any, Any, Any] | None = None
 
     def of(self, tensors: Sequence[Tensor], places: Sequence[int]) -> tuple[int, ...]:
         """Return the value of each expression for these tensors.
@@ -330,8 +306,8 @@ class _Weights:
             return
         changed = self._changed(now)
         raise StaleWeightsError(
-            f"{name}: the weights must be as they were when ipex.precompile recorded them, got another {changed};"
-            " call ipex.precompile(model, ...) again"
+            f"{name}: the weights must be as they were when ipex.precompile recorded them, got a change of"
+            f" {changed}: call ipex.precompile(model, ...) again"
         )
 
     def _changed(self, now: list[Any]) -> str:

@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +27,8 @@ from ipex_core.kernels.providers import KERNEL_API
 from ipex_core.library.spec import dtype_name
 from ipex_core.precompiled.graph import Input
 from ipex_core.precompiled.lower import Call, Plan, Run, Size, Slot
+from ipex_core.precompiled.run import Parts
 from ipex_core.program import Program, ProgramBuilder, Register
-
-if TYPE_CHECKING:
-    from ipex_core.precompiled.call import Precompiled
 
 __all__ = ["load", "save"]
 
@@ -100,14 +98,14 @@ class _Tensors:
         return own
 
 
-def save(model: Precompiled, path: Any) -> Path:
-    """Write a precompiled model; see `Precompiled.save`."""
+def save(parts: Parts, path: Any) -> Path:
+    """Write a precompiled model; see ``Precompiled.save``."""
     library = _library()
     target = _path("Precompiled.save", path)
     if target.suffix != _ENDING:
         raise ValueError(f"Precompiled.save: path must end with {_ENDING}, got {os.fspath(path)!r}")
     tensors = _Tensors()
-    text = json.dumps(_document(model, tensors), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_document(parts, tensors), allow_nan=False, separators=(",", ":"))
     named = tensors.separate()
     metadata = {_PLAN: text, _DIGEST: _digest(text, named)}
     descriptor, unfinished = tempfile.mkstemp(prefix=".ipex-precompiled-", dir=target.parent)
@@ -123,14 +121,14 @@ def save(model: Precompiled, path: Any) -> Path:
     return target
 
 
-def _document(model: Precompiled, tensors: _Tensors) -> dict[str, Any]:
-    plan = model._plan
+def _document(parts: Parts, tensors: _Tensors) -> dict[str, Any]:
+    plan = parts.plan
     return {
         "format": _FORMAT,
         "kernel_api": KERNEL_API,
         "ipex": __version__,
         "torch": torch.__version__,
-        "name": model.name,
+        "name": parts.name,
         "inputs": [
             {
                 "name": one.name,
@@ -138,13 +136,13 @@ def _document(model: Precompiled, tensors: _Tensors) -> dict[str, Any]:
                 "shape": list(one.shape),
                 "value": _encode(one.value),
             }
-            for one in model._inputs
+            for one in parts.inputs
         ],
-        "in_spec": pytree.treespec_dumps(model._in_spec),
-        "out_spec": pytree.treespec_dumps(model._out_spec),
-        "ranges": {name: list(span) for name, span in model._ranges.items()},
-        "conditions": list(model._conditions),
-        "memory": list(model._memory),
+        "in_spec": pytree.treespec_dumps(parts.in_spec),
+        "out_spec": pytree.treespec_dumps(parts.out_spec),
+        "ranges": {name: list(span) for name, span in parts.ranges.items()},
+        "conditions": list(parts.conditions),
+        "memory": list(parts.memory),
         "plan": {
             "steps": [_step(step, tensors) for step in plan.steps],
             "constants": {str(i): tensors.name(t) for i, t in plan.constants.items()},
@@ -216,8 +214,8 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def load(path: Any) -> Precompiled:
-    """Read a precompiled model; see `ipex_core.precompiled.load_precompiled`."""
+def load(path: Any) -> Parts:
+    """Read a precompiled model; see ``load_precompiled``."""
     library = _library()
     file = _path("load_precompiled", path)
     with open(file, "rb"):  # a missing file is told in Python's words
@@ -249,18 +247,16 @@ def load(path: Any) -> Precompiled:
                 f" {document.get('ipex')}): call ipex.precompile again",
             )
     try:
-        return _model(document, tensors)
+        return _parts(document, tensors)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        raise _wrong(file, f"a program that can be built, got {error}") from error
+        raise _wrong(file, f"a program that can be built, got one where {error}") from error
 
 
 def _wrong(file: Path, expected: str) -> ValueError:
     return ValueError(f"load_precompiled: {os.fspath(file)!r} must be {expected}")
 
 
-def _model(document: dict[str, Any], tensors: Mapping[str, Tensor]) -> Precompiled:
-    from ipex_core.precompiled.call import Precompiled
-
+def _parts(document: dict[str, Any], tensors: Mapping[str, Tensor]) -> Parts:
     written = document["plan"]
     plan = Plan(
         tuple(_read_step(step, tensors) for step in written["steps"]),
@@ -271,7 +267,7 @@ def _model(document: dict[str, Any], tensors: Mapping[str, Tensor]) -> Precompil
         int(written["slots"]),
         tuple(written["sizes"]),
     )
-    inputs = [
+    inputs = tuple(
         Input(
             one["name"],
             None if one["dtype"] is None else _dtype(one["dtype"]),
@@ -279,16 +275,16 @@ def _model(document: dict[str, Any], tensors: Mapping[str, Tensor]) -> Precompil
             _decode(one["value"]),
         )
         for one in document["inputs"]
-    ]
+    )
     least, most = document["memory"]
-    return Precompiled(
+    return Parts(
         document["name"],
         plan,
         inputs,
         _spec(document["in_spec"]),
         _spec(document["out_spec"]),
         {name: (low, high) for name, (low, high) in document["ranges"].items()},
-        document["conditions"],
+        tuple(document["conditions"]),
         (least, most),
     )
 
@@ -350,13 +346,15 @@ def _decode(value: Any, registers: Mapping[tuple[str, int], Register] | None = N
             return registers[value["kind"], given]
         case kind if kind in _ENUMS and given in _ENUMS[kind][1]:
             return getattr(torch, given)
-    raise ValueError(f"a value of the kind {kind!r}")
+    raise ValueError(
+        f"a value must be of a kind that plans have, got {kind!r}: write the file again"
+    )
 
 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"a dtype named {name!r}")
+        raise ValueError(f"a dtype must be one of torch, got {name!r}")
     return found
 
 
@@ -365,13 +363,13 @@ def _op(name: str) -> Any:
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     if namespace not in _NAMESPACES:
-        raise ValueError(f"an op of another library, {name!r}")
+        raise ValueError(f"an op must be of {', '.join(_NAMESPACES)}, got {name!r}")
     op = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
     schema = op._schema
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     reads_files = base in ("from_file", "save", "load")
     if schema.is_mutable or reads_files or not (takes_tensors or base in _FACTORIES):
-        raise ValueError(f"an op with side effects, {name!r}")
+        raise ValueError(f"an op must compute and do nothing else, got {name!r}")
     return op
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -15,11 +16,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ipex_core.errors import ExportError
 from ipex_core.fusion import GraphReport
-from ipex_core.fusion.aten import PURE, Context, is_call, val
+from ipex_core.fusion.aten import PURE, VIEWING, Context, is_call, val
 from ipex_core.fusion.aten.conv import pack_convolutions
 from ipex_core.fusion.aten.passes import run_passes
-from ipex_core.precompiled.memory import peak_bytes
 from ipex_core.recording import record
+from ipex_core.util.symbolic import hints
 
 __all__ = ["Input", "Recorded", "add_constant", "capture", "decompositions", "forms_of", "fuse"]
 
@@ -134,8 +135,6 @@ def fuse(
 
 def forms_of(graph: fx.Graph) -> tuple[str | None, ...]:
     """Return for each result whether it is ``"contiguous"`` or ``"channels_last"``, as users rely on; else None."""
-    from ipex_core.util.symbolic import hints
-
     forms: list[str | None] = []
     for leaf in graph.output_node().args[0]:  # type: ignore[union-attr]
         value = val(leaf)
@@ -151,7 +150,7 @@ def forms_of(graph: fx.Graph) -> tuple[str | None, ...]:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return the compositions that the passes expect, which are those of Inductor, but for ops that stay whole."""
+    """Return the compositions of Inductor, which the passes expect, without ops that stay whole."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
@@ -245,8 +244,9 @@ def _lift(program: torch.export.ExportedProgram, parameters: list[str]) -> tuple
 
 def add_constant(module: fx.GraphModule, graph: fx.Graph, value: Tensor) -> fx.Node:
     """Insert a node for a tensor that the graph keeps."""
-    number = module.__dict__.setdefault("_ipex_constants", 0)
-    module.__dict__["_ipex_constants"] = number + 1
+    number = len(module._buffers)
+    while f"ipex_constant_{number}" in module._buffers:
+        number += 1
     name = f"ipex_constant_{number}"
     module.register_buffer(name, value, persistent=False)
     return graph.get_attr(name)
@@ -376,7 +376,7 @@ def _into_convolution(
 
 
 def _widen_convolutions(graph: fx.Graph, report: GraphReport) -> None:
-    """Write convolutions of sequences as those of images of one line, which have a kernel."""
+    """Write convolutions of sequences as convolutions of images of one line, which have a kernel."""
     ctx = Context(graph, set(), report, always=True)
     for node in ctx.nodes(aten.convolution.default):
         x, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
@@ -480,3 +480,40 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return ("dict", *sorted((key, _frozen(one)) for key, one in value.items()))
     return (type(value), value)  # True is not 1
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _bytes(node: fx.Node) -> int:
+    """Return the size of the tensors of a node; sizes that vary count as in the example."""
+    found = node.meta.get("val")
+    total = 0
+    for value in found if isinstance(found, (list, tuple)) else (found,):
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            total += math.prod(hints(value.shape)) * value.element_size()
+    return total
+
+
+def peak_bytes(graph: fx.Graph) -> int:
+    """Return the most memory that the results of a graph take at a time; views take none."""
+    views = {*VIEWING, aten.t.default, aten.detach.default, operator.getitem}
+    roots: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, int] = {}
+    nodes = list(graph.nodes)
+    for number, node in enumerate(nodes):
+        base = node.args[0] if node.target in views and node.args else node
+        roots[node] = roots.get(base, node) if isinstance(base, fx.Node) else node
+        last[roots[node]] = number
+        for one in node.all_input_nodes:
+            last[roots[one]] = number
+    frees: dict[int, list[fx.Node]] = {}
+    for node, number in last.items():
+        frees.setdefault(number, []).append(node)
+    now = most = 0
+    for number, node in enumerate(nodes):
+        if node.op == "call_function" and roots[node] is node:
+            now += _bytes(node)
+            most = max(most, now)
+        now -= sum(_bytes(one) for one in frees.get(number, ()) if one.op == "call_function")
+    return most

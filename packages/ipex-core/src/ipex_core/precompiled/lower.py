@@ -97,7 +97,6 @@ class Plan:
         copied: Which of the outputs are copied, since they are constants.
         slots: Number of slots.
         sizes: Texts of the expressions of sizes that vary.
-        calls: Name of an op without an instruction -> how often it is called.
     """
 
     steps: tuple[Run | Call, ...]
@@ -119,7 +118,7 @@ class Plan:
         return sum(len(s.program.instructions) for s in self.steps if isinstance(s, Run))
 
 
-#: Views: op -> instruction and how its arguments become those of the instruction.
+#: Ops that give a tensor another shape.
 _RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _SAME = (aten.alias.default, aten.detach.default)
 
@@ -144,7 +143,8 @@ class _Lowering:
         self.forms = forms
         self.graph = module.graph
         self.chains = find_chains(self.graph)
-        self.inner = {node for chain in self.chains.values() for node in chain.inner}
+        #: Node inside a chain -> the root of the chain.
+        self.inner = {node: chain.root for chain in self.chains.values() for node in chain.inner}
         self.builder = ProgramBuilder()
         self.registers: dict[fx.Node, Register] = {}  # of this segment
         self.imports: list[Any] = []  # of this segment: Slot or Size
@@ -236,7 +236,7 @@ class _Lowering:
         raise AssertionError("a graph without results")
 
     def take(self, node: fx.Node) -> bool:
-        """Handle one result of an op with several."""
+        """Return whether one result of an op with several is known."""
         return node in self.registers or node in self.slots
 
     def write(self, node: fx.Node) -> bool:
@@ -313,17 +313,9 @@ class _Lowering:
         found = []
         for user in node.users:
             while user in self.inner:
-                user = self.root_of[user]
+                user = self.inner[user]
             found.append(user)
         return found
-
-    @property
-    def root_of(self) -> dict[fx.Node, fx.Node]:
-        known = self.__dict__.get("_root_of")
-        if known is None:
-            known = {node: chain.root for chain in self.chains.values() for node in chain.inner}
-            self.__dict__["_root_of"] = known
-        return known  # type: ignore[no-any-return]
 
     def call(self, node: fx.Node) -> None:
         """Append a step for an op without an instruction."""

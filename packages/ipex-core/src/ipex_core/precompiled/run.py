@@ -1,16 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a plan: programs, and calls of torch between them."""
+"""What a precompiled model is made of, and running its plan: programs, and calls of torch between them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from ipex_core.precompiled.graph import Input
 from ipex_core.precompiled.lower import Call, Plan, Run, Size, Slot
 
-__all__ = ["first_values", "run_plan"]
+__all__ = ["Parts", "first_values", "run_plan"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """All of a precompiled model that a file holds.
+
+    Attributes:
+        name: Class of the model.
+        plan: What runs.
+        inputs: The leaves of the arguments.
+        in_spec: Form of ``(args, kwargs)``.
+        out_spec: Form of the results.
+        ranges: Symbol of a size that varies -> its least and largest value.
+        conditions: Texts of expressions that must hold for sizes that vary.
+        memory: The most bytes that intermediate results take at a time, as programs and op by op.
+    """
+
+    name: str
+    plan: Plan
+    inputs: tuple[Input, ...]
+    in_spec: Any
+    out_spec: Any
+    ranges: Mapping[str, tuple[int, int | None]]
+    conditions: tuple[str, ...]
+    memory: tuple[int, int]
 
 
 def first_values(plan: Plan) -> list[Any]:
@@ -70,8 +97,5 @@ def _called(step: Call, values: list[Any], numbers: Sequence[int]) -> Sequence[A
             return numbers[value.index]
         return [given(one) for one in value] if isinstance(value, tuple) else value
 
-    try:
-        found = step.op(*map(given, step.args), **{key: given(v) for key, v in step.kwargs})
-    except RuntimeError as cause:
-        raise RuntimeError(f"precompiled model: {step.name}: {cause}") from cause
+    found = step.op(*map(given, step.args), **{key: given(v) for key, v in step.kwargs})
     return found if isinstance(found, (list, tuple)) else (found,)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torch.compile(backend="ipex", options={"ipex.program": True})``: graphs of Dynamo as programs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ipex_core import explain
+from ipex_core.compile_backend import ipex_backend
+
+OPTIONS = {"ipex.program": True, "ipex.always": True}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(model: Any, **kwargs: Any) -> Any:
+    return torch.compile(model, backend=ipex_backend, options=OPTIONS, **kwargs)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)
+        self.layer = nn.Linear(16, 8)
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = functional.relu(self.norm(self.conv(x)))
+        return y, functional.gelu(self.layer(y.mean((2, 3)))) * self.scale
+
+
+def close(got: Any, want: Any) -> None:
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert one.stride() == other.stride()
+
+
+def test_graphs_are_programs() -> None:
+    model = Net().eval()
+    fast = compiled(model)
+    x = torch.randn(2, 3, 9, 8)
+    with torch.no_grad():
+        close(fast(x), model(x))
+    (graph,) = explain(fast).graphs
+    assert graph.frozen
+    assert [note for note in graph.notes if "a program of" in note and "torch: none" in note]
+    assert graph.count("linear") == 1
+
+
+def test_sizes_may_vary() -> None:
+    model = Net().eval()
+    fast = compiled(model)
+    with torch.no_grad():
+        for n, height in ((2, 9), (3, 9), (5, 12), (1, 9), (4, 20)):
+            x = torch.randn(n, 3, height, 8)
+            close(fast(x), model(x))
+    assert len(explain(fast).graphs) <= 4
+
+
+def test_guards_of_dynamo_hold() -> None:
+    model = Net().eval()
+    fast = compiled(model)
+    x = torch.randn(2, 3, 9, 8)
+    with torch.no_grad():
+        first = fast(x)[1]
+        model.scale = 4.0
+        torch.testing.assert_close(fast(x)[1], 2 * first)
+
+
+def test_weights_that_change_are_seen(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net().eval()
+    fast = compiled(model)
+    x = torch.randn(2, 3, 9, 8)
+    with torch.no_grad():
+        fast(x)
+        model.layer.weight.mul_(2)
+        with caplog.at_level(logging.WARNING, "ipex"):
+            close(fast(x), model(x))
+        assert "the weights changed after compilation" in caplog.text
+        model.conv.weight = nn.Parameter(torch.randn(16, 3, 3, 3))
+        close(fast(x), model(x))
+
+
+def test_caches_that_the_graph_writes_stay_tensors_of_the_model() -> None:
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(4, 8))
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, place: int) -> Tensor:
+            self.kept[place] = self.layer(x)
+            return self.kept.sum(0) * 2
+
+    model, other = Cache().eval(), Cache().eval()
+    other.load_state_dict(model.state_dict())
+    fast = compiled(model)
+    with torch.no_grad():
+        for place in range(3):
+            x = torch.randn(8)
+            torch.testing.assert_close(fast(x, place), other(x, place))
+    torch.testing.assert_close(model.kept, other.kept)
+
+
+def test_inputs_may_be_written_and_results_may_be_views_of_them() -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x.add_(y)
+        return x.view(-1), (x * y).relu()
+
+    fast = compiled(function)
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    mine, theirs = x.clone(), x.clone()
+    with torch.no_grad():
+        got, want = fast(mine, y), function(theirs, y)
+        close(got, want)
+        torch.testing.assert_close(mine, theirs)
+        got[0].zero_()
+    assert not mine.any()
+
+
+def test_gradients_are_left_to_the_other_way() -> None:
+    model = Net().eval()
+    fast = compiled(model)
+    x = torch.randn(2, 3, 9, 8)
+    fast(x)[1].sum().backward()
+    assert model.layer.weight.grad is not None
+
+
+def test_the_option_is_checked() -> None:
+    with pytest.raises(Exception, match=r"option 'ipex.program' must be a bool, got 1"):
+        torch.compile(Net().eval(), backend=ipex_backend, options={"ipex.program": 1})(
+            torch.randn(1, 3, 9, 8)
+        )
