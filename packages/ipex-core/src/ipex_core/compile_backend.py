@@ -87,7 +87,8 @@ def ipex_backend(
         options: Inductor options (``torch._inductor.list_options()``), e.g. ``{"freezing": False}``, and ours:
             ``"ipex.disable"``, names of patterns to leave out or True for all; ``"ipex.always"``, True to let patterns
             fire also where Inductor's own code was measured to be as fast; ``"ipex.program"``, True to run frozen
-            graphs as programs of the kernel package, which takes seconds to compile and needs no compiler of C++.
+            graphs as programs of the kernel package, which takes seconds to compile and needs no compiler of C++,
+            ``"auto"`` to do so where few ops lack an instruction.
 
     Returns:
         A callable that takes the graph inputs.
@@ -308,11 +309,10 @@ def _compile_frozen(
     # compile_fx owns and mutates the graph it gets; this copy is what runs when the weights have changed.
     unfrozen = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     inputs = [example_inputs[i] for i in kept]
+    compiled = None
     if asked.program:
-        from ipex_core.precompiled.backend import compile_program
-
-        compiled = compile_program(gm, inputs, report, asked.disable, asked.always, written)
-    else:
+        compiled = _compile_program(gm, inputs, asked, report, written)
+    if compiled is None:
         compiled = _inference(gm, inputs, patches, asked, report)
     # What the graph writes to itself (the keys and values of a cache) it also reads again in each call.
     alive = {id(tensor) for tensor in written}
@@ -320,6 +320,25 @@ def _compile_frozen(
     if patches.get("freezing_discard_parameters"):
         weights = []  # their values are gone, so there is nothing to compare
     return FrozenGraph(compiled, report, kept, len(example_inputs), weights, unfrozen)
+
+
+def _compile_program(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    asked: Options,
+    report: GraphReport,
+    written: list[Tensor],
+) -> _Compiled | None:
+    """Return a graph as a program, or None where ``"auto"`` leaves it to Inductor."""
+    from ipex_core.precompiled.backend import TooManyCallsError, compile_program
+
+    spare = _spare(gm) if asked.program == "auto" else gm
+    try:
+        return compile_program(spare, inputs, report, asked.disable, written, asked.program is True)
+    except TooManyCallsError as error:
+        report.fusions.clear()
+        report.notes.append(f"not run as a program: {error}")
+        return None
 
 
 def _custom_passes(

@@ -37,14 +37,15 @@ class Options:
     Attributes:
         disable: ``"ipex.disable"``: names of patterns to leave out, or True for all of them.
         always: ``"ipex.always"``: let patterns fire also where Inductor's own code was measured to be as fast.
-        program: ``"ipex.program"``: run graphs for inference as programs of the kernel package.
+        program: ``"ipex.program"``: run graphs for inference as programs of the kernel package; ``"auto"``: if few of
+            their ops lack an instruction.
         inductor: Patches of Inductor's configuration.
         lean: The mode asks for little cost per call: CUDA graphs on a GPU, calls between kernels in C++ on a CPU.
     """
 
     disable: frozenset[str] = frozenset()
     always: bool = False
-    program: bool = False
+    program: bool | str = False
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lean: bool = False
 
@@ -140,10 +141,18 @@ def _flag(name: str) -> Callable[[Any], bool]:
     return read
 
 
+def _program(value: Any) -> bool | str:
+    if not isinstance(value, bool) and value != "auto":
+        raise ValueError(
+            f"compile: option 'ipex.program' must be True, False or 'auto', got {value!r}"
+        )
+    return value  # type: ignore[no-any-return]
+
+
 _OWN: dict[str, tuple[str, Any]] = {
     "ipex.disable": ("disable", _disable),
     "ipex.always": ("always", _flag("ipex.always")),
-    "ipex.program": ("program", _flag("ipex.program")),
+    "ipex.program": ("program", _program),
 }
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ipex_core import explain
 from ipex_core.compile_backend import ipex_backend
 
-OPTIONS = {"ipex.program": True, "ipex.always": True}
+OPTIONS = {"ipex.program": True}
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +139,23 @@ def test_gradients_are_left_to_the_other_way() -> None:
 
 
 def test_the_option_is_checked() -> None:
-    with pytest.raises(Exception, match=r"option 'ipex.program' must be a bool, got 1"):
-        torch.compile(Net().eval(), backend=ipex_backend, options={"ipex.program": 1})(
+    with pytest.raises(
+        Exception, match=r"option 'ipex.program' must be True, False or 'auto', got 3"
+    ):
+        torch.compile(Net().eval(), backend=ipex_backend, options={"ipex.program": 3})(
             torch.randn(1, 3, 9, 8)
         )
+
+
+def test_graphs_with_many_other_ops_may_be_left_to_inductor() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.cumsum(0).sort(0).values.cummax(0).values + x.topk(8, 1).values
+
+    x = torch.randn(4, 8)
+    for program, text in ((True, "a program of"), ("auto", "not run as a program")):
+        torch.compiler.reset()
+        fast = torch.compile(function, backend=ipex_backend, options={"ipex.program": program})
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), function(x))
+        (graph,) = explain(fast).graphs
+        assert any(note.startswith(text) for note in graph.notes)

@@ -18,10 +18,18 @@ from ipex_core.precompiled.graph import add_constant, decompositions, forms_of, 
 from ipex_core.precompiled.lower import Plan, lower
 from ipex_core.precompiled.run import first_values, run_plan
 
-__all__ = ["compile_program"]
+__all__ = ["TooManyCallsError", "compile_program"]
 
 #: How many kinds of sizes keep the numbers that follow from them.
 _MOST_SIZES = 64
+
+
+#: A graph with more calls of torch among so many instructions runs faster as Inductor's code.
+_MOST_CALLS = 0.05
+
+
+class TooManyCallsError(Exception):
+    """A graph with many ops that have no instruction."""
 
 
 def compile_program(
@@ -29,8 +37,8 @@ def compile_program(
     example_inputs: Sequence[Any],
     report: GraphReport,
     disabled: Iterable[str],
-    always: bool,
     written: list[Tensor],
+    whatever: bool,
 ) -> Callable[..., Any]:
     """Compile a graph that needs no gradient into programs.
 
@@ -39,19 +47,27 @@ def compile_program(
         example_inputs: One value for each input.
         report: Collects the decisions.
         disabled: Names of patterns to leave out.
-        always: Leave the tables of measured speed aside.
         written: Gets the parameters and buffers that stay inputs, since the graph writes to them.
+        whatever: Take graphs with many ops that have no instruction, too.
 
     Returns:
         A callable that takes the inputs of the graph.
+
+    Raises:
+        TooManyCallsError: Many ops have no instruction, and ``whatever`` is False.
     """
     from torch._dynamo.backends.common import aot_autograd
 
     def compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         constants, written[:] = _constants()
         with torch.no_grad(), _disable_current_modes():  # weights are folded as they are
-            plan, program = _lowered(graph, constants, report, disabled, always)
+            plan, program = _lowered(graph, constants, report, disabled)
+        few = 1 + _MOST_CALLS * plan.instructions
         calls = ", ".join(f"{count}x {name}" for name, count in plan.calls.most_common())
+        if not whatever and sum(plan.calls.values()) > few:
+            raise TooManyCallsError(
+                f"of {plan.instructions} instructions, called through torch: {calls}"
+            )
         report.notes.append(
             f"a program of {plan.instructions} instructions; called through torch: {calls or 'none'}"
         )
@@ -84,7 +100,6 @@ def _lowered(
     constants: dict[int, Tensor],
     report: GraphReport,
     disabled: Iterable[str],
-    always: bool,
 ) -> tuple[Plan, Callable[[list[Any]], list[Any]]]:
     placeholders = list(graph.graph.find_nodes(op="placeholder"))
     forms = forms_of(graph.graph)
@@ -106,7 +121,8 @@ def _lowered(
         for dim, size in enumerate(val(placeholders[position]).shape)  # type: ignore[union-attr]
         if isinstance(size, torch.SymInt)
     ]
-    fuse(graph, report, disabled, always)
+    # What stock code computes as fast is still one step less here.
+    fuse(graph, report, disabled, always=True)
     plan = lower(graph, forms)
     first = first_values(plan)
     known: dict[Any, tuple[int, ...]] = {}

@@ -50,8 +50,8 @@ class Precompiled:
         self._tensors = [i for i, one in enumerate(inputs) if one.dtype is not None]
         self._fixed = [i for i, one in enumerate(inputs) if one.dtype is None]
         self._static = all(isinstance(size, int) for one in inputs for size in one.shape)
-        self._shapes = [torch.Size(inputs[i].shape) for i in self._tensors if self._static]
-        self._dtypes = [inputs[i].dtype for i in self._tensors]
+        self._shapes: list[Any] = [inputs[i].shape for i in self._tensors]
+        self._dtypes: list[Any] = [inputs[i].dtype for i in self._tensors]
         self._positional = parts.in_spec == pytree.tree_structure((tuple(range(len(inputs))), {}))
         self._numbers = _Sizes(parts, self._where)
         self._first = first_values(plan)

@@ -235,7 +235,7 @@ def _lift(program: torch.export.ExportedProgram, parameters: list[str]) -> tuple
         if value is None:
             value = program.constants[one.target]
         with graph.inserting_before(node):
-            held = add_constant(module, graph, value.detach())  # type: ignore[union-attr]
+            held = add_constant(module, graph, value.detach())
         held.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(held)
         graph.erase_node(node)
@@ -263,7 +263,8 @@ def _leaf_names(spec: Any, parameters: list[str]) -> list[str]:
             str(getattr(part, "key", getattr(part, "idx", getattr(part, "name", part))))
             for part in path[1:]  # the first is args or kwargs
         ]
-        if path[0].idx == 0 and int(parts[0]) < len(parameters):
+        first: Any = path[0]
+        if first.idx == 0 and int(parts[0]) < len(parameters):
             parts[0] = parameters[int(parts[0])]
         names.append(".".join(parts))
     return names
@@ -273,10 +274,7 @@ def _input(name: str, argument: Any, node: fx.Node | None) -> Input:
     value = None if node is None else val(node)
     if value is None:
         return Input(name, value=getattr(argument, "value", None))
-    shape = tuple(
-        size if isinstance(size, int) else str(size.node.expr)  # type: ignore[redundant-expr]
-        for size in value.shape
-    )
+    shape = tuple(size if isinstance(size, int) else str(size.node.expr) for size in value.shape)
     if value.layout != torch.strided or value.device.type != "cpu":
         raise ExportError(
             f"precompile: input {name} must be a dense tensor on the CPU, got {value.layout} on {value.device}"
@@ -314,7 +312,8 @@ def _fold_batch_norms(module: fx.GraphModule, report: GraphReport) -> None:
     graph = module.graph
     ctx = Context(graph, set(), report, always=True)
     for node in ctx.nodes(aten._native_batch_norm_legit_no_training.default):
-        x, weight, bias, mean, var, _, eps = node.args
+        given: tuple[Any, ...] = node.args
+        x, weight, bias, mean, var, _, eps = given
         kept = [user for user in node.users if user.users]
         whole = all(user.target is operator.getitem and user.args[1] == 0 for user in kept)
         tensors = [_constant(module, one) for one in (weight, bias, mean, var)]
@@ -325,7 +324,7 @@ def _fold_batch_norms(module: fx.GraphModule, report: GraphReport) -> None:
             t.float() if t is not None else torch.full((channels,), fill)
             for t, fill in zip(tensors, (1.0, 0.0, 0.0, 1.0), strict=True)
         )
-        factor = gamma * torch.rsqrt(spread + float(eps))  # type: ignore[arg-type]
+        factor = gamma * torch.rsqrt(spread + float(eps))
         new = _into_convolution(module, x, factor, beta - center * factor)
         if new is None:
             values = (gamma, beta, center, spread)
@@ -333,7 +332,7 @@ def _fold_batch_norms(module: fx.GraphModule, report: GraphReport) -> None:
                 nodes = [add_constant(module, graph, one) for one in values]
             for held, value in zip(nodes, values, strict=True):
                 held.meta["val"] = _fake(ctx, value)
-            new = ctx.call(node, torch.ops.ipex.frozen_batch_norm.default, (x, *nodes, float(eps)))  # type: ignore[arg-type]
+            new = ctx.call(node, torch.ops.ipex.frozen_batch_norm.default, (x, *nodes, float(eps)))
         for user in kept:
             user.replace_all_uses_with(new)
         graph.eliminate_dead_code()
@@ -350,14 +349,15 @@ def _into_convolution(
     """Scale the weight of a convolution and shift its bias; return it, or None where that is not possible."""
     if not is_call(node, aten.convolution.default) or len(node.users) != 1:
         return None
-    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = node.args
+    given: tuple[Any, ...] = node.args
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = given
     plain, offset = _constant(module, weight), _constant(module, bias)
     if plain is None or (bias is not None and offset is None):
         return None
     if (
         transposed
     ):  # [in, out / groups, ...]: the groups lie one after the other in the first dimension
-        per_group = factor.view(groups, 1, -1).expand(-1, plain.shape[0] // groups, -1)  # type: ignore[arg-type]
+        per_group = factor.view(groups, 1, -1).expand(-1, plain.shape[0] // groups, -1)
         by = per_group.reshape(plain.shape[0], -1, *[1] * (plain.dim() - 2))
     else:
         by = factor.view(-1, *[1] * (plain.dim() - 1))
@@ -379,14 +379,15 @@ def _widen_convolutions(graph: fx.Graph, report: GraphReport) -> None:
     """Write convolutions of sequences as convolutions of images of one line, which have a kernel."""
     ctx = Context(graph, set(), report, always=True)
     for node in ctx.nodes(aten.convolution.default):
-        x, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
+        given: tuple[Any, ...] = node.args
+        x, weight, bias, stride, padding, dilation, transposed, _, groups = given
         value = val(x)
         if value is None or value.dim() != 3 or transposed or groups != 1:
             continue
         image = ctx.call(node, aten.unsqueeze.default, (x, 2))
         window = ctx.call(node, aten.unsqueeze.default, (weight, 2))
         args = (
-            *(image, window, bias, [1, *stride], [0, *padding], [1, *dilation]),  # type: ignore[misc]
+            *(image, window, bias, [1, *stride], [0, *padding], [1, *dilation]),
             *(False, [0, 0], 1),
         )
         wide = ctx.call(node, aten.convolution.default, args)

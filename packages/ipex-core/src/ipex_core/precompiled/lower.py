@@ -508,7 +508,8 @@ def _squeeze(low: _Lowering, node: fx.Node) -> Any:
 def _squeeze_dims(low: _Lowering, node: fx.Node) -> Any:
     x, found = low.register(node.args[0]), val(node.args[0])
     assert found is not None
-    for dim in sorted((d % found.dim() for d in node.args[1]), reverse=True):  # type: ignore[union-attr]
+    dims: Any = node.args[1]
+    for dim in sorted((d % found.dim() for d in dims), reverse=True):
         x = low.builder.call("squeeze", x, dim)
     return x
 
@@ -657,7 +658,8 @@ def _reduce(low: _Lowering, node: fx.Node) -> Any:
     found, out = val(a["self"]), val(node)
     if found is None or out is None or found.dtype not in FLOATS or found.dtype != out.dtype:
         raise _Unfit
-    name = {aten.mean.dim: "mean", aten.sum.dim_IntList: "sum"}.get(node.target, "amax")
+    names: dict[Any, str] = {aten.mean.dim: "mean", aten.sum.dim_IntList: "sum"}
+    name = names.get(node.target, "amax")
     dims = a["dim"] if a["dim"] else list(range(found.dim()))
     return low.builder.call(name, low.register(a["self"]), list(dims), bool(a["keepdim"]))
 
