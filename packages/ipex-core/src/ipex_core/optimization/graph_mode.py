@@ -50,7 +50,7 @@ class GraphCall:
         backend = "ipex" if "ipex" in torch._dynamo.list_backends(()) else "inductor"
         self._name = f"torch.compile({backend})"
         # Programs are ready within seconds and need no compiler of C++.
-        options = {"ipex.program": "auto"} if backend == "ipex" else None
+        options: dict[str, Any] | None = {"ipex.program": "auto"} if backend == "ipex" else None
         self._compiled: Callable[..., Any] | None = torch.compile(
             model._call_impl, backend=backend, fullgraph=True, options=options
         )

@@ -66,7 +66,8 @@ def compile_program(
         calls = ", ".join(f"{count}x {name}" for name, count in plan.calls.most_common())
         if not whatever and sum(plan.calls.values()) > few:
             raise TooManyCallsError(
-                f"of {plan.instructions} instructions, called through torch: {calls}"
+                f"a program must have few calls of torch, got {calls} among {plan.instructions} instructions:"
+                " leave the graph to Inductor"
             )
         report.notes.append(
             f"a program of {plan.instructions} instructions; called through torch: {calls or 'none'}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -36,8 +37,12 @@ _ENDING = ".safetensors"
 #: Keys in the metadata of the file.
 _PLAN, _DIGEST = "ipex.precompiled", "ipex.digest"
 _FORMAT = 1
-#: Libraries whose ops a file may call.
-_NAMESPACES = ("aten", "prims", "ipex", "ipex_core", "ipex_quant", "mkldnn", "quantized")
+#: Libraries whose ops a file may call, and what defines their ops if torch and ipex-core do not.
+_NAMESPACES: Mapping[str, str] = {
+    **dict.fromkeys(("aten", "prims", "ipex", "ipex_core", "mkldnn", "quantized"), ""),
+    "ipex_quant": "ipex_quant.int8.ops",
+    "quantized_decomposed": "torch.ao.quantization.fx._decomposed",
+}
 #: Enumerations of torch that stand among arguments.
 _ENUMS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     "layout": (torch.layout, ("strided", "sparse_coo")),
@@ -364,6 +369,8 @@ def _op(name: str) -> Any:
     base, _, overload = rest.partition(".")
     if namespace not in _NAMESPACES:
         raise ValueError(f"an op must be of {', '.join(_NAMESPACES)}, got {name!r}")
+    if _NAMESPACES[namespace]:
+        importlib.import_module(_NAMESPACES[namespace])
     op = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
     schema = op._schema
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
