@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "ipex/glue/tensor_pool.h"
+#include "runtime/block_cache.h"
 
 namespace ipex {
 namespace {
@@ -116,10 +117,55 @@ void check_vector(const char* op, const char* name, const OptionalTensor& value,
              " must be 1-D of size x.shape[-1] = ", size, ", got ", shape_text(*value));
 }
 
+namespace {
+
+size_t item_size(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+    case ScalarType::Int:
+      return 4;
+    case ScalarType::BFloat16:
+    case ScalarType::Half:
+      return 2;
+    case ScalarType::Double:
+    case ScalarType::Long:
+      return 8;
+    case ScalarType::Byte:
+    case ScalarType::Char:
+    case ScalarType::Bool:
+      return 1;
+    default:
+      return 0;
+  }
+}
+
+// Bytes from the first to the last element, 0 if they are not worth a block.
+size_t dense_bytes(const int64_t* sizes, const int64_t* strides, int64_t dim, ScalarType dtype) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < dim; ++i) {
+    if (sizes[i] == 0) return 0;
+    last += (sizes[i] - 1) * strides[i];
+  }
+  return static_cast<size_t>(last + 1) * item_size(dtype);
+}
+
+torch::stable::Device cpu_device() {
+  return torch::stable::Device(torch::headeronly::DeviceType::CPU);
+}
+
+}  // namespace
+
 Tensor new_tensor(const int64_t* sizes, const int64_t* strides, int64_t dim, ScalarType dtype) {
   if (TensorPool* pool = TensorPool::current()) {
     OptionalTensor recycled;
     if (pool->take(sizes, strides, dim, dtype, recycled)) return *std::move(recycled);
+    const size_t bytes = dense_bytes(sizes, strides, dim, dtype);
+    if (bytes >= blocks::kLeast) {
+      if (void* const data = blocks::take(bytes))
+        return torch::stable::from_blob(data, {sizes, static_cast<size_t>(dim)},
+                                        {strides, static_cast<size_t>(dim)}, cpu_device(), dtype,
+                                        &blocks::give);
+    }
   }
   AtenTensorHandle handle;
   const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
