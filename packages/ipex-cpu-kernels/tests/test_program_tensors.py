@@ -436,6 +436,168 @@ def test_errors_of_pooling():
         single("avg_pool2d", x, [2], [], [0], False, True, 0)
 
 
+# --- convolution ----------------------------------------------------------------------------------------------------
+
+
+def depthwise_case(dtype, shape, window, offset=True):
+    torch.manual_seed(0)
+    x = torch.randn(shape).to(dtype)
+    weight = (torch.randn(*window, shape[1]) / (window[0] * window[1]) ** 0.5).to(dtype)
+    return x, weight, torch.randn(shape[1]).to(dtype) if offset else None
+
+
+DEPTHWISE = [
+    # shape, window, stride, padding, dilation
+    ((2, 16, 17, 14), [7, 7], [1, 1], [3, 3], [1, 1]),
+    ((1, 40, 9, 33), [7, 7], [1, 1], [3, 3], [1, 1]),
+    ((2, 19, 7, 7), [7, 7], [1, 1], [3, 3], [1, 1]),
+    ((1, 130, 3, 4), [7, 7], [1, 1], [3, 3], [1, 1]),
+    ((2, 33, 12, 60), [3, 3], [1, 1], [1, 1], [1, 1]),
+    ((1, 32, 30, 31), [3, 3], [2, 2], [1, 1], [1, 1]),
+    ((1, 17, 12, 9), [3, 3], [2, 2], [0, 0], [1, 1]),
+    ((1, 24, 9, 50), [5, 5], [1, 1], [2, 2], [1, 1]),
+    ((1, 24, 9, 50), [5, 5], [2, 2], [2, 2], [1, 1]),
+    ((1, 48, 14, 22), [3, 3], [1, 1], [2, 4], [2, 1]),
+    ((1, 48, 14, 22), [3, 3], [1, 1], [2, 2], [2, 2]),
+    ((1, 70, 10, 20), [7, 7], [2, 2], [3, 3], [1, 1]),
+    ((1, 21, 9, 12), [2, 4], [3, 1], [0, 2], [1, 1]),
+    ((2, 5, 9, 30), [3, 3], [1, 1], [1, 1], [1, 1]),
+    ((1, 64, 8, 8), [1, 1], [1, 1], [0, 0], [1, 1]),
+    ((1, 16, 2, 3), [3, 3], [1, 1], [6, 7], [1, 1]),
+    ((1, 20, 1, 40), [3, 5], [1, 1], [1, 9], [1, 1]),
+    ((0, 16, 9, 9), [3, 3], [1, 1], [1, 1], [1, 1]),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", range(len(DEPTHWISE)))
+def test_depthwise_convolution(case, dtype, threads):
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    shape, window, *rest = DEPTHWISE[case]
+    for channels_last in (True, False):
+        x, weight, bias = depthwise_case(dtype, shape, window, channels_last)
+        x = x.to(memory_format=CHANNELS_LAST) if channels_last else x
+        tolerances = {"rtol": tolerance, "atol": tolerance}
+        same("depthwise_convolution", x, weight, bias, *rest, "none", **tolerances)
+        same("depthwise_convolution", x, weight, bias, *rest, "relu", **tolerances)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_activations_of_depthwise_convolution(activation, dtype):
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    for shape in ((1, 37, 8, 23), (1, 6, 5, 9)):
+        x, weight, bias = depthwise_case(dtype, shape, [3, 3])
+        x[0, 0, 0, 0] = NAN
+        for one in (bias.float(), weight[0, 0], None):
+            call = (x, weight, one, [1, 1], [1, 1], [1, 1], activation)
+            same("depthwise_convolution", *call, rtol=tolerance, atol=tolerance)
+
+
+def test_depthwise_convolution_of_views():
+    x, weight, bias = depthwise_case(torch.float32, (2, 48, 10, 20), [3, 3])
+    wide = weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    rest = ([1, 1], [1, 1], [1, 1])
+    for one in (x[:, ::2], x[:, 8:32], x.to(memory_format=CHANNELS_LAST)[:, 8:32, 1:, 2:]):
+        call = (one, wide[..., :24], bias[::2], *rest)
+        same("depthwise_convolution", *call, rtol=1e-5, atol=1e-5)
+
+
+def test_errors_of_depthwise_convolution():
+    op, one = "depthwise_convolution", [1, 1]
+    x, weight, bias = depthwise_case(torch.float32, (1, 4, 5, 6), [3, 3])
+    for message, *args in (
+        (r"x must be 4-D \[N, C, H, W\] with C > 0, got shape", x[0], weight, bias),
+        ("x must have dtype", x.long(), weight.long(), bias),
+        ("weight must have the dtype of x = float32, got float16", x, weight.half(), bias),
+        (r"weight must be 3-D .* C = 4, got shape \[3, 3, 3\]", x, weight[..., :3], bias),
+        (r"weight must be 3-D .* C = 4, got shape \[3, 4\]", x, weight[0], bias),
+        ("bias must have the dtype of x = float32", x, weight, bias.half()),
+        (r"bias must have shape \[4\], got \[3\]", x, weight, bias[:3]),
+        ("x must have room for a window of 3 in dimension 3", x[..., :2], weight, bias),
+    ):
+        refused(message, op, *args, one, [0, 0], one)
+    for args, message in (
+        (([1], one, one), "stride must have 2 numbers, got 1"),
+        (([0, 1], one, one), r"stride must be in \[1, 4096\], got 0"),
+        ((one, [0, -1], one), r"padding must be in \[0, 4096\], got -1"),
+        ((one, one, [1, 4097]), r"dilation must be in \[1, 4096\], got 4097"),
+        ((one, one, one, "tanh"), "activation must be one of none, relu, .*, got tanh"),
+    ):
+        with pytest.raises(OpArgumentError, match=message):
+            single(op, x, weight, bias, *args)
+
+
+# --- upsampling -----------------------------------------------------------------------------------------------------
+
+UPSAMPLES = [
+    # shape, size
+    ((2, 64, 5, 7), (20, 28)),
+    ((1, 130, 6, 5), (12, 10)),
+    ((2, 3, 9, 40), (21, 57)),
+    ((1, 37, 12, 100), (5, 33)),
+    ((1, 16, 4, 5), (4, 5)),
+    ((1, 16, 4, 5), (4, 9)),
+    ((3, 33, 1, 1), (6, 4)),
+    ((1, 2, 8, 9), (1, 1)),
+    ((0, 3, 4, 4), (8, 8)),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", range(len(UPSAMPLES)))
+def test_bilinear_upsampling(case, dtype, threads):
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    shape, size = UPSAMPLES[case]
+    torch.manual_seed(0)
+    x = torch.randn(shape).to(dtype)
+    for one in (x, x.to(memory_format=CHANNELS_LAST), x.transpose(2, 3).contiguous().mT):
+        for rest in ((False, 0.0, 0.0), (True, 0.0, 0.0), (False, 2.3, 1.7)):
+            same("upsample_bilinear2d", one, *size, *rest, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", range(len(UPSAMPLES)))
+def test_nearest_upsampling(case, dtype, threads):
+    shape, size = UPSAMPLES[case]
+    torch.manual_seed(0)
+    x = torch.randn(shape).to(dtype)
+    for one in (x, x.to(memory_format=CHANNELS_LAST), x.transpose(2, 3).contiguous().mT):
+        for scales in ((0.0, 0.0), (2.3, 1.7), (0.4, 0.0)):
+            same("upsample_nearest2d", one, *size, *scales)
+
+
+def test_places_of_upsampling():
+    x = torch.arange(97.0).view(1, 1, 1, 97).expand(1, 2, 2, 97).contiguous()
+    for one in (x, x.to(memory_format=CHANNELS_LAST)):
+        for width in (*range(1, 97, 7), *range(97, 400, 13)):
+            same("upsample_nearest2d", one, 2, width, 0.0, 0.0)
+            same("upsample_nearest2d", one, 3, width, 0.0, width / 97 + 0.004)
+            for corners in (False, True):
+                call = (one, 3, width, corners, 0.0, 0.0)
+                same("upsample_bilinear2d", *call, rtol=1e-6, atol=1e-4)
+    # Scales that the sizes do not give.
+    for channels in (1, 3, 4):
+        for layout in (torch.contiguous_format, CHANNELS_LAST):
+            one = torch.randn(1, channels, 80, 3).to(memory_format=layout)
+            for size in ((80, 6), (160, 3), (160, 6)):
+                same("upsample_nearest2d", one, *size, 1.3, 2.2)
+
+
+def test_errors_of_upsampling():
+    x = torch.ones(1, 2, 4, 4)
+    for op, rest in (
+        ("upsample_bilinear2d", (False, 0.0, 0.0)),
+        ("upsample_nearest2d", (0.0, 0.0)),
+    ):
+        refused("x must be 4-D .* > 0, got shape", op, x[0], 8, 8, *rest)
+        refused("x must be 4-D .* > 0, got shape", op, x[:, :, :0], 8, 8, *rest)
+        refused("x must have dtype", op, x.long(), 8, 8, *rest)
+        for name, size in (("height", (0, 8)), ("width", (8, 0))):
+            with pytest.raises(OpArgumentError, match=f"{op}: {name} must be positive, got 0"):
+                single(op, x, *size, *rest)
+
+
 # --- reductions -----------------------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,7 @@ enum class Area {
   kSelectiveScan,
   kStateUpdate,
   kTiles,  // for gemm_block() in any op: kTileScratch bytes
+  kUpsample,
   kWoqOperand,
   kWoqPanels,
   kWoqInt8Codes,

@@ -215,6 +215,23 @@ BUILTINS: Mapping[str, Builtin] = MappingProxyType(
             tensors.avg_pool2d,
             check=tensors.check_avg_pool2d,
         ),
+        "depthwise_convolution": Builtin(
+            "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation,"
+            ' str activation="none") -> Tensor',
+            tensors.depthwise_convolution,
+            check=tensors.check_depthwise_convolution,
+        ),
+        "upsample_bilinear2d": Builtin(
+            "(Tensor x, int height, int width, bool align_corners, float scale_h, float scale_w)"
+            " -> Tensor",
+            tensors.upsample_bilinear2d,
+            check=tensors.check_upsample_bilinear2d,
+        ),
+        "upsample_nearest2d": Builtin(
+            "(Tensor x, int height, int width, float scale_h, float scale_w) -> Tensor",
+            tensors.upsample_nearest2d,
+            check=tensors.check_upsample_nearest2d,
+        ),
         "mean": Builtin(
             "(Tensor x, int[] dims, bool keepdim) -> Tensor",
             tensors.mean,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Built-ins that a graph of stock ops needs: views, layouts, concatenation, pooling and reductions.
+"""Built-ins that a graph of stock ops needs: views, layouts, concatenation, images and reductions.
 
 For each function ``f`` there may be ``check_f``: what can be checked without tensors. Sizes that a run gives are not
 numbers there.
@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.checks import check_tensor, dtype_name
+from ipex_core.library.checks import check_dtype, check_tensor, dtype_name
 from ipex_core.library.spec import check
+from ipex_core.ops.conv import MOST
 from ipex_core.ops.conv import channels_last as is_channels_last
+from ipex_core.ops.linear import activate, check_activation
 
 
 def _known(*values: Any) -> bool:
@@ -279,6 +281,133 @@ def avg_pool2d(
         x.float(), kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     )
     return y.to(x.dtype).contiguous(memory_format=_format(x))
+
+
+# --- convolution ----------------------------------------------------------------------------------------------------
+
+
+def _check_two(op: str, name: str, values: Sequence[Any], least: int) -> None:
+    check(len(values) == 2, op, name, "have 2 numbers", len(values))
+    for value in values:
+        wanted = f"be in [{least}, {MOST}]"
+        check(not _known(value) or least <= value <= MOST, op, name, wanted, value)
+
+
+def check_depthwise_convolution(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Sequence[Any],
+    padding: Sequence[Any],
+    dilation: Sequence[Any],
+    activation: str,
+) -> None:
+    """Check the arguments of `depthwise_convolution`."""
+    op = "depthwise_convolution"
+    for name, values, least in (
+        ("stride", stride, 1),
+        ("padding", padding, 0),
+        ("dilation", dilation, 1),
+    ):
+        _check_two(op, name, values, least)
+    check_activation(op, activation)
+
+
+def depthwise_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    activation: str = "none",
+) -> torch.Tensor:
+    """Convolve each channel of images ``x`` [N, C, H, W] alone, then add and activate; see `torch.nn.Conv2d`.
+
+    ``weight`` is [KH, KW, C] in the dtype of ``x``, ``bias`` [C] in that dtype or float32, ``activation`` as of
+    ``ipex::convolution``. Products are summed in float32 and the result is rounded once. It is channels last.
+    """
+    op = "depthwise_convolution"
+    check_depthwise_convolution(x, weight, bias, stride, padding, dilation, activation)
+    check_tensor(op, "x", x, min_dim=0)
+    shape = f"shape {list(x.shape)}"
+    check(x.dim() == 4 and x.shape[1] > 0, op, "x", "be 4-D [N, C, H, W] with C > 0", shape)
+    check_dtype(op, "weight", weight, x)
+    channels, sizes = x.shape[1], list(weight.shape)
+    wanted = f"be 3-D [KH, KW, C] with KH, KW > 0 and C = {channels}"
+    fits = len(sizes) == 3 and min(sizes) > 0 and sizes[2] == channels
+    check(fits, op, "weight", wanted, f"shape {sizes}")
+    for i in range(2):
+        size, window = x.shape[2 + i], dilation[i] * (sizes[i] - 1) + 1
+        wanted = f"have room for a window of {window} in dimension {2 + i}"
+        check(size > 0 and size + 2 * padding[i] >= window, op, "x", wanted, list(x.shape))
+    if bias is not None:
+        check_dtype(op, "bias", bias, x, or_float32=True)
+        right = list(bias.shape) == [channels]
+        check(right, op, "bias", f"have shape {[channels]}", list(bias.shape))
+        bias = bias.float()
+    plain = weight.float().permute(2, 0, 1).unsqueeze(1)
+    y = torch.nn.functional.conv2d(x.float(), plain, bias, stride, padding, dilation, channels)
+    return activate(y, activation).to(x.dtype).contiguous(memory_format=torch.channels_last)
+
+
+# --- upsampling -----------------------------------------------------------------------------------------------------
+
+
+def _check_size(op: str, height: Any, width: Any) -> None:
+    for name, value in (("height", height), ("width", width)):
+        check(not _known(value) or value > 0, op, name, "be positive", value)
+
+
+def check_upsample_bilinear2d(
+    x: Any, height: Any, width: Any, align_corners: bool, scale_h: float, scale_w: float
+) -> None:
+    """Check the arguments of `upsample_bilinear2d`."""
+    _check_size("upsample_bilinear2d", height, width)
+
+
+def check_upsample_nearest2d(
+    x: Any, height: Any, width: Any, scale_h: float, scale_w: float
+) -> None:
+    """Check the arguments of `upsample_nearest2d`."""
+    _check_size("upsample_nearest2d", height, width)
+
+
+def _check_upsampled(op: str, x: torch.Tensor) -> None:
+    check_tensor(op, "x", x, min_dim=0)
+    wanted = "be 4-D [N, C, H, W] with C, H, W > 0"
+    check(x.dim() == 4 and min(x.shape[1:]) > 0, op, "x", wanted, f"shape {list(x.shape)}")
+
+
+def upsample_bilinear2d(
+    x: torch.Tensor, height: int, width: int, align_corners: bool, scale_h: float, scale_w: float
+) -> torch.Tensor:
+    """Return images ``x`` [N, C, H, W] in another size, interpolated; see `torch.nn.Upsample`.
+
+    Scales are factors of the sizes, 0 for what the sizes give. The result is computed in float32, rounded once, and has
+    the memory format of ``x``.
+    """
+    check_upsample_bilinear2d(x, height, width, align_corners, scale_h, scale_w)
+    _check_upsampled("upsample_bilinear2d", x)
+    y = torch.ops.aten.upsample_bilinear2d.default(
+        x.float(), [height, width], align_corners, scale_h or None, scale_w or None
+    )
+    return y.to(x.dtype).contiguous(memory_format=_format(x))
+
+
+def upsample_nearest2d(
+    x: torch.Tensor, height: int, width: int, scale_h: float, scale_w: float
+) -> torch.Tensor:
+    """Return images ``x`` [N, C, H, W] in another size, of the nearest elements; see `torch.nn.Upsample`.
+
+    Scales are factors of the sizes, 0 for what the sizes give. The result has the memory format of ``x``.
+    """
+    check_upsample_nearest2d(x, height, width, scale_h, scale_w)
+    _check_upsampled("upsample_nearest2d", x)
+    y = torch.ops.aten.upsample_nearest2d.default(
+        x, [height, width], scale_h or None, scale_w or None
+    )
+    return y.contiguous(memory_format=_format(x))
 
 
 # --- reductions -----------------------------------------------------------------------------------------------------
