@@ -149,11 +149,11 @@ def test_convolutions_of_sequences(layer: nn.Module) -> None:
     ("layer", "shape"),
     [
         (nn.ConvTranspose2d(6, 8, 3, stride=2, groups=2, output_padding=1), (2, 6, 5, 4)),
-        (nn.Conv2d(6, 6, 3, padding="same", groups=6), (2, 6, 5, 4)),
+        (nn.Conv2d(6, 12, 3, padding="same", groups=6), (2, 6, 5, 4)),
         (nn.Conv3d(2, 4, 3), (1, 2, 5, 6, 4)),
         (nn.ConvTranspose1d(3, 4, 2), (2, 3, 5)),
     ],
-    ids=["transposed", "depthwise", "3d", "transposed1d"],
+    ids=["transposed", "groups", "3d", "transposed1d"],
 )
 def test_other_convolutions_are_called_through_torch(
     layer: nn.Module, shape: tuple[int, ...]
@@ -164,6 +164,85 @@ def test_other_convolutions_are_called_through_torch(
     )
     assert sum(fast.calls.values()) >= 1
     assert "convolution" in "".join(fast.calls)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(24, 24, 7, padding=3, groups=24),
+        nn.Conv2d(24, 24, 3, stride=2, padding=1, groups=24, bias=False),
+        nn.Conv2d(24, 24, (3, 2), padding="same", dilation=2, groups=24),
+    ],
+    ids=["7x7", "stride", "dilation"],
+)
+def test_depthwise_convolutions_have_an_instruction(layer: nn.Module, dtype: torch.dtype) -> None:
+    model = spread(nn.Sequential(layer, nn.BatchNorm2d(24), nn.ReLU6(), nn.Conv2d(24, 8, 1)))
+    fast = check(model.to(dtype), torch.randn(2, 24, 9, 17).to(dtype))
+    assert not fast.calls
+    assert ops_of(fast)[:2] == ["depthwise_convolution", "pointwise"]
+
+
+def test_depthwise_convolutions_of_tokens() -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(32, 32, 3, padding=1, groups=32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            image = x.transpose(1, 2).view(x.shape[0], -1, 4, 6)
+            return functional.gelu(self.layer(image).flatten(2).transpose(1, 2))
+
+    assert not check(Tokens(), torch.randn(2, 24, 32)).calls
+
+
+def test_a_depthwise_convolution_with_a_weight_of_the_caller_is_called_through_torch() -> None:
+    class Given(nn.Module):
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return functional.conv2d(x, weight, padding=1, groups=4)
+
+    fast = check(Given(), torch.randn(1, 4, 5, 6), torch.randn(4, 1, 3, 3))
+    assert list(fast.calls) == ["aten::convolution.default"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": (20, 28), "mode": "bilinear"},
+        {"size": (3, 40), "mode": "bilinear", "align_corners": True},
+        {"scale_factor": 2.5, "mode": "bilinear"},
+        {"scale_factor": (1.7, 0.6), "mode": "bilinear", "recompute_scale_factor": True},
+        {"size": (20, 28), "mode": "nearest"},
+        {"scale_factor": 2, "mode": "nearest"},
+        {"scale_factor": (1.7, 0.6), "mode": "nearest"},
+    ],
+    ids=str,
+)
+def test_upsampling_has_an_instruction(options: dict[str, Any], dtype: torch.dtype) -> None:
+    class Upsampled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.interpolate(x, **options) + 1
+
+    x = torch.randn(2, 20, 5, 7).to(dtype)
+    for one in (x, x.to(memory_format=torch.channels_last)):
+        fast = check(Upsampled(), one)
+        assert not fast.calls
+        assert ops_of(fast)[0] == f"upsample_{options['mode']}2d"
+
+
+def test_upsampling_to_sizes_that_vary() -> None:
+    class Like(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return functional.interpolate(x, y.shape[2:], mode="bilinear") + y
+
+    height, width = Dim("height", min=4, max=64), Dim("width", min=4, max=64)
+    shapes = {"x": None, "y": {2: height, 3: width}}
+    x = torch.randn(1, 6, 8, 9)
+    fast = check(Like(), x, torch.randn(1, 6, 16, 20), dynamic_shapes=shapes)
+    assert not fast.calls
+    y = torch.randn(1, 6, 5, 31)
+    close(fast(x, y), Like()(x, y))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

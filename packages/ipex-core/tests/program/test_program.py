@@ -70,6 +70,7 @@ def test_built_ins_of_graphs():
     """Each built-in that graphs of stock ops need, beside the stock op."""
     x, y = torch.randn(2, 4, 6, 6), torch.randn(4, 1, 1)
     image = x.to(memory_format=torch.channels_last)
+    window = torch.randn(3, 2, 4)
     f = torch.nn.functional
     code = [POINTWISE.index("sigmoid"), 0, -1, -1, POINTWISE.index("mul"), 3, 1, -1]
     code += [POINTWISE.index("add"), 4, 2, -1]
@@ -99,6 +100,25 @@ def test_built_ins_of_graphs():
             (x,),
             f.avg_pool2d(x, (2, 3), None, 1, count_include_pad=False),
         ),
+        (
+            lambda b, x, w: b.call(
+                "depthwise_convolution", x, w, None, [1, 2], [1, 0], [1, 1], "relu"
+            ),
+            (image, window),
+            f.conv2d(image, window.permute(2, 0, 1)[:, None], None, (1, 2), (1, 0), 1, x.shape[1])
+            .relu()
+            .contiguous(memory_format=torch.channels_last),
+        ),
+        (
+            lambda b, x: b.call("upsample_bilinear2d", x, 7, 9, False, 0.0, 0.0),
+            (image,),
+            f.interpolate(image, (7, 9), mode="bilinear"),
+        ),
+        (
+            lambda b, x: b.call("upsample_nearest2d", x, 7, 9, 0.0, 0.0),
+            (x,),
+            f.interpolate(x, (7, 9)),
+        ),
         (lambda b, x: b.call("mean", x, [2, 3], True), (x,), x.mean([2, 3], True)),
         (lambda b, x: b.call("sum", x, [], False), (x,), x.sum()),
         (lambda b, x: b.call("amax", x, [-1], False), (x,), x.amax(-1)),
@@ -121,6 +141,14 @@ def test_built_ins_of_graphs():
         (lambda b, x: b.call("pad", x, [1], 0.0), "padding must have two numbers"),
         (lambda b, x: b.call("max_pool2d", x, [0], [], [0], [1], False), "at least 1, got 0"),
         (lambda b, x: b.call("sum", x, [1, 1], False), "dims must be distinct"),
+        (
+            lambda b, x: b.call("depthwise_convolution", x, x, None, [1], [0, 0], [1, 1]),
+            "stride must have 2 numbers, got 1",
+        ),
+        (
+            lambda b, x: b.call("upsample_nearest2d", x, 0, 3, 0.0, 0.0),
+            "height must be positive, got 0",
+        ),
     ],
 )
 def test_built_ins_refuse_what_is_known_to_be_wrong(call, message):

@@ -652,6 +652,51 @@ def _avg_pool(low: _Lowering, node: fx.Node) -> Any:
     )
 
 
+@_rule(aten.convolution.default)
+def _depthwise(low: _Lowering, node: fx.Node) -> Any:
+    x, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
+    found = val(x)
+    plain = low.constant(weight) if isinstance(weight, fx.Node) else None
+    if found is None or found.dim() != 4 or found.dtype not in FLOATS or plain is None:
+        raise _Unfit
+    channels = found.shape[1]
+    alone = groups == channels and plain.shape[:2] == (channels, 1) and not transposed
+    same = plain.dtype == found.dtype and _dtype_of(bias) in (None, found.dtype)
+    known = plain.device.type == "cpu" and plain.layout == torch.strided
+    if not (alone and same and known):
+        raise _Unfit
+    values = plain.detach()[:, 0].permute(1, 2, 0).contiguous()
+    return low.builder.call(
+        "depthwise_convolution",
+        low.register(x),
+        low.builder.constant(values),
+        None if bias is None else low.register(bias),
+        *map(_pair, (stride, padding, dilation)),
+    )
+
+
+@_rule(
+    aten.upsample_bilinear2d.vec,
+    aten.upsample_bilinear2d.default,
+    aten.upsample_nearest2d.vec,
+    aten.upsample_nearest2d.default,
+)
+def _upsample(low: _Lowering, node: fx.Node) -> Any:
+    a = _arguments(node)
+    found, out = val(node.args[0]), val(node)
+    if found is None or out is None or found.dim() != 4 or found.dtype not in FLOATS:
+        raise _Unfit
+    given = a["scale_factors"] if "scale_factors" in a else (a["scales_h"], a["scales_w"])
+    scales = [0.0 if scale is None else scale for scale in given or (None, None)]
+    if not all(isinstance(scale, (int, float)) for scale in scales):
+        raise _Unfit
+    scales = list(map(float, scales))
+    x, size = low.register(node.args[0]), low.integers(out.shape[2:])
+    if "align_corners" in a:
+        return low.builder.call("upsample_bilinear2d", x, *size, bool(a["align_corners"]), *scales)
+    return low.builder.call("upsample_nearest2d", x, *size, *scales)
+
+
 @_rule(aten.mean.dim, aten.sum.dim_IntList, aten.amax.default)
 def _reduce(low: _Lowering, node: fx.Node) -> Any:
     a = _arguments(node)

@@ -389,7 +389,7 @@ def upsample_bilinear2d(
     """
     check_upsample_bilinear2d(x, height, width, align_corners, scale_h, scale_w)
     _check_upsampled("upsample_bilinear2d", x)
-    y = torch.ops.aten.upsample_bilinear2d.default(
+    y: torch.Tensor = torch.ops.aten.upsample_bilinear2d.default(
         x.float(), [height, width], align_corners, scale_h or None, scale_w or None
     )
     return y.to(x.dtype).contiguous(memory_format=_format(x))
@@ -404,7 +404,7 @@ def upsample_nearest2d(
     """
     check_upsample_nearest2d(x, height, width, scale_h, scale_w)
     _check_upsampled("upsample_nearest2d", x)
-    y = torch.ops.aten.upsample_nearest2d.default(
+    y: torch.Tensor = torch.ops.aten.upsample_nearest2d.default(
         x, [height, width], scale_h or None, scale_w or None
     )
     return y.contiguous(memory_format=_format(x))

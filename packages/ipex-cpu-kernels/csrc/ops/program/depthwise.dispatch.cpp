@@ -34,9 +34,9 @@ struct Block {
         finisher(c.epilogue, first, size),
         bias(load(finisher.bias())),
         count(size),
+        lowest(set1(c.epilogue.activation == Activation::kRelu ? 0.0f : -__builtin_inff())),
         plain(size == kLanes && (c.epilogue.activation == Activation::kNone ||
-                                 c.epilogue.activation == Activation::kRelu)),
-        relu(c.epilogue.activation == Activation::kRelu) {}
+                                 c.epilogue.activation == Activation::kRelu)) {}
 
   // Stores the sums of neighboring places.
   template <int kPlaces>
@@ -44,9 +44,8 @@ struct Block {
     if (plain) {
 #pragma GCC unroll 14
       for (int p = 0; p < kPlaces; ++p) {
-        const f32v v = sums[p] + bias;
         // The value last: max keeps the NaN of its second operand.
-        store(y + p * call.channels, relu ? max(zero(), v) : v);
+        store(y + p * call.channels, max(lowest, sums[p] + bias));
       }
       return;
     }
@@ -61,7 +60,8 @@ struct Block {
   Finisher<T> finisher;
   f32v bias;
   int64_t count;
-  bool plain, relu;
+  f32v lowest;
+  bool plain;  // nothing follows but the bias and a lowest value
 };
 
 // kPlaces places of a row of the result from `column` on, for a window of kWindow columns side by
@@ -96,28 +96,25 @@ IPEX_NOINLINE void places(const Block<T>& block, const T* line, Inside rows, int
   block.store_sums(sums, y + column * channels);
 }
 
-// A row of the result. What is left over is computed with places that are done already.
+// A row of the result, of kFew places or more. What is left over is computed with places that are
+// done already.
 template <int kWindow, int kStep, typename T>
 void row_of_places(const Block<T>& block, const T* line, const Inside& rows, T* y) {
   const DepthwiseCall& call = block.call;
   const int64_t columns = call.columns;
   for (int64_t c = 0; c < columns;) {
-    const int64_t left = columns - c;
-    if (columns >= kMany && (left > kFew || kMany == kFew)) {
-      const int64_t from = least(c, columns - kMany);
-      const int64_t seen = from * kStep - call.pad[1];
+    if (columns >= kMany && (columns - c > kFew || kMany == kFew)) {
+      c = least(c, columns - kMany);
+      const int64_t seen = c * kStep - call.pad[1];
       if (seen >= 0 && seen + (kMany - 1) * kStep + kWindow <= call.width)
-        places<kWindow, kStep, kMany, false>(block, line, rows, from, y);
+        places<kWindow, kStep, kMany, false>(block, line, rows, c, y);
       else
-        places<kWindow, kStep, kMany, true>(block, line, rows, from, y);
-      c = from + kMany;
-    } else if (columns >= kFew) {
-      const int64_t from = least(c, columns - kFew);
-      places<kWindow, kStep, kFew, true>(block, line, rows, from, y);
-      c = from + kFew;
+        places<kWindow, kStep, kMany, true>(block, line, rows, c, y);
+      c += kMany;
     } else {
-      places<kWindow, kStep, 1, true>(block, line, rows, c, y);
-      ++c;
+      c = least(c, columns - kFew);
+      places<kWindow, kStep, kFew, true>(block, line, rows, c, y);
+      c += kFew;
     }
   }
 }
@@ -147,7 +144,7 @@ using Row = void (*)(const Block<T>&, const T*, const Inside&, T*);
 
 template <typename T>
 Row<T> row_of(const DepthwiseCall& call) {
-  if (call.spread[1] != 1 || call.channels < kLanes) return row_of_any<T>;
+  if (call.spread[1] != 1 || call.channels < kLanes || call.columns < kFew) return row_of_any<T>;
   const int64_t window = call.window[1], step = call.step[1];
   if (step == 1 && window == 3) return row_of_places<3, 1, T>;
   if (step == 1 && window == 5) return row_of_places<5, 1, T>;
