@@ -186,13 +186,14 @@ class Engine:
             what = "params must be SamplingParams or PoolingParams"
             raise TypeError(f"{where}: {what}, got {type(params).__name__}")
         tokens = prompt_ids(prompt, self.tokenizer)
-        check_prompt(tokens, self.max_model_len, self.vocab_size)
         new = self._check_params(params)
+        pools = isinstance(params, PoolingParams)
+        check_prompt(tokens, self.max_model_len, self.vocab_size, room=not pools)
         if request_id is None:
             request_id = next(i for n in self._ids if (i := f"r{n}") not in self._requests)
         elif request_id in self._requests:
             raise ValueError(f"{where}: request_id must not be in use, got {request_id!r}")
-        limit = min(len(tokens) + new, self.max_model_len)
+        limit = len(tokens) + 1 if pools else min(len(tokens) + new, self.max_model_len)
         # The last token ends the request: it is never put into the cache.
         needed = -(-(limit - 1) // self.block_size)
         if needed > self._pool.num_blocks:
@@ -292,7 +293,7 @@ class Engine:
                 mask.result()
             for pools, batch, rows in found:
                 if pools:
-                    self._pool(batch, rows)
+                    self._gather(batch, rows)
                     pooled += batch.complete
                     continue
                 if batch.complete:
@@ -311,7 +312,7 @@ class Engine:
         outputs += map(self._finish_pooled, pooled)
         return outputs
 
-    def _pool(self, batch: Batch, states: torch.Tensor) -> None:
+    def _gather(self, batch: Batch, states: torch.Tensor) -> None:
         """Hand the states of the tokens of a batch to the requests that want vectors."""
         starts = batch.starts.tolist()
         for request, start, end in zip(batch.requests, starts, starts[1:], strict=False):
