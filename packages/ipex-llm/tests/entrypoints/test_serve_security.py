@@ -310,7 +310,7 @@ HALF = r'"\ud800"'  # half of a surrogate pair: valid JSON, no text
         ('{"prompt": "A", "logit_bias": {"%s": 1}}' % ("9" * 5000), "logit_bias: must have ids"),
         ('{"prompt": "A", "logit_bias": {"1": 101}}', "logit_bias: must have numbers"),
         ('{"prompt": "A", "logit_bias": {"1": 1e999}}', "logit_bias: must have numbers"),
-        ('{"prompt": "A", "logit_bias": {"1": true}}', "logit_bias.1: "),
+        ('{"prompt": "A", "logit_bias": {"1": true}}', "logit_bias: "),
         ('{"prompt": "A", "logit_bias": [1]}', "logit_bias: "),
         (
             json.dumps({"prompt": "A", "logit_bias": {str(i): 1 for i in range(5000)}}),

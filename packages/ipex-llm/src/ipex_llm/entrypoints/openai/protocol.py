@@ -592,6 +592,16 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+#: What pydantic puts into the place of an error for the part of a union that was tried.
+_PARTS = frozenset({"str", "bool", "int", "float", "NamedTool"})
+
+
+def _place(parts: Sequence[int | str]) -> str:
+    """Return the field that an error is in."""
+    named = [p for p in parts if isinstance(p, int) or (p.isidentifier() and p not in _PARTS)]
+    return ".".join(str(part)[:80] for part in named[:4]) or "body"
+
+
 async def read_body(kind: type[Body], request: Request, turn: asyncio.Semaphore) -> Body:
     """Return the body of a request.
 
@@ -643,6 +653,6 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
         return kind.model_validate(found)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part)[:80] for part in first["loc"][:4]) or "body"
+        place = _place(first["loc"])
         text = f"{place}: {first['msg']}"[:300]
         raise ApiError(400, text, param=place) from None
