@@ -21,12 +21,16 @@ from ipex_llm.entrypoints.openai.worker import (
 )
 
 
-def failure(event: Failed) -> ApiError:
+#: Fields of chats for words of the engine.
+_CHAT = {"prompt": "messages"}
+
+
+def failure(event: Failed, chat: bool = False) -> ApiError:
     """Return what a client is told of a failure."""
     if isinstance(event.error, StoppedError):
         return ApiError(503, str(event.error), "server_error")
     if event.of_the_request:
-        return ApiError(400, str(event.error), param=field_of(event.error))
+        return ApiError(400, str(event.error), param=field_of(event.error, _CHAT if chat else {}))
     if isinstance(event.error, RequestError):
         return ApiError(500, str(event.error), "server_error")
     return ApiError(500, "the engine failed; see the log of the server", "server_error")

@@ -9,7 +9,7 @@ import gc
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from ipex_core.errors import MissingComponentError
@@ -541,9 +541,9 @@ def field_of(error: BaseException, names: Mapping[str, str] = {}) -> str | None:
         error: Its message has the form ``place: name must ...``.
         names: Names of the request for names of the engine.
     """
-    match = re.match(r"(?:[\w.]+: )?([a-z_][\w.]*) must ", str(error))
+    match = re.match(r"(?:[\w.]+: )?([a-z_][\w.]*)(?: in the chat template)? must ", str(error))
     name = match[1] if match else None
-    return None if name is None else (names.get(name) or _FIELDS.get(name) or name)
+    return None if name is None else {**_FIELDS, **(names or {})}.get(name, name)
 
 
 def short(value: Any, most: int, name: str, parts: int | None = None) -> Any:

@@ -323,6 +323,7 @@ class Generation(Job):
     ) -> None:
         super().__init__(worker, tickets)
         self.prompts = prompts
+        self.chat = isinstance(body, ChatRequest)
         self.n = body.n
         self.echo = getattr(body, "echo", False)
         self.empty = self.echo and body.max_tokens == 0
@@ -341,7 +342,7 @@ class Generation(Job):
         for number, ticket in enumerate(self.tickets):
             event = await self.event(ticket)
             if isinstance(event, Failed):
-                raise failure(event)
+                raise failure(event, self.chat)
             assert isinstance(event, Accepted)
             if number % self.n == 0:
                 self.prompt_tokens += len(event.prompt.tokens)
@@ -385,7 +386,7 @@ class Generation(Job):
             while True:
                 event = await self.event(ticket)
                 if isinstance(event, Failed):
-                    raise failure(event)
+                    raise failure(event, self.chat)
                 pieces.append(self._text(index, event, not pieces, reply))
                 part, offset = await self._logprobs(index, event, len(pieces) == 1, reply, offset)
                 if part is not None:
@@ -431,7 +432,7 @@ class Generation(Job):
                     yield self._sse(reply.chunk(index, delta, None))
             async for index, event in self._merged():
                 if isinstance(event, Failed):
-                    error = failure(event)
+                    error = failure(event, self.chat)
                     yield f"data: {error.json()}\n\n"
                     return
                 assert isinstance(event, StepOutput)

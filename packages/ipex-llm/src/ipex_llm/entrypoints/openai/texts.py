@@ -226,13 +226,19 @@ class Reply:
                 e.logprob if k else None for e, k in zip(entries, known, strict=True)
             ],
             "top_logprobs": [
-                {self._text(token): value for token, value in e.top} if k else None
-                for e, k in zip(entries, known, strict=True)
+                self._top(e) if k else None for e, k in zip(entries, known, strict=True)
             ],
             "text_offset": [
                 offset + n for n in itertools.accumulate(map(len, texts[:-1]), initial=0)
             ][: len(texts)],
         }
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """Return texts of the most likely tokens and of the token itself; of those with one text the likeliest."""
+        found: dict[str, float] = {}
+        for token, value in (*entry.top, (entry.token, entry.logprob)):
+            found.setdefault(self._text(token), value)
+        return found
 
     def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         def one(token: int, value: float) -> dict[str, Any]:
