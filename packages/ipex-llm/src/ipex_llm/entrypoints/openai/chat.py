@@ -151,6 +151,7 @@ class Parser:
         self._buffer = ""
         self._state = "text"
         self._begun = False  # there was text, so that a brace begins no call
+        self._skips = False  # blank lines behind the reasoning
         self._name = ""
         self.calls = 0
         marks = family.reasoning
@@ -199,7 +200,7 @@ class Parser:
             self._emit(found, "reasoning_content", text)
             if mark is not None:
                 self._state = "text"
-                self._buffer = self._buffer.lstrip("\n")
+                self._skips = True
             return mark is not None
         if self._state == "call":
             assert family.calls is not None
@@ -212,6 +213,9 @@ class Parser:
             self._state = "text"
             self._parse(found, body, family.calls[0] + body + (close if done >= 0 else ""))
             return bool(self._buffer)
+        if self._skips:
+            self._buffer = self._buffer.lstrip("\n")
+            self._skips = not self._buffer
         opening = [family.reasoning[0]] if family.reasoning else []
         if self._tools and family.calls:
             opening.append(family.calls[0])

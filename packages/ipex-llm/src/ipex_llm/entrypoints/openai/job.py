@@ -20,7 +20,6 @@ from ipex_llm.entrypoints.openai.worker import (
     Worker,
 )
 
-
 #: Fields of chats for words of the engine.
 _CHAT = {"prompt": "messages"}
 

@@ -395,8 +395,8 @@ class ChatRequest(_Common):
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
     def _few_arguments(cls, value: Any) -> Any:
-        if isinstance(value, dict) and (wrong := sorted(_RESERVED & value.keys())):
-            raise wrong(f"must have arguments of the model's own template, got {wrong[0]!r}")
+        if isinstance(value, dict) and (taken := sorted(_RESERVED & value.keys())):
+            raise wrong(f"must have arguments of the model's own template, got {taken[0]!r}")
         return short(value, MAX_TOOLS, "arguments")
 
     def refused(self) -> str | None:
