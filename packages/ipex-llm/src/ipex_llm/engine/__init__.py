@@ -176,7 +176,7 @@ class Engine:
         Raises:
             TypeError: The prompt is neither, or text without a tokenizer.
             ValueError: The prompt is empty, longer than the context or has ids that are none; stop strings without a
-                tokenizer; a bias or an allowed token is none of the vocabulary; kinds of tokens for a decoder; the
+                tokenizer; a biased token is not in the vocabulary; kinds of tokens for a decoder; the
                 id is in use.
             CacheMemoryError: Prompt and output could never fit the cache.
         """

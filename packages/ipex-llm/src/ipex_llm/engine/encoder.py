@@ -243,8 +243,8 @@ class EncoderEngine:
         ) as error:
             log.info("texts of unlike length do not run together: %s", error)
             return False
-        error = (alone - together).norm() / alone.norm().clamp_min(1e-12)
-        return bool(error <= _TOLERANCE.get(self._dtype, 1e-3))
+        apart = (alone - together).norm() / alone.norm().clamp_min(1e-12)
+        return bool(apart <= _TOLERANCE.get(self._dtype, 1e-3))
 
     def stats(self) -> EngineStats:
         """Return the numbers of this moment, as an engine with a cache has them."""
@@ -349,7 +349,8 @@ def _attention(
     foreign = ("position_bias", "s_aux", "cache")
     given = [name for name in foreign if others.get(name) is not None]
     if given or attention_mask is not None:
-        raise NotImplementedError(f"packed attention with {', '.join(given) or 'a mask'}")
+        got = ", ".join(given) or "a mask"
+        raise NotImplementedError(f"attention of packed texts must have none of these, got {got}")
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     width = others.get("sliding_window")
     left = -1 if width is None else int(width) - 1

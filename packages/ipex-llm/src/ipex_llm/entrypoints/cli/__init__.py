@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -260,6 +261,10 @@ def serve(
     grace: Annotated[
         int, typer.Option(min=0, help="Seconds that running requests get when the server stops.")
     ] = 30,
+    log_requests: Annotated[
+        bool,
+        typer.Option("--log-requests", help="Write a line of JSON to standard error per request."),
+    ] = False,
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -319,7 +324,13 @@ def serve(
             request_timeout=request_timeout,
             hosts=hosts,
             pooling=pooling,
+            log_requests=log_requests,
         )
+        if log_requests:
+            lines = logging.getLogger("ipex.requests")
+            lines.setLevel(logging.INFO)
+            lines.addHandler(logging.StreamHandler())
+            lines.propagate = False
         app = create_app(Worker(engine, max_queue), settings)
         console.print(f"{settings.name}: {about}", highlight=False)
         uvicorn.run(

@@ -44,11 +44,11 @@ def _call(value: Any, arguments: Sequence[str] = ("arguments", "parameters")) ->
     """Return the call of a JSON object.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It has no name.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError("no call")
-    found = next((value[name] for name in arguments if name in value), {})
+        raise ValueError(f"a call must have a name, got {type(value).__name__}")
+    found: Any = next((value[name] for name in arguments if name in value), {})
     text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
     return value["name"], text
 
@@ -76,7 +76,7 @@ def _mistral(text: str) -> list[Call]:
         name, brace, rest = part.partition("{")
         name = re.sub(r"\[(ARGS|CALL_ID)\].*", "", name, flags=re.DOTALL).strip()
         if not name or not brace:
-            raise ValueError("no call")
+            raise ValueError(f"a call must have a name and arguments, got {part[:40]!r}")
         found.append((name, json.dumps(json.loads(brace + rest), ensure_ascii=False)))
     return found
 
@@ -93,7 +93,7 @@ def _deepseek(text: str) -> list[Call]:
             name = head
         found.append((name.strip(), json.dumps(json.loads(body), ensure_ascii=False)))
     if not found:
-        raise ValueError("no call")
+        raise ValueError("calls must have at least one, got none")
     return found
 
 
@@ -269,7 +269,7 @@ class Parser:
         try:
             calls = self._family.parse(body)
             if not calls or any(name not in self._tools for name, _ in calls):
-                raise ValueError("no call of a tool that there is")
+                raise ValueError(f"calls must be of the tools, got {calls!r}"[:200])
         except (ValueError, RecursionError):
             self._emit(found, "content", raw)
             return

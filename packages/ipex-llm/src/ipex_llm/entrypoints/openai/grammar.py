@@ -66,14 +66,17 @@ class Grammars:
         self._known: OrderedDict[Wanted, Any] = OrderedDict()
 
     def check(self) -> None:
-        """Raise a ValueError if the server cannot do it."""
+        """Raise an error if the server cannot do it."""
         try:
             import llguidance  # noqa: F401
         except ImportError as error:
             text = "structured output needs llguidance: pip install 'ipex-llm[structured]'"
             raise MissingComponentError(text) from error
-        if getattr(self._engine.tokenizer, "backend_tokenizer", None) is None:
-            raise ValueError("structured output must have a fast tokenizer, got another one")
+        tokenizer = self._engine.tokenizer
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ValueError(
+                f"structured output must have a fast tokenizer, got {type(tokenizer).__name__}"
+            )
 
     def make(self, wanted: Wanted) -> Grammar:
         """Compile; this takes milliseconds, and has limits where it would take long.

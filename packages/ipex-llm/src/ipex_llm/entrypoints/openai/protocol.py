@@ -217,9 +217,9 @@ class _Common(BaseModel):
         """Return what the output must be, or None.
 
         Raises:
-            ValueError: It must be several things, or one that is none.
+            ValueError: It must be several things, or a rule has a wrong form.
         """
-        found = []
+        found: list[Wanted] = []
         for name in ("response_format", "structured_outputs"):
             part = getattr(self, name)
             found += [] if part is None else part.wanted(name)

@@ -36,7 +36,7 @@ from ipex_llm.entrypoints.openai.protocol import (
     sampling_params,
 )
 from ipex_llm.entrypoints.openai.texts import Prompts, Reply, usage
-from ipex_llm.entrypoints.openai.worker import Accepted, Failed, Ticket, Worker
+from ipex_llm.entrypoints.openai.worker import Accepted, Failed, StoppedError, Ticket, Worker
 from ipex_llm.model_loader.pooling import PoolingConfig
 
 try:
@@ -68,6 +68,7 @@ class Settings:
         request_timeout: Seconds in which a request must come.
         hosts: Names that the header Host may have; None for any.
         pooling: How vectors and scores are made.
+        log_requests: Write a line of JSON for each request to the logger ``ipex.requests``.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Settings:
     request_timeout: float = 30.0
     hosts: tuple[str, ...] | None = None
     pooling: PoolingConfig = dataclasses.field(default_factory=PoolingConfig)
+    log_requests: bool = False
 
 
 def _response(error: ApiError) -> Response:
@@ -108,6 +110,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         hosts=settings.hosts,
         timeout=settings.request_timeout,
         max_requests=worker.limit + _REFUSED,
+        log_requests=settings.log_requests,
     )
     api = _Api(worker, settings)
     turn = asyncio.Semaphore(1)
@@ -115,6 +118,10 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     @app.exception_handler(ApiError)
     async def on_error(request: Request, error: ApiError) -> Response:
         return _response(error)
+
+    @app.exception_handler(StoppedError)
+    async def on_stop(request: Request, error: StoppedError) -> Response:
+        return _response(ApiError(503, str(error), "server_error"))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
@@ -221,10 +228,13 @@ class _Api:
         now = self.engine.stats()
         worker = self.worker
         gauges = {
-            "requests_running": ("Requests in the batch.", now.running),
-            "requests_waiting": ("Requests that wait.", worker.unfinished - now.running),
+            "vllm:num_requests_running": ("Requests in the batch.", now.running),
+            "vllm:num_requests_waiting": ("Requests that wait.", worker.unfinished - now.running),
+            "vllm:kv_cache_usage_perc": (
+                "Part of the cache that running requests have, from 0 to 1.",
+                now.blocks_held / max(now.blocks, 1),
+            ),
             "cache_blocks": ("Blocks of the cache.", now.blocks),
-            "cache_blocks_used": ("Blocks of running requests.", now.blocks_held),
         }
         counters = {
             "steps_total": ("Batches computed.", now.steps),
@@ -233,12 +243,19 @@ class _Api:
             "requests_failed_total": ("Requests whose logits were not finite.", now.failed),
             "requests_rejected_total": ("Requests refused: the queue was full.", worker.rejected),
             "engine_errors_total": ("Batches that failed.", worker.errors),
-            "preemptions_total": ("Requests that had to be computed again.", now.preemptions),
-            "prompt_tokens_total": ("Tokens of prompts.", now.prompt_tokens),
-            "cached_tokens_total": ("Tokens of prompts found in the cache.", now.cached_tokens),
-            "generated_tokens_total": ("New tokens.", now.generated_tokens),
+            "vllm:num_preemptions_total": (
+                "Requests that had to be computed again.",
+                now.preemptions,
+            ),
+            "vllm:prompt_tokens_total": ("Tokens of prompts.", now.prompt_tokens),
+            "vllm:prefix_cache_hits_total": (
+                "Tokens of prompts found in the cache.",
+                now.cached_tokens,
+            ),
+            "vllm:generation_tokens_total": ("New tokens.", now.generated_tokens),
         }
         return worker.metrics.text(
+            self.settings.name,
             {name: (text, float(value)) for name, (text, value) in gauges.items()},
             {name: (text, float(value)) for name, (text, value) in counters.items()},
         )

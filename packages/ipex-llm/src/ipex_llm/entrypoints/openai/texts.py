@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ipex_llm.engine import Engine, TokenLogprobs
+from ipex_llm.engine.encoder import EncoderEngine
 from ipex_llm.engine.limits import check_prompt
 from ipex_llm.entrypoints.openai.chat import merged
 from ipex_llm.entrypoints.openai.worker import Prompt
@@ -30,7 +31,7 @@ class Prompts:
             the context.
     """
 
-    def __init__(self, engine: Engine, max_characters: int | None = None) -> None:
+    def __init__(self, engine: Engine | EncoderEngine, max_characters: int | None = None) -> None:
         self._tokenizer: Any = engine.tokenizer
         self.most = engine.max_model_len
         self.vocab = engine.vocab_size
@@ -213,7 +214,7 @@ class Reply:
         """Return log probabilities in the form of this kind of answer.
 
         Args:
-            entries: Of tokens that follow each other; those of the first token of a prompt are NaN.
+            entries: Of tokens that follow each other; NaN for the first token of a prompt.
             offset: Characters of the tokens in front.
         """
         if self.chat:

@@ -22,9 +22,9 @@ from ipex_llm.engine.encoder import EncoderEngine
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": "Seconds from the arrival of a request to its first token.",
-    "time_per_output_token_seconds": "Seconds between two tokens of a request.",
-    "request_seconds": "Seconds from the arrival of a request to its end.",
+    "vllm:time_to_first_token_seconds": "Seconds from the arrival of a request to its first token.",
+    "vllm:inter_token_latency_seconds": "Seconds between two tokens of a request.",
+    "vllm:e2e_request_latency_seconds": "Seconds from the arrival of a request to its end.",
 }
 
 
@@ -37,6 +37,11 @@ class _Histogram:
     def add(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+
+def _escaped(text: str) -> str:
+    """Return the value of a label."""
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 class Metrics:
@@ -58,24 +63,31 @@ class Metrics:
             self._responses[path, status] = self._responses.get((path, status), 0) + 1
 
     def text(
-        self, gauges: Mapping[str, tuple[str, float]], counters: Mapping[str, tuple[str, float]]
+        self,
+        model: str,
+        gauges: Mapping[str, tuple[str, float]],
+        counters: Mapping[str, tuple[str, float]],
     ) -> str:
-        """Return everything as text.
+        """Return everything as text. Names with a colon are vLLM's and have its label, too.
 
         Args:
+            model: Its name.
             gauges: name -> (help, value).
             counters: Likewise.
         """
         lines: list[str] = []
+        label = f'model_name="{_escaped(model)}"'
 
         def head(name: str, kind: str, text: str) -> str:
-            lines.append(f"# HELP ipex_llm_{name} {text}")
-            lines.append(f"# TYPE ipex_llm_{name} {kind}")
-            return f"ipex_llm_{name}"
+            full = name if ":" in name else f"ipex_llm_{name}"
+            lines.append(f"# HELP {full} {text}")
+            lines.append(f"# TYPE {full} {kind}")
+            return full
 
         for kind, values in (("gauge", gauges), ("counter", counters)):
             for name, (text, value) in values.items():
-                lines.append(f"{head(name, kind, text)} {value:g}")
+                labels = f"{{{label}}}" if ":" in name else ""
+                lines.append(f"{head(name, kind, text)}{labels} {value:.10g}")
         with self._lock:
             full = head("http_responses_total", "counter", "Responses by path and status.")
             for (path, status), count in sorted(self._responses.items()):
@@ -85,11 +97,11 @@ class Metrics:
                 count = 0
                 for bound, more in zip(histogram.bounds, histogram.counts, strict=False):
                     count += more
-                    lines.append(f'{full}_bucket{{le="{bound:g}"}} {count}')
+                    lines.append(f'{full}_bucket{{{label},le="{bound:g}"}} {count}')
                 count += histogram.counts[-1]
-                lines.append(f'{full}_bucket{{le="+Inf"}} {count}')
-                lines.append(f"{full}_sum {histogram.total:g}")
-                lines.append(f"{full}_count {count}")
+                lines.append(f'{full}_bucket{{{label},le="+Inf"}} {count}')
+                lines.append(f"{full}_sum{{{label}}} {histogram.total:g}")
+                lines.append(f"{full}_count{{{label}}} {count}")
         return "\n".join(lines) + "\n"
 
 
@@ -357,14 +369,14 @@ class Worker:
             return
         if output.tokens or output.vector is not None:
             if ticket.last is None:
-                self.metrics.observe("time_to_first_token_seconds", now - ticket.arrived)
+                self.metrics.observe("vllm:time_to_first_token_seconds", now - ticket.arrived)
             else:
-                self.metrics.observe("time_per_output_token_seconds", now - ticket.last)
+                self.metrics.observe("vllm:inter_token_latency_seconds", now - ticket.last)
             ticket.last = now
         if output.error is not None:
             self._end(ticket, Failed(RequestError(output.error)))
         elif output.finished:
-            self.metrics.observe("request_seconds", now - ticket.arrived)
+            self.metrics.observe("vllm:e2e_request_latency_seconds", now - ticket.arrived)
             self._end(ticket, output)
         else:
             ticket.send(output)
