@@ -31,7 +31,14 @@ Value = TypeVar("Value")
 
 #: Paths whose requests have a body; of others none is read.
 _BODIES = {
-    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"),
+    *(
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/tokenize",
+        "/detokenize",
+    ),
     *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
 }
 #: Paths that are counted by name; others together, so that clients cannot fill the memory with names.

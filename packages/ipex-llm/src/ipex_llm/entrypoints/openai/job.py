@@ -72,6 +72,8 @@ class Job:
             raise
         finally:
             self._gone.cancel()
+            # What is streamed from here on ends with the response.
+            self._gone = asyncio.get_running_loop().create_future()
 
     async def event(self, ticket: Ticket) -> Any:
         """Wait for the next event, as long as the client waits too."""

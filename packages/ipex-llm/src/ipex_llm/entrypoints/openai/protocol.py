@@ -329,11 +329,11 @@ class Message(BaseModel):
         return found
 
 
-_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 
 
 class Function(BaseModel):
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
     strict: Flag | None = None
@@ -649,10 +649,29 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
         raise ApiError(400, "body: must be JSON that is not nested deeply", param="body") from None
     except ValueError as error:
         raise ApiError(400, f"body: must be JSON, got {error}"[:300], param="body") from None
+    return _validated(kind, found, {})
+
+
+def chat_of(found: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
+    """Return a chat that another form of request asks for.
+
+    Args:
+        found: Its fields.
+        names: Fields of the other form for fields of a chat.
+
+    Raises:
+        ApiError: As for `read_body`.
+    """
+    return _validated(ChatRequest, found, names)
+
+
+def _validated(kind: type[Body], found: Any, names: Mapping[str, str]) -> Body:
     try:
         return kind.model_validate(found)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = _place(first["loc"])
+        head, dot, rest = place.partition(".")
+        place = f"{names.get(head, head)}{dot}{rest}"
         text = f"{place}: {first['msg']}"[:300]
         raise ApiError(400, text, param=place) from None

@@ -14,6 +14,7 @@ from typing import Any
 from ipex_core.errors import MissingComponentError
 from ipex_llm.engine import StepOutput, TokenLogprobs
 from ipex_llm.engine.encoder import EncoderEngine
+from ipex_llm.entrypoints.openai import responses
 from ipex_llm.entrypoints.openai.chat import Parser, family_of, forced_parser
 from ipex_llm.entrypoints.openai.grammar import Grammars, Wanted
 from ipex_llm.entrypoints.openai.guard import Guard
@@ -35,6 +36,7 @@ from ipex_llm.entrypoints.openai.protocol import (
     read_body,
     sampling_params,
 )
+from ipex_llm.entrypoints.openai.responses import Answer, ResponsesRequest
 from ipex_llm.entrypoints.openai.texts import Prompts, Reply, usage
 from ipex_llm.entrypoints.openai.worker import Accepted, Failed, StoppedError, Ticket, Worker
 from ipex_llm.model_loader.pooling import PoolingConfig
@@ -157,6 +159,13 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         body = await read_body(ChatRequest, request, turn)
         return await api.answer(request, body, [[m.plain() for m in body.messages]], True)
 
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        body = await read_body(ResponsesRequest, request, turn)
+        chat = body.chat()
+        answer = Answer(settings.name, body)
+        return await api.answer(request, chat, [[m.plain() for m in chat.messages]], True, answer)
+
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
         return await api.pooled.embed(request, await read_body(EmbeddingRequest, request, turn))
@@ -266,7 +275,17 @@ class _Api:
         body: CompletionRequest | ChatRequest,
         prompts: Sequence[Any],
         chat: bool,
+        answer: Answer | None = None,
     ) -> Response:
+        """Run the prompts of a request.
+
+        Args:
+            request: Whose client waits.
+            body: The request.
+            prompts: Its prompts.
+            chat: Whether they are conversations.
+            answer: Makes the answer, where it has another form.
+        """
         self.check_model(body.model)
         self.check_generates()
         refused = body.refused()
@@ -310,9 +329,11 @@ class _Api:
             await job.accept()
             job.parsers = [self.parser(body, wanted, text) for text in job.texts]
             if not body.stream:
-                return JSONResponse(await job.collect(reply))
+                return JSONResponse(
+                    await (job.collect(reply) if answer is None else job.respond(reply, answer))
+                )
         return StreamingResponse(
-            job.stream(reply),
+            job.stream(reply) if answer is None else job.stream_response(reply, answer),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
@@ -414,7 +435,7 @@ class Generation(Job):
             logprobs = reply.joined(parts) if parts else None
             text = "".join(pieces)
             choices.append(reply.choice(index, text, event.reason, logprobs, self.parsers[index]))
-        return reply.whole(choices, usage(self.prompt_tokens, self.new_tokens))
+        return reply.whole(choices, self.usage())
 
     async def _merged(self) -> AsyncIterator[tuple[int, Any]]:
         """Yield (choice, event) of all choices as they come."""
@@ -471,14 +492,36 @@ class Generation(Job):
                     yield self._sse(reply.chunk(index, delta, None))
                 yield self._sse(reply.chunk(index, deltas[-1], reason, logprobs))
             if self.usage_last:
-                yield _sse(reply.last_chunk(usage(self.prompt_tokens, self.new_tokens)))
+                yield _sse(reply.last_chunk(self.usage()))
             yield "data: [DONE]\n\n"
+        finally:
+            self.cancel()
+
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens up to now."""
+        return usage(self.prompt_tokens, self.new_tokens)
+
+    async def respond(self, reply: Reply, answer: Answer) -> dict[str, Any]:
+        """Return the object of ``/v1/responses``."""
+        found: dict[str, Any] = {}
+        async for event in responses.events(answer, self, reply):
+            found = event
+        return dict(found["response"])
+
+    async def stream_response(self, reply: Reply, answer: Answer) -> AsyncIterator[str]:
+        """Yield the events of ``/v1/responses``; see `stream`."""
+        try:
+            async for event in responses.events(answer, self, reply):
+                yield responses.sse(event)
+        except ApiError as error:
+            text = {"code": str(error.status), "message": str(error), "param": error.param}
+            yield responses.sse(answer.event("error", **text))
         finally:
             self.cancel()
 
     def _sse(self, chunk: dict[str, Any]) -> str:
         if self.usage_each:
-            chunk["usage"] = usage(self.prompt_tokens, self.new_tokens)
+            chunk["usage"] = self.usage()
         return _sse(chunk)
 
 
