@@ -290,7 +290,8 @@ def test_structured_outputs(parts, structured):
         assert found["message"]["content"].lstrip()[0] == "{"
         plain = await ask(client, **GREEDY)
         beside = await asyncio.gather(
-            ask(client, **GREEDY), ask(client, **RANDOM, prompt=PROMPT, response_format=wrapped)
+            ask(client, **GREEDY),
+            ask(client, **RANDOM, prompt=PROMPT, seed=1, response_format=wrapped),
         )
         assert beside[0]["choices"] == plain["choices"]
         check_object(beside[1]["choices"][0]["text"])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -54,6 +54,9 @@ __all__ = [
     "StepOutput",
     "TokenLogprobs",
 ]
+
+#: Seconds that a step waits for the tokens that a grammar allows, where it has nothing else to do.
+_PATIENCE = 0.05
 
 #: Tokens of the prompt that the text of the output is decoded with: blanks depend on what is in front.
 _TEXT_CONTEXT = 6
@@ -148,7 +151,7 @@ class Engine:
         self._ended: list[StepOutput] = []
         self._ids = itertools.count()
         #: Finds the tokens that grammars allow, beside the model.
-        self._masks = ThreadPoolExecutor(1, "ipex-llm-masks")
+        self._masks = ThreadPoolExecutor(2, "ipex-llm-masks")
         self._counts = dict.fromkeys(
             ("steps", "finished", "cancelled", "failed", "prompt", "cached", "generated"), 0
         )
@@ -272,11 +275,10 @@ class Engine:
         chosen = self._scheduler.plan()
         if not chosen:
             return outputs
-        masks = [
-            self._masks.submit(request.matcher.fill)
-            for request, count in chosen
-            if request.matcher is not None and count == request.missing
-        ]
+        chosen = self._ready(chosen)
+        if not chosen:
+            return outputs
+        begun = time.monotonic()
         done: list[tuple[Request, int | None]] = []
         pooled: list[Request] = []
         with torch.inference_mode():
@@ -289,28 +291,61 @@ class Engine:
                     ]
                 )
             ]
-            for mask in masks:
-                mask.result()
+            late = self._late(chosen, time.monotonic() - begun)
             for pools, batch, rows in found:
                 if pools:
                     self._gather(batch, rows)
                     pooled += batch.complete
                     continue
-                if batch.complete:
-                    logits = rows[: len(batch.complete)]
-                    done += zip(batch.complete, choose(batch.complete, logits), strict=True)
+                places = [i for i, r in enumerate(batch.complete) if r.id not in late]
+                if places:
+                    whole = len(places) == len(rows)
+                    complete = [batch.complete[i] for i in places]
+                    logits = rows if whole else rows[places]
+                    done += zip(complete, choose(complete, logits), strict=True)
                 at = len(batch.complete)
                 for request, first, count in batch.scored:
-                    request.score(first, rows[at : at + count])
+                    if request.id not in late:
+                        request.score(first, rows[at : at + count])
                     at += count
         # Only now, so that after an error the step can be done again.
         for request, count in chosen:
-            self._scheduler.advance(request, count)
+            if request.id not in late:  # its tokens are computed again
+                self._scheduler.advance(request, count)
         self._counts["steps"] += 1
         for request, token in done:
             outputs.append(self._fail(request) if token is None else self._append(request, token))
         outputs += map(self._finish_pooled, pooled)
         return outputs
+
+    def _ready(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Begin to find the tokens that grammars allow; leave out requests whose grammar has been late before."""
+        found = []
+        waiting = []
+        for request, count in chosen:
+            if request.matcher is not None and count == request.missing:
+                if request.mask is None:
+                    request.mask = self._masks.submit(request.matcher.fill)
+                elif not request.mask.done():
+                    waiting.append(request.mask)
+                    continue
+            found.append((request, count))
+        if not found:
+            wait(waiting, timeout=_PATIENCE, return_when=FIRST_COMPLETED)
+        return found
+
+    @staticmethod
+    def _late(chosen: list[tuple[Request, int]], elapsed: float) -> set[str]:
+        """Return the requests whose grammar takes longer than the others may wait, which is as long as the model."""
+        masks = {r.id: r.mask for r, n in chosen if r.mask is not None and n == r.missing}
+        if not masks:
+            return set()
+        others = any(request.id not in masks for request, _ in chosen)
+        wait(masks.values(), timeout=max(elapsed, _PATIENCE / 10) if others else _PATIENCE)
+        for mask in masks.values():
+            if mask.done():
+                mask.result()  # raises what went wrong in it
+        return {name for name, mask in masks.items() if not mask.done()}
 
     def _gather(self, batch: Batch, states: torch.Tensor) -> None:
         """Hand the states of the tokens of a batch to the requests that want vectors."""
@@ -381,6 +416,7 @@ class Engine:
         reason = None
         matcher = request.matcher
         if matcher is not None:
+            request.mask = None
             matcher.accept(token)
         ends = token in request.ends or token in request.params.stop_token_ids
         if ends or (matcher is not None and matcher.done):

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -124,6 +125,7 @@ class Request:
         most: Most tokens that a step computes.
         whole: Whether all tokens of the prompt must be computed, so that no shared prefix is of use.
         prompt_logprobs: Of the tokens of the prompt after the first, as far as they are computed.
+        mask: Finds the tokens that the grammar allows behind the last one.
         vector: Of a request for a vector: the state, or the sum of the states, as far as they are computed.
         tokens: Prompt and output.
         computed: The first so many tokens are in the cache.
@@ -149,6 +151,7 @@ class Request:
         self.whole = scored or (self.pooling is not None and self.pooling.pooling != "last")
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.vector: torch.Tensor | None = None
+        self.mask: Future[None] | None = None
         self.matcher = None if params.grammar is None else params.grammar.matcher()
         self.id = request_id
         self.prompt_length = len(prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections import OrderedDict
 from typing import Any, Literal
 
@@ -19,11 +20,14 @@ __all__ = ["Grammars", "Wanted"]
 MAX_GRAMMAR, _KEPT = 32 << 10, 32
 #: Blanks between parts of JSON: some models write nothing else once they have begun.
 _BLANKS = r"[\x20\x0A\x0D\x09]{1,32}"
+#: Seconds that the tokens of one place may take; more ends the request with an error.
+_SLOWEST = 1.0
 #: Steps that lexer and parser may take; a request that needs more is refused, or ends with an error.
 _LIMITS = {
     "initial_lexer_fuel": 300_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 50_000,
+    "step_max_items": 20_000,
+    "max_items_in_row": 3_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
@@ -146,10 +150,14 @@ class _Matcher:
 
     def fill(self) -> None:
         inner, bits = self._inner, self._bits
+        begun = time.monotonic()
         if self.error is None and not inner.is_error():
             inner.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
         if inner.is_error():
             self.error = str(inner.get_error())
+        elif time.monotonic() - begun > _SLOWEST:
+            self.error = f"more than {_SLOWEST:g} seconds for one token"
+        if self.error is not None:
             self.allowed = torch.zeros(self._vocab, dtype=torch.bool)
             return
         places = torch.arange(8, dtype=torch.uint8)

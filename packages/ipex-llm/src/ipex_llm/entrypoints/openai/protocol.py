@@ -596,9 +596,11 @@ def _collector_paused() -> Iterator[None]:
 _PARTS = frozenset({"str", "bool", "int", "float", "NamedTool"})
 
 
-def _place(parts: Sequence[int | str]) -> str:
-    """Return the field that an error is in."""
+def _place(parts: Sequence[int | str], names: Mapping[str, str]) -> str:
+    """Return the field that an error is in; the first part may have another name."""
     named = [p for p in parts if isinstance(p, int) or (p.isidentifier() and p not in _PARTS)]
+    if named:
+        named[0] = names.get(str(named[0]), named[0])
     return ".".join(str(part)[:80] for part in named[:4]) or "body"
 
 
@@ -670,8 +672,6 @@ def _validated(kind: type[Body], found: Any, names: Mapping[str, str]) -> Body:
         return kind.model_validate(found)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = _place(first["loc"])
-        head, dot, rest = place.partition(".")
-        place = f"{names.get(head, head)}{dot}{rest}"
+        place = _place(first["loc"], names)
         text = f"{place}: {first['msg']}"[:300]
         raise ApiError(400, text, param=place) from None
