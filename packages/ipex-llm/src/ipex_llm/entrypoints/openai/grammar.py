@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -82,6 +83,22 @@ class Grammars:
                 f"structured output must have a fast tokenizer, got {type(tokenizer).__name__}"
             )
 
+    def prepare(self) -> None:
+        """Read the vocabulary, if the server can do it: this takes a second, in which no stream should run."""
+        with contextlib.suppress(MissingComponentError, ValueError):
+            self.check()
+            with self._lock:
+                self._read_tokens()
+
+    def _read_tokens(self) -> None:
+        from llguidance.hf import from_tokenizer
+
+        if self._tokens is None:
+            ends = sorted(self._engine.eos_token_ids) or None
+            self._tokens = from_tokenizer(
+                self._engine.tokenizer, self._engine.vocab_size, eos_token=ends
+            )
+
     def make(self, wanted: Wanted) -> Grammar:
         """Compile; this takes milliseconds, and has limits where it would take long.
 
@@ -100,13 +117,8 @@ class Grammars:
 
     def _compile(self, wanted: Wanted) -> Any:
         from llguidance import LLMatcher, LLParserLimits, grammar_from
-        from llguidance.hf import from_tokenizer
 
-        if self._tokens is None:
-            ends = sorted(self._engine.eos_token_ids) or None
-            self._tokens = from_tokenizer(
-                self._engine.tokenizer, self._engine.vocab_size, eos_token=ends
-            )
+        self._read_tokens()
         try:
             if wanted.kind == "json":
                 options = {"whitespace_pattern": _BLANKS}

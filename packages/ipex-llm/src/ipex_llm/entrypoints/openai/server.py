@@ -99,6 +99,9 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.start()
+        if not isinstance(worker.engine, EncoderEngine):
+            prepared = asyncio.ensure_future(worker.apart(api.grammars.prepare))
+            prepared.add_done_callback(lambda done: done.cancelled() or done.exception())
         yield
         await asyncio.to_thread(worker.stop)
 
